@@ -56,6 +56,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
 VERBS += ["statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
+SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
 
 
 def write(text: str) -> None:
@@ -74,18 +75,21 @@ def run(arguments: list[str]) -> int:
     Raises:
         UserError: The verb, an option or a value is wrong.
     """
-    verb, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
+    verb, *rest = arguments or ["--help"]
     if verb in ("-h", "--help", "help"):
-        write(HELP)
-        return 0
-    if verb == "--version":
+        if not rest:
+            write(HELP)
+            return 0
+        verb, rest = rest[0], ["--help", *rest[1:]]
+    if "--version" in (verb, *rest[:1]):
         write(_versions())
         return 0
     import mixers
     from kernels import UserError
 
     if verb not in VERBS:
-        raise UserError(f"{verb!r} is not a verb{mixers.did_you_mean(verb, VERBS)} (verbs: {', '.join(VERBS)})")
+        hint = f"; did you mean {SYNONYMS[verb]!r}?" if verb in SYNONYMS else mixers.did_you_mean(verb, VERBS)
+        raise UserError(f"{verb!r} is not a verb{hint} (verbs: {', '.join(VERBS)})")
     from rich.console import Console
 
     # what only one verb needs is imported where it is used: most of it imports Lightning, which takes seconds
@@ -199,7 +203,7 @@ def started() -> int:
     try:
         return run(launched(sys.argv[1:]))
     except UserError as error:
-        message = str(error)
+        message = error.on_command_line
     except OSError as error:
         if error.errno not in DISK_ERRORS:
             raise

@@ -13,7 +13,7 @@ from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
 from .delta_rule import delta_rule
 from .discretise import discretise
-from .errors import UserError
+from .errors import Option, UserError
 from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_and_gates, features_together
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
@@ -38,6 +38,7 @@ __all__ = [
     "NORMS",
     "FeatureStream",
     "GateInputs",
+    "Option",
     "UserError",
     "add_rms_norm",
     "at_least_fp32",

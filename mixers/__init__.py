@@ -1,11 +1,7 @@
 """Token mixers: one layer at one site. A mixer is one file; to add one, write that file and the import below."""
 
-try:
-    from kernels import UserError
-except ImportError:
-    from .package_conflict import another_is_first
-
-    raise another_is_first() from None
+from .package_conflict import warn_of_hidden  # isort: skip  # first: raises unless `kernels` is this project's
+from kernels import UserError
 
 from .attention import SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
@@ -37,16 +33,16 @@ from .norm import (
     SimpleRMSNorm,
     ZeroCentredRMSNorm,
 )
-from .package_conflict import warn_of_hidden
 from .per_document import per_document
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
-from .registry import did_you_mean, entry, get, names, register
+from .registry import did_you_mean, entry, get, names, register, similar
 from .retnet import RetNet
 from .sliding_window import SlidingWindowAttention
 from .state import Cache, History, Position, remembered
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
+from .wrapped import Wrapped, wrap
 
 warn_of_hidden()
 
@@ -105,6 +101,7 @@ __all__ = [
     "Streams",
     "TokenMixer",
     "UserError",
+    "Wrapped",
     "ZeroCentredRMSNorm",
     "alibi_slopes",
     "check_mixer",
@@ -117,6 +114,8 @@ __all__ = [
     "positions",
     "register",
     "remembered",
+    "similar",
     "split_heads",
     "takes_context_parallel",
+    "wrap",
 ]

@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import size_or
-from .base import Site, TokenMixer, dense_flops, positions
+from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
 from .norm import RMSNorm
@@ -68,7 +68,7 @@ class SoftmaxAttention(TokenMixer):
         output_bias: bool = False,
     ):
         super().__init__()
-        self.num_heads, self.head_dim = site.heads(num_heads, head_dim)
+        self.num_heads, self.head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         self.num_kv_heads = size_or("num_kv_heads", num_kv_heads, self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise kernels.UserError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
@@ -95,7 +95,7 @@ class SoftmaxAttention(TokenMixer):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, AttentionState | None]:
-        q, k, v, *gate = self.in_proj(x)
+        q, k, v, *gate = self.in_proj(checked_input(x, self.in_proj.in_features))
         q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
         seen, histories = (None, (None, None)) if state is None else (state.position, state.histories)

@@ -7,6 +7,7 @@ streams are [B,T,heads,size]. Gates live in log space and are called `log_decay`
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -17,11 +18,13 @@ from kernels.core.documents import places
 
 from .arguments import check_sizes
 from .context_parallel import ContextParallel, run_recurrence
+from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
-from .state import History, Position
+from .state import History, Position, remembered
 
+TUTORIAL = "tutorials/02_your_own_mixer.md"
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
 
@@ -56,10 +59,34 @@ class Site(NamedTuple):
         return num_heads, self.hidden_size // num_heads if head_dim is None else head_dim
 
 
+def checked_site(site: object, mixer: type) -> Site:
+    """The first argument of a mixer, if it is a Site.
+
+    Raises:
+        UserError: It is something else.
+    """
+    if not isinstance(site, Site):
+        example = "mixers.Site(hidden_size=512, num_heads=8)"
+        raise kernels.UserError(f"site: {mixer.__name__} takes a mixers.Site, such as {example}, not {site!r}")
+    return site
+
+
+def checked_input(x: Tensor, hidden_size: int) -> Tensor:
+    """x, if it is [B,T,hidden_size].
+
+    Raises:
+        UserError: It has another shape.
+    """
+    if x.dim() != 3 or x.shape[2] != hidden_size:
+        raise kernels.UserError(f"x: must be [batch, time, {hidden_size}], got shape {tuple(x.shape)}")
+    return x
+
+
 class TokenMixer(KeepsFp32):
     """A layer that moves information along time: x [B,T,hidden] → y [B,T,hidden], causally unless it says otherwise.
 
-    Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result.
+    Subclass it, take a `Site` first and named arguments after it, and run `mixers.check_mixer` on the result. Write
+    `forward` and, if it is causal, `init_state`; `state_size` and `flops` are derived, unless you write them.
     List parameters that must not decay in `no_weight_decay` (those with fewer than two axes never do), and those for
     which bf16 is too coarse in `keep_fp32`. Give every module with parameters or computed buffers a
     `reset_parameters()`, so that a model built on the meta device can be filled. Make the last linear map an
@@ -71,6 +98,7 @@ class TokenMixer(KeepsFp32):
     causal: ClassVar[bool] = (
         True  # False: y_t depends on later x; such a mixer has no state, and only a classifier can use it
     )
+    site: Site  # set by the model, unless the mixer does
 
     def forward(
         self,
@@ -93,24 +121,41 @@ class TokenMixer(KeepsFp32):
         Returns:
             y [B,T,hidden], and the continued state or None.
         """
-        raise NotImplementedError
+        raise self._lacks("forward", "a token mixer maps x and a state to (y, state)")
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> State:
         """The state before the first token; device and dtype default to those of the parameters."""
-        raise NotImplementedError
+        raise self._lacks("init_state", "decoding starts from the state that it returns")
 
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 
         What is typed `History` or `Position` does not count. Without a length, the bound; `math.inf` if there is none.
+        By default, the size of `init_state`, if it is constant.
         """
-        raise NotImplementedError
+        if not self.constant_state:
+            raise self._lacks("state_size", "of a state that grows it cannot be derived")
+        return sum(tensor.numel() for _, tensor in remembered(self.init_state(1, "meta")))
 
     def flops(self, length: int) -> int:
-        """Forward FLOPs of one sequence of `length` tokens, as the chunkwise path executes them."""
-        raise NotImplementedError
+        """Forward FLOPs of one sequence of `length` tokens, as the chunkwise path executes them.
+
+        By default, those that PyTorch counts.
+        """
+        if getattr(self, "site", None) is None:
+            raise self._lacks("flops", "without self.site = site it cannot be derived")
+        like = next(self.parameters(), torch.zeros(0))
+        x = torch.empty(1, length, self.site.hidden_size, device="meta", dtype=like.dtype)
+        try:
+            return counted_flops(partial(on_meta, self, x))
+        except Exception as error:  # a mixer may do anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise self._lacks("flops", f"it cannot be counted on the meta device: {reason}") from error
+
+    def _lacks(self, method: str, why: str) -> kernels.UserError:
+        return kernels.UserError(f"{method}: {type(self).__name__} does not have it, and {why} ({TUTORIAL})")
 
     def masked_flops(self, length: int) -> int:
         """Return the part of `flops` that is spent on pairs of tokens that the mask of attention leaves out."""
@@ -219,7 +264,7 @@ class LinearMixer(TokenMixer):
 
     def project(self, x: Tensor) -> Streams:
         """All projections of x, gates as raw pre-activations. Afterwards only expansions see x."""
-        raise NotImplementedError
+        raise self._lacks("project", "a LinearMixer makes its queries, keys and values there")
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
         """Return the inputs of the delta rule's gates, to compute the gates with the features; None to call `gates`."""
@@ -231,7 +276,7 @@ class LinearMixer(TokenMixer):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         """o [B,T,H,V] → y [B,T,hidden]: norm, output gate, skip, projection."""
-        raise NotImplementedError
+        raise self._lacks("readout", "a LinearMixer makes its output there")
 
     def forward(
         self,
@@ -241,6 +286,7 @@ class LinearMixer(TokenMixer):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
+        x = checked_input(x, self.site.hidden_size)
         s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,

@@ -8,7 +8,7 @@ from torch import Tensor
 import kernels
 from kernels.core.documents import places
 
-from .base import Site, State, TokenMixer
+from .base import Site, State, TokenMixer, checked_site
 from .hgrn2 import HGRN2
 from .registry import register
 
@@ -31,6 +31,7 @@ class Bidirectional(TokenMixer):
     causal = False
 
     def __init__(self, site: Site, *, mixer: Callable[[Site], TokenMixer] = HGRN2):
+        site = checked_site(site, type(self))
         super().__init__()
         self.forwards, self.backwards = mixer(site), mixer(site)
         self.constant_state = self.forwards.constant_state  # type: ignore[misc]

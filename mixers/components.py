@@ -20,11 +20,12 @@ from .retnet import RetNet
 from .sliding_window import SlidingWindowAttention
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear, LowRankGated
 from .tpe import TPE
+from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GLA),
     *(HGRN1, HGRN2, LinearAttention, Mamba1, Mamba2, RetNet),
-    *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated),
+    *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (
     *(DPFP, HeadWise, LFM, LowRank, Residual),

@@ -4,20 +4,21 @@
 call it in a test; for registered mixers the tests of this project do.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 
-from .base import LinearMixer, Site, TokenMixer
+from .base import TUTORIAL, LinearMixer, Site, TokenMixer
+from .counting import counted_flops
 from .expanded import Expanded
+from .interface import checked_result, placed
 from .state import remembered
 
 FLOPS_TOLERANCE = 0.05  # between flops() and the counter: padding and small vectors
@@ -51,7 +52,7 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
         ContractError: It breaks a clause; the message lists every broken one, with the reason.
     """
     variants: dict[str, Factory] = {"": factory}
-    built, _ = _build(factory, site)
+    built = _with_interface(factory, site)
     if expanded and isinstance(built, LinearMixer) and built.site.expand is None:
         for subheads in (True, False):
             wrapped = partial(Expanded, mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]
@@ -63,7 +64,8 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
             try:
                 clause(variant, site)
             except Exception as error:  # a crash breaks the clause as much as a wrong number
-                broken.append(f"{name}: {error if isinstance(error, ContractError) else repr(error)}")
+                said = isinstance(error, ContractError | kernels.UserError)
+                broken.append(f"{name}: {error if said else repr(error)}")
             else:
                 passed.append(name)
     if broken:
@@ -71,10 +73,51 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
     return passed
 
 
+def _with_interface(factory: Any, site: Site) -> TokenMixer:
+    """A mixer that the clauses can call.
+
+    Raises:
+        ContractError: It cannot be built or called; one sentence says why, since every clause would fail for that.
+    """
+    if isinstance(factory, nn.Module):
+        raise ContractError(f"factory: pass the class {type(factory).__name__}, not a module that was built already")
+    if isinstance(factory, type) and issubclass(factory, nn.Module) and not issubclass(factory, TokenMixer):
+        name = factory.__name__
+        raise ContractError(f"{name} is not a TokenMixer; pass mixers.wrap({name}), or write one ({TUTORIAL})")
+    if not callable(factory):
+        hint = f"; pass mixers.get({factory!r})" if isinstance(factory, str) else ""
+        raise ContractError(f"factory: {factory!r} is not a class or function that makes a mixer{hint}")
+    name = getattr(factory, "__name__", "the factory")
+    with _told(f"{name}(site) fails, and a mixer takes a mixers.Site first and then named arguments with defaults"):
+        mixer, x = _build(factory, site)
+    name = type(mixer).__name__
+    with _told(f"forward of {name} fails for x of shape {tuple(x.shape)}"):
+        y, _ = checked_result(mixer(x), mixer, x)
+    _expect(bool(y.isfinite().all()), f"forward of {name} returns numbers that are not finite")
+    if mixer.causal:
+        with _told(f"init_state of {name} fails for a batch size of 2"):
+            state = mixer.init_state(len(x))
+        with _told(f"forward of {name} fails with the state of init_state"):
+            _, state = checked_result(mixer(x, state), mixer, x)
+        _expect(state is not None, f"forward of {name} must return the next state if it gets one, got None")
+    return mixer
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """Turn errors inside the block into a ContractError that begins with `what`, unless they say it themselves."""
+    try:
+        yield
+    except kernels.UserError as error:
+        raise ContractError(str(error)) from None
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ContractError(f"{what} ({reason})") from error
+
+
 def shapes_and_dtypes(factory: Factory, site: Site) -> None:
     mixer, x = _build(factory, site, torch.float32)
     y, state = mixer(x)
-    _expect(y.shape == x.shape, f"x {tuple(x.shape)} became {tuple(y.shape)}")
     _expect(y.dtype == x.dtype, f"x in {x.dtype} became {y.dtype}")
     _expect(state is None, "a state came back although none was given")
     if not mixer.causal:
@@ -222,12 +265,7 @@ def flops_are_what_is_counted(factory: Factory, site: Site) -> None:
     mixer, _ = _build(factory, site, torch.float32)
     for length in (64, 256):
         x = torch.randn(1, length, site.hidden_size)
-        # PyTorch's table lacks the triangular solve; attention is counted in its plain form
-        mapping = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
-        counter = FlopCounterMode(display=False, custom_mapping=mapping)
-        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), kernels.backend("torch"), counter:
-            mixer(x)
-        counted, declared = counter.get_total_flops(), mixer.flops(length)
+        counted, declared = counted_flops(partial(mixer, x)), mixer.flops(length)
         error = abs(declared / counted - 1) if counted else float(declared != 0)
         _expect(error < FLOPS_TOLERANCE, f"flops({length}) is {declared:,}, the counter saw {counted:,}")
 
@@ -270,20 +308,12 @@ def _build(
                 parameter.add_(0.1 * torch.randn_like(parameter) * parameter.abs().mean().clamp(min=0.1))
         torch.manual_seed(7)
         x = torch.randn(2, LENGTH, site.hidden_size, dtype=torch.float64).to(dtype)
-    if not isinstance(mixer, TokenMixer):
-        raise ContractError(f"the factory made a {type(mixer).__name__}, not a TokenMixer")
-    return mixer.to(dtype), x
+    return placed(mixer, site).to(dtype), x
 
 
 def _counted(state: Any) -> int:
     """Elements of one sequence's state."""
     return sum(tensor.numel() for _, tensor in remembered(state))
-
-
-def _solve_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
-    """Half of a matrix product, since each row meets only the rows above it. Arguments are shapes."""
-    *batch, rows, columns = b
-    return int(torch.Size(batch).numel()) * rows * rows * columns
 
 
 def _expect(holds: bool, otherwise: str) -> None:

@@ -5,7 +5,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Strength
 from .features import Features
 from .norm import RMSNorm
@@ -47,7 +47,7 @@ class DeltaNet(LinearMixer):
         allow_neg_eigval: bool = False,
         norm_eps: float = 1e-5,
     ):
-        num_heads, head_dim = site.heads(num_heads, head_dim)
+        num_heads, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         check_numbers({"norm_eps": norm_eps}, positive=False)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk, v=v)
         width = num_heads * head_dim

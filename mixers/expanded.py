@@ -6,7 +6,7 @@ from typing import get_args
 import kernels
 
 from .arguments import check_sizes
-from .base import LinearMixer, Site
+from .base import LinearMixer, Site, checked_site
 from .expansion import Expand, Expansion, HeadWise, Recomputed
 
 
@@ -42,6 +42,7 @@ class Expanded(LinearMixer):
         residual: bool = False,
         recompute: bool | Recomputed = True,
     ) -> LinearMixer:
+        site = checked_site(site, cls)
         check_sizes({"factor": factor})
         if residual and not subheads:
             raise kernels.UserError("residual: true needs subheads, one of which is the unchanged head")

@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import size_or
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
 from .fusion import Fusable
@@ -61,7 +61,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
     ):
         if value_dim is not None and head_dim is None:
             raise kernels.UserError(f"value_dim: {value_dim} is given without head_dim; give both, or neither")
-        num_heads, head_dim = site.heads(num_heads, head_dim)
+        num_heads, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         value_dim = size_or("value_dim", value_dim, head_dim)
         super().__init__(
             site,

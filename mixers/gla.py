@@ -5,7 +5,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import LowRankDecay
 from .features import Features
 from .norm import GatedRMSNorm, NormOnly, Output
@@ -53,7 +53,7 @@ class GLA(LinearMixer):
         output_gate: bool = True,
         norm_eps: float = 1e-5,
     ):
-        num_heads, _ = site.heads(num_heads)
+        num_heads, _ = checked_site(site, type(self)).heads(num_heads)
         check_sizes({"gate_rank": gate_rank})
         check_numbers({"expand_k": expand_k, "expand_v": expand_v, "gate_normalizer": gate_normalizer})
         check_numbers({"norm_eps": norm_eps}, positive=False)

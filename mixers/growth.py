@@ -81,13 +81,13 @@ class MergedHeads(Growth):
     def arguments(self, factor: int, init: Init) -> dict[str, object]:
         name, heads = type(self.mixer).__name__, self.mixer.num_key_heads
         if heads == 1:
-            raise kernels.UserError(f"way: {name} has one head, so there is nothing to merge; choose --way=expand")
+            raise kernels.UserError(f"way: {name} has one head, so there is nothing to merge; choose way=expand")
         if heads % factor:
             raise kernels.UserError(f"factor: {factor} does not divide the {heads} heads of {name} that are merged")
         if init == "preserve":
             raise kernels.UserError(
                 f"init: preserve is impossible where heads of {name} are merged, as the scores of all heads add up in "
-                "one head; choose reinit or inherit, or --way=expand"
+                "one head; choose reinit or inherit, or way=expand"
             )
         return self.merged(factor)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers
-from .base import Site, TokenMixer, dense_flops
+from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
 from .context_parallel import ContextParallel, run_selective_scan
 from .hgrn2 import LowerBounds, adopt_lower_bounds, build_lower_bounds
 from .norm import GatedRMSNorm
@@ -43,6 +43,7 @@ class HGRN1(TokenMixer):
         lower_bounds: Callable[[int, int], LowerBounds] | None = LowerBounds,
         norm_eps: float = 1e-5,
     ):
+        site = checked_site(site, type(self))
         super().__init__()
         check_numbers({"norm_eps": norm_eps}, positive=False)
         self.site, width = site, site.hidden_size
@@ -61,7 +62,7 @@ class HGRN1(TokenMixer):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, VectorState | None]:
-        i, f, g = self.in_proj(x)
+        i, f, g = self.in_proj(checked_input(x, self.in_proj.in_features))
         if self.lower_bounds is None:
             log_decay = F.logsigmoid(kernels.at_least_fp32(f))
         else:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, TokenMixer
+from .base import LinearMixer, Site, Streams, TokenMixer, checked_site
 from .features import Features
 from .norm import Norm, RMSNorm
 from .precision import KeepsFp32
@@ -120,6 +120,7 @@ class HGRN2(LinearMixer):
         norm: Callable[[int, float], Norm] = RMSNorm,
         norm_eps: float = 1e-5,
     ):
+        site = checked_site(site, type(self))
         width = site.hidden_size
         check_sizes({"head_dim": head_dim})
         check_numbers({"norm_eps": norm_eps}, positive=False)

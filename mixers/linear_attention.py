@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from .arguments import check_numbers
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .features import Features
 from .norm import RMSNorm
 from .projection import OutputProjection, Projection, split_heads
@@ -31,7 +31,7 @@ class LinearAttention(LinearMixer):
         qk: Features = Features(activation="elu1"),
         norm_eps: float = 1e-5,
     ):
-        num_heads, head_dim = site.heads(num_heads, head_dim)
+        num_heads, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         check_numbers({"norm_eps": norm_eps}, positive=False)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         width = num_heads * head_dim

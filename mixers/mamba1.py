@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import kernels
 
 from .arguments import check_sizes, size_or
-from .base import Site, TokenMixer, dense_flops
+from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
 from .context_parallel import ContextParallel, run_selective_scan
 from .features import FeaturePath, Features
 from .projection import OutputProjection, Projection
@@ -65,6 +65,7 @@ class Mamba1(TokenMixer):
         dt_rank: int | None = None,
         conv_bias: bool = True,
     ):
+        site = checked_site(site, type(self))
         super().__init__()
         check_sizes({"expand": expand, "state_dim": state_dim})
         self.width, self.state_dim = expand * site.hidden_size, state_dim
@@ -96,7 +97,7 @@ class Mamba1(TokenMixer):
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, MambaState | None]:
-        u, z = self.in_proj(x)
+        u, z = self.in_proj(checked_input(x, self.in_proj.in_features))
         no_positions = u.new_zeros(0, dtype=torch.int64)
         history = None if state is None else state.histories[0]
         features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens, context_parallel)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Mamba2Discretisation
 from .features import Features
 from .norm import GatedRMSNorm
@@ -53,6 +53,7 @@ class Mamba2(LinearMixer):
         decay: Callable[[int], Discretisation] = Mamba2Discretisation,
         norm_eps: float = 1e-5,
     ):
+        site = checked_site(site, type(self))
         check_sizes({"expand": expand, "head_dim": head_dim, "state_dim": state_dim, "num_groups": num_groups})
         check_numbers({"norm_eps": norm_eps}, positive=False)
         width = expand * site.hidden_size

@@ -93,8 +93,21 @@ def get(name: str) -> type[TokenMixer]:
     return mixer
 
 
+def similar(name: str, candidates: Iterable[str], cutoff: float = 0.65) -> list[str]:
+    """The candidates that are most similar to a name, or all that start with it; empty if none is close.
+
+    Args:
+        name: A name that is not one of the candidates.
+        candidates: The names that exist.
+        cutoff: The least similarity that counts, from 0 to 1.
+    """
+    ratios = {other: difflib.SequenceMatcher(None, name.lower(), other.lower()).ratio() for other in candidates}
+    best = max(ratios.values(), default=0.0)
+    longer = [other for other in ratios if len(name) > 2 and other.lower().startswith(name.lower())]
+    return [other for other, ratio in ratios.items() if ratio == best] if best >= cutoff else longer
+
+
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """'; did you mean …?' if one of the candidates is similar, otherwise an empty string."""
-    lower = {other.lower(): other for other in candidates}
-    close = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-    return f"; did you mean {lower[close[0]]!r}?" if close else ""
+    """'; did you mean …?' if at most three of the candidates are the most similar, otherwise an empty string."""
+    close = similar(name, candidates)
+    return f"; did you mean {' or '.join(map(repr, close))}?" if 0 < len(close) <= 3 else ""

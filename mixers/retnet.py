@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import UserError
 
 from .arguments import check_numbers
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ConstantDecay
 from .features import Features, Rotary
 from .norm import GatedRMSNorm, NormOnly, Output
@@ -44,7 +44,7 @@ class RetNet(LinearMixer):
         output_gate: bool = True,
         norm_eps: float = 1e-5,
     ):
-        num_heads, head_dim = site.heads(num_heads, head_dim)
+        num_heads, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         check_numbers({"expand_v": expand_v})
         check_numbers({"norm_eps": norm_eps}, positive=False)
         value_dim = round(expand_v * head_dim)

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ConstantDecay, alibi_slopes
 from .features import Features
 from .projection import OutputProjection, Projection, split_heads
@@ -21,7 +21,7 @@ class LowRankGated(LinearMixer):
     """
 
     def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
-        num_heads, head_dim = site.heads(num_heads)
+        num_heads, head_dim = checked_site(site, type(self)).heads(num_heads)
         check_numbers({"norm_eps": norm_eps}, positive=False)
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         self.norm_eps, width = norm_eps, site.hidden_size

@@ -83,7 +83,11 @@ def _pieces(line: str) -> Iterator[list[str]]:
             pieces.append([])
         else:
             pieces[-1].append(token)
-    yield from (piece for piece in pieces if piece[:1] and piece[0] in PROGRAMS and piece[1:])
+    for piece in pieces:
+        if piece[:1] == ["zoo"]:  # the console command
+            piece = ["python", "cli.py", *piece[1:]] if piece[1:] else []
+        if piece[:1] and piece[0] in PROGRAMS and piece[1:]:
+            yield piece
 
 
 def check_parses(arguments: list[str], command: Command, finished: Path, folder: Path) -> None:

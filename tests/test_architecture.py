@@ -9,8 +9,10 @@ import inspect
 import os
 import pkgutil
 import re
+import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +51,7 @@ ROOMS = (
     "zoo.scaling",
     "zoo.report",
     "zoo.reproductions",
+    "zoo.calls",
 )
 
 
@@ -262,13 +265,23 @@ def test_transformers_does_not_mistake_our_kernels_for_theirs():
     assert run(code) == str(ROOT / "kernels" / "__init__.py")
 
 
-def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(tmp_path: Path):
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import sys, cli; sys.argv[1:] = ['mixers']; cli.main()",
+        "import zoo",
+        "import mixers",
+        "import kernels, zoo.lm",
+        f"import sys, kernels; sys.path.insert(0, {str(ROOT)!r}); import zoo",  # theirs are imported already
+    ],
+)
+def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(code: str, tmp_path: Path):
     """Hugging Face's package `kernels`, found first as in an editable installation."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
-    (tmp_path / "start.py").write_text("import sys, cli; cli.main()")
     done = subprocess.run(
-        [sys.executable, "start.py", "mixers"],
+        [sys.executable, "-c", code],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
         capture_output=True,
@@ -276,10 +289,58 @@ def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(tmp_path: Pat
         timeout=300,
     )
     assert done.returncode == 1
-    assert done.stderr == (
-        f"error: kernels: {tmp_path}/kernels/__init__.py is another package of this name, such as Hugging Face's; run "
-        f"`pip uninstall kernels`, or put this project before it: PYTHONPATH={ROOT}\n"
+    start = "error" if "cli" in code else "ImportError"
+    theirs = f"kernels: {tmp_path}/kernels/__init__.py is another package of this name, such as Hugging Face's"
+    advice = f"run `pip uninstall kernels`, or put this project before it: PYTHONPATH={ROOT}"
+    assert done.stderr.splitlines()[-1] == f"{start}: {theirs}; {advice}"
+
+
+@pytest.mark.slow
+def test_files_of_a_namesake_in_place_of_our_kernels_are_told_in_one_sentence(tmp_path: Path):
+    """Both were installed into one folder, as wheels are."""
+    shutil.copytree(ROOT / "mixers", tmp_path / "mixers", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    code = [sys.executable, "-c", "import mixers"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stderr.splitlines()[-1].endswith(
+        "such as Hugging Face's, which replaced this project's; install this project in an environment of its own"
     )
+
+
+@pytest.mark.slow
+def test_an_import_that_fails_for_another_reason_says_so(tmp_path: Path):
+    code = "import sys; sys.modules['torch'] = None; import zoo"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert "import of torch halted" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_console_command_works_from_any_folder(tmp_path: Path):
+    """As pip writes it for `[project.scripts]`: with the folder of commands, not the current one, on the path."""
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["zoo"]
+    module, _, function = script.partition(":")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "zoo").write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
+    (tmp_path / "my_mixers.py").write_text("from mixers import GLA\n\n\nclass Mine(GLA):\n    pass\n")
+    done = subprocess.run(
+        [
+            sys.executable,
+            "bin/zoo",
+            "fit",
+            "--config=gla",
+            "--model.stack.mixer.mixer=my_mixers.Mine",
+            "--print_config",
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "my_mixers.Mine" in done.stdout
 
 
 @pytest.mark.slow

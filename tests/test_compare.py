@@ -1,6 +1,8 @@
 """`compare` trains several configs, keeps what is finished, and shows one table and one picture."""
 
+import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -61,6 +63,30 @@ def test_a_mistake_is_named_before_the_first_run(command, tmp_path, arguments, e
     assert done.code == 2
     assert expected in done.err
     assert not (tmp_path / "out").exists()
+
+
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answer", ["n", "y", None])
+def test_without_names_the_plan_comes_first(command, desk, monkeypatch, answer) -> None:
+    monkeypatch.setattr(commands, "whole_configs", lambda: ["gla.yaml", "retnet.yaml"])
+    monkeypatch.setattr(commands, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
+    finished_run(desk / "out" / "gla")
+    if answer is not None:
+        monkeypatch.setattr(sys, "stdin", Keyboard(f"{answer}\n"))
+        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    done = command("compare", "--config=tiny.yaml", "--folder=out", *(["--yes"] if answer is None else []))
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", done.out)
+    assert "1 configs to train (1 complete): retnet" in shown
+    assert "about a minute of training steps on this machine (from one timed step of each; " in shown
+    assert ("start? [y/n]" in shown) == (answer is not None)
+    assert ("2.500" in done.out) == (answer != "n")  # the table of what is complete
+    assert done.code == (0 if answer == "n" else 2)
+    assert (desk / "out" / "retnet.log").exists() == (answer != "n")
 
 
 def test_overlays_are_no_whole_configs() -> None:

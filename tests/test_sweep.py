@@ -80,7 +80,7 @@ def test_runs_that_fail_a_gate_are_named(command, small) -> None:
         (["--config", "small.yaml", "--gates=[{number: [val_loss]}]"], "did you mean 'numbers'"),
         (["--config", "small.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
         (["--config", "gla.yaml"], "model"),
-        (["small.yaml"], "configs are named by --config"),
+        (["small.yaml"], "write --config small.yaml"),
         ([], "sweep: missing; give --config"),
     ],
 )

@@ -124,7 +124,7 @@ MISTAKES = {
     (*FIT, "--optim=Adam", "--optim.eps=1"): "optim.eps is 1.0, but is for AdamW; those of another optimiser are",
     (*FIT, "--optim=torch.nn.Linear"): "optim.optimizer: torch.nn.Linear is not an Optimizer",
     (*FIT, "--optim=os.system"): "optim.optimizer: 'os.system' is not an Optimizer; write its dotted path",
-    (*FIT, "--optim=torch.optim"): "optim.optimizer: 'torch.optim' is not an Optimizer; write its dotted path",
+    (*FIT, "--optim=torch.optim"): "optim.optimizer: 'torch.optim' is a module; name a class in it, torch.optim.CLASS",
     (*FIT, "--optim=Muon"): "optim.optimizer: Muon is the name of several classes; write one of torch.optim.Muon, zoo",
     (*FIT, "--data=mixers.GLA"): "data: mixers.GLA is not a LightningDataModule",
     (*FIT, "--trainer.deterministic=maybe"): "trainer.deterministic: 'maybe' is not one of warn, nor true or false",

@@ -5,6 +5,7 @@ Those that train many models run nightly. In every run their commands are parsed
 
 import ast
 import inspect
+import json
 import os
 import re
 import shutil
@@ -29,6 +30,7 @@ pytest_plugins = "tests.desk"
 
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 FILES = sorted(TUTORIALS.glob("*.md"))
+NOTEBOOK = TUTORIALS / "quickstart.ipynb"
 # other tests train as they do in every run: expanded states, sweeps, strategies of several processes, conversions
 NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11")]
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
@@ -188,6 +190,30 @@ def test_statex_end_to_end(mixers: list[str], tmp_path: Path, shared_cache: Path
     for form in ("original", "LPT", "reinit", "inherit", "preserve"):
         assert len(re.findall(rf"│ {form} +│", printed)) == 2 * len(mixers)  # two tasks
     assert (tmp_path / "runs/statex/statex.png").is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path, shared_cache: Path, monkeypatch: pytest.MonkeyPatch):
+    nbformat = pytest.importorskip("nbformat", reason="install the extra 'test'")
+    nbclient = pytest.importorskip("nbclient", reason="install the extra 'test'")
+    for name, value in {"ZOO_CACHE": str(shared_cache), "OMP_NUM_THREADS": "1", "ZOO_RUN": ""}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(TUTORIALS.parent))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()  # raises the error of the first cell that fails
+    shown = [output.data for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs
+             if output.output_type == "execute_result"]  # fmt: skip
+    assert "nats per token" in shown[0]["text/html"]
+    assert "data:image/png;base64," in shown[0]["text/html"]
+    assert shown[2]["text/plain"] == "30"  # clauses
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "evaluations"}
+
+
+def test_the_notebook_is_stored_without_outputs():
+    cells = [cell for cell in json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    assert "%pip install" in "".join(cells[0]["source"])
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)

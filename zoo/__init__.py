@@ -1,9 +1,11 @@
 """Language models with pluggable token mixers: built from configs, trained with Lightning."""
 
+import inspect
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from kernels import UserError
+from mixers import UserError  # which makes sure that `kernels` is this project's
+from zoo.calls import checked
 from zoo.config import build
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
 from zoo.report import report
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from zoo.saved.model import load, load_tokenizer
 
 __version__ = "0.1.0"
+
+build, report = checked(build), checked(report)
+fit, validate, test, predict = checked(fit), checked(validate), checked(test), checked(predict)
 
 # module → names that are imported from it when they are first used, since these modules import Lightning, which takes
 # three times as long as PyTorch. (`report` cannot be among them: it is a package, too, and whoever imports it would set
@@ -72,7 +77,8 @@ def __getattr__(name: str) -> Any:
         return import_module("zoo.scaling")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value = checked(value) if inspect.isfunction(value) else value
     return value
 
 

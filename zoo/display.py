@@ -1,17 +1,23 @@
 """Tables, consoles and figures in the one style in which results are shown."""
 
+import sys
+import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from tqdm.auto import tqdm  # bars of a notebook, where there is one
 
 from zoo.files.atomic import atomic_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+LOG_SECONDS = 30.0  # between the lines of a bar in a log file
+SOON = 2  # seconds until a bar is worth showing
 
 
 def new_table(
@@ -38,6 +44,42 @@ def new_console(verbose: bool = True, width: int = 120) -> Console:
     """Return a console that is at least `width` columns wide in a log file, and silent unless `verbose`."""
     console = Console(quiet=not verbose)
     return console if console.is_terminal else Console(quiet=not verbose, width=max(console.width, width))
+
+
+class _Lines:
+    """A text stream for tqdm that shows a bar as one line per interval, and a last one when it is closed."""
+
+    def __init__(self, stream: TextIO):
+        self._stream, self.encoding = stream, stream.encoding
+        self._line = self._written = ""
+        self._due = 0.0
+
+    def write(self, text: str) -> None:
+        self._line = text.strip() or self._line
+        closed, now = text == "\n", time.monotonic()
+        if self._line != self._written and (closed or now >= self._due):
+            self._stream.write(f"{self._line}\n")
+            self._written, self._due = self._line, now + LOG_SECONDS
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def bar_settings() -> dict[str, Any]:
+    """Return tqdm's arguments for a bar on a terminal, or for a line per interval where stderr is not a terminal."""
+    if "ipykernel" in sys.modules:  # a notebook has bars of its own, and its stderr is not a terminal
+        return {}
+    if sys.stderr.isatty():
+        # no percentage and no rate, which leaves room for the bar next to what is said about it
+        form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
+        return {"file": sys.stderr, "dynamic_ncols": True, "bar_format": form}
+    form = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed} passed, {remaining} left{postfix}"
+    return {"file": _Lines(sys.stderr), "bar_format": form}
+
+
+def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> "tqdm[Any]":
+    """Return tqdm's bar over an iterable; `settings` are further arguments of tqdm."""
+    return tqdm(iterable, **bar_settings() | settings)
 
 
 def new_figure(width: float, height: float, dpi: int = 110) -> "Figure":

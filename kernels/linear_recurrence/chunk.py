@@ -101,7 +101,7 @@ def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
 
 
 def scores_by_blocks(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """The same for any decay.
+    """Return `channel_scores` for any decay.
 
     Against earlier blocks the reference is the row before the block, so that both factors are ≤ 1; inside the block the
     differences themselves are exponentiated.

@@ -132,3 +132,16 @@ def test_no_rows(mixer: mixers.TokenMixer, length: int):
         y, state = mixer(x, mixer.init_state(0))
         assert y.shape == x.shape
         assert state is not None
+
+
+@pytest.mark.parametrize("name", mixers.names())
+def test_a_site_that_is_none_and_an_input_of_another_shape(name: str):
+    example = "mixers.Site(hidden_size=512, num_heads=8)"
+    with pytest.raises(kernels.UserError) as error:
+        mixers.get(name)(512)
+    assert str(error.value) == f"site: {name} takes a mixers.Site, such as {example}, not 512"
+    mixer = mixers.get(name)(SITE)
+    for shape in ((3, 64), (1, 3, 32), (1, 2, 3, 64)):
+        with pytest.raises(kernels.UserError) as error:
+            mixer(torch.zeros(shape))
+        assert str(error.value) == f"x: must be [batch, time, 64], got shape {shape}"

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from kernels import UserError
 from zoo.arguments import check_names, names_in
-from zoo.display import new_console, new_figure, new_table, short_list, write_figure
+from zoo.display import new_console, new_figure, new_table, progress_bar, short_list, write_figure
 
 
 def test_a_table():
@@ -27,6 +27,24 @@ def test_a_console_of_a_log_file_holds_a_wide_table(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "x" * 140 + "\n"
     new_console(verbose=False).print("nothing")
     assert not capsys.readouterr().out
+
+
+def test_a_bar_in_a_log_file_is_a_line_per_interval(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    for number in (bar := progress_bar(range(3), desc="evaluation", unit=" cells")):
+        bar.set_description_str(f"evaluation {number}")
+    first, last = capsys.readouterr().err.splitlines()
+    assert first.startswith("evaluation: 0/3 cells, 00:00 passed, ")
+    assert last.startswith("evaluation 2: 3/3 cells, 00:00 passed, ")
+    monkeypatch.setattr("zoo.display.LOG_SECONDS", 0.0)
+    for number in (bar := progress_bar(range(3), desc="evaluation", unit=" cells")):
+        bar.set_description_str(f"evaluation {number}")
+    assert len(shown := capsys.readouterr().err.splitlines()) >= 4
+    assert not [line for line in shown if "\r" in line or not line.strip()]
+    with progress_bar(total=1, desc="tokenising", delay=60) as bar:
+        bar.update()
+    assert not capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.svg", b"<?xml")])

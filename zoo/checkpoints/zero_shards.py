@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.errors import UserError
+from kernels.errors import Option, UserError
 from zoo.checkpoints.archive import check_archive
 from zoo.files.hashing import file_digest
 
@@ -157,17 +157,18 @@ def divided_alike(path: str | os.PathLike[str], checkpoint: Mapping[str, Any], s
 
     A UserError if the run cannot resume from it at all.
     """
-    weights = f"a new run can start from its weights: --optim.initial_weights={path}"
+    weights = ("a new run can start from its weights: ", Option("optim.initial_weights", str(path)))
     if (shards := checkpoint.get(SHARDS)) is None or TENSORS in shards:
         raise UserError(
-            f"{path} was not saved by ZeRO; continue it with the strategy that it was saved with, or {weights}"
+            f"{path} was not saved by ZeRO; continue it with the strategy that it was saved with, or ", *weights
         )
     if (shards["stage"], shards["world_size"]) == (stage, world_size):
         return True
     if 3 in (shards["stage"], stage):
         raise UserError(
             f"{path} is of ZeRO {shards['stage']} with {shards['world_size']} processes, and cannot be continued by "
-            f"ZeRO {stage} with {world_size}, as only stages 1 and 2 can be resharded; {weights}"
+            f"ZeRO {stage} with {world_size}, as only stages 1 and 2 can be resharded; ",
+            *weights,
         )
     return False
 

@@ -2,19 +2,19 @@
 
 import functools
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from jsonargparse import Namespace
 
 from kernels import UserError
-from zoo.config.overlays import load_items
+from zoo.config.overlays import Item, load_items
 from zoo.config.parser import Parser, cause_of, read, read_model
 from zoo.config.serialise import to_dict
 from zoo.data.contract import vocabulary_of
 from zoo.lm.creation import created_on
 from zoo.lm.model import LanguageModel
+from zoo.train.devices import check_device
 
 if TYPE_CHECKING:  # importing it takes three times as long as PyTorch, and a model is built without it
     import lightning as L
@@ -88,7 +88,7 @@ def _needs_data(model: Namespace) -> bool:
     return model.vocab_size is None and (model.inputs is None or model.head is None)
 
 
-def build(*configs_and_overrides: str | Path, device: torch.device | str | None = None) -> LanguageModel:
+def build(*configs_and_overrides: Item, device: torch.device | str | None = None) -> LanguageModel:
     """Build a model with fresh parameters from configs and overrides, applied in order.
 
     ``zoo.build("gdn_h2.yaml", "size/400m.yaml", "model.stack.second.factor=4", device="meta")``
@@ -97,12 +97,14 @@ def build(*configs_and_overrides: str | Path, device: torch.device | str | None 
     data has to say how many tokens there are.
 
     Args:
-        configs_and_overrides: Paths or names of configs, and `key=value` overrides.
+        configs_and_overrides: As for `fit`.
         device: Where the parameters are created.
 
     Raises:
         UserError: A config is missing, or a key or value is wrong.
     """
+    if device is not None:
+        check_device(device)
     items = load_items(configs_and_overrides)
     config = read_model(*items)
     if _needs_data(config.model):

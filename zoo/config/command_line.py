@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 from kernels import UserError
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
-from zoo.config.help import purposes, short_help, topic_help
-from zoo.config.overlays import as_arguments, is_override
-from zoo.config.parser import ConfigFile, Parser, explained, loaded
+from zoo.config.help import purposes, short_help, topic_help, usage_line
+from zoo.config.overlays import as_arguments, is_override, load_items
+from zoo.config.parser import ConfigFile, Parser, explained, explainer_of, loaded, run_parser
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 # parameters of the functions that can only be passed from Python
@@ -87,9 +88,8 @@ def arguments_of(
     texts = [name for name in lists if name in ANY_TEXT and str not in members[name]]
     options = _joined(options, lists, texts)
     if plain:
-        named = "" if keys is None else "configs are named by --config, and "
-        raise UserError(f"{plain[0]!r}: an argument without a key; {named}options are written --key=value")
-    usage = f"cli.py {verb}{'' if keys is None else ' --config NAME [--config OVERLAY …]'} [--key=value …]"
+        raise UserError(_without_key(plain[0], parameters, keys))
+    usage = usage_line(verb, parameters, positional, keys is not None)
     description = (inspect.getdoc(function) or "").partition("\n\n")[0]
     parser = Parser(prog=f"cli.py {verb}", usage=usage, description=description)
     if keys is not None:
@@ -100,17 +100,36 @@ def arguments_of(
         _print_help(parser, verb, topic, keys)
     if printing and keys is not None:
         keys.add(parser)
-    allowed = () if keys is None else keys.names
-    if keys is None and any(not is_override(item) for item in items):
-        raise UserError(unknown("config", "config", parameters))
-    for key in (item.partition("=")[0] for item in items if is_override(item)):
-        if (first := key.split(".")[0].rstrip("+")) not in allowed:
-            raise UserError(unknown(key, first, [*allowed, *parameters]))
-    with explained(parser, loaded(items) if printing else ()):
+    _check_names(items, parser, keys)
+    configs = loaded(items) if printing else []
+    values_only = [option.removeprefix("--") for option in options if option not in printing]
+    with explained(parser, [*configs, *values_only]):
         if printing:
-            parser.parse_args([*as_arguments(loaded(items)), *printing])
+            parser.parse_args([*as_arguments(configs), *printing])
         values = parser.parse_args(options)
     return items, {name: values[name] for name in parameters}
+
+
+def _check_names(items: Sequence[str], parser: Parser, keys: Keys | None) -> None:
+    """Raise a UserError about the first item that starts with neither a key nor an option, which `parser` has."""
+    allowed = () if keys is None else keys.names
+    for item in items:
+        key = item.partition("=")[0] if is_override(item) else "config"
+        if (key if keys is None else key.split(".")[0].rstrip("+")) in (*allowed, *(["config"] if keys else [])):
+            continue
+        if keys is None:
+            raise UserError(unknown(key, "", parser.types()))
+        others = explainer_of(run_parser(), load_items(each for each in items if each != item))
+        raise UserError(unknown(key.rstrip("+"), "", {"config", *others.keys, *parser.types(), *keys.names}))
+
+
+def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) -> str:
+    """The sentence for an argument that belongs to no option."""
+    if is_override(argument):
+        return f"{argument!r}: options start with two dashes, --{argument}"
+    names = [name for name in ("checkpoint", "config") if name in parameters or (name == "config" and keys)]
+    advice = f"write --{names[0]} {argument}" if names else "options are written --key=value"
+    return f"{argument!r}: an argument without a key; {advice}"
 
 
 def _print_help(parser: Parser, verb: str, topic: str | None, keys: Keys | None) -> NoReturn:
@@ -163,6 +182,8 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
         name = next((ours for ours in LIGHTNINGS.get(name, ()) if ours in names), name)
         if key in PRINTING:
             split.options.append(argument)
+        elif re.match(r"-[A-Za-z_]", key) and key != "-c":
+            raise UserError(f"{argument!r}: options start with two dashes, -{argument}")
         elif not key.startswith("-"):
             split.plain.append(argument)
         elif (option := name.replace("-", "_")) in flags and not equals:

@@ -1,55 +1,65 @@
-"""Explains in one sentence why a config was refused: the key, the value, and what is allowed.
+"""Explains in one sentence why a config is refused: the key, the value, and what is allowed.
 
-Keys and classes are checked against the signatures of constructors. What is wrong with a value is read from the message
-of jsonargparse (4.53); `tests/test_cli.py` has a mistake of each form, and fails if one changes.
+Keys are checked against the signatures of constructors before the parser reads a config. What the parser then refuses
+is found by trying each value alone for the type of its key.
 """
 
 import dataclasses
 import importlib
 import inspect
+import json
 import re
-from collections.abc import Iterable, Mapping
-from types import UnionType
-from typing import Any, Union, get_args, get_origin
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args, get_origin
 
+import mixers
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.config.overlays import nested
-from zoo.config.signatures import component, constructor, hints, is_ours, required, settable, subclasses
+from zoo.config.signatures import (
+    alternatives,
+    component,
+    constructor,
+    hints,
+    is_ours,
+    passed_by_position,
+    required,
+    settable,
+    subclasses,
+    takes_any_name,
+)
+from zoo.config.suggest import suggestions
 from zoo.files.safe_yaml import parse_yaml
 
-NUMBERS = {"int": "a whole number", "float": "a number", "bool": "true or false"}  # in words
+_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_OF_CLASSES = ("class_path", "dict_kwargs")  # keys next to the arguments of a class
+_OF_RUNS, _OF_SWEEPS = ("model", "data", "trainer"), ("base", "axes")
 
 
-def explain(message: str, types: Mapping[str, Any], items: Iterable[str | Mapping[str, Any]] = ()) -> str:
-    """The parser's complaint as one sentence: the key, the value, and what is allowed.
-
-    Args:
-        message: The message of jsonargparse.
-        types: The parser's keys, such as ``model.hidden_size``, and their types.
-        items: The configs and overrides `key=value` that were parsed, in order.
-
-    Returns:
-        One line. An unrecognised message is returned with its line breaks removed.
-    """
+def merged(items: Iterable[str | Mapping[str, Any]]) -> dict[str, Any]:
+    """Configs and overrides `key=value` as one config, in which a class's arguments are next to its `class_path`."""
     config: Any = {}
     for item in items:
-        config = _merged(config, _override(item) if isinstance(item, str) else _flat(item))
-    return _wrong_key(config, types) or _wrong_value(message, types)
+        if not isinstance(item, str):
+            config = _merged(config, _flat(item))
+        elif not item.partition("=")[0].endswith(".help"):
+            config = _merged(config, _override(item))
+    return config
 
 
 def _override(item: str) -> Any:
-    """An override as a config without `init_args`."""
     key, _, text = item.partition("=")
     try:
         value = _flat(parse_yaml(text, key))
     except UserError:
         value = text
-    return nested(key.removesuffix("+").replace(".init_args.", "."), value)
+    value = [value] if key.endswith("+") and not isinstance(value, list) else value
+    return nested(re.sub(r"\.init_args\b", "", key.removesuffix("+")), value)
 
 
 def _flat(value: Any) -> Any:
-    """A config with the arguments of each class next to its `class_path`."""
     if isinstance(value, Mapping):
         arguments = value.get("init_args")
         own = {str(key): _flat(part) for key, part in value.items() if key != "init_args"}
@@ -69,153 +79,238 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{key: _merged(old.get(key), value) for key, value in new.items()}}
 
 
-def _wrong_key(config: Mapping[str, Any], types: Mapping[str, Any], group: str = "") -> str | None:
-    """A sentence about the first key or class that does not exist, or that a class lacks; None without one."""
-    for name, value in config.items():
-        key = group + name
-        if key in types:
-            sentence = _wrong_part(types[key], value, key)
-        elif not any(option.startswith(f"{key}.") for option in types):
-            while isinstance(value, dict) and len(value) == 1:  # the whole key, as in an override
-                ((part, value),) = value.items()
-                key += f".{part}"
-            siblings = {option.removeprefix(group).partition(".")[0] for option in types if option.startswith(group)}
-            return unknown(key, name, siblings)
-        else:
-            sentence = _wrong_key(value, types, f"{key}.") if isinstance(value, dict) else None
-        if sentence is not None:
-            return sentence
-    return None
+class Explainer:
+    """Finds what is wrong with a config.
+
+    Args:
+        types: The parser's keys, such as `model.hidden_size`, and their types.
+        config: The result of `merged`.
+    """
+
+    def __init__(self, types: Mapping[str, Any], config: Mapping[str, Any]):
+        self._types = types
+        self.keys = {*types}  # with those of the classes in the config
+        self._unknown: list[tuple[str, str, Any]] = []  # keys, the part of each that exists, and its class
+        self._suspects: list[str | tuple[str, Any, Any]] = []  # sentences; or keys with their types and values
+        self._present: set[str] = set()
+        self._group(config, "")
+
+    def _group(self, config: Mapping[str, Any], group: str) -> None:
+        for name, value in config.items():
+            key = group + name
+            self._present.add(key)
+            if key in self._types:
+                self._part(self._types[key], value, key)
+            elif not any(option.startswith(f"{key}.") for option in self._types):
+                while isinstance(value, dict) and len(value) == 1:  # the whole key, as in an override
+                    ((part, value),) = value.items()
+                    key += f".{part}"
+                self._unknown.append((key, group.rstrip("."), None))
+            elif isinstance(value, dict):
+                self._group(value, f"{key}.")
+            elif value is not None:
+                self._suspects.append((key, dict, value))
+
+    def _part(self, hint: Any, value: Any, key: str) -> None:
+        for option in alternatives(hint):
+            base, origin, inner = component(option), get_origin(option), get_args(option)
+            if dataclasses.is_dataclass(option) and isinstance(value, dict):
+                self._arguments(option, 0, value, key)
+                return
+            if base is not None and isinstance(value, dict | str):
+                if _path(value) is None and constructor(base) is object.__init__:
+                    self._suspects.append(missing(key))
+                elif (cls := _class(_path(value), base)) is not None:
+                    arguments = value if isinstance(value, dict) else {}
+                    self._arguments(cls, passed_by_position(option), arguments, key)
+                    return
+            if inspect.isclass(origin) and issubclass(origin, Iterable) and inner[-1:] != (...,):
+                parts = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
+                if issubclass(origin, Mapping) == isinstance(value, dict):
+                    for part in parts:
+                        self._part(inner[-1], part, key)
+        self._suspects.append((key, hint, value))
+
+    def _arguments(self, cls: Any, by_position: int, arguments: Mapping[str, Any], key: str) -> None:
+        parameters, types = settable(cls, by_position), hints(cls)
+        self.keys |= {f"{key}.{name}" for name in parameters}
+        for name, value in arguments.items():
+            if name in parameters:
+                self._part(types.get(name), value, f"{key}.{name}")
+            elif name not in _OF_CLASSES and not takes_any_name(cls):
+                self._unknown.append((f"{key}.{name}", key, cls))
+        if absent := [name for name in required(cls, by_position) if name not in arguments]:
+            self._suspects.append(f"{key}: {cls.__name__} needs a value for {', '.join(absent)}, under init_args")
+
+    def check_keys(self) -> None:
+        """Raise a UserError about the first key that does not exist."""
+        for key, group, cls in self._unknown:
+            if _is_without_matrix(cls) and key.rpartition(".")[2] in settable(mixers.Expanded):
+                raise UserError(f"{key}: {cls.__name__} has no matrix state to expand")
+            raise UserError(unknown(key, group, self.keys))
+
+    def mistake(self, fits: Callable[[Any, Any], bool], required_keys: Iterable[str]) -> str | None:
+        """A sentence about the first mistake in values, classes or missing arguments; None if none is found.
+
+        Args:
+            fits: Returns whether the parser takes a value for a type.
+            required_keys: The keys that a config must have.
+        """
+        for suspect in self._suspects:
+            if isinstance(suspect, str):
+                return suspect
+            key, hint, value = suspect
+            if not fits(hint, value):
+                return _wrong_value(key, hint, value)
+        for key in required_keys:
+            if key not in self._present:
+                return missing(key)
+        # for a component, the parser takes any function at first
+        for key, hint, value in (suspect for suspect in self._suspects if not isinstance(suspect, str)):
+            if component(hint) is not None and isinstance(_path(value), str):
+                return _wrong_value(key, hint, value)
+        return None
 
 
-def _wrong_part(hint: Any, value: Any, key: str) -> str | None:
-    """As `_wrong_key`, but for the value of a parameter with the type `hint`."""
-    options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-    values = value if isinstance(value, list) else [*value.values()] if isinstance(value, dict) else []
-    for option in options:
-        base, origin, inner = component(option), get_origin(option), get_args(option)
-        if dataclasses.is_dataclass(option) and isinstance(value, dict):
-            return _wrong_argument(option, value, key)
-        if base is not None and isinstance(value, dict | str):
-            return _wrong_component(base, value, key, [each for each in options if each is not option])
-        if inspect.isclass(origin) and issubclass(origin, Iterable) and values and inner[-1] is not ...:
-            sentences = (_wrong_part(inner[-1], each, key) for each in values)
-            if (sentence := next(filter(None, sentences), None)) is not None:
-                return sentence
-    return None
+def _path(value: Any) -> Any:
+    return value.get("class_path") if isinstance(value, dict) else value
 
 
-def _wrong_argument(cls: Any, arguments: Mapping[str, Any], key: str) -> str | None:
-    """As `_wrong_key`, but for the arguments of a class."""
-    parameters, types = settable(cls), hints(cls)
-    for name, value in arguments.items():
-        if name in parameters:
-            if (sentence := _wrong_part(types.get(name), value, f"{key}.{name}")) is not None:
-                return sentence
-        elif key == "optim.optimizer" and name == "lr":
-            return "optim.optimizer.lr: set optim.learning_rate instead"
-        elif not {"args", "kwargs"} & {*parameters}:
-            return unknown(f"{key}.{name}", name, parameters)
-    if missing := [name for name in required(cls) if name not in arguments]:
-        return f"{key}: {cls.__name__} needs a value for {', '.join(missing)}, under init_args"
-    return None
-
-
-def _wrong_component(base: type, value: Any, key: str, others: Iterable[Any]) -> str | None:
-    """As `_wrong_key`, but for a component that must derive from `base`, unless it is of another type."""
-    arguments = {"class_path": value} if isinstance(value, str) else dict(value)
-    path = arguments.pop("class_path", None)
-    words = [word for other in others for word in get_args(other) if isinstance(word, str)]
-    if path is None:  # arguments of the default
-        return _missing(key) if constructor(base) is object.__init__ else _wrong_argument(base, arguments, key)
-    if not isinstance(path, str) or path in words or (isinstance(value, str) and str in others):
+def _class(path: Any, base: type) -> type | None:
+    """The class at a path, if it is certain and derives from `base`."""
+    if not isinstance(path, str):
         return None
     module, _, name = path.rpartition(".")
-    if module:
-        try:
-            classes = {getattr(importlib.import_module(module), name)}
-        except ModuleNotFoundError as error:
-            return (
-                f"{key}: {path!r} cannot be imported, as there is no module {error.name!r} in this folder or "
-                "installed; go to the folder that it is in, or add that to PYTHONPATH"
-            )
-        except ImportError as error:
-            return f"{key}: {path!r} cannot be imported: {error}"
-        except AttributeError:
-            return f"{key}: the module {module!r} has no {name!r}"
-    else:
-        classes = {cls for cls in subclasses(base) | {base} if cls.__name__ == path}
-    if not classes:
-        return _unknown_class(base, path, key, words)
-    if len(classes) > 1:
+    if not module:
+        classes = _classes(name, base)
+        return classes.pop() if len(classes) == 1 else None
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except Exception:  # the parser meets it again, and says so
+        return None
+    return cls if isinstance(cls, type) and issubclass(cls, base) else None
+
+
+def _classes(name: str, base: type) -> set[type]:
+    return {cls for cls in subclasses(base) | {base} if cls.__name__ == name}
+
+
+def _is_without_matrix(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, mixers.TokenMixer) and not issubclass(cls, mixers.LinearMixer)
+
+
+def unknown(key: str, group: str, keys: Iterable[str]) -> str:
+    """The sentence for a key that does not exist.
+
+    Args:
+        key: The key.
+        group: The part of it that exists; empty for the top level.
+        keys: All keys that exist.
+    """
+    keys, start = {*keys}, f"{group}." if group else ""
+    siblings = sorted({other.removeprefix(start).partition(".")[0] for other in keys if other.startswith(start)})
+    if key == "optim.optimizer.lr":
+        return f"{key}: set optim.learning_rate instead"
+    if key in _OF_SWEEPS:
+        return f"{key}: a key of sweeps, not of runs; this config is for python cli.py sweep --config FILE"
+    if key.split(".")[0] in _OF_RUNS and {*_OF_SWEEPS} <= keys:
+        return f"{key}: a key of runs, not of sweeps; name the config of a run as the base of a sweep (tutorial 06)"
+    if close := suggestions(key, group, keys):
+        short = (other.removeprefix(start) if other.rpartition(".")[0] == group else other for other in close)
+        return f"{key}: unknown key; did you mean {' or '.join(map(repr, short))}?"
+    allowed = f" (allowed: {', '.join(siblings)})" if 0 < len(siblings) <= 20 else " (--help lists them)"
+    return f"{key}: unknown key{allowed if siblings else ''}"
+
+
+def missing(key: str) -> str:
+    """The sentence for a key without which nothing can be done."""
+    advice = {
+        "model.stack": "give a config with a model, such as --config gdn_h2.yaml",
+        "checkpoint": "write --checkpoint runs/NAME",
+    }
+    return f"{key}: missing; {advice.get(key, f'write --{key}=VALUE')}"
+
+
+def _wrong_value(key: str, hint: Any, value: Any) -> str:
+    """The sentence for a value that does not fit the type of its key."""
+    shown = repr(value) if isinstance(value, str) else json.dumps(value, default=str)
+    options = [option for option in alternatives(hint) if option is not type(None)]
+    if type(None) in alternatives(hint) and isinstance(value, str) and value.lower() == "none":
+        return f"{key}: {shown} is text; for no value, write null"
+    literals = [option for option in options if get_origin(option) is Literal]
+    words = [*dict.fromkeys(str(word) for option in literals for word in get_args(option))]
+    bases = [base for option in options if (base := component(option)) is not None]
+    if bases and isinstance(path := _path(value), str):
+        return _wrong_class(bases[0], path, key, words)
+    if bases and isinstance(value, dict):
+        return f"{key}: no class is named of which {', '.join(value)} is an argument; write --{key}=CLASS before"
+    kinds = [*dict.fromkeys(_in_words(option) for option in options if option not in literals)]
+    if words:
+        return f"{key}: {shown} is not one of {', '.join(words)}{''.join(f', nor {kind}' for kind in kinds)}"
+    lonely = kinds == ["a list"] and not isinstance(value, list | dict)
+    return f"{key}: {shown} is not {' or '.join(kinds)}{f', as [{value}] would be' if lonely else ''}"
+
+
+def _in_words(hint: Any) -> str:
+    origin = get_origin(hint) or hint
+    if (base := component(hint)) is not None:
+        return _with_article(base.__name__)
+    if origin in _WORDS or not isinstance(origin, type):
+        return _WORDS.get(origin, "such a value")
+    if issubclass(origin, Mapping) or dataclasses.is_dataclass(origin):
+        return "a mapping"
+    if issubclass(origin, tuple) and get_args(hint)[-1:] != (...,):
+        return f"a list of {len(get_args(hint))}"
+    return "a list" if issubclass(origin, Iterable) else _with_article(origin.__name__)
+
+
+def _wrong_class(base: type, path: str, key: str, words: list[str]) -> str:
+    """The sentence for a path that is not a class derived from `base`, nor one of the words."""
+    module, _, name = path.rpartition(".")
+    needed = _with_article(base.__name__)
+    if not module:
+        return _wrong_name(base, path, key, words)
+    try:
+        imported = importlib.import_module(module)
+        value = getattr(imported, name)
+    except ModuleNotFoundError as error:
+        return (
+            f"{key}: {path!r} cannot be imported, as there is no module {error.name!r} in this folder or "
+            "installed; go to the folder that it is in, or add that to PYTHONPATH"
+        )
+    except ImportError as error:
+        return f"{key}: {path!r} cannot be imported: {error}"
+    except AttributeError:
+        classes = [name for name, each in vars(imported).items() if isinstance(each, type)]
+        return f"{key}: the module {module!r} has no {name!r}{did_you_mean(name, classes)}"
+    if isinstance(value, ModuleType):
+        return f"{key}: {path!r} is a module; name a class in it, {path}.CLASS"
+    if isinstance(value, type):
+        return f"{key}: {path} is not {needed}"
+    return f"{key}: {path!r} is not {needed}; write its dotted path, package.module.Class"
+
+
+def _wrong_name(base: type, name: str, key: str, words: list[str]) -> str:
+    """As `_wrong_class`, but for a name without a module."""
+    if len(classes := _classes(name, base)) > 1:
         paths = ", ".join(sorted(f"{cls.__module__}.{cls.__name__}" for cls in classes))
-        return f"{key}: {path} is the name of several classes; write one of {paths}"
-    (cls,) = classes
-    if not isinstance(cls, type):
-        return f"{key}: {path!r} is not {_with_article(base.__name__)}; write its dotted path, package.module.Class"
-    if not issubclass(cls, base):
-        return f"{key}: {path} is not {_with_article(base.__name__)}"
-    return _wrong_argument(cls, arguments, key)
-
-
-def _unknown_class(base: type, name: str, key: str, words: list[str]) -> str:
-    start = f"{key}: {name!r} is not " + (f"one of {', '.join(words)}, nor " if words else "") + "a known"
-    if not is_ours(base):
-        return f"{start} class; write its dotted path, package.module.Class"
-    fitting = sorted(cls.__name__ for cls in subclasses(base) or {base} if not inspect.isabstract(cls))
-    if any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
+        return f"{key}: {name} is the name of several classes; write one of {paths}"
+    fitting = sorted({cls.__name__ for cls in subclasses(base) or {base} if not inspect.isabstract(cls)})
+    if name in mixers.names() or any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
         purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
-        start = f"{key}: {name} does not fit here, where a {base.__name__} is needed ({purpose})"
-        return f"{start}: one of {', '.join(fitting)}"
-    choices = f"(known: {', '.join(fitting)}; or a dotted path)"
-    return f"{start} {base.__name__}{did_you_mean(name, fitting)} {choices}"
-
-
-def unknown(key: str, name: str, names: Iterable[str]) -> str:
-    """The sentence for a `key` whose part `name` is not one of `names`, the allowed ones."""
-    names = sorted(set(names))
-    allowed = f" (allowed: {', '.join(names)})" if 0 < len(names) <= 20 else " (--help lists them)" if names else ""
-    return f"{key}: unknown key{did_you_mean(name, names)}{allowed}"
-
-
-def _wrong_value(message: str, types: Iterable[str]) -> str:
-    """The parser's message about a value in words."""
-    key = ".".join(part.removeprefix("init_args.") for part in re.findall(r'Parser key "([\w.]+)"', message))
-    if match := re.search(r"[Uu]nrecognized arguments: (.*)", message, re.DOTALL):
-        argument = match[1].split()[0].removesuffix(".")
-        if not argument.startswith("-"):
-            return f"{argument!r}: an argument without a key; options are written --key=value"
-        name = argument.lstrip("-").partition("=")[0]
-        return unknown(name, name, {option.partition(".")[0] for option in types})
-    if match := re.search(r"arguments are required: ([\w., ]+?)\.?(?: Got value|\s*$)", message):
-        return _missing(match[1].partition(", ")[0])
-    if match := re.search(  # of an argument of a class in place of a word
-        r"callable class: Parser key [^\n]*\s+Expected a <class '(\w+)'>\. Got value: (.*?)\. Got", message
-    ):
-        return f"{key}: {match[2]!r} is not {_in_words(match[1])}"
-    if match := re.search(r"Given value: (.*?)(?:\. Got value|\n|$)", message) or re.search(
-        r"Expected a [^\n]*?\. Got value: (.*?)(?:\. Got value|\n|$)", message
-    ):
-        nested = re.search(r"NestedArg\(key='.*?', val='?(.*?)'?\)$", match[1].rstrip("."))
-        value = nested[1] if nested else match[1].rstrip(".")
-        choices = ", ".join(re.findall(r"Expected a typing\.Literal\[(.*?)\]", message)).replace("'", "")
-        expected = dict.fromkeys(re.findall(r"Expected a <class '(?:\w+\.)*(?!NoneType)(\w+)'>", message))
-        if choices:
-            others = "".join(f", nor {_in_words(name)}" for name in expected if name in NUMBERS)
-            return f"{key}: {value!r} is not one of {', '.join(dict.fromkeys(choices.split(', ')))}{others}"
-        if expected:
-            hint = f", as [{value}] would be" if [*expected] == ["list"] else ""
-            return f"{key}: {value!r} is not {' or '.join(map(_in_words, expected))}{hint}"
-    return re.sub(r"\s+", " ", message).strip()
-
-
-def _missing(key: str) -> str:
-    advice = "give a config with a model, such as --config gdn_h2.yaml" if "model." in key else f"write --{key}=VALUE"
-    return f"{key}: missing; {advice}"
-
-
-def _in_words(type_name: str) -> str:
-    return {**NUMBERS, "str": "text"}.get(type_name) or _with_article(type_name)
+        start = f"{key}: {name} does not fit here, where {_with_article(base.__name__)} is needed"
+        return f"{start} ({purpose}): one of {', '.join(fitting)}" if is_ours(base) else start
+    if Path(f"{name}.py").is_file():
+        return f"{key}: {name!r} is a module; name a class in it, {name}.CLASS"
+    for file in sorted(Path().glob("*.py")):
+        if re.search(rf"^class {re.escape(name)}\b", file.read_text(errors="replace"), re.MULTILINE):
+            return f"{key}: {name} is in {file}, which is not imported; write {file.stem}.{name}"
+    kind = base.__name__ if is_ours(base) else "class"
+    start = f"{key}: {name!r} is not " + (f"one of {', '.join(words)}, nor " if words else "") + f"a known {kind}"
+    choices = f" (known: {', '.join(fitting)}; or a dotted path)" if is_ours(base) else ""
+    return start + (
+        did_you_mean(name, [*words, *fitting]) or choices or "; write its dotted path, package.module.Class"
+    )
 
 
 def _with_article(name: str) -> str:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from kernels import UserError
-from mixers import did_you_mean
+from mixers import similar
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -20,5 +20,11 @@ def find_config(name: str | Path) -> Path:
     for candidate in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
-    names = sorted(str(path.relative_to(CONFIGS)) for path in CONFIGS.rglob("*.yaml"))
-    raise UserError(f"config: {str(name)!r} is neither a file nor one of configs/{did_you_mean(str(name), names)}")
+    files = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
+    wanted = Path(name).with_suffix("").as_posix()
+    same = [file for file in files if file == wanted] or [file for file in files if file.endswith(f"/{wanted}")]
+    close = [f"'{file}.yaml'" for file in same or similar(wanted, files)]
+    hint = f"; did you mean {' or '.join(close)}?" if 0 < len(close) <= 3 else ""
+    if Path(name).is_dir():
+        hint = f"; {name} is a folder, and the config of a run is {name}/config.yaml"
+    raise UserError(f"config: {str(name)!r} is neither a file nor one of configs/{hint}")

@@ -1,11 +1,13 @@
 """The help of a verb: examples, its options, and the keys of a config by group."""
 
+import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from kernels import UserError
+from zoo.config.explain import unknown
 from zoo.config.keys import PURPOSES
 from zoo.config.parser import Parser
 
@@ -34,6 +36,18 @@ EXAMPLES = {
     "tune": ("python cli.py tune --kernels=delta_rule",),
 }
 ALL = "all"  # the topic of everything
+
+
+def usage_line(verb: str, parameters: Mapping[str, inspect.Parameter], positional: str | None, configs: bool) -> str:
+    """The usage of a verb: plain arguments, options that it cannot do without, and configs."""
+    required = {name for name, each in parameters.items() if each.default is each.empty} | {"checkpoint"}
+    parts = [f"--{name} {name.upper()}" for name in parameters if name in required - {positional}]
+    if configs and positional is None:
+        parts.append("[--config OVERLAY …]" if parts else "--config NAME [--config OVERLAY …]")
+    if positional is not None:
+        plain = f"{positional.upper()} …" if positional.endswith("s") else positional.upper()
+        parts.insert(0, plain if positional in required else f"[{plain}]")
+    return " ".join([f"cli.py {verb}", *parts, "[--key=value …]"])
 
 
 def purposes(keys: Sequence[str], add: Callable[[Parser], Any]) -> dict[str, str]:
@@ -68,12 +82,22 @@ def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> st
     """
     if topic == ALL:
         return parser.format_help()
-    if topic not in keys:
+    group = topic.split(".")[0]
+    options = [action for action in parser._actions if f"{action.dest}.".startswith(f"{topic}.")]
+    if group in keys and not options:
+        raise UserError(unknown(topic, group, [action.dest for action in parser._actions]))
+    if group not in keys:
         raise UserError(f"--help {topic}: no key of {verb} (keys: {', '.join([*keys, ALL])})")
     parser.description = None
-    for group in parser._action_groups:
-        group._group_actions = [action for action in group._group_actions if action.dest.split(".")[0] == topic]
+    for each in parser._action_groups:
+        each._group_actions = [action for action in each._group_actions if action in options]
     text = parser.format_help().partition("\n\n")[2]  # after the usage
     if topic == "data":
-        text += f"\npython cli.py {verb} --data.help TextData lists the arguments of a data module.\n"
+        from zoo.data import TextData  # imports Lightning
+
+        others = f"python cli.py {verb} --data.help MixedText lists those of another class"
+        text += f"\nkeys of TextData, the default ({others}):\n"
+        of_text = Parser(usage="")
+        of_text.add_class_arguments(TextData, "data", fail_untyped=False)
+        text += of_text.format_help().partition(":\n")[2].partition("\n\n")[2]
     return text

@@ -32,7 +32,7 @@ from jsonargparse import (
 import mixers
 from kernels import BACKENDS, UserError
 from zoo.config.contradictions import check_overrides
-from zoo.config.explain import explain
+from zoo.config.explain import Explainer, merged
 from zoo.config.keys import GROUPS, OF_LIGHTNING
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, as_arguments, load_config, load_items, without, without_null_groups
@@ -206,18 +206,37 @@ def cause_of(error: BaseException | None) -> UserError | None:
 
 @contextmanager
 def explained(parser: Parser, items: Iterable[str | Mapping[str, Any]] = ()) -> Iterator[None]:
-    """Turn errors that `parser` raises for a mistake in `items` into a UserError of one sentence.
+    """Check the keys in `items`, and turn errors that `parser` raises for their values into a UserError.
 
     Items are configs and overrides `key=value`.
     """
+    explainer = explainer_of(parser, items)
+    explainer.check_keys()
     try:
         yield
     except (ArgumentError, SyntaxError) as error:
         if (cause := cause_of(error)) is not None:
             raise cause from None
-        types = parser.types()
-        defaults = {"data": vars(parser.get_default("data"))} if types.get("data") else {}
-        raise UserError(explain(str(error), types, [defaults, *items])) from None
+        required_keys = [action.dest for action in parser._actions if action.required]
+        sentence = explainer.mistake(_fits, required_keys)
+        raise UserError(sentence or " ".join(str(error).split())) from None
+
+
+def explainer_of(parser: Parser, items: Iterable[str | Mapping[str, Any]]) -> Explainer:
+    """The explainer of configs and overrides that a parser is to read."""
+    data = next((action.default for action in parser._actions if action.dest == "data"), None)
+    return Explainer(parser.types(), merged([{"data": vars(data)} if isinstance(data, Namespace) else {}, *items]))
+
+
+def _fits(hint: Any, value: Any) -> bool:
+    """Return whether the parser takes a value for a type."""
+    parser = Parser()
+    parser.add_argument("--value", type=hint)
+    try:
+        parser.parse_object({"value": value})
+    except (ArgumentError, SyntaxError):
+        return False
+    return True
 
 
 def add_arguments(parser: Parser) -> None:

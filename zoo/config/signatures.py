@@ -7,13 +7,13 @@ of C.
 import dataclasses
 import enum
 import inspect
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 _NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules whose types are not components
-# passed by this project, not by configs
-_BY_POSITION = ("self", "cls", "site", "heads", "size", "params", "lr", "optimizer")
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def constructor(cls: Any) -> Callable[..., Any]:
@@ -29,24 +29,35 @@ def hints(cls: Any) -> dict[str, Any]:
         return {}
 
 
-def settable(cls: Any) -> list[str]:
-    """The parameters that a config may set: all but those that this project passes by position."""
-    if cls is None:
-        return []
-    return [name for name in inspect.signature(constructor(cls)).parameters if name not in _by_position(cls)]
+def settable(cls: Any, by_position: int = 0) -> list[str]:
+    """The parameters that a config may set: all but the first ones, which are passed by position."""
+    return [name for name, each in _parameters(cls)[by_position:] if each.kind not in _VARIABLE]
 
 
-def _by_position(cls: Any) -> Collection[str]:
-    """The parameters that a config may not set; a dataclass is built from names alone."""
-    return {"self"} if dataclasses.is_dataclass(cls) else _BY_POSITION
-
-
-def required(cls: Any) -> list[str]:
+def required(cls: Any, by_position: int = 0) -> list[str]:
     """The parameters that a config must set."""
-    parameters = inspect.signature(constructor(cls)).parameters
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    empty = [name for name, each in parameters.items() if each.default is each.empty and each.kind not in optional]
-    return [name for name in empty if name not in _by_position(cls)]
+    parameters = dict(_parameters(cls))
+    return [name for name in settable(cls, by_position) if parameters[name].default is inspect.Parameter.empty]
+
+
+def takes_any_name(cls: Any) -> bool:
+    """Return whether a class takes arguments that its signature does not name."""
+    return any(each.kind in _VARIABLE for _, each in _parameters(cls))
+
+
+def _parameters(cls: Any) -> list[tuple[str, inspect.Parameter]]:
+    return [*inspect.signature(constructor(cls)).parameters.items()][1:]  # after self or cls
+
+
+def passed_by_position(hint: Any) -> int:
+    """Number of arguments that a component of type `Callable[[…], C]` is called with."""
+    arguments = get_args(hint)[0] if get_origin(hint) is Callable and get_args(hint) else ()
+    return len(arguments) if isinstance(arguments, list) else 0
+
+
+def alternatives(hint: Any) -> tuple[Any, ...]:
+    """The types in a union, or the one type."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
 
 
 def component(hint: Any) -> type | None:

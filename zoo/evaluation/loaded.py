@@ -1,7 +1,7 @@
 """The model under evaluation: `Subject`, as tasks see it, and `LoadedModel`, a saved one."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,6 +83,7 @@ class LoadedModel:
         batch_tokens: Tokens in a batch of sequences; None for 16,384 on a CPU and 262,144 on a GPU.
         bf16: Whether to compute under autocast to bf16.
         identity: What tells this model from others: hashes of checkpoint and config, sizes.
+        saw_no_needles: Whether it was certainly trained on nothing but text without needles.
     """
 
     name: str
@@ -92,6 +93,7 @@ class LoadedModel:
     batch_tokens: int | None = None
     bf16: bool = False
     identity: dict[str, Any] = field(default_factory=dict)
+    saw_no_needles: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -207,4 +209,17 @@ def load_subject(
         "model": saved.config["model"],
     }
     length = arguments.get("sequence_length")
-    return LoadedModel(name, model, saved.tokenizer, length, batch_tokens, bf16, identity)
+    return LoadedModel(
+        name, model, saved.tokenizer, length, batch_tokens, bf16, identity, is_of_embedded_text(saved.config)
+    )
+
+
+def is_of_embedded_text(config: Mapping[str, Any]) -> bool:
+    """Return whether a run's data is the embedded corpus alone, and its weights started fresh."""
+    data = config.get("data") or {}
+    kind, arguments = str(data.get("class_path")).rpartition(".")[2], data.get("init_args") or {}
+    if kind not in ("TextData", "MixedText") or (config.get("optim") or {}).get("initial_weights"):
+        return False
+    sources = [arguments] if kind == "TextData" else (arguments.get("sources") or {}).values()
+    paths = [source.get("path") if isinstance(source, Mapping) else source for source in sources]
+    return all(path is None or str(path).startswith("embedded") for path in paths)

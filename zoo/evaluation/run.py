@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo.arguments import check_names, names_in
-from zoo.display import new_console
+from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
 from zoo.evaluation.results import table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.evaluation.tasks import task_table, tasks_of
+from zoo.evaluation.tasks.needle_task import NeedleTask
 from zoo.performance.device import described, version
 from zoo.train.devices import pick_device
 
@@ -29,10 +29,10 @@ PLACES = ("lengths", "depths")  # the options that are in a task's cells
 
 def evaluate(
     checkpoint: list[str] | str | Path | None = None,
-    tasks: list[str] | str = "list",
-    lengths: list[int] | None = None,
+    tasks: list[str] | str | None = None,
+    lengths: list[int] | int | None = None,
     samples: int | None = None,
-    depths: list[float] | None = None,
+    depths: list[float] | float | None = None,
     seed: int = 0,
     haystack: str | None = None,
     data: str | None = None,
@@ -76,17 +76,25 @@ def evaluate(
         UserError: A checkpoint or task does not exist or does not fit; nothing has run then.
         KeyboardInterrupt: Ctrl-C; what was measured is kept.
     """
+    if tasks is None:
+        raise UserError(
+            "tasks: evaluate needs some, such as ",
+            Option("tasks", "s_niah_1,passkey"),
+            "; ",
+            Option("tasks", "list"),
+            " shows all of them",
+        )
     names = [name for item in ([tasks] if isinstance(tasks, str) else tasks) for name in names_in(item)]
     console = new_console(verbose)
     if names == ["list"]:
         console.print(task_table())
         return []
     if not names:
-        raise UserError("tasks: the list is empty; --tasks=list shows all of them")
+        raise UserError("tasks: the list is empty; ", Option("tasks", "list"), " shows all of them")
     options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
     chosen, paths = tasks_of(names, options), _paths(checkpoint)
     if not paths:
-        raise UserError("checkpoint: evaluate needs one, --checkpoint runs/NAME")
+        raise UserError("checkpoint: evaluate needs one, ", Option("checkpoint", "runs/NAME"))
     where = pick_device(device)
     bf16 = _is_bf16(precision, where)
     if batch_tokens is not None and batch_tokens < 1:
@@ -105,6 +113,10 @@ def evaluate(
                 of_task = [{**row, "model": _SEED.sub("", row["model"])} for row in of_task]
             console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
+            without = [subject.name for subject in subjects if subject.saw_no_needles]
+            if without and isinstance(task, NeedleTask):
+                hint = "trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
+                console.print(f"{', '.join(without)}: {hint}", style="yellow", highlight=False)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
 
@@ -118,10 +130,10 @@ def _measure(
     """All rows of a plan, measured unless they are on record."""
     about = {**described(where), "zoo": version("token-mixer-zoo")}
     rows: list[Row] = []
-    bar = tqdm(plan, unit=" cells", dynamic_ncols=True, disable=not verbose)
+    bar = progress_bar(plan, desc="evaluation", unit=" cells", disable=not verbose)
     for number, (subject, task, cell) in enumerate(bar):
         place = " ".join(f"{name}={value}" for name, value in cell.items())
-        bar.set_description(f"{subject.name} {task.name} {place}")
+        bar.set_description_str(f"{subject.name} {task.name} {place}")
         what = {
             "task": task.name,
             "cell": cell,
@@ -187,8 +199,8 @@ def _joined(names: Sequence[str]) -> str:
     return together if len(together) <= 100 else f"{names[0][:80]}+{len(names) - 1}-more"
 
 
-def _tuple(values: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    return None if values is None else tuple(values)
+def _tuple(values: Sequence[Any] | float | None) -> tuple[Any, ...] | None:
+    return None if values is None else (values,) if isinstance(values, int | float) else tuple(values)
 
 
 def _is_bf16(precision: str | None, where: torch.device) -> bool:

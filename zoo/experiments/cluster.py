@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from tqdm import tqdm
-
 from kernels import UserError
 from zoo.experiments.definition import Run
+from zoo.experiments.progress import RunBars
 from zoo.experiments.runner import Failure, Runner, result
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.train.signals import interrupt_deferred
@@ -62,13 +61,16 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
                 jobs[run.name] = executor.submit(command)
                 earlier[run.name] = jobs[run.name].job_id
                 write_sealed(file, earlier)
-        with tqdm(total=len(runs), initial=len(runs) - len(jobs), desc="runs", unit=" runs", dynamic_ncols=True) as bar:
-            waiting = dict(jobs)
+        with RunBars(runner.folder, runs, len(runs) - len(jobs)) as bars:
+            waiting = {run.name: run for run in runs if run.name in jobs}
+            for run in waiting.values():
+                bars.start(run)
             while waiting:
                 time.sleep(POLL_SECONDS)
-                for name in [name for name, job in waiting.items() if _has_ended(job)]:
-                    del waiting[name]
-                    bar.update()
+                bars.refresh()
+                for name in [name for name in waiting if _has_ended(jobs[name])]:
+                    complete = result(runner.folder / name) is not None
+                    bars.end(waiting.pop(name), failed=not complete)
     return [
         Failure(name, f"job {job.job_id} {job.state.lower()}, see {job.paths.stderr}")
         for name, job in jobs.items()

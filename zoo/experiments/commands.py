@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.console import Console
+from rich.prompt import Confirm
 from rich.table import Table
 
 from kernels import UserError
@@ -22,9 +23,11 @@ from zoo.display import new_figure, new_table, short_list, write_figure
 from zoo.experiments import results
 from zoo.experiments.cluster import run_on_cluster
 from zoo.experiments.definition import Run, Sweep
+from zoo.experiments.estimate import estimate
 from zoo.experiments.runner import COMMAND, Runner, failed, result
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
+from zoo.runs.notebook import as_html
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import rank
 
@@ -41,6 +44,10 @@ class SweepResult(NamedTuple):
 
     folder: Path
     outcomes: list[results.Outcome]
+
+    def _repr_html_(self) -> str:
+        """The picture of the sweep, for notebooks, where its table was printed."""
+        return as_html(None, self.folder / "sweep.png")
 
 
 def sweep(
@@ -159,30 +166,41 @@ class Comparison(NamedTuple):
     folder: Path
     rows: list[dict[str, Any]]
 
+    def _repr_html_(self) -> str:
+        """The table and the picture of the comparison, for notebooks."""
+        return as_html(comparison_table(self.rows), self.folder / "comparison.png")
 
-def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", jobs: int | None = None) -> Comparison:
+
+def compare(
+    *configs_and_overrides: Item, folder: str | Path = "runs/compare", jobs: int | None = None, yes: bool = False
+) -> Comparison:
     """Train several configs (by default all) on the same data, and print one table.
 
     A config that names its stack is whole, and is compared. Any other, such as `size/400m.yaml`, is an overlay of all
     that are compared, in any position, as is every `key=value`. Everything is built before the first run starts.
-    The table, `comparison.png` and `comparison.json` are of the runs that are complete, even if others failed.
+    Without a whole config, the plan is printed first, with the time that it takes on this machine, and a person at a
+    terminal is asked whether to start. The table, `comparison.png` and `comparison.json` are of the runs that are
+    complete, even if others failed.
 
     Args:
         configs_and_overrides: Names or paths of whole configs; and overlays, as files or mappings, and overrides
             `key=value`, which are applied in order to each of them.
         folder: The folder of the runs, with a folder for each config.
         jobs: Number of runs at a time, which share the CPU cores. Null for one per GPU, or one without GPUs.
+        yes: Start without asking.
 
     Raises:
         UserError: A config is missing or wrong; or runs failed, after all others have completed.
     """
     folder = Path(folder)
     configs, overlays = _sorted_out(configs_and_overrides)
-    configs = configs or whole_configs()
+    named, configs = bool(configs), configs or whole_configs()
     runs = [Run(name, (config, *overlays)) for name, config in zip(_names(configs), configs, strict=True)]
-    for run in runs:  # reports mistakes before any run starts
-        run.check()
-    failures = Runner(COMMAND, folder, jobs).run(runs)
+    runs = [run._replace(parsed=run.check()) for run in runs]  # reports mistakes before any run starts
+    runner = Runner(COMMAND, folder, jobs)
+    if not named and not _agreed(runs, runner, yes):
+        return Comparison(folder, [])
+    failures = runner.run(runs)
     rows = [row for run in runs if (row := result(folder / run.name))]
     if rows:
         write_figure(comparison_figure(rows, folder), folder / "comparison.png")
@@ -193,6 +211,26 @@ def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", j
     if failures:
         raise failed(failures, len(runs))
     return Comparison(folder, rows)
+
+
+def _agreed(runs: Sequence[Run], runner: Runner, yes: bool) -> bool:
+    """Print what will be trained and how long it takes; return whether to start, which only a terminal is asked."""
+    waiting = [run for run in runs if result(runner.folder / run.name) is None]
+    if not waiting:
+        return True
+    console = Console()
+    complete = f" ({len(runs) - len(waiting)} complete)" if len(waiting) < len(runs) else ""
+    console.print(f"{len(waiting)} configs to train{complete}: {', '.join(run.name for run in waiting)}")
+    with console.status("timing training steps …"):
+        expected = estimate(waiting, runner.jobs)
+    if expected is not None:
+        minutes = f"{expected.minutes:.0f} minutes" if expected.minutes >= 1.5 else "a minute"
+        timed = "each" if expected.timed == len(waiting) else f"{expected.timed} of them"
+        source = f"from one timed step of {timed}; start-up and validation come on top"
+        console.print(f"about {minutes} of training steps on this machine ({source})")
+    if yes or not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return True
+    return Confirm.ask("start?", console=console, default=True)
 
 
 def _sorted_out(items: Iterable[Item]) -> tuple[list[str], list[str]]:

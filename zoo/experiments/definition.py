@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jsonargparse import Namespace
-from tqdm import tqdm
 
 import mixers
 from kernels import UserError
@@ -19,6 +18,7 @@ from zoo.config.find import find_config
 from zoo.config.keys import KEYS
 from zoo.config.overlays import is_override
 from zoo.config.parser import read
+from zoo.display import SOON, progress_bar
 from zoo.train.results import COLUMNS
 
 _PAIRS = re.compile(r"(?:.*_)?pairs_(\d+)")
@@ -93,7 +93,6 @@ class Gate:
         return None
 
 
-SOON = 2  # seconds until a bar is worth showing
 CONTROL = "control"  # takes the place of an axis in the cells of controls
 NUMBERS = (*COLUMNS, *LEVELS)  # numbers, or groups of numbers, that runs can be compared by
 
@@ -216,7 +215,7 @@ class Sweep:
         grid = [dict(zip(axes, points, strict=True)) for points in itertools.product(*axes.values())]
         grid += [{CONTROL: Point(label, _overlays(f"controls.{label}", o))} for label, o in self.controls.items()]
         runs = []
-        for points in tqdm(grid, desc="configs", unit=" cells", delay=SOON, leave=False, dynamic_ncols=True):
+        for points in progress_bar(grid, desc="configs", unit=" cells", delay=SOON, leave=False):
             cell = tuple((name, point.label) for name, point in points.items())
             sources = base + tuple(source for point in points.values() for source in point.sources)
             parsed = Run("cell", sources + overrides, cell).check()

@@ -15,13 +15,13 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from filelock import Timeout
-from tqdm import tqdm
 
 from kernels import UserError
 from zoo.config.moved import up_to_date
 from zoo.config.serialise import differences, verified
 from zoo.display import short_list
 from zoo.experiments.definition import Run
+from zoo.experiments.progress import RunBars
 from zoo.files.links import held_lock, lock_of, open_in_place
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
@@ -83,24 +83,23 @@ class Runner:
             failures: list[Failure] = []
             slots = set(range(self.jobs))
             done = len(runs) - len(waiting)
-            with (
-                tqdm(total=len(runs), initial=done, desc="runs", unit=" runs", dynamic_ncols=True) as bar,
-                sigterm_raises(),
-            ):
+            with RunBars(self.folder, runs, done) as bars, sigterm_raises():
                 try:
                     while waiting or running:
                         while waiting and slots:
                             running.append(self._start(waiting.popleft(), slots.pop()))
+                            bars.start(running[-1].run)
                         time.sleep(POLL_SECONDS)
+                        bars.refresh()
                         for ended in [process for process in running if process.process.poll() is not None]:
                             running.remove(ended)
                             slots.add(ended.slot)
                             ended.log.close()
-                            failures += self._failure(ended.run, ended.process.returncode)
-                            bar.set_postfix_str(f"{len(failures)} failed" if failures else "", refresh=False)
-                            bar.update()
+                            failed_now = self._failure(ended.run, ended.process.returncode)
+                            failures += failed_now
+                            bars.end(ended.run, failed=bool(failed_now))
                 except (KeyboardInterrupt, SystemExit):
-                    bar.write("stopping: what runs is saved, and the same command continues")
+                    bars.write("stopping: what runs is saved, and the same command continues")
                     raise
                 finally:
                     _stop(running)
@@ -176,7 +175,7 @@ class Runner:
                 key, before, now = next(differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
-                    "another --folder, or delete that one"
+                    "another folder, or delete that one"
                 )
             recorded[run.name] = plain
         write_sealed(file, recorded)

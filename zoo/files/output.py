@@ -1,11 +1,11 @@
-"""Outputs of verbs. `--overwrite` allows to replace a model of the same kind or a page of `report`, nothing else."""
+"""Outputs of verbs. `overwrite` allows to replace a model of the same kind or a page of `report`, nothing else."""
 
 import os
 import re
 from pathlib import Path
 from typing import Literal
 
-from kernels.errors import UserError
+from kernels.errors import Option, UserError
 
 Kind = Literal["a page", "an exported model", "a public model"]
 EMPTY = "an empty folder"
@@ -29,7 +29,10 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
     if there not in (kind, EMPTY):
         raise UserError(f"output: {path} exists already and is {there}, which is never replaced; choose another")
     if not overwrite:
-        raise UserError(f"output: {path} exists already and is {there}; choose another, or replace it by --overwrite")
+        raise UserError(
+            f"output: {path} exists already and is {there}; choose another, or replace it by ",
+            Option("overwrite", True),
+        )
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -33,6 +33,15 @@ class Tokenizer(Protocol):
     def decode(self, ids: list[int]) -> str:
         """Token ids to text; incomplete UTF-8 becomes replacement characters."""
         ...
+
+
+class Sampling(TypedDict, total=False):
+    """The options of `generate` that say how tokens are drawn."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
 
 
 def generate(
@@ -85,6 +94,46 @@ def generate(
     )
     new = itertools.takewhile(lambda token: token not in stop_ids(tokenizer), (int(drawn) for drawn in tokens))
     return until(stream_text(tokenizer, ids if prompt else [], new), stop)
+
+
+def write(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[str] = "",
+    *,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stream: Callable[[str], object] | None = None,
+    **options: Unpack[Sampling],
+) -> str | list[str]:
+    """Return a prompt and its continuation; for several prompts, a list of them, number i drawn with `seed` + i.
+
+    Args:
+        model, tokenizer: As in `generate`.
+        prompt: One prompt, or several.
+        seed, stop: As in `generate`.
+        stream: Called with each prompt, and then with each piece of text once it is generated.
+        options: As in `generate`.
+
+    Raises:
+        UserError: As in `generate`, the model is a classifier, or a prompt is not text.
+    """
+    check_predicts_tokens(model, "generate")
+    if not isinstance(prompt, str):
+        if not isinstance(prompt, Sequence) or not all(isinstance(each, str) for each in prompt):
+            raise UserError(f"prompt: {prompt!r} is neither text nor a list of texts")
+        texts = []
+        for number, each in enumerate(prompt):
+            own = None if seed is None else seed + number
+            texts.append(str(write(model, tokenizer, each, seed=own, stop=stop, stream=stream, **options)))
+        return texts
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    text = ""
+    for piece in itertools.chain([prompt], generate(model, tokenizer, prompt, seed=seed, stop=stops, **options)):
+        text += piece
+        if stream is not None:
+            stream(piece)
+    return text
 
 
 def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:

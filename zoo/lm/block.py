@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kernels import UserError, recomputing
 from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
+from mixers.interface import checked_result
 from zoo.lm.mlp import ChannelMixer
 
 
@@ -89,7 +90,7 @@ def mix(
 ) -> tuple[Tensor, Any]:
     """Call a mixer; it needs the argument `context_parallel` only if there is one."""
     if context_parallel is None:
-        return mixer(x, state, cu_seqlens=cu_seqlens)
+        return checked_result(mixer(x, state, cu_seqlens=cu_seqlens), mixer, x)
     if not takes_context_parallel(type(mixer)):
         raise UserError(f"context_parallel: {type(mixer).__name__} works on whole sequences only")
-    return mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
+    return checked_result(mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel), mixer, x)

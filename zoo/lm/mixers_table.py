@@ -39,7 +39,8 @@ def page(name: str, site: Site, length: int) -> Group:
         if parameter.name != "site":
             default = parameter.default
             shown = default.__name__ if isinstance(default, type) else repr(default)
-            arguments.add_row(parameter.name, escape(shown), escape(meanings.get(parameter.name, "")))
+            meaning = " ".join(meanings.get(parameter.name, "").split())
+            arguments.add_row(parameter.name, escape(shown), escape(meaning))
     title = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     sizes = new_table(("layer", "parameters", "state", "MFLOP/token"), box=box.HEAVY_HEAD, title=title)
     sizes.add_row("not expanded", *_measures(mixer, site, length))
@@ -47,7 +48,10 @@ def page(name: str, site: Site, length: int) -> Group:
         for factor in (2, 4, 8):
             sizes.add_row(f"Expanded, factor {factor}", *_measures(mixer, site, length, factor))
     description = "\n\n".join(filter(None, (docstring.short_description, docstring.long_description)))
-    return Group(Text(name, style="bold"), Text(f"{description}\n"), arguments, sizes)
+    paragraphs = (" ".join(paragraph.split()) for paragraph in description.split("\n\n"))  # a terminal wraps them anew
+    shown = name if name in mixers.names() else f"{mixer.__module__}.{mixer.__name__}"
+    snippet = f"in a config\n  model: {{stack: {{class_path: Uniform, init_args: {{mixer: {shown}}}}}}}\n"
+    return Group(Text(name, style="bold"), Text("\n\n".join(paragraphs) + "\n"), arguments, sizes, Text(snippet))
 
 
 def _measures(mixer: type[mixers.TokenMixer], site: Site, length: int, factor: int = 1) -> tuple[str, str, str]:

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,10 +11,12 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from kernels import UserError, linear_cross_entropy, linear_token_losses
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from mixers.arguments import check_numbers, check_sizes
+from mixers.interface import placed
 from zoo.lm.block import Block, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
@@ -73,6 +75,8 @@ class LanguageModel(nn.Module):
 
     Attributes:
         config: `{"model": …}`, from which `zoo.build` or `zoo.load` made it; None if its constructor was called.
+        writer: Function of the model and the arguments of `generate`; set by `zoo.load` and `zoo.fit`, which know the
+            tokenizer.
 
     Raises:
         UserError: A size is below 1, a layer has no output projection to scale, a mixer sees the tokens that it is to
@@ -111,6 +115,7 @@ class LanguageModel(nn.Module):
         check_numbers({"nominal_size": nominal_size})
         self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none
         self.config: dict[str, Any] | None = None
+        self.writer: Callable[..., str | list[str]] | None = None
         self.hidden_size, self.num_layers = hidden_size, num_layers
         self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
         self.scale_output_projections = scale_output_projections
@@ -118,10 +123,12 @@ class LanguageModel(nn.Module):
             raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
         self.embeddings = nn.Embedding(self.vocab_size, hidden_size) if inputs is None else None
         self.inputs = None if inputs is None else inputs(hidden_size)
-        self.position = None if position is None else position(Site(hidden_size, num_heads, 0, num_layers))
+        site = Site(hidden_size, num_heads, 0, num_layers)
+        self.position = None if position is None else placed(position(site), site)
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
-            mixer = stack(Site(hidden_size, num_heads, layer, num_layers))
+            site = Site(hidden_size, num_heads, layer, num_layers)
+            mixer = placed(stack(site), site)
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
             kind = PostNormBlock if stack.post_norm(layer) else Block
             make_norm = partial(norm, hidden_size, norm_eps)
@@ -297,6 +304,7 @@ class LanguageModel(nn.Module):
             what = "state" if context_parallel is None else "context_parallel"
             raise UserError(f"{what}: a model with the head {type(self.head).__name__} reads whole sequences only")
         x, states = self._embed(tokens), []
+        self._check_state(state, len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1)
         layer_states = iter(state) if state is not None else itertools.repeat(None)
         if self.position is not None:
             x, following = mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
@@ -313,9 +321,54 @@ class LanguageModel(nn.Module):
     def _embed(self, tokens: Tensor) -> Tensor:
         if self.inputs is not None:
             return self.inputs(tokens)
-        if self.embeddings is None or tokens.is_floating_point():
+        is_tensor = isinstance(tokens, Tensor)
+        if self.embeddings is None or (is_tensor and tokens.is_floating_point()):
             raise UserError("inputs: null embeds tokens, but the data has numbers; patches of images need Patches")
-        return self.embeddings(tokens)
+        if not is_tensor or tokens.dim() != 2 or tokens.dtype == torch.bool:
+            kind = f"{tokens.dtype} of shape {tuple(tokens.shape)}" if is_tensor else f"a {type(tokens).__name__}"
+            example = "such as torch.tensor([[1, 2]])"
+            raise UserError(f"tokens: must be an integer tensor [batch, time], {example}, got {kind}")
+        if not tokens.shape[1]:
+            raise UserError(f"tokens: shape {tuple(tokens.shape)} has no tokens; at least one is needed")
+        try:
+            return self.embeddings(tokens)
+        except IndexError:
+            low, high = tokens.min().item(), tokens.max().item()
+            raise UserError(f"tokens: {low} to {high} are not all from 0 to {self.vocab_size - 1}") from None
+
+    def _check_state(self, state: tuple[Any, ...] | None, count: int) -> None:
+        """Raise a UserError unless a state is of `count` sequences, and of a model with as many layers."""
+        if state is None:
+            return
+        if not isinstance(state, tuple) or len(state) != len(self._stateful):
+            raise UserError("state: must be a state of init_state, or of an earlier call of this model")
+        tensors = (leaf for leaf in tree_leaves(state[0]) if isinstance(leaf, Tensor) and leaf.numel())
+        if (first := next(tensors, None)) is not None and len(first) != count:
+            raise UserError(f"state: has {len(first)} sequences, but the input has {count}")
+
+    def generate(
+        self,
+        prompt: str | Sequence[str] = "",
+        max_new_tokens: int = 256,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = 0.95,
+        seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
+        stream: Callable[[str], object] | None = None,
+    ) -> str | list[str]:
+        """Continue a prompt, or each of several; `zoo.generate` describes the arguments.
+
+        Raises:
+            UserError: The model has no tokenizer, or as `zoo.generate`.
+        """
+        if self.writer is None:
+            raise UserError(
+                "prompt: this model has no tokenizer, which only those of zoo.load and zoo.fit have; "
+                "zoo.generation.generate.generate_tokens continues tokens"
+            )
+        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        return self.writer(self, prompt=prompt, seed=seed, stop=stop, stream=stream, **options)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

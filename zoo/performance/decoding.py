@@ -10,9 +10,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from tqdm import tqdm
 
 from zoo import config as configs
+from zoo.display import progress_bar
 from zoo.generation.decoder import Decoder
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
@@ -98,7 +98,7 @@ def bench_decode(
     peer = others.language_model(model, about["model"], where) if peers else None
     peer = peer.to(models.PRECISIONS[precision]).eval() if peer is not None else None
     places = [(batch, position) for batch in batch_sizes for position in positions]
-    for batch, position in tqdm(places, desc="decode", unit=" places", dynamic_ncols=True):
+    for batch, position in progress_bar(places, desc="decode", unit=" places"):
         row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
         if not gate.passed:
             report.rows.append({**row, "how": "", "note": gate.says})

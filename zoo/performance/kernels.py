@@ -8,11 +8,10 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from rich.table import Table
-from tqdm import tqdm
 
 from kernels import UserError
 from zoo.arguments import check_names, names_in
-from zoo.display import new_figure
+from zoo.display import new_figure, progress_bar
 from zoo.performance import peers as others
 from zoo.performance.accuracy import relative_error
 from zoo.performance.bench_report import PATH, Report, captioned, pair, without
@@ -163,7 +162,7 @@ def bench_kernels(
         BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
     report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": peers})
     measurements = list(dict.fromkeys([*table, *curve]))
-    for name, shape in (bar := tqdm(measurements, desc="kernels", unit=" calls", dynamic_ncols=True)):
+    for name, shape in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
         bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")
         row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
         row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve

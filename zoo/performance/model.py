@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels import UserError
+from kernels import Option, UserError
 from mixers import GatedRMSNorm, Norm
 from mixers.arguments import check_sizes
 from zoo import config as configs
@@ -33,7 +33,7 @@ def read(config: Sequence[str]) -> Any:
         UserError: It is missing or invalid, or no language model.
     """
     if not config:
-        raise UserError("config: missing; give a model, such as --config gated_deltanet.yaml")
+        raise UserError("config: missing; give a model, such as ", Option("config", "gated_deltanet.yaml"))
     parsed = configs.read(*config)
     if parsed.model.inputs is not None or parsed.model.head is not None:
         raise UserError("config: benchmarks are about language models, whose model.inputs and model.head are null")

@@ -20,14 +20,13 @@ from lightning.pytorch.callbacks import Callback
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.table import Table
-from tqdm import tqdm
 
-from kernels import UserError
+from kernels import Option, UserError
 from mixers import did_you_mean
 from mixers.arguments import check_sizes
 from zoo import config as configs
 from zoo.arguments import check_names
-from zoo.display import new_figure
+from zoo.display import new_figure, progress_bar
 from zoo.experiments.runner import COMMAND
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
@@ -251,7 +250,7 @@ def bench_scaling(
     accelerator = _accelerator(accelerator)
     devices = _devices(devices, accelerator)
     if not config:
-        raise UserError("config: missing; give a model, such as --config gated_deltanet.yaml")
+        raise UserError("config: missing; give a model, such as ", Option("config", "gated_deltanet.yaml"))
     parsed = configs.read(*config)
     data = parsed.data.get("init_args") or {}
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
@@ -281,7 +280,7 @@ def bench_scaling(
     report = ScalingReport(Path(folder), about)
     runs = _emptied(report)
     outcomes: dict[str, Outcome] = {}
-    with tqdm(total=len(plan), desc="scaling", unit=" runs", dynamic_ncols=True) as bar, sigterm_raises():
+    with progress_bar(total=len(plan), desc="scaling", unit=" runs") as bar, sigterm_raises():
         for fit in plan:
             bar.set_postfix_str(fit.name)
             code = run(runs / fit.name, fit.arguments, threads)
@@ -308,7 +307,7 @@ def _accelerator(name: str | None) -> str:
         return "gpu" if available else "cpu"
     check_names("accelerator", [name], ["cpu", "gpu"])
     if name == "gpu" and not available:
-        raise UserError("accelerator: PyTorch finds no GPU on this machine; leave --accelerator out for the CPU")
+        raise UserError("accelerator: PyTorch finds no GPU on this machine; leave accelerator out for the CPU")
     return name
 
 
@@ -370,9 +369,9 @@ def _emptied(report: Report) -> Path:
     runs = report.folder / "fits"
     if runs.exists():
         if not (report.folder / "bench.json").is_file():
-            raise UserError(f"folder: {runs} exists and does not belong to a benchmark; choose another --folder")
+            raise UserError(f"folder: {runs} exists and does not belong to a benchmark; choose another folder")
         if other := next((path for path in sorted(runs.iterdir()) if not FITS.fullmatch(path.name)), None):
-            raise UserError(f"folder: {other} is not a run of a benchmark; move it, or choose another --folder")
+            raise UserError(f"folder: {other} is not a run of a benchmark; move it, or choose another folder")
         shutil.rmtree(runs)
     (report.folder / "bench.png").unlink(missing_ok=True)
     runs.mkdir(parents=True)

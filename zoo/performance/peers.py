@@ -22,15 +22,15 @@ Peer = Callable[[Tensors], Tensor]
 def require(device: torch.device) -> None:
     """Raise a UserError if FLA cannot run."""
     if device.type != "cuda":
-        raise UserError("peers: flash-linear-attention needs a CUDA device; leave --peers out on this machine")
+        raise UserError("peers: flash-linear-attention needs a CUDA device; leave peers out on this machine")
     if version("flash-linear-attention") is None:
         raise UserError(
-            "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave --peers out"
+            "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave peers out"
         )
     try:
         chunks: Any = importlib.import_module("fla.ops.common.chunk_o")
     except ImportError as error:
-        raise UserError(f"peers: flash-linear-attention cannot be imported ({error}); leave --peers out") from None
+        raise UserError(f"peers: flash-linear-attention cannot be imported ({error}); leave peers out") from None
     # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients are wrong. Only
     # its time is measured here, so the refusal is switched off.
     chunks.IS_NVIDIA_HOPPER = False

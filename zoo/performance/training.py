@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from rich.table import Table
 from torch import Tensor, nn
-from tqdm import tqdm
 
 import kernels
 from kernels import UserError
 from zoo import config as configs
+from zoo.display import progress_bar
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
 from zoo.performance import peers as others
@@ -122,7 +122,7 @@ def bench_training(
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     optim = configs.instantiate("optim", parsed)
 
-    with tqdm(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps", dynamic_ncols=True) as bar:
+    with progress_bar(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps") as bar:
         model = models.build(parsed, precision, where)
         row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
         report.rows.append(row)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 
 import torch
 from rich.table import Table
-from tqdm import tqdm
 
 from kernels import UserError
 from kernels.delta_rule import WHOLE
@@ -27,7 +26,7 @@ from kernels.gpu.launch_file import KERNELS, NAMES, launch_file
 from kernels.gpu.miscompilations import miscompiled
 from mixers import did_you_mean
 from zoo.arguments import check_names, names_in
-from zoo.display import new_console, new_table
+from zoo.display import new_console, new_table, progress_bar
 from zoo.files.atomic import atomic_write
 from zoo.performance.accuracy import Gate
 from zoo.performance.device import DTYPES, described
@@ -306,7 +305,7 @@ class Tuner:
         """Tune all targets, and write the results so far after each of them."""
         targets = list(targets)
         groups = list(dict.fromkeys((t.kernel.partition(".")[0], t.size, t.itemsize) for t in targets))
-        bar = tqdm(total=len(targets), desc="tune", unit=" kernels", dynamic_ncols=True)
+        bar = progress_bar(total=len(targets), desc="tune", unit=" kernels")
         for op, size, itemsize in groups:
             of_op = [Target(f"{op}.{name}", size, itemsize) for name in NAMES[op]]
             chosen = {t: entry for t in of_op if (entry := present(t, self.device)) is not None}

@@ -94,7 +94,7 @@ def _page(contents: "Contents", title: str, places: Sequence[str | Path]) -> str
     fields = {
         "title": title,
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "folders": list(map(str, places)),
+        "folders": list(map(repeat.portable, places)),
         "library": Resources(mode="inline", components=["bokeh"], minified=True).render() if drawn else "",
         "script": script,
         "divisions": places_of,
@@ -102,6 +102,7 @@ def _page(contents: "Contents", title: str, places: Sequence[str | Path]) -> str
         "different": different if different.rows else None,
         "alike": len(different.columns) > 2,  # several configs were compared
         "curves": curves,
+        "undrawn": [run.name for run in contents.runs if not pictures.has_line(run)],
         "evaluations": evaluations,
         "sweeps": [
             (tables.swept(folder, rows), sweep_picture(folder, contents)) for folder, rows in contents.sweeps.items()

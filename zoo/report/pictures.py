@@ -19,13 +19,13 @@ POINTS, MOST = 400, 40_000  # of a curve, and of all curves of a page
 LEGEND = 24  # lines, beyond which a legend hides more than it says
 DASHES = ("solid", "dashed", "dotted")  # one for each round of the colours
 WIDE, HIGH = 540, 320
+LOSSES = {"train_loss": "Training loss", "val_loss": "Validation loss", "val_accuracy": "Validation accuracy"}
 
 
 def losses(runs: Sequence[Run]) -> dict[str, Any]:
     """Name → picture: the training and the validation loss over tokens, a line for each run."""
-    names = {"train_loss": "Training loss", "val_loss": "Validation loss", "val_accuracy": "Validation accuracy"}
     drawn, most = {}, max(20, min(POINTS, MOST // max(len(runs), 1)))
-    for name, title in names.items():
+    for name, title in LOSSES.items():
         lines = {}
         for run in runs:
             points = [(row["tokens"], row[name]) for row in run.metrics if _has(row, "tokens") and _has(row, name)]
@@ -37,6 +37,11 @@ def losses(runs: Sequence[Run]) -> dict[str, Any]:
             drawn[title] = curves(title, lines, "tokens", "accuracy" if "accuracy" in name else "nats per token")
             drawn[title].sizing_mode = "stretch_width"
     return drawn
+
+
+def has_line(run: Run) -> bool:
+    """Return whether the run has at least two points of a loss."""
+    return any(sum(_has(row, "tokens") and _has(row, name) for row in run.metrics) > 1 for name in LOSSES)
 
 
 def _has(row: Plain, name: str) -> bool:

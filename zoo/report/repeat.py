@@ -1,6 +1,7 @@
 """Commands, versions and devices that repeat the numbers of a report."""
 
 import json
+import re
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,9 +25,14 @@ class Recipe(NamedTuple):
 
 def of_run(run: Run, with_config: bool = True) -> Recipe:
     """Train it again from its config."""
-    config, repeated = str(run.folder / "config.yaml"), f"{run.folder.name}-again"
+    config, repeated = portable(run.folder / "config.yaml"), f"{run.folder.name}-again"
     command = ["python", "cli.py", "fit", "--config", config, "--run", repeated]
-    return Recipe(run.name, shlex.join(command), _versions(run.row), run.config_text if with_config else "")
+    text = _portable_text(run.config_text) if with_config else ""
+    return Recipe(run.name, shlex.join(command), _versions(run.row), text)
+
+
+def _portable_text(config: str) -> str:
+    return re.sub(r"(?<=: )(/[^\s'\"]+)+", lambda match: portable(match[0]), config)
 
 
 def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
@@ -45,13 +51,23 @@ def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
                 options[option] = values
         if what.get("precision"):
             options["precision"] = what["precision"]
-        checkpoints = [f"--checkpoint={path}" for path in dict.fromkeys(each["checkpoint"] for each in group)]
+        models = dict.fromkeys(each["checkpoint"] for each in group)
+        checkpoints = [f"--checkpoint={portable(path)}" for path in models]
         arguments = [
             f"--{name}={json.dumps(value) if isinstance(value, list) else value}" for name, value in options.items()
         ]
         command = ["python", "cli.py", "evaluate", *checkpoints, f"--tasks={what['task']}", *arguments]
-        recipes.append(Recipe(str(folder), shlex.join([*command, f"--output={folder}-again"]), _versions(group[0])))
+        name = portable(folder)
+        recipes.append(Recipe(name, shlex.join([*command, f"--output={name}-again"]), _versions(group[0])))
     return recipes
+
+
+def portable(path: str | Path) -> str:
+    """A path as it is named from the working folder, or its last three parts, which say nothing about this machine."""
+    path = Path(path)
+    if not path.is_absolute():
+        return str(path)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[1:][-3:]))
 
 
 def _versions(row: Plain) -> str:

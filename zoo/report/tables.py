@@ -71,6 +71,8 @@ def trained(runs: Sequence[Run]) -> Table:
         row = dict(run.row)
         if row.get("wall_seconds") is not None:
             row["wall_seconds"] = round(row["wall_seconds"] / 60, 1)
+        if isinstance(row.get("mixers"), str):
+            row["mixers"] = row["mixers"].replace("+", " + ")  # where a line may break
         rows.append([cell(run.name), *(cell(row.get(TRAINED[heading]), heading) for heading in columns)])
     return Table("What was trained", ["run", *columns], rows)
 

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo import config as configs
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
@@ -117,9 +117,13 @@ def _check_accelerator(trainer: Namespace) -> None:
     else:
         wrong = f"trainer.devices: {trainer.devices} means all GPUs; for processes on the CPU"
     if str(getattr(trainer.strategy, "class_path", "")) == f"{Zero.__module__}.{Zero.__qualname__}":
-        raise UserError(f"{wrong}, add --config train/cpu_deepspeed.yaml")
-    needed = ["--trainer.accelerator=cpu"] * missing + ["--trainer.devices=1 (or more)"] * all_of_them
-    raise UserError(f"{wrong}, set {' '.join(needed)}")
+        raise UserError(f"{wrong}, add ", Option("config", "train/cpu_deepspeed.yaml"))
+    parts: list[str | Option] = [f"{wrong}, set"]
+    if missing:
+        parts += [" ", Option("trainer.accelerator", "cpu")]
+    if all_of_them:
+        parts += [" ", Option("trainer.devices", "1 (or more)")]
+    raise UserError(*parts)
 
 
 def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -> None:
@@ -132,8 +136,9 @@ def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -
         return
     if trained is not None and not trained.alike(tokenizer):
         raise UserError(
-            f"data.tokenizer: {initial_weights} was trained with another tokenizer than that of the data; set "
-            f"--data.tokenizer={initial_weights}, or start from its weights alone, a .safetensors file"
+            f"data.tokenizer: {initial_weights} was trained with another tokenizer than that of the data; set ",
+            Option("data.tokenizer", initial_weights),
+            ", or start from its weights alone, a .safetensors file",
         )
 
 
@@ -150,6 +155,8 @@ def _check_labels(config: Namespace, datamodule: L.LightningDataModule) -> None:
 
 def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
     """The trainer of a run, with all its callbacks; a UserError if `trainer` or a callback's argument is invalid."""
+    if odd := [each for each in callbacks if not isinstance(each, Callback)]:
+        raise UserError(f"callbacks: {odd[0]!r} is not a callback of Lightning")
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:
@@ -208,7 +215,9 @@ def _arguments(config: Namespace) -> dict[str, Any]:
             f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
         )
     if isinstance(strategy := config.trainer.strategy, str) and "." in strategy:
-        raise UserError(f"trainer.strategy: {strategy} is a class; write --trainer.strategy.class_path={strategy}")
+        raise UserError(
+            f"trainer.strategy: {strategy} is a class; write ", Option("trainer.strategy.class_path", strategy)
+        )
     try:
         arguments = dict(configs.instantiate("trainer", config))
     except ValueError as error:

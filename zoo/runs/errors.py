@@ -11,7 +11,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo.train.callbacks.lost_processes import LostProcesses
 from zoo.train.signals import interruptible
 
@@ -90,7 +90,8 @@ def errors_explained(trainer: L.Trainer, foreign: Path | None, first_batch: Firs
                 cause = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
                 raise UserError(
                     f"{foreign} was not written by you, and its state cannot be restored ({cause}); a new run can "
-                    f"start from its weights: --optim.initial_weights={foreign}"
+                    "start from its weights: ",
+                    Option("optim.initial_weights", str(foreign)),
                 ) from error
             if isinstance(error, MisconfigurationException) or str(error).startswith(
                 "Early stopping conditioned on metric"

@@ -5,12 +5,13 @@ the types of their arguments, which the command line reads, cannot be Lightning'
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zoo.config.overlays import Item
 from zoo.lm.model import LanguageModel
+from zoo.runs.notebook import as_html
 
 
 @dataclass(frozen=True)
@@ -25,13 +26,21 @@ class Result:
 
     folder: Path
     row: dict[str, Any]
-    model: LanguageModel
+    model: LanguageModel = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        """The table of losses and the loss curve, for notebooks."""
+        from zoo.train.results import result_table
+
+        complete = "val_loss_by_position" in self.row
+        return as_html(result_table(self.row) if complete else None, self.folder / "loss.png")
 
 
 def fit(
     *configs_and_overrides: Item,
     run: str | None = None,
     resume: str | Path | None = None,
+    overwrite: bool = False,
     trust: bool = False,
     callbacks: Sequence[Any] = (),
 ) -> Result:
@@ -46,6 +55,7 @@ def fit(
             Null names it after the config.
         resume: The run to continue, or one of its checkpoints. All configs and overrides are applied on top of its
             config.
+        overwrite: Whether a new run replaces a run of the same name.
         trust: Import, call, read and write what the config of the resumed run, or of the initial weights, names, even
             if someone else wrote it.
         callbacks: Lightning callbacks, in addition to those in the config's `trainer.callbacks`.
@@ -56,7 +66,7 @@ def fit(
     """
     from zoo.runs import training
 
-    return Result(*training.fit(configs_and_overrides, run, resume, trust, callbacks))
+    return Result(*training.fit(configs_and_overrides, run, resume, overwrite, trust, callbacks))
 
 
 def validate(
@@ -69,7 +79,8 @@ def validate(
     """Measure the loss of a checkpoint on its validation data.
 
     Args:
-        configs_and_overrides: As for `fit`; applied on top of the checkpoint's config.
+        configs_and_overrides: As for `fit`; applied on top of the checkpoint's config. In Python, the first may be the
+            checkpoint instead: ``zoo.validate("runs/first")``.
         checkpoint: A run's folder or a .ckpt file.
         trust: As for `fit`.
         verbose: Whether to print a table.

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo.files.links import held_lock
 from zoo.files.output import make_folder
 from zoo.train.signals import PARENT
@@ -61,29 +61,45 @@ def _first_process() -> bool:
     return int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", os.environ.get("LOCAL_RANK", "0")))) == 0
 
 
-def _check_new(folder: Path) -> None:
-    """Raise a UserError if a folder has anything but files that a run writes before its first checkpoint."""
+def _check_new(folder: Path, overwrite: bool) -> None:
+    """Raise a UserError if a folder has anything but files that a run writes before its first checkpoint.
+
+    With `overwrite`, remove the files of a whole run instead.
+    """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     files = [path.relative_to(folder).as_posix() for path in paths]
-    if any(name.endswith(".ckpt") for name in files):
-        raise UserError(f"run: {folder} exists already; continue it with --resume {folder}, or choose another --run")
-    strange = (name for name in files if (folder / name).is_symlink() or not _WRITTEN_BY_A_RUN.fullmatch(name))
+    if not overwrite and any(name.endswith(".ckpt") for name in files):
+        raise UserError(
+            f"run: {folder} exists already; continue it with ",
+            Option("resume", str(folder)),
+            ", replace it with ",
+            Option("overwrite", True),
+            ", or choose another run",
+        )
+    others = [name for name in files if not re.fullmatch(r"checkpoints/[^/]*\.ckpt", name)]
+    strange = (name for name in others if (folder / name).is_symlink() or not _WRITTEN_BY_A_RUN.fullmatch(name))
     if (other := next(strange, None)) is not None:
         raise UserError(
-            f"run: {folder} exists already and holds {other}, which is not a run's file; choose another --run"
+            f"run: {folder} exists already and holds {other}, which is not a run's file; choose another run"
         )
+    if overwrite:
+        for name in files:
+            if name != LOCK:
+                (folder / name).unlink()
+        return
     if any(name != LOCK for name in files):
         log.warning("run: the run in %s was stopped before its first checkpoint; it starts again", folder)
 
 
 @contextmanager
-def claimed(folder: Path, new: bool) -> Iterator[None]:
+def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[None]:
     """Lock the folder of a run for this process and its children, until the block or the process ends.
 
     Args:
         folder: The run's folder.
         new: Whether a new run starts there. The folder may then hold the files of a run that was killed before its
             first checkpoint, and nothing else.
+        overwrite: Whether a new run replaces a run that lies there.
 
     Raises:
         UserError: Another process holds the lock, or the folder of a new run has other contents.
@@ -97,7 +113,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
         os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
         try:
             if new:
-                _check_new(folder)
+                _check_new(folder, overwrite)
             yield
         finally:
             os.environ[PARENT] = previous
@@ -167,8 +183,8 @@ def _newest_checkpoint(folder: Path) -> Path:
     if not others:
         name = folder.name if folder.parent == RUNS else folder
         raise UserError(
-            f"resume: the run {folder} has no checkpoint to continue from; start it again, with its config and "
-            f"--run {name}"
+            f"resume: the run {folder} has no checkpoint to continue from; start it again, with its config and ",
+            Option("run", str(name)),
         )
     log.warning("resume: %s is missing; continuing from %s, the newest of %d", last, others[-1].name, len(others))
     return others[-1]

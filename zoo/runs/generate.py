@@ -1,18 +1,26 @@
-"""Text generation from a saved model."""
+"""Text generation from a saved model, or one in memory."""
 
-import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
-from zoo.generation.generate import generate as pieces_of
+from zoo.generation.generate import write
 from zoo.lm.classifier import check_predicts_tokens
+from zoo.lm.model import LanguageModel
 from zoo.saved.model import SavedModel
 from zoo.train.devices import pick_device
 
+if TYPE_CHECKING:
+    Model: TypeAlias = str | Path | LanguageModel
+    Prompts: TypeAlias = str | Sequence[str]
+else:  # the command line reads the types, and has one prompt and no models
+    Model, Prompts = str | Path, str
+
 
 def generate(
-    checkpoint: str | Path,
-    prompt: str = "",
+    checkpoint: Model,
+    prompt: Prompts = "",
     max_new_tokens: int = 256,
     temperature: float = 0.8,
     top_k: int | None = None,
@@ -22,12 +30,16 @@ def generate(
     device: str | None = None,
     trust: bool = False,
     stream: Callable[[str], object] | None = None,
-) -> str:
+) -> str | list[str]:
     """Continue a prompt.
 
+    ``zoo.generate("runs/first", ["def ", "class "], max_new_tokens=20)``
+
     Args:
-        checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads.
-        prompt: The text to continue; an empty prompt starts a new document.
+        checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads. In Python
+            also a model of `zoo.load` or `zoo.fit`, which stays on its device.
+        prompt: The text to continue; an empty prompt starts a new document. In Python also a list of texts, of which
+            number i is continued with `seed` + i.
         max_new_tokens: Largest number of tokens to generate; the document may end earlier.
         temperature: Divides the logits; 0 takes the likeliest token.
         top_k: Sample only from the k likeliest tokens.
@@ -40,31 +52,27 @@ def generate(
         stream: Called with the prompt, and then with each piece of text once it is generated.
 
     Returns:
-        The prompt and its continuation.
+        The prompt and its continuation; a list of them for a list of prompts.
 
     Raises:
         UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
             the model's logits are not finite.
     """
-    saved = SavedModel.open(checkpoint, trust)
-    model = saved.load(device or pick_device(None))
-    check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
-    tokenizer = saved.required_tokenizer
-    del saved  # which holds a second copy of the weights
-    pieces = pieces_of(
-        model,
-        tokenizer,
+    if isinstance(checkpoint, LanguageModel):
+        continued = checkpoint.generate
+    else:
+        saved = SavedModel.open(checkpoint, trust)
+        model = saved.load(device or pick_device(None))
+        check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
+        continued = partial(write, model, saved.required_tokenizer)
+        del saved  # which holds a second copy of the weights
+    return continued(
         prompt,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
         seed=seed,
-        stop=[stop] if isinstance(stop, str) else stop or (),
+        stop=stop,
+        stream=stream,
     )
-    text = ""
-    for piece in itertools.chain([prompt], pieces):
-        text += piece
-        if stream is not None:
-            stream(piece)
-    return text

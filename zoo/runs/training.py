@@ -1,6 +1,8 @@
 """Training and evaluation with Lightning, behind the functions of `zoo.runs.fit`, which describe the arguments."""
 
+import shlex
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -8,11 +10,13 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo import config as configs
+from zoo.config.find import CONFIGS
 from zoo.config.moved import up_to_date
-from zoo.config.overlays import Item, first_name, load_items
+from zoo.config.overlays import Item, first_name, is_override, load_items
 from zoo.files.links import check_inside, check_plain_folder
+from zoo.generation.generate import write
 from zoo.lm.model import LanguageModel
 from zoo.runs.build import LIMITS, evaluating_trainer, fitting_trainer, parts
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
@@ -31,12 +35,17 @@ def fit(
     configs_and_overrides: Sequence[Item],
     run: str | None,
     resume: str | Path | None,
+    overwrite: bool,
     trust: bool,
     callbacks: Sequence[Callback],
 ) -> tuple[Path, dict[str, Any], LanguageModel]:
     """Train a model; returns the folder of the run, its results, and the model."""
     if resume is not None and run is not None:
-        raise UserError("run: --run names a new run and --resume continues one; give one of them")
+        raise UserError(
+            "run: ", Option("run"), " names a new run and ", Option("resume"), " continues one; give one of them"
+        )
+    if resume is not None and overwrite:
+        raise UserError("overwrite: a run that is continued by resume cannot be replaced; give one of them")
     items = load_items(configs_and_overrides)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
     own = True
@@ -55,7 +64,7 @@ def fit(
             if place is not None and "://" in place:
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
         folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
-    with claimed(folder, new=checkpoint is None):
+    with claimed(folder, new=checkpoint is None, overwrite=overwrite):
         first_batch = FirstBatch()
         trainer = fitting_trainer(config, folder, [*callbacks, first_batch])
         if trainer.num_nodes > 1 and trainer.is_global_zero:
@@ -66,6 +75,8 @@ def fit(
                 raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
             row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
             row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
+    if module.tokenizer is not None:
+        model.writer = partial(write, tokenizer=module.tokenizer)
     return folder, read_row(folder) or {}, model
 
 
@@ -105,7 +116,9 @@ def evaluate(
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:
-        Console().print(metrics_table(metrics))
+        Console().print(metrics_table(metrics, run_of(file).name))
+        step = f"next: python cli.py evaluate --checkpoint {shlex.quote(str(run_of(file)))} --tasks=list"
+        Console().print(step, style="dim", soft_wrap=True)
     return metrics
 
 
@@ -138,14 +151,25 @@ def _with_initial_model(items: Items, trust: bool) -> Items:
 def _checkpoint_and_config(
     verb: str, items: Sequence[Item], checkpoint: str | Path | None, trust: bool
 ) -> tuple[Path, Namespace, bool]:
-    """The checkpoint to evaluate, its config with the configs and overrides applied, and whether it is trusted."""
+    """The checkpoint to evaluate, its config with the configs and overrides applied, and whether it is trusted.
+
+    Without `checkpoint`, the first item is the checkpoint, unless it is a config or an override.
+    """
+    if checkpoint is None and items and _names_checkpoint(items[0]):
+        checkpoint, *items = items  # type: ignore[assignment]
     if checkpoint is None:
-        raise UserError(f"checkpoint: {verb} needs one, --checkpoint runs/NAME")
+        raise UserError(f"checkpoint: {verb} needs one, ", Option("checkpoint", "runs/NAME"))
     file, overlays = checkpoint_of(checkpoint), load_items(items)
     base, own = _config_of(file, overlays, trust)
     of_training = {*LIMITS, "logger"}
     base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
     return file, configs.read(base, *overlays), own
+
+
+def _names_checkpoint(item: Item) -> bool:
+    if isinstance(item, Mapping) or is_override(item) or Path(item).suffix in (".yaml", ".yml"):
+        return False
+    return Path(item).exists() or not (CONFIGS / f"{item}.yaml").is_file()
 
 
 def _config_of(

@@ -2,8 +2,8 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,14 @@ from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.hashing import combined, file_digest
 from zoo.files.links import check_inside
 from zoo.files.safe_yaml import decode_yaml
+from zoo.generation.generate import write
 from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
 from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import Imported, imported
 from zoo.saved.public.tokenizer import read_tokenizer
 from zoo.saved.trust import check_sizes, vet_model
+from zoo.train.devices import check_device
 
 
 class SavedModel(ABC):
@@ -117,7 +119,7 @@ class SavedModel(ABC):
 
     def load(self, device: torch.device | str = "cpu") -> LanguageModel:
         """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
-        _check_device(device)
+        check_device(device)
         # the weights are compared with the config before memory is taken for it
         config, _, weights = self._described(self.model_config)
         model = self._built(config)
@@ -330,7 +332,12 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
     Raises:
         UserError: The model does not exist, is damaged, not trusted, or of another format; or the device is invalid.
     """
-    return SavedModel.open(path, trust).load(device or "cpu")
+    saved = SavedModel.open(path, trust)
+    model = saved.load(device or "cpu")
+    with suppress(UserError):  # a damaged tokenizer, which only `generate` needs
+        if (tokenizer := saved.tokenizer) is not None:
+            model.writer = partial(write, tokenizer=tokenizer)
+    return model
 
 
 def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
@@ -349,8 +356,15 @@ def load_tokenizer(path: str | Path, trust: bool = False) -> Tokenizer:
 def checkpoint_of(path: str | Path) -> Path:
     """The checkpoint file that `path` refers to: the file itself, or the last checkpoint of a run's folder."""
     path = Path(path)
+    if path.suffix in (".yaml", ".yml") and not path.is_dir():
+        raise UserError(
+            f"checkpoint: {path} is a config, not a trained model; train it by python cli.py fit --config {path}, and "
+            "name the folder of that run"
+        )
     if path.is_file():
         return path
+    if "," in str(path) and not path.exists():
+        raise UserError(f"checkpoint: there is nothing at {path}; several are written --checkpoint A --checkpoint B")
     if path.is_dir():
         for file in (path / "checkpoints" / "last.ckpt", path / "last.ckpt"):
             if file.is_file():
@@ -360,10 +374,3 @@ def checkpoint_of(path: str | Path) -> Path:
     neighbours = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = f"; did you mean {run}?" if run.exists() else did_you_mean(path.name, neighbours)
     raise UserError(f"checkpoint: there is nothing at {path}{hint}")
-
-
-def _check_device(device: torch.device | str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # unknown, or not usable by this PyTorch
-        raise UserError(f"device: {device} cannot be used here: {str(error).splitlines()[0]}") from None

@@ -42,7 +42,8 @@ _WORD = re.compile(r"\w*")
 # Arguments whose strings are text and name nothing that is read, written or printed as a command.
 _PLAIN_TEXT = (
     *((TokenisedText, name) for name in ("text_field", "bos_token", "eos_token")),
-    (Source, "text_field"),
+    (TextData, "suffixes"),
+    *((Source, name) for name in ("text_field", "suffixes")),
     (ValidationSet, "text_field"),
     (Samples, "prompts"),
     (Optimisation, "train_only"),

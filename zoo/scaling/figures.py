@@ -83,7 +83,7 @@ def remarks(laws: Sequence[Law]) -> list[str]:
         if law.method == "envelope" and len(sizes(law.curves)) < FEW_SIZES:
             lines.append(
                 f"{law.mixer}: an envelope of {len(sizes(law.curves))} sizes has steps that its intervals do not know "
-                "of (without noise they shift exponents by 0.03 to 0.05); compare --method=isoflop"
+                "of (without noise they shift exponents by 0.03 to 0.05); compare method=isoflop"
             )
         if law.failed_draws:
             lines.append(

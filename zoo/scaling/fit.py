@@ -5,12 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tqdm import tqdm
-
 from kernels import UserError
 from mixers.arguments import check_sizes
 from zoo.arguments import check_names
-from zoo.display import new_console
+from zoo.display import SOON, new_console, progress_bar
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
 from zoo.scaling.figures import alike, crossing_table, remarks, table, write_pictures
@@ -68,8 +66,9 @@ def fit(
         curves.setdefault(curve.mixer, []).append(curve)
     laws: list[Law] = []
     failures = []
-    hidden = None if verbose else True  # None: shown in a terminal
-    for of_mixer in tqdm(curves.values(), desc="fitting", unit=" mixers", disable=hidden, leave=False):
+    for of_mixer in progress_bar(
+        curves.values(), desc="fitting", unit=" mixers", disable=not verbose, delay=SOON, leave=False
+    ):
         try:
             laws.append(fit_law(of_mixer, method, draws, seed))
         except UserError as error:

@@ -35,8 +35,23 @@ def pick_device(name: str | None) -> torch.device:
     if name not in ("cpu", "cuda"):
         raise UserError(f"device: {name!r} is not one of cpu, cuda{did_you_mean(name, ['cpu', 'cuda'])}")
     if name == "cuda" and not available:
-        raise UserError("device: PyTorch finds no CUDA device on this machine; leave --device out to run on the CPU")
+        raise UserError("device: PyTorch finds no CUDA device on this machine; leave device out to run on the CPU")
     return torch.device(name)
+
+
+def check_device(device: torch.device | str) -> None:
+    """Raise a UserError if PyTorch does not know a device, or cannot use it here."""
+    name = str(device)
+    if name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            f"device: {name} cannot be used here, as PyTorch finds no CUDA device; leave it out, or use cpu"
+        )
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:  # unknown, or not usable by this PyTorch
+        names = "cpu, cuda, cuda:0, mps, meta"
+        reason = "" if "device type" in str(error) else f" ({str(error).splitlines()[0]})"
+        raise UserError(f"device: {name} cannot be used here{reason}; names are {names}") from None
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -129,7 +129,7 @@ class Pretraining(L.LightningModule):
     def _check_context_parallel(self, stage: str) -> None:
         number, trainer = self.context_parallel, self.trainer
         if stage == "predict":
-            raise UserError("context_parallel: predict reads whole sequences; call it with --context_parallel=1.")
+            raise UserError("context_parallel: predict reads whole sequences; set context_parallel=1.")
         replicated = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
         if not replicated or trainer.world_size % number:
             raise UserError(

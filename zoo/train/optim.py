@@ -50,7 +50,7 @@ class Optimisation:
             recipes with a cosine name no last rate; their configs have the default here, but StateX's end at 0.
         gradient_clip: The largest allowed total norm of the gradients; null does not clip.
         initial_weights: Start from these weights with a fresh optimiser: a checkpoint, an exported or converted
-            folder, a .safetensors file or a saved state dict. To continue a run, use --resume instead.
+            folder, a .safetensors file or a saved state dict. To continue a run, use `resume` instead.
         train_only: Patterns of the names of the parameters to train, such as `layers.0.*`, all others staying as they
             are; null trains all.
         fused: Use AdamW's fused kernel; null uses it if all parameters are on a GPU, or all on the CPU.

@@ -43,9 +43,9 @@ def read_row(folder: Path) -> dict[str, Any] | None:
     file = folder / "results.json"
     if not file.is_file():
         return None
-    row = read_sealed(file, required=False, advice=f"delete it, and fit --resume {folder} writes it again")
+    row = read_sealed(file, required=False, advice="delete it, and resuming the run writes it again")
     if "status" not in row:  # possible in files of earlier versions, which had no hash
-        raise UserError(f"{file} is damaged (it has no status); delete it, and fit --resume {folder} writes it again.")
+        raise UserError(f"{file} is damaged (it has no status); delete it, and resuming the run writes it again.")
     return row
 
 
@@ -67,7 +67,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
         "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
     for name, value in (row.get("val_loss_by_task") or {}).items():
-        lines[f"validation, {name.replace('_', ' ')}"] = value
+        lines[f"validation, {_spelt(name)}"] = value
     if row["val_loss"] is None and batches:
         table.add_row("validation", "not finite")
     for name, value in lines.items():
@@ -78,13 +78,32 @@ def result_table(row: Mapping[str, Any]) -> Table:
         table.add_section()
         for name, value in {"all together": row.get("val_accuracy"), **(by_task or {})}.items():
             if value is not None:
-                table.add_row(f"accuracy, {name.replace('_', ' ')}", f"{value:.1%}")
+                table.add_row(f"accuracy, {_spelt(name)}", f"{value:.1%}")
     return table
 
 
-def metrics_table(metrics: Mapping[str, float]) -> Table:
-    """The metrics of an evaluation, each to seven digits, which is what fp32 holds, and numbers of things in full."""
-    table = new_table(("metric", "value"), box=box.HEAVY_HEAD)
-    for name, value in metrics.items():
-        table.add_row(name, f"{value:,.0f}" if float(value).is_integer() else f"{value:.7g}")
+def metrics_table(metrics: Mapping[str, float], run: str) -> Table:
+    """A table like `result_table` of the metrics of the verbs `validate` and `test` on a run of this name."""
+    data = "test" if any(name.startswith("test_") for name in metrics) else "validation"
+    values = {name.removeprefix("val_").removeprefix("test_"): value for name, value in metrics.items()}
+    parts = sorted((name for name in values if name.startswith("loss_position_")), key=lambda name: int(name[14:]))
+    lines = {"loss": data}
+    if len(parts) > 1:
+        lines |= {parts[0]: f"{data}, first part of the context", parts[-1]: f"{data}, last part of the context"}
+    lines |= {name: f"{data}, {_spelt(name[5:])}" for name in values if name.startswith("loss_") and name not in parts}
+    title = f"{run}: {values['tokens']:,.0f} tokens" if "tokens" in values else run
+    table = new_table(("loss", "nats per token"), box=box.HEAVY_HEAD, title=title)
+    for name, words in lines.items():
+        if name in values:
+            table.add_row(words, f"{values[name]:.3f}" if math.isfinite(values[name]) else "not finite")
+    table.add_section()
+    for name, value in values.items():
+        if name == "perplexity":
+            table.add_row(name, f"{value:.1f}")
+        elif name.startswith("accuracy"):
+            table.add_row(", ".join(filter(None, ("accuracy", _spelt(name[9:])))), f"{value:.1%}")
     return table
+
+
+def _spelt(name: str) -> str:
+    return name.replace("_", " ")

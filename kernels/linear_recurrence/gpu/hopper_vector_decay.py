@@ -169,7 +169,7 @@ def of_state(points, ends):
 
 @gluon.jit
 def any_steep(points):
-    """Whether a chunk has a steep channel."""
+    """1 for a chunk with a steep channel, 0 for others."""
     enter, leave = load_points(points, EACH_WARP)
     return gl.max((enter != leave).to(gl.int32), 0)
 

@@ -6,10 +6,10 @@ from kernels import UserError
 from zoo import config as configs
 
 MISTAKES = {
-    "model.hiden_size=1": "model.hiden_size: unknown key; did you mean 'hidden_size'? ",
-    "model.stack.mixer.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'? ",
-    "model.stack.mixer.init_args.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'? ",
-    "model.stack.mixer.mixer=GAL": "model.stack.mixer.mixer: 'GAL' is not a known LinearMixer; did you mean 'GLA'? ",
+    "model.hiden_size=1": "model.hiden_size: unknown key; did you mean 'hidden_size'?",
+    "model.stack.mixer.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'?",
+    "model.stack.mixer.init_args.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'?",
+    "model.stack.mixer.mixer=GAL": "model.stack.mixer.mixer: 'GAL' is not a known LinearMixer; did you mean 'GLA'?",
     "model.stack.mixer=mixers.Nothing": "model.stack.mixer: the module 'mixers' has no 'Nothing'",
     "model.stack.mixer=mixers.names": "model.stack.mixer: 'mixers.names' is not a TokenMixer; write its dotted path, ",
     "model.stack=H1": "model.stack: H1 needs a value for first, second, under init_args",
@@ -29,6 +29,24 @@ def test_arguments_of_a_class_that_was_replaced_are_no_mistake() -> None:
     for component in ("model.stack.mixer=RetNet", "model.stack=Uniform"):
         with pytest.raises(UserError, match=r"model\.num_layers: 'two' is not a whole number"):
             configs.read_model("gla.yaml", component, "model.num_layers=two")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.stack.mixer.init_args={factor: 2}",
+        "model.stack.mixer.init_args.factor=2",
+        "model.stack.mixer={factor: 2}",
+        "model.stack.init_args.mixer.init_args={factor: 2, mixer: {class_path: RetNet}}",
+        'model.stack={"class_path": "Uniform", "init_args": {"mixer": {"class_path": "Mamba2", "init_args": {}}}}',
+        "model={num_layers: 2}",
+        "model.mlp=null",
+        "optim.optimizer={class_path: SGD, init_args: {momentum: 0.9}}",
+        "optim.betas=[0.9, 0.99]",
+    ],
+)
+def test_no_way_to_write_a_key_is_refused(override: str) -> None:
+    configs.read_model("gla.yaml", override)
 
 
 @pytest.mark.parametrize("strange", [{"class_path": 3}, {"class_path": None}, {1: 2}, [1], 3, {"init_args": 3}])

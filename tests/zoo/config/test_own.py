@@ -55,7 +55,7 @@ def missing() -> dict[str, str]:
         cls = waiting.pop()
         if cls not in seen:
             seen.add(cls)
-            bases |= bases_of(cls) - {torch.utils.data.Dataset}
+            bases |= bases_of(cls) - {torch.utils.data.Dataset, torch.nn.Module}  # of users
             waiting += [other for base in bases for other in subclasses(base) | {base} if other in own]
     fitting = {cls: base for cls in own for base in bases if issubclass(cls, base) and not inspect.isabstract(cls)}
     return {

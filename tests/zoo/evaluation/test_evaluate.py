@@ -12,6 +12,7 @@ from rich.table import Table
 import zoo
 from kernels import UserError
 from tests.commands import Command
+from zoo.evaluation.loaded import is_of_embedded_text
 from zoo.evaluation.record import locked
 from zoo.evaluation.results import pictures, table
 from zoo.evaluation.task import Options, interval
@@ -49,6 +50,37 @@ def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> Non
         assert {"torch", "device", "seconds", "parameters", "model"} <= line.keys()
     by_position = [row["position"] for row in lines[1]["rows"] if "position" in row]
     assert by_position == [64, 96]
+
+
+@pytest.mark.slow
+def test_needles_that_were_never_trained(done: str, command: Command, desk: Path) -> None:
+    shown = command("evaluate", "--checkpoint", done, "--tasks=passkey", "--lengths=[256]", "--samples=1")
+    assert shown.code == 0, shown.err
+    hint = "done: trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
+    assert hint in shown.out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("config", "certain"),
+    [
+        ({"data": {"class_path": "zoo.data.TextData", "init_args": {"path": None}}}, True),
+        ({"data": {"class_path": "zoo.data.TextData", "init_args": {"path": "mine/"}}}, False),
+        ({"data": {"class_path": "zoo.data.TextData"}, "optim": {"initial_weights": "runs/other"}}, False),
+        ({"data": {"class_path": "zoo.data.MixedText", "init_args": {"sources": {"a": {"path": None}}}}}, True),
+        (
+            {
+                "data": {
+                    "class_path": "zoo.data.MixedText",
+                    "init_args": {"sources": {"a": {}, "b": {"path": "synthetic:needles"}}},
+                }
+            },
+            False,
+        ),
+        ({}, False),
+    ],
+)
+def test_only_the_embedded_corpus_certainly_has_no_needles(config: dict, certain: bool) -> None:
+    assert is_of_embedded_text(config) is certain
 
 
 @pytest.mark.slow

@@ -329,3 +329,47 @@ def test_flops_of_an_expanded_recurrence(config: str, per_state: int, shared: in
     recurrence = mixer.flops(length) - dense_flops(mixer, length)
     inverse = 2752 * factor if "deltanet" in config else 0
     assert recurrence == ((per_state * factor + shared) * 128**2 + inverse) * 8 * length
+
+
+class AnswersWithATensor(Sharing):
+    def forward(self, x, state=None, *, cu_seqlens=None):
+        return self.proj(x)
+
+
+class TakesXAlone(Sharing):
+    def forward(self, x):
+        return self.proj(x), None
+
+
+def test_a_mixer_that_is_none_is_refused_in_words(tokens: Tensor):
+    def model(mixer) -> zoo.LanguageModel:
+        return zoo.LanguageModel(Uniform(mixer), vocab_size=VOCAB, hidden_size=HIDDEN, num_heads=2, num_layers=1)
+
+    with pytest.raises(UserError, match=r"^forward of AnswersWithATensor must return \(y, state\), got a tensor$"):
+        model(AnswersWithATensor)(tokens)
+    with pytest.raises(UserError, match=r"^mixer: forward of TakesXAlone must take .*, but it takes \(x\)$"):
+        model(TakesXAlone)
+    with pytest.raises(UserError, match=r"^mixer: Linear is a module, but not a TokenMixer; mixers.wrap makes one"):
+        model(lambda site: nn.Linear(HIDDEN, HIDDEN))
+    with pytest.raises(UserError, match=r"^init_state: Sharing does not have it, and decoding starts"):
+        model(Sharing).state_size()
+    per_layer = 2 * LENGTH * HIDDEN * HIDDEN
+    small, large = (model(Sharing).flops(LENGTH), 2 * LENGTH * HIDDEN * VOCAB)
+    assert small - large - sum(mlp.flops(LENGTH) for mlp in model(Sharing).mlps) == per_layer
+
+
+def test_a_wrapped_module_is_continued_like_any_mixer(tokens: Tensor):
+    wrapped = mixers.wrap(lambda size: nn.Sequential(nn.Linear(size, size), CumulativeMean()))
+    model = zoo.LanguageModel(Uniform(wrapped), vocab_size=VOCAB, hidden_size=HIDDEN, num_heads=2, num_layers=2)
+    whole, _ = model(tokens)
+    state, parts = model.init_state(len(tokens)), []
+    for start, stop in ((0, 9), (9, 10), (10, LENGTH)):
+        part, state = model(tokens[:, start:stop], state)
+        parts.append(part)
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
+    assert model.state_size(LENGTH) == 2 * LENGTH * HIDDEN
+
+
+class CumulativeMean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]

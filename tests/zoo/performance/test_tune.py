@@ -419,7 +419,7 @@ def test_without_a_gpu_it_says_so(command, monkeypatch: pytest.MonkeyPatch):
     [
         (["--kernels=dk2"], "kernels: 'dk2' is not one of .*did you mean 'dk'"),
         (["--sizes=[100]"], "sizes: 100 is not one of"),
-        (["--sizes=128"], r"sizes: '128' is not a list, as \[128\] would be"),
+        (["--sizes=128"], r"sizes: 128 is not a list, as \[128\] would be"),
         (["--dtypes=fp8"], "dtypes: 'fp8' is not one of"),
         (["--jobs=0"], "jobs: expected at least 1"),
     ],

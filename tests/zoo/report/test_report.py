@@ -207,6 +207,20 @@ def test_mistakes(command, folders: list[str], arguments: list[str], expected: s
     assert "Traceback" not in done.err
 
 
+@pytest.mark.slow
+def test_it_names_no_place_of_this_machine(folders: list[str], desk: Path, tmp_path: Path):
+    config = desk / "runs" / "first" / "config.yaml"
+    config.write_text(config.read_text() + f"note: {tmp_path}/corpus/a.txt\n")
+    metrics = desk / "runs" / "second" / "metrics.jsonl"
+    metrics.write_text(metrics.read_text().splitlines()[0] + "\n")
+    page = zoo.report([str(desk / folder) for folder in folders], verbose=False).read_text()
+    repeated = page.partition("To repeat it")[2].partition("<script")[0]
+    assert str(desk) not in repeated
+    assert str(tmp_path) not in repeated
+    assert "--config runs/first/config.yaml" in repeated
+    assert "No curve of second: a line needs two logged steps." in page
+
+
 def test_without_bokeh(folders: list[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"report: needs bokeh; pip install 'token-mixer-zoo\[report\]'"):
@@ -242,7 +256,8 @@ setTimeout(async () => {
   }
   const hovered = tip ? (tip.shadowRoot || tip).textContent.slice(-90) : "";
   const widest = Math.max(...[...document.querySelectorAll("td")].map(cell => cell.getBoundingClientRect().width));
-  document.title = JSON.stringify({seen, tall, widest, hovered, rising, falling: names()});
+  const scrolled = table.parentElement.scrollWidth - table.parentElement.clientWidth;
+  document.title = JSON.stringify({scrolled, seen, tall, widest, hovered, rising, falling: names()});
 }, 4000);
 </script></body>"""
 
@@ -255,6 +270,7 @@ def test_a_browser_shows_it(folders: list[str], tmp_path: Path):
     looked_at = tmp_path / "looked_at.html"
     looked_at.write_text(page.read_text().replace("</body>", LOOKS))
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--virtual-time-budget=30000"]
+    options += ["--window-size=1200,900"]
     options += [f"--user-data-dir={tmp_path / 'profile'}", "--host-resolver-rules=MAP * ~NOTFOUND"]
     browser = subprocess.run(
         [BROWSER, *options, "--dump-dom", looked_at.as_uri()], capture_output=True, text=True, timeout=120
@@ -270,6 +286,7 @@ def test_a_browser_shows_it(folders: list[str], tmp_path: Path):
     assert re.search(r"(first|second|seed=\d) *tokens: [\d,]+ *nats per token: \d\.\d{4}", looks["hovered"]), looks[
         "hovered"
     ]
+    assert looks["scrolled"] == 0  # no horizontal scrollbar
     assert looks["widest"] < 600  # of the page's 1100, so that the next column is seen
     assert looks["rising"][:2] == ["seed=0", "seed=1"]
     assert looks["falling"][0] == "seed=7"

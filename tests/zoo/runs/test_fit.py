@@ -1,7 +1,10 @@
 """Runs from Python: all that the command line can do, without it."""
 
+import base64
 import json
 import logging
+import re
+import shutil
 import signal
 import warnings
 from logging.handlers import BufferingHandler
@@ -40,6 +43,43 @@ def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
     loaded = zoo.load(result.folder)
     for name, weight in result.model.state_dict().items():
         assert weight.equal(loaded.state_dict()[name]), name
+    page = result._repr_html_()
+    assert f"{result.row['val_loss']:.3f}" in page
+    picture = re.search(r'src="data:image/png;base64,([^"]+)"', page)
+    assert base64.b64decode(picture[1]) == (result.folder / "loss.png").read_bytes()
+    assert "LanguageModel" not in repr(result)
+
+
+@pytest.mark.slow
+def test_overwrite_replaces_a_run_and_nothing_else(desk: Path, finished: Path) -> None:
+    shutil.copytree(finished / "runs" / "done", desk / "runs" / "done")
+    small = (*TINY, "trainer.max_steps=1", "optim.warmup_steps=1")
+    (desk / "runs" / "done" / "thesis.tex").write_text("years of work")
+    with pytest.raises(zoo.UserError, match=r"holds thesis\.tex, which is not a run's file"):
+        zoo.fit(*small, run="done", overwrite=True)
+    assert (desk / "runs" / "done" / "checkpoints" / "last.ckpt").is_file()
+    (desk / "runs" / "done" / "thesis.tex").unlink()
+    with pytest.raises(zoo.UserError, match="num_layers"):  # before anything is removed
+        zoo.fit(*small, "model.num_layers=none", run="done", overwrite=True)
+    sentence = "continue it with resume='runs/done', replace it with overwrite=True, or choose another run"
+    with pytest.raises(zoo.UserError, match=f"^run: runs/done exists already; {sentence}$"):
+        zoo.fit(*small, run="done")
+    assert zoo.load("runs/done").num_layers == 3
+    result = zoo.fit(*small, "model.num_layers=1", run="done", overwrite=True)
+    assert (result.row["steps"], zoo.load("runs/done").num_layers) == (1, 1)
+    steps = [json.loads(line)["step"] for line in (result.folder / "metrics.jsonl").read_text().splitlines()]
+    assert max(steps) <= 1
+
+
+@pytest.mark.slow
+def test_the_checkpoint_may_come_first(finished: Path, desk: Path) -> None:
+    run = finished / "runs" / "done"
+    by_name = zoo.validate(checkpoint=run, verbose=False)
+    assert zoo.validate(run, verbose=False) == by_name
+    limited = zoo.validate(str(run / "checkpoints" / "last.ckpt"), "data.batch_size=1", verbose=False)
+    assert limited.keys() == by_name.keys()
+    assert zoo.test(run, verbose=False)["test_loss"] == pytest.approx(by_name["val_loss"])
+    assert zoo.predict(str(run), output="losses.jsonl").is_file()
 
 
 @pytest.mark.slow
@@ -99,7 +139,7 @@ def test_ctrl_c_is_raised_and_heard_again_afterwards(desk: Path) -> None:
 @pytest.mark.parametrize(
     ("items", "options", "words"),
     [
-        (("gdn_h3.yaml",), {}, "did you mean 'gdn_h2.yaml'"),
+        (("gdn_h3.yaml",), {}, "did you mean 'gdn_h1.yaml' or 'gdn_h2.yaml'"),
         ((*TINY, "model.hiden_size=8"), {}, "did you mean 'hidden_size'"),
         ((*TINY, {"optim": {"learning_rat": 1}}), {}, "did you mean 'learning_rate'"),
         (TINY, {"run": "a", "resume": "b"}, "give one of them"),

@@ -4,7 +4,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from mixers import did_you_mean
 from zoo.data.text import needle_documents
 from zoo.data.text.compressed import DAMAGED
 from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
-from zoo.data.text.files import READ, TextFile, find_files, first_line
+from zoo.data.text.files import READ, Listing, TextFile, find_files, first_line
 from zoo.data.text.sentences import sentences
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,7 @@ class Corpus:
         max_characters: Size of the embedded corpus or of the synthetic text, whose last document is cut there. None: no
             limit, for the embedded corpus only.
         key: The config key of these arguments, for messages.
+        suffixes: Further suffixes of text files, such as `.py`; None: no others.
 
     Raises (when used):
         UserError: A file is missing, empty, not text, or of an unsupported type.
@@ -55,6 +56,7 @@ class Corpus:
     text_field: str = "text"
     max_characters: int | None = 5_000_000
     key: str = "data"
+    suffixes: Sequence[str] | None = None
 
     @property
     def built_in(self) -> bool:
@@ -106,23 +108,29 @@ class Corpus:
         paths = [self.path] if isinstance(self.path, str) else self.path or []
         if not paths:
             raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
-        return [file for path in paths for file in find_files(path, f"{self.key}.path").files]
+        return [file for path in paths for file in self._find(path).files]
+
+    def _find(self, path: str) -> Listing:
+        for suffix in self.suffixes or ():
+            if not suffix.startswith(".") or suffix != suffix.lower():
+                raise UserError(f"{self.key}.suffixes: {suffix!r} must start with a dot and be in lower case, as .py")
+        return find_files(path, f"{self.key}.path", self.suffixes or ())
 
     def warn_of_skipped(self) -> None:
         """Log a warning for each folder with files that are not read."""
         for path in [] if self.built_in else [self.path] if isinstance(self.path, str) else self.path or []:
-            listing = find_files(path, f"{self.key}.path")
+            listing = self._find(path)
             if skipped := listing.skipped.total():
                 total, verb = skipped + len(listing.files), "is" if skipped == 1 else "are"
                 counts = f"of {total} files in {path} {skipped} {verb} not read: {listing.summary()}"
-                log.warning("%s.path: %s (supported: %s).", self.key, counts, READ)
+                log.warning("%s.path: %s (supported: %s; %s.suffixes adds others).", self.key, counts, READ, self.key)
 
     def _texts(self) -> Iterator[str]:
         readers = {".txt": self._text_file, ".md": self._text_file, ".parquet": self._parquet}
         readers |= {".jsonl": self._json_lines, ".json": self._json}
         for file in self.files():
             try:
-                yield from readers[file.suffix](file)
+                yield from readers.get(file.suffix, self._text_file)(file)
             except UserError:
                 raise
             except Exception as error:

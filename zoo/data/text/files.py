@@ -5,7 +5,7 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -96,13 +96,20 @@ class Listing:
         return ", ".join(f"{number} {suffix}" for suffix, number in self.skipped.most_common())
 
 
-def find_files(path: str, key: str) -> Listing:
-    """The file at a path or URL, or all files in a folder, sorted by name; messages name the config key of the path.
+def find_files(path: str, key: str, suffixes: Collection[str] = ()) -> Listing:
+    """The file at a path or URL, or all files in a folder, sorted by name.
+
+    Args:
+        path: A path or URL.
+        key: The config key of the path, for messages.
+        suffixes: Further suffixes of text, such as `.py`.
 
     Raises:
         UserError: There are no files, a file is empty or of an unsupported type, or the URL's protocol needs a package.
     """
-    return _remote(path, key) if is_url(path) else _local(Path(path).expanduser().absolute(), key)
+    if is_url(path):
+        return _remote(path, key, suffixes)
+    return _local(Path(path).expanduser().absolute(), key, suffixes)
 
 
 def is_url(path: str) -> bool:
@@ -120,16 +127,18 @@ def _suffixes(name: str) -> tuple[str, str]:
     return path.suffix, ""
 
 
-def _is_read(name: str) -> bool:
+def _is_read(name: str, further: Collection[str]) -> bool:
     suffix, compression = _suffixes(name)
-    return suffix in SUFFIXES and not (suffix == ".parquet" and compression)
+    return suffix in (*SUFFIXES, *further) and not (suffix == ".parquet" and compression)
 
 
-def _choose(names: Iterable[str], inside: Callable[[str], str]) -> tuple[list[str], Counter[str]]:
+def _choose(
+    names: Iterable[str], inside: Callable[[str], str], further: Collection[str]
+) -> tuple[list[str], Counter[str]]:
     """The names to read, and the number of other files by suffix; `inside` gives a name's part within the folder."""
     read, skipped = [], Counter[str]()
     for name in names:
-        parts, text = inside(name).split("/"), _is_read(name)
+        parts, text = inside(name).split("/"), _is_read(name, further)
         hidden = any(part.startswith(".") for part in parts)
         if hidden:
             skipped["hidden"] += text
@@ -142,14 +151,14 @@ def _choose(names: Iterable[str], inside: Callable[[str], str]) -> tuple[list[st
     return read, +skipped
 
 
-def _local(path: Path, key: str) -> Listing:
+def _local(path: Path, key: str, further: Collection[str]) -> Listing:
     try:
         if not path.exists():
             raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
         if path.is_dir():
-            names, skipped = _choose(_walk(path), lambda name: Path(name).relative_to(path).as_posix())
+            names, skipped = _choose(_walk(path), lambda name: Path(name).relative_to(path).as_posix(), further)
             return _checked([_local_file(file) for file in sorted(map(Path, names))], skipped, str(path), key)
-        _check_file(str(path), path.stat().st_size, key)
+        _check_file(str(path), path.stat().st_size, key, further)
         return Listing([_local_file(path)])
     except OSError as error:  # for instance no permission for a folder in it, or a broken link
         raise UserError(f"{key}: {error.filename or path} cannot be read ({error.strerror}).") from error
@@ -180,8 +189,8 @@ def _local_file(file: Path) -> TextFile:
     return TextFile(str(file), (str(file), file.stat().st_size, file.stat().st_mtime_ns))
 
 
-def _check_file(name: str, size: int | None, key: str) -> None:
-    if not _is_read(name):
+def _check_file(name: str, size: int | None, key: str, further: Collection[str]) -> None:
+    if not _is_read(name, further):
         suffix = "".join(_suffixes(name))
         raise UserError(f"{key}: {name} has the suffix {suffix!r}; a folder is needed, or one of {READ}.")
     if size == 0:  # None: a web server may not report it
@@ -194,17 +203,17 @@ def _suggestion(path: Path) -> str:
     return f"did you mean {path.parent / similar[0]}?" if similar else "put text there, or give another path."
 
 
-def _remote(url: str, key: str) -> Listing:
+def _remote(url: str, key: str, further: Collection[str]) -> Listing:
     fs, path = filesystem(url, key)
     try:
         info = fs.info(path)
         if info["type"] != "directory" and not url.endswith("/"):
-            _check_file(url, info["size"], key)
+            _check_file(url, info["size"], key, further)
             return Listing([_remote_file(url, url, fs, path, info)])
         infos = fs.find(path, detail=True)
         # buckets may list folders, too
         paths = {fs.unstrip_protocol(name): name for name in infos if not name.endswith("/")}
-        names, skipped = _choose(paths, lambda name: paths[name].removeprefix(path).strip("/"))
+        names, skipped = _choose(paths, lambda name: paths[name].removeprefix(path).strip("/"), further)
         for name in (paths[name] for name in names):
             if infos[name].get("size") is None:  # a web server's listing has less than the files' own headers
                 infos[name] = fs.info(name)

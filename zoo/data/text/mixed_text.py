@@ -30,12 +30,14 @@ class Source:
         weight: Its relative share of the training samples.
         text_field: Field or column of JSON and Parquet files with the text.
         max_characters: Size of the embedded corpus, of the named part or of the synthetic text; null: all of it.
+        suffixes: As `TextData.suffixes`.
     """
 
     path: str | list[str] | None = None
     weight: float = 1.0
     text_field: str = "text"
     max_characters: int | None = 5_000_000
+    suffixes: list[str] | None = None
 
 
 @dataclass(eq=False, repr=False)
@@ -72,7 +74,7 @@ class MixedText(TokenisedText):
             raise UserError(f"data.validation_sets: {twice[0]!r} is also the name of a source; give it another.")
         self.sources = dict(self.sources)
         self.corpora = [
-            Corpus(source.path, source.text_field, source.max_characters, f"data.sources.{name}")
+            Corpus(source.path, source.text_field, source.max_characters, f"data.sources.{name}", source.suffixes)
             for name, source in self.sources.items()
         ]
         self.training_text = BlendedText(self.corpora, self._weights())

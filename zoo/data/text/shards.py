@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from tqdm import tqdm
 
 from kernels.errors import UserError
 from zoo.data.text.cache import build_once, cache_folder
@@ -29,6 +28,7 @@ from zoo.data.text.place import Place, RemoteArray
 from zoo.data.text.progress import PROGRESS, Progress, Record, hash_of
 from zoo.data.text.split import SPLITS, Split, SplitByContent, content_hash
 from zoo.data.text.tokenizer import Tokenizer
+from zoo.display import SOON, progress_bar
 from zoo.files.sealed_json import unsealed, write_sealed
 
 log = logging.getLogger(__name__)
@@ -269,10 +269,12 @@ def _build(
     left = itertools.islice(all_pieces(), progress.pieces, None)
     if progress.pieces:
         log.info("%s: tokenising continues at character %d.", corpus, progress.characters)
-    bar = tqdm(desc="Tokenising", total=sides.characters, initial=progress.characters, unit=" characters", disable=None)
+    bar = progress_bar(
+        desc="tokenising", delay=SOON, total=sides.characters, initial=progress.characters, unit=" characters"
+    )
     bar.unit_scale = True
     try:
-        with bar:  # disable=None shows it only on a terminal
+        with bar:
             for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
                 for piece, tokens in zip(bundle, ids, strict=True):
                     writer = progress.writers[piece.split]

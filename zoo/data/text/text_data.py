@@ -30,6 +30,7 @@ class TextData(TokenisedText):
             embedded corpus, Python's standard library and documentation.
         text_field: Field or column of JSON and Parquet files with the text.
         max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
+        suffixes: Further suffixes of files that are text, one document each, such as `[.py]` for source code.
 
     Raises:
         UserError: An argument is out of range, a file cannot be used, or a checkpoint is of other data.
@@ -41,11 +42,14 @@ class TextData(TokenisedText):
     _: KW_ONLY
     text_field: str = "text"
     max_characters: int | None = 5_000_000
+    suffixes: list[str] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(max_characters=(self.max_characters, 1))
-        self.corpus = self.training_text = Corpus(self.path, self.text_field, self.max_characters)
+        self.corpus = self.training_text = Corpus(
+            self.path, self.text_field, self.max_characters, suffixes=self.suffixes
+        )
         self.corpora = [self.corpus]
 
     @cached_property

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from kernels import UserError
+from kernels import Option, UserError
 from mixers import did_you_mean
 from zoo.display import new_table
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
@@ -45,7 +45,9 @@ def _task_class(name: str) -> type[Task]:
     if name.startswith(PREFIX):
         return lm_eval_task(name)
     names = [*TASKS, *PRESETS, *(PREFIX + task for task in PAPER_TASKS)]
-    raise UserError(f"tasks: {name!r} is not a task{did_you_mean(name, names)} (--tasks=list shows all of them)")
+    raise UserError(
+        f"tasks: {name!r} is not a task{did_you_mean(name, names)} (", Option("tasks", "list"), " shows all of them)"
+    )
 
 
 def task_table() -> Table:

@@ -51,7 +51,7 @@ class Perplexity(Task):
         if size <= longest:
             raise UserError(
                 f"lengths: {longest} tokens are more than the {size} of held-out text in {self.corpus}; name more text "
-                "by --haystack"
+                "as haystack"
             )
         samples = min(self.options.samples or SAMPLES, (size - 1) // longest)
         return [{"length": length, "tokens": samples * longest} for length in self.lengths]

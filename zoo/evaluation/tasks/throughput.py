@@ -38,9 +38,7 @@ class Throughput(Task):
         budget = BUDGET[device] if subject.batch_tokens is None else subject.batch_tokens
         lengths = self.options.lengths or LENGTHS[device]
         if max(lengths) > budget:
-            raise UserError(
-                f"lengths: {max(lengths)} is more than the {budget} tokens of a batch; raise --batch_tokens"
-            )
+            raise UserError(f"lengths: {max(lengths)} is more than the {budget} tokens of a batch; raise batch_tokens")
         return [{"length": length, "batch_size": budget // length} for length in lengths]
 
     def run(self, subject: Subject, cell: Cell) -> list[Row]:

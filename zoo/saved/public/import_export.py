@@ -119,7 +119,7 @@ def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> Lan
     except UserError as error:
         raise UserError(f"to: {family.name} cannot hold this model: {error}") from None
     if (mismatch := difference(model, reread)) is not None:
-        one_eps = " (it has one eps for all norms: train with --model.norm_eps equal to the mixers')"
+        one_eps = " (it has one eps for all norms: train with model.norm_eps equal to the mixers')"
         advice = one_eps if ".eps is " in mismatch else ""
         raise UserError(f"to: {family.name} cannot hold this model: {mismatch}{advice}.")
     return reread

@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from tqdm import tqdm
 
+from zoo.display import bar_settings
 from zoo.train.lightning_internals import ProgressBars
 
 SHOWN = {  # metric → how it is shown
@@ -23,9 +24,6 @@ class Progress(ProgressBars):
 
     (Lightning's first bar restarts with each epoch; runs here are counted in steps.)
     """
-
-    # no percentage and no rate, which leaves room for the bar next to the metrics
-    BAR_FORMAT = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
 
     def print(self, *args: Any, sep: str = " ", **kwargs: Any) -> None:
         """Write a line above the bars; it takes the arguments of the built-in `print`."""
@@ -51,17 +49,15 @@ class Progress(ProgressBars):
         return self._bar("predict", 0)
 
     def _bar(self, name: str, position: int, leave: bool = False, total: int | None = None, initial: int = 0) -> Tqdm:
-        on_terminal = sys.stderr.isatty()
         return Tqdm(
             desc=name,
+            unit=" steps",
             position=2 * self.process_position + position,
-            disable=self.is_disabled or (not leave and not on_terminal),
+            disable=self.is_disabled or (not leave and not sys.stderr.isatty()),
             leave=leave,
             total=total,
             initial=initial,
-            dynamic_ncols=True,
-            mininterval=0.1 if on_terminal else 10,  # fewer lines in a log file
-            bar_format=self.BAR_FORMAT,
+            **bar_settings(),
         )
 
     def on_train_epoch_start(self, *_: Any) -> None:

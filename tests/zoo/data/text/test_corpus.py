@@ -161,3 +161,13 @@ def test_signature_follows_the_files(tmp_path: Path):
     assert Corpus(str(file), "body").signature() != before
     file.write_text(json.dumps({"text": "xy"}))
     assert Corpus(str(file)).signature() != before
+
+
+def test_further_suffixes_are_text(tmp_path: Path):
+    for name in ("a.py", "b.rs", "c.txt"):
+        (tmp_path / name).write_text(name)
+    assert list(Corpus(str(tmp_path), suffixes=[".py"])) == ["a.py", "c.txt"]
+    assert list(Corpus(str(tmp_path / "a.py"), suffixes=[".py"])) == ["a.py"]
+    assert Corpus(str(tmp_path), suffixes=[".py"]).signature() != Corpus(str(tmp_path)).signature()
+    with pytest.raises(UserError, match=r"^data.suffixes: 'py' must start with a dot and be in lower case, as .py$"):
+        list(Corpus(str(tmp_path), suffixes=["py"]))

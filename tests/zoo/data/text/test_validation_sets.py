@@ -76,7 +76,7 @@ def test_a_run_says_its_loss_and_chooses_by_the_split_alone(command: Command, de
     assert logged[-1] == pytest.approx(loss)
     again = command("validate", "--checkpoint", "runs/with")
     assert again.code == 0
-    assert "val_loss_plays" in again.out
+    assert "│ validation, plays " in again.out
 
 
 WRONG = {

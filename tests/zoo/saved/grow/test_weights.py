@@ -202,7 +202,7 @@ def test_what_grew_grows_again_in_another_layer(trained: dict[str, Path], tmp_pa
     second = zoo.statex(first.folder, tmp_path / "second", layers=[2], init="inherit")
     sizes = [mixer.state_size() for mixer in loaded(second.folder).mixers]
     assert sizes[0] == sizes[2] == 2 * sizes[1] == 2 * sizes[3]
-    with pytest.raises(UserError, match=r"^way: GLA has one head, so there is nothing to merge; choose --way=expand$"):
+    with pytest.raises(UserError, match=r"^way: GLA has one head, so there is nothing to merge; choose way=expand$"):
         zoo.statex(second.folder, tmp_path / "third", layers=[0])
 
 

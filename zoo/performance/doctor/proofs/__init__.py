@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 from zoo.performance.doctor.checks import Finding
-from zoo.performance.doctor.proofs import layers, ops, peers
+from zoo.performance.doctor.proofs import layers, ops, peers, runs
 
 EXPLAINED = """\
 causal: no bit of an output depends on later tokens
@@ -17,13 +17,15 @@ gates: outputs and gradients against fp64, for decays from none to resets; of de
 one token: the decay's gradient from documents of one token, which is 0
 repeats: results are the same bits each time
 memory: nothing outside of the tensors is read or written
+resumed: a run that is continued has the losses of one that was not stopped
+2 processes: a sequence that two processes share has the losses of one process
 """
 
 
 class Job(NamedTuple):
     """Something to prove: an op's call by its number, or a layer by its name and dtype."""
 
-    kind: str  # ops | layers | peers
+    kind: str  # ops | layers | peers | runs
     number: int
 
 
@@ -32,6 +34,7 @@ def jobs(device: torch.device, with_peers: bool) -> list[Job]:
     counts = {"ops": len([*ops.subjects(device)]), "layers": len([*layers.layers(device)])}
     if with_peers:
         counts["peers"] = len([*peers.subjects(device)])
+    counts["runs"] = 1
     return [Job(kind, number) for kind, count in counts.items() for number in range(count)]
 
 
@@ -39,6 +42,8 @@ def prove(job: Job, device: torch.device) -> list[Finding]:
     """The findings of one job."""
     if job.kind == "layers":
         return [*layers.prove(*[*layers.layers(device)][job.number], device)]
+    if job.kind == "runs":
+        return [*runs.prove()]
     subject = [*(ops if job.kind == "ops" else peers).subjects(device)][job.number]
     return [*ops.prove(subject)]
 

@@ -1,4 +1,4 @@
-"""What mixers and whole models are held to, as `ops.py` does for ops."""
+"""Properties of mixers and whole models, as `ops.py` has those of ops."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -34,7 +34,7 @@ class Layer(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is, and its dtype."""
+        """The label and the dtype."""
         return f"{self.label}, {self.dtype}"
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What ops are held to: properties that hold to the bit, and how nearly the others do."""
+"""Properties of ops that hold to the bit, or nearly."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +13,7 @@ import kernels
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import LIMITS, Finding, as_finding, attempted, repeats
 from zoo.performance.doctor.proofs.red_zones import inside_red_zones
-from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, learned_inputs, op_of
+from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, op_of
 
 SIZES = {"cpu": (32,), "cuda": (64, 128)}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,7 +37,7 @@ class Subject(NamedTuple):
 
     @property
     def device(self) -> torch.device:
-        """Where its tensors are."""
+        """The device of its tensors."""
         return next(iter(self.case.inputs.values())).device
 
     @property
@@ -56,7 +56,8 @@ class Subject(NamedTuple):
         def call(leaves: Tensors) -> Tensors:
             return replace(self.case, inputs=leaves).outputs(self._backend)
 
-        outputs, gradients = differentiated(call, inputs, learned_inputs(inputs), arriving)
+        learned = [name for name, x in inputs.items() if x.is_floating_point()]
+        outputs, gradients = differentiated(call, inputs, learned, arriving)
         return outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
     @property
@@ -139,7 +140,7 @@ def packed(subject: Subject) -> Finding:
     generator = torch.Generator().manual_seed(1)
 
     def arriving(outputs: Tensors) -> list[Tensor]:
-        """The same gradient of the document's output; none of others, or of states."""
+        """One gradient of the document's output in both calls; none of other documents, or of states."""
         y = next(iter(outputs.values()))
         of_document = torch.randn(1, stop - start, *y.shape[2:], generator=generator.manual_seed(1)).to(y)
         everywhere = torch.zeros_like(y)

@@ -1,4 +1,4 @@
-"""The same properties of other libraries: the ops of flash-linear-attention (FLA)."""
+"""Ops of other libraries that are examined likewise: those of flash-linear-attention (FLA)."""
 
 from collections.abc import Callable, Iterator
 from importlib import import_module
@@ -38,11 +38,11 @@ class PeerOp(NamedTuple):
             cu_seqlens: Tensor | None = None,
             return_state: bool = False,
         ) -> tuple[Tensor, Tensor]:
-            given: dict[str, Any] = {} if gate is None else {gate: log_decay}
-            given |= {} if beta is None else {"beta": beta}
-            given |= {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens.long()}
-            given |= {"initial_state": initial_state, "output_final_state": True}
-            o, state = function(q, k, v, **given, **({"scale": 1.0} if self.package == "fla" else {}))
+            options: dict[str, Any] = {} if gate is None else {gate: log_decay}
+            options |= {} if beta is None else {"beta": beta}
+            options |= {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens.long()}
+            options |= {"initial_state": initial_state, "output_final_state": True}
+            o, state = function(q, k, v, **options, **({"scale": 1.0} if self.package == "fla" else {}))
             return o, state
 
         return call

@@ -1,0 +1,341 @@
+"""Mistakes that people make, each with the whole sentence that answers it."""
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cli
+import zoo
+from kernels import UserError
+
+pytest_plugins = "tests.desk"
+pytestmark = pytest.mark.slow
+
+FILES = {
+    "my_mixers.py": "class Mine: ...\n",
+    "run.yaml": "model: {stack: Uniform}\n",
+    "runs/young/note.txt": "",
+}
+# what an answer begins with: "KEY: unknown key; did you mean 'NAME'?"
+MEANT = {
+    "fit --config gdn_h2.yaml --max_steps=5": ("max_steps", "trainer.max_steps"),
+    "fit --config gdn_h2.yaml --max-steps=5": ("max_steps", "trainer.max_steps"),
+    "fit --config gdn_h2.yaml --lr=1e-3": ("lr", "optim.learning_rate"),
+    "fit --config gdn_h2.yaml --epochs=3": ("epochs", "trainer.max_epochs"),
+    "fit --config gdn_h2.yaml --wd=0.1": ("wd", "optim.weight_decay"),
+    "fit --config gdn_h2.yaml --batch=8": ("batch", "data.batch_size"),
+    "fit --config gdn_h2.yaml --layers=8": ("layers", "model.num_layers"),
+    "fit --config gdn_h2.yaml --heads=8": ("heads", "model.num_heads"),
+    "fit --config gla.yaml --model.stack.factor=4": ("model.stack.factor", "model.stack.mixer.factor"),
+    "fit --config gla.yaml --model.factor=4": ("model.factor", "model.stack.mixer.factor"),
+    "fit --config gdn_h2.yaml --seed=1": ("seed", "seed_everything"),
+    "fit --config gdn_h2.yaml --steps=1": ("steps", "trainer.max_steps"),
+    "fit --config gdn_h2.yaml --device=cpu": ("device", "trainer.accelerator"),
+    "fit --config gdn_h2.yaml --gpus=1": ("gpus", "trainer.devices"),
+    "fit --config gdn_h2.yaml --precision=16": ("precision", "trainer.precision"),
+    "fit --config gdn_h2.yaml --seq_len=128": ("seq_len", "data.sequence_length"),
+    "fit --config gdn_h2.yaml --model.n_layers=3": ("model.n_layers", "num_layers"),
+    "fit --config gdn_h2.yaml --model.dim=3": ("model.dim", "hidden_size"),
+    "fit --config gdn_h2.yaml --model.d_model=3": ("model.d_model", "hidden_size"),
+    "fit --config gdn_h2.yaml --model.hidden_dim=3": ("model.hidden_dim", "hidden_size"),
+    "fit --config gdn_h2.yaml --trainer.lr=3": ("trainer.lr", "optim.learning_rate"),
+    "fit --config gdn_h2.yaml --optim.lr=3": ("optim.lr", "learning_rate"),
+    "fit --config gdn_h2.yaml --optim.wd=3": ("optim.wd", "weight_decay"),
+    "fit --config gdn_h2.yaml --optim.beta1=3": ("optim.beta1", "betas"),
+    "fit --config gdn_h2.yaml --trainer.epochs=3": ("trainer.epochs", "max_epochs"),
+    "fit --config gdn_h2.yaml --trainer.max_step=3": ("trainer.max_step", "max_steps"),
+    "fit --config gdn_h2.yaml --data.batch=3": ("data.batch", "batch_size"),
+    "fit --config gdn_h2.yaml --data.max_steps=3": ("data.max_steps", "trainer.max_steps"),
+    "fit --config gdn_h2.yaml --model.max_steps=3": ("model.max_steps", "trainer.max_steps"),
+    "fit --config gdn_h2.yaml --data.seq_len=3": ("data.seq_len", "sequence_length"),
+    "fit --config gdn_h2.yaml --data.file=x.txt": ("data.file", "path"),
+    "fit --config gdn_h2.yaml --checkpoint.every_n_steps=3": ("checkpoint.every_n_steps", "checkpoints.every_n_steps"),
+    "fit --config gdn_h2.yaml --name=first": ("name", "run"),
+    "fit --config gdn_h2.yaml --output=first": ("output", "run"),
+    "fit --config gdn_h2.yaml --runs=first": ("runs", "run"),
+    "fit --config gla.yaml --model.mixer=GLA": ("model.mixer", "model.stack.mixer"),
+    "fit --config gla.yaml --model.stack.mixers=GLA": ("model.stack.mixers", "mixer"),
+    "fit --confg gdn_h2.yaml": ("confg", "config"),
+    "fit --conf=gdn_h2.yaml": ("conf", "config"),
+    "fit --checkpoint runs/missing": ("checkpoint", "resume"),
+    "sweep --config sweep/heads.yaml --seed=3": ("seed", "seeds"),
+    "sweep --config sweep/heads.yaml --lr=3": ("lr", "optim.learning_rate"),
+    "sweep --config sweep/heads.yaml --max_steps=3": ("max_steps", "trainer.max_steps"),
+    "sweep --config sweep/heads.yaml --job=3": ("job", "jobs"),
+    "compare gla.yaml --max_steps=3": ("max_steps", "trainer.max_steps"),
+    "compare gla.yaml --model.stack.factor=3": ("model.stack.factor", "model.stack.mixer.factor"),
+    "generate --checkpoint runs/missing --promt x": ("promt", "prompt"),
+    "generate --checkpoint runs/missing --max_tokens 5": ("max_tokens", "max_new_tokens"),
+    "generate --checkpoint runs/missing --temp 5": ("temp", "temperature"),
+    "bench kernels --op=delta_rule": ("op", "ops"),
+    "bench training --confg gla.yaml": ("confg", "config"),
+    "bench training --config gla.yaml --max_steps=3": ("max_steps", "steps"),
+    "bench training --config gla.yaml --batch=3": ("batch", "batch_size"),
+    "bench decode --batch=3 --config gla.yaml": ("batch", "batch_sizes"),
+    "mixers --hidden=5": ("hidden", "hidden_size"),
+    "tune --kernel=delta": ("kernel", "kernels"),
+    "doctor --out=x": ("out", "output"),
+    "fit --config gla.yaml --print_config --max_steps=3": ("max_steps", "trainer.max_steps"),
+    "fit --config gla.yaml --model.stack.mixer.num_head=2": (
+        "model.stack.mixer.num_head",
+        "model.stack.mixer.mixer.num_heads",
+    ),
+    "fit --config gla.yaml --model.stack.mixer.mixer.num_head=2": ("model.stack.mixer.mixer.num_head", "num_heads"),
+    "fit --config gla.yaml --smaples.seed=2": ("smaples.seed", "samples.seed"),
+    "fit --config gla.yaml --model.hiden_size=2": ("model.hiden_size", "hidden_size"),
+    "fit --config gla.yaml --learnin_rate=2": ("learnin_rate", "optim.learning_rate"),
+    "fit --config gla.yaml --model.stack.num_heads=2": ("model.stack.num_heads", "model.stack.mixer.mixer.num_heads"),
+    "fit --config gdn_h2.yaml --model.stack.secnd.factor=2": ("model.stack.secnd", "second"),
+    "fit --config gla.yaml --optim=SGD --optim.init_args.momentun=0.9": ("optim.optimizer.momentun", "momentum"),
+    "sweep --config sweep/heads.yaml --metrics=val_loss": ("metrics", "metric"),
+    "evaluate --checkpoint runs/missing --task=passkey": ("task", "tasks"),
+    "generate --resume runs/missing": ("resume", "checkpoint"),
+}
+ANSWERS = {
+    "fit --config gdn_h2.yaml --factor=4": (
+        "factor: unknown key; did you mean 'model.stack.first.factor' or 'model.stack.second.factor'?"
+    ),
+    "fit --config gdn_h2.yaml --model.stack.factor=4": (
+        "model.stack.factor: unknown key; did you mean 'model.stack.first.factor' or 'model.stack.second.factor'?"
+    ),
+    "fit --config gdn_h2.yaml --model.factor=4": (
+        "model.factor: unknown key; did you mean 'model.stack.first.factor' or 'model.stack.second.factor'?"
+    ),
+    "fit --config gdn_h2.yaml --mixer=GLA": (
+        "mixer: unknown key; did you mean 'model.stack.first.mixer' or 'model.stack.second.mixer'?"
+    ),
+    "fit --config gdn_h2.yaml --model.mixer=GLA": (
+        "model.mixer: unknown key; did you mean 'model.stack.first.mixer' or 'model.stack.second.mixer'?"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=GAL": (
+        "model.stack.mixer: 'GAL' is not a known TokenMixer; did you mean 'GLA'?"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=gla": (
+        "model.stack.mixer: 'gla' is not a known TokenMixer; did you mean 'GLA'?"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=my_mixers.Missing": (
+        "model.stack.mixer: the module 'my_mixers' has no 'Missing'"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=my_mixers.Mine": (
+        "model.stack.mixer: my_mixers.Mine is not a TokenMixer"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=my_mixers": (
+        "model.stack.mixer: 'my_mixers' is a module; name a class in it, my_mixers.CLASS"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=nomod.Mixer": (
+        "model.stack.mixer: 'nomod.Mixer' cannot be imported, as there is no module 'nomod' in this folder or"
+        " installed; go to the folder that it is in, or add that to PYTHONPATH"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=Mine": (
+        "model.stack.mixer: Mine is in my_mixers.py, which is not imported; write my_mixers.Mine"
+    ),
+    "fit --config gla.yaml --model.stack.mixer=my_mixers.mine": (
+        "model.stack.mixer: the module 'my_mixers' has no 'mine'; did you mean 'Mine'?"
+    ),
+    "fit -config gdn_h2.yaml": "'-config': options start with two dashes, --config",
+    "fit gdn_h2.yaml": "'gdn_h2.yaml': an argument without a key; write --config gdn_h2.yaml",
+    "fit --config gdn_h3.yaml": (
+        "config: 'gdn_h3.yaml' is neither a file nor one of configs/; did you mean 'gdn_h1.yaml' or 'gdn_h2.yaml'?"
+    ),
+    "fit --config gdn-h2": "config: 'gdn-h2' is neither a file nor one of configs/; did you mean 'gdn_h2.yaml'?",
+    "fit --config": "--config has no value; options are written --key=value",
+    "fit": "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml",
+    "fit --config gla.yaml --trainer.max_steps": "--trainer.max_steps has no value; options are written --key=value",
+    "fit --config gla.yaml --trainer.max_steps=none": "trainer.max_steps: 'none' is not a whole number",
+    "fit --config gla.yaml --data.vocab_size=none": "data.vocab_size: 'none' is not a whole number",
+    "fit --config gla.yaml --data.vocab_size=None": "data.vocab_size: 'None' is not a whole number",
+    "fit --config gla.yaml --model.vocab_size=none": "model.vocab_size: 'none' is text; for no value, write null",
+    "fit --config gla.yaml --trainer.max_steps=ten": "trainer.max_steps: 'ten' is not a whole number",
+    "fit --config gla.yaml --trainer.max_steps=1.5": "trainer.max_steps: 1.5 is not a whole number",
+    "fit --config gla.yaml --optim.learning_rate=fast": "optim.learning_rate: 'fast' is not a number",
+    "fit --config gla.yaml --optim.learning_rate=1e-3x": "optim.learning_rate: '1e-3x' is not a number",
+    "fit --config gla.yaml --compile=maybe": "compile: 'maybe' is not true or false",
+    "fit --config gla.yaml --backend=cuda": "backend: 'cuda' is not one of auto, triton, torch, reference, flashqla",
+    "fit --config gla.yaml --trainer.precision=fp16": (
+        "trainer.precision: 'fp16' is not one of 64, 32, 16, transformer-engine, transformer-engine-float16, "
+        "16-true, 16-mixed, bf16-true, bf16-mixed, 32-true, 64-true, bf16"
+    ),
+    "fit --config gla.yaml --optim.schedule=cosin": (
+        "optim.schedule: 'cosin' is not one of cosine, constant, wsd, inverse_sqrt, nor a known class; did "
+        "you mean 'cosine'?"
+    ),
+    "fit --config gla.yaml --optim.optimizer=Adamw": (
+        "optim.optimizer: 'Adamw' is not a known class; did you mean 'AdamW'?"
+    ),
+    "fit --config gla.yaml --optim=adam": "optim.optimizer: 'adam' is not a known class; did you mean 'Adam'?",
+    "fit --config gla.yaml --optim.optimizer=Muonn": (
+        "optim.optimizer: 'Muonn' is not a known class; did you mean 'Muon'?"
+    ),
+    "fit --config gla.yaml --data=TextDat": "data: 'TextDat' is not a known class; did you mean 'TextData'?",
+    "fit --config gla.yaml --data=GLA": "data: GLA does not fit here, where a LightningDataModule is needed",
+    "fit --config gla.yaml --model=GLA": "model: 'GLA' is not a mapping",
+    "fit --config gla.yaml --model.stack.factor": (
+        "--model.stack.factor has no value; options are written --key=value"
+    ),
+    "fit --config gla.yaml trainer.max_steps=5": (
+        "'trainer.max_steps=5': options start with two dashes, --trainer.max_steps=5"
+    ),
+    "fit --config gla.yaml max_steps=5": "'max_steps=5': options start with two dashes, --max_steps=5",
+    "fit --config sweep/heads.yaml": (
+        "base: a key of sweeps, not of runs; this config is for python cli.py sweep --config FILE"
+    ),
+    "fit --config ablate/expand_4.yaml": (
+        "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml"
+    ),
+    "fit --resume runs/missing": "resume: there is no run runs/missing; the latest is runs/young",
+    "fit --resume runs/young": (
+        "resume: the run runs/young has no checkpoint to continue from; start it again, with its config and --run young"
+    ),
+    "fit --resume": "--resume has no value; options are written --key=value",
+    "train --config gla.yaml": (
+        "'train' is not a verb; did you mean 'fit'? (verbs: fit, validate, test, predict, generate, evaluate,"
+        " export, convert, statex, compare, sweep, bench, scaling, report, doctor, tune, mixers)"
+    ),
+    "sweep": "sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)",
+    "sweep --config gla.yaml": (
+        "model: a key of runs, not of sweeps; name the config of a run as the base of a sweep (tutorial 06)"
+    ),
+    "sweep --config run.yaml": (
+        "model.stack: a key of runs, not of sweeps; name the config of a run as the base of a sweep (tutorial 06)"
+    ),
+    "sweep --config sweep/head.yaml": (
+        "config: 'sweep/head.yaml' is neither a file nor one of configs/; did you mean 'sweep/heads.yaml'?"
+    ),
+    "sweep sweep/heads.yaml": "'sweep/heads.yaml': an argument without a key; write --config sweep/heads.yaml",
+    "compare gla.yaml gla.yaml": (
+        "config: gla.yaml and gla.yaml have the same name, gla; copy one to a file of another name"
+    ),
+    "compare gla.yml": "config: 'gla.yml' is neither a file nor one of configs/; did you mean 'gla.yaml'?",
+    "compare runs/missing": "config: 'runs/missing' is neither a file nor one of configs/",
+    "compare ablate/expand_4.yaml mamba1.yaml": "model.stack.mixer.factor: Mamba1 has no matrix state to expand",
+    "validate": "checkpoint: validate needs one, --checkpoint runs/NAME",
+    "validate --checkpoint gla.yaml": (
+        "checkpoint: gla.yaml is a config, not a trained model; train it by python cli.py fit --config "
+        "gla.yaml, and name the folder of that run"
+    ),
+    "validate --checkpoint run.yaml": (
+        "checkpoint: run.yaml is a config, not a trained model; train it by python cli.py fit --config "
+        "run.yaml, and name the folder of that run"
+    ),
+    "validate --checkpoint runs/missing": "checkpoint: there is nothing at runs/missing",
+    "validate --checkpoint runs/young": "checkpoint: the folder runs/young holds no checkpoints/last.ckpt",
+    "validate runs/first": "'runs/first': an argument without a key; write --checkpoint runs/first",
+    "generate": "checkpoint: missing; write --checkpoint runs/NAME",
+    "generate --checkpoint gla.yaml": (
+        "checkpoint: gla.yaml is a config, not a trained model; train it by python cli.py fit --config "
+        "gla.yaml, and name the folder of that run"
+    ),
+    "generate --checkpoint runs/missing": "checkpoint: there is nothing at runs/missing",
+    "evaluate --checkpoint runs/a,runs/b --tasks=passkey": (
+        "checkpoint: there is nothing at runs/a,runs/b; several are written --checkpoint A --checkpoint B"
+    ),
+    "evaluate --checkpoint run.yaml --tasks=passkey": (
+        "checkpoint: run.yaml is a config, not a trained model; train it by python cli.py fit --config "
+        "run.yaml, and name the folder of that run"
+    ),
+    "evaluate --tasks=needle": "tasks: 'needle' is not a task (--tasks=list shows all of them)",
+    "evaluate runs/a runs/b": "'runs/a': an argument without a key; write --checkpoint runs/a",
+    "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
+    "bench kernel": "bench: 'kernel' is not one of kernels, training, decode, scaling; did you mean 'kernels'?",
+    "scaling fit": "runs: missing; name at least one: python cli.py scaling fit RUNS …",
+    "fit --config gla.yaml --optim.optimizer.lr=1": (
+        "optim.optimizer: no class is named of which lr is an argument; write --optim.optimizer=CLASS before"
+    ),
+    "fit --config gla.yaml --trainer.callbacks=lightning.pytorch.callbacks.EarlyStopping": (
+        "trainer.callbacks: EarlyStopping needs a value for monitor, under init_args"
+    ),
+    "fit --config gla.yaml --optim.betas=0.9": "optim.betas: 0.9 is not a list of 2",
+    "fit --config gla.yaml --optim.betas=[0.9]": "optim.betas: [0.9] is not a list of 2",
+    "fit --config gla.yaml --optim.train_only=mixers": (
+        "optim.train_only: 'mixers' is not a list, as [mixers] would be"
+    ),
+    "fit --config gla.yaml --samples.prompts=5": "samples.prompts: 5 is not a list, as [5] would be",
+    "fit --config gla.yaml --model.stack=Uniform --model.stack.first=GLA": (
+        "model.stack.first: unknown key (allowed: mixer)"
+    ),
+    "fit --config gla.yaml --optim.schedule=torch.optim.lr_scheduler.StepLR": (
+        "optim.schedule: StepLR needs a value for step_size, under init_args"
+    ),
+    "fit --config size/400m": "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml",
+    "fit --config 400m.yaml": (
+        "config: '400m.yaml' is neither a file nor one of configs/; did you mean 'size/400m.yaml'?"
+    ),
+    "fit --config zero2": "config: 'zero2' is neither a file nor one of configs/; did you mean 'train/zero2.yaml'?",
+    "fit --config runs/young": (
+        "config: 'runs/young' is neither a file nor one of configs/; runs/young is a folder, and the config "
+        "of a run is runs/young/config.yaml"
+    ),
+    "fit --model.stack.factor=4": "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml",
+    "fit --config mamba1.yaml --config ablate/expand_4.yaml": (
+        "model.stack.mixer.factor: Mamba1 has no matrix state to expand"
+    ),
+    "generate --checkpoint runs/missing --max_new_tokens=many": "max_new_tokens: 'many' is not a whole number",
+}
+IN_PYTHON = [
+    (zoo.fit, ["gla.yaml", "max_steps=5"], "max_steps: unknown key; did you mean 'trainer.max_steps'?"),
+    (zoo.fit, ["gla.yaml", "lr=5"], "lr: unknown key; did you mean 'optim.learning_rate'?"),
+    (zoo.build, ["gla.yaml", "hidden_size=5"], "hidden_size: unknown key; did you mean 'model.hidden_size'?"),
+    (
+        zoo.build,
+        ["gla.yaml", "model.stack.factor=5"],
+        "model.stack.factor: unknown key; did you mean 'model.stack.mixer.factor'?",
+    ),
+    (zoo.build, ["gla.yaml", "factor=5"], "factor: unknown key; did you mean 'model.stack.mixer.factor'?"),
+    (
+        zoo.build,
+        ["gdn_h2.yaml", "factor=5"],
+        "factor: unknown key; did you mean 'model.stack.first.factor' or 'model.stack.second.factor'?",
+    ),
+    (zoo.build, ["glaa"], "config: 'glaa' is neither a file nor one of configs/; did you mean 'gla.yaml'?"),
+    (zoo.build, [], "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml"),
+    (zoo.build, ["run.yaml"], "model.stack: Uniform needs a value for mixer, under init_args"),
+    (
+        zoo.build,
+        ["gla.yaml", "model.mixer.factor=5"],
+        "model.mixer.factor: unknown key; did you mean 'model.stack.mixer.factor'?",
+    ),
+    (zoo.build, ["gla.yaml", {"lr": 1}], "lr: unknown key; did you mean 'optim.learning_rate'?"),
+    (zoo.build, ["gla.yaml", {"model": {"layers": 1}}], "model.layers: unknown key; did you mean 'num_layers'?"),
+    (zoo.build, ["gla.yaml", {"model": {"num_layers": "two"}}], "model.num_layers: 'two' is not a whole number"),
+]
+
+
+@pytest.fixture
+def desk_with_files(desk: Path) -> Path:
+    for name, text in FILES.items():
+        (desk / name).parent.mkdir(parents=True, exist_ok=True)
+        (desk / name).write_text(text)
+    return desk
+
+
+@pytest.mark.usefixtures("desk_with_files")
+@pytest.mark.parametrize("line", [*MEANT, *ANSWERS])
+def test_the_answer_to_a_command(line: str) -> None:
+    with pytest.raises(UserError) as raised:
+        cli.run(shlex.split(line))
+    if line in MEANT:
+        key, meant = MEANT[line]
+        assert raised.value.on_command_line == f"{key}: unknown key; did you mean {meant!r}?"
+    else:
+        assert raised.value.on_command_line == ANSWERS[line]
+
+
+@pytest.mark.usefixtures("desk_with_files")
+@pytest.mark.parametrize(("function", "arguments", "answer"), IN_PYTHON)
+def test_the_answer_in_python(function: Any, arguments: list[Any], answer: str) -> None:
+    with pytest.raises(UserError) as raised:
+        function(*arguments)
+    assert raised.value.on_command_line == answer
+
+
+@pytest.mark.parametrize("line", ["--version", "fit --version", "bench"])
+def test_what_is_answered_at_once(line: str) -> None:
+    assert cli.run(shlex.split(line)) == 0
+
+
+@pytest.mark.parametrize("line", ["help fit", "--help fit", "fit --help optim.eps"])
+def test_help_wherever_it_is_asked_for(line: str) -> None:
+    with pytest.raises(SystemExit, match=r"^0$"):
+        cli.run(shlex.split(line))
