@@ -14,7 +14,8 @@ class CosFormer2(LowRankGated):
     """S_t = S_{t−1} + k_t v_tᵀ with k = [cos(θt)·SiLU(W_k x), sin(θt)·SiLU(W_k x)] (arXiv 2406.16690, A.1.4).
 
     It has no decay: positions enter through LRPE, whose θ is learned and shared by queries and keys, and through TPE
-    on the embedding (`model.position: TPE`). A norm replaces cosFormer's denominator.
+    on the embedding (`model.position: TPE`). A norm replaces cosFormer's denominator. The output gate reads the layer's
+    normed input, where the paper's formula has the input before the norm.
 
     Args:
         site: Where the layer sits in the model.

@@ -28,6 +28,8 @@ class VectorState(NamedTuple):
 class HGRN1(TokenMixer):
     """h_t = f_t ⊙ h_{t−1} + (1 − f_t) ⊙ SiLU(W_i x_t) with f as in HGRN2 (arXiv 2311.04823); its state is a vector.
 
+    This is the real-valued variant, to which the HGRN2 paper keeps as well; HGRN's own recurrence is complex.
+
     Args:
         site: Where the layer sits in the model.
         lower_bounds: Lower bounds of the forget gates, shared by all layers; null for none.

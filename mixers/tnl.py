@@ -15,7 +15,10 @@ from .registry import register
 
 
 class LowRankGated(LinearMixer):
-    """Output of TNL and cosFormer2: a norm without weight over the full width, times σ(W_up W_down x) of rank K."""
+    """Output of TNL and cosFormer2: a norm without weight over the full width, times σ(W_up W_down x) of rank K.
+
+    x is the layer's normed input. The paper's formula for the gate has the input before the norm.
+    """
 
     def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
         num_heads, head_dim = checked_site(site, type(self)).heads(num_heads)
@@ -69,7 +72,8 @@ class TNL(LowRankGated):
     """S_t = λ S_{t−1} + k_t v_tᵀ, λ fixed by head and layer (arXiv 2307.14995; 2406.16690, A.1.2).
 
     Published sources disagree on λ: `decay` chooses, and the default is that of the authors. With S subheads the slopes
-    cover H·S recurrences.
+    cover H·S recurrences. The output gate reads the layer's normed input; the paper's formula has the input before the
+    norm.
 
     Args:
         site: Where the layer sits in the model.

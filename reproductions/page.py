@@ -34,6 +34,16 @@ run` means that we have none. Hours are estimates for one H200: 175k tokens/s fo
 corpus as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
 [Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay. A
 command that several rows of a list need is printed at the first.
+
+Four choices here differ from the papers, or fill in what they leave out:
+
+- **Cosine schedules end at 10 % of the peak** (`optim.min_learning_rate_ratio`), where Gated DeltaNet's and the
+  state-expansion paper name no last rate. StateX's paper names none, either; its configs here end at 0.
+- **Needles in text begin with RULER's words** for one needle ("A special magic number is hidden"), where StateX prints
+  the plural ("Some special magic numbers are hidden").
+- **The output gates of TNL and cosFormer2 read the layer's normed input**, where the scaling-law paper's formulas have
+  the input before the norm.
+- **HGRN1 is the real-valued variant**, to which the HGRN2 paper keeps as well; HGRN's own recurrence is complex.
 """
 
 

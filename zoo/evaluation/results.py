@@ -20,14 +20,17 @@ from zoo.evaluation.task import Row, Task
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vP*X"
 PANELS_ACROSS = 6  # heatmaps side by side
+LABELS = 12  # on an axis of a heatmap, at most
+COLUMNS = 8  # values of an axis that a table shows of more than `LABELS`
 FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, in addition to every accuracy
 
 
 def table(task: Task, rows: Sequence[Row]) -> Table:
     """A task's results: a line for each model and metric, a column for each value of the task's axis."""
-    columns, lines = by_axis(rows, task.axis)
-    has_axis = columns not in ([], [None])
-    captions = [f"columns: {task.axis.replace('_', ' ')}"] if has_axis else []
+    measured, lines = by_axis(rows, task.axis)
+    columns, has_axis = spaced(measured), measured not in ([], [None])
+    some = f", some of {len({*measured} - {None})}; the files have all" if columns != measured else ""
+    captions = [f"columns: {task.axis.replace('_', ' ')}{some}"] if has_axis else []
     captions += ["accuracies in %"] if any(is_fraction(row["metric"]) for row in rows) else []
     headings = [_number(column) if column is not None else "all" if has_axis else "value" for column in columns]
     shown = new_table(["model", "metric", *headings], left=2, wrapped=["metric"], caption="\n".join(captions))
@@ -49,6 +52,14 @@ def by_axis(rows: Iterable[Row], axis: str) -> tuple[list[Any], dict[tuple[str, 
             line.setdefault(row.get(axis), []).append(row)
     values = {value for line in lines.values() for value in line}
     return [*sorted(value for value in values if value is not None), *({None} & values)], lines
+
+
+def spaced(columns: list[Any]) -> list[Any]:
+    """Return the columns that fit into a table: values evenly spaced from the first to the last, and None as it was."""
+    values = [value for value in columns if value is not None]
+    if len(values) <= LABELS:
+        return columns
+    return [values[round(place)] for place in np.linspace(0, len(values) - 1, COLUMNS)] + columns[len(values) :]
 
 
 def is_fraction(metric: str) -> bool:
@@ -142,7 +153,8 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
     depths = _values(rows, "depth")
     across = min(len(models), PANELS_ACROSS)
     down = math.ceil(len(models) / across)
-    picture = _figure(1.5 + across * (0.9 + 0.45 * len(lengths)), down * (1.4 + 0.28 * len(depths)))
+    width, height = min(0.45 * len(lengths), 6), min(0.28 * len(depths), 6)
+    picture = _figure(1.5 + across * (0.9 + width), down * (1.4 + height))
     panels = picture.subplots(down, across, sharey=True, squeeze=False)
     image = None
     for panel in panels.flat[len(models) :]:
@@ -156,8 +168,13 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
             for depth in depths
         ]
         image = panel.imshow(np.array(grid, float), cmap="viridis", vmin=0, vmax=1, aspect="auto")
-        panel.set_xticks(range(len(lengths)), [_number(length) for length in lengths], rotation=45)
-        panel.set_yticks(range(len(depths)), [f"{100 * depth:.0f} %" for depth in depths])
+        for axis, labels in (
+            (panel.xaxis, [_number(length) for length in lengths]),
+            (panel.yaxis, [f"{100 * depth:.0f} %" for depth in depths]),
+        ):
+            step = math.ceil(len(labels) / LABELS)
+            axis.set_ticks(range(0, len(labels), step), labels[::step])
+        panel.tick_params("x", rotation=45)
         panel.set(title=model, xlabel="length in tokens")
     for panel in panels[:, 0]:
         panel.set_ylabel("depth of the needle")

@@ -143,6 +143,7 @@ def _measure(
             "checkpoint_xxh3_128": subject.identity["checkpoint_xxh3_128"],
             "model": key_of({"model": subject.identity["model"]}),
             "precision": "bf16-mixed" if subject.bf16 else "32-true",
+            **({"version": task.version} if task.version > 1 else {}),
         }
         if (measured := records.find(what)) is None:
             subject.to(where)

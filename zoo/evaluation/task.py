@@ -61,12 +61,15 @@ class Task(ABC):
         name: Its name on the command line.
         measures: What it measures, in one phrase.
         needs: What it needs besides a model.
+        version: Number of its definition, raised when a cell's samples or scores change; records of other versions are
+            measured again.
         axis: The entry of a row that its tables have as columns and its curves as x.
     """
 
     name: ClassVar[str]
     measures: ClassVar[str]
     needs: ClassVar[str] = "nothing"
+    version: ClassVar[int] = 1
     axis: ClassVar[str] = "length"
 
     def __init__(self, options: Options) -> None:

@@ -69,6 +69,7 @@ def parse_record(line: str) -> Plain:
     groups = isinstance(what.get("options") or {}, dict) and isinstance(what.get("cell") or {}, dict)
     cell = (what.get("cell") or {}).values() if groups else ()
     scalars = all(is_number(value) or isinstance(value, str | None) for value in (*cell, what.get("precision")))
+    scalars &= is_number(what.get("version", 1))
     if not names or not groups or not scalars or not isinstance(rows, list):
         raise ValueError("task, checkpoint, cell or options: wrong types")
     return {**record, "rows": [_parse_row(row) for row in rows]}

@@ -206,7 +206,17 @@ def _records(folder: Path, contents: Contents) -> list[Plain]:
     records = _parsed(folder, "rows.jsonl", partial(_parse_records, folder, contents), contents)
     if records == []:
         contents.lacks(folder, "no results in rows.jsonl")
-    return records or []
+    return _newest(folder, contents, records or [])
+
+
+def _newest(folder: Path, contents: Contents, records: list[Plain]) -> list[Plain]:
+    """Drop the records of a task of which there are some of a later version."""
+    newest: dict[str, float] = {}
+    for what in (record["what"] for record in records):
+        newest[what["task"]] = max(newest.get(what["task"], 1), what.get("version", 1))
+    for task in sorted({r["what"]["task"] for r in records if r["what"].get("version", 1) < newest[r["what"]["task"]]}):
+        contents.lacks(folder, f"rows.jsonl has rows of an earlier version of {task}, which are left out")
+    return [record for record in records if record["what"].get("version", 1) == newest[record["what"]["task"]]]
 
 
 def _parse_records(folder: Path, contents: Contents, data: bytes) -> list[Plain]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zoo.evaluation.results import by_axis, is_fraction, mean
+from zoo.evaluation.results import by_axis, is_fraction, mean, spaced
 from zoo.report.checks import Plain
 from zoo.report.folders import Run
 from zoo.train.metrics_file import is_number
@@ -152,7 +152,10 @@ def _is_axis(name: str, value: Any) -> bool:
 def measured(task: str, rows: Sequence[Plain]) -> Table:
     """A task: a row for each model and metric, a column for each value of its axis."""
     axis = axis_of(rows) or ""
-    values, lines = by_axis([row if is_number(row.get(axis)) else {**row, axis: None} for row in rows], axis)
+    every, lines = by_axis([row if is_number(row.get(axis)) else {**row, axis: None} for row in rows], axis)
+    values = spaced(every)
+    if values != every:
+        task += f" (some of {len({*every} - {None})} columns; rows.jsonl has all)"
     headings = [f"{axis} {value:g}".replace("_", " ") for value in values if value is not None]
     if None in values:
         headings.append("all" if headings else "value")

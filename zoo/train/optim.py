@@ -46,7 +46,8 @@ class Optimisation:
         warmup_steps: Steps over which the learning rate rises linearly from 0; 100 unless `warmup_fraction` is given.
         warmup_fraction: The same as a fraction of all steps, below 1, in place of `warmup_steps`.
         decay_fraction: The fraction of all steps over which `wsd` decays, between 0 and 1.
-        min_learning_rate_ratio: Where `cosine` and `wsd` end, as a fraction of `learning_rate`.
+        min_learning_rate_ratio: Where `cosine` and `wsd` end, as a fraction of `learning_rate`. The papers'
+            recipes with a cosine name no last rate; their configs have the default here, but StateX's end at 0.
         gradient_clip: The largest allowed total norm of the gradients; null does not clip.
         initial_weights: Start from these weights with a fresh optimiser: a checkpoint, an exported or converted
             folder, a .safetensors file or a saved state dict. To continue a run, use `resume` instead.

@@ -132,6 +132,17 @@ def test_a_cell_counts_whatever_else_was_evaluated(done: str, desk: Path, monkey
 
 
 @pytest.mark.slow
+def test_a_task_of_another_version_is_measured_again(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    monkeypatch.setattr(Perplexity, "version", 2)
+    monkeypatch.setattr(Perplexity, "run", lambda task, subject, cell: [{**cell, "metric": "perplexity", "value": 1.0}])
+    rows = zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    assert [(row["length"], row["value"]) for row in rows] == [(32, 1.0), (96, 1.0)], "no row of version 1"
+    lines = [json.loads(line) for line in Path("out/rows.jsonl").read_text().splitlines()]
+    assert [line["what"].get("version", 1) for line in lines] == [1, 1, 2, 2]
+
+
+@pytest.mark.slow
 def test_a_pattern_stands_for_its_checkpoints(done: str, desk: Path) -> None:
     for name in ("mixer=a,seed=0", "mixer=b,seed=0"):
         shutil.copytree(done, desk / "runs" / name)
@@ -156,6 +167,18 @@ def test_seeds_are_shown_as_one_model(done: str, desk: Path, command: Command) -
     assert re.findall(r"mixer=\w\S*", found.out) == ["mixer=a", "mixer=b"]
     rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", average_seeds=True, verbose=False)
     assert {row["model"] for row in rows} == {"mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"}
+
+
+def test_a_table_shows_some_of_many_lengths() -> None:
+    rows = [
+        {"model": "m", "metric": "accuracy", "value": length / 35000, "length": length}
+        for length in range(0, 35000, 1000)
+    ]
+    shown = table(Perplexity(Options()), [*rows, {"model": "m", "metric": "niah_score", "value": 0.5}])
+    headings = ["0", "5000", "10000", "15000", "19000", "24000", "29000", "34000"]
+    assert [column.header for column in shown.columns] == ["model", "metric", *headings, "all"]
+    assert "columns: length, some of 35; the files have all" in str(shown.caption)
+    assert len(table(Perplexity(Options()), rows[:12]).columns) == 2 + 12
 
 
 def test_many_heatmaps_are_in_several_rows() -> None:

@@ -142,6 +142,21 @@ def test_what_is_missing_is_one_sentence(command, folders: list[str], desk: Path
         assert sentence in words, sentence
 
 
+def test_rows_of_an_earlier_version_of_a_task_are_left_out(command, desk: Path):
+    folder = write_evaluation(desk / "evaluations" / "e", ["first"])
+    file = folder / "rows.jsonl"
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    newer = {**records[0], "what": {**records[0]["what"], "version": 2}}
+    newer["rows"] = [{**row, "value": 0.125} for row in records[0]["rows"]]
+    file.write_text("".join(json.dumps(record) + "\n" for record in [*records, newer]))
+    done = command("report", str(folder))
+    assert done.code == 0, done.err
+    assert "rows.jsonl has rows of an earlier version of passkey, which are left out" in " ".join(done.out.split())
+    words = shown(Path("report.html").read_text())
+    assert "12.5 %" in words
+    assert "length 512" not in words
+
+
 def test_a_run_that_was_to_show_no_samples_lacks_none(
     folders: list[str], desk: Path, capsys: pytest.CaptureFixture[str]
 ):

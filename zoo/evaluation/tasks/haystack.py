@@ -79,7 +79,7 @@ class Haystack:
         self, head: str, sentences: Sequence[str], placed: Sequence[Placed], tail: str, room: int
     ) -> tuple[str, str, bool]:
         """The text before and after the last sentence, of about `room` tokens, and whether that opens the haystack."""
-        ends = np.cumsum([0, *map(self._cost, sentences), max(room, 0)])
+        ends = np.cumsum([0, *map(self._cost, sentences), max(room, 1)])  # so that depth 1 is after the last one
         units: list[str | None] = [*sentences, None]  # None: the last one
         for needle in sorted(placed, key=lambda needle: needle.depth, reverse=True):
             units.insert(int(np.abs(ends - needle.depth * ends[-1]).argmin()), needle.text)

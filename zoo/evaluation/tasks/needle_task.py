@@ -25,7 +25,8 @@ class NeedleTask(Task):
 
     `length` counts all tokens of the prompt: the start token, the haystack, the question and the beginning of the
     answer, but not the answer. An answer is right if the continuation contains the value, in upper or lower case. A
-    sample has the same needles at all lengths, so that lengths differ in nothing else but the text around them.
+    sample has the same needles at the same depths at all lengths, and its filler starts with the same sentence, so that
+    lengths differ only in how much text surrounds the needles.
 
     Attributes:
         wording: How needles are stated and queried.
@@ -44,6 +45,7 @@ class NeedleTask(Task):
     default_samples: ClassVar[int] = 50
     default_depths: ClassVar[tuple[float, ...] | None] = None
     needs = "a tokenizer"
+    version = 2  # 1 drew depths and filler anew for each length
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -107,9 +109,9 @@ class NeedleTask(Task):
         return right
 
     def sample(self, tokenizer: Tokenizer, cell: Cell, number: int) -> tuple[list[int], str]:
-        """The prompt of a sample and the value that it asks for, a function of seed, task, cell and number."""
+        """Return the prompt of a sample and the value that it asks for: a function of seed, task, cell and number."""
         needles, asked = self._drawn(cell, number)
-        rng = random.Random(number_of("haystack", self.name, self.options.seed, cell, number))
+        rng = random.Random(number_of("haystack", self.name, self.options.seed, cell.get("depth"), number))
         depths = {needle: rng.randrange(_DEPTHS) / (_DEPTHS - 1) for needle in needles}
         depths[asked] = cell.get("depth", depths[asked])
         prompt = self._haystack(tokenizer).prompt(

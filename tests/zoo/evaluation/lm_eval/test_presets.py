@@ -1,6 +1,7 @@
 """Presets name tasks and metrics that exist."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
 from zoo.evaluation.lm_eval.presets import PRESETS
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS, tasks_of
+from zoo.evaluation.tasks.needle_task import NeedleTask
 
 pytest_plugins = "tests.desk"
 METRICS = sorted(
@@ -49,6 +51,20 @@ def test_a_preset_has_the_lengths_and_samples_of_its_paper() -> None:
     assert choices["passkey"] == Options(lengths=(4096, 8192, 16384, 32768, 65536), samples=256, seed=3)
     choices = dict(PRESETS["statex/table5"].choices(Options(lengths=(128,), samples=2)))
     assert choices["passkey"] == Options(lengths=(128,), samples=2)
+
+
+def test_the_grid_of_the_scaling_law_paper() -> None:
+    """35 lengths up to 16k, of which 8 and 17 are below 4k and 8k, at 35 depths."""
+    grids = [dict(PRESETS[f"scaling_laws/{table}"].choices(Options())) for table in ("table4", "table12")]
+    lengths = grids[1]["niah_easy"].lengths
+    assert lengths is not None
+    assert (len(lengths), lengths[0], lengths[-1]) == (35, 1000, 16_000)
+    assert [sum(length <= most for length in lengths) for most in (4096, 8192)] == [8, 17]
+    assert len({following - length for length, following in pairwise(lengths)} - {441, 442}) == 0
+    assert grids[0]["niah_easy"].lengths == grids[1]["niah_standard"].lengths == lengths
+    assert grids[0]["lm_eval/piqa"].lengths is None
+    both = tasks_of(["scaling_laws/table4", "scaling_laws/table12"], Options())
+    assert [len(task.places) for task in both if isinstance(task, NeedleTask)] == [35, 35]
 
 
 def test_presets_run_their_tasks() -> None:

@@ -147,6 +147,27 @@ def test_samples_are_a_function_of_seed_task_cell_and_number(tokenizer: Tokenize
     assert not {value for *_, value in every} & {value for *_, value in others}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sample_has_its_needle_and_depth_at_every_length(name: str, tokenizers: dict[str, Tokenizer]):
+    """And text that begins alike: lengths differ only in how much of it there is."""
+    task, tokenizer = task_of(name), tokenizers["small"]
+    depths = []
+    for number in range(6):
+        places, values, openings = [], set(), set()
+        for length in (1500, 2200, 3000):
+            ids, value = task.sample(tokenizer, {"length": length}, number)
+            haystack = tokenizer.decode(ids).removeprefix("<eos>").removeprefix(task.wording.head).rpartition("\n")[0]
+            place = haystack.index(value)
+            places.append(place / (len(haystack) - len(value)))
+            values.add(value)
+            openings.add(haystack[:40])
+        assert max(places) - min(places) < 0.06
+        assert (len(values), len(openings)) == (1, 1)
+        depths.append(places[0])
+    assert max(depths) - min(depths) > 0.2, "samples differ"
+
+
 def test_the_words_are_rulers(tokenizer: Tokenizer):
     ((_, prompt, value),) = prompts_of("s_niah_3", tokenizer, lengths=(500,), samples=1)
     key = re.findall(r"for ([a-z]+-[a-z]+) is: ", prompt)[0]
