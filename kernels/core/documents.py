@@ -4,6 +4,9 @@
 values are read once per tensor object and version, so that ops do not synchronise on every call; everything derived
 from them is cached with them. A change in place makes another version. Inference tensors count no versions, so they are
 read on every call: `tracked` makes a copy that is not.
+
+Boundaries are applied by the convolution in `features/composition.py` and `features/gpu/kernels.py`, by recurrences in
+`core/chunking.py` and `gpu/layout.py`, and by attention in `window_attention/chunk.py`, `flex.py` and `flash.py`.
 """
 
 from collections.abc import Callable, Hashable
