@@ -19,7 +19,8 @@ from .recurrence import Recurrences, at_least_fp32
 from .resets import sums
 
 CHUNK = 64
-REACH = 86.0  # products of two factors 2^±this with numbers of usual size are finite in fp32, and keep all their digits
+# products of two factors 2^±this with numbers of usual size are finite, and keep all their digits
+REACH, REACH_FP64 = 86.0, 480.0
 
 Run = tuple[slice, range]  # a slice of the sequences, and the chunks that they pass through in order
 
@@ -159,14 +160,15 @@ def factors(b: Tensor, dim: int, dtype: torch.dtype) -> Factors:
     b = b * (1 / math.log(2))
     size, middle, values = b.shape[dim], (b.shape[dim] - 1) // 2, b.detach()
     centre, last = values.narrow(dim, middle, 1), values.narrow(dim, size - 1, 1)
-    reference = centre.round().clamp_min(-REACH)
+    reach = REACH_FP64 if dtype == torch.float64 else REACH
+    reference = centre.round().clamp_min(-reach)
     whole = values.floor()
     part, shift = (b - whole).to(dtype), (whole - reference).to(dtype)
     beyond = None
-    if b.numel() and not b.is_meta and float(torch.minimum(centre, last - reference).min()) < -REACH:
+    if b.numel() and not b.is_meta and float(torch.minimum(centre, last - reference).min()) < -reach:
         early, late = values.split([middle + 1, size - middle - 1], dim)
-        beyond = (torch.cat([early, late - reference], dim) < -REACH).cummax(dim).values
-        shift = shift.clamp(-REACH, REACH)
+        beyond = (torch.cat([early, late - reference], dim) < -reach).cummax(dim).values
+        shift = shift.clamp(-reach, reach)
     return Factors(part.exp2() * shift.exp2(), (-part).exp2() * (-shift).exp2(), reference, beyond)
 
 

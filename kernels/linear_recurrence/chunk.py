@@ -28,16 +28,28 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
         if shared_scores.serves(a, b):
             o, S, beyond = shared_scores.forward(c, beta, b)
-            if beyond is not None:  # there, nothing is left of the state
-                exact = _scores(c.keys(a.q) * a.scale, c.keys(a.k), beta, b) @ c.values(a.v)
-                o = torch.where(beyond, c.outputs(exact), o)
-            return o, S.flatten(1, 3)
+            return o if beyond is None else _corrected(c, o, beyond, beta, b), S.flatten(1, 3)
         q, k = c.keys(a.q) * a.scale, c.keys(a.k)
         if b is not None and b.dim() == 7:
             o, S = _per_channel(c, q, k, c.values(a.v), beta, b)
         else:
             o, S = _per_head(c, q, k, c.values(a.v), beta, b)
         return c.outputs(o), S.flatten(1, 3)
+
+
+def _corrected(c: Chunking, o: Tensor, beyond: Tensor, beta: Tensor | None, b: Tensor | None) -> Tensor:
+    """o [B,T,H,V] with right numbers where `beyond` [B,T,H,1] is True; nothing is left of the state there."""
+    o, beyond = (x.unflatten(2, (c.a.groups, -1)) for x in (o, beyond))  # [B,T,G,R,·]
+    heads = beyond.any(0).any(0).any(0).flatten().nonzero().flatten()  # of any group
+
+    def of_heads(x: Tensor | None) -> Tensor | None:
+        return x if x is None or x.shape[3] == 1 else x.index_select(3, heads)
+
+    scores = _scores(c.keys(c.a.q) * c.a.scale, c.keys(c.a.k), of_heads(beta), of_heads(b))
+    exact = scores @ c.values(c.a.v).index_select(3, heads)
+    exact = c.join(exact.permute(0, 1, 4, 2, 3, 5)).to(o.dtype)
+    exact = torch.where(beyond.index_select(3, heads), exact, o.index_select(3, heads))
+    return o.index_copy(3, heads, exact).flatten(2, 3)
 
 
 def _per_head(
@@ -71,17 +83,17 @@ def _scores(q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> Tens
 
 def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
     q, k = q.unsqueeze(3), k.unsqueeze(3)  # [N,B,G,1,E,C,K]
-    # a token's own value does not decay: apart, it has no part in the gradient of the decay, which would only cancel
-    scores = channel_scores(q, k, b) + (q * k).sum(-1).diag_embed()
+    scores = channel_scores(q, k, b)
+    own = (q * k).sum(-1)  # a token's own value does not decay: apart, it cannot disturb the gradient of the decay
     last = b[..., -1:, :]
     decayed_k = k * (last - b).to(v.dtype).exp()
     if beta is not None:
-        scores, decayed_k = scores * beta.unsqueeze(-2), decayed_k * beta.unsqueeze(-1)
+        scores, own, decayed_k = scores * beta.unsqueeze(-2), own * beta, decayed_k * beta.unsqueeze(-1)
     added = decayed_k.mT @ v.unsqueeze(4)  # [N,B,G,R,E,K,V]
     new, decays = added.unbind(), last.to(v.dtype).exp().mT.unbind()
     before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: decays[n] * S + new[n])
     read = (q * b.to(v.dtype).exp()) @ before
-    return scores.sum(4) @ v + read.sum(4), S
+    return scores.sum(4) @ v + own.sum(4).unsqueeze(-1) * v + read.sum(4), S
 
 
 def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:

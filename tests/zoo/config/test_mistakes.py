@@ -14,7 +14,7 @@ pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
 FILES = {
-    "my_mixers.py": "class Mine: ...\n",
+    "made_mixers.py": "class Mine: ...\n",
     "run.yaml": "model: {stack: Uniform}\n",
     "runs/young/note.txt": "",
 }
@@ -115,24 +115,24 @@ ANSWERS = {
     "fit --config gla.yaml --model.stack.mixer=gla": (
         "model.stack.mixer: 'gla' is not a known TokenMixer; did you mean 'GLA'?"
     ),
-    "fit --config gla.yaml --model.stack.mixer=my_mixers.Missing": (
-        "model.stack.mixer: the module 'my_mixers' has no 'Missing'"
+    "fit --config gla.yaml --model.stack.mixer=made_mixers.Missing": (
+        "model.stack.mixer: the module 'made_mixers' has no 'Missing'"
     ),
-    "fit --config gla.yaml --model.stack.mixer=my_mixers.Mine": (
-        "model.stack.mixer: my_mixers.Mine is not a TokenMixer"
+    "fit --config gla.yaml --model.stack.mixer=made_mixers.Mine": (
+        "model.stack.mixer: made_mixers.Mine is not a TokenMixer"
     ),
-    "fit --config gla.yaml --model.stack.mixer=my_mixers": (
-        "model.stack.mixer: 'my_mixers' is a module; name a class in it, my_mixers.CLASS"
+    "fit --config gla.yaml --model.stack.mixer=made_mixers": (
+        "model.stack.mixer: 'made_mixers' is a module; name a class in it, made_mixers.CLASS"
     ),
     "fit --config gla.yaml --model.stack.mixer=nomod.Mixer": (
         "model.stack.mixer: 'nomod.Mixer' cannot be imported, as there is no module 'nomod' in this folder or"
         " installed; go to the folder that it is in, or add that to PYTHONPATH"
     ),
     "fit --config gla.yaml --model.stack.mixer=Mine": (
-        "model.stack.mixer: Mine is in my_mixers.py, which is not imported; write my_mixers.Mine"
+        "model.stack.mixer: Mine is in made_mixers.py, which is not imported; write made_mixers.Mine"
     ),
-    "fit --config gla.yaml --model.stack.mixer=my_mixers.mine": (
-        "model.stack.mixer: the module 'my_mixers' has no 'mine'; did you mean 'Mine'?"
+    "fit --config gla.yaml --model.stack.mixer=made_mixers.mine": (
+        "model.stack.mixer: the module 'made_mixers' has no 'mine'; did you mean 'Mine'?"
     ),
     "fit -config gdn_h2.yaml": "'-config': options start with two dashes, --config",
     "fit gdn_h2.yaml": "'gdn_h2.yaml': an argument without a key; write --config gdn_h2.yaml",

@@ -76,7 +76,7 @@ def test_every_op_and_mixer(command, desk: Path):
     assert set(causal.values()) == {"passed"}
     assert "Bidirectional, fp32" not in causal
     assert {each["check"]: each["status"] for each in record["proofs of runs"]}["resumed"] == "passed"
-    for says in ("H2, fp32", "causal: no output depends on later tokens", "checks passed"):
+    for says in ("gdn_h2.yaml, fp32", "causal: no output depends on later tokens", "checks passed"):
         assert says in done.out
 
 

@@ -244,11 +244,11 @@ def test_the_command_line(command: Command, desk):
 
     validated = command("validate", "--checkpoint", "runs/whole")
     assert validated.code == 0, validated.err
-    shown = re.search(r"val_accuracy_pairs_4\W+([\d.]+)", validated.out)
+    shown = re.search(r"accuracy, pairs 4\W+([\d.]+)", validated.out)
     assert shown
-    assert float(shown[1]) == pytest.approx(four)
+    assert float(shown[1]) == pytest.approx(100 * four, abs=0.06)
     tested = command("test", "--checkpoint", "runs/whole")
-    assert "test_accuracy_pairs_4" in tested.out, tested.err
+    assert "accuracy, pairs 4" in tested.out, tested.err
     predicted = command("predict", "--checkpoint", "runs/whole", "--output", "losses.jsonl")
     assert predicted.code == 0, predicted.err
     rows = [json.loads(line) for line in (desk / "losses.jsonl").read_text().splitlines()]

@@ -10,8 +10,8 @@ from torch import Tensor
 import mixers
 from mixers import Site, TokenMixer
 from mixers.contract import BF16_TOLERANCE
+from zoo.config import build
 from zoo.lm.model import LanguageModel
-from zoo.lm.stack import H2
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import Finding, as_finding, attempted
 from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, nearly
@@ -21,6 +21,8 @@ SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}
 STEPS = 24  # tokens that are decoded one by one
 VOCABULARY = 64
+HYBRID = "gdn_h2.yaml"  # a model of three mixers
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_heads": 2, "num_layers": 3}
 
 
 class Layer(NamedTuple):
@@ -45,13 +47,13 @@ class Layer(NamedTuple):
 
 def layers(device: torch.device) -> Iterator[tuple[str, str]]:
     """The names of all registered mixers and of a hybrid model, each with each dtype."""
-    for name in (*mixers.names(), "H2"):
+    for name in (*mixers.names(), HYBRID):
         for dtype in DTYPES:
             yield name, dtype
 
 
 def built(label: str, dtype: str, device: torch.device) -> Layer:
-    """A mixer of the registry, or a small hybrid language model."""
+    """A mixer of the registry, or a small language model of a config."""
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
@@ -60,8 +62,7 @@ def built(label: str, dtype: str, device: torch.device) -> Layer:
             module: TokenMixer | LanguageModel = entry.mixer(SITE, **entry.tiny)
             x, other = torch.randn(2, 2, LENGTH, SITE.hidden_size, generator=generator).to(device, DTYPES[dtype])
         else:
-            stack = H2(mixers.Mamba2, mixers.GatedDeltaNet, partial(mixers.SlidingWindowAttention, window_size=32))
-            module = LanguageModel(stack, vocab_size=VOCABULARY, hidden_size=64, num_heads=2, num_layers=3)
+            module = build(label, *(f"model.{key}={size}" for key, size in SIZES.items()))
             x, other = torch.randint(VOCABULARY, (2, 2, LENGTH), generator=generator).to(device)
     return Layer(label, dtype, module.to(device, DTYPES[dtype]).eval(), x, other)
 
