@@ -58,7 +58,7 @@ def _not_an_argument(function: str, parameters: Iterable[str], name: str, value:
     if name in KEYS and isinstance(value, Mapping):
         return f'{start}; pass the mapping {{"{name}": …}}'
     if len(places := [name] if name in KEYS else _places(name)) == 1:
-        return f'{start}; write the override "{places[0]}={_in_yaml(value)}"'
+        return f'{start}; pass the override "{places[0]}={_in_yaml(value)}" after the config'
     example = 'overrides such as "trainer.max_steps=300"'
     return f"{start} (allowed: {allowed}); keys of a config are {example}, or mappings"
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 LOG_SECONDS = 30.0  # between the lines of a bar in a log file
 SOON = 2  # seconds until a bar is worth showing
+STEADY = 0  # the time left follows from the mean speed, so that a pause between steps does not count as a slow step
 
 
 def new_table(
@@ -72,9 +73,9 @@ def bar_settings() -> dict[str, Any]:
     if sys.stderr.isatty():
         # no percentage and no rate, which leaves room for the bar next to what is said about it
         form = "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}<{remaining}{postfix}"
-        return {"file": sys.stderr, "dynamic_ncols": True, "bar_format": form}
+        return {"file": sys.stderr, "dynamic_ncols": True, "bar_format": form, "smoothing": STEADY}
     form = "{desc}: {n_fmt}/{total_fmt}{unit}, {elapsed} passed, {remaining} left{postfix}"
-    return {"file": _Lines(sys.stderr), "bar_format": form}
+    return {"file": _Lines(sys.stderr), "bar_format": form, "smoothing": STEADY}
 
 
 def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> "tqdm[Any]":

@@ -18,15 +18,15 @@ GLA = ("gla.yaml", {"model": {"vocab_size": 16, "hidden_size": 32, "num_heads": 
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a key of Lightning's Trainer": (
         lambda: zoo.fit("gla.yaml", max_steps=5),
-        'max_steps: not an argument of zoo.fit; write the override "trainer.max_steps=5"',
+        'max_steps: not an argument of zoo.fit; pass the override "trainer.max_steps=5" after the config',
     ),
     "a key of the model": (
         lambda: zoo.fit("gla.yaml", tie_embeddings=True),
-        'tie_embeddings: not an argument of zoo.fit; write the override "model.tie_embeddings=true"',
+        'tie_embeddings: not an argument of zoo.fit; pass the override "model.tie_embeddings=true" after the config',
     ),
     "a key of the data": (
         lambda: zoo.fit("gla.yaml", path="notes/"),
-        'path: not an argument of zoo.fit; write the override "data.path=notes/"',
+        'path: not an argument of zoo.fit; pass the override "data.path=notes/" after the config',
     ),
     "a key of several groups": (
         lambda: zoo.fit("gla.yaml", every_n_steps=3),
@@ -35,7 +35,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a key at the top": (
         lambda: zoo.fit("gla.yaml", seed_everything=3),
-        'seed_everything: not an argument of zoo.fit; write the override "seed_everything=3"',
+        'seed_everything: not an argument of zoo.fit; pass the override "seed_everything=3" after the config',
     ),
     "a group": (
         lambda: zoo.fit("gla.yaml", trainer={"max_steps": 3}),

@@ -215,6 +215,7 @@ def compare(
 
 def _agreed(runs: Sequence[Run], runner: Runner, yes: bool) -> bool:
     """Print what will be trained and how long it takes; return whether to start, which only a terminal is asked."""
+    runner.checked(runs)
     waiting = [run for run in runs if result(runner.folder / run.name) is None]
     if not waiting:
         return True

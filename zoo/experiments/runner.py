@@ -16,7 +16,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from filelock import Timeout
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo.config.moved import up_to_date
 from zoo.config.serialise import differences, verified
 from zoo.display import short_list
@@ -157,10 +157,15 @@ class Runner:
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
         with held_lock(self.folder / ".lock", busy):
-            self._check(runs)
+            write_sealed(self.folder / "runs.json", self.checked(runs))
             yield
 
-    def _check(self, runs: Sequence[Run]) -> None:
+    def checked(self, runs: Sequence[Run]) -> dict[str, Any]:
+        """Return the configs of all runs in the folder, with these.
+
+        Raises:
+            UserError: The folder has a run of the same name with another config.
+        """
         file = self.folder / "runs.json"
         advice = "delete it, and the runs there count as runs of this sweep"
         recorded = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
@@ -174,11 +179,12 @@ class Runner:
             if old != plain and (self.folder / run.name).exists():
                 key, before, now = next(differences(old, plain))
                 raise UserError(
-                    f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; choose "
-                    "another folder, or delete that one"
+                    f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; delete it, "
+                    "or choose another folder: ",
+                    Option("folder", f"{self.folder}-2"),
                 )
             recorded[run.name] = plain
-        write_sealed(file, recorded)
+        return recorded
 
 
 def result(run: Path) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kernels import Option, UserError
+from mixers import did_you_mean
 from zoo.files.links import held_lock
 from zoo.files.output import make_folder
 from zoo.train.signals import PARENT
@@ -160,9 +161,10 @@ def find_run(name: str) -> tuple[Path, Path]:
             return folder, _newest_checkpoint(folder)
     if file.is_file():
         raise UserError(f"resume: {name} is a file; name the run's folder, or start from it by optim.initial_weights")
-    by_age = sorted((path for path in RUNS.glob("*") if path.is_dir()), key=lambda path: path.stat().st_mtime)
+    by_age = sorted((path for path in RUNS.glob("*") if has_checkpoint(path)), key=lambda path: path.stat().st_mtime)
     recent = f"; the latest is {by_age[-1]}" if by_age else ""
-    raise UserError(f"resume: there is no run {name}{recent}")
+    hint = did_you_mean(file.name, [path.name for path in by_age]) or recent
+    raise UserError(f"resume: there is no run {name}{hint}")
 
 
 def run_of(checkpoint: Path) -> Path:
@@ -180,6 +182,8 @@ def _newest_checkpoint(folder: Path) -> Path:
     if (last := checkpoints / "last.ckpt").is_file():
         return last
     others = sorted(checkpoints.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
+    if inner := sorted(path.parent.parent.name for path in folder.glob("*/checkpoints/*.ckpt")):
+        raise UserError(f"resume: {folder} is a folder of runs; name one of them, such as {folder / inner[0]}")
     if not others:
         name = folder.name if folder.parent == RUNS else folder
         raise UserError(

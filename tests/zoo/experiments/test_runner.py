@@ -102,7 +102,7 @@ def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path):
 @pytest.mark.slow
 def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
-    with pytest.raises(UserError, match=r"seed=0 is a run with trainer.max_steps: 600, and now it is 9; choose"):
+    with pytest.raises(UserError, match=r"seed=0 is a run with trainer.max_steps: 600, and now it is 9; delete it"):
         Runner(FAKE, tmp_path).run(SWEEP.runs(("trainer.max_steps=9",)))
 
 
