@@ -17,6 +17,8 @@ FILES = {
     "made_mixers.py": "class Mine: ...\n",
     "run.yaml": "model: {stack: Uniform}\n",
     "runs/young/note.txt": "",
+    "runs/first_try/checkpoints/last.ckpt": "",
+    "runs/several/first/checkpoints/last.ckpt": "",
 }
 # what an answer begins with: "KEY: unknown key; did you mean 'NAME'?"
 MEANT = {
@@ -184,7 +186,11 @@ ANSWERS = {
     "fit --config ablate/expand_4.yaml": (
         "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml"
     ),
-    "fit --resume runs/missing": "resume: there is no run runs/missing; the latest is runs/young",
+    "fit --resume runs/missing": "resume: there is no run runs/missing; the latest is runs/first_try",
+    "fit --resume runs/first_tyr": "resume: there is no run runs/first_tyr; did you mean 'first_try'?",
+    "fit --resume runs/several": (
+        "resume: runs/several is a folder of runs; name one of them, such as runs/several/first"
+    ),
     "fit --resume runs/young": (
         "resume: the run runs/young has no checkpoint to continue from; start it again, with its config and --run young"
     ),
