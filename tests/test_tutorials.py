@@ -59,7 +59,7 @@ def run(folder: Path, cache: Path, script: str, *arguments: str, python: str | N
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What a command of git prints."""
+    """Return the output of a git command."""
     return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, encoding="utf-8").stdout
 
 

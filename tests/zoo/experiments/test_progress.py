@@ -1,4 +1,4 @@
-"""Where several runs are, on a terminal and in a log file."""
+"""The progress of several runs, on a terminal and in a log file."""
 
 import io
 import json

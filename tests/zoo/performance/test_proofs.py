@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mixers
 from kernels.linear_recurrence import chunk
-from zoo.performance.doctor import proofs
+from zoo.performance import doctor
 from zoo.performance.doctor.proofs import jobs, layers, ops
 from zoo.performance.doctor.proofs.red_zones import RedZones, inside_red_zones
 from zoo.performance.op_calls import op_of
@@ -49,7 +49,7 @@ def test_what_is_proved_of_an_op():
 def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
     """With two calls of ops and two layers."""
     few = [job for job in jobs(CPU, False) if job.kind in ("ops", "layers") and job.number in (4, 5)]
-    monkeypatch.setattr(proofs, "jobs", lambda device, with_peers: few)
+    monkeypatch.setattr(doctor, "jobs", lambda device, with_peers: few)
     done = command("doctor", "--proofs=true", "--output=proofs.json")
     assert done.code == 0, done.out
     record = json.loads(Path("proofs.json").read_text())
@@ -200,6 +200,9 @@ def test_peers_belong_to_proofs(command):
     done = command("doctor", "--peers=true")
     assert done.code == 2
     assert "peers: only the proofs have peers; add --proofs=true" in done.err
+    done = command("doctor", "--proofs=true", "--peers=true", "--device=cpu")
+    assert done.code == 2
+    assert done.err == "error: peers: they need a CUDA device and flash-linear-attention; leave --peers out here\n"
 
 
 @pytest.mark.gpu

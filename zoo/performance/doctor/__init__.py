@@ -82,21 +82,22 @@ def doctor(
         peers: With `proofs`, whether the ops of flash-linear-attention are examined too, on a GPU.
 
     Raises:
-        UserError: The device does not exist, or the file cannot be written.
+        UserError: The device does not exist, the peers do not run on it, or the file cannot be written.
     """
     if peers and not proofs:
         raise UserError("peers: only the proofs have peers; add --proofs=true")
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     place, start = pick_device(device), monotonic()
+    every = jobs(place, peers) if proofs else []
     console = Console(quiet=not verbose)
     with console.status("packages") as status:
         about, of_ops, of_mixers = [*machine(place)], list[Finding](), list[Finding]()
         proved: dict[str, list[Finding]] = {}
         if proofs:
-            ahead = [job for job in jobs(place, False) if job.kind != "runs"]
+            ahead = [job for job in every if job.kind in ("ops", "layers")]
             compile_by(partial(prove, device=place), ahead, place, status.update)
-            proved = findings(place, peers, status.update)
+            proved = findings(place, every, status.update)
         else:
             compile_ahead(place, status.update)
             of_ops = [*examine_ops(place, status.update)]

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels import UserError
 from zoo.performance.doctor.checks import Finding
 from zoo.performance.doctor.proofs import layers, ops, peers, runs
 
@@ -33,10 +34,16 @@ class Job(NamedTuple):
 
 
 def jobs(device: torch.device, with_peers: bool) -> list[Job]:
-    """Everything to prove on a device."""
+    """Everything to prove on a device.
+
+    Raises:
+        UserError: There are to be peers, and none runs here.
+    """
     counts = {"ops": len([*ops.subjects(device)]), "layers": len([*layers.layers(device)])}
     if with_peers:
         counts["peers"] = len([*peers.subjects(device)])
+        if not counts["peers"]:
+            raise UserError("peers: they need a CUDA device and flash-linear-attention; leave --peers out here")
     counts["runs"] = 1
     return [Job(kind, number) for kind, count in counts.items() for number in range(count)]
 
@@ -51,9 +58,8 @@ def prove(job: Job, device: torch.device) -> list[Finding]:
     return [*ops.prove(subject)]
 
 
-def findings(device: torch.device, with_peers: bool, seen: Callable[[str], None]) -> dict[str, list[Finding]]:
-    """All findings on a device by the kind of job; `seen` is called with the progress."""
-    every = jobs(device, with_peers)
+def findings(device: torch.device, every: list[Job], seen: Callable[[str], None]) -> dict[str, list[Finding]]:
+    """The findings of all jobs by their kind; `seen` is called with the progress."""
     by_kind: dict[str, list[Finding]] = {job.kind: [] for job in every}
     for i, job in enumerate(every):
         seen(f"proofs, {i + 1} of {len(every)}")
