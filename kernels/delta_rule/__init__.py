@@ -63,6 +63,11 @@ GENERAL = Op(
 )
 
 
+def op_of(a: Recurrences) -> Op:
+    """The op that serves a call."""
+    return GENERAL if general(a) else ONE_TOKEN if one_token(a) else OP
+
+
 def delta_rule(
     q: Tensor,
     k: Tensor,
@@ -140,7 +145,7 @@ def delta_rule(
         read_before=read_before,
         steps=steps,
     )
-    o, state = (ONE_TOKEN if one_token(a) else GENERAL if general(a) else OP)(q, a)
+    o, state = op_of(a)(q, a)
     return o, state if return_state else None
 
 

@@ -70,6 +70,12 @@ CASES = {
         None,
     ),
     "delta_rule --K 512": (["long_keys"], ["prepare.prepare", "sequential_pass_long.long_forward"], None),
+    "delta_rule --gate channel": (
+        ["general"],
+        ["general.prepare.prepare"] * 2 + ["general.sequential_pass.scan_forward"],
+        ["general.sequential_pass.scan_backward", "general.gradients.pairs"] + ["general.gradients.gradients"] * 2,
+    ),
+    "delta_rule --gate channel --T 1 --inference": (["one_token"], ["general.step.advance"], []),
     "delta_rule --T 1 --inference": (["one_token"], STEP, []),
 }
 
@@ -118,7 +124,7 @@ def test_the_terminal(capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("delta_rule --gate channel", "--gate: 'channel' is not one of none, constant, head"),
+        ("delta_rule --gate token", "--gate: 'token' is not one of none, constant, head, channel"),
         ("delta_rule --no-beta", "--no-beta: the delta rule has input gates"),
         ("delta_rule --B 0", "expected a whole number from 1, got '0'"),
         ("delta_rule --device V100", "invalid choice: 'V100'"),

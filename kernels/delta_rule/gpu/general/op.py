@@ -14,10 +14,12 @@ from torch import Tensor
 from ....core.autograd import Gradients, register
 from ....core.recurrence import Recurrences
 from ....gpu.layout import CHUNK
+from ....gpu.paths import note, takes
 from ....gpu.reductions import add_heads, add_subheads
+from ..select import GENERAL, ONE_TOKEN
+from . import step
+from .kinds import kind_of
 from .plan import GeneralDeltaRule
-
-KINDS = {1: "constant", 3: "head", 4: "channel"}  # of decays, by their number of axes
 
 
 class Arguments(NamedTuple):
@@ -40,8 +42,7 @@ class Arguments(NamedTuple):
     def sizes(self) -> tuple[Any, ...]:
         """The arguments of the plan."""
         documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        gate = "none" if self.log_decay is None else KINDS[self.log_decay.dim()]
-        kind = (gate, self.erase is not None, self.read_before)
+        kind = (kind_of(self.log_decay), self.erase is not None, self.read_before)
         return self.q.shape, self.v.shape, self.subheads, self.scale, *kind, self.q.dtype, self.q.device, documents
 
     @property
@@ -49,13 +50,8 @@ class Arguments(NamedTuple):
         return GeneralDeltaRule.of(self.cu_seqlens, self.q.shape[1], *self.sizes)
 
     def contiguous(self) -> "Arguments":
-        return self._replace(
-            **{
-                name: x.contiguous()
-                for name, x in zip(self._fields[:7], self[:7], strict=True)
-                if isinstance(x, Tensor)
-            }
-        )
+        tensors = (None if x is None else x.contiguous() for x in self[:7])
+        return Arguments(*tensors, *self[7:])  # type: ignore[arg-type]
 
 
 class Outputs(NamedTuple):
@@ -190,12 +186,16 @@ def interleaved(a: Recurrences) -> tuple[Tensor, Tensor | None]:
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    if takes(ONE_TOKEN, a):
+        return step.forward(a)
+    note(GENERAL)
     q, log_decay = (a.q, a.log_decay) if a.steps == 1 else interleaved(a)
     cu_seqlens = a.cu_seqlens if a.cu_seqlens is None or a.steps == 1 else a.cu_seqlens * a.steps
     # fp16 lacks the range for a state
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= 16
-    erase = None if a.erase is None else a.erase.to(a.q.dtype)
-    q, k, v, erase = (x.float() if exact and x is not None else x for x in (q, a.k, a.v, erase))
+    dtype = torch.float32 if exact else a.q.dtype
+    q, k, v = (x.to(dtype) for x in (q, a.k, a.v))
+    erase = None if a.erase is None else a.erase.to(dtype)
     keep = a.differentiated and a.keep_states
     first = (q, k, v, a.beta, erase, log_decay, a.initial_state, cu_seqlens)
     o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, keep)

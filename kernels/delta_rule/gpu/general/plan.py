@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....core.documents import Documents
+from ....gpu.device import HOPPER, capability, multiprocessors
 from ....gpu.launch import LaunchSpec, cdiv
 from ....gpu.layout import CHUNK, layout, most_chunks
 from ....gpu.plan import Plan, prepared
@@ -55,6 +56,7 @@ class GeneralDeltaRule(Plan):
         self.scale, self.gate, self.erases, self.before = scale, gate, erases, before
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
         self.exact = dtype == torch.float32
+        self.cautious = capability(device) != HOPPER  # nothing was run there
 
     def place(self, packed: Documents | None) -> None:
         """Set the layout: sequences are not cut."""
@@ -72,8 +74,13 @@ class GeneralDeltaRule(Plan):
     @property
     def key_part(self) -> tuple[int, int]:
         """Channels in a block of keys of the kernels over chunks, and the number of such blocks."""
-        width = 64 if self.K > 32 or not INTERPRETED else 32
+        width = 32 if self.cautious or (INTERPRETED and self.K <= 32) else 64
         return width, cdiv(self.K, width)
+
+    @property
+    def _values(self) -> int:
+        """Most values of a block in the kernels over chunks."""
+        return 32 if self.exact or self.cautious else 128
 
     def states(self) -> Tensor:
         """One uninitialised state per sequence."""
@@ -106,10 +113,13 @@ class GeneralDeltaRule(Plan):
 
     def _along_time(self, kernel: Any) -> LaunchSpec:
         """One program per sequence, recurrence and block of values."""
-        small = self.exact or self.K > 128
-        # products of transposed states with 64 rows keep them in registers
-        BV = min(block(self.V), 16 if small else 64)
-        stages = 1 if small else 3
+        BV, stages = min(block(self.V), 16), 1
+        if not self.cautious and not self.exact and self.K <= 128:
+            # products of transposed states with 64 rows keep them in registers
+            BV, stages = min(block(self.V), 64), 3
+            idle = 2 * self.N * self.M * cdiv(self.V, BV) <= multiprocessors(self.device)
+            if idle and BV == 64 and kernel is scan_forward:
+                BV, stages = 32, 2
         sizes: dict[str, Any] = {"K": self.K, "V": self.V, "BK": key_block(self.K), "BV": BV, "DTYPE": self._dtype}
         return self._spec(kernel, self.N * self.M * cdiv(self.V, BV), **sizes, STAGES=stages, warps=4, stages=stages)
 
@@ -126,14 +136,15 @@ class GeneralDeltaRule(Plan):
     @prepared
     def pairs(self) -> LaunchSpec:
         """The gradients of P and L: one program per chunk and recurrence."""
-        sizes: dict[str, Any] = {"V": self.V, "BV": min(64 if self.exact else 128, block(self.V)), "DTYPE": self._dtype}
+        sizes: dict[str, Any] = {"V": self.V, "BV": min(self._values, block(self.V)), "DTYPE": self._dtype}
         return self._spec(pairs, len(self.layout.chunks) * self.M, self.scale, **sizes, warps=4, stages=2)
 
     @prepared
     def gradients(self, slow: bool) -> LaunchSpec:
         """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
         programs = len(self.layout.chunks) * self.M * self.key_part[1]
-        stages = 1 if self.exact or slow else 2
-        sizes = {**self._over_chunks, "V": self.V, "BV": min(64 if not self.exact else 32, block(self.V)), "SLOW": slow}
+        sizes = {**self._over_chunks, "V": self.V, "BV": min(self._values, block(self.V)), "SLOW": slow}
+        if self.exact and self.cautious:
+            sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
         numbers = (self.scale, self.B * self.T)
-        return self._spec(gradients, programs, *numbers, **sizes, STAGES=stages, warps=8, stages=stages)
+        return self._spec(gradients, programs, *numbers, **sizes, STAGES=1, warps=8, stages=1)

@@ -62,9 +62,9 @@ def scan_forward(
         if states is not None:
             store_state(states + tile * (K * V), column, 0, V, K, BV, BK, before)
         A = load_tokens(read_a + m * K, token, stop, M * K, 0, K, BK, DTYPE)
-        W = load_tokens(v + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
-        W *= strength_of(beta, token, r < stop - token, m, M)[:, None]
-        W = (tl.trans(W) - tl.dot(before, tl.trans(A), input_precision=PRECISION)).to(DTYPE)
+        W = tl.trans(load_tokens(v + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE)).to(tl.float32)
+        W *= strength_of(beta, token, r < stop - token, m, M)[None, :]
+        W = (W - tl.dot(before, tl.trans(A), input_precision=PRECISION)).to(DTYPE)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
         U = tl.dot(W, tl.trans(solve), input_precision=PRECISION)
         if o is not None:
