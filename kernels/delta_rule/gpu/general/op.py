@@ -50,8 +50,7 @@ class Arguments(NamedTuple):
         return GeneralDeltaRule.of(self.cu_seqlens, self.q.shape[1], *self.sizes)
 
     def contiguous(self) -> "Arguments":
-        tensors = (None if x is None else x.contiguous() for x in self[:7])
-        return Arguments(*tensors, *self[7:])  # type: ignore[arg-type]
+        return self._make([*(None if x is None else x.contiguous() for x in self[:7]), *self[7:]])
 
 
 class Outputs(NamedTuple):
