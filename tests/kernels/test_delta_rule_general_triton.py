@@ -194,7 +194,7 @@ def test_few_sequences_and_many_on_a_device():
 
 def on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Streams in `dtype` on the GPU; states and gates in fp32."""
-    streams = ("q", "k", "v", "erase")
+    streams = ("q", "k", "v", "erase", "erase_write")
     return {
         name: x.to("cuda", dtype if name in streams else torch.float32) if x.is_floating_point() else x.to("cuda")
         for name, x in a.items()

@@ -8,7 +8,7 @@ The ways to compute pairs of tokens are those of `linear_recurrence/gpu/vector_d
 import triton
 import triton.language as tl
 
-from ....gpu.tiles import CHUNK, LEAST, LOG2E
+from ....gpu.tiles import CHUNK, LEAST, LOG2E, exp2
 
 
 @triton.jit
@@ -29,6 +29,20 @@ def decays_of(
     else:
         g = tl.zeros([CHUNK, BK], tl.float32)
     return tl.maximum(g * LOG2E, LEAST)
+
+
+@triton.jit
+def split(b):
+    """2^part, 2^−part and whole for b = part + whole, where whole is a whole number and part in [0, 1)."""
+    whole = tl.floor(b)
+    part = (b - whole).to(tl.float32)
+    return exp2(part), exp2(-part), whole.to(tl.int32)
+
+
+@triton.jit
+def power(n):
+    """2^n in fp32 for whole numbers n, from the bits of its exponent; 0 below 2^−126."""
+    return ((tl.minimum(tl.maximum(n, -127), 127) + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -50,7 +50,8 @@ class Arguments(NamedTuple):
         return GeneralDeltaRule.of(self.cu_seqlens, self.q.shape[1], *self.sizes)
 
     def contiguous(self) -> "Arguments":
-        return self._make([*(None if x is None else x.contiguous() for x in self[:7]), *self[7:]])
+        values: list[Any] = [*(None if x is None else x.contiguous() for x in self[:7]), *self[7:]]
+        return Arguments(*values)
 
 
 class Outputs(NamedTuple):

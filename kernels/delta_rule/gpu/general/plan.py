@@ -109,7 +109,9 @@ class GeneralDeltaRule(Plan):
         options = {**self._over_chunks, "SLOW": slow, "MERGE": merge}
         if not slow and self.K % 32 == 0:
             options["BK"] = 32  # few enough registers for two programs per multiprocessor
-        return self._spec(prepare, programs, self.scale, **options, warps=8 if slow else 4, stages=1)
+        return self._spec(
+            prepare, programs, self.scale, **options, warps=8 if slow else 4, stages=1 if slow or self.cautious else 3
+        )
 
     def _along_time(self, kernel: Any) -> LaunchSpec:
         """One program per sequence, recurrence and block of values."""

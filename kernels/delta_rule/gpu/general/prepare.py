@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from ....gpu.tiles import CHUNK, chunk_at, exp2, load_tile, store_pairs, store_tile
-from ....linear_recurrence.gpu.vector_decay import BLOCK, SAFE, SAFE_FP32, around, first_steep_row, reference, row
+from ....linear_recurrence.gpu.vector_decay import BLOCK, SAFE, SAFE_FP32, reference, row
 from ..prepare import unit_lower_inverse
-from .decays import decays_of, strength_of
+from .decays import decays_of, power, split, strength_of
 
 
 @triton.jit
@@ -82,7 +82,8 @@ def prepare(
     write = strength_of(beta, token, valid, m, M)
     P, L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     exact_P, exact_L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
-    wrong = CHUNK
+    REACH: tl.constexpr = SAFE_FP32 if WIDE else SAFE
+    farthest = tl.zeros([CHUNK, BK], tl.float32)
     for column in range(0, K, BK):
         ck = column + tl.arange(0, BK)
         Q = load_tile(q, r, keys * K, ck, valid, K, BK).to(tl.float32)
@@ -99,21 +100,28 @@ def prepare(
             read = b - g
         else:
             read = b
-        if not SLOW:
-            store_tile(read_q + own, r, M * K, ck, valid, Q * exp2(b.to(tl.float32)) * scale, K, BK)
-            store_tile(read_a + own, r, M * K, ck, valid, A * exp2(read.to(tl.float32)), K, BK)
-            left = exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
-            store_tile(keep + own, r, M * K, ck, valid, Kk * left, K, BK)
-            tl.store(total + tile * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
-        REACH: tl.constexpr = SAFE_FP32 if WIDE else SAFE
         anchor = reference(b, REACH)
-        wrong = tl.minimum(wrong, first_steep_row(b, anchor, REACH))
-        up, down = around(b, anchor)
+        # as `first_steep_row`: the anchor counts only for the second half
+        farthest = tl.minimum(farthest, tl.where((r < CHUNK // 2)[:, None], b, b - anchor[None, :]).to(tl.float32))
+        part, inverse_part, whole = split(b)
+        whole_anchor = anchor.to(tl.int32)[None, :]
+        up = part * power(whole - whole_anchor)
         if BEFORE:
-            up_read, _ = around(read, anchor)
+            read_part, _, read_whole = split(read)
+            up_read = read_part * power(read_whole - whole_anchor)
         else:
             up_read = up
-        right = tl.trans((Kk * down).to(DOT))
+        if not SLOW:
+            entering = part * power(whole)
+            store_tile(read_q + own, r, M * K, ck, valid, Q * entering * scale, K, BK)
+            if BEFORE:
+                entering = read_part * power(read_whole)
+            store_tile(read_a + own, r, M * K, ck, valid, A * entering, K, BK)
+            last_part, _, last_whole = split(last)
+            left = inverse_part * last_part[None, :] * power(last_whole[None, :] - whole)
+            store_tile(keep + own, r, M * K, ck, valid, Kk * left, K, BK)
+            tl.store(total + tile * K + ck, last_part * power(last_whole), mask=ck < K)
+        right = tl.trans((Kk * inverse_part * power(whole_anchor - whole)).to(DOT))
         P = tl.dot((Q * up).to(DOT), right, P, input_precision=PRECISION)
         L = tl.dot((A * up_read).to(DOT), right, L, input_precision=PRECISION)
         if SLOW:
@@ -133,6 +141,7 @@ def prepare(
         P = tl.where(r[:, None] >= first, exact_P, P)
         L = tl.where(r[:, None] >= first, exact_L, L)
     else:
+        wrong = tl.min(tl.where(tl.min(farthest, 1) < -REACH, r, CHUNK), 0)
         tl.store(steep + tile, wrong.to(tl.int8))
     P = tl.where(distance >= 0, P * scale, 0.0)
     L = tl.where(distance > 0, L, 0.0)
