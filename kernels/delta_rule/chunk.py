@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
+from ..core.deterministic import is_deterministic
 from ..core.recurrence import Recurrences
 
 MANY = 16  # heads, over all sequences, from which a step outweighs its overhead: shorter chunks then do less work
@@ -27,7 +28,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
     with torch.autocast(a.v.device.type, enabled=False):
-        c = Chunking(a, CHUNK if a.v.shape[0] * a.v.shape[2] < MANY else CHUNK // 2)
+        c = Chunking(a, CHUNK if is_deterministic() or a.v.shape[0] * a.v.shape[2] < MANY else CHUNK // 2)
         kq, v, b = torch.cat([c.keys(a.k), c.keys(a.q) * a.scale], -2), c.values(a.v), c.log_decay()
         if b is None:
             b = v.new_zeros(1, 1, 1, a.repeats, 1, c.size)

@@ -7,11 +7,12 @@ from torch import Tensor, nn
 from kernels import UserError, at_least_fp32
 from kernels.core.documents import places
 from mixers.arguments import check_sizes
+from mixers.projection import Linear
 
 Pooling = Literal["mean", "last"]
 
 
-class Classifier(nn.Linear):
+class Classifier(Linear):
     """One prediction per sequence: its outputs, pooled, and a linear map without bias. Subclass it to pool otherwise.
 
     Args:
