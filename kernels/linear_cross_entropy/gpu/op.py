@@ -57,7 +57,9 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
     enqueue(softmax_loss, len(logits), logits, labels, losses, ignore_index, logits.stride(0), V, **constants)
 
 
-def _row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The losses [N] of logits [N,V]."""
+    logits = logits.contiguous()
     losses = new(logits, len(logits), dtype=torch.float32)
     _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
     return losses
@@ -113,4 +115,4 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses [N] and correct [N]."""
-    return in_pytorch.token_losses(x, weight, labels, ignore_index, _row_losses)
+    return in_pytorch.token_losses(x, weight, labels, ignore_index, row_losses)
