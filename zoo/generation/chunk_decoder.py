@@ -27,7 +27,7 @@ class ChunkDecoder:
     Args:
         model: A language model of the zoo.
         prompts: B vectors of tokens, which may differ in length.
-        capture: False to never capture a CUDA graph.
+        capture: Whether to capture; None to capture on a GPU.
     """
 
     @torch.no_grad()
@@ -45,7 +45,7 @@ class ChunkDecoder:
             self._chunk[row, : self._counts[row]] = prompt[n:]
         self._last = torch.tensor(self._counts, device=self._chunk.device) - 1
         self._replay: Callable[[], Any] | None = None
-        self._capture = self._chunk.is_cuda and capture is not False
+        self._capture = self._chunk.is_cuda if capture is None else capture
         self._after: Any = None
 
     def _read(self, prompts: Tensor, length: int) -> Any:

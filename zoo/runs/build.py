@@ -193,9 +193,11 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     built: list[Any] = [
         configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
     ]
-    if config.backend is not None:
-        built.append(KernelBackend(config.backend))
+    if config.backend is not None or config.deterministic_kernels is not None:
+        built.append(KernelBackend(config.backend, config.deterministic_kernels))
     if config.compile:
+        if config.deterministic_kernels:
+            raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
         built.append(CompiledBlocks())
     if (interval := config.activation_checkpointing) is not None:
         built.append(CheckpointedBlocks(interval))
