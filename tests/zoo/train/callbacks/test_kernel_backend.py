@@ -47,8 +47,8 @@ def test_a_run_has_its_mode(desk: Path, monkeypatch: pytest.MonkeyPatch):
     seen = []
     forward = kernel_backend.KernelBackend.setup
 
-    def noted(self, *args):
-        forward(self, *args)
+    def noted(self, *args, **options):
+        forward(self, *args, **options)
         seen.append(kernels.is_deterministic())
 
     monkeypatch.setattr(kernel_backend.KernelBackend, "setup", noted)
