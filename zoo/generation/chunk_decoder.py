@@ -5,6 +5,7 @@ and every call computes the chunk since then again, as the whole sequence would 
 tokens, hence the rest of the chunk may hold anything.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ from zoo.generation.read import at_once
 from zoo.lm.model import LanguageModel
 from zoo.lm.states import join_states, take_states
 
+log = logging.getLogger(__name__)
+
 
 class ChunkDecoder:
     """A language model that reads one more token of each sequence with every call.
@@ -27,18 +30,28 @@ class ChunkDecoder:
     Args:
         model: A language model of the zoo.
         prompts: B vectors of tokens, which may differ in length.
+        state: The state before them, after a multiple of `CHUNK` tokens; None for the beginning of a document.
         capture: Whether to capture; None to capture on a GPU.
+
+    Attributes:
+        refused: Why a call could not be captured, if it was tried in vain.
     """
 
     @torch.no_grad()
-    def __init__(self, model: LanguageModel, prompts: Sequence[Tensor], *, capture: bool | None = None) -> None:
+    def __init__(
+        self, model: LanguageModel, prompts: Sequence[Tensor], state: Any = None, *, capture: bool | None = None
+    ) -> None:
         self.model = model
+        state = model.init_state(len(prompts)) if state is None else state
         whole = [(len(prompt) - 1) // CHUNK * CHUNK for prompt in prompts]  # at least one token remains
         alike = len(set(whole)) == 1
-        parts = [[*prompts]] if alike else [[prompt] for prompt in prompts]
-        lengths = whole[:1] if alike else whole
-        states = [self._read(torch.stack([p[:n] for p in part]), n) for part, n in zip(parts, lengths, strict=True)]
-        self._state: Any = states[0] if alike else join_states(states)
+        if alike:
+            self._state: Any = self._read(torch.stack([prompt[: whole[0]] for prompt in prompts]), state)
+        else:
+            pairs = enumerate(zip(prompts, whole, strict=True))
+            self._state = join_states(
+                [self._read(prompt[None, :n], take_states(state, [r])) for r, (prompt, n) in pairs]
+            )
         self._chunk = torch.zeros(len(prompts), CHUNK, dtype=torch.int64, device=prompts[0].device)
         self._counts = [len(prompt) - n for prompt, n in zip(prompts, whole, strict=True)]  # tokens in the chunk
         for row, (prompt, n) in enumerate(zip(prompts, whole, strict=True)):
@@ -47,13 +60,14 @@ class ChunkDecoder:
         self._replay: Callable[[], Any] | None = None
         self._capture = self._chunk.is_cuda if capture is None else capture
         self._after: Any = None
+        self.refused: str | None = None
 
-    def _read(self, prompts: Tensor, length: int) -> Any:
-        """The state after whole chunks of prompts [B,length]."""
-        state: Any = self.model.init_state(len(prompts))
+    def _read(self, prompts: Tensor, state: Any) -> Any:
+        """The state after whole chunks of prompts [B,P]."""
+        if not prompts.shape[1]:
+            return state
         for piece in prompts.split(max(1, at_once(prompts.device) // len(prompts) // CHUNK) * CHUNK, dim=1):
-            if length:
-                _, state = self.model.last_hidden(piece, state)
+            _, state = self.model.last_hidden(piece, state)
         return state
 
     @torch.no_grad()
@@ -103,5 +117,6 @@ class ChunkDecoder:
 
             try:
                 self._replay = capture(rehearse, self._compute, self._chunk.device)
-            except RuntimeError:  # computed directly
-                self._replay = None
+            except RuntimeError as error:  # computed directly
+                self.refused = " ".join(str(error).split())
+                log.info("decoding without a CUDA graph: %s", self.refused)

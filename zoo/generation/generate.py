@@ -253,6 +253,7 @@ def _tokens(
                 if following is None:
                     logits, following = _started(model, prompts, capture)
                 else:
+                    assert drawn is not None
                     logits = following(drawn)
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = draw(logits)
