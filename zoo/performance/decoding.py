@@ -91,6 +91,7 @@ def bench_decode(
     name = models.name(config)
     about = {
         **described(where),
+        "deterministic": kernels.is_deterministic(),
         "model": configs.to_dict(parsed)["model"],
         "precision": precision,
         "peers": peers,

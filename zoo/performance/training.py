@@ -111,6 +111,7 @@ def bench_training(
     name = models.name(config)
     about = {
         **described(where),
+        "deterministic": kernels.is_deterministic(),
         "model": configs.to_dict(parsed)["model"],
         "batch_size": batch_size,
         "length": length,
