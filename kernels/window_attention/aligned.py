@@ -2,12 +2,15 @@
 
 The shapes of a block's products follow from its place in its sequence alone. So a row equals the row alone, and a call
 with a cache of a multiple of 64 keys equals the call without. On a GPU the rows are computed one by one, since the
-library's choice for a batch of products depends on their number.
+library's choice for a batch of products depends on their number, and scores are computed again in the backward pass.
 """
+
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
@@ -37,6 +40,7 @@ def _rows(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     before = None if a.window_size is None else padded(a.window_size - 1)
     ahead = 0 if before is None else max(0, before - seen)  # padding in front, so that each block has its shape
     after = count * BLOCK - T
+    scored = partial(checkpoint, _scored, use_reentrant=False) if q.is_cuda and torch.is_grad_enabled() else _scored
     q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, after)).unflatten(1, (heads, -1))
     k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, ahead, after)) for x in (k, v))
     outputs = []
@@ -49,6 +53,10 @@ def _rows(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if a.window_size is not None:
             hidden |= key <= query - a.window_size
         block = q[..., n * BLOCK : (n + 1) * BLOCK, :].flatten(2, 3)  # [B,Hkv,R·BLOCK,D]
-        scores = (block @ k[:, :, start:stop].mT).masked_fill(hidden.repeat(H // heads, 1), -torch.inf)
-        outputs.append((torch.softmax(scores, -1) @ v[:, :, start:stop]).unflatten(2, (-1, BLOCK)))
+        o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden.repeat(H // heads, 1))
+        outputs.append(o.unflatten(2, (-1, BLOCK)))
     return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T].transpose(1, 2).to(dtype)
+
+
+def _scored(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return torch.softmax((q @ k.mT).masked_fill(hidden, -torch.inf), -1) @ v
