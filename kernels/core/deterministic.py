@@ -15,8 +15,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from ..errors import UserError
+
 Result = TypeVar("Result")
-_mode: ContextVar[bool] = ContextVar("deterministic", default=os.environ.get("ZOO_DETERMINISTIC", "0") == "1")
+_environment = os.environ.get("ZOO_DETERMINISTIC", "0")
+_mode: ContextVar[bool] = ContextVar("deterministic", default=_environment == "1")
 
 
 @contextmanager
@@ -37,7 +40,13 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
 
 
 def is_deterministic() -> bool:
-    """Return whether `deterministic` is in force."""
+    """Return whether `deterministic` is in force.
+
+    Raises:
+        UserError: ``ZOO_DETERMINISTIC`` is neither 0 nor 1.
+    """
+    if _environment not in ("0", "1"):
+        raise UserError(f"ZOO_DETERMINISTIC: {_environment!r} is not one of 0, 1")
     return _mode.get()
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.core import deterministic as modes
 from kernels.core.autograd import Gradients, register
 from kernels.core.deterministic import in_mode
 from kernels.core.recompute import recomputing, remake
@@ -45,6 +46,12 @@ def test_the_environment_sets_it_for_all_threads(value: str):
         [sys.executable, "-c", code], env={"ZOO_DETERMINISTIC": value}, capture_output=True, text=True, check=True
     )
     assert done.stdout.split() == [str(value == "1")] * 2
+
+
+def test_another_value_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(modes, "_environment", "true")
+    with pytest.raises(kernels.UserError, match=r"^ZOO_DETERMINISTIC: 'true' is not one of 0, 1$"):
+        kernels.rms_norm(torch.ones(2, 4, requires_grad=True), torch.ones(4))
 
 
 class Arguments(NamedTuple):

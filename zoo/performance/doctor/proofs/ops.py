@@ -216,9 +216,9 @@ def invariant(subject: Subject) -> Finding:
     Gradients of parameters are sums over all rows.
     """
     with kernels.deterministic():
-        found = [proof(subject) for name, proof in (("rows", rows), ("packed", packed)) if name in proofs(subject)]
+        findings = [proof(subject) for name, proof in (("rows", rows), ("packed", packed)) if name in proofs(subject)]
     along = {*subject.along, "initial_state"}
-    names = {name for each in found for name in each.numbers["differing"]}
+    names = {name for each in findings for name in each.numbers["differing"]}
     differing = sorted(name for name in names if name.startswith("output") or name.split()[-1] in along)
     return exactly(subject.name, "invariant", differing)
 
