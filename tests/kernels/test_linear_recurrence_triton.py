@@ -244,7 +244,7 @@ def test_registered_as_it_should_be(gate: str):
     a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32)
     tensors = [a.get(name) for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
     tensors = [x if x is None else x.to(DEVICE).requires_grad_() for x in tensors]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False))
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_registered_as_it_should_be(gate: str):
 def test_segments_registered_as_they_should_be(length: int, segments: int, short_segments: None):
     a = inputs(length, gate="head", B=2, G=1, K=16, V=16, dtype=torch.float32)
     tensors = [a[name].to(DEVICE).requires_grad_() for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
-    op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True)
+    op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False)
     torch.library.opcheck(op, arguments)
     assert len(op(*arguments)[2]) == segments  # the states that are kept
 

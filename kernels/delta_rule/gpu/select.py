@@ -22,6 +22,7 @@ class Case(NamedTuple):
     device: torch.device
     programs: int = 0  # recurrences, times segments of all sequences
     halvable: bool = False  # whether sequences are whole rows, long enough to be cut into halves
+    filled: bool = False  # whether to choose as if the programs filled the device, however many there are
     narrow: bool = False  # whether wide blocks of values leave half of the device idle, and narrow ones have a launch
 
     @property
@@ -36,6 +37,8 @@ class Case(NamedTuple):
 
     def fills(self, times: int = 1) -> bool:
         """Return whether `times` as many programs, one per multiprocessor, keep the share `FULL` of all waves busy."""
+        if self.filled:
+            return True
         programs, places = times * self.programs, multiprocessors(self.device)
         return programs >= FULL * -(-programs // places) * places
 

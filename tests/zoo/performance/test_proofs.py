@@ -40,7 +40,7 @@ def test_a_recurrence_is_causal_to_the_bit(gate: str, dtype: str):
 
 def test_what_is_proved_of_an_op():
     found = statuses(subject("linear_recurrence (decay per channel, 32)"))
-    assert list(found) == ["causal", "rows", "packed", "pieces", "gates", "one token", "repeats", "memory"]
+    assert list(found) == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one token", "repeats", "memory"]
     assert set(found.values()) <= {"passed", "noted"}
     assert list(ops.proofs(subject("linear (few rows, 32)"))) == ["repeats", "memory"]  # it has no axis of tokens
 
@@ -57,7 +57,8 @@ def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
         assert len({each["subject"] for each in record[f"proofs of {kind}"]}) == 2
     header = next(line for line in done.out.splitlines() if "op, backend, dtype" in line)
     assert (
-        header.split()[-8:] == ["causal", "rows", "packed", "pieces", "gates", "one", "token", "repeats", "memory"][-8:]
+        header.split()[-8:]
+        == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one", "token", "repeats", "memory"][-8:]
     )
     for says in ("linear_recurrence (decay per head, 32), torch,", "causal: no output depends", "checks passed"):
         assert says in done.out

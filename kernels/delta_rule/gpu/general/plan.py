@@ -120,7 +120,7 @@ class GeneralDeltaRule(Plan):
             # products of transposed states with 64 rows keep them in registers
             BV, stages = min(block(self.V), 64), 3
             idle = 2 * self.N * self.M * cdiv(self.V, BV) <= multiprocessors(self.device)
-            if idle and BV == 64 and kernel is scan_forward:
+            if idle and not self.deterministic and BV == 64 and kernel is scan_forward:
                 BV, stages = 32, 2
         sizes: dict[str, Any] = {"K": self.K, "V": self.V, "BK": key_block(self.K), "BV": BV, "DTYPE": self._dtype}
         return self._spec(kernel, self.N * self.M * cdiv(self.V, BV), **sizes, STAGES=stages, warps=4, stages=stages)

@@ -14,6 +14,8 @@ exact: the same bits; a number: the relative difference
 causal: no output depends on later tokens
 rows: a row of a batch has the results that it has alone
 packed: a packed document has the results that it has alone
+invariant: in deterministic mode, rows, packed documents and pieces of whole chunks have the results of one alone
+sampled: in deterministic mode, sampled tokens have the log-probabilities that training computes for them
 pieces: a sequence in pieces, or decoded, has the results of one call
 gates: decays from none to resets, against fp64: results / the decays' gradient
 one token: documents of one token give decays no gradient

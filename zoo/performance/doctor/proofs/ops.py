@@ -92,6 +92,8 @@ def proofs(subject: Subject) -> dict[str, Proof]:
         chosen |= {"causal": causal, "rows": rows}
     if subject.along and "cu_seqlens" in parameters:
         chosen["packed"] = packed
+    if subject.along and subject._backend is not None:  # other libraries have no such mode
+        chosen["invariant"] = invariant
     if "return_state" in parameters and "initial_state" in parameters:
         chosen["pieces"] = pieces
     if "log_decay" in subject.case.inputs and "cu_seqlens" in parameters and "q" in parameters:
@@ -206,6 +208,25 @@ def rows(subject: Subject) -> Finding:
                 differing.add(name)
                 worst = max(worst, relative_error(actual[name][:1], y))
     return nearly(subject.name, "rows", sorted(differing), worst, limit)
+
+
+def invariant(subject: Subject) -> Finding:
+    """Check that in deterministic mode rows and documents have exactly the results that they have alone.
+
+    Gradients of parameters are sums over all rows.
+    """
+    with kernels.deterministic():
+        findings = [proof(subject) for name, proof in (("rows", rows), ("packed", packed)) if name in proofs(subject)]
+    along = {*subject.along, "initial_state"}
+    names = {name for each in findings for name in each.numbers["differing"]}
+    differing = sorted(name for name in names if name.startswith("output") or name.split()[-1] in along)
+    return exactly(subject.name, "invariant", differing)
+
+
+def exactly(name: str, check: str, differing: Sequence[str]) -> Finding:
+    """A finding about results that have to be the same."""
+    says = f"{', '.join(differing)} differ" if differing else "exact"
+    return as_finding(name, check, not differing, says, differing=[*differing])
 
 
 def pieces(subject: Subject) -> Finding:
