@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.gpu.device import multiprocessors
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import LIMITS, REPEATS, Finding, as_finding, attempted
 from zoo.performance.doctor.proofs.red_zones import inside_red_zones
@@ -21,6 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CUTS = (1, 20, 33, 64, 100)  # first tokens that change: within each half of a chunk, and on its borders
 DOCUMENTS = (0, 41, 97, LENGTH)
 PIECES = (0, 50, 51, LENGTH)
+FEW, LONG = 8, 512  # heads that are compared with a loop; channels of keys whose states stay in memory
 GATES = (0.0, -1e-3, -1.0, -10.0, -30.0, -200.0)  # log decays of a step
 
 
@@ -82,6 +84,27 @@ def subjects(device: torch.device) -> Iterator[Subject]:
                 if backend == "torch" or (backend == "triton" and device.type == "cuda"):
                     for dtype, kind in DTYPES.items():
                         yield Subject(case.on(device, kind), backend, dtype)
+    if device.type == "cuda":
+        for case in _of_other_kernels(device):
+            yield Subject(case.on(device, torch.bfloat16), "triton", "bf16")
+
+
+def _of_other_kernels(device: torch.device) -> Iterator[OpCall]:
+    """Recurrences that run other kernels than small ones in bf16: with enough heads to fill the GPU, and long keys."""
+    heads = multiprocessors(device) * 3 // 4
+    for case in cases(max(SIZES["cuda"])):
+        if case.op in ("linear_recurrence", "delta_rule"):
+            inputs = {name: _repeated(name, x, heads) for name, x in case.inputs.items()}
+            yield replace(case, variant=f"{case.variant}, many heads", inputs=inputs)
+    yield from (case for case in cases(LONG) if case.op == "delta_rule")
+
+
+def _repeated(name: str, x: Tensor, heads: int) -> Tensor:
+    """An input with more heads, each with other content."""
+    axis = 0 if x.dim() == 1 else 1 if name == "initial_state" else 2
+    other = 2 if name == "initial_state" else 1  # of a state its keys, of what has tokens the tokens
+    copies = [x if x.dim() == 1 else x.roll(i, other) for i in range(-(-heads // x.shape[axis]))]
+    return torch.cat(copies, axis).narrow(axis, 0, heads).contiguous()
 
 
 def subject(device: torch.device, number: int) -> Subject:
@@ -257,25 +280,35 @@ def extreme_gates(subject: Subject) -> Finding:
     generator = torch.Generator().manual_seed(2)
     state = torch.randn(len(boundaries) - 1, heads, inputs["q"].shape[3], D, generator=generator) / D**0.5
     inputs["initial_state"] = state.to(subject.device)
+    of_outputs = torch.randn(inputs["v"].shape, generator=generator.manual_seed(1)).to(subject.device)
     loop, scale = subject._replace(backend="reference", case=replace(subject.case, call=None)), 0.0
+
+    def arriving(outputs: Tensors) -> list[Tensor]:
+        return [of_outputs.narrow(2, 0, y.shape[2]).to(y) for y in outputs.values()]
+
     for gate in GATES:
         here = inputs | {"log_decay": torch.full_like(inputs["log_decay"], gate)}
-        exact = {name: x.double() if x.is_floating_point() else x for name, x in here.items()}
-        arriving = partial(_arriving, subject.device)
-        expected = loop.results(arriving, exact)
-        actual = subject.results(arriving, here)
+        exact = {name: _few_heads(name, x.double()) if x.is_floating_point() else x for name, x in here.items()}
+        expected, actual = loop.results(arriving, exact), subject.results(arriving, here)
         for name, y in expected.items():
+            x = _few_heads(name, actual[name])
             if name != "gradient of log_decay":
-                worst = max(worst, relative_error(actual[name], y))
+                worst = max(worst, relative_error(x, y))
             else:
                 norm = float(y.norm())
                 scale = max(scale, norm)
-                error = float((actual[name].double() - y).norm()) / max(scale, norm)
+                error = float((x.double() - y).norm()) / max(scale, norm)
                 of_decay, worst_gate = max((of_decay, worst_gate), (error, gate))
     limit = LIMITS[DTYPES[subject.dtype]][1]
     says = f"{worst:.0e} / {of_decay:.0e}"
     numbers = {"error": worst, "error_of_decays": of_decay, "worst_gate": worst_gate, "limit": limit}
     return as_finding(subject.name, "gates", max(worst, of_decay) <= limit, says, **numbers)
+
+
+def _few_heads(name: str, x: Tensor) -> Tensor:
+    """The first heads of an input, an output or a gradient: the loop keeps the states of all tokens."""
+    axis = 0 if x.dim() == 1 else 1 if name.endswith("initial_state") else 2
+    return x.narrow(axis, 0, min(x.shape[axis], FEW))
 
 
 def _arriving(device: torch.device, outputs: Tensors) -> list[Tensor]:
