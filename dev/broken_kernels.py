@@ -64,7 +64,7 @@ def faults(path: Path = LIST) -> list[Fault]:
         return [Fault(**entry) for entry in tomllib.load(file)["fault"]]
 
 
-def found(fault: Fault | str) -> list[str]:
+def examined(fault: Fault | str) -> list[str]:
     """The checks that fail, or why there are none; of a name, without a fault."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -109,7 +109,7 @@ def examine(chosen: Sequence[Fault], jobs: int, output: Path | None) -> bool:
     console, rows, right = Console(), list[dict[str, object]](), True
     with ThreadPoolExecutor(jobs) as pool:
         healthy = dict.fromkeys(fault.only for fault in chosen)
-        running = {pool.submit(found, work): work for work in (*healthy, *chosen)}
+        running = {pool.submit(examined, work): work for work in (*healthy, *chosen)}
         for future in as_completed(running):
             work, checks = running[future], future.result()
             expected = isinstance(work, Fault) and not work.why.startswith("no fault")

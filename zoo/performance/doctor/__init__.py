@@ -104,7 +104,7 @@ def doctor(
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     place, start, stopped = pick_device(device), monotonic(), False
-    found: dict[Job, list[Finding]] = {}
+    by_job: dict[Job, list[Finding]] = {}
     every = jobs(place, peers, only) if proofs else []
     console = new_console(verbose)
     with console.status("packages") as status:
@@ -115,8 +115,8 @@ def doctor(
             examination = examination._replace(ops=of_ops, mixers=of_mixers)
         try:
             for number, done in enumerate(proved(place, every, time_limit), 1):
-                found[done.job] = done.results
-                examination = examination._replace(proofs=by_kind(every, found), seconds=monotonic() - start)
+                by_job[done.job] = done.results
+                examination = examination._replace(proofs=by_kind(every, by_job), seconds=monotonic() - start)
                 console.print(f"{number}/{len(every)} {escape(_line(done))}", highlight=False, soft_wrap=True)
                 if output is not None:
                     _write(examination, Path(output))
@@ -132,7 +132,7 @@ def doctor(
 
 
 def _line(done: Done[Job, Finding]) -> str:
-    """What was found about one job."""
+    """Name a job, and say what was found."""
     says = (f"{each.check} {'failed' if each.status == 'failed' else each.says}" for each in done.results)
     return f"{done.job.name}: {', '.join(says)} ({done.seconds:.1f} s)"
 

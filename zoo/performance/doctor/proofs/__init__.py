@@ -91,9 +91,9 @@ def proved(device: torch.device, every: Sequence[Job], limit: float) -> Iterator
         yield Done(job, [*prove(job, device)], monotonic() - start)
 
 
-def by_kind(every: Sequence[Job], found: Mapping[Job, list[Finding]]) -> dict[str, list[Finding]]:
+def by_kind(every: Sequence[Job], by_job: Mapping[Job, list[Finding]]) -> dict[str, list[Finding]]:
     """All findings by the kind of their job, in the order of the jobs."""
     groups: dict[str, list[Finding]] = {}
     for job in every:
-        groups.setdefault(job.kind, []).extend(found.get(job, []))
+        groups.setdefault(job.kind, []).extend(by_job.get(job, []))
     return groups

@@ -91,7 +91,7 @@ def subjects(device: torch.device) -> Iterator[Subject]:
 
 def _of_other_kernels(device: torch.device) -> Iterator[OpCall]:
     """Recurrences that run other kernels than small ones in bf16: with enough heads to fill the GPU, and long keys."""
-    heads = multiprocessors(device) * 3 // 4
+    heads = max(1, multiprocessors(device) * 3 // 4)
     for case in cases(max(SIZES["cuda"])):
         if case.op in ("linear_recurrence", "delta_rule"):
             inputs = {name: _repeated(name, x, heads) for name, x in case.inputs.items()}
@@ -335,8 +335,8 @@ def repeated(subject: Subject) -> Finding:
     arriving, changed = partial(_arriving, subject.device), set[str]()
     first = subject.results(arriving, subject.case.inputs)
     for _ in range(REPEATS - 1):
-        again = subject.results(arriving, subject.case.inputs)
-        changed |= {name for name, y in first.items() if not torch.equal(y, again[name])}
+        results = subject.results(arriving, subject.case.inputs)
+        changed |= {name for name, y in first.items() if not torch.equal(y, results[name])}
     says = "exact" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
     return as_finding(subject.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
 
