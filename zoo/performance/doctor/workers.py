@@ -48,7 +48,7 @@ class _Worker(Generic[Job, Result]):
         self.connection.send(job)
 
     def receive(self) -> Done[Job, Result] | None:
-        """Take one message: null if the job goes on."""
+        """Take one message: null while the job runs."""
         try:
             what, result = self.connection.recv()
         except (EOFError, OSError):  # the process has died

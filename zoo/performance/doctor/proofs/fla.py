@@ -14,7 +14,7 @@ WARPS = 4
 
 
 def without_autotuning(module: str) -> None:
-    """Import a module of FLA whose kernels are launched in one of their configurations, which need not be the fastest.
+    """Import a module of FLA whose kernels are launched in one of their configurations, perhaps not the fastest.
 
     This is FLA's cache of configurations, with one for each kernel: the one that needs the least shared memory.
     Where FLA is imported already, or `FLA_CACHE_MODE` is set, nothing changes.
