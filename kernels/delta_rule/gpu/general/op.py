@@ -15,7 +15,7 @@ from ....core.autograd import Gradients, register
 from ....core.recurrence import Recurrences
 from ....gpu.layout import CHUNK
 from ....gpu.paths import note, takes
-from ....gpu.reductions import add_heads, add_subheads
+from ....gpu.reductions import add_heads, add_outer, add_subheads
 from ..select import GENERAL, ONE_TOKEN
 from . import step
 from .kinds import kind_of
@@ -146,9 +146,9 @@ def _named(
         "erase": derase if args.erase is None or derase is None else derase.to(args.erase.dtype),
     }
     if args.beta is not None and dbeta is not None:
-        found["beta"] = dbeta.sum(0).to(args.beta.dtype)
+        found["beta"] = add_outer(dbeta, args.beta.dtype)
     if args.log_decay is not None and dg is not None:
-        dg = dg if plan.gate == "channel" else dg.sum(0)
+        dg = dg if plan.gate == "channel" else add_outer(dg, torch.float32)
         found["log_decay"] = (dg.sum((0, 1)) if plan.gate == "constant" else dg).to(args.log_decay.dtype)
     if args.initial_state is not None:
         found["initial_state"] = dinitial.to(args.initial_state.dtype)
