@@ -327,7 +327,7 @@ class LinearMixer(TokenMixer):
         return gates
 
     def heads_of(self, parameter: str) -> int:
-        """How many heads follow each other in a parameter that becomes larger with subheads."""
+        """Return the number of heads that follow each other in a parameter which becomes larger with subheads."""
         if parameter.startswith("k_features."):
             return self.steps * self.num_key_heads
         return self.num_key_heads if parameter.startswith("q_features.") else self.num_heads

@@ -136,7 +136,7 @@ class MergedSizes(MergedHeads):
 
 
 class MergedLowRank(MergedSizes):
-    """The same with decays per channel, which stay as they are, like the rank of their projection."""
+    """`MergedSizes` with decays per channel, which do not change, and neither does the rank of their projection."""
 
     def merged(self, factor: int) -> dict[str, object]:
         return {**super().merged(factor), "rank": self.mixer.get_submodule("decay_up").in_features}
