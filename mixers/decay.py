@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -116,7 +117,8 @@ class BoundedChannelDecay(ChannelDecay):
     """
 
     def __init__(self, heads: int, size: int, lower_bound: float = -5.0):
-        if isinstance(lower_bound, bool) or not (math.isfinite(lower_bound) and lower_bound < 0):
+        real = isinstance(lower_bound, Real) and not isinstance(lower_bound, bool)
+        if not real or not math.isfinite(lower_bound) or lower_bound >= 0:
             raise kernels.UserError(f"lower_bound: {lower_bound!r} must be a finite number below 0")
         self.lower_bound = lower_bound
         super().__init__(heads, size)
