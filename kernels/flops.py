@@ -55,7 +55,8 @@ def recurrence_flops(
         rows, inner = steps * size, size + steps * size  # rows that read the state: queries and erase keys
         own = rows * steps * key_size if steps > 1 else 0  # pairs inside a token
         per_chunk = inner * rows * key_size + size * rows * value_size + rows**2 * value_size + _inverse(rows) + own
-        per_token = heads * E * per_chunk // size + (1 + 2 * steps) * state
+        chunks = -(-length // size)  # the last one is padded
+        return 2 * chunks * (heads * E * per_chunk + size * (1 + 2 * steps) * state)
     elif op is delta_rule:
         per_token = 2 * scores + heads * E * (2 * C * value_size + _inverse(C) // C) + 3 * state
     else:

@@ -170,7 +170,7 @@ def check(
 
 
 def _as_q(steps: int) -> str:
-    """How a number of rows follows from that of q."""
+    """Say how a number of rows follows from that of q."""
     return "as q has it" if steps == 1 else f"as q has it with steps={steps}"
 
 

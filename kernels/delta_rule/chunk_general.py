@@ -52,7 +52,7 @@ def _rows(c: Chunking, x: Tensor, *heads: int) -> Tensor:
 
 
 class _Factors:
-    """What a chunk multiplies with the state and its gradient, from b [N,B,G,R,E,C,K|1], the sums of log decays.
+    """Factors of a chunk's products with the state and its gradient, from b [N,B,G,R,E,C,K|1], the sums of log decays.
 
     Attributes:
         reads: The sums that erase keys read with [N,B,G,R,E,nC,K|1].

@@ -11,6 +11,7 @@ Which way computes a row depends on no later token.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -79,29 +80,49 @@ class PairDecays:
         return (dA @ (y * down)) * up, (dA.mT @ (x * up)) * down
 
     def _exact_gradients(self, dA: Tensor, x: Tensor, y: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
-        with torch.enable_grad():
-            wide = torch.broadcast_shapes(x.shape[:-2], sums.shape[:-2], dA.shape[:-2])
-            x, y = (z.detach().expand(*wide, -1, -1).requires_grad_() for z in (x, y))
-            dx, dy = torch.autograd.grad(self._exact(x, y, sums), (x, y), dA.expand(*wide, -1, -1))
-        return dx, dy
+        wide = torch.broadcast_shapes(x.shape[:-2], sums.shape[:-2], dA.shape[:-2])
+        dxs, dy = [], y.new_zeros(*wide, *y.shape[-2:])
+        for here, block, between, across in self._blocks(x, sums):
+            inside, xi, yi = dA[..., here, block].unsqueeze(-1) * between, x[..., here, :], y[..., block, :]
+            dx = (inside * yi.unsqueeze(-3)).sum(-2)
+            dy[..., block, :] += (inside * xi.unsqueeze(-2)).sum(-3)
+            if across is not None:
+                (up, down), earlier = across, slice(block.start)
+                dx = dx + (dA[..., here, earlier] @ (y[..., earlier, :] * down)) * up
+                dy[..., earlier, :] += (dA[..., here, earlier].mT @ (xi * up)) * down
+            dxs.append(dx.expand(*wide, -1, -1))
+        return torch.cat(dxs, -2), dy
 
     def _exact(self, x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
         """A for any decay; x has one row per token, or one per step."""
-        length, many, rows = self.b.shape[-2], x.shape[-2] // (self.b.shape[-2] // self.steps), []
-        for first in range(0, length // self.steps, BLOCK):
-            stop = min(first + BLOCK, length // self.steps)
-            here, block = slice(first * many, stop * many), slice(first * self.steps, stop * self.steps)
-            xi, r, yi, b = x[..., here, :], sums[..., here, :], y[..., block, :], self.b[..., block, :]
-            token = torch.arange(first, stop, device=x.device)
-            same_or_later = token.repeat_interleave(many)[:, None] <= token.repeat_interleave(self.steps)
-            between = (r.unsqueeze(-2) - b.unsqueeze(-3)).to(self.dtype)
-            between = between.masked_fill(same_or_later.unsqueeze(-1), -torch.inf).exp()
+        length, rows = self.b.shape[-2], []
+        for here, block, between, across in self._blocks(x, sums):
+            xi, yi = x[..., here, :], y[..., block, :]
             row = [(xi.unsqueeze(-2) * between * yi.unsqueeze(-3)).sum(-1)]
-            if first:
-                reference = self.b[..., block.start - 1 : block.start, :]
-                earlier = y[..., : block.start, :] * (reference - self.b[..., : block.start, :]).to(self.dtype).exp()
-                row.insert(0, (xi * (r - reference).to(self.dtype).exp()) @ earlier.mT)
+            if across is not None:
+                up, down = across
+                row.insert(0, (xi * up) @ (y[..., : block.start, :] * down).mT)
             if block.stop < length:
                 row.append(row[0].new_zeros(*row[-1].shape[:-1], length - block.stop))
             rows.append(torch.cat(row, -1))
         return torch.cat(rows, -2)
+
+    def _blocks(self, x: Tensor, sums: Tensor) -> Iterator[tuple[slice, slice, Tensor, tuple[Tensor, Tensor] | None]]:
+        """For each block of tokens: its rows of x and of y, the decays between them, and those to earlier rows of y.
+
+        The latter are two factors, of the rows of x and of the earlier rows; the first block has none.
+        """
+        length, many = self.b.shape[-2], x.shape[-2] // (self.b.shape[-2] // self.steps)
+        for first in range(0, length // self.steps, BLOCK):
+            stop = min(first + BLOCK, length // self.steps)
+            here, block = slice(first * many, stop * many), slice(first * self.steps, stop * self.steps)
+            r, b, token = sums[..., here, :], self.b[..., block, :], torch.arange(first, stop, device=x.device)
+            same_or_later = token.repeat_interleave(many)[:, None] <= token.repeat_interleave(self.steps)
+            between = (r.unsqueeze(-2) - b.unsqueeze(-3)).to(self.dtype)
+            between = between.masked_fill(same_or_later.unsqueeze(-1), -torch.inf).exp()
+            across = None
+            if first:
+                reference = self.b[..., block.start - 1 : block.start, :]
+                distances = r - reference, reference - self.b[..., : block.start, :]
+                across = distances[0].to(self.dtype).exp(), distances[1].to(self.dtype).exp()
+            yield here, block, between, across
