@@ -23,6 +23,8 @@ def recurrence_flops(
     key_size: int,
     value_size: int,
     per_channel: bool = False,
+    erase: bool = False,
+    steps: int = 1,
 ) -> int:
     """FLOPs of `kernels.linear_recurrence` or `kernels.delta_rule` over `length` tokens.
 
@@ -35,6 +37,8 @@ def recurrence_flops(
         key_size: Key size K of one recurrence.
         value_size: Value size V.
         per_channel: Whether the decay has a key axis.
+        erase: Whether the delta rule has erase keys of its own, or reads before the decay.
+        steps: Steps per token of the delta rule.
 
     Raises:
         ValueError: `op` is neither of the two.
@@ -46,6 +50,13 @@ def recurrence_flops(
         if per_channel:
             scores = heads * E * C * key_size
         per_token = scores + heads * C * value_size + 2 * state
+    elif op is delta_rule and (per_channel or erase or steps > 1):
+        size = min(max(1, CHUNK // steps), length)  # tokens of a chunk
+        rows, inner = steps * size, size + steps * size  # rows that read the state: queries and erase keys
+        own = rows * steps * key_size if steps > 1 else 0  # pairs inside a token
+        per_chunk = inner * rows * key_size + size * rows * value_size + rows**2 * value_size + _inverse(rows) + own
+        chunks = -(-length // size)  # the last one is padded
+        return 2 * chunks * (heads * E * per_chunk + size * (1 + 2 * steps) * state)
     elif op is delta_rule:
         per_token = 2 * scores + heads * E * (2 * C * value_size + _inverse(C) // C) + 3 * state
     else:

@@ -6,19 +6,30 @@ from kernels import UserError
 from .attention import SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
 from .bidirectional import Bidirectional
+from .comba import Comba
 from .context_parallel import ContextParallel, takes_context_parallel
 from .contract import ContractError, check_mixer
 from .cosformer2 import CosFormer2
-from .decay import ConstantDecay, Discretisation, Mamba2Discretisation, alibi_slopes
+from .decay import (
+    BoundedChannelDecay,
+    ChannelDecay,
+    ConstantDecay,
+    Discretisation,
+    Mamba2Discretisation,
+    alibi_slopes,
+)
 from .deltanet import DeltaNet
 from .expanded import Expanded
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
 from .gated_deltanet import GatedDeltaNet
+from .gated_deltanet2 import GatedDeltaNet2
+from .gated_deltaproduct import GatedDeltaProduct
 from .gla import GLA
 from .growth import Growth, growths
 from .hgrn1 import HGRN1
 from .hgrn2 import HGRN2, LowerBounds
+from .kda import KDA
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -30,6 +41,7 @@ from .norm import (
     NormOnly,
     Output,
     RMSNorm,
+    SigmoidGatedRMSNorm,
     SimpleRMSNorm,
     ZeroCentredRMSNorm,
 )
@@ -51,12 +63,16 @@ __all__ = [
     "GLA",
     "HGRN1",
     "HGRN2",
+    "KDA",
     "LFM",
     "LRPE",
     "TNL",
     "TPE",
     "Bidirectional",
+    "BoundedChannelDecay",
     "Cache",
+    "ChannelDecay",
+    "Comba",
     "ConstantDecay",
     "ContextParallel",
     "ContractError",
@@ -69,6 +85,8 @@ __all__ = [
     "Features",
     "GateOnly",
     "GatedDeltaNet",
+    "GatedDeltaNet2",
+    "GatedDeltaProduct",
     "GatedRMSNorm",
     "Growth",
     "HeadWise",
@@ -94,6 +112,7 @@ __all__ = [
     "RMSNorm",
     "RetNet",
     "Rotary",
+    "SigmoidGatedRMSNorm",
     "SimpleRMSNorm",
     "Site",
     "SlidingWindowAttention",

@@ -1,8 +1,9 @@
 """The token mixer interface, and the computation that all matrix-state mixers share.
 
 Letters, here and in every mixer: B batch, T time, H value heads, G key heads, E expansion factor, S subheads, K key
-size, V value size, N documents (with `cu_seqlens`, B = 1 and states have N rows instead of B). Time comes first:
-streams are [B,T,heads,size]. Gates live in log space and are called `log_decay` (≤ 0). States are at least fp32.
+size, V value size, n steps per token, N documents (with `cu_seqlens`, B = 1 and states have N rows instead of B). Time
+comes first: streams are [B,T,heads,size]. Gates live in log space and are called `log_decay` (≤ 0). States are at least
+fp32.
 """
 
 import math
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.core.documents import places
 
-from .arguments import check_sizes
+from .arguments import check_sizes, size_or
 from .context_parallel import ContextParallel, run_recurrence
 from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
@@ -57,6 +58,17 @@ class Site(NamedTuple):
                 "choose a divisor, or give head_dim as well"
             )
         return num_heads, self.hidden_size // num_heads if head_dim is None else head_dim
+
+    def head_sizes(self, num_heads: int | None, head_dim: int | None, value_dim: int | None) -> tuple[int, int, int]:
+        """`heads`, and the value size of a head; head_dim where value_dim is None.
+
+        Raises:
+            UserError: As for `heads`, or only value_dim is given, or it is not a whole number from 1.
+        """
+        if value_dim is not None and head_dim is None:
+            raise kernels.UserError(f"value_dim: {value_dim} is given without head_dim; give both, or neither")
+        num_heads, head_dim = self.heads(num_heads, head_dim)
+        return num_heads, head_dim, size_or("value_dim", value_dim, head_dim)
 
 
 def checked_site(site: object, mixer: type) -> Site:
@@ -182,11 +194,12 @@ class Streams(NamedTuple):
     """Everything that a mixer computes from x. `project` fills in raw values; features and gates refine them."""
 
     q: Tensor  # [B,T,G,K], then [B,T,G·S,K']
-    k: Tensor  # as q
-    v: Tensor  # [B,T,H,V]
+    k: Tensor  # [B,T,n·G,K], then [B,nT,G·S,K']
+    v: Tensor  # [B,T,n·H,V], then [B,nT,H,V]
     log_decay: Tensor | None = None  # raw, then [H·S] | [B,T,H·S] | [B,T,H·S,K']
-    beta: Tensor | None = None  # raw, then [B,T,H·S]
+    beta: Tensor | None = None  # raw, then [B,nT,H·S]
     gate: Any = None  # whatever `readout` needs
+    erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K'], in place of beta
 
     def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""
@@ -214,6 +227,7 @@ class LinearMixer(TokenMixer):
         key_size: Size K of a key head, as `project` makes it.
         value_size: Size V of a value head.
         num_key_heads: Key heads G, a divisor of H; H by default.
+        steps: Steps n that the delta rule takes per token. `project` then makes n·G keys and n·H values per token.
         q: Features of the queries.
         k: Features of the keys.
         v: Features of the values.
@@ -222,6 +236,8 @@ class LinearMixer(TokenMixer):
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
+    erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys in place of beta
+    read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
 
     def __init__(
         self,
@@ -231,14 +247,15 @@ class LinearMixer(TokenMixer):
         key_size: int,
         value_size: int,
         num_key_heads: int | None = None,
+        steps: int = 1,
         q: Features = Features(),
         k: Features = Features(),
         v: Features = Features(),
     ):
         super().__init__()
         sizes = {"num_heads": num_heads, "key_size": key_size, "value_size": value_size, "num_key_heads": num_key_heads}
-        check_sizes(sizes)
-        self.site, self.num_heads = site, num_heads
+        check_sizes(sizes | {"steps": steps})
+        self.site, self.num_heads, self.steps = site, num_heads, steps
         self.num_key_heads = num_heads if num_key_heads is None else num_key_heads
         if num_heads % self.num_key_heads:
             raise kernels.UserError(
@@ -247,7 +264,7 @@ class LinearMixer(TokenMixer):
         self.key_size, self.value_size = key_size, value_size
         G, expand = self.num_key_heads, site.expand
         self.q_expand = expand.build(G, key_size, site.hidden_size) if expand else None
-        self.k_expand = expand.build(G, key_size, site.hidden_size) if expand else None
+        self.k_expand = expand.build(steps * G, key_size, site.hidden_size) if expand else None
         self.q_gain = expand.build_gain(G) if expand else None
         self.subheads = expand.subheads if expand else 1
         self.subhead_size = key_size * (expand.factor if expand else 1) // self.subheads
@@ -255,8 +272,8 @@ class LinearMixer(TokenMixer):
         recompute = True if expand is None else expand.recompute
         self.keep_states = True if recompute is False else None  # None: few are kept, many are not
         self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=recompute in ("states", False))
-        self.k_features = FeaturePath(k, G * self.subheads, self.subhead_size, kept=recompute is not True)
-        self.v_features = FeaturePath(v, num_heads, value_size)
+        self.k_features = FeaturePath(k, steps * G * self.subheads, self.subhead_size, kept=recompute is not True)
+        self.v_features = FeaturePath(v, steps * num_heads, value_size)
 
     @property
     def _features(self) -> tuple[FeaturePath, FeaturePath, FeaturePath]:
@@ -271,7 +288,7 @@ class LinearMixer(TokenMixer):
         return None
 
     def gates(self, s: Streams) -> Streams:
-        """Compute the final log_decay and beta; any stream may be replaced. Not called if there are `gate_inputs`."""
+        """Compute the final log_decay and beta or erase; any stream may be replaced. Not called with `gate_inputs`."""
         return s
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
@@ -293,7 +310,7 @@ class LinearMixer(TokenMixer):
             s.q,
             s.k,
             s.v,
-            gates=dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale),
+            gates=self._gates_of_recurrence(s),
             initial_state=None if state is None else state.matrix,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
@@ -302,6 +319,30 @@ class LinearMixer(TokenMixer):
             context_parallel=context_parallel,
         )
         return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)
+
+    def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
+        gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)
+        if self.erase_keys or self.steps > 1:  # only the delta rule has these
+            gates |= dict(erase=s.erase, read_before=self.read_before, steps=self.steps)
+        return gates
+
+    def heads_of(self, parameter: str) -> int:
+        """Return the number of heads that follow each other in a parameter which becomes larger with subheads."""
+        if parameter.startswith("k_features."):
+            return self.steps * self.num_key_heads
+        return self.num_key_heads if parameter.startswith("q_features.") else self.num_heads
+
+    def steps_of(self, x: Tensor) -> Tensor:
+        """[B,T,n·heads,…] → [B,nT,heads,…]: the steps of a token follow each other."""
+        return x if self.steps == 1 else x.unflatten(2, (self.steps, -1)).flatten(1, 2)
+
+    def to_value_heads(self, x: Tensor) -> Tensor:
+        """[B,T,G·S,…] → [B,T,H·S,…]: what the value heads of each key head read."""
+        repeats = self.num_heads // self.num_key_heads
+        if repeats == 1:
+            return x
+        grouped = x.unflatten(2, (self.num_key_heads, 1, self.subheads))
+        return grouped.expand(*grouped.shape[:3], repeats, *grouped.shape[4:]).flatten(2, 4)
 
     def _featurise(
         self,
@@ -326,7 +367,7 @@ class LinearMixer(TokenMixer):
         made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, gate_inputs, products)
         done, histories = zip(*made, strict=True)
         q = done[0] if self.q_gain is None else self.q_gain(done[0])
-        s = s.replace(q=q, k=done[1], v=done[2])
+        s = s.replace(q=q, k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
         return s, histories, following
 
@@ -372,6 +413,8 @@ class LinearMixer(TokenMixer):
             key_size=key_size,
             value_size=value_size,
             per_channel=self.decay_per_channel,
+            erase=self.erase_keys,
+            steps=self.steps,
         )
 
 

@@ -155,7 +155,7 @@ def run_recurrence(
     Args:
         run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments.
         q, k, v, initial_state, cu_seqlens, consume_state, options: Arguments of `run`.
-        gates: Its arguments log_decay, beta, subheads and scale.
+        gates: Its arguments log_decay, beta, subheads and scale; of the delta rule erase, read_before and steps, too.
         context_parallel: Which part of each sequence this is; None for whole sequences.
 
     Returns:

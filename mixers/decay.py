@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,12 @@ from kernels.delta_gates import strength
 from .arguments import check_numbers, check_sizes
 from .fusion import Fusable
 from .precision import KeepsFp32
+
+
+def start_steps(dt_bias: Tensor) -> None:
+    """Draw biases whose softplus is log-uniform in [1e-3, 0.1]; call it without gradients."""
+    dt = dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
+    dt_bias.add_(torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
 class Discretisation(KeepsFp32, Fusable):
@@ -44,8 +51,7 @@ class Discretisation(KeepsFp32, Fusable):
             return
         # a head could never leave log(0)
         self.A_log.uniform_(self.low, self.high).clamp_(min=1e-4).log_()
-        dt = self.dt_bias.uniform_(math.log(1e-3), math.log(0.1)).exp_().clamp_(min=1e-4)
-        self.dt_bias.add_(torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        start_steps(self.dt_bias)
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
         """a [...,size] → log_decay and dt, the same shape."""
@@ -63,6 +69,71 @@ class Mamba2Discretisation(Discretisation):
 
     def __init__(self, size: int, low: float = 1.0, high: float = 16.0):
         super().__init__(size, low, high)
+
+
+class ChannelDecay(KeepsFp32):
+    """log_decay = −exp(A_log) · softplus(f + dt_bias) per channel, in at least fp32 (KDA, arXiv 2510.26692).
+
+    A_log has one number per head, which starts as the log of a uniform number in [1, 16]. softplus(dt_bias) starts
+    log-uniform in [1e-3, 0.1].
+
+    Args:
+        heads: Number of recurrences.
+        size: Channels of each.
+    """
+
+    no_weight_decay = keep_fp32 = ("A_log", "dt_bias")
+
+    def __init__(self, heads: int, size: int):
+        super().__init__()
+        check_sizes({"heads": heads, "size": size})
+        self.heads, self.size = heads, size
+        self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads * size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.A_log.is_meta:
+            return
+        self.A_log.uniform_(1, 16).log_()
+        start_steps(self.dt_bias)
+
+    def forward(self, f: Tensor) -> Tensor:
+        """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
+        rates = self.A_log[:, None].expand(-1, self.size).flatten()
+        return kernels.discretise(f, rates, self.dt_bias)[0].unflatten(-1, (self.heads, self.size))
+
+
+class BoundedChannelDecay(ChannelDecay):
+    """log_decay = lower_bound · σ(exp(A_log) · (f + dt_bias)) per channel, in at least fp32 (arXiv 2510.26692).
+
+    A_log starts at 0, and softplus(dt_bias) log-uniform in [1e-3, 0.1]. A step multiplies a channel by
+    exp(lower_bound) or more.
+
+    Args:
+        heads: Number of recurrences.
+        size: Channels of each.
+        lower_bound: Smallest log decay, below 0.
+    """
+
+    def __init__(self, heads: int, size: int, lower_bound: float = -5.0):
+        real = isinstance(lower_bound, Real) and not isinstance(lower_bound, bool)
+        if not real or not math.isfinite(lower_bound) or lower_bound >= 0:
+            raise kernels.UserError(f"lower_bound: {lower_bound!r} must be a finite number below 0")
+        self.lower_bound = lower_bound
+        super().__init__(heads, size)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.A_log.is_meta:
+            return
+        self.A_log.zero_()
+        start_steps(self.dt_bias)
+
+    def forward(self, f: Tensor) -> Tensor:
+        """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
+        shifted = (kernels.at_least_fp32(f) + self.dt_bias).unflatten(-1, (self.heads, self.size))
+        return self.lower_bound * (self.A_log.exp()[:, None] * shifted).sigmoid()
 
 
 class LowRankDecay(nn.Linear):

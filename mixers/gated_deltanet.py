@@ -6,7 +6,6 @@ from torch import Tensor
 
 import kernels
 
-from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
@@ -59,10 +58,8 @@ class GatedDeltaNet(LinearMixer, Fusable):
         beta_bias: bool = False,
         allow_neg_eigval: bool = False,
     ):
-        if value_dim is not None and head_dim is None:
-            raise kernels.UserError(f"value_dim: {value_dim} is given without head_dim; give both, or neither")
-        num_heads, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
-        value_dim = size_or("value_dim", value_dim, head_dim)
+        site = checked_site(site, type(self))
+        num_heads, head_dim, value_dim = site.head_sizes(num_heads, head_dim, value_dim)
         super().__init__(
             site,
             num_heads=num_heads,

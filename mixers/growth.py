@@ -10,10 +10,14 @@ from torch import Tensor
 import kernels
 
 from .base import LinearMixer, TokenMixer
+from .comba import Comba
 from .expanded import Expanded
 from .gated_deltanet import GatedDeltaNet
+from .gated_deltanet2 import GatedDeltaNet2
+from .gated_deltaproduct import GatedDeltaProduct
 from .gla import GLA
 from .hgrn2 import HGRN2
+from .kda import KDA
 from .mamba2 import Mamba2
 
 Init = Literal["reinit", "inherit", "preserve"]
@@ -119,10 +123,8 @@ class MergedHGRN2(MergedHeads):
         return {"head_dim": self.mixer.key_size * factor}
 
 
-class MergedGatedDeltaNet(MergedHeads):
-    """Gated DeltaNet: one β and one decay in place of those of `factor` heads."""
-
-    grows = GatedDeltaNet
+class MergedSizes(MergedHeads):
+    """Mixers whose heads have sizes as arguments: one β and one decay in place of those of `factor` heads."""
 
     def merged(self, factor: int) -> dict[str, object]:
         return {
@@ -131,6 +133,43 @@ class MergedGatedDeltaNet(MergedHeads):
             "head_dim": self.mixer.key_size * factor,
             "value_dim": self.mixer.value_size * factor,
         }
+
+
+class MergedLowRank(MergedSizes):
+    """`MergedSizes` with decays per channel, which do not change, and neither does the rank of their projection."""
+
+    def merged(self, factor: int) -> dict[str, object]:
+        return {**super().merged(factor), "rank": self.mixer.get_submodule("decay_up").in_features}
+
+
+class MergedGatedDeltaNet(MergedSizes):
+    """Gated DeltaNet."""
+
+    grows = GatedDeltaNet
+
+
+class MergedGatedDeltaProduct(MergedSizes):
+    """Gated DeltaProduct: within each step."""
+
+    grows = GatedDeltaProduct
+
+
+class MergedComba(MergedSizes):
+    """Comba: also one feedback and one correction."""
+
+    grows = Comba
+
+
+class MergedKDA(MergedLowRank):
+    """KDA."""
+
+    grows = KDA
+
+
+class MergedGatedDeltaNet2(MergedLowRank):
+    """Gated DeltaNet-2: channels also keep their gates."""
+
+    grows = GatedDeltaNet2
 
 
 class WiderMamba2(Growth):
@@ -169,8 +208,7 @@ class Subheads(Growth):
 
     def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
         (axis,) = (axis for axis in range(old.dim()) if old.shape[axis] != fresh.shape[axis])
-        heads = self.mixer.num_key_heads if name.startswith(("q_features.", "k_features.")) else self.mixer.num_heads
-        of_heads = old.unflatten(axis, (heads, 1, -1))
+        of_heads = old.unflatten(axis, (self.mixer.heads_of(name), 1, -1))
         repeats = [1] * of_heads.dim()
         repeats[axis + 1] = fresh.shape[axis] // old.shape[axis]
         return of_heads.repeat(repeats).flatten(axis, axis + 2)

@@ -178,6 +178,23 @@ class GatedRMSNorm(Output):
         return (y.flatten(-2) * self.weight).to(o.dtype)
 
 
+class SigmoidGatedRMSNorm(Output):
+    """RMSNorm(o) · σ(gate) (KDA, arXiv 2510.26692).
+
+    Args:
+        size: Size of the last axis.
+        eps: Added inside the root.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5):
+        super().__init__()
+        self.norm = RMSNorm(size, eps)
+
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        assert gate is not None
+        return self.norm(o) * gate.sigmoid()
+
+
 class NormOnly(Output):
     """RMSNorm(o) without a gate.
 

@@ -84,8 +84,10 @@ def test_a_config_of_a_paper_builds_at_its_sizes(name: str, size: str):
 
 
 FAMILIES = {
-    "": ("gated_deltanet.yaml", "gdn_h2.yaml", "samba.yaml"),
-    "h1-": ("gdn_h1.yaml",),
+    "": ("gated_deltanet.yaml", "gdn_h2.yaml", "samba.yaml", "comba.yaml", "gated_deltanet2_hybrid.yaml"),
+    "h1-": ("gdn_h1.yaml", "kda.yaml", "kda_hybrid.yaml"),
+    "gated_deltanet2-": ("gated_deltanet2.yaml",),
+    "gated_deltaproduct-": ("gated_deltaproduct.yaml",),
     "retnet-": ("retnet.yaml",),
     "mamba-": ("mamba1.yaml", "mamba2.yaml"),
 }
@@ -128,6 +130,8 @@ def test_the_overlays_of_heads_differ_in_their_number_only():
 @pytest.mark.parametrize("name", WHOLE)
 def test_other_numbers_of_heads_are_of_equal_size_or_refused(name: str):
     base = [name, (sizes_of(name) or [f"size/{family(name)}400m.yaml"])[0]]
+    if name in ("kda.yaml", "gated_deltanet2.yaml"):  # otherwise the rank is the size of a head
+        base.append("model.stack.mixer.mixer.rank=64")
     expected, counts = built(*base, vocab_size=1024, num_layers=3).num_parameters(), []
     for count in HEADS:
         try:  # the parser refuses all of them, or a mixer refuses some

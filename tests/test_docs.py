@@ -99,6 +99,14 @@ def test_the_picture_of_readme_shows_its_rows(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_the_picture_of_the_delta_family_is_what_is_computed(tmp_path: Path):
+    subprocess.run([sys.executable, ROOT / "docs" / "draw_delta_family.py", tmp_path], check=True, timeout=120)
+    drawn, committed = (imread(folder / "delta_family.png") for folder in (tmp_path, ROOT / "tutorials" / "pictures"))
+    assert drawn.shape == committed.shape
+    assert np.mean(np.abs(drawn - committed)) < 0.02  # fonts differ between machines
+
+
+@pytest.mark.slow
 def test_the_pictures_of_the_passes_show_what_there_is(tmp_path: Path):
     subprocess.run([sys.executable, ROOT / "docs" / "draw_passes.py", tmp_path], check=True, timeout=120)
     drawn = sorted(path.name for path in tmp_path.iterdir())

@@ -31,7 +31,7 @@ class Chunking:
     """The T tokens of `a` as N chunks of C tokens: `size`, or all tokens if they are fewer."""
 
     def __init__(self, a: Recurrences, size: int = CHUNK):
-        self.a, self.length = a, a.v.shape[1]
+        self.a, self.length = a, a.length
         self.size = size if is_deterministic() else min(size, self.length)  # products of one shape, however short
         self.chunks = a.documents.chunks(self.size) if a.documents else None
         self.count = self.chunks.count if self.chunks else -(-self.length // self.size)
@@ -88,7 +88,7 @@ class Chunking:
             return None
         if g.dim() == 1:
             # padding must not decay, so the chunks can share one row of sums only without padding
-            full = (1, self.size) if not self.padded else self.a.v.shape[:2]
+            full = (1, self.size) if not self.padded else self.a.q.shape[:2]
             g = g.expand(*full, -1)
             if not self.padded:
                 heads = (self.a.groups, self.a.repeats, self.a.subheads)
@@ -164,14 +164,19 @@ def factors(b: Tensor, dim: int, dtype: torch.dtype) -> Factors:
     centre, last = values.narrow(dim, middle, 1), values.narrow(dim, size - 1, 1)
     reach = REACH_FP64 if dtype == torch.float64 else REACH
     reference = centre.round().clamp_min(-reach)
-    whole = values.floor()
-    part, shift = (b - whole).to(dtype), (whole - reference).to(dtype)
     beyond = None
     if b.numel() and not b.is_meta and float(torch.minimum(centre, last - reference).min()) < -reach:
         early, late = values.split([middle + 1, size - middle - 1], dim)
         beyond = (torch.cat([early, late - reference], dim) < -reach).cummax(dim).values
-        shift = shift.clamp(-reach, reach)
-    return Factors(exp2(part) * shift.exp2(), exp2(-part) * (-shift).exp2(), reference, beyond)
+    return Factors(*powers(b, reference, dtype), reference, beyond)
+
+
+def powers(b: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """2^(b − m) and 2^(m − b) in `dtype` for whole numbers m; where b is too far from m, finite numbers."""
+    reach = REACH_FP64 if dtype == torch.float64 else REACH
+    whole = b.detach().floor()
+    part, shift = (b - whole).to(dtype), (whole - reference).to(dtype).clamp(-reach, reach)
+    return exp2(part) * shift.exp2(), exp2(-part) * (-shift).exp2()
 
 
 def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -23,31 +23,39 @@ class Recurrences:
     """Checked arguments of a recurrence over B rows.
 
     Letters: G key heads, R value heads per key head (H = G·R), E subheads. There are H·E recurrences; recurrence
-    h·E + e reads key head (h // R)·E + e and value head h.
+    h·E + e reads key head (h // R)·E + e and value head h. A token takes n `steps`; nT is written n·T.
     """
 
     q: Tensor  # [B,T,G·E,K]
-    k: Tensor  # [B,T,G·E,K]
-    v: Tensor  # [B,T,H,V]
+    k: Tensor  # [B,nT,G·E,K]
+    v: Tensor  # [B,nT,H,V]
     log_decay: Tensor | None  # [H·E] | [B,T,H·E] | [B,T,H·E,K]
-    beta: Tensor | None  # [B,T,H·E]
+    beta: Tensor | None  # [B,nT,H·E]
     subheads: int
     scale: float
     initial_state: Tensor | None  # [N,H·E,K,V]
     cu_seqlens: Tensor | None  # [N+1]
     consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
     keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
+    erase: Tensor | None = None  # [B,nT,H·E,K], instead of beta
+    read_before: bool = False  # whether the erase key reads the state before it decays
+    steps: int = 1
 
     @property
     def differentiated(self) -> bool:
-        tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state)
+        tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state, self.erase)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property
     def documents(self) -> Documents | None:
         if self.cu_seqlens is None:
             return None
-        return documents(self.cu_seqlens, self.v.shape[1], self.v.shape[0], self.q.device)
+        return documents(self.cu_seqlens, self.length, self.v.shape[0], self.q.device)
+
+    @property
+    def length(self) -> int:
+        """Tokens T of a row."""
+        return self.q.shape[1]
 
     @property
     def groups(self) -> int:
@@ -79,7 +87,7 @@ class Recurrences:
 
 def one_token(a: Recurrences) -> bool:
     """Return whether every sequence is computed as a single step, as in decoding; in deterministic mode never."""
-    return a.v.shape[1] == 1 and a.cu_seqlens is None and not is_deterministic()
+    return a.length == 1 and a.cu_seqlens is None and not is_deterministic()
 
 
 def check(
@@ -96,6 +104,9 @@ def check(
     per_channel: bool,
     consume_state: bool = False,
     keep_states: bool | None = None,
+    erase: Tensor | None = None,
+    read_before: bool = False,
+    steps: int = 1,
 ) -> Recurrences:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
 
@@ -105,13 +116,17 @@ def check(
     if q.dim() != 4:
         raise ValueError(f"q: expected [B,T,heads,K], got shape {tuple(q.shape)}")
     B, T, key_heads, K = shape = q.shape
-    if v.dim() != 4 or v.shape[:2] != (B, T):
-        raise ValueError(f"v: expected [{B},{T},H,V] as q has it, got shape {tuple(v.shape)}")
+    if steps < 1:
+        raise ValueError(f"steps: must be at least 1, got {steps}")
+    rows = T * steps
+    if v.dim() != 4 or v.shape[:2] != (B, rows):
+        raise ValueError(f"v: expected [{B},{rows},H,V] {_as_q(steps)}, got shape {tuple(v.shape)}")
     if T < 1:
         raise ValueError("q: a sequence needs at least one token")
     H = v.shape[2]
-    if k.shape != shape:
-        raise ValueError(f"k: expected the shape of q, {tuple(shape)}, got {tuple(k.shape)}")
+    if k.shape != (B, rows, key_heads, K):
+        expected = f"the shape of q, {tuple(shape)}" if steps == 1 else f"[{B},{rows},{key_heads},{K}] {_as_q(steps)}"
+        raise ValueError(f"k: expected {expected}, got {tuple(k.shape)}")
     if subheads < 1 or key_heads % subheads:
         raise ValueError(f"subheads: {subheads} does not divide the {key_heads} heads of q")
     if H % (key_heads // subheads):
@@ -124,10 +139,13 @@ def check(
                 f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
             )
         check_decay(log_decay)
-    if beta is not None and beta.shape != (B, T, count):
-        raise ValueError(f"beta: expected [{B},{T},{count}], got shape {tuple(beta.shape)}")
+    if beta is not None and beta.shape != (B, rows, count):
+        raise ValueError(f"beta: expected [{B},{rows},{count}], got shape {tuple(beta.shape)}")
+    if erase is not None and erase.shape != (B, rows, count, K):
+        raise ValueError(f"erase: expected [{B},{rows},{count},{K}], got shape {tuple(erase.shape)}")
     scale = K**-0.5 if scale is None else scale
     result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
+    result.erase, result.read_before, result.steps = erase, read_before, steps
     result.consume_state = consume_state and not result.differentiated and _writable(initial_state)
     result.keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
@@ -135,7 +153,8 @@ def check(
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
         raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
     device, dtype = q.device, q.dtype
-    for name, x in dict(q=q, k=k, v=v, log_decay=log_decay, beta=beta, initial_state=initial_state).items():
+    gates = dict(log_decay=log_decay, beta=beta, initial_state=initial_state, erase=erase)
+    for name, x in dict(q=q, k=k, v=v, **gates).items():
         if x is None:
             continue
         if not x.is_floating_point():
@@ -148,6 +167,11 @@ def check(
         if x.dtype != dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {dtype}")
     return result
+
+
+def _as_q(steps: int) -> str:
+    """Say how a number of rows follows from that of q."""
+    return "as q has it" if steps == 1 else f"as q has it with steps={steps}"
 
 
 def _writable(state: Tensor | None) -> bool:

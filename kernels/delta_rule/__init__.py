@@ -1,11 +1,11 @@
-"""S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ, o_t = scale · S_tᵀ q_t."""
+"""S_t = D_t S_{t−1} + k_t (v_t − X_tᵀ a_t)ᵀ, o_t = scale · S_tᵀ q_t."""
 
 import torch
 from torch import Tensor
 
 from ..core.backend import Op
 from ..core.recurrence import Recurrences, check, one_token
-from . import chunk, reference, step
+from . import chunk, chunk_general, reference, step
 
 WHOLE, LONGEST = 256, 2048  # largest key size whose state fits into registers; largest supported
 
@@ -30,24 +30,55 @@ def limits(a: Recurrences) -> str | None:
     )
 
 
+def general_limits(a: Recurrences) -> str | None:
+    """Like `limits`, for the general delta rule."""
+    return (
+        None
+        if a.q.shape[3] <= WHOLE
+        else f"which takes keys of at most {WHOLE} channels with such erase keys or decays"
+    )
+
+
+def general(a: Recurrences) -> bool:
+    """Return whether a call needs more than erase keys β k, one decay per head and one step per token."""
+    per_channel = a.log_decay is not None and a.log_decay.dim() == 4
+    return a.erase is not None or a.read_before or a.steps > 1 or per_channel
+
+
 def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
     """The implementation in PyTorch: a single step, or chunks."""
-    return (step if one_token(a) else chunk).forward(a)
+    return (step if one_token(a) else chunk_general if general(a) else chunk).forward(a)
 
 
 GPU = "kernels.delta_rule.gpu.op:forward"
 FLASHQLA = "kernels.delta_rule.gpu.flashqla:forward"
 OP = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits, flashqla=FLASHQLA)
 ONE_TOKEN = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)  # FlashQLA has none
+GENERAL = Op(
+    "delta_rule",
+    reference=reference.forward,
+    torch=in_torch,
+    gpu="kernels.delta_rule.gpu.general.op:forward",
+    limits=general_limits,
+)
+
+
+def op_of(a: Recurrences) -> Op:
+    """The op that serves a call."""
+    return GENERAL if general(a) else ONE_TOKEN if one_token(a) else OP
 
 
 def delta_rule(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    beta: Tensor,
+    beta: Tensor | None = None,
     log_decay: Tensor | None = None,
     *,
+    erase: Tensor | None = None,
+    erase_write: Tensor | None = None,
+    read_before: bool = False,
+    steps: int = 1,
     subheads: int = 1,
     scale: float | None = None,
     initial_state: Tensor | None = None,
@@ -56,20 +87,30 @@ def delta_rule(
     consume_state: bool = False,
     keep_states: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ and read o_t = scale · S_tᵀ q_t (arXiv 2412.06464).
+    """Run S_t = D_t S_{t−1} + k_t (v_t − X_tᵀ a_t)ᵀ and read o_t = scale · S_tᵀ q_t, where D_t = diag(exp g_t).
+
+    The erase key a_t reads X_t = D_t S_{t−1}, or S_{t−1} with `read_before`. With β in place of a, a_t = β_t k_t and
+    β_t v_t is written. With one decay per head that is S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (Gated
+    DeltaNet, arXiv 2412.06464), with a decay per channel Kimi Delta Attention (arXiv 2510.26692).
 
     Letters: B batch, T time, H value heads, G key heads (a divisor of H), E subheads, K key size, V value size,
-    N documents. There are H·E recurrences: recurrence h·E + e reads key head (h // (H/G))·E + e and value head h, and
-    the outputs of the E subheads of a head are summed. The recurrence is stable for keys of unit length and β in
-    [0, 2].
+    N documents, n steps. There are H·E recurrences: recurrence h·E + e reads key head (h // (H/G))·E + e and value head
+    h, and the outputs of the E subheads of a head are summed. With β the recurrence is stable for keys of unit length
+    and β in [0, 2]. An erase key that is not a multiple of k makes the norm of a step exceed 1.
 
     Args:
         q: Queries [B,T,G·E,K].
-        k: Keys, shaped as q.
-        v: Values [B,T,H,V].
-        beta: How much of what the state holds for the key is replaced by the value [B,T,H·E].
-        log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E]; ≤ 0. −inf erases the state before the token
-            is written. Positive ones are refused on a CPU, undefined elsewhere.
+        k: Keys [B,nT,G·E,K].
+        v: Values [B,nT,H,V].
+        beta: How much of what the state holds for the key is replaced by the value [B,nT,H·E].
+        log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E] or [B,T,H·E,K]; ≤ 0. −inf erases the state
+            before the token is written. Positive ones are refused on a CPU, undefined elsewhere.
+        erase: Erase keys a [B,nT,H·E,K], in place of β.
+        erase_write: Keys [B,nT,H·E,K] that the erased value is written with, if not k (RWKV-7, arXiv 2503.14456): S_t =
+            D_t S_{t−1} − w_t (X_tᵀ a_t)ᵀ + k_t v_tᵀ. Only with `erase`.
+        read_before: Whether the erase key reads the state before it decays (Comba, arXiv 2506.02475).
+        steps: Steps n per token (DeltaProduct, arXiv 2502.10297). The steps of a token follow each other on the time
+            axis of k, v, beta and erase. The state decays before the first and is read after the last.
         subheads: Subheads E per head.
         scale: Factor on the output; K^-½ by default.
         initial_state: S_0 [B,H·E,K,V], or [N,…] with `cu_seqlens`; zeros by default.
@@ -86,9 +127,50 @@ def delta_rule(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    if (beta is None) == (erase is None):
+        raise ValueError(
+            "beta: the delta rule needs either beta or erase" + (", not both" if erase is not None else "")
+        )
+    if erase_write is not None:
+        if erase is None:
+            raise ValueError("erase_write: needs erase, which it goes with")
+        q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(*args, per_channel=False, consume_state=consume_state, keep_states=keep_states)
-    if a.beta is None:
-        raise ValueError("beta: the delta rule needs it")
-    o, state = (ONE_TOKEN if one_token(a) else OP)(q, a)
+    a = check(
+        *args,
+        per_channel=True,
+        consume_state=consume_state,
+        keep_states=keep_states,
+        erase=erase,
+        read_before=read_before,
+        steps=steps,
+    )
+    o, state = op_of(a)(q, a)
     return o, state if return_state else None
+
+
+def two_steps(
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, erase_write: Tensor, steps: int, subheads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """q, k, v, erase and the steps per token of a recurrence that erases in one step and writes in the next.
+
+    Raises:
+        ValueError: The shapes do not fit each other.
+    """
+    if erase_write.shape != erase.shape:
+        raise ValueError(
+            f"erase_write: expected the shape of erase, {tuple(erase.shape)}, got {tuple(erase_write.shape)}"
+        )
+    heads, groups = v.shape[2], k.shape[2] // subheads
+    if heads != groups:  # the keys of the first step are those of value heads
+        q, k = (
+            x.unflatten(2, (groups, 1, subheads)).expand(-1, -1, -1, heads // groups, -1, -1).flatten(2, 4)
+            for x in (q, k)
+        )
+    if erase_write.shape != k.shape:
+        raise ValueError(f"erase: expected {tuple(k.shape)}, got {tuple(erase.shape)}")
+    k, v, erase = (
+        torch.stack(pair, 2).flatten(1, 2)
+        for pair in ((erase_write, k), (torch.zeros_like(v), v), (erase, torch.zeros_like(erase)))
+    )
+    return q, k, v, erase, 2 * steps

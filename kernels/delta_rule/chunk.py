@@ -57,7 +57,7 @@ class _Chunks(torch.autograd.Function):
         U, seen = (written.new_empty(*x.shape[:-1], v.shape[-1]) for x in (written, R))
         old, read = seen.split(C, -2)
         fading = decay.expand(*written.shape[:5], 1, 1)
-        chunks = [_each(x) for x in (R, inverse, decayed_k.mT, fading, written, U, seen, old)]
+        chunks = [each_chunk(x) for x in (R, inverse, decayed_k.mT, fading, written, U, seen, old)]
 
         def step(n: int, S: Tensor) -> Tensor:
             R, inverse, decayed_k, decay, written, U, seen, old = (x[n] for x in chunks)
@@ -65,7 +65,7 @@ class _Chunks(torch.autograd.Function):
             torch.bmm(inverse, written.sub_(old), out=U)
             return torch.addcmul(torch.bmm(decayed_k, U), decay, S)
 
-        before, S = scan_stacked(_flat(runs, first), first.flatten(0, 3), step)
+        before, S = scan_stacked(flat_runs(runs, first), first.flatten(0, 3), step)
         before = before.unflatten(1, U.shape[1:5])
         o = _summed((L[..., 1, :, :] @ U).add_(read), 4)
         ctx.save_for_backward(kq, v, beta, b, products, L, R, D, inverse, U, before)
@@ -86,7 +86,7 @@ class _Chunks(torch.autograd.Function):
             Z[..., 1, :, :] = do
             dU, both = L[..., 1, :, :].mT @ do, Z.flatten(-3, -2)
             fading = decay.expand(*U.shape[:5], 1, 1)
-            chunks = [_each(x) for x in (R.mT, -inverse.mT, decayed_k, fading, dU, Z[..., 0, :, :], both)]
+            chunks = [each_chunk(x) for x in (R.mT, -inverse.mT, decayed_k, fading, dU, Z[..., 0, :, :], both)]
             after: list[Tensor] = []
 
             def step(n: int, dS: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _Chunks(torch.autograd.Function):
                 left.copy_(torch.bmm(inverse, dU.add_(torch.bmm(decayed_k, dS))))
                 return torch.addcmul(torch.bmm(R, both), decay, dS)
 
-            dfirst = scan(_flat(ctx.runs, dS), dS.flatten(0, 3), step, back=True).view(dS.shape)
+            dfirst = scan(flat_runs(ctx.runs, dS), dS.flatten(0, 3), step, back=True).view(dS.shape)
             dlater = torch.stack(after[::-1]).unflatten(1, U.shape[1:5])
             dL, dR = _split(both @ U.mT) * D, _split(both @ before.mT) * shrink
             dL[..., 0, :, :].diagonal(dim1=-2, dim2=-1).zero_()
@@ -126,12 +126,12 @@ def _decays(b: Tensor, kq: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return shrink[..., None, :, None], fade[..., None], shrink[..., -1:, None]
 
 
-def _each(x: Tensor) -> tuple[Tensor, ...]:
+def each_chunk(x: Tensor) -> tuple[Tensor, ...]:
     """[N,B,G,R,E,X,Y] → one [B·G·R·E,X,Y] per chunk, as batched products take it without broadcasting."""
     return x.flatten(1, 4).unbind()
 
 
-def _flat(runs: list[Run], states: Tensor) -> list[Run]:
+def flat_runs(runs: list[Run], states: Tensor) -> list[Run]:
     """The runs as slices of the states flattened from [sequences,G,R,E,K,V] to [sequences·G·R·E,K,V]."""
     count = states.shape[1:4].numel()
     return [(slice(*(None if i is None else i * count for i in (r.start, r.stop))), chunks) for r, chunks in runs]

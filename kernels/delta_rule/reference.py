@@ -1,4 +1,4 @@
-"""The (gated) delta rule as a loop over time, easy to check against the papers by eye."""
+"""The delta rule as a loop over time, easy to check against the papers by eye."""
 
 import torch
 from torch import Tensor
@@ -7,22 +7,32 @@ from ..core.recurrence import Recurrences, at_least_fp32
 from ..linear_recurrence.reference import per_recurrence, per_step_decay, spans
 
 
+def erase_and_value(a: Recurrences, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The erase keys and the values to write, from k and v of all recurrences: β k and β v, or the given ones."""
+    if a.beta is None:
+        assert a.erase is not None
+        return at_least_fp32(a.erase), v
+    beta = at_least_fp32(a.beta).unsqueeze(-1)
+    return beta * k, beta * v
+
+
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
-    assert a.beta is not None
     q, k, v = per_recurrence(a)
-    decay, first, beta = per_step_decay(a), a.first_state(), at_least_fp32(a.beta)
-    B, _, H, V = a.v.shape
+    erase, v = erase_and_value(a, k, v)
+    decay, first = per_step_decay(a), a.first_state()
     outputs, finals = [], []
     for rows, start, stop in spans(a):
         S = first[rows]
         for t in range(start, stop):
+            before = S
             if decay is not None:
                 S = decay[:, t, :, :, None] * S
-            seen = (k[:, t, :, :, None] * S).sum(-2)  # the value that the state holds for this key
-            u = beta[:, t, :, None] * (v[:, t] - seen)
-            S = S + k[:, t, :, :, None] * u[:, :, None, :]
+            read = before if a.read_before else S
+            for i in range(t * a.steps, (t + 1) * a.steps):
+                seen = (erase[:, i, :, :, None] * read).sum(-2)  # the value that the state holds for this key
+                S = read = S + k[:, i, :, :, None] * (v[:, i] - seen)[:, :, None, :]
             o = (q[:, t, :, :, None] * S).sum(-2)
-            outputs.append(o.view(B, H, a.subheads, V).sum(2))
+            outputs.append(o.unflatten(1, (-1, a.subheads)).sum(2))
         finals.append(S)
     return torch.stack(outputs, 1).to(a.v.dtype), torch.cat(finals)

@@ -1,20 +1,23 @@
-"""One token of the (gated) delta rule, as in decoding."""
+"""One token of the delta rule, as in decoding."""
 
 import torch
 from torch import Tensor
 
-from ..core.recurrence import Recurrences, at_least_fp32
+from ..core.recurrence import Recurrences
 from ..linear_recurrence.reference import per_recurrence
 from ..linear_recurrence.step import decayed, read, reused
+from .reference import erase_and_value
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
-    assert a.beta is not None
     with torch.autocast(a.v.device.type, enabled=False):
-        S = decayed(a)
         q, k, v = per_recurrence(a)
-        seen = (k[:, 0, :, None, :] @ S)[:, :, 0]
-        u = at_least_fp32(a.beta)[:, 0, :, None] * (v[:, 0] - seen)
-        S = torch.addcmul(S, k[:, 0, :, :, None], u[:, :, None, :], out=reused(a, S))
+        erase, v = erase_and_value(a, k, v)
+        before = erase[:, 0, :, None, :] @ a.first_state() if a.read_before else None  # before it may be overwritten
+        S = decayed(a)
+        for i in range(a.steps):
+            seen = erase[:, i, :, None, :] @ S if i or before is None else before
+            u = v[:, i] - seen[:, :, 0]
+            S = torch.addcmul(S, k[:, i, :, :, None], u[:, :, None, :], out=reused(a, S))
         return read(a, q, S), S

@@ -7,12 +7,11 @@ from ..core.recurrence import Recurrences, at_least_fp32
 
 
 def per_recurrence(a: Recurrences) -> tuple[Tensor, Tensor, Tensor]:
-    """q (scaled) and k [B,T,H·E,K], and v [B,T,H·E,V], repeated to one head per recurrence."""
-    B, T, _, K = a.q.shape
+    """q (scaled) [B,T,H·E,K], k [B,nT,H·E,K] and v [B,nT,H·E,V], repeated to one head per recurrence."""
     G, R, E = a.groups, a.repeats, a.subheads
 
     def wide(x: Tensor) -> Tensor:
-        return at_least_fp32(x).view(B, T, G, 1, E, K).expand(B, T, G, R, E, K).reshape(B, T, G * R * E, K)
+        return at_least_fp32(x).unflatten(2, (G, 1, E)).expand(-1, -1, G, R, E, -1).flatten(2, 4)
 
     return wide(a.q) * a.scale, wide(a.k), at_least_fp32(a.v).repeat_interleave(E, 2)
 
@@ -23,14 +22,14 @@ def per_step_decay(a: Recurrences) -> Tensor | None:
         return None
     g = at_least_fp32(a.log_decay)
     if g.dim() == 1:
-        g = g.expand(*a.v.shape[:2], -1)
+        g = g.expand(*a.q.shape[:2], -1)
     return (g.unsqueeze(-1) if g.dim() == 3 else g).exp()
 
 
 def spans(a: Recurrences) -> list[tuple[slice, int, int]]:
     """Rows of the state and the span of time, for each document (or once for the whole batch)."""
     if a.documents is None:
-        return [(slice(None), 0, a.v.shape[1])]
+        return [(slice(None), 0, a.length)]
     return [(slice(n, n + 1), start, stop) for n, (start, stop) in enumerate(a.documents.spans)]
 
 

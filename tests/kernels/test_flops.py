@@ -39,6 +39,31 @@ def test_recurrence_flops(op, gate: str, length: int, sizes: dict[str, int]):
     assert told == counted(lambda: op(**a, subheads=E))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"G": 2}, {"G": 2, "R": 2, "E": 3}])
+@pytest.mark.parametrize("length", [16, 64, 256])
+@pytest.mark.parametrize(("steps", "erase", "gate"), [(1, False, "channel"), (1, True, "head"), (2, True, "channel")])
+def test_flops_of_the_general_delta_rule(steps: int, erase: bool, gate: str, length: int, sizes: dict[str, int]):
+    a, rows = (inputs(n, gate=gate, B=1, K=8, V=12, **sizes) for n in (length, steps * length))
+    a.update({name: rows[name] for name in ("k", "v", "beta")})
+    G, R, E = (sizes.get(name, 1) for name in "GRE")
+    if erase:
+        a["erase"] = torch.randn(*a.pop("beta").shape, 8, dtype=torch.float64)
+    told = kernels.recurrence_flops(
+        kernels.delta_rule,
+        length,
+        heads=G * R,
+        key_heads=G,
+        subheads=E,
+        key_size=8,
+        value_size=12,
+        per_channel=gate == "channel",
+        erase=erase,
+        steps=steps,
+    )
+    assert told == counted(lambda: kernels.delta_rule(**a, subheads=E, steps=steps))
+
+
 @pytest.mark.parametrize("window", [None, 1, 30, 65, 256, 1000])
 @pytest.mark.parametrize("length", [64, 256])
 def test_attention_flops(length: int, window: int | None):

@@ -219,8 +219,6 @@ class Alone(ContextParallel):
 @pytest.mark.parametrize("shape", [(4,), (2, 12, 4), (2, 12, 4, 8)])
 @pytest.mark.parametrize("op", [kernels.linear_recurrence, kernels.delta_rule])
 def test_a_part_with_a_reset_forgets_what_was_before(op: Callable, shape: tuple[int, ...], at: int):
-    if op is kernels.delta_rule and len(shape) == 4:
-        pytest.skip("the delta rule has no decays per channel")
     q, k, v = torch.randn(3, 2, 12, 4, 8, dtype=torch.float64).unbind()
     decay, beta = -torch.rand(shape, dtype=torch.float64), torch.rand(2, 12, 4, dtype=torch.float64)
     decay[(slice(None), at) if len(shape) > 1 else ...] = -torch.inf

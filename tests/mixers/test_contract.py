@@ -30,6 +30,23 @@ ARGUMENTS = {
     "GLA without a gate": partial(mixers.GLA, output_gate=False),
     "RetNet without a gate": partial(mixers.RetNet, output_gate=False),
     "DeltaNet with negative eigenvalues": partial(mixers.DeltaNet, allow_neg_eigval=True),
+    "KDA with shared keys": partial(mixers.KDA, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24),
+    "KDA with bounded decays": partial(mixers.KDA, decay=mixers.BoundedChannelDecay, allow_neg_eigval=True, rank=3),
+    "KDA without an output gate": partial(mixers.KDA, output=mixers.NormOnly),
+    "GatedDeltaNet2 with shared keys": partial(
+        mixers.GatedDeltaNet2, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24, allow_neg_eigval=True
+    ),
+    "GatedDeltaNet2 without an output gate": partial(mixers.GatedDeltaNet2, output=mixers.NormOnly),
+    "Comba with shared keys": partial(mixers.Comba, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24),
+    "Comba with feedback of length one": partial(mixers.Comba, unit_feedback=True, correction=0.02),
+    "Comba without correction and gate": partial(mixers.Comba, correction=None, output=mixers.NormOnly),
+    "three steps with shared keys": partial(
+        mixers.GatedDeltaProduct, num_steps=3, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24
+    ),
+    "one step": partial(mixers.GatedDeltaProduct, num_steps=1, allow_neg_eigval=False),
+    "two steps without decay, norm and convolution": partial(
+        mixers.GatedDeltaProduct, decay=None, output=mixers.GateOnly, qk=mixers.Features(norm="l2")
+    ),
     "no lower bounds": partial(mixers.HGRN2, lower_bounds=None),
     "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bounds=None),
     "narrow values": partial(mixers.RetNet, expand_v=1),

@@ -4,7 +4,22 @@ import pytest
 import torch
 
 import mixers
-from mixers import GLA, HGRN2, Expanded, GatedDeltaNet, Growth, Mamba2, RetNet, Site, SlidingWindowAttention, growths
+from mixers import (
+    GLA,
+    HGRN2,
+    KDA,
+    Comba,
+    Expanded,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    Growth,
+    Mamba2,
+    RetNet,
+    Site,
+    SlidingWindowAttention,
+    growths,
+)
 from mixers.contract import CLAUSES
 
 SITE = Site(hidden_size=64, num_heads=4)
@@ -13,6 +28,11 @@ MIXERS = {
     "HGRN2": partial(HGRN2, head_dim=16),
     "GatedDeltaNet": GatedDeltaNet,
     "fewer key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=16),
+    "KDA": KDA,
+    "GatedDeltaNet2": GatedDeltaNet2,
+    "GatedDeltaNet2, fewer key heads": partial(GatedDeltaNet2, num_heads=4, num_key_heads=2, head_dim=16),
+    "Comba": partial(Comba, num_heads=4, num_key_heads=2, head_dim=16),
+    "GatedDeltaProduct": partial(GatedDeltaProduct, num_heads=4, num_key_heads=2, head_dim=16),
     "Mamba2": partial(Mamba2, head_dim=16, state_dim=8, num_groups=2),
     "RetNet": RetNet,
 }
@@ -43,6 +63,11 @@ def test_the_ways_of_mixers():
         "HGRN2": ["merge", "expand"],
         "GatedDeltaNet": ["merge", "expand"],
         "fewer key heads": ["merge", "expand"],
+        "KDA": ["merge", "expand"],
+        "GatedDeltaNet2": ["merge", "expand"],
+        "GatedDeltaNet2, fewer key heads": ["merge", "expand"],
+        "Comba": ["merge", "expand"],
+        "GatedDeltaProduct": ["merge", "expand"],
         "Mamba2": ["widen", "expand"],
         "RetNet": ["expand"],
     }
@@ -70,6 +95,26 @@ def test_subheads_start_with_the_gates_of_their_head():
     assert growth.resized("decay.A_log", torch.tensor([1.0, 2.0]), torch.empty(4), "inherit").tolist() == [1, 1, 2, 2]
     channels = growth.resized("q_features.bias", torch.arange(3.0), torch.empty(6), "inherit")
     assert channels.tolist() == [0, 1, 2, 0, 1, 2]
+
+
+def test_subheads_of_several_steps_and_of_key_heads():
+    growth = growths(GatedDeltaProduct(SITE, num_heads=2, num_key_heads=1, head_dim=3))[-1]
+    strengths = growth.resized("in_proj.b.weight", torch.arange(4.0)[:, None], torch.empty(8, 1), "inherit")
+    assert strengths.flatten().tolist() == [0, 0, 1, 1, 2, 2, 3, 3]  # by step, then by head
+    keys = growth.resized("k_features.bias", torch.arange(6.0), torch.empty(12), "inherit")
+    assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
+    growth = growths(GatedDeltaNet2(SITE, num_heads=2, num_key_heads=1, head_dim=3))[-1]
+    assert growth.resized("in_proj.b.weight", torch.arange(3.0), torch.empty(6), "inherit").tolist() == [0, 1, 2] * 2
+    growth = growths(Comba(SITE, num_heads=4, num_key_heads=2, head_dim=3))[-1]
+    assert growth.resized("feedback", torch.arange(2.0), torch.empty(4), "inherit").tolist() == [0, 0, 1, 1]
+
+
+def test_merged_channels_keep_their_decays():
+    mixer = KDA(SITE)
+    (merged, _) = growths(mixer)
+    larger = KDA(SITE, **merged.arguments(2, "inherit"))
+    assert larger.decay_up.weight.shape == mixer.decay_up.weight.shape
+    assert larger.decay.A_log.shape == (2,)
 
 
 def test_a_mixer_of_ones_own_says_how_it_grows():

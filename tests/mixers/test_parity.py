@@ -59,7 +59,9 @@ def by_name(mixer: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str
     return found
 
 
-def agree(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None]) -> None:
+def agree(
+    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float = TOLERANCE
+) -> None:
     assert found.keys() == expected.keys()
     for name, right in expected.items():
         if right is None:  # a parameter that has no part in it
@@ -67,7 +69,7 @@ def agree(found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | No
             continue
         error, norm = float((found[name].double() - right.double()).detach().norm()), float(right.detach().norm())
         # a single token has gradients of zero: those of the decay, and of attention's queries and keys
-        assert error <= TOLERANCE * norm + ZERO, f"{name}: error {error:.2g} at norm {norm:.2g}"
+        assert error <= tolerance * norm + ZERO, f"{name}: error {error:.2g} at norm {norm:.2g}"
 
 
 def compare(
@@ -76,6 +78,7 @@ def compare(
     call_theirs: Callable[[Tensor], Tensor],
     pairs: Mapping[str, Tensor | Callable[[Callable[[str], Tensor]], Tensor]],
     x: Tensor,
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Outputs, and gradients of the input and of weights.
 
@@ -85,6 +88,7 @@ def compare(
         call_theirs: Runs that one.
         pairs: For each of their parameters, its gradient put together from those of ours by name.
         x: The input.
+        tolerance: Largest error relative to the norm of a result.
     """
     arriving = torch.randn_like(x)
     our_x, their_x = x.clone().requires_grad_(), x.clone().requires_grad_()
@@ -95,14 +99,18 @@ def compare(
     gradients = by_name(ours, lambda parameter: parameter.grad)
     for name, parameter in theirs.named_parameters():
         expected[name], found[name] = parameter.grad, pairs[name](gradients.__getitem__)
-    agree(found, expected)
+    agree(found, expected, tolerance)
 
 
 Weights = Mapping[str, Tensor]
 
 
 def compare_with_formula(
-    ours: mixers.TokenMixer, formula: Callable[[Tensor, Weights], Tensor], x: Tensor, backend: str = "torch"
+    ours: mixers.TokenMixer,
+    formula: Callable[[Tensor, Weights], Tensor],
+    x: Tensor,
+    backend: str = "torch",
+    tolerance: float = TOLERANCE,
 ) -> None:
     """Outputs, and gradients of the input and of all weights.
 
@@ -111,6 +119,7 @@ def compare_with_formula(
         formula: The same of x and the weights of ours by name, in fp64.
         x: The input.
         backend: Where ours runs.
+        tolerance: Largest error relative to the norm of a result.
     """
     weights = by_name(ours, lambda parameter: parameter.detach().double().requires_grad_())
     leaves = {name: weight.detach().requires_grad_() for name, weight in weights.items()}
@@ -121,7 +130,7 @@ def compare_with_formula(
     (y * arriving).sum().backward()
     gradients = torch.autograd.grad((z * arriving).sum(), [their_x, *leaves.values()], allow_unused=True)
     found = {"y": y, "gradient of x": our_x.grad, **by_name(ours, lambda parameter: parameter.grad)}
-    agree(found, {"y": z, **dict(zip(["gradient of x", *leaves], gradients, strict=True))})
+    agree(found, {"y": z, **dict(zip(["gradient of x", *leaves], gradients, strict=True))}, tolerance)
 
 
 def linear(x: Tensor, weights: Weights, *names: str) -> list[Tensor]:

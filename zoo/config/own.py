@@ -23,6 +23,7 @@ DATA = (
 TASKS = (
     *(zoo.data.CompositionalRecall, zoo.data.ForgettingRecall, zoo.data.StackedRecall),
     *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
+    zoo.data.WordProblem,
 )
 COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *OF_MIXERS, *DATA, *TASKS, Muon)
 _PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules

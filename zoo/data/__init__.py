@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from zoo.data.synthetic.mqar import MQAR
     from zoo.data.synthetic.recall import RecallTask
     from zoo.data.synthetic.token_tasks import Seeds, TokenSamples, TokenTask, TokenTasks
+    from zoo.data.synthetic.word_problem import WordProblem
     from zoo.data.text.bigram import interpolated_bigram_loss
     from zoo.data.text.corpus import Corpus
     from zoo.data.text.mixed_text import MixedText, Source
@@ -42,6 +43,7 @@ _LAZY = {
     "synthetic.mqar": "MQAR",
     "synthetic.recall": "RecallTask",
     "synthetic.token_tasks": "Seeds TokenSamples TokenTask TokenTasks",
+    "synthetic.word_problem": "WordProblem",
     "text.bigram": "interpolated_bigram_loss",
     "text.corpus": "Corpus",
     "text.mixed_text": "MixedText Source",

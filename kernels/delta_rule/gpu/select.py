@@ -7,7 +7,7 @@ import torch
 from ...core.recurrence import one_token
 from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.paths import KernelPath, always
-from .. import WHOLE
+from .. import WHOLE, general
 
 GLUON_SIZE = 128  # channels of keys (for all gradients in one pass, of values too) of the kernels in Gluon
 FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
@@ -47,6 +47,12 @@ ONE_TOKEN = KernelPath(
     "one_token",
     when=lambda a: one_token(a) and not a.differentiated,
     why="one token per sequence, no gradients: a single launch reads and writes each state once",
+)
+GENERAL = KernelPath(
+    "general",
+    when=general,
+    why="erase keys of their own, decays per channel, reads before the decay or several steps: every recurrence for "
+    "itself, with one reference point per chunk for moderate decays and blocks of 16 tokens for steep ones",
 )
 PREPARE = (
     KernelPath(

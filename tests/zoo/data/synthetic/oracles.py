@@ -1,6 +1,7 @@
 """Solvers of the tasks made of tokens, which read a sequence as its docstring says and know nothing of labels."""
 
 from collections.abc import Callable, Sequence
+from itertools import combinations, permutations
 
 Oracle = Callable[[Sequence[int], int], dict[int, int]]  # tokens, vocabulary → position → answer
 
@@ -79,3 +80,22 @@ def compression(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
     """Places after the end, which start above 16 tokens of content."""
     end = list(tokens).index(0)
     return {t: tokens[tokens[t] - 17] for t in range(end + 1, len(tokens))}
+
+
+def word_problem(group: str) -> Oracle:
+    """Moves items about: entry i of an element says where item i goes."""
+    items = {"parity": 2, "S3": 3, "A5": 5}[group]
+    every = [p for p in permutations(range(items)) if group != "A5" or _even(p)]
+
+    def answers(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
+        places, products = list(range(items)), {}
+        for t, token in enumerate(tokens):
+            places = [every[token][place] for place in places]
+            products[t] = every.index(tuple(places))
+        return products
+
+    return answers
+
+
+def _even(p: tuple[int, ...]) -> bool:
+    return sum(p[i] > p[j] for i, j in combinations(range(len(p)), 2)) % 2 == 0

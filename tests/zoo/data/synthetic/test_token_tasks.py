@@ -22,6 +22,7 @@ from zoo.data import (
     StackedRecall,
     TokenTask,
     TokenTasks,
+    WordProblem,
 )
 
 pytest_plugins = "tests.desk"
@@ -38,6 +39,9 @@ SOLVABLE: dict[str, tuple[TokenTask, int, oracles.Oracle]] = {
     "noisy": (InContextRecall(noise=0.2), 32, oracles.in_context(16)),
     "copy": (SelectiveCopy(), 16, oracles.copy),
     "compression": (Compression(), 49, oracles.compression),
+    "parity": (WordProblem(length=100), 2, oracles.word_problem("parity")),
+    "three items": (WordProblem("S3"), 6, oracles.word_problem("S3")),
+    "five items": (WordProblem("A5"), 60, oracles.word_problem("A5")),
 }
 TASKS = {**{name: (task, size) for name, (task, size, _) in SOLVABLE.items()}, "facts": (Memorization(), 64)}
 

@@ -152,4 +152,64 @@ def gated_deltanet(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weigh
     return delta(x, w, c, c["num_v_heads"] or c["num_heads"], (-w("A_log").exp() * dt).exp())
 
 
-MIXERS = {"gla": gla, "retnet": retnet, "hgrn2": hgrn2, "delta_net": delta_net, "gated_deltanet": gated_deltanet}
+def head_decay(x: Tensor, w: Weight) -> Tensor:
+    """The decays of heads [T,H]."""
+    return (-w("A_log").exp() * F.softplus(x @ w("a_proj.weight").T + w("dt_bias"))).exp()
+
+
+def sigmoid_gated(x: Tensor, o: Tensor, gate: Tensor, w: Weight, c: Mapping[str, Any]) -> Tensor:
+    return (rms(o, w("o_norm.weight"), c["norm_eps"]) * gate.sigmoid()).flatten(1) @ w("o_proj.weight").T
+
+
+def kda(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    H = c["num_v_heads"] or c["num_heads"]
+    q, k = (unit(stream(x, w, name, c, c["num_heads"], F.silu)) for name in "qk")
+    q, k = (y.repeat_interleave(H // c["num_heads"], 1) for y in (q, k))
+    v = stream(x, w, "v", c, H, F.silu)
+    raw = (x @ w("f_proj.0.weight").T @ w("f_proj.1.weight").T + w("dt_bias")).unflatten(-1, (H, -1))
+    A = w("A_log").exp()[:, None]
+    g = -A * F.softplus(raw) if c["lower_bound"] is None else c["lower_bound"] * (A * raw).sigmoid()
+    beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
+    gate = x @ w("g_proj.0.weight").T @ w("g_proj.1.weight").T + w("g_proj.1.bias")
+    return sigmoid_gated(x, recurrence(q, k, v, g.exp(), beta), gate.view_as(v), w, c)
+
+
+def comba(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    """As the kernels do it: p has length one, and reads the state before it decays."""
+    H = c["num_v_heads"] or c["num_heads"]
+    q, k = (stream(x, w, name, c, c["num_heads"], F.silu) for name in "qk")
+    q, k = unit(q - (w("D") * w("decay").sigmoid())[:, None] * k), unit(k)
+    q, k = (y.repeat_interleave(H // c["num_heads"], 1) for y in (q, k))
+    v, beta, decay = stream(x, w, "v", c, H, F.silu), (x @ w("b_proj.weight").T).sigmoid(), head_decay(x, w)
+    S, outputs = q.new_zeros(H, q.shape[2], v.shape[2]), []
+    for t in range(len(q)):
+        new = beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], S))
+        S = decay[t][:, None, None] * S + torch.einsum("hk,hv->hkv", k[t], new)
+        outputs.append(torch.einsum("hk,hkv->hv", q[t], S) * q.shape[2] ** -0.5)
+    o = torch.stack(outputs)
+    if c["use_output_gate"]:
+        return sigmoid_gated(x, o, (x @ w("g_proj.weight").T).view_as(v), w, c)
+    return rms(o, w("o_norm.weight"), c["norm_eps"]).flatten(1) @ w("o_proj.weight").T
+
+
+def gated_deltaproduct(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
+    H, n, T = c["num_heads"], c["num_householder"], len(x)
+    q = unit(stream(x, w, "q", c, H, F.silu))
+    k, v = (stream(x, w, name, c, n * H, F.silu).unflatten(1, (n, H)) for name in "kv")
+    beta = (x @ w("b_proj.weight").T).sigmoid().unflatten(1, (n, H)) * (2 if c["allow_neg_eigval"] else 1)
+    decay = torch.ones(T, n, H)
+    if c["use_forget_gate"]:
+        decay[:, 0] = head_decay(x, w)
+    queries = torch.zeros_like(k)
+    queries[:, -1] = q
+    steps = [y.flatten(0, 1) for y in (queries, unit(k), v, decay[..., None], beta)]
+    o = rms(recurrence(*steps).unflatten(0, (T, n))[:, -1], w("o_norm.weight"), c["norm_eps"])
+    if c["use_output_gate"]:
+        o = o * F.silu(x @ w("g_proj.weight").T).view_as(o)
+    return o.flatten(1) @ w("o_proj.weight").T
+
+
+MIXERS = {
+    **{"gla": gla, "retnet": retnet, "hgrn2": hgrn2, "delta_net": delta_net, "gated_deltanet": gated_deltanet},
+    **{"kda": kda, "comba": comba, "gated_deltaproduct": gated_deltaproduct},
+}

@@ -67,6 +67,38 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "DeltaNetConfig",
         {**FLA, "num_heads": 2, "expand_v": 2.0, "tie_word_embeddings": True},
     ),
+    "kda": ("fla", "KDAConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "kda, grouped and bounded": (
+        "fla",
+        "KDAConfig",
+        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5, "allow_neg_eigval": True}
+        | {"safe_gate": True, "lower_bound": -4.0, "tie_word_embeddings": True},
+    ),
+    "kda, hybrid": (
+        "fla",
+        "KDAConfig",
+        {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [2]}},
+    ),
+    "comba": ("fla", "CombaConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "comba, grouped": (
+        "fla",
+        "CombaConfig",
+        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "correction_factor": 0.02},
+    ),
+    "comba, no gate": ("fla", "CombaConfig", {**FLA, "num_heads": 2, "head_dim": 16, "use_output_gate": False}),
+    "deltaproduct, one step": ("fla", "GatedDeltaProductConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "deltaproduct": (
+        "fla",
+        "GatedDeltaProductConfig",
+        {**FLA, "num_heads": 2, "head_dim": 16, "num_householder": 3, "use_forget_gate": True}
+        | {"allow_neg_eigval": True, "expand_v": 1.0},
+    ),
+    "deltaproduct, no gate": (
+        "fla",
+        "GatedDeltaProductConfig",
+        {**FLA, "num_heads": 2, "head_dim": 16, "num_householder": 2, "use_output_gate": False}
+        | {"attn": {**WINDOW, "layers": [0]}},
+    ),
     "hgrn2": ("fla", "HGRN2Config", {**FLA, "expand_ratio": 16}),
     "hgrn2, convolved": (
         "fla",

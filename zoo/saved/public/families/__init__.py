@@ -6,4 +6,7 @@ from zoo.saved.public.family import Family
 # the first of a target that can hold a model is the one that it is converted to
 FAMILIES: tuple[Family, ...] = (*fla.FAMILIES, *mamba.FAMILIES, *llama.FAMILIES, *hybrids.FAMILIES)
 
-__all__ = ["FAMILIES"]
+# model_type → the layers that have no mixer here
+MISSING = {"kimi_linear": "multi-head latent attention (MLA)"}
+
+__all__ = ["FAMILIES", "MISSING"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from kernels import UserError
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.families import fla
+from zoo.saved.public.families import fla_layout
 from zoo.saved.public.family import TIED, Config, Family, Target, component, keys_of, model_of, refusal, words
 from zoo.saved.public.tensors import Rows, around_layers, rows
 
@@ -140,7 +140,7 @@ FAMILIES = (
         "norm_eps",
         keys=dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=48, num_heads=None, n_groups=1, norm_eps=1e-5),
         fixed=dict(D_has_hdim=(False,), rmsnorm=(True,), norm_before_gate=(False,), dt_limit=_NO_LIMIT),
-        harmless=fla.HARMLESS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
+        harmless=fla_layout.HARMLESS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
     ),
     Family(
         name="hf_mamba",

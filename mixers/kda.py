@@ -1,0 +1,97 @@
+"""Kimi Delta Attention (KDA)."""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+import kernels
+
+from .arguments import size_or
+from .base import LinearMixer, Site, Streams, checked_site
+from .decay import ChannelDecay, Strength
+from .features import Features
+from .norm import Output, SigmoidGatedRMSNorm
+from .projection import OutputProjection, Projection, split_heads
+from .registry import register
+
+
+@register(
+    recurrence="S_t = (I − β_t k_t k_tᵀ) diag(α_t) S_{t−1} + β_t k_t v_tᵀ",
+    paper="Kimi Linear, arXiv 2510.26692",
+)
+class KDA(LinearMixer):
+    """S_t = (I − β_t k_t k_tᵀ) diag(α_t) S_{t−1} + β_t k_t v_tᵀ, Kimi Delta Attention (arXiv 2510.26692).
+
+    Gated DeltaNet with one decay α_t per key channel. The decays and the output gate are made by projections of low
+    rank. Queries, keys and values pass through a short convolution and SiLU; queries and keys have length one.
+
+    Args:
+        site: Where the layer sits in the model.
+        num_heads: Value heads; the model's by default.
+        head_dim: Key size K of a head; hidden_size / num_heads by default.
+        value_dim: Value size V of a head; K by default.
+        num_key_heads: Key heads, shared by groups of value heads; num_heads by default.
+        qk: Features of queries and keys.
+        v: Features of values.
+        decay: The module that computes the decays: ChannelDecay, or BoundedChannelDecay.
+        rank: Rank of the projections of the decays and of the output gate; V by default.
+        output: Norm and gate of the output: SigmoidGatedRMSNorm, or another Output.
+        allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+    """
+
+    recurrence = staticmethod(kernels.delta_rule)
+    decay_per_channel = True
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        num_key_heads: int | None = None,
+        qk: Features = Features(4, activation="silu", norm="l2"),
+        v: Features = Features(4, activation="silu"),
+        decay: Callable[[int, int], ChannelDecay] = ChannelDecay,
+        rank: int | None = None,
+        output: Callable[[int], Output] = SigmoidGatedRMSNorm,
+        allow_neg_eigval: bool = False,
+    ):
+        site = checked_site(site, type(self))
+        num_heads, head_dim, value_dim = site.head_sizes(num_heads, head_dim, value_dim)
+        super().__init__(
+            site,
+            num_heads=num_heads,
+            num_key_heads=num_key_heads,
+            key_size=head_dim,
+            value_size=value_dim,
+            q=qk,
+            k=qk,
+            v=v,
+        )
+        keys, values = self.num_key_heads * head_dim, num_heads * value_dim
+        rank = size_or("rank", rank, value_dim)
+        self.o_norm = output(value_dim)
+        widths = {"q": keys, "k": keys, "v": values, "f": rank, "b": self.gate_heads, "g": rank}
+        if not self.o_norm.gated:
+            del widths["g"]
+        self.in_proj = Projection(site.hidden_size, widths)
+        self.decay_up = nn.Linear(rank, self.gate_heads * self.subhead_size, bias=False)
+        self.decay = decay(self.gate_heads, self.subhead_size)
+        self.beta = Strength(self.gate_heads, allow_neg_eigval=allow_neg_eigval)
+        self.g_up = nn.Linear(rank, values) if self.o_norm.gated else None
+        self.o_proj = OutputProjection(values, site.hidden_size)
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v, f, b, *g = self.in_proj(x)
+        G, H = self.num_key_heads, self.num_heads
+        gate = None if self.g_up is None else split_heads(self.g_up(g[0]), H)
+        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), self.decay_up(f), b, gate)
+
+    def gates(self, s: Streams) -> Streams:
+        assert s.log_decay is not None
+        assert s.beta is not None
+        return s.replace(log_decay=self.decay(s.log_decay), beta=self.beta(s.beta))
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -1,0 +1,213 @@
+"""The delta rule with erase keys of their own, decays per channel, reads before the decay, and several steps."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+from .recurrences import DECAYS, LENGTHS, PACKED, TOLERANCE, assert_same, inputs, results
+
+run = partial(results, kernels.delta_rule)
+FORMS = ("beta", "erase", "two keys")
+
+
+def arguments(T: int, *, form: str = "erase", steps: int = 1, **options) -> dict[str, Tensor]:
+    """`inputs` with `steps` rows per token, and erase keys that are not parallel to the keys."""
+    a = inputs(T, **options)
+    rows = inputs(T * steps, **{**options, "documents": None, "gate": "none"})
+    if options.get("documents") is not None:
+        rows = {name: x[:1] for name, x in rows.items()}
+    a.update({name: rows[name] for name in ("k", "v", "beta")})
+    dtype, shape = a["q"].dtype, (*a["beta"].shape, a["q"].shape[3])
+    if form != "beta":
+        del a["beta"]
+        a["erase"] = 0.5 * F.normalize(torch.randn(shape, dtype=dtype), dim=-1)
+    if form == "two keys":
+        a["erase_write"] = 0.5 * F.normalize(torch.randn(shape, dtype=dtype), dim=-1)
+    return a
+
+
+def product_of_matrices(a: dict[str, Tensor], steps: int, *, read_before: bool) -> tuple[Tensor, Tensor]:
+    """One key head per value head, no subheads: S_t = M_t S_{t−1} + N_t with explicit matrices."""
+    q, k, v, erase, write = (a[name] for name in ("q", "k", "v", "erase", "erase_write"))
+    (B, T, H, K), V = q.shape, v.shape[3]
+    eye, o, final = torch.eye(K, dtype=q.dtype), q.new_zeros(B, T, H, V), torch.zeros_like(a["initial_state"])
+    for b, h in [(b, h) for b in range(B) for h in range(H)]:
+        S = a["initial_state"][b, h]
+        for t in range(T):
+            D = a["log_decay"][b, t, h].exp().diag()
+            for i in range(t * steps, (t + 1) * steps):
+                erased = torch.outer(write[b, i, h], erase[b, i, h])
+                if i > t * steps:
+                    D = eye
+                S = (D - erased if read_before else (eye - erased) @ D) @ S + torch.outer(k[b, i, h], v[b, i, h])
+            o[b, t, h] = K**-0.5 * q[b, t, h] @ S
+        final[b, h] = S
+    return o, final
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_against_the_product_of_matrices(backend: str, steps: int, read_before: bool):
+    a = arguments(5, form="two keys", steps=steps, gate="channel", K=4, V=3)
+    with kernels.backend(backend):
+        o, state = kernels.delta_rule(**a, steps=steps, read_before=read_before, return_state=True)
+    expected_o, expected_state = product_of_matrices(a, steps, read_before=read_before)
+    torch.testing.assert_close(o, expected_o)
+    torch.testing.assert_close(state, expected_state)
+
+
+@pytest.mark.slow
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [1, 2, 3])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gate", ["none", "constant", "head", "channel"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_backends_agree(length: int, gate: str, form: str, steps: int, read_before: bool, dtype: torch.dtype):
+    # subheads, shared keys, V ≠ K and a first state at once: what is mixed up in one of them shows
+    a = arguments(length, form=form, steps=steps, gate=gate, G=2, R=2, E=3, dtype=dtype)
+    options = {"subheads": 3, "steps": steps, "read_before": read_before}
+    assert_same(run(a, **options), run(a, **options, backend="reference"))
+
+
+@pytest.mark.slow
+@pytest.mark.pairwise
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("decay", [*DECAYS, "reset"])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_any_decay(gate: str, decay: str, steps: int, read_before: bool):
+    # 131 tokens: two full chunks and a ragged one
+    a = arguments(131, steps=steps, gate=gate, decay="mild" if decay == "reset" else decay)
+    if decay == "reset":
+        a["log_decay"] = a["log_decay"].where(torch.rand(a["log_decay"].shape) > 0.1, -torch.inf)
+    options = {"steps": steps, "read_before": read_before}
+    assert_same(run(a, **options), run(a, **options, backend="reference"))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("gate", ["none", "head"])
+def test_erase_keys_that_are_multiples_of_keys(gate: str, backend: str):
+    a = inputs(70, gate=gate)
+    b = {**a, "erase": a["beta"].unsqueeze(-1) * a["k"], "v": a["beta"].unsqueeze(-1) * a["v"]}
+    del b["beta"]
+    with kernels.backend(backend):
+        expected, found = kernels.delta_rule(**a)[0], kernels.delta_rule(**b)[0]
+    torch.testing.assert_close(found, expected)
+
+
+def test_one_decay_in_all_channels():
+    a = inputs(70, gate="head")
+    wide = {**a, "log_decay": a["log_decay"].unsqueeze(-1).expand(-1, -1, -1, 8)}
+    torch.testing.assert_close(kernels.delta_rule(**wide)[0], kernels.delta_rule(**a)[0])
+
+
+def test_steps_are_tokens_that_are_not_read():
+    a = arguments(30, steps=2, gate="channel")
+    q, g = torch.zeros(2, 60, 2, 8, dtype=torch.float64), torch.zeros(2, 60, 2, 8, dtype=torch.float64)
+    q[:, 1::2], g[:, ::2] = a["q"], a["log_decay"]
+    expected = kernels.delta_rule(**{**a, "q": q, "log_decay": g})[0][:, 1::2]
+    torch.testing.assert_close(kernels.delta_rule(**a, steps=2)[0], expected)
+
+
+def test_the_erased_value_may_be_written_with_the_key():
+    a = arguments(70, gate="channel")
+    both = {**a, "erase_write": a["k"]}
+    torch.testing.assert_close(kernels.delta_rule(**both)[0], kernels.delta_rule(**a)[0])
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_packed_documents_equal_documents_alone(gate: str, steps: int, backend: str):
+    a = arguments(PACKED[-1], steps=steps, gate=gate, documents=PACKED)
+    options = {"steps": steps, "read_before": True, "return_state": True}
+    with kernels.backend(backend):
+        o, states = kernels.delta_rule(**a, **options)
+        for n, (start, stop) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
+            if start == stop:
+                torch.testing.assert_close(states[n], a["initial_state"][n])
+                continue
+            one = {name: a[name][:, start:stop] for name in ("q", "log_decay")}
+            one |= {name: a[name][:, steps * start : steps * stop] for name in ("k", "v", "erase")}
+            alone, state = kernels.delta_rule(**one, initial_state=a["initial_state"][n : n + 1], **options)
+            torch.testing.assert_close(o[:, start:stop], alone)
+            torch.testing.assert_close(states[n : n + 1], state)
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_token_at_a_time_equals_all_at_once(form: str, steps: int, read_before: bool):
+    a = arguments(9, form=form, steps=steps, gate="channel", R=2, E=2)
+    options = {"steps": steps, "read_before": read_before, "subheads": 2, "return_state": True}
+    whole, last = kernels.delta_rule(**a, **options)
+    state, outputs = a.pop("initial_state"), []
+    per_row = {name for name in a if name not in ("q", "log_decay")}
+    for t in range(9):
+        one = {name: x[:, steps * t : steps * (t + 1)] if name in per_row else x[:, t : t + 1] for name, x in a.items()}
+        o, state = kernels.delta_rule(**one, initial_state=state, consume_state=t > 0, **options)
+        outputs.append(o)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole)
+    torch.testing.assert_close(state, last)
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_no_bit_depends_on_later_tokens(gate: str, steps: int, read_before: bool, decay: str):
+    T, first = 150, 20
+    a, b = (arguments(T, steps=steps, gate=gate, decay=decay, dtype=torch.float32) for _ in range(2))
+    b["initial_state"] = a["initial_state"]
+    for name, x in a.items():
+        count = first * steps if name in ("k", "v", "erase") else first
+        if name != "initial_state":
+            b[name][:, :count] = x[:, :count]
+    o, changed = (kernels.delta_rule(**x, steps=steps, read_before=read_before)[0] for x in (a, b))
+    assert torch.equal(o[:, :first], changed[:, :first])
+    assert not torch.equal(o[:, first:], changed[:, first:])
+
+
+def test_a_single_token_without_a_state_has_no_gradient_of_its_decay():
+    for steps in (1, 2):
+        a = arguments(1, steps=steps, gate="channel", state=False, dtype=torch.float32)
+        assert not run(a, steps=steps, through=("o", "state"))["gradient of log_decay"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_compiled_without_a_graph_break(gate: str):
+    a = arguments(70, gate=gate, decay="mixed")
+    compiled = torch.compile(kernels.delta_rule, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(**a)[0], kernels.delta_rule(**a)[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"beta": torch.ones(2, 10, 2)}, "beta: the delta rule needs either beta or erase, not both"),
+        ({"erase": torch.ones(2, 10, 2, 7)}, r"erase: expected \[2,10,2,8\], got shape \(2, 10, 2, 7\)"),
+        ({"erase": torch.ones(2, 10, 2, 8, dtype=torch.int64)}, "erase: expected a floating dtype, got torch.int64"),
+        ({"erase_write": torch.ones(2, 10, 2, 7)}, "erase_write: expected the shape of erase"),
+        ({"steps": 0}, "steps: must be at least 1, got 0"),
+        ({"steps": 2}, r"v: expected \[2,20,H,V\] as q has it with steps=2, got shape \(2, 10, 2, 6\)"),
+        ({"k": torch.ones(2, 9, 2, 8)}, "k: expected the shape of q"),
+        ({"erase": None}, "beta: the delta rule needs either beta or erase"),
+        (
+            {"erase": None, "beta": torch.ones(2, 10, 2), "erase_write": torch.ones(2, 10, 2, 8)},
+            "erase_write: needs erase",
+        ),
+    ],
+)
+def test_errors_name_the_argument(change: dict, message: str):
+    a = {**arguments(10, gate="channel"), **change}
+    with pytest.raises(ValueError, match=f"^{message}"):
+        kernels.delta_rule(**a)

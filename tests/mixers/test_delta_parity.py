@@ -1,0 +1,170 @@
+"""KDA, Gated DeltaNet-2, Comba and Gated DeltaProduct with copied weights: outputs, and gradients of all weights.
+
+They are compared with layers written out around the naive recurrences of flash-linear-attention, KDA also with the
+layer of transformers. The naive function of Comba reads the state after it decays, its kernels before; Comba is
+compared with the formula of the paper, in fp64.
+"""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from mixers import KDA, BoundedChannelDecay, Comba, GatedDeltaNet2, GatedDeltaProduct, Site
+
+from .test_parity import LENGTHS, Oracle, Weights, compare, compare_with_formula, conv_silu, linear, rms, shaken
+
+pytestmark = [pytest.mark.parity, pytest.mark.slow]
+TOLERANCE = 3e-5  # the naive functions compute in fp32, too, and gradients of decays are sums of terms that cancel
+SITE = Site(32, 4)
+SIZES = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}
+H, G, K, V = SIZES.values()
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def streams(x: Tensor, w: Weights, *, steps: int = 1) -> list[Tensor]:
+    """q [B,T,G,K], k [B,T,n·G,K] and v [B,T,n·H,V] after convolution and SiLU."""
+    raw = linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v")
+    made = [conv_silu(s, w[f"{name}_features.weight"]) for name, s in zip("qkv", raw, strict=True)]
+    return [s.unflatten(-1, (heads, -1)) for s, heads in zip(made, (G, steps * G, steps * H), strict=True)]
+
+
+def low_rank(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
+    """Raw decays, and the output gate."""
+    f, g = linear(x, w, "in_proj.f", "in_proj.g")
+    return F.linear(f, w["decay_up.weight"]), F.linear(g, w["g_up.weight"], w["g_up.bias"]).sigmoid()
+
+
+def output(o: Tensor, gate: Tensor, w: Weights, norm: str = "o_norm.norm.weight") -> Tensor:
+    return F.linear(((rms(o, 1e-5) * w[norm]).flatten(2)) * gate, w["o_proj.weight"])
+
+
+def channel_decay(f: Tensor, w: Weights, heads: int, bound: float | None = None) -> Tensor:
+    f, A = (f + w["decay.dt_bias"]).unflatten(-1, (heads, -1)), w["decay.A_log"].exp()[:, None]
+    return -A * F.softplus(f) if bound is None else bound * (A * f).sigmoid()
+
+
+def head_decay(x: Tensor, w: Weights) -> Tensor:
+    return -w["decay.A_log"].exp() * F.softplus(linear(x, w, "in_proj.a")[0] + w["decay.dt_bias"])
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("bounded", "most"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str):
+    naive = oracle("fla.ops.kda.naive").naive_recurrent_kda
+    options = {"decay": BoundedChannelDecay} if bounded else {}
+    ours = shaken(KDA(SITE, **SIZES, **options, allow_neg_eigval=most == 2))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w)
+        f, gate = low_rank(x, w)
+        g = channel_decay(f, w, H, -5.0 if bounded else None)
+        o, _ = naive(unit(q), unit(k), v, g, most * linear(x, w, "in_proj.b")[0].sigmoid())
+        return output(o, gate, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, length: int, backend: str):
+    theirs = oracle("transformers.models.kimi_linear.modeling_kimi_linear")
+    # wherever flash-linear-attention is installed, it would call its kernels: take the loop over time behind them
+    plain = inspect.unwrap(theirs.recurrent_kimi_delta_attention)
+    monkeypatch.setattr(theirs, "chunk_kimi_delta_attention", plain)
+    sizes = dict(hidden_size=32, linear_num_heads=H, linear_head_dim=K, num_hidden_layers=1)
+    config = theirs.KimiLinearConfig(**sizes, layer_types=["linear_attention"], mlp_layer_types=["dense"])
+    layer = theirs.KimiLinearDeltaAttention(config, 0)
+    torch.nn.init.zeros_(layer.forget_gate.A_log)
+    torch.nn.init.zeros_(layer.forget_gate.dt_bias)
+    shaken(layer)
+    ours = KDA(SITE)
+
+    names = {"f_a_proj": "in_proj.f", "f_b_proj": "decay_up", "g_a_proj": "in_proj.g", "g_b_proj": "g_up"}
+    names |= {"o_norm": "o_norm.norm", "o_proj": "o_proj", "b_proj": "in_proj.b"}
+    names |= {f"{x}_proj": f"in_proj.{x}" for x in "qkv"}
+    places = {f"{'forget_gate.' * t.startswith('f_')}{t}.weight": f"{o}.weight" for t, o in names.items()}
+    weights = dict(layer.named_parameters())
+    state = {name: weights[place] for place, name in places.items()}
+    state |= {f"{x}_features.weight": w for x, w in zip("qkv", layer.conv1d.weight.chunk(3), strict=True)}
+    state |= {"decay.A_log": layer.forget_gate.A_log.flatten(), "decay.dt_bias": layer.forget_gate.dt_bias}
+    ours.load_state_dict(state | {"g_up.bias": torch.zeros(32)})  # theirs has none
+
+    pairs = {place: (lambda g, name=name: g(name)) for place, name in places.items()}
+    pairs["conv1d.weight"] = lambda g: torch.cat([g(f"{x}_features.weight") for x in "qkv"])
+    pairs["forget_gate.A_log"] = lambda g: g("decay.A_log").view(1, 1, H, 1)
+    pairs["forget_gate.dt_bias"] = lambda g: g("decay.dt_bias")
+    with kernels.backend(backend):
+        compare(ours, layer, layer, pairs, torch.randn(2, length, 32), TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("most", [1, 2])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gated_deltanet2(oracle: Oracle, length: int, most: int, backend: str):
+    naive = oracle("fla.ops.gdn2.naive").naive_recurrent_gdn2
+    ours = shaken(GatedDeltaNet2(SITE, **SIZES, allow_neg_eigval=most == 2))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w)
+        f, gate = low_rank(x, w)
+        b, write = linear(x, w, "in_proj.b", "in_proj.w")
+        b, write = most * b.sigmoid().unflatten(-1, (G, -1)), write.sigmoid().unflatten(-1, (H, -1))
+        # of value heads: it has no groups
+        q, k, g, b = (s.repeat_interleave(H // G, 2) for s in (unit(q), unit(k), channel_decay(f, w, G), b))
+        return output(naive(q, k, v, g, b, write)[0], gate, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("steps", "most"), [(1, 1), (2, 2), (3, 2)])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gated_deltaproduct(oracle: Oracle, length: int, steps: int, most: int, backend: str):
+    naive = oracle("fla.ops.gated_delta_product.naive").naive_recurrent_gated_delta_product
+    ours = shaken(GatedDeltaProduct(SITE, **SIZES, num_steps=steps, allow_neg_eigval=most == 2))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w, steps=steps)
+        k, v, beta = (
+            s.unflatten(2, (steps, -1)).flatten(1, 2)
+            for s in (unit(k), v, most * linear(x, w, "in_proj.b")[0].sigmoid())
+        )
+        q, k = (s.repeat_interleave(H // G, 2) for s in (unit(q), k))
+        o, _ = naive(q, k, v, head_decay(x, w), beta, K**-0.5, num_householder=steps)
+        return output(o, F.silu(*linear(x, w, "in_proj.g")), w, "o_norm.weight")
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("unit_feedback", [False, True])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_comba(length: int, unit_feedback: bool, backend: str):
+    # queries that resemble their keys: the norm would blow up the rounding of a first q·k that is nearly zero
+    ours = shaken(Comba(SITE, **SIZES, unit_feedback=unit_feedback))
+    torch.nn.init.constant_(ours.D, -1)
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w)
+        p = w["feedback"].sigmoid()[:, None] * k
+        q, k = unit(q - w["D"][:, None] * p), unit(k)
+        p = k if unit_feedback else w["feedback"].sigmoid()[:, None] * k
+        q, k, p = (s.repeat_interleave(H // G, 2) for s in (q, k, p))
+        beta, decay = linear(x, w, "in_proj.b")[0].sigmoid(), head_decay(x, w).exp()
+        S, rows = x.new_zeros(len(x), H, K, V), []
+        for t in range(length):
+            error = v[:, t] - (p[:, t, :, :, None] * S).sum(2)  # the state before it decays
+            written = (beta[:, t, :, None] * k[:, t])[..., None] * error[:, :, None]
+            S = decay[:, t, :, None, None] * S + written
+            rows.append(K**-0.5 * (q[:, t, :, :, None] * S).sum(2))
+        return output(torch.stack(rows, 1), linear(x, w, "in_proj.g")[0].sigmoid(), w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)

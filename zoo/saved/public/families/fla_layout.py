@@ -1,0 +1,124 @@
+"""The layout of flash-linear-attention's models: a mixer in all layers but those of attention."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from mixers import Features
+from zoo.lm.model import LanguageModel
+from zoo.saved.public.families import fla_attention
+from zoo.saved.public.families.llama import MLP
+from zoo.saved.public.family import TIED, Config, Family, Spec, keys_of, mlp_size, model_of, words
+from zoo.saved.public.tensors import Rows, Rule, around_layers, rows
+
+HARMLESS = words("attn_mode fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp")
+_SIZES = dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=24, hidden_ratio=4.0, intermediate_size=None)
+_KEYS: Config = {**_SIZES, "norm_eps": 1e-6, TIED: False, "attn": None}
+_TENSORS = around_layers("model.embeddings.weight", "model.norm.weight")
+_AROUND_THE_MIXER = {
+    "attn_norm.weight": "mixer_norm.weight",
+    "mlp_norm.weight": "mlp_norm.weight",
+    **MLP,
+}
+MIXER = "model.layers.{layer}.attn."
+OUR_MIXER = "layers.{layer}.mixer."
+# with SiLU of a gate, or with its sigmoid or without one
+OUTPUT_NORM: Mapping[str, tuple[str, ...]] = {"o_norm.weight": ("o_norm.weight", "o_norm.norm.weight")}
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """A mixer of theirs.
+
+    Attributes:
+        name: The family's name without `fla_`.
+        architecture: The name of the model's class without `ForCausalLM`.
+        mixers: Names of our mixers, separated by spaces.
+        keys: Keys of its config → defaults.
+        to_ours: Their keys → our mixer.
+        to_theirs: Our mixer, and the width of the model → their keys.
+        tensors: Names in their mixer → in ours.
+        model_type: None for `name`.
+        fixed, harmless: As for `Family`.
+        norms, shared: Rules for further tensors of each layer, and of the model.
+        layer: Which of the layers without attention `to_theirs` reads.
+    """
+
+    name: str
+    architecture: str
+    mixers: str
+    keys: Config
+    to_ours: Callable[[Config], Spec]
+    to_theirs: Callable[[Any, int], dict[str, Any]]
+    tensors: Mapping[str, str | tuple[str, ...]]
+    model_type: str | None = None
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    harmless: str = ""
+    norms: tuple[Rows, ...] = ()
+    shared: tuple[Rule, ...] = ()
+    layer: int = 0
+
+
+def family(theirs: Mixer) -> Family:
+    """The models with a mixer in all layers but those of attention."""
+
+    def to_ours(config: Config) -> dict[str, Any]:
+        stack = fla_attention.stack_of(config, theirs.to_ours(config))
+        return model_of(config, config["norm_eps"], stack, intermediate_size=_intermediate_size(config))
+
+    def to_theirs(model: LanguageModel) -> dict[str, Any]:
+        mixer = fla_attention.linear_mixers(model)[theirs.layer]
+        around = {**keys_of(model, "norm_eps"), "intermediate_size": mlp_size(model)}
+        return {**around, "attn": fla_attention.keys_of(model), **theirs.to_theirs(mixer, model.hidden_size)}
+
+    table = [rows(f"model.layers.{{layer}}.{t}", f"layers.{{layer}}.{o}") for t, o in _AROUND_THE_MIXER.items()]
+    for name, ours in {**fla_attention.TENSORS, **theirs.tensors}.items():
+        parts = (ours,) if isinstance(ours, str) else ours
+        table.append(rows(MIXER + name, *(OUR_MIXER + part for part in parts)))
+    return Family(
+        name=f"fla_{theirs.name}",
+        target="fla",
+        model_types=(theirs.model_type or theirs.name,),
+        architecture=f"{theirs.architecture}ForCausalLM",
+        mixers=words(theirs.mixers) | fla_attention.MIXERS,
+        keys={**_KEYS, **theirs.keys},
+        fixed={"hidden_act": ("swish",), "attnres_block_size": (None,), **theirs.fixed},
+        harmless=HARMLESS | words(theirs.harmless),
+        to_ours=to_ours,
+        to_theirs=to_theirs,
+        tensors=(*_TENSORS, *theirs.shared),
+        layer_tensors=(*theirs.norms, *table),
+    )
+
+
+def _intermediate_size(config: Config) -> int:
+    """The inner size of the MLPs: as given, or about 2/3 · hidden_ratio · hidden_size."""
+    if config["intermediate_size"] is not None:
+        return config["intermediate_size"]
+    ratio = 4 if config["hidden_ratio"] is None else config["hidden_ratio"]
+    return -(int(config["hidden_size"] * ratio * 2 / 3) // -256) * 256
+
+
+def projections(streams: str) -> dict[str, str]:
+    """The weights of the projections of these streams, and of the output's."""
+    return {**{f"{x}_proj.weight": f"in_proj.{x}.weight" for x in streams}, "o_proj.weight": "o_proj.weight"}
+
+
+def convolutions(**streams: str) -> dict[str, str]:
+    """The weights and biases of convolutions, by stream: theirs=ours."""
+    parts = ("weight", "bias")
+    return {f"{t}_conv1d.{part}": f"{o}_features.{part}" for t, o in streams.items() for part in parts}
+
+
+def taps_of(config: Config) -> int:
+    return config["conv_size"] if config["use_short_conv"] else 0
+
+
+def convolution_keys(features: Features) -> dict[str, Any]:
+    return {"use_short_conv": features.conv > 0, "conv_size": features.conv or 4}
+
+
+def widths(mixer: Any, hidden_size: int) -> dict[str, float]:
+    """The widths of all keys and of all values, relative to that of the model."""
+    sizes = {"expand_k": mixer.key_size, "expand_v": mixer.value_size}
+    return {key: mixer.num_heads * size / hidden_size for key, size in sizes.items()}
