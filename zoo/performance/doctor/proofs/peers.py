@@ -183,7 +183,9 @@ def prove(device: torch.device, number: int) -> Iterator[Finding]:
     try:
         here = subject(device, number)
     except Exception as error:  # of other versions of a library, of any type
-        yield Finding(names(device)[number], "finished", "noted", f"{type(error).__name__}: {' '.join(str(error).split())}", {})
+        yield Finding(
+            names(device)[number], "finished", "noted", f"{type(error).__name__}: {' '.join(str(error).split())}", {}
+        )
         return
     for finding in ops.prove(here):
         if finding.status == "failed":
