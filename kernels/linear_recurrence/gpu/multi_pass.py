@@ -32,7 +32,7 @@ class ForGates(NamedTuple):
     """Tensors that a pass fills for the gradients of the gates."""
 
     products: Tensor | None = None  # Σ other · (the state's part of the output), per token
-    checkpoints: Tensor | None = None  # states at the starts of blocks, or before all chunks
+    checkpoints: Tensor | None = None  # states at the ends of blocks, or before all chunks
     anchors: Tensor | None = None  # <S,dS> there
     plain: bool = False  # whether the products are also stored without the decays, for the gradient of β
 

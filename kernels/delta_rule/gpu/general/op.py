@@ -174,8 +174,8 @@ delta_rule = register("general_delta_rule", compute, differentiate, fake, result
 def interleaved(a: Recurrences) -> tuple[Tensor, Tensor | None]:
     """q and the log decay with one row per step: only the last step of a token is read, only the first one decays."""
     B, T, n = a.q.shape[0], a.q.shape[1], a.steps
-    q = a.q.new_zeros(B, T, n, *a.q.shape[2:])
-    q[:, :, -1] = a.q
+    unread = a.q.new_zeros(1).expand(B, T, n - 1, *a.q.shape[2:])
+    q = torch.cat([unread, a.q.unsqueeze(2)], 2)
     g = a.log_decay
     if g is None:
         return q.flatten(1, 2), None

@@ -96,7 +96,9 @@ def _of_other_kernels(device: torch.device) -> Iterator[OpCall]:
         if case.op in ("linear_recurrence", "delta_rule"):
             inputs = {name: _repeated(name, x, heads) for name, x in case.inputs.items()}
             yield replace(case, variant=f"{case.variant}, many heads", inputs=inputs)
-    yield from (case for case in cases(LONG) if case.op == "delta_rule")
+    yield from (
+        case for case in cases(LONG) if case.op == "delta_rule" and case.variant in ("no decay", "decay per head")
+    )
 
 
 def _repeated(name: str, x: Tensor, heads: int) -> Tensor:
