@@ -7,6 +7,7 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 
 from . import openmp as openmp  # isort: skip  # before torch is imported
 from .core.backend import BACKENDS, backend, implementations, same_backend
+from .core.deterministic import deterministic, is_deterministic
 from .core.documents import documents
 from .core.recompute import recomputing
 from .core.recurrence import at_least_fp32
@@ -47,6 +48,7 @@ __all__ = [
     "complement",
     "delta_gates",
     "delta_rule",
+    "deterministic",
     "discretise",
     "documents",
     "features",
@@ -57,6 +59,7 @@ __all__ = [
     "gated_rms_norm",
     "head_linear",
     "implementations",
+    "is_deterministic",
     "linear",
     "linear_cross_entropy",
     "linear_recurrence",

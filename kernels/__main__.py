@@ -18,6 +18,7 @@ from torch import Tensor
 import kernels
 
 from .core.recurrence import check
+from .delta_rule import op_of
 from .errors import UserError
 
 try:
@@ -29,7 +30,7 @@ except ModuleNotFoundError as error:
     sys.exit(f"python -m kernels explains kernels in Triton, which cannot be imported: {error}")
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-GATES = {"linear_recurrence": ("none", "constant", "head", "channel"), "delta_rule": ("none", "constant", "head")}
+GATES = {name: ("none", "constant", "head", "channel") for name in ("linear_recurrence", "delta_rule")}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,9 +97,9 @@ def explain(args: argparse.Namespace) -> list[Record]:
         scale=None,
         initial_state=None,
         cu_seqlens=None,
-        per_channel=args.op == "linear_recurrence",
+        per_channel=True,
     )
-    op = sys.modules[getattr(kernels, args.op).__module__].OP
+    op = op_of(call) if args.op == "delta_rule" else sys.modules[kernels.linear_recurrence.__module__].OP
     if op.limits is not None and (reason := op.limits(call)) is not None:
         raise UserError(f"{args.op} would run in PyTorch, not on 'triton', {reason}")
     of_rows.cache_clear()  # plans depend on the assumed GPU

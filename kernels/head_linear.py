@@ -8,6 +8,7 @@ from torch import Tensor
 from .core.allocation import new
 from .core.autograd import Gradients, register
 from .core.recompute import remake
+from .linear.tiles import implementation, product
 
 
 def heads_first(x: Tensor) -> Tensor:
@@ -18,6 +19,7 @@ def heads_first(x: Tensor) -> Tensor:
 class Arguments(NamedTuple):
     x: Tensor  # [B,T,H,K]
     weight: Tensor  # [H,K,N]
+    how: str = "torch"  # the implementation of products in deterministic mode
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
@@ -26,20 +28,20 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 
 def compute(args: Arguments) -> tuple[Tensor]:
     """y [B,T,H,N]."""
-    (x, weight), (y,) = args, _empty(args)
+    (x, weight, how), (y,) = args, _empty(args)
     # A product without `out` would lie heads first, and become [B,T,H,N] by a copy of the largest tensor of the layer.
-    torch.bmm(heads_first(x), weight.to(x.dtype), out=heads_first(y))
+    product(heads_first(x), weight.to(x.dtype), heads_first(y), how)
     return (y,)
 
 
 def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     """The gradients of x and of the weight."""
-    (x, weight), dy, dx, dweight = args, heads_first(dy), None, None
+    (x, weight, how), dy, dx, dweight = args, heads_first(dy), None, None
     if needed.x:
         dx = new(x)
-        torch.bmm(dy, weight.to(x.dtype).mT, out=heads_first(dx))
+        product(dy, weight.to(x.dtype).mT, heads_first(dx), how)
     if needed.weight:
-        dweight = torch.bmm(heads_first(x).mT, dy, out=new(x, *weight.shape)).to(weight.dtype)
+        dweight = product(heads_first(x).mT, dy, new(x, *weight.shape), how).to(weight.dtype)
     return {"x": dx, "weight": dweight}
 
 
@@ -67,5 +69,6 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
         raise ValueError(f"weight: expected [{x.shape[2]},{x.shape[3]},N], got shape {tuple(weight.shape)}")
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    (y,) = apply(x, weight)
-    return remake(y, lambda *args: compute(Arguments(*args))[0], x, weight)
+    how = implementation(x)
+    (y,) = apply(x, weight, how)
+    return remake(y, lambda *args: compute(Arguments(*args))[0], x, weight, how)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.core.elementwise import sigmoid
 
 from .arguments import size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
@@ -114,7 +115,7 @@ class SoftmaxAttention(TokenMixer):
             o, keys, values = self._continue_packed(q, k, v, state, cu_seqlens)
             cache = AttentionState(keys, values, (q_history, k_history), following)
         if gate:
-            o = o * split_heads(gate[0], self.num_heads).sigmoid()
+            o = o * sigmoid(split_heads(gate[0], self.num_heads))
         return self.o_proj(o.flatten(2)), cache
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:

@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels.linear.tiles import linear
 
 from .arguments import check_sizes
 from .features import Activation
 from .fusion import Fusable
 from .precision import KeepsFp32
+from .projection import Linear
 
 
 class Expansion(nn.Module):
@@ -108,7 +110,8 @@ class LowRank(Expansion):
             nn.init.normal_(weight, std=len(weight) ** -0.5)
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
-        y = activated(stream, self.activation).flatten(2) @ self.down @ self.up
+        y = activated(stream, self.activation).flatten(2)
+        y = linear(linear(y, self.down.T), self.up.T)
         return y.unflatten(-1, (self.heads, self.factor * self.size))
 
 
@@ -146,7 +149,7 @@ class LFM(Expansion):
 
     def __init__(self, heads: int, size: int, factor: int, hidden_size: int):
         super().__init__(heads, size, factor, hidden_size)
-        self.p_proj = nn.Linear(hidden_size, heads * factor, bias=False)
+        self.p_proj = Linear(hidden_size, heads * factor, bias=False)
 
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
         p = self.p_proj(x).relu().unflatten(-1, (self.heads, self.factor))

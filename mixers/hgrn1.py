@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.core.elementwise import silu
 
 from .arguments import check_numbers
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
@@ -67,7 +68,7 @@ class HGRN1(TokenMixer):
             log_decay = F.logsigmoid(kernels.at_least_fp32(f))
         else:
             log_decay = self.lower_bounds.log_forget(f, self.site.layer)
-        added = -torch.expm1(log_decay) * F.silu(i)
+        added = -torch.expm1(log_decay) * silu(i)
         h, last = run_selective_scan(
             added,
             log_decay,

@@ -4,16 +4,16 @@ import math
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.elementwise import silu, softplus
 
 from .arguments import check_sizes, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
 from .context_parallel import ContextParallel, run_selective_scan
 from .features import FeaturePath, Features
-from .projection import OutputProjection, Projection
+from .projection import Linear, OutputProjection, Projection
 from .registry import register
 from .state import History
 
@@ -25,7 +25,7 @@ class MambaState(NamedTuple):
     histories: tuple[History, ...]  # last conv inputs [S,W−1,D]
 
 
-class StepProjection(nn.Linear):
+class StepProjection(Linear):
     """dt [...,rank] → [...,width], initially U(±rank^-½) as published, whatever the model's initialisation."""
 
     def __init__(self, rank: int, width: int):
@@ -103,7 +103,7 @@ class Mamba1(TokenMixer):
         features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens, context_parallel)
         u = features.squeeze(-1)
         dt, b, c = self.x_proj(u)
-        dt = F.softplus(kernels.at_least_fp32(self.dt_proj(dt)) + kernels.at_least_fp32(self.dt_bias))
+        dt = softplus(kernels.at_least_fp32(self.dt_proj(dt)) + kernels.at_least_fp32(self.dt_bias))
         y, h = run_selective_scan(
             dt * u,
             -dt,
@@ -115,7 +115,7 @@ class Mamba1(TokenMixer):
             cu_seqlens=cu_seqlens,
             context_parallel=context_parallel,
         )
-        y = (y + self.D * u).to(x.dtype) * F.silu(z)
+        y = (y + self.D * u).to(x.dtype) * silu(z)
         return self.out_proj(y), None if h is None or history is None else MambaState(h, (history,))
 
     def init_state(

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels.linear.tiles import linear
 
 UNIT = 16  # columns: rows of whole units are what tensor cores and the compiler of our kernels can read in large pieces
 MANY = 512  # rows of a product that takes longer than a copy of its weight
@@ -72,6 +73,13 @@ def _join(module: Projection, state: dict[str, Any], prefix: str, *_: object) ->
     for fused, names in _fused(module, prefix).items():
         if all(name in state for name in names):
             state[fused] = torch.cat([state.pop(name) for name in names])
+
+
+class Linear(nn.Linear):
+    """A linear map with PyTorch's product, or in deterministic mode with one whose rows do not depend on each other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
 
 
 class OutputProjection(nn.Linear):

@@ -2,15 +2,16 @@
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
+from kernels.core.elementwise import sigmoid
 
 from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ConstantDecay, alibi_slopes
 from .features import Features
-from .projection import OutputProjection, Projection, split_heads
+from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -26,7 +27,7 @@ class LowRankGated(LinearMixer):
         super().__init__(site, num_heads=num_heads, key_size=head_dim, value_size=head_dim, q=qk, k=qk)
         self.norm_eps, width = norm_eps, site.hidden_size
         self.in_proj = Projection(width, {"q": width, "k": width, "v": width, "g": head_dim})
-        self.g_up = nn.Linear(head_dim, width, bias=False)
+        self.g_up = Linear(head_dim, width, bias=False)
         self.o_proj = OutputProjection(width, width)
 
     def project(self, x: Tensor) -> Streams:
@@ -35,7 +36,7 @@ class LowRankGated(LinearMixer):
         return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), gate=self.g_up(g))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        return self.o_proj(kernels.rms_norm(o.flatten(2), eps=self.norm_eps) * s.gate.sigmoid())
+        return self.o_proj(kernels.rms_norm(o.flatten(2), eps=self.norm_eps) * sigmoid(s.gate))
 
 
 class LayerwiseAlibi(ConstantDecay):

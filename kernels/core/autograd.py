@@ -2,6 +2,9 @@
 
 `torch.compile` sees one node forward and one backward, never a graph break, and nothing of the launches inside. In
 eager mode the same functions are called directly, without the dispatcher.
+
+The mode of `deterministic` is a hidden last argument of every op, so that its backward pass, which runs in another
+thread, and compiled code follow the mode of the call.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +15,8 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from .deterministic import in_mode, is_deterministic
 
 NAMESPACE = "token_mixer_zoo"
 Gradients = Mapping[str, Tensor | None]
@@ -56,15 +61,19 @@ def register(
     fields = get_type_hints(make)
 
     def run(*values: Any) -> tuple[Tensor, ...]:
-        return tuple(forward(make(*values)))
+        return tuple(in_mode(values[-1], forward, make(*values[:-1])))
 
-    parameters = [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for field, kind in fields.items()]
+    def fake(*values: Any) -> tuple[Tensor, ...]:
+        return tuple(in_mode(values[-1], empty, make(*values[:-1])))
+
+    kinds_of_values = {**fields, "deterministic": bool}.items()
+    parameters = [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for field, kind in kinds_of_values]
     run.__signature__ = Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
     schema = torch.library.infer_schema(run, mutates_args=())
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
-    op.register_fake(lambda *values: tuple(empty(make(*values))))
+    op.register_fake(fake)
     if backward is None:
-        return lambda *values: (run if plain(values) else op)(*values)[:results]
+        return lambda *values: (run if plain(values) else op)(*values, is_deterministic())[:results]
     differentiate = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
@@ -79,10 +88,10 @@ def register(
 
     def derive(*values: Any) -> list[Tensor | None]:
         """The needed gradients in the order of the tensors, from gradients, residuals, `needed` and arguments."""
-        needed, args = values[first], make(*values[first + 1 :])
+        needed, args = values[first], make(*values[first + 1 : -1])
         by_name: Gradients = {}
         if any(g is not None for g in values[:results]):
-            by_name = differentiate(args, make(*needed), *values[:first])
+            by_name = in_mode(values[-1], differentiate, args, make(*needed[:-1]), *values[:first])
         return [by_name.get(field) if want else None for field, want in zip(tensors, needed, strict=False)]
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
@@ -105,7 +114,7 @@ def register(
     def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.set_materialize_grads(False)
         saved = list(inputs[:count])
-        for field in unread(make(*inputs)):
+        for field in unread(make(*inputs[:-1])):
             i = tensors.index(field)
             saved[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
         ctx.save_for_backward(*saved, *output[results:])
@@ -134,7 +143,11 @@ def register(
 
         backward = staticmethod(once(partial(differentiated, derive)))
 
-    return lambda *args: Direct.apply(*args) if plain(args) else op(*args)[:results]
+    def call(*args: Any) -> tuple[Tensor, ...]:
+        mode = is_deterministic()
+        return Direct.apply(*args, mode) if plain(args) else op(*args, mode)[:results]
+
+    return call
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ The scope of a choice:
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
@@ -36,6 +36,7 @@ import torch as pytorch
 from torch import Tensor
 
 from ..errors import UserError
+from .deterministic import deterministic, is_deterministic
 
 log = logging.getLogger(__name__)
 
@@ -84,20 +85,21 @@ def implementations() -> Iterator[dict[str, set[str]]]:
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """A `context_fn` for `torch.utils.checkpoint`: recompute with the backend that is chosen now."""
-    return nullcontext(), _Reentrant(_chosen.get())
+    """A `context_fn` for `torch.utils.checkpoint`: recompute with the backend, and the `deterministic` mode, of now."""
+    return nullcontext(), _Reentrant(_chosen.get(), is_deterministic())
 
 
 class _Reentrant(AbstractContextManager[None]):
-    """`backend(name)` as a reentrant context manager: every backward pass through a checkpoint enters it again."""
+    """A backend and a mode as a reentrant context manager: every backward pass through a checkpoint enters it again."""
 
-    def __init__(self, name: str):
-        self.name = name
-        self._entered: list[AbstractContextManager[None]] = []
+    def __init__(self, name: str, mode: bool):
+        self.name, self.mode = name, mode
+        self._entered: list[ExitStack] = []
 
     def __enter__(self) -> None:
-        self._entered.append(backend(self.name))
-        self._entered[-1].__enter__()
+        self._entered.append(ExitStack())
+        self._entered[-1].enter_context(backend(self.name))
+        self._entered[-1].enter_context(deterministic(self.mode))
 
     def __exit__(self, *error: Any) -> None:
         self._entered.pop().__exit__(*error)

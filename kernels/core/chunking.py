@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .deterministic import is_deterministic
+from .elementwise import exp2
 from .recurrence import Recurrences, at_least_fp32
 from .resets import sums
 
@@ -26,11 +28,11 @@ Run = tuple[slice, range]  # a slice of the sequences, and the chunks that they 
 
 
 class Chunking:
-    """The T tokens of `a` as N chunks of C tokens, where C is at most `size`."""
+    """The T tokens of `a` as N chunks of C tokens: `size`, or all tokens if they are fewer."""
 
     def __init__(self, a: Recurrences, size: int = CHUNK):
         self.a, self.length = a, a.length
-        self.size = min(size, self.length)
+        self.size = size if is_deterministic() else min(size, self.length)  # products of one shape, however short
         self.chunks = a.documents.chunks(self.size) if a.documents else None
         self.count = self.chunks.count if self.chunks else -(-self.length // self.size)
         self.padded = self.count * self.size != self.length
@@ -174,7 +176,7 @@ def powers(b: Tensor, reference: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     reach = REACH_FP64 if dtype == torch.float64 else REACH
     whole = b.detach().floor()
     part, shift = (b - whole).to(dtype), (whole - reference).to(dtype).clamp(-reach, reach)
-    return part.exp2() * shift.exp2(), (-part).exp2() * (-shift).exp2()
+    return exp2(part) * shift.exp2(), exp2(-part) * (-shift).exp2()
 
 
 def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
@@ -182,4 +184,4 @@ def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
     # in base 2: on a CPU, PyTorch's exp takes three times as long, and ten times more where it underflows
     b = b / math.log(2)
     # The diagonal is zeroed before the exponential: its gradients would only cancel, and drown small ones in rounding.
-    return (b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype).tril_(-1).exp2().tril()
+    return exp2((b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype).tril_(-1)).tril()

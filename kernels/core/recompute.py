@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .deterministic import in_mode, is_deterministic
+
 
 class _Note:
     """One result that can be recomputed."""
@@ -20,7 +22,7 @@ class _Note:
     def __init__(self, y: Tensor, make: Callable[..., Tensor], args: list[Any]):
         # held until `recomputing()` exits, so that no other tensor can get its address
         self.y: Tensor | None = y
-        self.version, self.make, self.args = y._version, make, args
+        self.version, self.make, self.args, self.mode = y._version, make, args, is_deterministic()
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
@@ -51,7 +53,7 @@ class _Later(NamedTuple):
         note = self.note
         if note.value is None:
             args = [x.now() if isinstance(x, _Later) else x for x in note.args]
-            note.value, note.waiting = note.make(*args), note.users
+            note.value, note.waiting = in_mode(note.mode, note.make, *args), note.users
         value, note.waiting = note.value, note.waiting - 1
         if not note.waiting:
             note.value = None

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .autograd import plain
+from .deterministic import is_deterministic
 from .documents import Documents, documents
 
 FEW_CHANNELS = 512  # of a head's keys in all subheads: so many of its states take little memory
@@ -85,8 +86,8 @@ class Recurrences:
 
 
 def one_token(a: Recurrences) -> bool:
-    """Return whether every sequence has a single token, as in decoding."""
-    return a.length == 1 and a.cu_seqlens is None
+    """Return whether every sequence is computed as a single step, as in decoding; in deterministic mode never."""
+    return a.length == 1 and a.cu_seqlens is None and not is_deterministic()
 
 
 def check(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Op
+from ..core.elementwise import sigmoid
 from ..core.recurrence import at_least_fp32
 from ..discretise import composed as decay
 from ..discretise import reference as exact_decay
@@ -14,7 +15,7 @@ from ..discretise import reference as exact_decay
 def strength(b: Tensor, bias: Tensor | None = None, largest: float = 1.0) -> Tensor:
     """β = largest · σ(b + bias) […,M], in at least fp32."""
     b = at_least_fp32(b)
-    beta = (b if bias is None else b + at_least_fp32(bias)).sigmoid()
+    beta = sigmoid(b if bias is None else b + at_least_fp32(bias))
     return beta if largest == 1 else largest * beta
 
 

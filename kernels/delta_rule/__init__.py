@@ -30,6 +30,15 @@ def limits(a: Recurrences) -> str | None:
     )
 
 
+def general_limits(a: Recurrences) -> str | None:
+    """Like `limits`, for the general delta rule."""
+    return (
+        None
+        if a.q.shape[3] <= WHOLE
+        else f"which takes keys of at most {WHOLE} channels with such erase keys or decays"
+    )
+
+
 def general(a: Recurrences) -> bool:
     """Return whether a call needs more than erase keys β k, one decay per head and one step per token."""
     per_channel = a.log_decay is not None and a.log_decay.dim() == 4
@@ -45,7 +54,18 @@ GPU = "kernels.delta_rule.gpu.op:forward"
 FLASHQLA = "kernels.delta_rule.gpu.flashqla:forward"
 OP = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits, flashqla=FLASHQLA)
 ONE_TOKEN = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)  # FlashQLA has none
-GENERAL = Op("delta_rule", reference=reference.forward, torch=in_torch)
+GENERAL = Op(
+    "delta_rule",
+    reference=reference.forward,
+    torch=in_torch,
+    gpu="kernels.delta_rule.gpu.general.op:forward",
+    limits=general_limits,
+)
+
+
+def op_of(a: Recurrences) -> Op:
+    """The op that serves a call."""
+    return GENERAL if general(a) else ONE_TOKEN if one_token(a) else OP
 
 
 def delta_rule(
@@ -125,7 +145,7 @@ def delta_rule(
         read_before=read_before,
         steps=steps,
     )
-    o, state = (ONE_TOKEN if one_token(a) else GENERAL if general(a) else OP)(q, a)
+    o, state = op_of(a)(q, a)
     return o, state if return_state else None
 
 

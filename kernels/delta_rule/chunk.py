@@ -17,17 +17,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
+from ..core.deterministic import is_deterministic
 from ..core.recurrence import Recurrences
 
 MANY = 16  # heads, over all sequences, from which a step outweighs its overhead: shorter chunks then do less work
-SOLVED = 8  # the largest triangle that is inverted by solving; larger ones are inverted by products
+# the largest triangle that is inverted by solving; larger ones are inverted by products. oneDNN computes batches of
+# products of 8 × 8 by the number of matrices, so there are none in deterministic mode.
+SOLVED, SOLVED_DETERMINISTIC = 8, 16
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
     with torch.autocast(a.v.device.type, enabled=False):
-        c = Chunking(a, CHUNK if a.v.shape[0] * a.v.shape[2] < MANY else CHUNK // 2)
+        c = Chunking(a, CHUNK if is_deterministic() or a.v.shape[0] * a.v.shape[2] < MANY else CHUNK // 2)
         kq, v, b = torch.cat([c.keys(a.k), c.keys(a.q) * a.scale], -2), c.values(a.v), c.log_decay()
         if b is None:
             b = v.new_zeros(1, 1, 1, a.repeats, 1, c.size)
@@ -156,7 +159,7 @@ def unit_lower_inverse(x: Tensor) -> Tensor:
     solving row by row, and several times faster on a CPU.
     """
     C = x.shape[-1]
-    if C <= SOLVED or C % 2:
+    if (SOLVED_DETERMINISTIC if is_deterministic() else SOLVED) >= C or C % 2:
         one = torch.eye(C, dtype=x.dtype, device=x.device).expand(x.shape)
         return torch.linalg.solve_triangular(x, one, upper=False, unitriangular=True)
     h = C // 2

@@ -1,16 +1,16 @@
 """The discretisation of a decay: dt = softplus(a + dt_bias) and log_decay = −exp(A_log) · dt."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.backend import Op
+from ..core.elementwise import softplus
 from ..core.recurrence import at_least_fp32
 
 
 def composed(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The formula in PyTorch."""
-    dt = F.softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
+    dt = softplus(at_least_fp32(a) + at_least_fp32(dt_bias))
     return -at_least_fp32(A_log).exp() * dt, dt
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.autograd import plain
+from ..core.deterministic import is_deterministic
 from ..core.documents import documents
 from ..core.recurrence import at_least_fp32
 from .arguments import FeatureStream
@@ -46,8 +47,8 @@ def _slide(line: Tensor, stream: FeatureStream) -> Tensor:
     if by_hand := line.is_cpu and plain((line, stream.weight)):
         line = at_least_fp32(line)  # in half precision the gradient takes twice as long
     weight, bias = stream.weight.to(line.dtype), None if stream.bias is None else stream.bias.to(line.dtype)
-    if line.dtype == torch.float64 and not line.is_cuda:
-        # PyTorch would open a parallel region per channel here: seconds on a busy machine
+    if not line.is_cuda and (line.dtype == torch.float64 or is_deterministic()):
+        # in fp64 PyTorch opens a parallel region per channel: seconds on a busy machine; its rounding depends on T
         T = line.shape[1] - weight.shape[2] + 1
         y = sum((line[:, j : j + T] * weight[:, 0, j] for j in range(weight.shape[2])), line.new_zeros(()))
     elif by_hand:

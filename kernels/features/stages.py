@@ -2,21 +2,22 @@
 
 from collections.abc import Callable
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ..core.elementwise import elu, rsqrt, silu
 
 EPS = 1e-6
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "identity": lambda x: x,
-    "silu": F.silu,
+    "silu": silu,
     "relu": F.relu,
-    "elu1": lambda x: 1 + F.elu(x),
+    "elu1": lambda x: 1 + elu(x),
 }
 # l2 adds EPS inside the root, as the published models do
 NORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda x: x,
-    "l2": lambda x: x * torch.rsqrt(x.square().sum(-1, keepdim=True) + EPS),
+    "l2": lambda x: x * rsqrt(x.square().sum(-1, keepdim=True) + EPS),
     "l1": lambda x: x / (x.abs().sum(-1, keepdim=True) + EPS),
 }

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..core.allocation import new
 from ..core.autograd import Gradients, register
+from ..core.elementwise import logaddexp, sigmoid
 from ..core.recurrence import at_least_fp32
 
 
@@ -24,7 +25,7 @@ def log_forget(x: Tensor, odds: Tensor | None) -> Tensor:
         return F.logsigmoid(x)
     odds = at_least_fp32(odds)
     # not by 1 − lb, which may round to zero
-    return torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(x))
+    return logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + F.logsigmoid(x))
 
 
 class Arguments(NamedTuple):
@@ -48,7 +49,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, bias, odds, scale = args
     wide, dodds = _biased(x, bias), None
     if odds is None:
-        dwide = torch.sigmoid(-wide).mul_(dy)
+        dwide = sigmoid(-wide).mul_(dy)
     else:
         at = at_least_fp32(odds)
         log_f = log_forget(wide, odds)

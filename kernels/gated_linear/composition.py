@@ -9,17 +9,20 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.autograd import plain
+from ..core.deterministic import is_deterministic
+from ..core.elementwise import silu
 from ..core.recurrence import at_least_fp32
+from ..linear.tiles import linear
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "silu": F.silu}
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "silu": silu}
 
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
-    if activation == "silu" and gate_up.is_cpu and plain((gate_up,)):
-        return F.linear(_Gated.apply(gate_up), weight)
+    if activation == "silu" and gate_up.is_cpu and plain((gate_up,)) and not is_deterministic():
+        return linear(_Gated.apply(gate_up), weight)
     gate, up = gate_up.chunk(2, -1)
-    return F.linear(ACTIVATIONS[activation](gate) * up, weight)
+    return linear(ACTIVATIONS[activation](gate) * up, weight)
 
 
 class _Gated(torch.autograd.Function):

@@ -6,7 +6,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # Triton 3.6 and 3.7
+# names of Triton 3.6 and 3.7, and those of 3.7 or 3.9
+barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+async_load = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared
+_shared = gl.shared_memory_descriptor
+reinterpret = getattr(_shared, "reinterpret", None) or _shared._reinterpret
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 128
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
@@ -80,16 +84,14 @@ def copy_tokens(shared, x, token, column, stop, stride: gl.constexpr, LAYOUT: gl
     """Start to copy a tile [64, 128]; zeros from token `stop` on."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     at = at_tile(x, token, column, stride, LAYOUT, 64, 128)
-    async_copy.async_copy_global_to_shared(shared, at, mask=r < stop - token)
+    async_load(shared, at, mask=r < stop - token)
 
 
 @gluon.jit
 def copy_state(shared, x, tile, wanted):
     """Start to copy a state [128, 128], if it is wanted."""
     r = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, COPY)), 1)
-    async_copy.async_copy_global_to_shared(
-        shared, at_tile(x, tile * 128, 0, 128, COPY, 128, 128), mask=(r >= 0) & wanted
-    )
+    async_load(shared, at_tile(x, tile * 128, 0, 128, COPY, 128, 128), mask=(r >= 0) & wanted)
 
 
 @gluon.jit

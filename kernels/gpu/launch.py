@@ -128,6 +128,7 @@ def enqueue(
     if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
         kernel[(programs,)](*args, **constants)
         return None
+    constants["enable_fp_fusion"] = True  # what Triton does by itself until 3.9
     if device == torch.accelerator.current_device_index():
         return _enqueue(kernel, programs, device, args, constants)
     with torch.cuda.device(device):

@@ -7,6 +7,7 @@ from typing import Any, Self, TypeVar, TypeVarTuple
 import torch
 from torch import Tensor
 
+from ..core.deterministic import is_deterministic
 from ..core.documents import Documents, documents
 from . import launch_file
 from .launch import LaunchSpec
@@ -19,8 +20,9 @@ Options = TypeVarTuple("Options")
 class Plan:
     """Sizes, the layout of chunks and segments, and launches that lack only their tensors.
 
-    Plans and launches are cached by all of their arguments, and depend on nothing else: no key is listed by hand, so
-    that none can be forgotten.
+    Plans and launches are cached by all of their arguments, and by the mode of `deterministic`. They depend on nothing
+    else: no key is listed by hand, so that none can be forgotten. A deterministic plan makes no choice that changes
+    rounding by the number of sequences or of tokens, or by the number of multiprocessors.
 
     Args:
         dtype: Dtype of new tensors.
@@ -30,7 +32,7 @@ class Plan:
     layout: Layout
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.deterministic = dtype, device, is_deterministic()
         self.launches: dict[Hashable, LaunchSpec] = {}
 
     def place(self, packed: Documents | None) -> None:
@@ -48,8 +50,8 @@ class Plan:
         """
         plan: Callable[..., Self] = cls
         if cu_seqlens is None:
-            return of_rows(launch_file.current(), plan, sizes)
-        return documents(cu_seqlens, length).once(of_documents, launch_file.current(), plan, sizes)
+            return of_rows(launch_file.current(), is_deterministic(), plan, sizes)
+        return documents(cu_seqlens, length).once(of_documents, launch_file.current(), is_deterministic(), plan, sizes)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor for a kernel to fill."""
@@ -57,15 +59,15 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def of_rows(file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
-    """The plan of the rows of a batch, with launches from this file."""
+def of_rows(file: str | None, mode: bool, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
+    """The plan of the rows of a batch, with launches from this file, in this mode of `deterministic`."""
     made = plan(*sizes)
     made.place(None)
     return made
 
 
 def of_documents(
-    packed: Documents, file: str | None, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
+    packed: Documents, file: str | None, mode: bool, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
 ) -> SomePlan:
     """Return the plan of a call with packed documents."""
     made = plan(*sizes)

@@ -56,6 +56,24 @@ def add_subheads(x: Tensor, subheads: int) -> Tensor:
     return total
 
 
+@triton.jit(do_not_specialize=["n"])
+def add_outer_axis(parts, total, n, size, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    sums = tl.zeros([BLOCK], tl.float32)
+    for i in tl.range(0, n):
+        sums += tl.load(parts + tl.cast(i, tl.int64) * size + at, mask=at < size, other=0.0)
+    tl.store(total + at, sums.to(total.dtype.element_ty), mask=at < size)
+
+
+def add_outer(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of contiguous parts [n,…] in fp32, in their order: PyTorch's depends on the sizes of all axes."""
+    total = new(parts, *parts.shape[1:], dtype=dtype)
+    size = total.numel()
+    if size:
+        enqueue(add_outer_axis, cdiv(size, TILE), parts, total, len(parts), size, BLOCK=TILE, warps=WARPS)
+    return total
+
+
 def add_heads(x: Tensor, groups: int, subheads: int) -> Tensor:
     """x [B,T,G·R·E,D], contiguous, summed in fp32 over the R value heads of each key head: [B,T,G·E,D] in its dtype.
 

@@ -5,7 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.backend import Op
+from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
+from . import tiles
 
 MOST_ROWS, MOST_INPUTS = 2, 16384  # of the Triton kernel; with more rows, cuBLAS is as fast
 
@@ -20,14 +22,19 @@ OP = Op("linear", reference=reference, torch=F.linear, gpu="kernels.linear.gpu.o
 
 
 def few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernel is made for a call: few rows, neither gradients nor casts."""
+    """Return whether the Triton kernel is made for a call: few rows, neither gradients nor casts.
+
+    In deterministic mode it never is, since its order of sums is another than that for many rows.
+    """
+    if is_deterministic():
+        return False
     small = x.numel() <= MOST_ROWS * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias: PyTorch's product, except for one or two rows without gradients.
+    """x Wᵀ + bias: PyTorch's product, except for one or two rows without gradients, and in deterministic mode.
 
     Args:
         x: Inputs […,I].
@@ -45,6 +52,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     if not few_rows(x, weight):
-        return F.linear(x, weight, bias)
+        return tiles.linear(x, weight, bias)
     y: Tensor = OP(x, x, weight, bias)
     return y

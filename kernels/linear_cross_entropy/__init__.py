@@ -30,6 +30,20 @@ TOKEN_LOSSES = Op(
     limits=limits,
 )
 
+LOSSES = Op(
+    "losses_of_logits",
+    reference=logits.row_losses,
+    torch=logits.row_losses,
+    gpu="kernels.linear_cross_entropy.gpu.op:row_losses",
+    limits=limits,
+)
+
+
+def losses_of_logits(x: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """−log softmax(x_n) at label n of logits x [N,V]: the losses [N] of `linear_token_losses` from its logits."""
+    losses: Tensor = LOSSES(x, x, labels, ignore_index)
+    return losses
+
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
     """Sum over tokens of −log softmax(x_n Wᵀ) at label n, in nats.

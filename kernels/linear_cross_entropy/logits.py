@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.recurrence import at_least_fp32
+from ..linear.tiles import linear
 
 LOGITS = 2**25  # in memory at once: 1024 tokens at a vocabulary of 32,000
 
@@ -18,7 +19,7 @@ def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """Sum of the losses, from the logits of all tokens: the CPU path."""
-    return row_losses(F.linear(x, weight), labels, ignore_index).sum()
+    return row_losses(linear(x, weight), labels, ignore_index).sum()
 
 
 def token_losses(
@@ -33,7 +34,7 @@ def token_losses(
     rows = max(1, LOGITS // weight.shape[0])
     for first in range(0, len(x), rows):
         some = slice(first, first + rows)
-        logits = F.linear(x[some], weight)
+        logits = linear(x[some], weight)
         correct[some] = (logits.argmax(-1) == labels[some]) & (labels[some] != ignore_index)
         losses[some] = row_losses(logits, labels[some], ignore_index)
     return losses, correct

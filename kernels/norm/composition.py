@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.autograd import plain
+from ..core.deterministic import is_deterministic
+from ..core.elementwise import silu
 from ..core.recurrence import at_least_fp32
 
 
@@ -16,7 +18,7 @@ def forward(
 ) -> Tensor:
     """The norm in the shape of x; see `gated_rms_norm`."""
     wide = torch.promote_types(x.dtype, torch.float32)
-    widened, opened = x.to(wide), None if gate is None else F.silu(gate.to(wide))
+    widened, opened = x.to(wide), None if gate is None else silu(gate.to(wide))
     if opened is not None and gate_first:
         widened = widened * opened
     weight = None if weight is None else weight.to(wide)
@@ -35,6 +37,7 @@ class _Norm(torch.autograd.Function):
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         rate = length.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, rate)
+        ctx.deterministic = is_deterministic()
         y = x * rate
         return y if weight is None else y.mul_(weight)
 
@@ -47,7 +50,10 @@ class _Norm(torch.autograd.Function):
         if weight is None:
             mean = along.mean(-1, keepdim=True)
         else:
-            dweight, mean = along.flatten(0, -2).sum(0), (along @ weight).unsqueeze(-1) / len(weight)
+            dweight = along.flatten(0, -2).sum(0)
+            # a product is faster, but its rounding depends on the number of rows
+            total = (along * weight).sum(-1) if ctx.deterministic else along @ weight
+            mean = total.unsqueeze(-1) / len(weight)
             dy = dy * weight
         return torch.addcmul(dy, y, mean, value=-1).mul_(rate), dweight, None
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
 from .arguments import Scan
 
@@ -46,7 +47,9 @@ def _unbound(x: Tensor | None) -> Iterator[Tensor | None]:
 def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
     """y [B,D] of the states h [B,D,N]."""
     if c is not None:
-        return (h @ c.unsqueeze(-1).to(h.dtype)).squeeze(-1)
+        c = c.unsqueeze(-1).to(h.dtype)
+        # the rounding of a product with a vector depends on the number of rows
+        return (h * c.mT).sum(-1) if is_deterministic() else (h @ c).squeeze(-1)
     return h.sum(-1) if constant is None else (h * constant).sum(-1)
 
 

@@ -29,7 +29,7 @@ from .recurrences import inputs
 
 # compute capability, major and minor number in one → bytes of shared memory that one program can have
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
-GATES = {"linear_recurrence": ("none", "constant", "head", "channel"), "delta_rule": ("none", "constant", "head")}
+GATES = {name: ("none", "constant", "head", "channel") for name in ("linear_recurrence", "delta_rule")}
 LARGEST = {launch_table.HALF: 512, launch_table.SINGLE: 256}  # larger heads take the same launches, or none
 
 

@@ -47,7 +47,7 @@ def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel reads or writes outside its arguments. The interpreter by itself would not notice."""
     if not INTERPRETED:
         return
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
     memory: dict[str, tuple[int, int]] = {}  # of the tensors of the launch that is under way: first byte, one past last
 
@@ -60,7 +60,7 @@ def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         return start(self, given, named)
 
     def check(at: Any, mask: Any) -> None:
-        touched = at.data[mask.data.astype(bool)]  # the interpreter has masks of integers, too
+        touched = at.data[mask.data.astype(bool)]
         if not touched.size:
             return
         first, end = int(touched.min()), int(touched.max()) + max(at.get_element_ty().primitive_bitwidth // 8, 1)
@@ -68,13 +68,17 @@ def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             far = {name: (first - low, end - high) for name, (low, high) in memory.items()}
             raise AssertionError(f"outside its arguments: bytes from each one's first and from its end are {far}")
 
+    def truth(mask: Any) -> Any:
+        """Return a mask of bools: the interpreter also makes masks of integers, which Triton 3.9 refuses to read."""
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
     def load(self: Any, at: Any, mask: Any, *rest: Any, do: Callable[..., Any]) -> Any:
         check(at, mask)
-        return do(self, at, mask, *rest)
+        return do(self, at, truth(mask), *rest)
 
     def store(self: Any, at: Any, value: Any, mask: Any, *rest: Any, do: Callable[..., Any]) -> Any:
         check(at, mask)
-        return do(self, at, value, mask, *rest)
+        return do(self, at, value, truth(mask), *rest)
 
     def bound(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
         return lambda self, *given: function(self, *given, **known)

@@ -83,7 +83,7 @@ class Shared:
         """The same with its axes in another order."""
         return Shared(self.tensor.permute(order))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
+    def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
         """The same memory with other contents; here other memory, as all numbers have the same size."""
         return self.other.setdefault(tuple(shape), allocate(dtype, shape, layout))
 
@@ -183,7 +183,7 @@ class Language(ModuleType):
     join = staticmethod(lambda x, y: torch.stack([x, y], -1))
     gather = staticmethod(lambda x, at, axis: x.gather(axis, at))
     static_range = staticmethod(range)
-    allocate_shared_memory = staticmethod(allocate)
+    allocate_shared_memory, shared_memory_descriptor = staticmethod(allocate), Shared
     where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
     floor, rsqrt, log2 = of_values(torch.floor), of_values(torch.rsqrt), of_values(torch.log2)
     maximum, minimum = of_values(torch.maximum), of_values(torch.minimum)
@@ -205,7 +205,7 @@ def stand_ins() -> Iterator[None]:
     gluon, _, _, ampere, hopper = modules.values()
     gluon.jit, gluon.language = jit, language  # type: ignore[attr-defined]
     asynchronous = ModuleType("async_copy")
-    asynchronous.async_copy_global_to_shared = copy  # type: ignore[attr-defined]
+    asynchronous.async_load = copy  # type: ignore[attr-defined]
     asynchronous.commit_group = asynchronous.wait_group = nothing  # type: ignore[attr-defined]
     ampere.async_copy = asynchronous  # type: ignore[attr-defined]
     hopper.fence_async_shared, hopper.warpgroup_mma = nothing, multiply  # type: ignore[attr-defined]

@@ -98,7 +98,7 @@ def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPat
     results(a, "triton")
     monkeypatch.undo()
     given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, False))
 
 
 @pytest.mark.parametrize(

@@ -354,7 +354,7 @@ def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
 def test_the_ops_are_registered_properly():
     a = small(3)
     given = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True, False))
     one = [x.detach() if x is given[-1] else x.detach()[:, :1] for x in given]
     torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule_step, (*one, 1, 0.25))
 
@@ -659,7 +659,7 @@ def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypat
 def test_on_device_the_ops_are_registered_properly_and_compile():
     a = on_device(130, G=2, K=64, V=64)
     given = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True, False))
     compiled = torch.compile(kernels.delta_rule, fullgraph=True)
     for x, y in zip(compiled(**a, return_state=True), kernels.delta_rule(**a, return_state=True), strict=True):
         assert torch.equal(x, y)

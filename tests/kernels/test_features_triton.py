@@ -391,9 +391,9 @@ def registered(a: Arguments) -> None:
     given = [a["x"], a["weight"], a["bias"], a["history"]]
     leaves = [x.detach().requires_grad_() for x in given]
     how = ("silu", "l2")
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, None, *how))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, None, *how, False))
     one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
     histories = [a["history"].clone(), a["history"].clone()]
     M = 3

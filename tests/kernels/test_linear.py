@@ -72,7 +72,9 @@ def test_rows_that_are_cut_out(device: str):
 
 def test_the_op_is_registered_properly():
     x, weight, bias = inputs(2, 20, 7)
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_few, (x, weight, bias, "none"), test_utils="test_schema")
+    torch.library.opcheck(
+        torch.ops.token_mixer_zoo.linear_few, (x, weight, bias, "none", False), test_utils="test_schema"
+    )
     with torch.no_grad(), kernels.backend("triton"):
         compiled = torch.compile(kernels.linear, backend="aot_eager", fullgraph=True)(x, weight, bias)
         assert torch.equal(compiled, kernels.linear(x, weight, bias))

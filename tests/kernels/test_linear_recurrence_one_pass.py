@@ -164,7 +164,7 @@ def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
 def test_registered_as_it_should_be(length: int, keep: bool, gluon: None, short_segments: None):
     a = small(length)
     tensors = [a[name].requires_grad_() for name in ("q", "k", "v", "log_decay")]
-    given = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1, keep)
+    given = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1, keep, False)
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, given)
 
 

@@ -71,6 +71,21 @@ def test_subheads_and_shared_keys(length: int, E: int, gate: str):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("documents", [None, [0, 1, 66]])
+@pytest.mark.parametrize(("gate", "decay"), [("constant", -10.0), ("head", -10.0), ("head", -30.0)])
+def test_the_gradient_of_strong_decays_relative_to_itself(gate: str, decay: float, documents: list[int] | None):
+    """With gradients of the final states, of which hardly anything passes a token."""
+    a = inputs(66, gate=gate, B=1, documents=documents, dtype=torch.float32)
+    a["log_decay"] = torch.full_like(a["log_decay"], decay)
+    del a["beta"]
+    a = {name: x.to(DEVICE) for name, x in a.items()}
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
+    expected = run(exact, backend="reference")["gradient of log_decay"]
+    gradient = run(a, backend="triton")["gradient of log_decay"]
+    assert float((gradient.double() - expected).norm()) <= 1e-4 * float(expected.norm())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("decay", ["mild", "zero", "strong"])
 @pytest.mark.parametrize("gate", GATES[1:])
 def test_any_decay(gate: str, decay: str):
@@ -244,7 +259,7 @@ def test_registered_as_it_should_be(gate: str):
     a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32)
     tensors = [a.get(name) for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
     tensors = [x if x is None else x.to(DEVICE).requires_grad_() for x in tensors]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False))
 
 
 @pytest.mark.slow
@@ -252,7 +267,7 @@ def test_registered_as_it_should_be(gate: str):
 def test_segments_registered_as_they_should_be(length: int, segments: int, short_segments: None):
     a = inputs(length, gate="head", B=2, G=1, K=16, V=16, dtype=torch.float32)
     tensors = [a[name].to(DEVICE).requires_grad_() for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
-    op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True)
+    op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False)
     torch.library.opcheck(op, arguments)
     assert len(op(*arguments)[2]) == segments  # the states that are kept
 

@@ -140,7 +140,7 @@ def registered(a: Arguments) -> None:
     x, gate, weight = (p.requires_grad_() for p in a.values())
     for given in ((x, gate, weight), (x, None, None)):
         for gate_first in (True, False):
-            torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, gate_first, torch.float32))
+            torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, gate_first, torch.float32, False))
 
 
 @pytest.mark.slow

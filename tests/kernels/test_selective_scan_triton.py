@@ -189,7 +189,7 @@ def test_only_what_is_needed_is_computed():
 def test_the_op_is_registered_properly(length: int, short_chunks: None):
     a = small(length)
     given = [a[name].requires_grad_() for name in ARGUMENTS]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None, False))
 
 
 @pytest.mark.slow
@@ -250,7 +250,7 @@ def test_real_sizes(options: dict, dtype: torch.dtype):
 def test_on_device_the_op_is_registered_properly_and_compiles():
     a = on_device(130, D=64, N=16)
     given = [a[name].requires_grad_() for name in ARGUMENTS]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None, False))
     compiled = torch.compile(kernels.selective_scan, fullgraph=True)
     for x, y in zip(compiled(**a, return_state=True), kernels.selective_scan(**a, return_state=True), strict=True):
         assert torch.equal(x, y)

@@ -4,6 +4,7 @@
 PURPOSES = {
     "seed_everything": "Seed of all random numbers",
     "backend": "Backend of the kernels in training",
+    "deterministic_kernels": "Whether a sequence has the same results in every batch",
     "compile": "Whether to compile the blocks for the training steps",
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
     "context_parallel": "Number of neighbouring processes that share each sequence",

@@ -251,10 +251,12 @@ def _add_keys_of_models(parser: Parser) -> None:
         Literal[BACKENDS] | None,
         "Recompute every N-th block in the backward pass, to save memory; 1: all.",
     )
+    invariant = "Whether a sequence has the same results in every batch; null for ZOO_DETERMINISTIC, or false."
     shared = "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp."
     for key, kind, default, purpose in (
         ("seed_everything", bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
         ("backend", backend, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
+        ("deterministic_kernels", bool | None, None, invariant),
         ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
         ("activation_checkpointing", int | None, None, every),
         ("context_parallel", int, 1, shared),

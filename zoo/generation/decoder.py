@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 log = logging.getLogger(__name__)
+Made = TypeVar("Made")
 
 
 class Decoder:
@@ -53,7 +54,7 @@ class Decoder:
         return logits
 
     def _prepare(self, tokens: Tensor) -> None:
-        with torch.inference_mode(False), torch.no_grad(), _casts_not_cached():
+        with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
             # the state after a prompt may consist of views, or of tensors that the caller still uses
             state, self._tokens = tree_map(_copy, self.state), tokens.clone()
 
@@ -76,7 +77,7 @@ class Decoder:
                 self.state = state
 
 
-def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: torch.device) -> Callable[[], Tensor]:
+def capture(rehearse: Callable[[], None], step: Callable[[], Made], device: torch.device) -> Callable[[], Made]:
     """Capture `step`, which works on tensors whose memory stays the same, as a CUDA graph, without running it.
 
     `rehearse` runs first, and does everything that only the first call of a step does. Returns a function that runs the
@@ -99,7 +100,7 @@ def capture(rehearse: Callable[[], None], step: Callable[[], Tensor], device: to
             generator.graphsafe_set_state(draws)  # otherwise it stays in capture mode and cannot be used
             raise
 
-    def replay() -> Tensor:
+    def replay() -> Made:
         graph.replay()
         return result
 
@@ -132,7 +133,7 @@ def _copy(x: Tensor) -> Tensor:
 
 
 @contextmanager
-def _casts_not_cached() -> Iterator[None]:
+def casts_not_cached() -> Iterator[None]:
     """Keep autocast from caching its casts of weights, which would be gone when the graph is replayed."""
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

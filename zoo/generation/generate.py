@@ -4,12 +4,15 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Protocol, TypedDict, Unpack
+from typing import Any, Protocol, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
+from kernels import deterministic, is_deterministic
 from kernels.errors import UserError
+from kernels.linear_cross_entropy import losses_of_logits
+from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
 from zoo.lm.classifier import check_predicts_tokens
@@ -167,6 +170,51 @@ def generate_tokens(
     Returns:
         An iterator over the next tokens, [B] int64 each; a UserError as in `generate`, or if the model is a classifier.
     """
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    drawn = _draws(model, prompts, False, max_new_tokens=max_new_tokens, eos_id=eos_id, **options)
+    return (tokens for tokens, _ in drawn)
+
+
+def sample_tokens(
+    model: LanguageModel,
+    prompts: Tensor | Sequence[Tensor],
+    *,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Continue several prompts together, with the log-probability that the model gives each token.
+
+    Inside `kernels.deterministic()` the log-probabilities are bit by bit the negative losses of
+    `LanguageModel.token_losses` for the same tokens, in any batch and in the same precision; elsewhere nearly.
+
+    Args:
+        model, prompts, max_new_tokens, temperature, top_k, top_p, seed, eos_id: As in `generate_tokens`.
+
+    Returns:
+        An iterator over the next tokens [B] and their log-probabilities [B] in fp32 under the model itself: at a
+        temperature of 1, without `top_k` and `top_p`. The end that a sequence repeats has one, too.
+    """
+    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    return _draws(model, prompts, True, max_new_tokens=max_new_tokens, eos_id=eos_id, **options)
+
+
+def _draws(
+    model: LanguageModel,
+    prompts: Tensor | Sequence[Tensor],
+    scored: bool,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int | None,
+    eos_id: int | Sequence[int] | None,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The tokens of `sample_tokens`, with log-probabilities if they are to be `scored`, else with empty tensors."""
     check_predicts_tokens(model, "generate")
     _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
     rows = list(prompts)
@@ -181,26 +229,32 @@ def generate_tokens(
     generator.manual_seed(seed) if seed is not None else generator.seed()
     stops = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
     draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    return _tokens(model, rows, max_new_tokens, stops, draw)
+    return _tokens(model, rows, max_new_tokens, stops, draw, scored)
 
 
 def _tokens(
-    model: LanguageModel, prompts: list[Tensor], max_new_tokens: int, stops: list[int], draw: Callable[[Tensor], Tensor]
-) -> Iterator[Tensor]:
-    training = model.training
+    model: LanguageModel,
+    prompts: list[Tensor],
+    max_new_tokens: int,
+    stops: list[int],
+    draw: Callable[[Tensor], Tensor],
+    scored: bool,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    training, mode = model.training, is_deterministic()
     model.eval()
     try:
-        decoder = drawn = None
+        following = drawn = None
         capture = None if max_new_tokens > WORTH_CAPTURING else False
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         broken, ends = ended.any(), torch.tensor(stops, dtype=torch.int64, device=ended.device)
         for number in range(1, max_new_tokens + 1):
-            with torch.no_grad():  # closed before the yield, as a generator's contexts leak into its caller
-                if decoder is None or drawn is None:
-                    logits, state = read(model, prompts)
-                    decoder = Decoder(model, state, capture=capture)
+            # closed before the yield, as a generator's contexts leak into its caller
+            with torch.no_grad(), deterministic(mode):
+                if following is None:
+                    logits, following = _started(model, prompts, capture)
                 else:
-                    logits = decoder(drawn[:, None])[:, -1]
+                    assert drawn is not None
+                    logits = following(drawn)
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = draw(logits)
             complete = False
@@ -209,12 +263,26 @@ def _tokens(
                 ended = ended | torch.isin(drawn, ends)
                 complete, failed = torch.stack([ended.all(), broken]).tolist()  # the device is waited for once
                 _check_finite(failed, number)
-            yield drawn
+            with torch.no_grad(), deterministic(mode):
+                scores = -losses_of_logits(logits, drawn) if scored else logits.new_zeros(0)
+            yield drawn, scores
             if complete:
                 return
         _check_finite(bool(broken), max_new_tokens)  # without an end, the device is waited for only here
     finally:
         model.train(training)
+
+
+def _started(
+    model: LanguageModel, prompts: list[Tensor], capture: bool | None
+) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Logits [B,vocab] after the prompts, and a function from tokens [B] to those after them."""
+    if is_deterministic():
+        chunks = ChunkDecoder(model, prompts, capture=capture)
+        return chunks(), chunks
+    logits, state = read(model, prompts)
+    decoder = Decoder(model, state, capture=capture)
+    return logits, lambda tokens: decoder(tokens[:, None])[:, -1]
 
 
 def _check_finite(broken: bool, number: int) -> None:

@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from kernels import UserError
 from mixers.arguments import check_sizes
+from mixers.projection import Linear
 
 
 class Inputs(nn.Module):
@@ -30,7 +31,7 @@ class Patches(Inputs):
         super().__init__()
         check_sizes({"hidden_size": hidden_size, "patch_size": patch_size, "channels": channels})
         self.patch_size, self.channels = patch_size, channels
-        self.proj = nn.Linear(patch_size**2 * channels, hidden_size)
+        self.proj = Linear(patch_size**2 * channels, hidden_size)
 
     def forward(self, patches: Tensor) -> Tensor:
         size = self.proj.in_features

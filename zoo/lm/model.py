@@ -9,14 +9,15 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from kernels import UserError, linear_cross_entropy, linear_token_losses
+from kernels.linear.tiles import linear
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from mixers.arguments import check_numbers, check_sizes
 from mixers.interface import placed
+from mixers.projection import Linear
 from zoo.lm.block import Block, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
@@ -135,9 +136,7 @@ class LanguageModel(nn.Module):
             self.layers.append(kind(mixer, channel_mixer, make_norm, recompute=recompute))
         self.norm = norm(hidden_size, norm_eps)
         self.head = None if head is None else head(hidden_size)
-        self.lm_head = (
-            None if tie_embeddings or head is not None else nn.Linear(hidden_size, self.vocab_size, bias=False)
-        )
+        self.lm_head = None if tie_embeddings or head is not None else Linear(hidden_size, self.vocab_size, bias=False)
         for mixer in self._stateful:
             if not mixer.causal and head is None:
                 raise UserError(
@@ -283,7 +282,7 @@ class LanguageModel(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The head: x […,hidden] of `last_hidden` → logits […,vocab_size], or those of a classifier's classes."""
         head = self._head
-        return head(x) if isinstance(head, nn.Linear) else F.linear(x, head.weight)
+        return head(x) if isinstance(head, nn.Linear) else linear(x, head.weight)
 
     def last_hidden(
         self,

@@ -11,8 +11,10 @@ from rich.table import Table
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+import kernels
 from zoo import config as configs
 from zoo.display import progress_bar
+from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
@@ -59,7 +61,8 @@ def bench_decode(
     """Time a model's decoding steps, after checking them against a forward pass over all tokens.
 
     The state is random, with the size it has at the position; each step feeds the likeliest token and the new state to
-    the next one.
+    the next one. In deterministic mode (`ZOO_DETERMINISTIC=1`) a step computes its chunk of 64 tokens again; positions
+    should be multiples of 64.
 
     Args:
         config: Configs and `key=value` overrides, in order.
@@ -88,6 +91,7 @@ def bench_decode(
     name = models.name(config)
     about = {
         **described(where),
+        "deterministic": kernels.is_deterministic(),
         "model": configs.to_dict(parsed)["model"],
         "precision": precision,
         "peers": peers,
@@ -156,10 +160,17 @@ class Eager:
         self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=next(model.parameters()).device)
         state = state_at(model, batch_size, position)
         self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
-        self.decoder = Decoder(model, state, capture=self.capture)
+        self.decoder: Decoder | ChunkDecoder
+        if kernels.is_deterministic():
+            self.decoder = ChunkDecoder(model, [*self.tokens], state, capture=self.capture)
+        else:
+            self.decoder = Decoder(model, state, capture=self.capture)
 
     def __call__(self) -> None:
-        self.tokens = self.decoder(self.tokens)[:, -1:].argmax(-1)
+        if isinstance(self.decoder, ChunkDecoder):
+            self.tokens = self.decoder(self.tokens[:, 0]).argmax(-1, keepdim=True)
+        else:
+            self.tokens = self.decoder(self.tokens)[:, -1:].argmax(-1)
 
 
 class Captured(Eager):

@@ -98,7 +98,7 @@ def bench_training(
     """
     where = pick_device(device)
     if where.type == "cpu":
-        use_processor()
+        use_processor(deterministic=kernels.is_deterministic())
     if peers:
         others.require(where)
     parsed = models.read(config)
@@ -111,6 +111,7 @@ def bench_training(
     name = models.name(config)
     about = {
         **described(where),
+        "deterministic": kernels.is_deterministic(),
         "model": configs.to_dict(parsed)["model"],
         "batch_size": batch_size,
         "length": length,

@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from kernels import Option, UserError
+from kernels import Option, UserError, is_deterministic
 from zoo import config as configs
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
@@ -193,9 +193,11 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     built: list[Any] = [
         configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
     ]
-    if config.backend is not None:
-        built.append(KernelBackend(config.backend))
+    if config.backend is not None or config.deterministic_kernels is not None:
+        built.append(KernelBackend(config.backend, config.deterministic_kernels))
     if config.compile:
+        if config.deterministic_kernels:
+            raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
         built.append(CompiledBlocks())
     if (interval := config.activation_checkpointing) is not None:
         built.append(CheckpointedBlocks(interval))
@@ -240,7 +242,8 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
             "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_background to true instead"
         )
     if trainer.strategy.root_device.type == "cpu":
-        use_processor()
+        backends = [one for one in arguments["callbacks"] if isinstance(one, KernelBackend)]
+        use_processor(deterministic=is_deterministic() or any(one.deterministic for one in backends))
     install(trainer)
     return trainer
 

@@ -10,9 +10,13 @@ M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, MADV_HUGEPAGE = -1, -2, -3, 14
 PAGE, ROOM = 2**21, 2**30  # bytes: of a huge page; of memory to place in huge pages
 
 
-def use_processor() -> None:
-    """Prepare this process for training on a CPU."""
-    fast_products()
+def use_processor(*, deterministic: bool = False) -> None:
+    """Prepare this process for training on a CPU.
+
+    With `deterministic`, products stay with the library that other processes use, such as one that samples.
+    """
+    if not deterministic:
+        fast_products()
     keep_memory()
 
 

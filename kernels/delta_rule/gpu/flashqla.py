@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...core.deterministic import is_deterministic
 from ...core.documents import Documents
 from ...core.recompute import remake
 from ...core.recurrence import Recurrences, at_least_fp32
@@ -24,6 +25,8 @@ OLDEST = (9, 0)  # compute capability: Hopper
 
 def refusal(a: Recurrences) -> str | None:
     """Why FlashQLA cannot serve a call, as a relative clause; None if it can."""
+    if is_deterministic():
+        return "which has no deterministic mode"
     K, V = a.q.shape[3], a.v.shape[3]
     if (K, V) != (SIZE, SIZE):
         return f"which takes keys and values of {SIZE} channels, with {K} and {V}"

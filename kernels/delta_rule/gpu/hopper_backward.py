@@ -29,6 +29,7 @@ from ...gpu.gluon_tiles import (
     ROWS,
     SHARED,
     STATE,
+    async_load,
     at_tile,
     barrier,
     copy_state,
@@ -50,12 +51,12 @@ HALVES = gl.constexpr(
 @gluon.jit
 def copy_pairs(shared, x, tile):
     """Start to copy a tile [64, 64] of pairs of tokens."""
-    async_copy.async_copy_global_to_shared(shared, at_tile(x, tile * 64, 0, 64, COPY_PAIRS, 64, 64))
+    async_load(shared, at_tile(x, tile * 64, 0, 64, COPY_PAIRS, 64, 64))
 
 
 @gluon.jit
 def copy_gates(shared, x, tile):
-    async_copy.async_copy_global_to_shared(shared, x + (tile * 256 + gl.arange(0, 256, COPY_GATES)))
+    async_load(shared, x + (tile * 256 + gl.arange(0, 256, COPY_GATES)))
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_tiles import FLAT, SHARED, at_tile, barrier, copy_tokens
+from ...gpu.gluon_tiles import FLAT, SHARED, at_tile, barrier, copy_tokens, reinterpret
 
 LEAST_BETA = gl.constexpr(2.0**-50)  # as in prepare.py
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -170,9 +170,9 @@ def prepare(
         growth = gl.sum(gl.log2(gl.maximum(beyond, 1.0)), 0)
         gl.store(bounds + tile, gl.sum(g, 0).to(gl.float32) + growth)
     barrier()  # nobody reads keys and queries any more
-    pairs_s = queries_s._reinterpret(gl.float16, [2, 64, 64], SHARED)
+    pairs_s = reinterpret(queries_s, gl.float16, [2, 64, 64], SHARED)
     n_s, dots_s = pairs_s.index(0), pairs_s.index(1)
-    x_s = keys_s._reinterpret(gl.float16, [2, 64, 64], SHARED)
+    x_s = reinterpret(keys_s, gl.float16, [2, 64, 64], SHARED)
     dots_s.store((dots * D).to(gl.float16))
     N = gl.where(r > c, -(overlap * D), 0.0)
     n_s.store(N.to(gl.float16))

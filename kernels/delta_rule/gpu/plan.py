@@ -65,7 +65,7 @@ class DeltaRule(Plan):
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
         # a batch may be empty
-        count = 1 if self.long else segments(self._room(max(1, rows) * self.M), together)
+        count = 1 if self.long or self.deterministic else segments(self._room(max(1, rows) * self.M), together)
         self.segment = -(-together // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
@@ -107,7 +107,7 @@ class DeltaRule(Plan):
         whole_rows = self.documents is None and self.most == 0
         halvable = whole_rows and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
         programs = (self.B if whole_rows else len(self.layout.segments)) * self.M
-        return Case(self.K, self.V, self.dtype, self.device, programs, halvable)
+        return Case(self.K, self.V, self.dtype, self.device, programs, halvable, filled=self.deterministic)
 
     @cached_property
     def prepare_path(self) -> str:
@@ -142,6 +142,7 @@ class DeltaRule(Plan):
         """The launch configuration of a sequential pass."""
         narrow = None if self.long else optional("delta_rule.narrow", self.size, self.dtype, self.device)
         fits = narrow is not None and fitting(self.entry(kernel), self.N * self.M, self.V, self.device) > 1
+        fits = fits and not self.deterministic
         path = select(SEQUENTIAL, self.case._replace(narrow=fits and not self.cut)).name
         return self.entry({"long_keys": "long", "narrow_blocks": "narrow", "wide_blocks": kernel}[path])
 

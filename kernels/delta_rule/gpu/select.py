@@ -7,7 +7,7 @@ import torch
 from ...core.recurrence import one_token
 from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.paths import KernelPath, always
-from .. import WHOLE
+from .. import WHOLE, general
 
 GLUON_SIZE = 128  # channels of keys (for all gradients in one pass, of values too) of the kernels in Gluon
 FULL = 0.6  # share of the device that its programs must fill: with half of it, three passes are as fast
@@ -22,6 +22,7 @@ class Case(NamedTuple):
     device: torch.device
     programs: int = 0  # recurrences, times segments of all sequences
     halvable: bool = False  # whether sequences are whole rows, long enough to be cut into halves
+    filled: bool = False  # whether to choose as if the programs filled the device, however many there are
     narrow: bool = False  # whether wide blocks of values leave half of the device idle, and narrow ones have a launch
 
     @property
@@ -36,6 +37,8 @@ class Case(NamedTuple):
 
     def fills(self, times: int = 1) -> bool:
         """Return whether `times` as many programs, one per multiprocessor, keep the share `FULL` of all waves busy."""
+        if self.filled:
+            return True
         programs, places = times * self.programs, multiprocessors(self.device)
         return programs >= FULL * -(-programs // places) * places
 
@@ -44,6 +47,12 @@ ONE_TOKEN = KernelPath(
     "one_token",
     when=lambda a: one_token(a) and not a.differentiated,
     why="one token per sequence, no gradients: a single launch reads and writes each state once",
+)
+GENERAL = KernelPath(
+    "general",
+    when=general,
+    why="erase keys of their own, decays per channel, reads before the decay or several steps: every recurrence for "
+    "itself, with one reference point per chunk for moderate decays and blocks of 16 tokens for steep ones",
 )
 PREPARE = (
     KernelPath(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
+from ...core.deterministic import is_deterministic
 from ...core.recompute import remake
 from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.launch import LaunchSpec, cdiv
@@ -44,7 +45,12 @@ FORWARD, BACKWARD = Launch(64, 80, 3), Launch(64, 128, 2)
 
 
 def fits(stream: FeatureStream) -> bool:
-    """Return whether the kernels can take the arguments, on this device."""
+    """Return whether the kernels can take the arguments, on this device.
+
+    Not in deterministic mode: with a state or with documents, other kernels make the product.
+    """
+    if is_deterministic():
+        return False
     x, product, weight = stream.x, stream.product, stream.weight
     return (
         product is not None

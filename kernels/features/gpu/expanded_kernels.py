@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_tiles import COPY, SHARED, STATE, at_tile, barrier, opaque
+from ...gpu.gluon_tiles import COPY, SHARED, STATE, async_load, at_tile, barrier, opaque
 
 REACH = gl.constexpr(3)  # tokens before the current one that the convolution sees
 LANES = gl.constexpr(4)  # threads that share a channel of a tile; each has a run of its tokens
@@ -41,7 +41,7 @@ def copy_tile(shared, x, first, column, T, stride: gl.constexpr, TILE: gl.conste
     token = first + tokens_of(TILE)
     c = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, COPY)), 0)
     at = x + (token.to(gl.int64) * stride + (column + c))
-    async_copy.async_copy_global_to_shared(shared, at, mask=(token >= 0) & (token < T))
+    async_load(shared, at, mask=(token >= 0) & (token < T))
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def tanh(x):
 def copy_matrix(shared, product, subhead, SUBHEADS: gl.constexpr):
     """Start to copy the matrix [128, 128] of a subhead out of [heads, 128, SUBHEADS · 128]."""
     row, column = subhead // SUBHEADS * 128, subhead % SUBHEADS * 128
-    async_copy.async_copy_global_to_shared(shared, at_tile(product, row, column, SUBHEADS * 128, COPY, 128, 128))
+    async_load(shared, at_tile(product, row, column, SUBHEADS * 128, COPY, 128, 128))
 
 
 @gluon.jit

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import NAMESPACE, plain
+from ...core.deterministic import is_deterministic
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu.op import Arguments as Gates
 from ...delta_gates.gpu.op import gates_forward, tile
@@ -202,7 +203,12 @@ _op.register_fake(empty)
 
 
 def fits(streams: Sequence[FeatureStream], gates: GateInputs | None = None) -> bool:
-    """Return whether one launch serves all: a token of a few streams of a dtype, no gradients, histories to return."""
+    """Return whether one launch serves all: a token of a few streams of a dtype, no gradients, histories to return.
+
+    In deterministic mode a token takes the kernels of longer sequences.
+    """
+    if is_deterministic():
+        return False
     if gates is not None and (gates.differentiated or gates.a.dtype == torch.float64):
         return False
     return 1 < len(streams) <= MOST and all(

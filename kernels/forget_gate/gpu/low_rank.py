@@ -16,7 +16,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...gpu.reductions import add_parts
+from ...gpu.reductions import add_outer, add_parts
 from ...gpu.rows import load, per_channel, rows_of, tile_of, walkers
 from ...gpu.tiles import sigmoid
 from ..low_rank import dtype_of
@@ -142,7 +142,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
     sizes = {**_constants(x, weight), **BACKWARD}
     enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, warps=4)
-    dx.copy_(of_x.sum(0).view(dx.shape))
+    dx.copy_(add_outer(of_x, dx.dtype).view(dx.shape))
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
 

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +17,7 @@ from ...gpu.launch import cdiv, enqueue
 from ...gpu.rows import load
 from ...linear import few_rows
 from ...linear.gpu import op as few
+from ...linear.tiles import product
 
 BLOCK, WARPS = 1024, 4
 
@@ -75,7 +75,9 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
         enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
-        return F.linear(h, weight.to(gate_up.dtype)), h if keep else new(gate_up, 0)
+        y = new(gate_up, *outer, len(weight))
+        product(h.view(-1, size), weight.to(gate_up.dtype).T, y.view(-1, len(weight)), "triton")
+        return y, h if keep else new(gate_up, 0)
 
 
 def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
@@ -87,13 +89,14 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradi
     gate_up, weight, activation, keep = args
     dy, size = dy.reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
-        dh = dy @ weight.to(gate_up.dtype)
+        dh = product(dy, weight.to(gate_up.dtype), new(dy, len(dy), size), "triton")
         recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
         enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, warps=WARPS)
         h = h.view(dh.shape) if recomputed is None else recomputed
-        return {"gate_up": dgate_up, "weight": (dy.T @ h).to(weight.dtype) if needed.weight else None}
+        dweight = product(dy.T, h, new(dy, *weight.shape), "triton").to(weight.dtype) if needed.weight else None
+        return {"gate_up": dgate_up, "weight": dweight}
 
 
 gated_linear = register("gated_linear", _compute, _differentiate, _empty)

@@ -8,6 +8,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...linear.tiles import product
 from .. import logits as in_pytorch
 from .rows import BLOCK, SCALED, WARPS, scale, softmax_loss
 
@@ -40,10 +41,10 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(x.device.type, enabled=False):
         for first in range(0, N, max(1, rows)):
             some = slice(first, min(first + rows, N))
-            logits = torch.mm(x[some], head.T, out=buffer[: some.stop - first])
+            logits = product(x[some], head.T, buffer[: some.stop - first], "triton")
             _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
             if x_learns:
-                torch.mm(logits, head, out=dx[some])
+                product(logits, head, dx[some], "triton")
             if weight_learns:
                 add_product(dweight, logits, x[some], first > 0)
     return losses.sum(), dx, dweight.to(weight.dtype)
@@ -56,7 +57,9 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
     enqueue(softmax_loss, len(logits), logits, labels, losses, ignore_index, logits.stride(0), V, **constants)
 
 
-def _row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+    """The losses [N] of logits [N,V]."""
+    logits = logits.contiguous()
     losses = new(logits, len(logits), dtype=torch.float32)
     _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
     return losses
@@ -112,4 +115,4 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """Losses [N] and correct [N]."""
-    return in_pytorch.token_losses(x, weight, labels, ignore_index, _row_losses)
+    return in_pytorch.token_losses(x, weight, labels, ignore_index, row_losses)

@@ -30,6 +30,7 @@ from ...gpu.gluon_tiles import (
     ROWS,
     SHARED,
     STATE,
+    async_load,
     at_tile,
     barrier,
     copy_state,
@@ -52,7 +53,7 @@ DOWN, ACROSS = gl.constexpr(gl.SliceLayout(1, SUMS)), gl.constexpr(gl.SliceLayou
 def copy_gates(shared, gates, place, wanted):
     """Start to copy ENTER, LEAVE, TOTAL and SUMS of a chunk; each thread one number."""
     at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
-    async_copy.async_copy_global_to_shared(shared, gates + (place * (PARTS * 64) + at), mask=(at >= 0) & wanted)
+    async_load(shared, gates + (place * (PARTS * 64) + at), mask=(at >= 0) & wanted)
 
 
 @gluon.jit

@@ -41,6 +41,7 @@ from ...gpu.gluon_tiles import (
     ROWS,
     SHARED,
     STATE,
+    async_load,
     at_tile,
     barrier,
     copy_state,
@@ -49,6 +50,7 @@ from ...gpu.gluon_tiles import (
     in_states,
     key_head_of,
     opaque,
+    reinterpret,
     segment_of,
     store_rows,
 )
@@ -70,7 +72,7 @@ EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers i
 @gluon.jit
 def as_narrow(decays):
     """The first half of memory for a tile in fp32, for one in bf16."""
-    return decays._reinterpret(gl.bfloat16, [64, 128], SHARED)
+    return reinterpret(decays, gl.bfloat16, [64, 128], SHARED)
 
 
 @gluon.jit
@@ -81,14 +83,14 @@ def copy_decays(shared, x, token, column, stop, stride: gl.constexpr):
     else:
         r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
         at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
-        async_copy.async_copy_global_to_shared(shared, at, mask=r < stop - token)
+        async_load(shared, at, mask=r < stop - token)
 
 
 @gluon.jit
 def copy_ends(shared, x, place, wanted):
     """Start to copy the sums of both halves of a chunk, 256 numbers; each thread one."""
     at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
-    async_copy.async_copy_global_to_shared(shared, x + (place * 256 + at), mask=(at >= 0) & wanted)
+    async_load(shared, x + (place * 256 + at), mask=(at >= 0) & wanted)
 
 
 @gluon.jit
@@ -113,7 +115,7 @@ def split(decays, g, NARROW: gl.constexpr):
     if NARROW:
         as_narrow(decays).store(high)
     else:
-        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        parts = reinterpret(decays, gl.bfloat16, [2, 64, 128], SHARED)
         parts.index(0).store(high)
         parts.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
 
@@ -124,7 +126,7 @@ def from_start(lower, decays, zeros, NARROW: gl.constexpr):
     if NARROW:
         b = warpgroup_mma(lower, as_narrow(decays), zeros, use_acc=False, is_async=True)
     else:
-        parts = decays._reinterpret(gl.bfloat16, [2, 64, 128], SHARED)
+        parts = reinterpret(decays, gl.bfloat16, [2, 64, 128], SHARED)
         b = warpgroup_mma(lower, parts.index(0), zeros, use_acc=False, is_async=True)
         b = warpgroup_mma(lower, parts.index(1), b, is_async=True)
     return b
@@ -312,7 +314,7 @@ def outputs(
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
-        scores_s = decays._reinterpret(gl.bfloat16, [64, 64], SHARED)  # the sums have been read
+        scores_s = reinterpret(decays, gl.bfloat16, [64, 64], SHARED)  # the sums have been read
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()

@@ -9,6 +9,7 @@ from ...gpu import tiles
 from ...gpu.launch import LaunchSpec
 from ...gpu.layout import CHUNK
 from ...gpu.plan import prepared
+from ...gpu.reductions import add_outer
 from .call import FP32, Arguments, Call, InputGradients, Saved, Wanted, sum_over_tokens
 from .one_pass import QKV_GRAD, in_gluon
 from .plan import BLOCK, LinearRecurrence, padded
@@ -31,7 +32,7 @@ class ForGates(NamedTuple):
     """Tensors that a pass fills for the gradients of the gates."""
 
     products: Tensor | None = None  # Σ other · (the state's part of the output), per token
-    checkpoints: Tensor | None = None  # states at the ends of blocks, or before all chunks
+    checkpoints: Tensor | None = None  # states at the starts of blocks, or before all chunks
     anchors: Tensor | None = None  # <S,dS> there
     plain: bool = False  # whether the products are also stored without the decays, for the gradient of β
 
@@ -159,7 +160,7 @@ class MultiPass(Call):
         inputs = (self.k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors)
         for slow in (False, True):
             _channel_grads(plan, slow)(self.q, *inputs, dq, dk, dg, dbeta, self.steep, plan.layout.chunks)
-        return dg, None if dbeta is None else dbeta.sum(0)
+        return dg, None if dbeta is None else add_outer(dbeta, FP32)
 
 
 def _whole_heads(plan: LinearRecurrence) -> dict[str, Any]:

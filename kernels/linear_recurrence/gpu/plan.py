@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...core.deterministic import is_deterministic
 from ...core.documents import Documents
 from ...gpu.device import multiprocessors
 from ...gpu.launch import next_power_of_2
@@ -19,6 +20,7 @@ from .sequential_pass import COLUMNS, REST_OF_SUMS, TOTAL
 
 BLOCK = 512  # tokens between two anchors of the gradients of the gates; segments are whole blocks
 LARGEST = 1 << 31  # elements of a segment, which are indexed with 32 bits
+FILLING = 1 << 16  # blocks that fill any device
 RESIDENT = 2  # programs of the sequential pass that run concurrently on one multiprocessor
 Shape = tuple[int, ...]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
@@ -68,7 +70,8 @@ class LinearRecurrence(Plan):
         self.wide = self.dtype == torch.float32  # decays are summed in fp64
         scalar = not self.channel and not self.gate_gradients
         slices = self.slices(max(self.K, self.V), self.entry("carry"))[1] if scalar else 0
-        blocks = self.heads * self.B * -(-self.T // BLOCK)
+        # a deterministic plan takes the way of a batch that fills the device
+        blocks = FILLING if self.deterministic else self.heads * self.B * -(-self.T // BLOCK)
         case = Case(self.gate, sizes_.beta, self.K, self.V, self.dtype, self.device)
         case = case._replace(backward=self.backward, gate_gradients=self.gate_gradients, slices=slices, blocks=blocks)
         self.path = select(PATHS, case).name
@@ -148,7 +151,9 @@ class LinearRecurrence(Plan):
 
 
 def filling(heads: int, K: int, V: int, dtype: torch.dtype, device: torch.device, one_pass: bool) -> int:
-    """Number of segments, over all sequences, that fill the device."""
+    """Number of segments, over all sequences, that fill the device; 1 in deterministic mode, where none is cut."""
+    if is_deterministic():
+        return 1
     if one_pass:  # each program needs a whole multiprocessor
         return max(1, multiprocessors(device) // heads)
     slices = -(-V // launch("linear_recurrence.carry", max(K, V), dtype, device).block)

@@ -187,6 +187,7 @@ def head_gate_grads(
     gates += (place + t // CHUNK) * (PARTS * CHUNK) + t % CHUNK
     x = tl.zeros([BLOCK], tl.float32)
     y = tl.zeros([BLOCK], tl.float32)
+    before = tl.zeros([BLOCK], tl.float32)
     z = tl.zeros([BLOCK], tl.float32)
     anchor = 0.0
     for i in tl.static_range(SLICES):
@@ -196,13 +197,23 @@ def head_gate_grads(
         if DECAY:
             x += tl.load(read + shift + at, mask=valid, other=0.0)
             y += tl.load(written + (shift + at) * (2 if BETA_GRAD else 1), mask=valid, other=0.0)
+            inside = valid & (t % CHUNK > 0)
+            before += tl.load(written + (shift + at - 1) * (2 if BETA_GRAD else 1), mask=inside, other=0.0)
             anchor += tl.load(anchors + (i * heads + n) * blocks + block)
     tokens = (start + t) * heads + n
     if BETA_GRAD:
         inside = tl.load(gates + COLUMNS * CHUNK, mask=valid, other=0.0)
         tl.store(beta_grad + tokens, z * tl.load(gates + SURVIVES * CHUNK, mask=valid, other=0.0) + inside, mask=valid)
     if DECAY:
-        d = x - y + tl.load(gates + BALANCE * CHUNK, mask=valid, other=0.0)
-        dg = tl.cumsum(d, 0, reverse=True) + anchor
+        # Decays of a token concern what later tokens read from the chunk and from the state before it, what earlier
+        # tokens of the chunk leave, and the state before the chunk as far as it survives. No term outweighs the sum.
+        later = x + tl.load(gates + BALANCE * CHUNK, mask=valid, other=0.0)
+        later = tl.cumsum(tl.reshape(later, [BLOCK // CHUNK, CHUNK]), 1, reverse=True)
+        earlier = tl.cumsum(tl.reshape(before, [BLOCK // CHUNK, CHUNK]), 1)
+        x, y = tl.reshape(x, [BLOCK // CHUNK, CHUNK]), tl.reshape(y, [BLOCK // CHUNK, CHUNK])
+        c = tl.arange(0, BLOCK // CHUNK)
+        added = tl.where(c[:, None] < c[None, :], tl.sum(y - x, 1)[:, None], 0.0)
+        through = anchor + tl.sum(added, 0) - tl.sum(x, 1)
+        dg = tl.reshape(later + earlier + through[:, None], [BLOCK])
         g = tl.load(log_decay + (n + t * 0 if GATE == "constant" else tokens), mask=valid, other=0.0)
         tl.store(log_decay_grad + tokens, tl.where(g * LOG2E <= LEAST, 0.0, dg), mask=valid)

@@ -169,7 +169,7 @@ def output_pass(
     gates,  # [heads,chunks,PARTS,64]: ENTER …; per channel [heads,chunks,K]: e^{b_C}; CONSTANT: log decays [heads]
     products,  # [blocks of DZ,heads,chunks,64], PLAIN […,64,2]: Σ other · (the state's part of out)
     checkpoints,  # [blocks or chunks,heads,K,V], where gates have gradients
-    anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the end of a block; per channel [heads,chunks,K]
+    anchors,  # [blocks of DZ,heads,blocks]: <S,dS> at the start of a block; per channel [heads,chunks,K]
     first,  # [segments or sequences,heads,K,V], or None for zeros
     last,  # likewise, if needed
     segments,  # [segments,5]: first token, tokens, first chunk, first block, row of `first` and `last`
@@ -250,11 +250,9 @@ def output_pass(
         block = tl.cdiv(count, per_block) - 1 - b if REVERSE else b
         block_start = block * per_block
         block_count = tl.minimum(per_block, count - block_start)
-        if GATES and not CHANNEL and MODE == "dk":
+        if GATES and not CHANNEL and MODE == "dq":
             at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
-            checkpoint = tl.load(at, mask=in_state, other=0.0)
-            anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
-            tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
+            tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
         if DECAY and not CHANNEL and not CONSTANT:
             # loaded one chunk ahead: a scalar that is needed immediately would stall every step
             next_ = block_start + block_count - 1 if REVERSE else block_start
@@ -310,8 +308,10 @@ def output_pass(
                 else:
                     S = S * keep
             S = tl.dot(tl.trans(Y), Z, S, input_precision=PRECISION)
-        if GATES and not CHANNEL and MODE == "dq":
+        if GATES and not CHANNEL and MODE == "dk":
             at = state_at(checkpoints, first_block + block, n, heads, DX * DZ) + at_state
-            tl.store(at, S.to(checkpoints.dtype.element_ty), mask=in_state)
+            checkpoint = tl.load(at, mask=in_state, other=0.0)
+            anchor = tl.sum(tl.sum(S * checkpoint, 1), 0)
+            tl.store(anchors + (slice_ * heads + n) * blocks + first_block + block, anchor)
     if last is not None:
         tl.store(state_at(last, state, n, heads, DX * DZ) + at_state, S, mask=in_state)

@@ -15,6 +15,7 @@ from ...core.documents import Documents
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.layout import layout
 from ...gpu.plan import Plan, prepared
+from ...gpu.reductions import add_outer
 from ..arguments import Scan
 from .chunks import combine, walk
 from .gradients import gradients
@@ -40,9 +41,10 @@ class SelectiveScan(Plan):
     def __init__(self, shape: torch.Size, states: int, read: str, documents: int | None, *x: Any):
         super().__init__(*x)
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
-        self.length = SHORT if self.T < FROM else LONG
+        self.length = SHORT if self.T < FROM or self.deterministic else LONG
         self.per_row = -(-self.T // self.length)
-        self.whole = documents is None and self.per_row == 1  # every sequence is a single chunk
+        # every sequence is a single chunk; not in deterministic mode, since states that are combined round differently
+        self.whole = documents is None and self.per_row == 1 and not self.deterministic
         self.S = self.B if documents is None else documents
         self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
 
@@ -121,6 +123,11 @@ def _dense(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of the parts of blocks of channels [n,B,T,N], or of chunks [n,D,N]."""
+    return add_outer(parts, dtype) if parts.dim() == 4 else parts.sum(0).to(dtype)
+
+
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
     plan = _plan_of(args)
     x, *arguments, initial = _dense(*args[:6])
@@ -153,7 +160,7 @@ def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | 
     tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
     plan.gradients()(x, *arguments, *tensors, plan.layout.chunks)
     parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c)}
-    summed = {name: None if g is None or z is None else g.sum(0).to(z.dtype) for name, (g, z) in parts.items()}
+    summed = {name: None if g is None or z is None else _sum(g, z.dtype) for name, (g, z) in parts.items()}
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
     return {"x": dx, "log_decay": dlog_decay, **summed, "initial_state": last}
 

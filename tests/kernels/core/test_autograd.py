@@ -69,8 +69,8 @@ def test_gradients():
 @pytest.mark.slow
 @pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True), (False, False)])
 def test_opcheck(needs: tuple[bool, bool]):
-    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (*leaf(*needs), torch.arange(3), 2.0))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (leaf(needs[0])[0], None, None, 2.0))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (*leaf(*needs), torch.arange(3), 2.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.toy.default, (leaf(needs[0])[0], None, None, 2.0, False))
 
 
 class Whole(NamedTuple):
@@ -100,7 +100,7 @@ def test_memory_of_what_is_not_read(keep: bool):
     torch.autograd.gradcheck(lambda a, b: unread(a, b, keep)[0], (a, b), check_undefined_grad=False)
     # as another argument it is kept
     torch.autograd.gradcheck(lambda a: unread(a, a, keep)[0], a, check_undefined_grad=False)
-    torch.library.opcheck(torch.ops.token_mixer_zoo.unread.default, (a, b, keep))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.unread.default, (a, b, keep, False))
     (y,) = unread(a, b, keep)
     memory = [x.untyped_storage().data_ptr() for x in y.grad_fn.saved_tensors]
     assert (a.untyped_storage().data_ptr() in memory) == (not keep)
@@ -109,7 +109,7 @@ def test_memory_of_what_is_not_read(keep: bool):
 
 def test_gradients_may_be_parts_of_one_tensor():
     torch.autograd.gradcheck(pair, leaf(True, True))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.pair.default, leaf(True, True))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.pair.default, (*leaf(True, True), False))
 
 
 @pytest.mark.parametrize("create_graph", [False, True])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import kernels
 import zoo
 from kernels import UserError
 from mixers import Bidirectional, GatedDeltaNet
@@ -51,6 +52,17 @@ def test_what_is_pooled():
     x = torch.randn(2, 7, HIDDEN)
     assert torch.equal(Classifier(HIDDEN, pooling="mean").pool(x)[:, 0], x.mean(1))
     assert torch.equal(Classifier(HIDDEN, pooling="last").pool(x)[:, 0], x[:, -1])
+
+
+def test_pooling_in_deterministic_mode_is_that_of_one_sequence():
+    head, x = Classifier(HIDDEN, pooling="mean"), torch.randn(3, 7, HIDDEN)
+    with kernels.deterministic():
+        pooled = head.pool(x)
+        packed = head.pool(x[:2].reshape(1, 14, HIDDEN), torch.tensor([0, 7, 14]))
+        assert torch.equal(head.pool(x[1:2]), pooled[1:2])
+    assert pooled.shape == (3, 1, HIDDEN)
+    assert torch.equal(packed[0], pooled[:2, 0])
+    torch.testing.assert_close(pooled, head.pool(x))
 
 
 @pytest.mark.parametrize("packed", [False, True])

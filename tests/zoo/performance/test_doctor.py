@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import multiprocessing
 import re
 import shutil
 import sys
@@ -21,7 +20,8 @@ import mixers
 import zoo
 from kernels import UserError
 from kernels.gpu.launch_table import TABLE, LaunchConfig
-from zoo.performance.doctor.checks import _examine, compile_ahead, known_cases, side_by_side
+from zoo.performance.doctor import workers
+from zoo.performance.doctor.checks import compile_ahead, examined, known_cases
 from zoo.performance.doctor.machine import compiler, packages
 from zoo.performance.op_calls import cases, ops
 
@@ -183,23 +183,14 @@ def test_mistakes(command, arguments: list[str], expected: str):
         zoo.doctor("tpu")
 
 
-@pytest.mark.slow
-def test_ops_and_mixers_are_examined_side_by_side(monkeypatch: pytest.MonkeyPatch):
-    """In processes that are forked, which spares their imports."""
-    ahead, cpu = sys.modules[side_by_side.__module__], torch.device("cpu")
-    monkeypatch.setattr(ahead, "get_context", lambda method: multiprocessing.get_context("fork"))
-    monkeypatch.setattr(ahead, "known_cases", lambda device: known_cases(device)[:3])
-    monkeypatch.setattr(mixers, "names", lambda: ["GLA", "HGRN2"])
-    subjects = [0, 1, 2, "GLA", "HGRN2"]
-    assert side_by_side(partial(_examine, cpu), subjects, workers=2) == 5
-    assert compile_ahead(cpu) == 0  # which has nothing to compile
-
-
 @pytest.mark.nightly
-def test_everything_is_examined_side_by_side():
+def test_ops_and_mixers_are_examined_side_by_side():
     cpu = torch.device("cpu")
     subjects = [*range(len(known_cases(cpu))), *mixers.names()]
-    assert side_by_side(partial(_examine, cpu), subjects, workers=2) == len(subjects)
+    done = [*workers.side_by_side(partial(examined, cpu), subjects, 2, 300)]
+    assert {each.job for each in done} == {*subjects}
+    assert all(each.problem is None and each.results for each in done)
+    assert compile_ahead(cpu) == 0  # which has nothing to compile
 
 
 @pytest.mark.gpu

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 
 import mixers
+import zoo
 from kernels.linear_recurrence import chunk
 from zoo.performance import doctor
-from zoo.performance.doctor.proofs import jobs, layers, ops
+from zoo.performance.doctor.proofs import Job, jobs, layers, ops, peers
 from zoo.performance.doctor.proofs.red_zones import RedZones, inside_red_zones
+from zoo.performance.doctor.workers import Done
 from zoo.performance.op_calls import op_of
 
 pytest_plugins = "tests.desk"
@@ -40,7 +42,7 @@ def test_a_recurrence_is_causal_to_the_bit(gate: str, dtype: str):
 
 def test_what_is_proved_of_an_op():
     found = statuses(subject("linear_recurrence (decay per channel, 32)"))
-    assert list(found) == ["causal", "rows", "packed", "pieces", "gates", "one token", "repeats", "memory"]
+    assert list(found) == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one token", "repeats", "memory"]
     assert set(found.values()) <= {"passed", "noted"}
     assert list(ops.proofs(subject("linear (few rows, 32)"))) == ["repeats", "memory"]  # it has no axis of tokens
 
@@ -48,8 +50,8 @@ def test_what_is_proved_of_an_op():
 @pytest.mark.slow
 def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
     """With two calls of ops and two layers."""
-    few = [job for job in jobs(CPU, False) if job.kind in ("ops", "layers") and job.number in (4, 5)]
-    monkeypatch.setattr(doctor, "jobs", lambda device, with_peers: few)
+    few = [job for job in jobs(CPU) if job.kind in ("ops", "layers") and job.number in (4, 5)]
+    monkeypatch.setattr(doctor, "jobs", lambda *given: few)
     done = command("doctor", "--proofs=true", "--output=proofs.json")
     assert done.code == 0, done.out
     record = json.loads(Path("proofs.json").read_text())
@@ -57,10 +59,13 @@ def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
         assert len({each["subject"] for each in record[f"proofs of {kind}"]}) == 2
     header = next(line for line in done.out.splitlines() if "op, backend, dtype" in line)
     assert (
-        header.split()[-8:] == ["causal", "rows", "packed", "pieces", "gates", "one", "token", "repeats", "memory"][-8:]
+        header.split()[-8:]
+        == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one", "token", "repeats", "memory"][-8:]
     )
-    for says in ("linear_recurrence (decay per head, 32), torch,", "causal: no output depends", "checks passed"):
+    progress = "1/4 linear_recurrence (decay per head, 32), torch, fp32: causal exact, rows exact, packed "
+    for says in (progress, "linear_recurrence (decay per head, 32), torch,", "causal: no output", "checks passed"):
         assert says in done.out
+    assert record["finished"]
 
 
 @pytest.mark.nightly
@@ -70,7 +75,7 @@ def test_every_op_and_mixer(command, desk: Path):
     record = json.loads(Path("proofs.json").read_text())
     findings = [each for kind in ("ops", "layers", "runs") for each in record[f"proofs of {kind}"]]
     subjects = {each["subject"] for each in findings}
-    assert len(subjects) == len(jobs(CPU, False))
+    assert len(subjects) == len(jobs(CPU))
     assert {name for name in mixers.names() if f"{name}, bf16" in subjects} == {*mixers.names()}
     causal = {each["subject"]: each["status"] for each in findings if each["check"] == "causal"}
     assert set(causal.values()) == {"passed"}
@@ -192,23 +197,69 @@ def test_red_zones_keep_results():
         assert inside.stride() == x.stride()
         assert torch.equal(torch.empty_like(y).copy_(y), y)
         assert not zones.overwritten()
+        base = torch.empty_like(y).requires_grad_() * 1
+        base[:, 2] = y[:, 2]  # its gradient is a view of a new tensor
+        assert torch.equal(torch.autograd.grad(base.sum(), base, allow_unused=True)[0], torch.ones_like(y))
     written, wrong = inside_red_zones(lambda given: {"sum": given["x"] + given["y"]}, {"x": x, "y": y})
     assert (written, wrong) == (0, [])
 
 
-def test_peers_belong_to_proofs(command):
-    done = command("doctor", "--peers=true")
+@pytest.mark.slow
+def test_what_was_found_before_ctrl_c_is_kept(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+    def stopped(device: torch.device, every: list[Job], limit: float):
+        yield Done(every[0], [*ops.prove(ops.subject(device, every[0].number))], 1.0)
+        assert len(json.loads(Path("proofs.json").read_text())["proofs of ops"]) > 4  # before the next begins
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(doctor, "proved", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        zoo.doctor("cpu", proofs=True, output="proofs.json", only="linear_recurrence (decay per head, 32)")
+    record = json.loads(Path("proofs.json").read_text())
+    assert (record["finished"], record["passed"]) == (False, False)
+    assert {each["check"] for each in record["proofs of ops"]} >= {"causal", "memory"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--peers=true"], "peers: this is about proofs; add --proofs=true"),
+        (["--only=gates"], "only: this is about proofs; add --proofs=true"),
+        (
+            ["--proofs=true", "--device=cpu", "--only=GLAA"],
+            "only: 'GLAA' is not in the name of an op, a layer or a run",
+        ),
+    ],
+)
+def test_mistakes(command, arguments: list[str], expected: str):
+    done = command("doctor", *arguments)
     assert done.code == 2
-    assert "peers: only the proofs have peers; add --proofs=true" in done.err
-    done = command("doctor", "--proofs=true", "--peers=true", "--device=cpu")
-    assert done.code == 2
-    assert done.err == "error: peers: they need a CUDA device and flash-linear-attention; leave --peers out here\n"
+    assert expected in done.err
+
+
+@pytest.mark.parity
+@pytest.mark.slow
+def test_a_peer_is_examined_likewise():
+    """Its findings are noted where one of ours would fail."""
+    (number,) = [i for i, name in enumerate(peers.names(CPU)) if "mamba2_chunk_scan, fp32" in name]
+    found = {each.check: each for each in peers.prove(CPU, number)}
+    assert [*found] == ["causal", "rows", "pieces", "gates", "one token", "repeats", "memory"]
+    assert {each.status for each in found.values()} <= {"passed", "noted"}
+    assert found["gates"].numbers["error"] < 1e-5  # against the loop here: it computes the same
+
+
+def test_a_fault_of_a_peer_is_noted(monkeypatch: pytest.MonkeyPatch):
+    def leaking(x: Tensor, log_decay: Tensor, rate: Tensor, b: Tensor, c: Tensor) -> tuple[Tensor, None]:
+        return x + 1e-6 * x.roll(-1, 1), None
+
+    number = next(i for i, name in enumerate(peers.names(CPU)) if "mamba_selective_scan" in name)
+    monkeypatch.setattr(peers.PeerOp, "load", lambda peer: leaking)
+    causal = next(each for each in peers.prove(CPU, number) if each.check == "causal")
+    assert causal.status == "noted"
+    assert "of the outputs change, by" in causal.says
 
 
 @pytest.mark.gpu
 def test_proofs_on_a_gpu():
-    import zoo
-
     found = zoo.doctor(verbose=False, proofs=True)
     assert not found.failed, found.failures
     causal = [each for kind in ("ops", "layers") for each in found.proofs[kind] if each.check == "causal"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import MappingProxyType
@@ -13,12 +12,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from kernels import UserError
-from zoo.display import new_table
+from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
-from zoo.performance.doctor.checks import Finding, compile_ahead, compile_by, examine_layers, examine_ops
+from zoo.performance.doctor.checks import LIMIT_S, Finding, compile_ahead, examine_layers, examine_ops
 from zoo.performance.doctor.machine import machine
 from zoo.performance.doctor.proofs import EXPLAINED as PROPERTIES
-from zoo.performance.doctor.proofs import ORDER, TITLES, findings, jobs, prove
+from zoo.performance.doctor.proofs import ORDER, TITLES, Job, by_kind, jobs, proved
+from zoo.performance.doctor.workers import Done
 from zoo.train.devices import pick_device
 
 EXPLAINED = """\
@@ -28,6 +28,7 @@ bf16 of mixers: relative error of whole layers against fp32
 packed: a document does not depend on its neighbours
 repeats: results are the same bits each time
 """
+WIDE = 110  # columns of a terminal, for a table of proofs
 STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
 
 
@@ -40,21 +41,27 @@ class Examination(NamedTuple):
         ops: The ops, each with several checks.
         mixers: The registered mixers, each with several checks.
         seconds: How long it took.
-        proofs: With `proofs`, the properties of ops, mixers and a model, and runs.
+        proofs: With `proofs`, the properties of ops, mixers and a model, runs, and peers.
+        finished: Whether everything was examined.
     """
 
     device: str
     machine: list[Finding]
     ops: list[Finding]
     mixers: list[Finding]
-    seconds: float
+    seconds: float = 0.0
     proofs: Mapping[str, list[Finding]] = MappingProxyType({})
+    finished: bool = False
+
+    @property
+    def findings(self) -> list[Finding]:
+        """All findings."""
+        return [*self.machine, *self.ops, *self.mixers, *(each for group in self.proofs.values() for each in group)]
 
     @property
     def failures(self) -> list[Finding]:
         """The checks that failed."""
-        groups = (self.machine, self.ops, self.mixers, *self.proofs.values())
-        return [each for group in groups for each in group if each.status == "failed"]
+        return [each for each in self.findings if each.status == "failed"]
 
     @property
     def failed(self) -> bool:
@@ -68,6 +75,8 @@ def doctor(
     verbose: bool = True,
     proofs: bool = False,
     peers: bool = False,
+    only: str | None = None,
+    time_limit: float = LIMIT_S,
 ) -> Examination:
     """Check that this machine computes what it should: packages, GPU, every op against its fp32 loop, memory and disk.
 
@@ -75,55 +84,78 @@ def doctor(
 
     Args:
         device: cpu or cuda; null for the GPU if there is one.
-        output: A JSON file for all findings.
+        output: A JSON file for all findings; with `proofs` it is written after each op.
         verbose: Whether to print tables.
         proofs: Whether to examine instead what holds to the bit, and how nearly the rest does: causality, packed
             documents, rows of a batch, pieces, gradients of extreme gates, memory.
-        peers: With `proofs`, whether the ops of flash-linear-attention are examined too, on a GPU.
+        peers: With `proofs`, whether to examine also ops of transformers in PyTorch and, on a GPU, of
+            flash-linear-attention.
+        only: With `proofs`, a part of the names of what to examine, such as delta_rule; null for everything.
+        time_limit: Seconds for each op, layer or peer on a GPU with `proofs`; what takes longer is stopped, and fails.
 
     Raises:
-        UserError: The device does not exist, the peers do not run on it, or the file cannot be written.
+        UserError: The device does not exist, no peer runs on it, nothing is to be examined, or the file cannot be
+            written.
+        KeyboardInterrupt: Ctrl-C; the findings so far are printed and written.
     """
-    if peers and not proofs:
-        raise UserError("peers: only the proofs have peers; add --proofs=true")
+    for name, value in {"peers": peers or None, "only": only}.items():
+        if value is not None and not proofs:
+            raise UserError(f"{name}: this is about proofs; add --proofs=true")
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
-    place, start = pick_device(device), monotonic()
-    every = jobs(place, peers) if proofs else []
-    console = Console(quiet=not verbose)
+    place, start, stopped = pick_device(device), monotonic(), False
+    by_job: dict[Job, list[Finding]] = {}
+    every = jobs(place, peers, only) if proofs else []
+    console = new_console(verbose)
     with console.status("packages") as status:
-        about, of_ops, of_mixers = [*machine(place)], list[Finding](), list[Finding]()
-        proved: dict[str, list[Finding]] = {}
-        if proofs:
-            ahead = [job for job in every if job.kind in ("ops", "layers")]
-            compile_by(partial(prove, device=place), ahead, place, status.update)
-            proved = findings(place, every, status.update)
-        else:
+        examination = Examination(place.type, [*machine(place)], [], [])
+        if not proofs:
             compile_ahead(place, status.update)
-            of_ops = [*examine_ops(place, status.update)]
-            of_mixers = [*examine_layers(place, status.update)]
-    examination = Examination(place.type, about, of_ops, of_mixers, monotonic() - start, proved)
+            of_ops, of_mixers = [*examine_ops(place, status.update)], [*examine_layers(place, status.update)]
+            examination = examination._replace(ops=of_ops, mixers=of_mixers)
+        try:
+            for number, done in enumerate(proved(place, every, time_limit), 1):
+                by_job[done.job] = done.results
+                examination = examination._replace(proofs=by_kind(every, by_job), seconds=monotonic() - start)
+                console.print(f"{number}/{len(every)} {escape(_line(done))}", highlight=False, soft_wrap=True)
+                if output is not None:
+                    _write(examination, Path(output))
+        except KeyboardInterrupt:
+            stopped = True
+    examination = examination._replace(finished=not stopped, seconds=monotonic() - start)
     if output is not None:
         _write(examination, Path(output))
-    if proofs:
+    _print(console, examination, output)
+    if stopped:
+        raise KeyboardInterrupt
+    return examination
+
+
+def _line(done: Done[Job, Finding]) -> str:
+    """Name a job, and say what was found."""
+    says = (f"{each.check} {'failed' if each.status == 'failed' else each.says}" for each in done.results)
+    return f"{done.job.name}: {', '.join(says)} ({done.seconds:.1f} s)"
+
+
+def _print(console: Console, examination: Examination, output: str | None) -> None:
+    """Print all findings as tables, and then what failed."""
+    if examination.proofs:  # whose lines have said the same in a narrow terminal
+        groups = examination.proofs.items() if console.width >= WIDE else []
         tables = [
-            _matrix(TITLES[kind], sorted(group, key=lambda each: ORDER.index(each.check)))
-            for kind, group in proved.items()
+            _matrix(TITLES[kind], sorted(group, key=lambda each: ORDER.index(each.check))) for kind, group in groups
         ]
-        console.print(_list(about), *tables, PROPERTIES, highlight=False)
+        console.print(_list(examination.machine), *tables, PROPERTIES, highlight=False)
     else:
-        console.print(_list(about), _matrix("op", of_ops), _matrix("mixer", of_mixers), EXPLAINED, highlight=False)
+        tables = [_matrix("op", examination.ops), _matrix("mixer", examination.mixers)]
+        console.print(_list(examination.machine), *tables, EXPLAINED, highlight=False)
     for each in examination.failures:
         console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
-    checks = sum(map(len, (about, of_ops, of_mixers, *proved.values())))
-    verdict = (
-        f"{len(examination.failures)} of {checks} checks failed"
-        if examination.failed
-        else f"all {checks} checks passed"
-    )
+    failures, checks = len(examination.failures), len(examination.findings)
+    verdict = f"{failures} of {checks} checks failed" if failures else f"all {checks} checks passed"
+    if not examination.finished:
+        verdict = f"stopped; {failures} of {checks} checks failed so far"
     written = "" if output is None else f"; written to {output}"
     console.print(f"{verdict}, in {examination.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
-    return examination
 
 
 def _list(findings: Sequence[Finding]) -> Table:
@@ -152,7 +184,8 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
 def _write(examination: Examination, file: Path) -> None:
     groups = {group: getattr(examination, group) for group in ("machine", "ops", "mixers")}
     groups |= {f"proofs of {kind}": group for kind, group in examination.proofs.items()}
-    record = {"device": examination.device, "passed": not examination.failed, "seconds": round(examination.seconds, 1)}
+    record = {"device": examination.device, "passed": examination.finished and not examination.failed}
+    record |= {"finished": examination.finished, "seconds": round(examination.seconds, 1)}
     record |= {name: [each._asdict() for each in group] for name, group in groups.items()}
     try:
         with atomic_write(file) as opened:

@@ -2,12 +2,9 @@
 
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from multiprocessing import get_context
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -17,6 +14,7 @@ import mixers
 from mixers import Site, TokenMixer
 from mixers.contract import BF16_TOLERANCE
 from zoo.performance.accuracy import Gate, relative_error
+from zoo.performance.doctor.workers import side_by_side
 from zoo.performance.op_calls import LENGTH, OpCall, Tensors, cases, op_of, ops
 
 Status = Literal["passed", "noted", "failed"]
@@ -223,6 +221,12 @@ def in_bf16(name: str, device: torch.device) -> Finding:
 
 
 MOST = 8  # processes; each needs half a GiB of the GPU's memory
+LIMIT_S = 300  # of one op or mixer; a kernel that hangs takes no longer
+
+
+def processes() -> int:
+    """The number of processes that share the work on a GPU."""
+    return max(1, min(MOST, os.cpu_count() or 1))
 
 
 def compile_ahead(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> int:
@@ -231,44 +235,18 @@ def compile_ahead(device: torch.device, seen: Callable[[str], None] = lambda nam
     Returns:
         How many ops and mixers were examined. Fewer than there are if a process died: the doctor then finds out why.
     """
-    subjects: list[int | str] = [*range(len(known_cases(device))), *mixers.names()]
-    return compile_by(partial(_examine, device), subjects, device, seen)
-
-
-def compile_by(
-    work: Callable[[Any], Any], subjects: Sequence[Any], device: torch.device, seen: Callable[[str], None]
-) -> int:
-    """On a GPU, do some work with all subjects in several processes, which compiles the kernels; returns how many."""
     if device.type != "cuda":
         return 0
-    workers = max(1, min(MOST, os.cpu_count() or 1))
-    seen(f"compiling kernels, {workers} processes")
-    return side_by_side(work, subjects, workers)
+    subjects: list[int | str] = [*range(len(known_cases(device))), *mixers.names()]
+    ended = 0
+    for done in side_by_side(partial(examined, device), subjects, processes(), LIMIT_S):
+        ended += done.problem is None
+        seen(f"compiling kernels, {ended} of {len(subjects)}")
+    return ended
 
 
-def side_by_side(work: Callable[[Any], Any], subjects: Sequence[Any], workers: int) -> int:
-    """Do some work with all subjects in several processes; returns with how many that succeeded."""
-    done = 0
-    with ProcessPoolExecutor(workers, get_context("spawn"), _silent) as pool:
-        try:
-            for _ in pool.map(work, subjects):
-                done += 1
-        except BrokenProcessPool:
-            pass
-        finally:  # after Ctrl-C, cancel what has not begun
-            pool.shutdown(cancel_futures=True)
-    return done
-
-
-def _silent() -> None:
-    """Send what compilers and libraries print nowhere, and the traceback of Ctrl-C."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (1, 2):
-        os.dup2(nowhere, stream)
-
-
-def _examine(device: torch.device, subject: int | str) -> None:
+def examined(device: torch.device, subject: int | str) -> Iterator[Finding]:
+    """The findings about a case by its number, or about a mixer by its name."""
     if isinstance(subject, str):
-        list(examine_layer(subject, device))
-    else:
-        list(examine_case(known_cases(device)[subject], device))
+        return examine_layer(subject, device)
+    return examine_case(known_cases(device)[subject], device)

@@ -8,6 +8,7 @@ import torch
 import kernels
 import zoo
 from tests.commands import Command
+from zoo.train.callbacks import kernel_backend
 
 pytest_plugins = "tests.desk"
 SMALL = (
@@ -39,6 +40,26 @@ def test_a_run_has_its_backend(desk: Path):
     assert ran("backend=reference")["linear_recurrence"] == {"reference"}
     assert here() == "torch"
     assert ran()["linear_recurrence"] == {"torch"}
+
+
+@pytest.mark.slow
+def test_a_run_has_its_mode(desk: Path, monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    forward = kernel_backend.KernelBackend.setup
+
+    def noted(self, *args, **options):
+        forward(self, *args, **options)
+        seen.append(kernels.is_deterministic())
+
+    monkeypatch.setattr(kernel_backend.KernelBackend, "setup", noted)
+    zoo.fit(*SMALL, "deterministic_kernels=true", "trainer.max_steps=1")
+    assert {*seen} == {True}
+    assert not kernels.is_deterministic()
+
+
+def test_compiled_code_has_no_such_mode(desk: Path):
+    with pytest.raises(kernels.UserError, match=r"^deterministic_kernels: true does not cover compiled code"):
+        zoo.fit(*SMALL, "deterministic_kernels=true", "compile=true")
 
 
 def test_a_backend_that_cannot_run_is_a_sentence_and_is_left(desk: Path, monkeypatch: pytest.MonkeyPatch):

@@ -2,19 +2,22 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import kernels
 import mixers
+from kernels.core.chunking import CHUNK
 from mixers import Site, TokenMixer
 from mixers.contract import BF16_TOLERANCE
 from zoo.config import build
+from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor.checks import Finding, as_finding, attempted
-from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, nearly
+from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
 from zoo.performance.op_calls import LENGTH
 
 SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
@@ -71,8 +74,11 @@ def prove(label: str, dtype: str, device: torch.device) -> Iterator[Finding]:
     """The findings about a mixer or a model."""
     layer = built(label, dtype, device)
     proofs = {"causal": causal, "packed": packed, "rows": rows, "pieces": steps, "repeats": repeats}
-    if isinstance(layer.module, TokenMixer) and not layer.module.causal:
-        proofs = {"packed": packed, "rows": rows, "repeats": repeats}
+    proofs["invariant"] = invariant
+    if isinstance(layer.module, LanguageModel):
+        proofs["sampled"] = sampled
+    elif not layer.module.causal:
+        proofs = {"packed": packed, "rows": rows, "invariant": invariant, "repeats": repeats}
     for check, proof in proofs.items():
         yield attempted(layer.name, check, partial(proof, layer))
 
@@ -123,6 +129,41 @@ def steps(layer: Layer) -> Finding:
     if isinstance(module, LanguageModel):
         actual, expected = (y.float().log_softmax(-1) for y in (actual, expected))
     return _compared(layer, "pieces", actual, expected)
+
+
+@torch.no_grad()
+def invariant(layer: Layer) -> Finding:
+    """Check that in deterministic mode rows, documents and pieces of whole chunks have the results of one alone."""
+    with kernels.deterministic():
+        alone = layer(layer.x[:1])
+        same = {"rows": rows(layer).says == "exact", "packed": packed(layer).says == "exact"}
+        if isinstance(layer.module, LanguageModel) or layer.module.causal:
+            module: Any = layer.module
+            outputs, state = [], module.init_state(1)
+            for piece in layer.x[:1].split(CHUNK, 1):
+                y, state = module(piece, state)
+                outputs.append(y)
+            same["pieces"] = torch.equal(torch.cat(outputs, 1), alone)
+    return exactly(layer.name, "invariant", [name for name, exact in same.items() if not exact])
+
+
+@torch.no_grad()
+def sampled(layer: Layer) -> Finding:
+    """Check that in deterministic mode sampled tokens have the log-probabilities that training computes for them.
+
+    The prompts differ in length, and sampling leaves their chunks.
+    """
+    model, prompts = layer.module, [layer.x[0, :length] for length in (3, CHUNK - 1, CHUNK, CHUNK + 9)]
+    assert isinstance(model, LanguageModel)
+    differing = []
+    with kernels.deterministic():
+        drawn = [*sample_tokens(model, prompts, max_new_tokens=4, seed=1)]
+        for row, prompt in enumerate(prompts):
+            tokens = torch.cat([prompt, *(token[row : row + 1] for token, _ in drawn)])
+            losses = model.token_losses(tokens[None, :-1], tokens[None, 1:]).losses[0, len(prompt) - 1 :]
+            if not torch.equal(losses, -torch.stack([scores[row] for _, scores in drawn])):
+                differing.append(f"those after {len(prompt)} tokens")
+    return exactly(layer.name, "sampled", differing)
 
 
 def repeats(layer: Layer) -> Finding:

@@ -1,17 +1,19 @@
 """Properties of ops that hold to the bit, or nearly."""
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice, pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 import kernels
+from kernels.gpu.device import multiprocessors
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor.checks import LIMITS, Finding, as_finding, attempted, repeats
+from zoo.performance.doctor.checks import LIMITS, REPEATS, Finding, as_finding, attempted
 from zoo.performance.doctor.proofs.red_zones import inside_red_zones
 from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, op_of
 
@@ -20,6 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CUTS = (1, 20, 33, 64, 100)  # first tokens that change: within each half of a chunk, and on its borders
 DOCUMENTS = (0, 41, 97, LENGTH)
 PIECES = (0, 50, 51, LENGTH)
+FEW, LONG = 8, 512  # heads that are compared with a loop; channels of keys whose states stay in memory
 GATES = (0.0, -1e-3, -1.0, -10.0, -30.0, -200.0)  # log decays of a step
 
 
@@ -39,6 +42,11 @@ class Subject(NamedTuple):
     def device(self) -> torch.device:
         """The device of its tensors."""
         return next(iter(self.case.inputs.values())).device
+
+    @property
+    def parameters(self) -> Collection[str]:
+        """The names of the arguments that it takes."""
+        return inspect.signature(self.case.call or getattr(kernels, self.case.op)).parameters
 
     @property
     def along(self) -> list[str]:
@@ -76,6 +84,32 @@ def subjects(device: torch.device) -> Iterator[Subject]:
                 if backend == "torch" or (backend == "triton" and device.type == "cuda"):
                     for dtype, kind in DTYPES.items():
                         yield Subject(case.on(device, kind), backend, dtype)
+    if device.type == "cuda":
+        for case in _of_other_kernels(device):
+            yield Subject(case.on(device, torch.bfloat16), "triton", "bf16")
+
+
+def _of_other_kernels(device: torch.device) -> Iterator[OpCall]:
+    """Recurrences that run other kernels than small ones in bf16: with enough heads to fill the GPU, and long keys."""
+    heads = max(1, multiprocessors(device) * 3 // 4)
+    for case in cases(max(SIZES["cuda"])):
+        if case.op in ("linear_recurrence", "delta_rule"):
+            inputs = {name: _repeated(name, x, heads) for name, x in case.inputs.items()}
+            yield replace(case, variant=f"{case.variant}, many heads", inputs=inputs)
+    yield from (case for case in cases(LONG) if case.op == "delta_rule")
+
+
+def _repeated(name: str, x: Tensor, heads: int) -> Tensor:
+    """An input with more heads, each with other content."""
+    axis = 0 if x.dim() == 1 else 1 if name == "initial_state" else 2
+    other = 2 if name == "initial_state" else 1  # of a state its keys, of what has tokens the tokens
+    copies = [x if x.dim() == 1 else x.roll(i, other) for i in range(-(-heads // x.shape[axis]))]
+    return torch.cat(copies, axis).narrow(axis, 0, heads).contiguous()
+
+
+def subject(device: torch.device, number: int) -> Subject:
+    """One of the calls on a device, by its number."""
+    return next(islice(subjects(device), number, None))
 
 
 def prove(subject: Subject) -> Iterator[Finding]:
@@ -86,16 +120,20 @@ def prove(subject: Subject) -> Iterator[Finding]:
 
 def proofs(subject: Subject) -> dict[str, Proof]:
     """The properties that a subject can have."""
-    parameters = inspect.signature(subject.case.call or getattr(kernels, subject.case.op)).parameters
+    parameters = subject.parameters
     chosen: dict[str, Proof] = {}
     if subject.along:
         chosen |= {"causal": causal, "rows": rows}
     if subject.along and "cu_seqlens" in parameters:
         chosen["packed"] = packed
+    if subject.along and subject._backend is not None:  # other libraries have no such mode
+        chosen["invariant"] = invariant
     if "return_state" in parameters and "initial_state" in parameters:
         chosen["pieces"] = pieces
-    if "log_decay" in subject.case.inputs and "cu_seqlens" in parameters and "q" in parameters:
-        chosen |= {"gates": extreme_gates, "one token": one_token}
+    if "log_decay" in subject.case.inputs and "q" in parameters:
+        if subject.case.op != "delta_rule" or subject.case.inputs["log_decay"].dim() < 4:  # of which there is no loop
+            chosen["gates"] = extreme_gates
+        chosen["one token"] = one_token
     chosen["repeats"] = repeated
     # on a GPU, PyTorch's own kernels are compiled, and cannot be led to other memory
     return chosen if subject.backend == "torch" and subject.device.type == "cuda" else chosen | {"memory": memory}
@@ -163,8 +201,13 @@ def packed(subject: Subject) -> Finding:
 
 
 def _documents(subject: Subject, boundaries: Sequence[int], start: int, stop: int) -> Tensors:
-    """The first row's tokens from `start` to `stop`, as packed documents."""
+    """The first row's tokens from `start` to `stop`, as packed documents; as rows where none can be packed."""
     inputs = dict(subject.case.inputs)
+    if "cu_seqlens" not in subject.parameters:
+        length = min(stop - start for start, stop in pairwise(boundaries))
+        for name in subject.along:
+            inputs[name] = torch.stack([inputs[name][0, i : i + length] for i in boundaries[:-1]])
+        return inputs
     for name in subject.along:
         inputs[name] = inputs[name][:1, start:stop]
     if "initial_state" in inputs:
@@ -208,6 +251,25 @@ def rows(subject: Subject) -> Finding:
     return nearly(subject.name, "rows", sorted(differing), worst, limit)
 
 
+def invariant(subject: Subject) -> Finding:
+    """Check that in deterministic mode rows and documents have exactly the results that they have alone.
+
+    Gradients of parameters are sums over all rows.
+    """
+    with kernels.deterministic():
+        findings = [proof(subject) for name, proof in (("rows", rows), ("packed", packed)) if name in proofs(subject)]
+    along = {*subject.along, "initial_state"}
+    names = {name for each in findings for name in each.numbers["differing"]}
+    differing = sorted(name for name in names if name.startswith("output") or name.split()[-1] in along)
+    return exactly(subject.name, "invariant", differing)
+
+
+def exactly(name: str, check: str, differing: Sequence[str]) -> Finding:
+    """A finding about results that have to be the same."""
+    says = f"{', '.join(differing)} differ" if differing else "exact"
+    return as_finding(name, check, not differing, says, differing=[*differing])
+
+
 def pieces(subject: Subject) -> Finding:
     """Compare a sequence with its pieces, one of which is a single token, each from the state before."""
     case = replace(subject.case, options=subject.case.options | {"return_state": True})
@@ -233,29 +295,41 @@ def extreme_gates(subject: Subject) -> Finding:
     The error of the decay's gradient is relative to what that is without a decay, or to itself if that is larger: where
     little survives a step, so does little of the gradient.
     """
-    inputs, worst, of_decay, worst_gate = _documents(subject, (0, 1, 2, 41, 97, LENGTH), 0, LENGTH), 0.0, 0.0, 0.0
+    boundaries = (0, 1, 2, 41, 97, LENGTH) if "cu_seqlens" in subject.parameters else (0, LENGTH)
+    inputs, worst, of_decay, worst_gate = _documents(subject, boundaries, 0, LENGTH), 0.0, 0.0, 0.0
     heads, D = inputs["v"].shape[2], inputs["v"].shape[3]
-    state = torch.randn(5, heads, inputs["q"].shape[3], D, generator=torch.Generator().manual_seed(2)) / D**0.5
+    generator = torch.Generator().manual_seed(2)
+    state = torch.randn(len(boundaries) - 1, heads, inputs["q"].shape[3], D, generator=generator) / D**0.5
     inputs["initial_state"] = state.to(subject.device)
-    scale = 0.0
+    of_outputs = torch.randn(inputs["v"].shape, generator=generator.manual_seed(1)).to(subject.device)
+    loop, scale = subject._replace(backend="reference", case=replace(subject.case, call=None)), 0.0
+
+    def arriving(outputs: Tensors) -> list[Tensor]:
+        return [of_outputs.narrow(2, 0, y.shape[2]).to(y) for y in outputs.values()]
+
     for gate in GATES:
         here = inputs | {"log_decay": torch.full_like(inputs["log_decay"], gate)}
-        exact = {name: x.double() if x.is_floating_point() else x for name, x in here.items()}
-        arriving = partial(_arriving, subject.device)
-        expected = subject._replace(backend="reference").results(arriving, exact)
-        actual = subject.results(arriving, here)
+        exact = {name: _few_heads(name, x.double()) if x.is_floating_point() else x for name, x in here.items()}
+        expected, actual = loop.results(arriving, exact), subject.results(arriving, here)
         for name, y in expected.items():
+            x = _few_heads(name, actual[name])
             if name != "gradient of log_decay":
-                worst = max(worst, relative_error(actual[name], y))
+                worst = max(worst, relative_error(x, y))
             else:
                 norm = float(y.norm())
                 scale = max(scale, norm)
-                error = float((actual[name].double() - y).norm()) / max(scale, norm)
+                error = float((x.double() - y).norm()) / max(scale, norm)
                 of_decay, worst_gate = max((of_decay, worst_gate), (error, gate))
     limit = LIMITS[DTYPES[subject.dtype]][1]
     says = f"{worst:.0e} / {of_decay:.0e}"
     numbers = {"error": worst, "error_of_decays": of_decay, "worst_gate": worst_gate, "limit": limit}
     return as_finding(subject.name, "gates", max(worst, of_decay) <= limit, says, **numbers)
+
+
+def _few_heads(name: str, x: Tensor) -> Tensor:
+    """The first heads of an input, an output or a gradient: the loop keeps the states of all tokens."""
+    axis = 0 if x.dim() == 1 else 1 if name.endswith("initial_state") else 2
+    return x.narrow(axis, 0, min(x.shape[axis], FEW))
 
 
 def _arriving(device: torch.device, outputs: Tensors) -> list[Tensor]:
@@ -279,9 +353,13 @@ def one_token(subject: Subject) -> Finding:
 
 def repeated(subject: Subject) -> Finding:
     """Check that results are the same bits each time."""
-    with kernels.backend(subject._backend or "auto"):
-        finding = repeats(subject.case, subject.device)._replace(subject=subject.name)
-    return finding._replace(says="exact") if finding.status == "passed" else finding
+    arriving, changed = partial(_arriving, subject.device), set[str]()
+    first = subject.results(arriving, subject.case.inputs)
+    for _ in range(REPEATS - 1):
+        results = subject.results(arriving, subject.case.inputs)
+        changed |= {name for name, y in first.items() if not torch.equal(y, results[name])}
+    says = "exact" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
+    return as_finding(subject.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
 
 
 def memory(subject: Subject) -> Finding:

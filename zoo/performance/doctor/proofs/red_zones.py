@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.dlpack import from_dlpack
 
 ZONE = 4096  # bytes on each side of a tensor
 PATTERN = 0xFF  # a NaN in every floating type
@@ -33,9 +34,10 @@ class RedZones(TorchDispatchMode):
             return x
         last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
         size = (last + 1) * x.itemsize
-        buffer = torch.full((size + 2 * ZONE,), PATTERN, dtype=torch.uint8, device=x.device)
+        buffer = torch.full((ZONE + -(-size // 8) * 8 + ZONE,), PATTERN, dtype=torch.uint8, device=x.device)
         self.buffers.append((buffer, size))
-        inside = buffer[ZONE : ZONE + size].view(x.dtype).as_strided(x.shape, x.stride())
+        # in a storage that begins with the tensor, as autograd expects of new ones
+        inside = from_dlpack(buffer[ZONE:]).view(x.dtype).as_strided(x.shape, x.stride())
         return inside.copy_(x)
 
     def overwritten(self) -> int:

@@ -18,6 +18,7 @@ FIT = (
     *("--trainer.accelerator=cpu", "--trainer.limit_val_batches=1", "--optim.schedule=constant"),
     "--trainer.log_every_n_steps=1",
 )
+NAME = "training, fp32"
 HALF, STEPS = 3, 6
 SHARED = ("--context_parallel=2", "--trainer.devices=2", "--trainer.strategy=ddp")
 LIMIT = 1e-5  # relative, of losses of a sequence that two processes share
@@ -28,8 +29,8 @@ def prove() -> Iterator[Finding]:
     """The findings about runs."""
     with TemporaryDirectory() as folder:
         desk = Path(folder)
-        yield attempted("training, fp32", "resumed", partial(resumed, desk))
-        yield attempted("training, fp32", "2 processes", partial(shared, desk))
+        yield attempted(NAME, "resumed", partial(resumed, desk))
+        yield attempted(NAME, "2 processes", partial(shared, desk))
 
 
 def resumed(desk: Path) -> Finding:
@@ -40,7 +41,7 @@ def resumed(desk: Path) -> Finding:
     expected, actual = _losses(desk / "runs" / "whole"), _losses(desk / "runs" / "half")
     differing = [step for step, loss in expected.items() if actual.get(step) != loss]
     says = "exact" if not differing else f"the losses of steps {', '.join(map(str, differing))} differ"
-    return as_finding("training, fp32", "resumed", not differing, says, steps=len(expected), differing=differing)
+    return as_finding(NAME, "resumed", not differing, says, steps=len(expected), differing=differing)
 
 
 def shared(desk: Path) -> Finding:
@@ -48,9 +49,7 @@ def shared(desk: Path) -> Finding:
     _fit(desk, *FIT, *SHARED, f"--trainer.max_steps={STEPS}", "--run", "shared")
     expected, actual = _losses(desk / "runs" / "whole"), _losses(desk / "runs" / "shared")
     change = max(abs(actual[step] / loss - 1) for step, loss in expected.items())
-    finding = as_finding(
-        "training, fp32", "2 processes", change <= LIMIT, f"{change:.0e}" if change else "exact", change=change
-    )
+    finding = as_finding(NAME, "2 processes", change <= LIMIT, f"{change:.0e}" if change else "exact", change=change)
     return finding if change == 0 or change > LIMIT else finding._replace(status="noted")
 
 

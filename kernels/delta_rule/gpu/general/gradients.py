@@ -1,0 +1,269 @@
+"""Gradients of all arguments: all chunks in parallel, once all states and their gradients are known.
+
+Letters as in `chunk_general.py`; S is the state before the chunk, dS the gradient of the state after it. `pairs` stores
+the gradients of P and L and what follows from the values alone; `gradients` computes the rest for a block of keys.
+Pairs pass through memory because Triton 3.6 on Hopper gets products of a transposed tile wrong, unless it was loaded.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+# ruff: noqa: SIM102, SIM108
+
+import triton
+import triton.language as tl
+
+from ....gpu.tiles import (
+    CHUNK,
+    LEAST,
+    chunk_at,
+    exp2,
+    load_pairs,
+    load_state,
+    load_tile,
+    load_tokens,
+    store_pairs,
+    store_tile,
+    store_tokens,
+)
+from ....linear_recurrence.gpu.vector_decay import BLOCK, row
+from .decays import decays_of, strength_of
+
+
+@triton.jit(do_not_specialize=["scale"])
+def pairs(
+    v,
+    beta,
+    do,
+    u,
+    dr,
+    dv,  # [tokens,M,V]
+    dbeta,  # [tokens,M]: the part of the values
+    dP,  # [chunks,M,64,64]: below the diagonal
+    dL,
+    diagonal,  # [chunks,M,64]: of dP
+    chunks,
+    scale,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    V: tl.constexpr,
+    BV: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    m = tl.program_id(0) % M
+    tile = tl.program_id(0).to(tl.int64)
+    token, stop = chunk_at(chunks, tl.program_id(0) // M)
+    values: tl.constexpr = M // E
+    r = tl.arange(0, CHUNK)
+    valid = r < stop - token
+    distance = r[:, None] - r[None, :]
+    write = strength_of(beta, token, valid, m, M)
+    P, L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
+    from_values = tl.zeros([CHUNK], tl.float32)
+    for column in range(0, V, BV):
+        dO = load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE)
+        U = load_tokens(u + m * V, token, stop, M * V, column, V, BV, DTYPE)
+        dR = load_tokens(dr + m * V, token, stop, M * V, column, V, BV, DTYPE)
+        P = tl.dot(dO, tl.trans(U), P, input_precision=PRECISION)
+        L = tl.dot(dR, tl.trans(U), L, input_precision=PRECISION)
+        if beta is not None:
+            Vv = load_tokens(v + (m // E) * V, token, stop, values * V, column, V, BV, tl.float32)
+            from_values += tl.sum(Vv * dR.to(tl.float32), 1)
+            store_tokens(dv + m * V, token, stop, M * V, column, V, BV, dR.to(tl.float32) * write[:, None])
+    P *= scale
+    tl.store(diagonal + tile * CHUNK + r, tl.sum(tl.where(distance == 0, P, 0.0), 1))
+    store_pairs(dP + tile * (CHUNK * CHUNK), tl.where(distance > 0, P, 0.0))
+    store_pairs(dL + tile * (CHUNK * CHUNK), tl.where(distance > 0, -L, 0.0))
+    if beta is not None:
+        tl.store(dbeta + token.to(tl.int64) * M + m + r * M, from_values, mask=valid)
+
+
+@triton.jit
+def exact_pairs(
+    P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
+    keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BEFORE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What pairs of tokens add to dQ, dA and dK, for any decay."""
+    r = tl.arange(0, CHUNK)
+    valid = r < count
+    dQ, dA, dK = (
+        tl.zeros([CHUNK, BK], tl.float32),
+        tl.zeros([CHUNK, BK], tl.float32),
+        tl.zeros([CHUNK, BK], tl.float32),
+    )
+    for j in range(0, CHUNK // BLOCK - 1):
+        end = j * BLOCK + BLOCK - 1
+        last = row(b, end)[None, :]
+        below, inside = r > end, (r <= end) & (r > end - BLOCK)
+        down = tl.where(inside[:, None], exp2(tl.minimum((last - b).to(tl.float32), 0.0)), 0.0)
+        up = tl.where(below[:, None], exp2(tl.minimum((b - last).to(tl.float32), 0.0)), 0.0)
+        up_read = tl.where(below[:, None], exp2(tl.minimum((read - last).to(tl.float32), 0.0)), 0.0)
+        right = (Kk * down).to(DOT)
+        dQ += tl.dot(P, right, input_precision=PRECISION) * up
+        dA += tl.dot(L, right, input_precision=PRECISION) * up_read
+        dK += tl.dot(tl.trans(P), (Q * up).to(DOT), input_precision=PRECISION) * down
+        dK += tl.dot(tl.trans(L), (A * up_read).to(DOT), input_precision=PRECISION) * down
+    # two loops: one would need too many registers
+    between = tl.zeros([CHUNK, BK], tl.float32)
+    for s in range(1, BLOCK):
+        inside = valid & (r % BLOCK >= s)
+        between += decays_of(log_decay, token, r - s + 1, inside, m, ck, M, K, BK, GATE)
+        earlier = load_tile(k, r - s, keys * K, ck, inside, K, BK).to(tl.float32)
+        span = tl.minimum(between - g.to(tl.float32), 0.0) if BEFORE else between
+        dQ += (
+            tl.load(at_P + r * CHUNK + r - s, mask=inside, other=0.0).to(tl.float32)[:, None] * earlier * exp2(between)
+        )
+        dA += tl.load(at_L + r * CHUNK + r - s, mask=inside, other=0.0).to(tl.float32)[:, None] * earlier * exp2(span)
+    between = tl.zeros([CHUNK, BK], tl.float32)
+    for s in range(1, BLOCK):
+        inside = (r + s < count) & (r % BLOCK + s < BLOCK)
+        span = between
+        later_decay = decays_of(log_decay, token, r + s, inside, m, ck, M, K, BK, GATE)
+        between += later_decay
+        later_q = load_tile(q, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
+        if erase is None:
+            strength = tl.load(beta + token.to(tl.int64) * M + m + (r + s) * M, mask=inside, other=0.0).to(tl.float32)
+            later_a = load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32) * strength[:, None]
+        else:
+            at = erase + (token.to(tl.int64) * M + m) * K
+            later_a = load_tile(at, r + s, M * K, ck, inside, K, BK).to(tl.float32)
+        at_later = s * CHUNK + r * CHUNK + r
+        dK += tl.load(at_P + at_later, mask=inside, other=0.0).to(tl.float32)[:, None] * later_q * exp2(between)
+        span = span if BEFORE else between
+        dK += tl.load(at_L + at_later, mask=inside, other=0.0).to(tl.float32)[:, None] * later_a * exp2(span)
+    return dQ, dA, dK
+
+
+@triton.jit(do_not_specialize=["scale", "tokens"])
+def gradients(
+    q,
+    k,
+    erase,
+    beta,
+    log_decay,
+    do,
+    u,
+    dr,
+    states,
+    dstates,
+    dP,
+    dL,
+    diagonal,
+    steep,
+    dq,  # [tokens,M,K], like dk
+    dk,
+    derase,  # [tokens,M,K] if there are erase keys
+    dbeta,  # [blocks of keys,tokens,M] if there is β: the part of the keys
+    dg,  # [tokens,M,K], or with one decay per head [blocks of keys,tokens,M]
+    chunks,
+    scale,
+    tokens,
+    M: tl.constexpr,
+    E: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    SLOW: tl.constexpr,
+    WIDE: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (K + BK - 1) // BK
+    part = tl.program_id(0) % BLOCKS
+    chunk, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
+    tile = chunk.to(tl.int64) * M + m
+    if SLOW:
+        if tl.load(steep + tile) == CHUNK:
+            return
+    token, stop = chunk_at(chunks, chunk)
+    keys: tl.constexpr = M // R
+    values: tl.constexpr = M // E
+    head = (m // (E * R)) * E + m % E
+    r = tl.arange(0, CHUNK)
+    count = stop - token
+    valid = r < count
+    start = token.to(tl.int64)
+    q += (start * keys + head) * K
+    k += (start * keys + head) * K
+    own = (start * M + m) * K
+    ck = part * BK + tl.arange(0, BK)
+
+    from_q, from_a = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
+    kept, through = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([BK], tl.float32)
+    for column in tl.range(0, V, BV, num_stages=STAGES):
+        S = load_state(states + tile * (K * V), column, part * BK, V, K, BV, BK, DOT)
+        dS = load_state(dstates + tile * (K * V), column, part * BK, V, K, BV, BK, DOT)
+        dO = load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DOT)
+        dR = load_tokens(dr + m * V, token, stop, M * V, column, V, BV, DOT)
+        U = load_tokens(u + m * V, token, stop, M * V, column, V, BV, DOT)
+        from_q = tl.dot(dO, S, from_q, input_precision=PRECISION)
+        from_a = tl.dot(dR, S, from_a, input_precision=PRECISION)
+        kept = tl.dot(U, dS, kept, input_precision=PRECISION)
+        through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
+
+    g = decays_of(log_decay, token, r, valid, m, ck, M, K, BK, GATE)
+    if WIDE:
+        g = g.to(tl.float64)
+    b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+    read = b - g if BEFORE else b
+    from_q *= exp2(b.to(tl.float32)) * scale
+    from_a *= -exp2(read.to(tl.float32))
+    kept *= exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
+    through *= exp2(last.to(tl.float32))
+
+    Q = load_tile(q, r, keys * K, ck, valid, K, BK).to(tl.float32)
+    Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
+    write = strength_of(beta, token, valid, m, M)
+    if erase is None:
+        A = Kk * write[:, None]
+    else:
+        A = load_tile(erase + own, r, M * K, ck, valid, K, BK).to(tl.float32)
+    at_P, at_L = dP + tile * (CHUNK * CHUNK), dL + tile * (CHUNK * CHUNK)
+    P, L = load_pairs(at_P, DOT), load_pairs(at_L, DOT)
+    if SLOW:
+        dQ, dA, dK = exact_pairs(
+            P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
+            keys, M, K, BK, GATE, BEFORE, DOT, PRECISION,
+        )  # fmt: skip
+    else:
+        middle = row(b, CHUNK // 2 - 1)[None, :]
+        shifted = (b - middle).to(tl.float32)
+        up, down = exp2(shifted), exp2(-shifted)
+        up_read = exp2((read - middle).to(tl.float32)) if BEFORE else up
+        right = (Kk * down).to(DOT)
+        dQ = tl.dot(P, right, input_precision=PRECISION) * up
+        dA = tl.dot(L, right, input_precision=PRECISION) * up_read
+        dK = tl.dot(tl.trans(P), (Q * up).to(DOT), input_precision=PRECISION)
+        dK = tl.dot(tl.trans(L), (A * up_read).to(DOT), dK, input_precision=PRECISION) * down
+    dQ += from_q
+    dA += from_a
+    if dg is not None:
+        # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
+        erased = A * dA
+        after = Q * dQ + erased - Kk * dK
+        change = Kk * kept - after
+        dG = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
+        if BEFORE:
+            dG -= erased
+        dG = tl.where(g <= LEAST, 0.0, dG)  # nothing passes a reset
+        if GATE == "channel":
+            store_tile(dg + own, r, M * K, ck, valid, dG, K, BK)
+        else:
+            at = part.to(tl.int64) * tokens * M + start * M + m + r * M
+            tl.store(dg + at, tl.sum(dG, 1), mask=valid)
+    itself = tl.load(diagonal + tile * CHUNK + r)[:, None]
+    dQ += itself * Kk
+    dK += kept + itself * Q
+    if erase is None:
+        at = part.to(tl.int64) * tokens * M + start * M + m + r * M
+        tl.store(dbeta + at, tl.sum(Kk * dA, 1), mask=valid)
+        dK += write[:, None] * dA
+    else:
+        store_tile(derase + own, r, M * K, ck, valid, dA, K, BK)
+    store_tile(dq + own, r, M * K, ck, valid, dQ, K, BK)
+    store_tile(dk + own, r, M * K, ck, valid, dK, K, BK)

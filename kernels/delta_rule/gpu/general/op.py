@@ -1,0 +1,202 @@
+"""The general delta rule in Triton, forward and backward: which kernels run, in which order, on which tensors.
+
+Forward: `prepare` for all chunks in parallel, then `scan_forward` along time. Backward: `scan_backward` along time,
+then `pairs` and `gradients` for all chunks in parallel. Contributions of several recurrences to one tensor are summed
+afterwards, in a fixed order: equal inputs give equal bits.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ....core.autograd import Gradients, register
+from ....core.recurrence import Recurrences
+from ....gpu.layout import CHUNK
+from ....gpu.paths import note, takes
+from ....gpu.reductions import add_heads, add_outer, add_subheads
+from ..select import GENERAL, ONE_TOKEN
+from . import step
+from .kinds import kind_of
+from .plan import GeneralDeltaRule
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, which `kernels.delta_rule` explains; one step per token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    beta: Tensor | None
+    erase: Tensor | None
+    log_decay: Tensor | None
+    initial_state: Tensor | None
+    cu_seqlens: Tensor | None
+    subheads: int
+    scale: float
+    read_before: bool
+    keep: bool  # whether all that gradients need is saved, or computed again
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The arguments of the plan."""
+        documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        kind = (kind_of(self.log_decay), self.erase is not None, self.read_before)
+        return self.q.shape, self.v.shape, self.subheads, self.scale, *kind, self.q.dtype, self.q.device, documents
+
+    @property
+    def plan(self) -> GeneralDeltaRule:
+        return GeneralDeltaRule.of(self.cu_seqlens, self.q.shape[1], *self.sizes)
+
+    def contiguous(self) -> "Arguments":
+        values: list[Any] = [*(None if x is None else x.contiguous() for x in self[:7]), *self[7:]]
+        return Arguments(*values)
+
+
+class Outputs(NamedTuple):
+    """Results of the op, and what `differentiate` would otherwise compute again."""
+
+    o: Tensor
+    final_state: Tensor
+    inverse: Tensor
+    scores: Tensor
+    read_q: Tensor
+    read_a: Tensor
+    keep: Tensor
+    total: Tensor
+    steep: Tensor
+    u: Tensor
+    states: Tensor
+
+
+def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor | None, Tensor, list[Tensor]]:
+    """The output of every recurrence, the final states, and what gradients need; args are contiguous."""
+    plan = args.plan
+    chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:7]]
+    for slow in (False, True):
+        plan.prepare(slow)(args.q, args.k, args.erase, args.beta, args.log_decay, *chunks, plan.layout.chunks)
+    o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
+    along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[7:]] if save else [None, None]
+    final = plan.states()
+    factors = chunks[:6]
+    plan.forward()(args.v, args.beta, *factors, args.initial_state, o, *along, final, plan.layout.segments)
+    return o, final, [*chunks, *(x for x in along if x is not None)]
+
+
+def compute(args: Arguments) -> Outputs:
+    """o, the final states and the residuals."""
+    plan, args = args.plan, args.contiguous()
+    o, final, saved = run_forward(args, outputs=True, save=args.keep)
+    assert o is not None
+    if not args.keep:
+        saved = [plan.new(0, dtype=dtype) for _, dtype in plan.kept]
+    return Outputs(add_subheads(o, args.subheads), final, *saved)
+
+
+def differentiate(
+    args: Arguments, needed: Any, do: Tensor | None, dfinal: Tensor | None, *residuals: Tensor
+) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`."""
+    plan, args = args.plan, args.contiguous()
+    if not args.keep:
+        residuals = tuple(run_forward(args, outputs=False, save=True)[2])
+    *chunks, steep, u, states = residuals
+    do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
+    do = plan.new(*args.v.shape).zero_() if do is None else do
+    B, T, M, K, V, table = plan.B, plan.T, plan.M, plan.K, plan.V, plan.layout.chunks
+    dr, dstates, dinitial = plan.new(B, T, M, V), plan.new(*states.shape), plan.states()
+    plan.backward()(do, *chunks, dfinal, dr, dstates, dinitial, plan.layout.segments)
+
+    parts, gate = plan.key_part[1], plan.gate
+    dv = dr if args.beta is None else plan.new(B, T, M, V)
+    dbeta = None if args.beta is None else plan.new(parts + 1, B, T, M, dtype=torch.float32)
+    dP, dL = plan.new(*chunks[0].shape), plan.new(*chunks[0].shape)
+    diagonal = plan.new(len(states), M, CHUNK, dtype=torch.float32)
+    plan.pairs()(args.v, args.beta, do, u, dr, dv, None if dbeta is None else dbeta[parts], dP, dL, diagonal, table)
+    dq, dk = plan.new(B, T, M, K), plan.new(B, T, M, K)
+    derase = None if args.erase is None else plan.new(B, T, M, K)
+    shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
+    dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
+    for slow in (False, True):
+        plan.gradients(slow)(
+            *(args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates),
+            *(dP, dL, diagonal, steep, dq, dk, derase, dbeta, dg, table),
+        )
+    return _named(args, plan, dq=dq, dk=dk, dv=dv, derase=derase, dbeta=dbeta, dg=dg, dinitial=dinitial)
+
+
+def _named(
+    args: Arguments,
+    plan: GeneralDeltaRule,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    derase: Tensor | None,
+    dbeta: Tensor | None,
+    dg: Tensor | None,
+    dinitial: Tensor,
+) -> Gradients:
+    """The gradients of the arguments from those of all recurrences."""
+    found: dict[str, Tensor | None] = {
+        "q": add_heads(dq, plan.R, plan.E),
+        "k": add_heads(dk, plan.R, plan.E),
+        "v": add_subheads(dv, plan.E),
+        "erase": derase if args.erase is None or derase is None else derase.to(args.erase.dtype),
+    }
+    if args.beta is not None and dbeta is not None:
+        found["beta"] = add_outer(dbeta, args.beta.dtype)
+    if args.log_decay is not None and dg is not None:
+        dg = dg if plan.gate == "channel" else add_outer(dg, torch.float32)
+        found["log_decay"] = (dg.sum((0, 1)) if plan.gate == "constant" else dg).to(args.log_decay.dtype)
+    if args.initial_state is not None:
+        found["initial_state"] = dinitial.to(args.initial_state.dtype)
+    return found
+
+
+def fake(args: Arguments) -> Outputs:
+    """Empty tensors of the shapes and dtypes that `compute` returns."""
+    plan = GeneralDeltaRule(*args.sizes)
+    results = [((plan.B, plan.T, plan.H, plan.V), plan.dtype), ((plan.N, plan.M, plan.K, plan.V), torch.float32)]
+    kept = [(shape if args.keep else (0,), dtype) for shape, dtype in plan.kept]
+    return Outputs(*(plan.new(*shape, dtype=dtype) for shape, dtype in (*results, *kept)))
+
+
+def unread(args: Arguments) -> Sequence[str]:
+    """Return the names of the tensors that gradients do not read."""
+    return ("v",) if args.keep and args.beta is None else ()
+
+
+delta_rule = register("general_delta_rule", compute, differentiate, fake, results=2, unread=unread)
+
+
+def interleaved(a: Recurrences) -> tuple[Tensor, Tensor | None]:
+    """q and the log decay with one row per step: only the last step of a token is read, only the first one decays."""
+    B, T, n = a.q.shape[0], a.q.shape[1], a.steps
+    q = a.q.new_zeros(B, T, n, *a.q.shape[2:])
+    q[:, :, -1] = a.q
+    g = a.log_decay
+    if g is None:
+        return q.flatten(1, 2), None
+    g = g.expand(B, T, -1) if g.dim() == 1 else g
+    rest = g.new_zeros(1).expand(B, T, n - 1, *g.shape[2:])
+    return q.flatten(1, 2), torch.cat([g.unsqueeze(2), rest], 2).flatten(1, 2)
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+    if takes(ONE_TOKEN, a):
+        return step.forward(a)
+    note(GENERAL)
+    q, log_decay = (a.q, a.log_decay) if a.steps == 1 else interleaved(a)
+    cu_seqlens = a.cu_seqlens if a.cu_seqlens is None or a.steps == 1 else a.cu_seqlens * a.steps
+    # fp16 lacks the range for a state
+    exact = a.q.dtype == torch.float16 or a.q.shape[3] <= 16
+    dtype = torch.float32 if exact else a.q.dtype
+    q, k, v = (x.to(dtype) for x in (q, a.k, a.v))
+    erase = None if a.erase is None else a.erase.to(dtype)
+    keep = a.differentiated and a.keep_states
+    first = (q, k, v, a.beta, erase, log_decay, a.initial_state, cu_seqlens)
+    o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, keep)
+    return (o if a.steps == 1 else o[:, a.steps - 1 :: a.steps]).to(a.v.dtype), final

@@ -1,0 +1,152 @@
+"""The general delta rule in Triton: the sizes, the layout and the launches of a call."""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....core.documents import Documents
+from ....gpu.device import HOPPER, capability, multiprocessors
+from ....gpu.launch import LaunchSpec, cdiv
+from ....gpu.layout import CHUNK, layout, most_chunks
+from ....gpu.plan import Plan, prepared
+from ..plan import block, key_block
+from .gradients import gradients, pairs
+from .prepare import prepare
+from .sequential_pass import scan_backward, scan_forward
+
+INTERPRETED = triton.knobs.runtime.interpret
+Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+
+
+class GeneralDeltaRule(Plan):
+    """The plan of a call: M = H·E recurrences over N sequences.
+
+    Args:
+        q: Shape of the queries [B,T,G·E,K].
+        v: Shape of the values [B,T,H,V].
+        subheads: Subheads E per head.
+        scale: Factor on the output.
+        gate: none, constant, head or channel.
+        erases: Whether erase keys are given, in place of β.
+        before: Whether the erase keys read the state before it decays.
+        dtype: Dtype of q, k and v.
+        device: Device of q, k and v.
+        documents: Number of documents packed into one row; None without packing.
+    """
+
+    def __init__(
+        self,
+        q: torch.Size,
+        v: torch.Size,
+        subheads: int,
+        scale: float,
+        gate: str,
+        erases: bool,
+        before: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        documents: int | None,
+    ):
+        super().__init__(dtype, device)
+        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
+        self.R, self.M = self.H // (heads // subheads), self.H * subheads
+        self.scale, self.gate, self.erases, self.before = scale, gate, erases, before
+        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
+        self.exact = dtype == torch.float32
+        self.cautious = capability(device) != HOPPER  # nothing was run there
+
+    def place(self, packed: Documents | None) -> None:
+        """Set the layout: sequences are not cut."""
+        whole = -(-self.T // CHUNK) * CHUNK
+        self.layout = layout(packed, self.B, self.T, CHUNK, CHUNK, max(CHUNK, whole), self.device)
+
+    @property
+    def kept(self) -> Shapes:
+        """Shapes and dtypes of what gradients need: all that `prepare` stores, U and the states before all chunks."""
+        B, T, M, K, V, slots, dtype = self.B, self.T, self.M, self.K, self.V, self.slots, self.dtype
+        pair, keys = ((slots, M, CHUNK, CHUNK), dtype), ((B, T, M, K), dtype)
+        marks: Shapes = [((slots, M, K), torch.float32), ((slots, M), torch.int8)]
+        return [pair, pair, keys, keys, keys, *marks, ((B, T, M, V), dtype), ((slots, M, V, K), dtype)]
+
+    @property
+    def key_part(self) -> tuple[int, int]:
+        """Channels in a block of keys of the kernels over chunks, and the number of such blocks."""
+        width = 32 if self.cautious or (INTERPRETED and self.K <= 32) else 64
+        return width, cdiv(self.K, width)
+
+    @property
+    def _values(self) -> int:
+        """Most values of a block in the kernels over chunks."""
+        return 32 if self.exact or self.cautious else 128
+
+    def states(self) -> Tensor:
+        """One uninitialised state per sequence."""
+        return self.new(self.N, self.M, self.K, self.V, dtype=torch.float32)
+
+    def _spec(self, kernel: Any, programs: int, *numbers: Any, warps: int, stages: int, **constants: Any) -> LaunchSpec:
+        precision = "tf32x3" if self.exact and not INTERPRETED else "ieee"
+        options: dict[str, Any] = {"M": self.M, "E": self.E, "PRECISION": precision, **constants}
+        return LaunchSpec(kernel, programs, *numbers, **options, warps=warps, stages=stages)
+
+    @property
+    def _dtype(self) -> Any:
+        # Triton's interpreter gets bf16 arithmetic wrong: loads convert to fp32 immediately
+        return tl.float32 if self.exact or INTERPRETED else tl.bfloat16
+
+    @property
+    def _over_chunks(self) -> dict[str, Any]:
+        names = {"R": self.R, "K": self.K, "BK": self.key_part[0], "GATE": self.gate, "BEFORE": self.before}
+        return {**names, "WIDE": self.exact, "DOT": self._dtype}
+
+    @prepared
+    def prepare(self, slow: bool) -> LaunchSpec:
+        """The inverse, the scores and the decayed keys and queries: one program per chunk and recurrence."""
+        merge = "ieee" if INTERPRETED else "tf32x3" if self.exact else "tf32"
+        programs = len(self.layout.chunks) * self.M
+        options = {**self._over_chunks, "SLOW": slow, "MERGE": merge}
+        if not slow and self.K % 32 == 0:
+            options["BK"] = 32  # few enough registers for two programs per multiprocessor
+        return self._spec(
+            prepare, programs, self.scale, **options, warps=8 if slow else 4, stages=1 if slow or self.cautious else 3
+        )
+
+    def _along_time(self, kernel: Any) -> LaunchSpec:
+        """One program per sequence, recurrence and block of values."""
+        BV, stages = min(block(self.V), 16), 1
+        if not self.cautious and not self.exact and self.K <= 128:
+            # products of transposed states with 64 rows keep them in registers
+            BV, stages = min(block(self.V), 64), 3
+            idle = 2 * self.N * self.M * cdiv(self.V, BV) <= multiprocessors(self.device)
+            if idle and not self.deterministic and BV == 64 and kernel is scan_forward:
+                BV, stages = 32, 2
+        sizes: dict[str, Any] = {"K": self.K, "V": self.V, "BK": key_block(self.K), "BV": BV, "DTYPE": self._dtype}
+        return self._spec(kernel, self.N * self.M * cdiv(self.V, BV), **sizes, STAGES=stages, warps=4, stages=stages)
+
+    @prepared
+    def forward(self) -> LaunchSpec:
+        """The pass along time."""
+        return self._along_time(scan_forward)
+
+    @prepared
+    def backward(self) -> LaunchSpec:
+        """The reverse pass along time."""
+        return self._along_time(scan_backward)
+
+    @prepared
+    def pairs(self) -> LaunchSpec:
+        """The gradients of P and L: one program per chunk and recurrence."""
+        sizes: dict[str, Any] = {"V": self.V, "BV": min(self._values, block(self.V)), "DTYPE": self._dtype}
+        return self._spec(pairs, len(self.layout.chunks) * self.M, self.scale, **sizes, warps=4, stages=2)
+
+    @prepared
+    def gradients(self, slow: bool) -> LaunchSpec:
+        """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
+        programs = len(self.layout.chunks) * self.M * self.key_part[1]
+        sizes = {**self._over_chunks, "V": self.V, "BV": min(self._values, block(self.V)), "SLOW": slow}
+        if self.exact and self.cautious:
+            sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
+        numbers = (self.scale, self.B * self.T)
+        return self._spec(gradients, programs, *numbers, **sizes, STAGES=1, warps=8, stages=1)

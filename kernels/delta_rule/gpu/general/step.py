@@ -1,0 +1,116 @@
+"""One token of the general delta rule in one launch, with the state in place, as in decoding. It has no gradient."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ....core.autograd import NAMESPACE, plain
+from ....core.recurrence import Recurrences
+from ....gpu.launch import cdiv, enqueue, next_power_of_2
+from .kinds import kind_of
+
+VALUES = 32  # columns of the blocks in which the state streams through registers
+
+
+@triton.jit(do_not_specialize=["H", "G"])
+def advance(
+    q,  # [B,1,G·E,K]
+    k,  # [B,n,G·E,K]
+    v,  # [B,n,H,V]
+    beta,  # [B,n,H·E]; None with erase keys
+    erase,  # [B,n,H·E,K]
+    log_decay,
+    state,
+    o,
+    scale,
+    H,
+    G,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    BEFORE: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    BLOCKS: tl.constexpr = (V + BV - 1) // BV
+    c = (tl.program_id(0) % BLOCKS) * BV + tl.arange(0, BV)
+    sequence, h = (tl.program_id(0) // BLOCKS // H).to(tl.int64), tl.program_id(0) // BLOCKS % H
+    r = tl.arange(0, BK)
+    out = tl.zeros([BV], tl.float32)
+    inside = (r < K)[:, None] & (c < V)[None, :]
+    for e in tl.range(0, E):
+        m = h * E + e
+        head = (h // (H // G)) * E + e
+        n = sequence * H * E + m
+        at = n * (K * V) + r[:, None] * V + c[None, :]
+        S = tl.load(state + at, mask=inside, other=0.0)
+        if GATE == "constant":
+            decay = tl.full([BK], 1.0, tl.float32) * tl.exp(tl.load(log_decay + m).to(tl.float32))
+        elif GATE == "head":
+            decay = tl.full([BK], 1.0, tl.float32) * tl.exp(tl.load(log_decay + n).to(tl.float32))
+        elif GATE == "channel":
+            decay = tl.exp(tl.load(log_decay + n * K + r, mask=r < K, other=0.0).to(tl.float32))
+        else:
+            decay = tl.full([BK], 1.0, tl.float32)
+        for i in tl.static_range(STEPS):
+            row = sequence * STEPS + i
+            key = tl.load(k + (row * G * E + head) * K + r, mask=r < K, other=0.0).to(tl.float32)
+            values = tl.load(v + (row * H + h) * V + c, mask=c < V, other=0.0).to(tl.float32)
+            if erase is None:
+                strength = tl.load(beta + row * H * E + m).to(tl.float32)
+                erased, values = key * strength, values * strength
+            else:
+                erased = tl.load(erase + (row * H * E + m) * K + r, mask=r < K, other=0.0).to(tl.float32)
+            if i == 0:
+                if BEFORE:
+                    seen = tl.sum(erased[:, None] * S, 0)
+                    S *= decay[:, None]
+                else:
+                    S *= decay[:, None]
+                    seen = tl.sum(erased[:, None] * S, 0)
+            else:
+                seen = tl.sum(erased[:, None] * S, 0)
+            S += key[:, None] * (values - seen)[None, :]
+        tl.store(state + at, S, mask=inside)
+        query = tl.load(q + (sequence * G * E + head) * K + r, mask=r < K, other=0.0).to(tl.float32)
+        out += tl.sum(query[:, None] * S, 0)
+    tl.store(o + (sequence * H + h) * V + c, (out * scale).to(o.dtype.element_ty), mask=c < V)
+
+
+def update(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beta: Tensor | None,
+    erase: Tensor | None,
+    log_decay: Tensor | None,
+    state: Tensor,
+    subheads: int,
+    scale: float,
+    read_before: bool,
+    steps: int,
+) -> Tensor:
+    """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place."""
+    (B, _, heads, K), (H, V) = q.shape, v.shape[2:]
+    o = v.new_empty(B, 1, H, V)
+    tensors = (None if x is None else x.contiguous() for x in (q, k, v, beta, erase, log_decay))
+    options = (kind_of(log_decay), read_before, steps)
+    constants = (subheads, K, V, next_power_of_2(K), VALUES, *options)
+    enqueue(advance, B * H * cdiv(V, VALUES), *tensors, state, o, scale, H, heads // subheads, *constants)
+    return o
+
+
+_op = torch.library.custom_op(f"{NAMESPACE}::general_delta_rule_step", update, mutates_args={"state"})
+_op.register_fake(lambda q, k, v, *rest: v.new_empty(v.shape[0], 1, *v.shape[2:]))
+
+
+def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
+    """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
+    state = a.own_state()
+    tensors = (a.q, a.k, a.v, a.beta, a.erase, a.log_decay, state)
+    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, a.steps), state

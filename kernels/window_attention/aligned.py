@@ -1,0 +1,62 @@
+"""Window attention in deterministic mode: blocks of 64 queries, each against all keys that it may see, in PyTorch.
+
+The shapes of a block's products follow from its place in its sequence alone. So a row equals the row alone, and a call
+with a cache of a multiple of 64 keys equals the call without. On a GPU the rows are computed one by one, since the
+library's choice for a batch of products depends on their number, and scores are computed again in the backward pass.
+"""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ..core.recurrence import at_least_fp32
+from .arguments import Attention
+from .chunk import BLOCK, padded
+
+
+def forward(a: Attention) -> Tensor:
+    """o [B,T,H,D]."""
+    with torch.autocast(a.v.device.type, enabled=False):
+        if a.documents is not None:
+            spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
+            return torch.cat([_rows(a, a.q[:, span], a.k[:, span], a.v[:, span]) for span in spans], 1)
+        if a.first_key is None and not a.q.is_cuda:
+            return _rows(a, a.q, a.k, a.v)
+        first = [0] * len(a.q) if a.first_key is None else a.first_key.tolist()
+        T, S = a.q.shape[1], a.k.shape[1]
+        rows = [slice(b, b + 1) for b in range(len(a.q))]
+        # a cache that is not full begins with empty places; only the key of a query itself is never one
+        starts = [min(start, S - T) for start in first]
+        return torch.cat([_rows(a, a.q[r], a.k[r, i:], a.v[r, i:]) for r, i in zip(rows, starts, strict=True)])
+
+
+def _rows(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """o [B,T,H,D] of q [B,T,H,D] and valid k, v [B,S,Hkv,D]."""
+    (_, T, H, _), S, heads, dtype = q.shape, k.shape[1], k.shape[2], v.dtype
+    count, seen = -(-T // BLOCK), S - T
+    before = None if a.window_size is None else padded(a.window_size - 1)
+    ahead = 0 if before is None else max(0, before - seen)  # padding in front, so that each block has its shape
+    after = count * BLOCK - T
+    scored = partial(checkpoint, _scored, use_reentrant=False) if q.is_cuda and torch.is_grad_enabled() else _scored
+    q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, after)).unflatten(1, (heads, -1))
+    k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, ahead, after)) for x in (k, v))
+    outputs = []
+    for n in range(count):
+        stop = ahead + seen + (n + 1) * BLOCK
+        start = 0 if before is None else stop - BLOCK - before
+        key = torch.arange(start - ahead, stop - ahead, device=q.device)
+        query = torch.arange(seen + n * BLOCK, seen + (n + 1) * BLOCK, device=q.device)[:, None]
+        hidden = (key > query) | (key < 0)
+        if a.window_size is not None:
+            hidden |= key <= query - a.window_size
+        block = q[..., n * BLOCK : (n + 1) * BLOCK, :].flatten(2, 3)  # [B,Hkv,R·BLOCK,D]
+        o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden.repeat(H // heads, 1))
+        outputs.append(o.unflatten(2, (-1, BLOCK)))
+    return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T].transpose(1, 2).to(dtype)
+
+
+def _scored(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return torch.softmax((q @ k.mT).masked_fill(hidden, -torch.inf), -1) @ v

@@ -1,0 +1,201 @@
+"""The Triton kernels of the general delta rule: small cases in the interpreter, real sizes on a device."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+from .recurrences import assert_same, results
+from .test_delta_rule_general import arguments
+
+pytest.importorskip("triton")
+from kernels.gpu import plan
+
+PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
+GPU_PACKED = [0, 0, 1, 65, 65, 1000, 2100]
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+
+# what is small and quick there would be a compilation each on a device
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody wrote must not be read."""
+    plan.of_rows.cache_clear()
+    allocate = plan.Plan.new
+    monkeypatch.setattr(
+        plan.Plan,
+        "new",
+        lambda *given, **options: (
+            new if (new := allocate(*given, **options)).dtype == torch.int8 else new.fill_(torch.nan)
+        ),
+    )
+
+
+def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:
+    """The results on Triton, after they have been compared with the loop in fp32."""
+    found = results(kernels.delta_rule, a, backend="triton", **options)
+    options.pop("keep_states", None)
+    exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
+    expected = results(kernels.delta_rule, exact, backend="torch" if a["q"].is_cuda else "reference", **options)
+    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, tolerance)
+    return found
+
+
+def small(T: int, **options: Any) -> dict[str, Tensor]:
+    return arguments(T, **{"B": 1, "G": 1, "K": 16, "V": 16, "dtype": torch.float32, **options})
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("length", "gate", "form"),
+    [(1, "channel", "erase"), (63, "none", "erase"), (65, "constant", "beta"), (65, "head", "erase")],
+)
+def test_lengths(length: int, gate: str, form: str):
+    agree(small(length, gate=gate, form=form), 2e-5)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["beta", "erase", "two keys"])
+@pytest.mark.parametrize("read_before", [False, True])
+def test_decays_per_channel(read_before: bool, form: str):
+    agree(small(66, gate="channel", form=form), read_before=read_before)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_steep_decays(gate: str, read_before: bool):
+    # rows up to 20 are moderate, then come decays that no reference point serves, and a reset
+    a = small(70, gate=gate)
+    a["log_decay"][:, 20:40] *= 400
+    a["log_decay"][:, 50] = -torch.inf
+    agree(a, 3e-5, read_before=read_before)
+
+
+@interpreted
+@pytest.mark.slow
+def test_subheads_shared_keys_and_documents():
+    # with V ≠ K and a first state: what is mixed up in one of them shows
+    agree(small(130, gate="channel", G=2, R=2, E=2, V=20, documents=PACKED), subheads=2)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["beta", "erase"])
+def test_steps(form: str):
+    agree(small(40, gate="channel", form=form, steps=2), steps=2)
+
+
+@interpreted
+@pytest.mark.slow
+def test_blocks_of_keys():
+    agree(small(20, gate="channel", K=80, V=24))
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["beta", "erase"])
+def test_what_is_kept_for_the_gradients_changes_only_memory(form: str):
+    a = small(70, gate="channel", form=form)
+    kept, again = (agree(a, keep_states=keep) for keep in (True, False))
+    assert all(torch.equal(x, again[name]) for name, x in kept.items())
+
+
+@interpreted
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [1, 2])
+@pytest.mark.parametrize("form", ["beta", "erase", "two keys"])
+def test_a_single_token(form: str, steps: int, read_before: bool):
+    a = small(1, B=2, gate="channel", form=form, steps=steps, R=2, E=2, V=20)
+    options: dict[str, Any] = {"steps": steps, "read_before": read_before, "subheads": 2, "return_state": True}
+    with torch.no_grad():
+        expected = kernels.delta_rule(**a, **options)
+        with kernels.backend("triton"):
+            found = kernels.delta_rule(**a, **options)
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("decay", ["mild", "mixed"])
+def test_no_bit_depends_on_later_tokens(decay: str):
+    a = small(70, gate="channel", decay=decay)
+    b = {name: x.clone() for name, x in a.items()}
+    for name, x in small(70, gate="channel", decay=decay).items():
+        if name != "initial_state":
+            b[name][:, 20:] = x[:, 20:]
+    with kernels.backend("triton"):
+        o, changed = (kernels.delta_rule(**x)[0] for x in (a, b))
+    assert torch.equal(o[:, :20], changed[:, :20])
+    assert not torch.equal(o[:, 20:], changed[:, 20:])
+
+
+def test_too_many_channels_of_keys():
+    a = {name: x.to("cuda" if torch.cuda.is_available() else "cpu") for name, x in small(5, K=300).items()}
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match="which takes keys of at most 256 channels"):
+        kernels.delta_rule(**a)
+
+
+@pytest.mark.gpu
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("form", ["beta", "erase"])
+@pytest.mark.parametrize("gate", ["none", "head", "channel"])
+@pytest.mark.parametrize(("K", "V"), [(16, 16), (64, 64), (64, 128), (128, 128), (256, 256), (100, 80)])
+def test_sizes_on_a_device(K: int, V: int, gate: str, form: str, read_before: bool, dtype: torch.dtype):
+    decay = "mixed" if gate == "channel" else "mild"
+    a = arguments(300, form=form, gate=gate, decay=decay, G=2, R=2, K=K, V=V, dtype=torch.float32)
+    agree(on_device(a, dtype), TOLERANCE[dtype], read_before=read_before)
+
+
+@pytest.mark.gpu
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("decay", ["mild", "zero", "mixed", "strong"])
+@pytest.mark.parametrize("documents", [None, GPU_PACKED])
+def test_decays_and_documents_on_a_device(documents: list[int] | None, decay: str, dtype: torch.dtype):
+    a = arguments(2100, form="beta", gate="channel", decay=decay, R=2, E=2, K=128, V=128, documents=documents, B=1)
+    found = agree(on_device(a, dtype), TOLERANCE[dtype], subheads=2)
+    again = results(kernels.delta_rule, on_device(a, dtype), backend="triton", subheads=2)
+    assert all(torch.equal(x, again[name]) for name, x in found.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beta", [0, 1, 2])
+@pytest.mark.parametrize("length", [1, 2, 63, 64, 65, 1025, 8193])
+def test_lengths_and_strengths_on_a_device(length: int, beta: float):
+    a = arguments(length, form="beta", gate="channel", beta=beta, K=128, V=128, B=1, G=1)
+    agree(on_device(a, torch.bfloat16), TOLERANCE[torch.bfloat16])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["beta", "erase", "two keys"])
+def test_steps_on_a_device(form: str):
+    a = arguments(200, form=form, gate="channel", steps=2, K=64, V=64)
+    agree(on_device(a, torch.bfloat16), TOLERANCE[torch.bfloat16], steps=2)
+
+
+@pytest.mark.gpu
+def test_few_sequences_and_many_on_a_device():
+    # blocks of values that leave most of the device idle, and those that do not
+    for batch in (1, 40):
+        a = arguments(130, form="beta", gate="channel", K=128, V=128, B=batch)
+        agree(on_device(a, torch.bfloat16), TOLERANCE[torch.bfloat16])
+
+
+def on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Streams in `dtype` on the GPU; states and gates in fp32."""
+    streams = ("q", "k", "v", "erase", "erase_write")
+    return {
+        name: x.to("cuda", dtype if name in streams else torch.float32) if x.is_floating_point() else x.to("cuda")
+        for name, x in a.items()
+    }

@@ -1,0 +1,175 @@
+"""In deterministic mode rows have the bits that they have alone: products, functions, attention, all ops."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+from kernels.core import elementwise
+from kernels.window_attention import candidates, reference
+from kernels.window_attention.arguments import check
+from tests.kernels.places import PLACES
+from zoo.performance.doctor.proofs import ops
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[Tensor]:
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
+    y = kernels.linear(*leaves)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("dtype", ROUNDING)
+@pytest.mark.parametrize(("I", "O", "bias"), [(40, 70, True), (130, 33, False)])
+def test_products(I: int, O: int, bias: bool, dtype: torch.dtype, backend: str, device: str):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, b = (torch.randn(shape, generator=generator) for shape in ((7, 19, I), (O, I), (O,)))
+    dy = torch.randn(7, 19, O, generator=generator)
+    x, weight, b, dy = (z.to(device, dtype) for z in (x, weight / I**0.5, b, dy))
+    added = b if bias else None
+    with kernels.backend(backend):
+        expected = product(x, weight, added, dy)
+        with kernels.deterministic():
+            actual = product(x, weight, added, dy)
+            for rows in (slice(0, 1), slice(2, 5)):
+                y, dx, *_ = product(x[rows], weight, added, dy[rows])
+                assert torch.equal(y, actual[0][rows])
+                assert torch.equal(dx, actual[1][rows])
+            one = kernels.linear(x[3, 5], weight, added)  # of a single token
+            assert torch.equal(one, actual[0][3, 5])
+    for y, z in zip(actual, expected, strict=True):
+        assert float((y.float() - z.float()).norm() / z.float().norm()) < ROUNDING[dtype]
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_products_of_heads(backend: str, device: str):
+    x, weight = torch.randn(3, 20, 2, 16, device=device), torch.randn(2, 16, 24, device=device)
+    with kernels.backend(backend), kernels.deterministic():
+        y = kernels.head_linear(x, weight)
+        assert torch.equal(kernels.head_linear(x[1:2], weight), y[1:2])
+    torch.testing.assert_close(y, torch.einsum("bthk,hkn->bthn", x, weight), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_an_autocast_product_has_the_dtype_of_autocast(device: str):
+    x, weight = torch.randn(3, 5, 16, device=device), torch.randn(8, 16, device=device)
+    with torch.autocast(device, torch.bfloat16), kernels.deterministic():
+        assert kernels.linear(x, weight).dtype == F.linear(x, weight).dtype == torch.bfloat16
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "sigmoid": (elementwise.sigmoid, torch.sigmoid),
+    "silu": (elementwise.silu, F.silu),
+    "softplus": (elementwise.softplus, F.softplus),
+    "elu": (elementwise.elu, F.elu),
+    "exp2": (elementwise.exp2, torch.exp2),
+    "rsqrt": (lambda x: elementwise.rsqrt(x.abs()), lambda x: x.abs().rsqrt()),
+    "logaddexp": (
+        lambda x: elementwise.logaddexp(x, torch.ones_like(x)),
+        lambda x: torch.logaddexp(x, torch.ones_like(x)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_elementwise_functions_do_not_depend_on_the_place(name: str):
+    function, expected = FUNCTIONS[name]
+    x = torch.cat([torch.randn(200, generator=torch.Generator().manual_seed(0)) * 4, torch.tensor([-90.0, 60.0])])
+
+    def results(x: Tensor) -> tuple[Tensor, Tensor]:
+        leaf = x.detach().requires_grad_()
+        y = function(leaf)
+        return y.detach(), torch.autograd.grad(y.sum(), leaf)[0]
+
+    with kernels.deterministic():
+        y, dy = results(x)
+        for i in range(len(x)):
+            one, done = results(x[i : i + 1])
+            assert torch.equal(one, y[i : i + 1])
+            assert torch.equal(done, dy[i : i + 1])
+    torch.testing.assert_close(y, expected(x), rtol=1e-5, atol=1e-6)
+    assert bool(dy.isfinite().all())
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("window", [None, 7, 100])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_attention_to_the_loop_and_from_a_cache(groups: int, window: int | None, device: str):
+    q, k, v = (torch.randn(2, 130, heads, 16, device=device) for heads in (2 * groups, 2, 2))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, first: Tensor | None = None) -> Tensor:
+        return kernels.window_attention(q, k, v, window_size=window, first_key=first)
+
+    with kernels.deterministic():
+        o = attend(q, k, v)
+        for end in (1, 63, 65):
+            assert torch.equal(attend(q[:1, :end], k[:1, :end], v[:1, :end]), o[:1, :end])
+        # the second row's cache has 64 keys and as many empty places
+        padded = [torch.cat([x.new_full((1, 64, *x.shape[2:]), 9.0), x[1:, :66]], 1) for x in (k, v)]
+        both = [torch.cat([x[:1], y]) for x, y in zip((k, v), padded, strict=True)]
+        queries = torch.cat([q[:1, 128:], q[1:, 64:66]])
+        cached = attend(queries, *both, torch.tensor([0, 64], device=device))
+        assert torch.equal(cached[0], o[0, 128:])
+        assert torch.equal(cached[1], o[1, 64:66])
+        assert candidates.chosen(check(q, k, v, window, None, None, None)) == "aligned"
+    torch.testing.assert_close(o, reference.forward(check(q, k, v, window, None, None, None)), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_rows_and_documents_of_every_op():
+    every_op("cpu")
+
+
+@pytest.mark.gpu
+def test_rows_and_documents_of_every_op_on_a_gpu():
+    every_op("cuda")
+
+
+def every_op(device: str) -> None:
+    subjects = [each for each in ops.subjects(torch.device(device)) if "invariant" in ops.proofs(each)]
+    assert len({each.case.op for each in subjects}) > 10
+    findings = [ops.invariant(each) for each in subjects]
+    assert [str(each) for each in findings if each.says != "exact"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("op", "gate"), [("linear_recurrence", g) for g in ("head", "channel")] + [("delta_rule", "head")]
+)
+def test_long_rows_and_pieces_on_a_gpu(op: str, gate: str, dtype: torch.dtype):
+    """Rows that would be cut into segments, and pieces that begin at chunks."""
+    B, T, H, D = 4, 8192 + 64, 2, 128 if dtype == torch.bfloat16 else 64
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v = (torch.randn(B, T, H, D, device="cuda", generator=generator).to(dtype) for _ in range(3))
+    q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    shape = (B, T, H, D) if gate == "channel" else (B, T, H)
+    log_decay = F.logsigmoid(torch.randn(shape, device="cuda", generator=generator)) / 16
+    beta = {} if op == "linear_recurrence" else {"beta": torch.rand(B, T, H, device="cuda", generator=generator)}
+    inputs = {"q": q, "k": k, "v": v, "log_decay": log_decay, **beta}
+
+    def run(inputs: dict[str, Tensor], state: Tensor | None = None) -> tuple[Tensor, Tensor, list[Tensor]]:
+        leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        o, last = getattr(kernels, op)(**leaves, initial_state=state, return_state=True)
+        return o.detach(), last.detach(), [*torch.autograd.grad(o.float().square().sum(), [*leaves.values()])]
+
+    with kernels.deterministic():
+        o, last, gradients = run(inputs)
+        one, end, of_one = run({name: x[1:2] for name, x in inputs.items()})
+        assert torch.equal(one, o[1:2])
+        assert torch.equal(end, last[1:2])
+        for x, y in zip(of_one, gradients, strict=True):
+            assert torch.equal(x, y[1:2])
+        state, outputs = None, []
+        for start, stop in ((0, 64), (64, 640), (640, T)):
+            piece, state, _ = run({name: x[:, start:stop] for name, x in inputs.items()}, state)
+            outputs.append(piece)
+        assert torch.equal(torch.cat(outputs, 1), o)
+        assert torch.equal(state, last)

@@ -1,0 +1,123 @@
+"""Decoding in deterministic mode: the logits and log-probabilities that training computes, to the bit."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+import kernels
+import mixers
+from zoo.generation import chunk_decoder
+from zoo.generation.chunk_decoder import ChunkDecoder
+from zoo.generation.generate import WORTH_CAPTURING, generate_tokens, sample_tokens
+from zoo.lm.model import LanguageModel
+from zoo.lm.stack import Uniform
+
+CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
+LENGTHS = (3, 63, 64, 70)
+NEW = 4
+
+
+def model(name: str, device: str = "cpu") -> LanguageModel:
+    torch.manual_seed(0)
+    factory = partial(mixers.entry(name).mixer, **mixers.entry(name).tiny)
+    built = LanguageModel(Uniform(factory), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2)
+    return built.to(device).train()
+
+
+def prompts(lengths: tuple[int, ...] = LENGTHS, device: str = "cpu") -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(19, (length,), generator=generator).to(device) for length in lengths]
+
+
+def trained(lm: LanguageModel, tokens: Tensor, new: int) -> Tensor:
+    """The log-probabilities of the last tokens, as the loss of training has them: with gradients, and a batch."""
+    x, _ = lm.last_hidden(tokens[None, :-1].expand(2, -1))
+    assert x.requires_grad
+    return -lm.token_losses(tokens[None, :-1], tokens[None, 1:]).losses[0, -new:]
+
+
+def check(lm: LanguageModel, given: list[Tensor], new: int = NEW, tolerance: float = 1e-5) -> None:
+    drawn = [*sample_tokens(lm, given, max_new_tokens=new, seed=2)]
+    for row, prompt in enumerate(given):
+        tokens = torch.cat([prompt, *(step[row : row + 1] for step, _ in drawn)])
+        scores = torch.stack([score[row] for _, score in drawn])
+        assert torch.equal(scores, trained(lm, tokens, new))
+        alone = torch.stack([score for _, score in sample_tokens(lm, [prompt], max_new_tokens=1, seed=3)])
+        logits, _ = lm(prompt[None])
+        expected = logits[0, -1].detach().float().log_softmax(-1)
+        assert alone.shape == (1, 1)
+        torch.testing.assert_close(scores[0], expected[tokens[len(prompt)]], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["GatedDeltaNet", "SlidingWindowAttention"])
+def test_sampled_tokens_have_the_log_probabilities_of_training(name: str):
+    with kernels.deterministic():
+        check(model(name), prompts())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CAUSAL)
+def test_every_mixer(name: str):
+    with kernels.deterministic():
+        check(model(name), prompts())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["GLA", "GatedDeltaNet", "Mamba2", "HGRN2", "SlidingWindowAttention"])
+def test_in_bf16_on_a_gpu(name: str):
+    """Of as many tokens as are worth a CUDA graph."""
+    with kernels.deterministic(), torch.autocast("cuda", torch.bfloat16):
+        check(model(name, "cuda"), prompts(device="cuda"), new=WORTH_CAPTURING + 4, tolerance=1e-2)
+
+
+def test_the_mode_is_that_of_the_call_and_stays_inside():
+    lm, given = model("GLA"), prompts((5,))
+    with kernels.deterministic():
+        tokens = generate_tokens(lm, given, max_new_tokens=3, seed=1)
+    first = next(tokens)
+    assert not kernels.is_deterministic()
+    with kernels.deterministic():
+        expected = [*generate_tokens(lm, given, max_new_tokens=3, seed=1)]
+    assert torch.equal(torch.stack([first, *tokens]), torch.stack(expected))
+
+
+def test_by_default_log_probabilities_are_nearly_those():
+    lm, given = model("GLA"), prompts()
+    drawn = [*sample_tokens(lm, given, max_new_tokens=NEW, seed=2)]
+    tokens = torch.cat([given[3], *(step[3:] for step, _ in drawn)])
+    scores = torch.stack([score[3] for _, score in drawn])
+    torch.testing.assert_close(scores, trained(lm, tokens, NEW), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["GLA", "SoftmaxAttention"])
+def test_a_captured_call_works_on_the_same_memory(name: str, monkeypatch: pytest.MonkeyPatch):
+    """As a graph would run it, unless the state grows: then it is not captured."""
+    captured = []
+
+    def capture(rehearse, step, device):
+        rehearse()
+        captured.append(device)
+        result = step()
+
+        def replay():
+            for old, new in zip(tree_leaves(result), tree_leaves(step()), strict=True):
+                old.copy_(new)
+            return result
+
+        return replay
+
+    monkeypatch.setattr(chunk_decoder, "capture", capture)
+    lm, given = model(name).eval(), prompts()
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(19, (70, len(given)), generator=generator)
+    with kernels.deterministic():
+        for held in (False, True):
+            decoder = ChunkDecoder(lm, given, capture=held)
+            logits = torch.stack([decoder().clone(), *(decoder(step).clone() for step in tokens)], 1)
+            if not held:
+                expected = logits
+    assert torch.equal(logits, expected)
+    assert len(captured) == (name == "GLA")
