@@ -142,7 +142,7 @@ def every_op(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("op", "gate"), [("linear_recurrence", g) for g in ("head", "channel")] + [("delta_rule", "head")]
+    ("op", "gate"), [(op, gate) for op in ("linear_recurrence", "delta_rule") for gate in ("head", "channel")]
 )
 def test_long_rows_and_pieces_on_a_gpu(op: str, gate: str, dtype: torch.dtype):
     """Rows that would be cut into segments, and pieces that begin at chunks."""

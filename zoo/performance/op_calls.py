@@ -276,9 +276,12 @@ def _recurrences(draw: Draw, size: int) -> Iterator[OpCall]:
     for variant, gate in gates.items():
         yield OpCall("linear_recurrence", variant, size, streams() | gate, kept=kept)
     state = {"initial_state": draw(ROWS, HEADS, size, size)}
-    for variant in ("no decay", "decay per head"):
+    for variant in ("no decay", "decay per head", "decay per channel"):
         beta = {"beta": draw(*HEADED).sigmoid()}
         yield OpCall("delta_rule", variant, size, streams() | beta | gates[variant] | state, kept=kept)
+    erase = {"erase": 0.5 * F.normalize(draw(*HEADED, size), dim=-1)}
+    tensors = streams() | erase | gates["decay per channel"] | state
+    yield OpCall("delta_rule", "erase keys", size, tensors, {"read_before": True}, kept)
 
 
 def _scan(draw: Draw, size: int) -> Iterator[OpCall]:

@@ -83,7 +83,7 @@ def exact_pairs(
     keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BEFORE: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What pairs of tokens add to dQ, dA and dK, for any decay."""
+    """The part of pairs of tokens in dQ, dA and dK, for any decay."""
     r = tl.arange(0, CHUNK)
     valid = r < count
     dQ, dA, dK = (

@@ -139,20 +139,20 @@ def _named(
     dinitial: Tensor,
 ) -> Gradients:
     """The gradients of the arguments from those of all recurrences."""
-    found: dict[str, Tensor | None] = {
+    gradients: dict[str, Tensor | None] = {
         "q": add_heads(dq, plan.R, plan.E),
         "k": add_heads(dk, plan.R, plan.E),
         "v": add_subheads(dv, plan.E),
         "erase": derase if args.erase is None or derase is None else derase.to(args.erase.dtype),
     }
     if args.beta is not None and dbeta is not None:
-        found["beta"] = add_outer(dbeta, args.beta.dtype)
+        gradients["beta"] = add_outer(dbeta, args.beta.dtype)
     if args.log_decay is not None and dg is not None:
         dg = dg if plan.gate == "channel" else add_outer(dg, torch.float32)
-        found["log_decay"] = (dg.sum((0, 1)) if plan.gate == "constant" else dg).to(args.log_decay.dtype)
+        gradients["log_decay"] = (dg.sum((0, 1)) if plan.gate == "constant" else dg).to(args.log_decay.dtype)
     if args.initial_state is not None:
-        found["initial_state"] = dinitial.to(args.initial_state.dtype)
-    return found
+        gradients["initial_state"] = dinitial.to(args.initial_state.dtype)
+    return gradients
 
 
 def fake(args: Arguments) -> Outputs:

@@ -131,9 +131,7 @@ def proofs(subject: Subject) -> dict[str, Proof]:
     if "return_state" in parameters and "initial_state" in parameters:
         chosen["pieces"] = pieces
     if "log_decay" in subject.case.inputs and "q" in parameters:
-        if subject.case.op != "delta_rule" or subject.case.inputs["log_decay"].dim() < 4:  # of which there is no loop
-            chosen["gates"] = extreme_gates
-        chosen["one token"] = one_token
+        chosen |= {"gates": extreme_gates, "one token": one_token}
     chosen["repeats"] = repeated
     # on a GPU, PyTorch's own kernels are compiled, and cannot be led to other memory
     return chosen if subject.backend == "torch" and subject.device.type == "cuda" else chosen | {"memory": memory}
