@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.elementwise import sigmoid
 
 from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
@@ -101,7 +102,7 @@ class GatedDeltaNet2(LinearMixer):
         assert s.erase is not None
         log_decay = self.to_value_heads(self.decay(s.log_decay))
         erase = (self.erase(s.erase).unflatten(2, s.k.shape[2:]) * s.k).to(s.k.dtype)
-        v = (kernels.at_least_fp32(s.beta).sigmoid() * s.v).to(s.v.dtype)
+        v = (sigmoid(kernels.at_least_fp32(s.beta)) * s.v).to(s.v.dtype)
         return s.replace(v=v, log_decay=log_decay, beta=None, erase=self.to_value_heads(erase))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
