@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 from kernels.core.elementwise import sigmoid
@@ -12,7 +12,7 @@ from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .norm import Output, SigmoidGatedRMSNorm
-from .projection import OutputProjection, Projection, split_heads
+from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -78,10 +78,10 @@ class GatedDeltaNet2(LinearMixer):
         if not self.o_norm.gated:
             del widths["g"]
         self.in_proj = Projection(site.hidden_size, widths)
-        self.decay_up = nn.Linear(rank, channels, bias=False)
+        self.decay_up = Linear(rank, channels, bias=False)
         self.decay = decay(heads, self.subhead_size)
         self.erase = Strength(channels, allow_neg_eigval=allow_neg_eigval)
-        self.g_up = nn.Linear(rank, values) if self.o_norm.gated else None
+        self.g_up = Linear(rank, values) if self.o_norm.gated else None
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def heads_of(self, parameter: str) -> int:

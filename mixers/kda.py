@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 
@@ -11,7 +11,7 @@ from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .norm import Output, SigmoidGatedRMSNorm
-from .projection import OutputProjection, Projection, split_heads
+from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
 
 
@@ -76,10 +76,10 @@ class KDA(LinearMixer):
         if not self.o_norm.gated:
             del widths["g"]
         self.in_proj = Projection(site.hidden_size, widths)
-        self.decay_up = nn.Linear(rank, self.gate_heads * self.subhead_size, bias=False)
+        self.decay_up = Linear(rank, self.gate_heads * self.subhead_size, bias=False)
         self.decay = decay(self.gate_heads, self.subhead_size)
         self.beta = Strength(self.gate_heads, allow_neg_eigval=allow_neg_eigval)
-        self.g_up = nn.Linear(rank, values) if self.o_norm.gated else None
+        self.g_up = Linear(rank, values) if self.o_norm.gated else None
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:

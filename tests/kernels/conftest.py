@@ -2,7 +2,7 @@
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -43,11 +43,35 @@ def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
-def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+def masks_of_bools() -> Iterator[None]:
+    """Masks are bools: the interpreter also makes masks of integers, which that of Triton 3.9 refuses to read."""
+    if not INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def truth(mask: Any) -> Any:
+        return TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            InterpreterBuilder, "create_masked_load", lambda self, at, mask, *rest: load(self, at, truth(mask), *rest)
+        )
+        patch.setattr(
+            InterpreterBuilder,
+            "create_masked_store",
+            lambda self, at, value, mask, *rest: store(self, at, value, truth(mask), *rest),
+        )
+        yield
+
+
+@pytest.fixture(autouse=True)
+def inside_arguments(masks_of_bools: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No kernel reads or writes outside its arguments. The interpreter by itself would not notice."""
     if not INTERPRETED:
         return
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder
 
     memory: dict[str, tuple[int, int]] = {}  # of the tensors of the launch that is under way: first byte, one past last
 
@@ -68,17 +92,13 @@ def inside_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
             far = {name: (first - low, end - high) for name, (low, high) in memory.items()}
             raise AssertionError(f"outside its arguments: bytes from each one's first and from its end are {far}")
 
-    def truth(mask: Any) -> Any:
-        """Return a mask of bools: the interpreter also makes masks of integers, which Triton 3.9 refuses to read."""
-        return TensorHandle(mask.data.astype(bool), mask.dtype)
-
     def load(self: Any, at: Any, mask: Any, *rest: Any, do: Callable[..., Any]) -> Any:
         check(at, mask)
-        return do(self, at, truth(mask), *rest)
+        return do(self, at, mask, *rest)
 
     def store(self: Any, at: Any, value: Any, mask: Any, *rest: Any, do: Callable[..., Any]) -> Any:
         check(at, mask)
-        return do(self, at, value, truth(mask), *rest)
+        return do(self, at, value, mask, *rest)
 
     def bound(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
         return lambda self, *given: function(self, *given, **known)

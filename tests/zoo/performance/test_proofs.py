@@ -256,6 +256,12 @@ def test_a_fault_of_a_peer_is_noted(monkeypatch: pytest.MonkeyPatch):
     causal = next(each for each in peers.prove(CPU, number) if each.check == "causal")
     assert causal.status == "noted"
     assert "of the outputs change, by" in causal.says
+    missing = peers.PEERS[-1]._replace(function="scan_of_another_version")
+    monkeypatch.undo()
+    monkeypatch.setattr(peers, "PEERS", (missing,))
+    (finding,) = peers.prove(CPU, 0)
+    assert (finding.check, finding.status) == ("finished", "noted")
+    assert "has no attribute 'scan_of_another_version'" in finding.says
 
 
 @pytest.mark.gpu
