@@ -81,9 +81,8 @@ class SoftmaxAttention(TokenMixer):
         widths = {"q": width, "k": kv_width, "v": kv_width}
         widths |= {} if gate is None else {"g": self.num_heads if gate == "head" else width}
         self.in_proj = Projection(site.hidden_size, widths, bias=bias)
-        self.qk_norm_over, per_head = qk_norm_over, qk_norm_over == "head"
-        self.q_norm = None if qk_norm is None else qk_norm(self.head_dim if per_head else width)
-        self.k_norm = None if qk_norm is None else qk_norm(self.head_dim if per_head else kv_width)
+        self.qk_norm_over, sizes = qk_norm_over, (self.head_dim,) * 2 if qk_norm_over == "head" else (width, kv_width)
+        self.q_norm, self.k_norm = (None if qk_norm is None else qk_norm(size) for size in sizes)
         self.q_features = FeaturePath(qk, self.num_heads, self.head_dim)
         self.k_features = FeaturePath(qk, self.num_kv_heads, self.head_dim)
         self.o_proj = OutputProjection(width, site.hidden_size, bias=output_bias)
@@ -120,9 +119,9 @@ class SoftmaxAttention(TokenMixer):
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:
         """Queries or keys [B,T,heads,D] after their norm, if they have one."""
-        if norm is None or self.qk_norm_over == "head":
-            return x if norm is None else norm(x)
-        return norm(x.flatten(2)).view_as(x)
+        if norm is None:
+            return x
+        return norm(x) if self.qk_norm_over == "head" else norm(x.flatten(2)).view_as(x)
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None

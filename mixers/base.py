@@ -366,9 +366,10 @@ class LinearMixer(TokenMixer):
         products = (q_product, k_product, None)
         made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, gate_inputs, products)
         done, histories = zip(*made, strict=True)
-        q = done[0] if self.q_gain is None else self.q_gain(done[0])
-        s = s.replace(q=q, k=self.steps_of(done[1]), v=self.steps_of(done[2]))
+        s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
+        if self.q_gain is not None:  # last, as a norm would cancel it
+            s = s.replace(q=self.q_gain(s.q))
         return s, histories, following
 
     def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.elementwise import sigmoid
 
 from .arguments import check_numbers
 from .base import LinearMixer, Site, Streams, checked_site
@@ -106,7 +107,7 @@ class Comba(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
         assert s.beta is not None
-        strength = self.feedback.sigmoid()[:, None]
+        strength = sigmoid(self.feedback)[:, None]
         q = s.q if self.D is None else (s.q - self.D[:, None] * strength * s.k).to(s.q.dtype)
         q, k = (kernels.features(x, norm="l2")[0] for x in (q, s.k))
         p = self.to_value_heads(k if self.unit_feedback else (strength * k).to(k.dtype))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.elementwise import sigmoid
 from kernels.delta_gates import strength
 
 from .arguments import check_numbers, check_sizes
@@ -133,7 +134,7 @@ class BoundedChannelDecay(ChannelDecay):
     def forward(self, f: Tensor) -> Tensor:
         """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
         shifted = (kernels.at_least_fp32(f) + self.dt_bias).unflatten(-1, (self.heads, self.size))
-        return self.lower_bound * (self.A_log.exp()[:, None] * shifted).sigmoid()
+        return self.lower_bound * sigmoid(self.A_log.exp()[:, None] * shifted)
 
 
 class LowRankDecay(nn.Linear):

@@ -174,7 +174,8 @@ class Residual(Expansion):
 class SubheadGain(KeepsFp32):
     """Queries [B,T,heads·E,K] times one learned number per subhead, initially 0; subhead 0 is unchanged.
 
-    It is applied after the features: a norm would cancel a gain before it, and magnify the gradient of one near 0.
+    Where queries were repeated for value heads, each of these gets the numbers of its key head. It is applied after the
+    features and gates: a norm would cancel a gain before it, and magnify the gradient of one near 0.
     """
 
     no_weight_decay = keep_fp32 = ("weight",)
@@ -188,7 +189,8 @@ class SubheadGain(KeepsFp32):
         nn.init.zeros_(self.weight)
 
     def forward(self, q: Tensor) -> Tensor:
-        gains = F.pad(self.weight, (1, 0), value=1.0).flatten()
+        gains = F.pad(self.weight, (1, 0), value=1.0)
+        gains = gains.repeat_interleave(q.shape[2] // gains.numel(), 0).flatten()
         return q * gains[:, None].to(q.dtype)
 
 

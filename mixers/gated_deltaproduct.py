@@ -22,8 +22,8 @@ from .registry import register
 class GatedDeltaProduct(LinearMixer):
     """S_t = exp(g_t) S_{t−1}, then n times S_t ← S_t + β_{t,j} k_{t,j} (v_{t,j} − S_tᵀ k_{t,j})ᵀ (arXiv 2502.10297).
 
-    Gated DeltaNet with n steps per token, each with a key, a value and a strength β of its own. The transition of a
-    token is a product of n reflections, which can permute n + 1 items. Time grows with n, the state does not.
+    Gated DeltaNet with n steps per token; each step has a key, a value and a strength β. The transition of a token is a
+    product of n reflections, which can permute n + 1 items. Time grows with n, the state does not.
 
     Args:
         site: Where the layer sits in the model.

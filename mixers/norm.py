@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import silu
+from kernels.core.elementwise import sigmoid, silu
 
 from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
@@ -192,7 +192,7 @@ class SigmoidGatedRMSNorm(Output):
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        return self.norm(o) * gate.sigmoid()
+        return self.norm(o) * sigmoid(gate)
 
 
 class NormOnly(Output):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -219,3 +220,18 @@ def test_sizes_of_heads(make: Callable[..., LinearMixer]):
         make(SITE, value_dim=12)
     with pytest.raises(mixers.UserError, match=r"^num_key_heads: 3 does not divide the 4 \(value\) heads$"):
         make(SITE, num_key_heads=3)
+
+
+@pytest.mark.parametrize("make", FAMILY)
+def test_residual_subheads_start_as_the_mixer_without_them(make: Callable[..., LinearMixer]):
+    torch.manual_seed(1)
+    plain = make(SITE, **SIZES).double()
+    larger = mixers.Expanded(SITE, mixer=partial(make, **SIZES), factor=3, residual=True).double()
+    growth = next(growth for growth in mixers.growths(plain) if growth.way == "expand")
+    fresh = larger.state_dict()
+    for name, old in plain.state_dict().items():
+        same = old.shape == fresh[name].shape
+        fresh[name] = old if same else growth.resized(name, old, fresh[name], "preserve")
+    larger.load_state_dict(fresh)
+    x = torch.randn(2, 20, 32, dtype=torch.float64)
+    torch.testing.assert_close(larger(x)[0], plain(x)[0])

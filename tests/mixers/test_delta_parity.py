@@ -17,7 +17,7 @@ from mixers import KDA, BoundedChannelDecay, Comba, GatedDeltaNet2, GatedDeltaPr
 
 from .test_parity import LENGTHS, Oracle, Weights, compare, compare_with_formula, conv_silu, linear, rms, shaken
 
-pytestmark = [pytest.mark.parity, pytest.mark.slow]
+pytestmark = [pytest.mark.parity, pytest.mark.slow, pytest.mark.pairwise]
 TOLERANCE = 3e-5  # the naive functions compute in fp32, too, and gradients of decays are sums of terms that cancel
 SITE = Site(32, 4)
 SIZES = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}

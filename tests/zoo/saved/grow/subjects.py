@@ -24,6 +24,9 @@ STACKS: dict[str, tuple[Any, ...]] = {
     "GLA": ("gla.yaml", *SMALL),
     "HGRN2": ("hgrn2.yaml", *SMALL, "model.stack.mixer.mixer.init_args.head_dim=8"),
     "GatedDeltaNet": ("gated_deltanet.yaml", *SMALL),
+    "KDA": ("kda.yaml", *SMALL),
+    "Comba": ("comba.yaml", *SMALL),
+    "GatedDeltaProduct": ("gated_deltaproduct.yaml", *SMALL),
     "Mamba2": (
         "mamba2.yaml",
         *SMALL,

@@ -15,9 +15,11 @@ from .subjects import STACKS, exported, loaded, logits
 
 PRESERVING = [
     ("Mamba2", "widen"),
-    *((name, "expand") for name in ("GLA", "HGRN2", "GatedDeltaNet", "Mamba2", "RetNet")),
+    ("Mamba2", "expand"),
+    *((name, "expand") for name in ("GLA", "HGRN2", "GatedDeltaNet", "KDA", "Comba", "GatedDeltaProduct", "RetNet")),
 ]
 GROWING = [(name, way) for name in ("GLA", "HGRN2", "GatedDeltaNet") for way in ("merge", "expand")] + PRESERVING[:1]
+GROWING += [("KDA", "merge"), ("GatedDeltaProduct", "expand")]
 INHERITING = [("HGRN2", "expand"), ("Mamba2", "widen")]
 
 

@@ -28,7 +28,7 @@ OUTPUT_NORM: Mapping[str, tuple[str, ...]] = {"o_norm.weight": ("o_norm.weight",
 
 @dataclass(frozen=True)
 class Mixer:
-    """A mixer of theirs.
+    """A mixer of flash-linear-attention.
 
     Attributes:
         name: The family's name without `fla_`.
