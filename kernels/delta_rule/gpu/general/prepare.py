@@ -3,7 +3,7 @@
 It stores (I + L)⁻¹, P (I + L)⁻¹, and what the passes along time multiply with the state: Q̃, Ã, K̂ and e^{b_C}.
 
 The fast kernel computes all pairs of tokens with one reference point and marks the first row of each chunk that is too
-steep for it. The slow one computes the chunks with such rows again; the other rows of the chunk get the same bits.
+steep for it. The slow one computes and stores such rows alone: which kernel a row is from depends on no later token.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -146,5 +146,11 @@ def prepare(
     P = tl.where(distance >= 0, P * scale, 0.0)
     L = tl.where(distance > 0, L, 0.0)
     solve = unit_lower_inverse(L, MERGE)
-    store_pairs(inverse + tile * (CHUNK * CHUNK), solve)
-    store_pairs(scores + tile * (CHUNK * CHUNK), tl.dot(P, solve, input_precision=MERGE))
+    weights = tl.dot(P, solve, input_precision=MERGE)
+    if SLOW:  # other rows keep the bits of the fast kernel
+        at, mask = r[:, None] * CHUNK + r[None, :], (r >= first)[:, None]
+        tl.store(inverse + tile * (CHUNK * CHUNK) + at, solve.to(inverse.dtype.element_ty), mask=mask)
+        tl.store(scores + tile * (CHUNK * CHUNK) + at, weights.to(scores.dtype.element_ty), mask=mask)
+    else:
+        store_pairs(inverse + tile * (CHUNK * CHUNK), solve)
+        store_pairs(scores + tile * (CHUNK * CHUNK), weights)
