@@ -32,11 +32,9 @@ def limits(a: Recurrences) -> str | None:
 
 def general_limits(a: Recurrences) -> str | None:
     """Like `limits`, for the general delta rule."""
-    return (
-        None
-        if a.q.shape[3] <= WHOLE
-        else f"which takes keys of at most {WHOLE} channels with such erase keys or decays"
-    )
+    if a.q.shape[3] <= WHOLE:
+        return None
+    return f"which takes keys of at most {WHOLE} channels with such erase keys or decays"
 
 
 def general(a: Recurrences) -> bool:
