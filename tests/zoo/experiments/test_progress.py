@@ -15,6 +15,12 @@ STEPS = Namespace(trainer=Namespace(max_steps=60))
 RUNS = [Run("gla", (), parsed=STEPS), Run("retnet", (), parsed=STEPS), Run("a" * 40, (), parsed=STEPS)]
 
 
+@pytest.fixture(autouse=True)
+def no_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another test of this process may have run a notebook, where bars are different."""
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
