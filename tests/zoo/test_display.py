@@ -1,6 +1,7 @@
 """Tables, consoles and figures in one style, and names in arguments."""
 
 import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ def test_a_console_of_a_log_file_holds_a_wide_table(capsys: pytest.CaptureFixtur
 def test_a_bar_in_a_log_file_is_a_line_per_interval(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)  # another test may have run a notebook
     for number in (bar := progress_bar(range(3), desc="evaluation", unit=" cells")):
         bar.set_description_str(f"evaluation {number}")
     first, last = capsys.readouterr().err.splitlines()
