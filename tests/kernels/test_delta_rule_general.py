@@ -99,8 +99,8 @@ def test_erase_keys_that_are_multiples_of_keys(gate: str, backend: str):
     b = {**a, "erase": a["beta"].unsqueeze(-1) * a["k"], "v": a["beta"].unsqueeze(-1) * a["v"]}
     del b["beta"]
     with kernels.backend(backend):
-        expected, found = kernels.delta_rule(**a)[0], kernels.delta_rule(**b)[0]
-    torch.testing.assert_close(found, expected)
+        expected, actual = kernels.delta_rule(**a)[0], kernels.delta_rule(**b)[0]
+    torch.testing.assert_close(actual, expected)
 
 
 def test_one_decay_in_all_channels():

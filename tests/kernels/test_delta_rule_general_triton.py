@@ -38,12 +38,12 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:
     """The results on Triton, after they have been compared with the loop in fp32."""
-    found = results(kernels.delta_rule, a, backend="triton", **options)
+    actual = results(kernels.delta_rule, a, backend="triton", **options)
     options.pop("keep_states", None)
     exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
     expected = results(kernels.delta_rule, exact, backend="torch" if a["q"].is_cuda else "reference", **options)
-    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, tolerance)
-    return found
+    assert_same(actual, {name: x.to(actual[name].dtype) for name, x in expected.items()}, tolerance)
+    return actual
 
 
 def small(T: int, **options: Any) -> dict[str, Tensor]:
@@ -118,8 +118,8 @@ def test_a_single_token(form: str, steps: int, read_before: bool):
     with torch.no_grad():
         expected = kernels.delta_rule(**a, **options)
         with kernels.backend("triton"):
-            found = kernels.delta_rule(**a, **options)
-    for x, y in zip(found, expected, strict=True):
+            actual = kernels.delta_rule(**a, **options)
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -168,9 +168,9 @@ def test_sizes_on_a_device(K: int, V: int, gate: str, form: str, read_before: bo
 @pytest.mark.parametrize("documents", [None, GPU_PACKED])
 def test_decays_and_documents_on_a_device(documents: list[int] | None, decay: str, dtype: torch.dtype):
     a = arguments(2100, form="beta", gate="channel", decay=decay, R=2, E=2, K=128, V=128, documents=documents, B=1)
-    found = agree(on_device(a, dtype), TOLERANCE[dtype], subheads=2)
-    again = results(kernels.delta_rule, on_device(a, dtype), backend="triton", subheads=2)
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    actual = agree(on_device(a, dtype), TOLERANCE[dtype], subheads=2)
+    repeated = results(kernels.delta_rule, on_device(a, dtype), backend="triton", subheads=2)
+    assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
 
 
 @pytest.mark.gpu

@@ -261,8 +261,8 @@ def test_half_precision_has_another_implementation(op):
 @pytest.mark.parametrize("learns", [(True, True), (True, False), (False, True), (False, False)])
 def test_opcheck(learns: tuple[bool, bool], op):
     x, weight, labels = inputs(5, D=4, V=9)
-    given = (x.requires_grad_(learns[0]), weight.requires_grad_(learns[1]), labels, IGNORED, *learns, False)
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_cross_entropy.default, given)
+    arguments = (x.requires_grad_(learns[0]), weight.requires_grad_(learns[1]), labels, IGNORED, *learns, False)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_cross_entropy.default, arguments)
 
 
 @interpreted

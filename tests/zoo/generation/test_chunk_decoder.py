@@ -68,7 +68,7 @@ def test_every_mixer(name: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["GLA", "GatedDeltaNet", "Mamba2", "HGRN2", "SlidingWindowAttention"])
 def test_in_bf16_on_a_gpu(name: str):
-    """Of as many tokens as are worth a CUDA graph."""
+    """The continuation is long enough for a CUDA graph to pay off."""
     with kernels.deterministic(), torch.autocast("cuda", torch.bfloat16):
         check(model(name, "cuda"), prompts(device="cuda"), new=WORTH_CAPTURING + 4, tolerance=1e-2)
 

@@ -42,7 +42,7 @@ class Arguments(NamedTuple):
     def sizes(self) -> tuple[Any, ...]:
         """The arguments of the plan."""
         documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        kind = (kind_of(self.log_decay), self.erase is not None, self.read_before)
+        kind = (kind_of(self.log_decay), self.read_before)
         return self.q.shape, self.v.shape, self.subheads, self.scale, *kind, self.q.dtype, self.q.device, documents
 
     @property

@@ -30,7 +30,6 @@ class GeneralDeltaRule(Plan):
         subheads: Subheads E per head.
         scale: Factor on the output.
         gate: none, constant, head or channel.
-        erases: Whether erase keys are given, in place of β.
         before: Whether the erase keys read the state before it decays.
         dtype: Dtype of q, k and v.
         device: Device of q, k and v.
@@ -44,7 +43,6 @@ class GeneralDeltaRule(Plan):
         subheads: int,
         scale: float,
         gate: str,
-        erases: bool,
         before: bool,
         dtype: torch.dtype,
         device: torch.device,
@@ -53,7 +51,7 @@ class GeneralDeltaRule(Plan):
         super().__init__(dtype, device)
         (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
-        self.scale, self.gate, self.erases, self.before = scale, gate, erases, before
+        self.scale, self.gate, self.before = scale, gate, before
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
         self.exact = dtype == torch.float32
         self.cautious = capability(device) != HOPPER  # nothing was run there
