@@ -1,5 +1,6 @@
 """The general delta rule in Triton: the sizes, the layout and the launches of a call."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,8 +12,10 @@ from ....core.documents import Documents
 from ....gpu.device import HOPPER, capability, multiprocessors
 from ....gpu.launch import LaunchSpec, cdiv
 from ....gpu.layout import CHUNK, layout, most_chunks
+from ....gpu.paths import select
 from ....gpu.plan import Plan, prepared
 from ..plan import block, key_block
+from ..select import GENERAL_FORWARD, Case
 from .gradients import gradients, pairs
 from .prepare import prepare
 from .sequential_pass import scan_backward, scan_forward
@@ -80,6 +83,11 @@ class GeneralDeltaRule(Plan):
         """Most values of a block in the kernels over chunks."""
         return 32 if self.exact or self.cautious else 128
 
+    @cached_property
+    def forward_path(self) -> str:
+        """Name of the path of the forward pass along time."""
+        return select(GENERAL_FORWARD, Case(self.K, self.V, self.dtype, self.device)).name
+
     def states(self) -> Tensor:
         """One uninitialised state per sequence."""
         return self.new(self.N, self.M, self.K, self.V, dtype=torch.float32)
@@ -126,6 +134,10 @@ class GeneralDeltaRule(Plan):
     @prepared
     def forward(self) -> LaunchSpec:
         """The pass along time."""
+        if self.forward_path == "hopper_pass":
+            from .hopper_sequential_pass import scan_forward as in_gluon  # the interpreter does without Gluon
+
+            return LaunchSpec(in_gluon, self.N * self.M * (self.V // 64), M=self.M, E=self.E, V=self.V, warps=4)
         return self._along_time(scan_forward)
 
     @prepared
