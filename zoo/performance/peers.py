@@ -1,10 +1,11 @@
 """Other libraries to compare with: flash-linear-attention (FLA), FlashQLA, PyTorch's SDPA and FlexAttention.
 
-This is the only module that imports the first two, and only on request.
+The first two are imported only on request.
 """
 
 import importlib
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 
 from kernels import UserError
 from zoo.lm.model import LanguageModel
+from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.device import version
-from zoo.performance.op_calls import OPS, BenchCall, Tensors
+from zoo.performance.op_calls import Tensors
+from zoo.performance.peer_ops import PEERS, PeerOp
 
 Peer = Callable[[Tensors], Tensor]
 
@@ -46,18 +49,18 @@ def kernel_peers(case: BenchCall) -> dict[str, Peer]:
     """Name → function from the inputs of `case` to outputs [B,T,H,D]."""
     if case.window is not None:
         return _attention(case)
-    if case.op.function == "delta_rule":
-        delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        rules: dict[str, Peer] = {
-            "fla chunk_gated_delta_rule": lambda x: delta(x["q"], x["k"], x["v"], g=x["log_decay"], beta=x["beta"])[0]
-        }
-        return rules if version("flash-qla") is None else rules | {"flash_qla chunk_gated_delta_rule": flash_qla}
-    if case.op.decay == "channel":
-        gated = importlib.import_module("fla.ops.gla").chunk_gla
-        return {"fla chunk_gla": lambda x: gated(x["q"], x["k"], x["v"], g=x["log_decay"])[0]}
-    simple = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
-    gate = "g_gamma" if case.op.decay == "constant" else "g"
-    return {"fla chunk_simple_gla": lambda x: simple(x["q"], x["k"], x["v"], **{gate: x["log_decay"]})[0]}
+    peers: dict[str, Peer] = {
+        peer.label: _outputs(peer) for peer in PEERS if peer.package == "fla" and peer.row == case.name
+    }
+    if case.name == "delta_rule" and version("flash-qla") is not None:
+        peers["flash_qla chunk_gated_delta_rule"] = flash_qla
+    return peers
+
+
+def _outputs(peer: PeerOp) -> Peer:
+    """What calls a peer, which is imported on its first call."""
+    function = cache(peer.load)
+    return lambda inputs: function()(**inputs)[0]
 
 
 def flash_qla(x: Tensors) -> Tensor:

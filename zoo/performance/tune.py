@@ -29,8 +29,9 @@ from zoo.arguments import check_names, names_in
 from zoo.display import new_console, new_table, progress_bar
 from zoo.files.atomic import atomic_write
 from zoo.performance.accuracy import Gate
+from zoo.performance.bench_calls import BenchCall, Shape
 from zoo.performance.device import DTYPES, described
-from zoo.performance.op_calls import BenchCall, Shape, Tensors
+from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import as_graph, medians
 
 Entry = dict[str, int]

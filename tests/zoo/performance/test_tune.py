@@ -19,7 +19,7 @@ from kernels.gpu import device, launch_file, launch_table
 from kernels.gpu.launch_table import TABLE, LaunchConfig, launch, optional
 from kernels.gpu.miscompilations import miscompiled
 from zoo.performance import tune
-from zoo.performance.op_calls import BenchCall, Shape
+from zoo.performance.bench_calls import BenchCall, Shape
 from zoo.performance.tune import ALONE, Target, Trial, Tuner, _targets, around, cases, fits, table
 
 pytest_plugins = "tests.desk"
