@@ -1,4 +1,4 @@
-"""Calls of the ops at the sizes of benchmarks: as mixers make them, with random inputs."""
+"""Calls of the ops for benchmarks: as mixers make them, with random inputs of any size."""
 
 import sys
 from collections.abc import Callable
@@ -61,7 +61,7 @@ class Op(NamedTuple):
         function: Name of the op in `kernels`.
         decay: none (null), head, channel or constant.
         call: The function of the inputs that calls the op; null for the op itself.
-        erase: Whether the delta rule has erase keys of its own.
+        erase: Whether the delta rule has erase keys other than β k.
         steps: Steps per token of the delta rule.
     """
 

@@ -21,10 +21,10 @@ class PeerOp(NamedTuple):
         package: The library.
         module: The module of the function.
         function: Its name.
-        adapt: What gives it the arguments that the op has here.
-        case: The op, and the variant of its call, that the doctor compares it with; null for none.
-        row: The row of `bench kernels` that it is timed next to; null for none.
-        options: Options of the function that are not its defaults, in words.
+        adapt: Turns it into a function with the arguments that the op has here.
+        case: The op here, and the variant of its call, whose properties the doctor examines; null for none.
+        row: The row of `bench kernels` below which it is timed; null for none.
+        options: Names of the options that it is called with, for the label.
     """
 
     package: str
@@ -69,7 +69,7 @@ def fla(gate: str | None, function: Callable[..., Any], **settings: Any) -> Call
         cu_seqlens: Tensor | None = None,
         return_state: bool = False,
     ) -> Result:
-        options = settings if gate is None else settings | {gate: log_decay}
+        options = {**settings} if gate is None else settings | {gate: log_decay}
         options |= {} if beta is None else {"beta": beta}
         options |= {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens.long()}
         return function(q, k, v, **options, initial_state=initial_state, output_final_state=return_state)

@@ -58,7 +58,7 @@ def kernel_peers(case: BenchCall) -> dict[str, Peer]:
 
 
 def _outputs(peer: PeerOp) -> Peer:
-    """What calls a peer, which is imported on its first call."""
+    """Return a function of the inputs that calls a peer and imports it on the first call."""
     function = cache(peer.load)
     return lambda inputs: function()(**inputs)[0]
 
