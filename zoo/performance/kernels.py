@@ -50,7 +50,7 @@ class KernelReport(Report):
         suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
         columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
         if self.about["peers"]:
-            columns += [f"peer ÷ ours {TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
+            columns += [f"peer ÷ ours\n{TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
         table = self.new_table(columns)
         remarks = [
             "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
@@ -116,9 +116,9 @@ def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
     return [pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
 
 
-def _announce(bar: Any, says: str, peer: str) -> None:
-    """Show in a progress bar which peer runs for the first time."""
-    bar.set_postfix_str(f"{says}, first call of {peer}")
+def _announce(bar: Any, says: str, stage: str) -> None:
+    """Show in a progress bar what is done next for a row."""
+    bar.set_postfix_str(f"{says}, {stage}")
 
 
 def _deviation(errors: dict[str, float | None]) -> str:
@@ -154,7 +154,9 @@ def bench_kernels(
         window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU.
         seconds: Time to spend on each measurement.
         peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours; and
-            FlashQLA where it is installed, which compiles for a minute or two at each shape.
+            FlashQLA where it is installed, which compiles for a minute or two at each shape. Some functions of
+            flash-linear-attention are also timed for bounded decays (`safe_gate`), and with more kept for the gradients
+            (`disable_recompute`).
         folder: The folder of bench.json and bench.png.
 
     Raises:
@@ -216,9 +218,9 @@ def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
 
 
 def measured(
-    case: BenchCall, seconds: float, peers: bool, announce: Callable[[str], None] = lambda peer: None
+    case: BenchCall, seconds: float, peers: bool, announce: Callable[[str], None] = lambda stage: None
 ) -> dict[str, Any]:
-    """The row of a case: its check, and its times if it passed; `announce` gets the name of a peer before its check."""
+    """The row of a case: its check, and its times if it passed; `announce` is called with what is done next."""
     gate = case.check()
     row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
     if not gate.passed:
@@ -228,10 +230,11 @@ def measured(
     row["peers"] = {}
     if peers:
         for name, peer in others.kernel_peers(case).items():
-            announce(name)
+            announce(f"first call of {name}")
             row["peers"][name] = checked = _tried(case, peer)
             if "note" not in checked:
                 calls[name] = peer
+    announce("timing")
     times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
     runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
     runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}

@@ -24,7 +24,7 @@ class PeerOp(NamedTuple):
         adapt: Turns it into a function with the arguments that the op has here.
         case: The op here, and the variant of its call, whose properties the doctor examines; null for none.
         row: The row of `bench kernels` below which it is timed; null for none.
-        options: Names of the options that it is called with, for the label.
+        options: Words for the options that it is called with: bounded for `safe_gate`, kept for `disable_recompute`.
     """
 
     package: str
@@ -38,7 +38,7 @@ class PeerOp(NamedTuple):
     @property
     def label(self) -> str:
         """The library, the function and its options."""
-        return f"{self.package} {self.function}" + (f" ({self.options})" if self.options else "")
+        return f"{self.package} {self.function}" + (f", {self.options}" if self.options else "")
 
     @property
     def size(self) -> int:
@@ -170,17 +170,17 @@ PEERS = (
         *("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), partial(fla, "g"), (DELTA, HEAD), "delta_rule"
     ),
     PeerOp(*KDA, partial(fla, "g"), (DELTA, CHANNEL), "kda"),
-    PeerOp(*KDA, partial(fla, "g", **BOUNDED), row="kda", options="safe_gate"),
-    PeerOp(*KDA, partial(fla, "g", **BOUNDED, **KEEPING), row="kda", options="safe_gate, disable_recompute"),
-    PeerOp(*KDA, kda_with_gates, row="kda_with_gates", options="gates inside"),
-    PeerOp(*KDA, partial(kda_with_gates, **KEEPING), row="kda_with_gates", options="gates inside, disable_recompute"),
+    PeerOp(*KDA, partial(fla, "g", **BOUNDED), row="kda", options="bounded"),
+    PeerOp(*KDA, partial(fla, "g", **BOUNDED, **KEEPING), row="kda", options="bounded, kept"),
+    PeerOp(*KDA, kda_with_gates, row="kda_with_gates"),
+    PeerOp(*KDA, partial(kda_with_gates, **KEEPING), row="kda_with_gates", options="kept"),
     PeerOp(*GDN2, partial(renamed, GATE), row="gated_deltanet2"),
-    PeerOp(*GDN2, partial(renamed, GATE, **BOUNDED), row="gated_deltanet2", options="safe_gate"),
+    PeerOp(*GDN2, partial(renamed, GATE, **BOUNDED), row="gated_deltanet2", options="bounded"),
     PeerOp(
         *GDN2,
         partial(renamed, GATE, **BOUNDED, **KEEPING),
         row="gated_deltanet2",
-        options="safe_gate, disable_recompute",
+        options="bounded, kept",
     ),
     PeerOp("fla", "fla.ops.comba", "chunk_comba", partial(renamed, GATE), row="comba"),
     PeerOp(*PRODUCT, partial(renamed, GATE, num_householder=2), row="gated_deltaproduct"),
