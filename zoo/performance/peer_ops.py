@@ -158,8 +158,8 @@ MAMBA, MAMBA2 = "transformers.models.mamba.modeling_mamba", "transformers.models
 BOUNDED: dict[str, Any] = {"safe_gate": True, "lower_bound": -5.0}  # the rows' decays are above this bound
 KEEPING: dict[str, Any] = {"disable_recompute": True}
 GATE = {"log_decay": "g"}
-SIMPLE, KDA = ("fla", "fla.ops.simple_gla", "chunk_simple_gla"), ("fla", "fla.ops.kda", "chunk_kda")
-GDN2 = ("fla", "fla.ops.gdn2", "chunk_gdn2")
+SIMPLE, CHUNK_KDA = ("fla", "fla.ops.simple_gla", "chunk_simple_gla"), ("fla", "fla.ops.kda", "chunk_kda")
+CHUNK_GDN2 = ("fla", "fla.ops.gdn2", "chunk_gdn2")
 PRODUCT = ("fla", "fla.ops.gated_delta_product", "chunk_gated_delta_product")
 PEERS = (
     PeerOp(*SIMPLE, partial(fla, "g"), (LINEAR, HEAD), "linear_head"),
@@ -169,15 +169,15 @@ PEERS = (
     PeerOp(
         *("fla", "fla.ops.gated_delta_rule", "chunk_gated_delta_rule"), partial(fla, "g"), (DELTA, HEAD), "delta_rule"
     ),
-    PeerOp(*KDA, partial(fla, "g"), (DELTA, CHANNEL), "kda"),
-    PeerOp(*KDA, partial(fla, "g", **BOUNDED), row="kda", options="bounded"),
-    PeerOp(*KDA, partial(fla, "g", **BOUNDED, **KEEPING), row="kda", options="bounded, kept"),
-    PeerOp(*KDA, kda_with_gates, row="kda_with_gates"),
-    PeerOp(*KDA, partial(kda_with_gates, **KEEPING), row="kda_with_gates", options="kept"),
-    PeerOp(*GDN2, partial(renamed, GATE), row="gated_deltanet2"),
-    PeerOp(*GDN2, partial(renamed, GATE, **BOUNDED), row="gated_deltanet2", options="bounded"),
+    PeerOp(*CHUNK_KDA, partial(fla, "g"), (DELTA, CHANNEL), "kda"),
+    PeerOp(*CHUNK_KDA, partial(fla, "g", **BOUNDED), row="kda", options="bounded"),
+    PeerOp(*CHUNK_KDA, partial(fla, "g", **BOUNDED, **KEEPING), row="kda", options="bounded, kept"),
+    PeerOp(*CHUNK_KDA, kda_with_gates, row="kda_with_gates"),
+    PeerOp(*CHUNK_KDA, partial(kda_with_gates, **KEEPING), row="kda_with_gates", options="kept"),
+    PeerOp(*CHUNK_GDN2, partial(renamed, GATE), row="gated_deltanet2"),
+    PeerOp(*CHUNK_GDN2, partial(renamed, GATE, **BOUNDED), row="gated_deltanet2", options="bounded"),
     PeerOp(
-        *GDN2,
+        *CHUNK_GDN2,
         partial(renamed, GATE, **BOUNDED, **KEEPING),
         row="gated_deltanet2",
         options="bounded, kept",
