@@ -52,6 +52,25 @@ def test_every_op_passes_its_check(name):
     assert case.moved[1] > 2 * case.moved[0]
 
 
+@pytest.mark.parametrize("name", ["kda_with_gates", "comba", "gated_deltaproduct"])
+def test_kernels_are_compared_with_a_form_that_agrees_with_the_loop(name: str, monkeypatch: pytest.MonkeyPatch):
+    case = BenchCall(name, Shape(2, 2, 90, 8), "fp32", CPU, "torch", window=1)
+    case.implementation = "triton"  # for which the chunkwise form stands in
+    errors = case.check().errors
+    assert {f"{result} of the chunkwise form" for result in ("o", "dq", "dk", "dv")} <= set(errors)
+    implementations = case.op.kernel_op.implementations
+    right = implementations["torch"]
+
+    def wrong(a: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        o, state = right(a)
+        return o * 1.01, state
+
+    monkeypatch.setitem(implementations, "torch", wrong)
+    gate = case.check()
+    assert not gate.passed
+    assert "o of the chunkwise form is off by 1.0e-02" in gate.says
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 def test_low_precision_passes_too(dtype):
     gate = BenchCall("linear_head", Shape(1, 2, 100, 16), dtype, CPU, "auto", window=20).check()
