@@ -149,11 +149,17 @@ class BenchCall:
         inputs, do, expected = self._expected
         actual = self._last_head(self.differentiated(call, inputs, do))
         gate = Gate()
-        of_output = 1e-2 if self.op.call is kda_with_gates else 5e-3  # it also rounds the norms of queries and keys
         for name, y in expected.items():
-            limit = 1e-4 if self.dtype == "fp32" else of_output if name == "o" else 1e-2
-            gate.check(name, actual[name], y, limit)
+            gate.check(name, actual[name], y, self._limit(name, y))
         return gate
+
+    def _limit(self, name: str, expected: Tensor) -> float:
+        """The largest error of a result."""
+        if self.dtype == "fp32":
+            return 1e-4
+        if name != "o":
+            return 1e-2 if expected.dim() > 2 else 3e-2  # of parameters, sums of rounded terms over all tokens
+        return 1e-2 if self.op.call is kda_with_gates else 5e-3  # which also rounds the norms of queries and keys
 
     @property
     def _chunkwise(self) -> bool:
