@@ -33,7 +33,7 @@ GENERAL_ON_GPU = [
 ON_CPU = [(1, 4, 1024, 64)]
 LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
 LENGTHS_ON_CPU = [256, 512, 1024, 2048]
-OURS = "ours"
+OURS, FIRST_CALL = "ours", "first call of"
 
 
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
@@ -117,8 +117,10 @@ def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
 
 
 def _announce(bar: Any, says: str, stage: str) -> None:
-    """Show in a progress bar what is done next for a row."""
+    """Show in a progress bar what is done next for a row, and what can take minutes immediately in a log file, too."""
     bar.set_postfix_str(f"{says}, {stage}")
+    if stage.startswith(FIRST_CALL) and not sys.stderr.isatty():
+        sys.stderr.write(f"kernels: {says}, {stage}\n")
 
 
 def _deviation(errors: dict[str, float | None]) -> str:
@@ -230,7 +232,7 @@ def measured(
     row["peers"] = {}
     if peers:
         for name, peer in others.kernel_peers(case).items():
-            announce(f"first call of {name}")
+            announce(f"{FIRST_CALL} {name}")
             row["peers"][name] = checked = _tried(case, peer)
             if "note" not in checked:
                 calls[name] = peer

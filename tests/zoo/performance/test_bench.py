@@ -23,7 +23,7 @@ from zoo.performance.accuracy import Gate, relative_error
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.decoding import bench_decode, grows, state_at
 from zoo.performance.kernels import bench_kernels, measured
-from zoo.performance.peer_ops import PEERS
+from zoo.performance.peer_ops import PEERS, PeerOp
 from zoo.performance.peers import language_model
 from zoo.performance.timing import medians, process_age
 from zoo.performance.training import TrainingReport, bench_training
@@ -247,6 +247,26 @@ def test_a_peer_that_computes_the_gates_gets_pre_activations():
         assert gate_of_peer.passed, gate_of_peer.says
 
 
+@pytest.mark.parity
+@pytest.mark.slow
+@pytest.mark.parametrize("peer", [peer for peer in PEERS if peer.row is not None], ids=lambda peer: peer.label)
+def test_a_peer_is_called_with_arguments_of_its_signature(peer: PeerOp):
+    pytest.importorskip("fla")
+    signature = inspect.signature(getattr(importlib.import_module(peer.module), peer.function))
+    case = BenchCall(peer.row, Shape(1, 2, 8, 16), "fp32", CPU, "torch", window=1)
+    bound: dict[str, Any] = {}
+
+    def recorder(*tensors: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, None]:
+        bound.update(signature.bind(*tensors, **arguments).arguments)
+        return case.do, None
+
+    peer.adapt(recorder)(**case.inputs)
+    assert bound.pop("kwargs", {}).keys() <= {"A_log", "dt_bias"}  # which some functions read from there
+    tensors = [x for x in bound.values() if isinstance(x, torch.Tensor)]
+    inputs = {name for name in case.inputs if name not in ("A_log", "dt_bias")}
+    assert len(tensors) == len(inputs)
+
+
 def test_every_delta_rule_has_a_peer():
     rows = {peer.row for peer in PEERS}
     assert {name for name, op in OPS.items() if op.decay is not None} == rows - {None}
@@ -254,7 +274,9 @@ def test_every_delta_rule_has_a_peer():
     assert len(set(labels)) == len(labels)
 
 
-def test_a_peer_that_fails_is_a_sentence_below_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_a_peer_that_fails_is_a_sentence_below_the_table(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
     def refused(case: BenchCall) -> dict[str, Any]:
         def fails(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
             raise ValueError("heads of 8\nchannels")
@@ -266,6 +288,9 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(monkeypatch: pytest.Mon
     report = bench_kernels("kda", [(1, 1, 40, 8)], [], seconds=0.01, peers=True, folder=str(tmp_path))
     table = report.table()
     assert not report.failed
+    said = capsys.readouterr().err
+    assert "tunes its kernels for minutes, before the clock starts" in said
+    assert "kernels: kda 1×1×40×8, first call of theirs\n" in said
     assert "theirs: ValueError: heads of 8 channels" in table.caption
     assert "same" not in table.caption
     cells = [[*column.cells] for column in table.columns]
