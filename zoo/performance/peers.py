@@ -5,6 +5,7 @@ The first two are imported only on request.
 
 import importlib
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -112,11 +113,7 @@ def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.de
         device: Device of its parameters.
     """
     models = importlib.import_module("fla.models")
-    kinds = {type(mixer).__name__ for mixer in model.mixers}
-    whole = all(getattr(mixer, "subheads", 1) == 1 for mixer in model.mixers)
-    family = next((each for each in FAMILIES if each.target == "fla" and whole and kinds <= each.mixers), None)
-    architecture = "GatedDeltaNetForCausalLM" if family is None else family.architecture
-    config = _gated_deltanet(model, sizes) if family is None else family.write(model)
+    architecture, config = _same_mixers(model) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
     kind = getattr(models, architecture)
 
     def build() -> nn.Module:
@@ -125,6 +122,17 @@ def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.de
             return built
 
     return PeerModel(f"fla {kind.config_class.model_type}", build)
+
+
+def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
+    """The class of FLA's model of the same mixers, and its config; None if it has none."""
+    kinds = {type(mixer).__name__ for mixer in model.mixers}
+    whole = all(getattr(mixer, "subheads", 1) == 1 for mixer in model.mixers)
+    for family in FAMILIES:
+        if family.target == "fla" and whole and kinds <= family.mixers:
+            with suppress(UserError):  # as for models of attention alone
+                return family.architecture, family.write(model)
+    return None
 
 
 def _gated_deltanet(model: LanguageModel, sizes: dict[str, Any]) -> dict[str, Any]:

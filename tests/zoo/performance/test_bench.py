@@ -169,6 +169,7 @@ def test_the_peer_has_the_sizes_of_our_heads():
         ("kda.yaml", "kda", {"KimiDeltaAttention"}),
         ("gated_deltaproduct.yaml", "gated_deltaproduct", {"GatedDeltaProduct"}),
         ("gated_deltanet2.yaml", "gated_deltanet", {"GatedDeltaNet"}),  # of which it has no model
+        ("transformer.yaml", "gated_deltanet", {"GatedDeltaNet"}),  # without linear layers
     ],
 )
 def test_the_peer_has_our_mixers(config: str, name: str, mixers: set[str]):
