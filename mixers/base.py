@@ -199,7 +199,7 @@ class Streams(NamedTuple):
     log_decay: Tensor | None = None  # raw, then [H·S] | [B,T,H·S] | [B,T,H·S,K']
     beta: Tensor | None = None  # raw, then [B,nT,H·S]
     gate: Any = None  # whatever `readout` needs
-    erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K'], in place of beta
+    erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K']
 
     def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""
@@ -236,7 +236,7 @@ class LinearMixer(TokenMixer):
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
-    erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys in place of beta
+    erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
 
     def __init__(
@@ -288,7 +288,7 @@ class LinearMixer(TokenMixer):
         return None
 
     def gates(self, s: Streams) -> Streams:
-        """Compute the final log_decay and beta or erase; any stream may be replaced. Not called with `gate_inputs`."""
+        """Compute the final log_decay, beta and erase; any stream may be replaced. Not called with `gate_inputs`."""
         return s
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:

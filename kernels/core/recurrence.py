@@ -37,7 +37,7 @@ class Recurrences:
     cu_seqlens: Tensor | None  # [N+1]
     consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
     keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
-    erase: Tensor | None = None  # [B,nT,H·E,K], instead of beta
+    erase: Tensor | None = None  # [B,nT,H·E,K]; k by default
     read_before: bool = False  # whether the erase key reads the state before it decays
     steps: int = 1
 

@@ -44,9 +44,7 @@ def gated_deltanet2(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, b: Tenso
 
 def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """Comba, with the feedback p [B,T,H,K]."""
-    beta = beta.unsqueeze(-1)
-    erase = (beta * p).to(k.dtype)
-    return kernels.delta_rule(q, k, (beta * v).to(v.dtype), log_decay=log_decay, erase=erase, read_before=True)[0]
+    return kernels.delta_rule(q, k, v, beta, log_decay, erase=p, read_before=True)[0]
 
 
 def gated_deltaproduct(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:

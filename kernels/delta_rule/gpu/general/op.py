@@ -74,8 +74,12 @@ def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor |
     """The output of every recurrence, the final states, and what gradients need; args are contiguous."""
     plan = args.plan
     chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:7]]
-    for slow in (False, True):
-        plan.prepare(slow)(args.q, args.k, args.erase, args.beta, args.log_decay, *chunks, plan.layout.chunks)
+    inputs = (args.q, args.k, args.erase, args.beta, args.log_decay)
+    if plan.per_channel:
+        for slow in (False, True):
+            plan.prepare(slow)(*inputs, *chunks, plan.layout.chunks)
+    else:
+        plan.scalar_prepare()(*inputs, *chunks[:6], plan.layout.chunks)
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
     along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[7:]] if save else [None, None]
     final = plan.states()
@@ -113,16 +117,19 @@ def differentiate(
     dbeta = None if args.beta is None else plan.new(parts + 1, B, T, M, dtype=torch.float32)
     dP, dL = plan.new(*chunks[0].shape), plan.new(*chunks[0].shape)
     diagonal = plan.new(len(states), M, CHUNK, dtype=torch.float32)
-    plan.pairs()(args.v, args.beta, do, u, dr, dv, None if dbeta is None else dbeta[parts], dP, dL, diagonal, table)
+    of_values = None if dbeta is None else dbeta[parts]
+    plan.pairs()(args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
     dq, dk = plan.new(B, T, M, K), plan.new(B, T, M, K)
     derase = None if args.erase is None else plan.new(B, T, M, K)
     shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
     dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
-    for slow in (False, True):
-        plan.gradients(slow)(
-            *(args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates),
-            *(dP, dL, diagonal, steep, dq, dk, derase, dbeta, dg, table),
-        )
+    inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
+    gradients = (dq, dk, derase, dbeta, dg, table)
+    if plan.per_channel:
+        for slow in (False, True):
+            plan.gradients(slow)(*inputs, steep, *gradients)
+    else:
+        plan.scalar_gradients()(*inputs, *gradients)
     return _named(args, plan, dq=dq, dk=dk, dv=dv, derase=derase, dbeta=dbeta, dg=dg, dinitial=dinitial)
 
 

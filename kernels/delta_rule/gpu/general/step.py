@@ -20,8 +20,8 @@ def advance(
     q,  # [B,1,G·E,K]
     k,  # [B,n,G·E,K]
     v,  # [B,n,H,V]
-    beta,  # [B,n,H·E]; None with erase keys
-    erase,  # [B,n,H·E,K]
+    beta,  # [B,n,H·E], or None
+    erase,  # [B,n,H·E,K]; None if they are the keys
     log_decay,
     state,
     o,
@@ -62,10 +62,12 @@ def advance(
             key = tl.load(k + (row * G * E + head) * K + r, mask=r < K, other=0.0).to(tl.float32)
             values = tl.load(v + (row * H + h) * V + c, mask=c < V, other=0.0).to(tl.float32)
             if erase is None:
-                strength = tl.load(beta + row * H * E + m).to(tl.float32)
-                erased, values = key * strength, values * strength
+                erased = key
             else:
                 erased = tl.load(erase + (row * H * E + m) * K + r, mask=r < K, other=0.0).to(tl.float32)
+            if beta is not None:
+                strength = tl.load(beta + row * H * E + m).to(tl.float32)
+                erased, values = erased * strength, values * strength
             if i == 0:
                 if BEFORE:
                     seen = tl.sum(erased[:, None] * S, 0)
