@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.elementwise import sigmoid
-from kernels.delta_gates import strength
+from kernels.delta_gates import channel_decay, strength
 
 from .arguments import check_numbers, check_sizes
 from .fusion import Fusable
@@ -72,7 +72,7 @@ class Mamba2Discretisation(Discretisation):
         super().__init__(size, low, high)
 
 
-class ChannelDecay(KeepsFp32):
+class ChannelDecay(KeepsFp32, Fusable):
     """log_decay = −exp(A_log) · softplus(f + dt_bias) per channel, in at least fp32 (KDA, arXiv 2510.26692).
 
     A_log has one number per head, which starts as the log of a uniform number in [1, 16]. softplus(dt_bias) starts
@@ -99,10 +99,14 @@ class ChannelDecay(KeepsFp32):
         self.A_log.uniform_(1, 16).log_()
         start_steps(self.dt_bias)
 
+    @property
+    def biases(self) -> Tensor:
+        """dt_bias of each head [heads,size]."""
+        return self.dt_bias.view(self.heads, self.size)
+
     def forward(self, f: Tensor) -> Tensor:
         """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
-        rates = self.A_log[:, None].expand(-1, self.size).flatten()
-        return kernels.discretise(f, rates, self.dt_bias)[0].unflatten(-1, (self.heads, self.size))
+        return channel_decay(f.unflatten(-1, (self.heads, self.size)), self.A_log, self.biases)
 
 
 class BoundedChannelDecay(ChannelDecay):

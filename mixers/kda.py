@@ -10,6 +10,7 @@ from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
+from .fusion import Fusable
 from .norm import Output, SigmoidGatedRMSNorm
 from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
@@ -19,7 +20,7 @@ from .registry import register
     recurrence="S_t = (I − β_t k_t k_tᵀ) diag(α_t) S_{t−1} + β_t k_t v_tᵀ",
     paper="Kimi Linear, arXiv 2510.26692",
 )
-class KDA(LinearMixer):
+class KDA(LinearMixer, Fusable):
     """S_t = (I − β_t k_t k_tᵀ) diag(α_t) S_{t−1} + β_t k_t v_tᵀ, Kimi Delta Attention (arXiv 2510.26692).
 
     Gated DeltaNet with one decay α_t per key channel. The decays and the output gate are made by projections of low
@@ -41,6 +42,7 @@ class KDA(LinearMixer):
 
     recurrence = staticmethod(kernels.delta_rule)
     decay_per_channel = True
+    fused_method = "gates"
 
     def __init__(
         self,
@@ -86,12 +88,20 @@ class KDA(LinearMixer):
         q, k, v, f, b, *g = self.in_proj(x)
         G, H = self.num_key_heads, self.num_heads
         gate = None if self.g_up is None else split_heads(self.g_up(g[0]), H)
-        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), self.decay_up(f), b, gate)
+        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), f, b, gate)
+
+    def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
+        if not self.fused or not self.decay.fused:
+            return None
+        assert s.log_decay is not None
+        assert s.beta is not None
+        f, decay, up = s.log_decay, self.decay, self.decay_up.weight
+        return kernels.GateInputs(f, decay.A_log, decay.biases, s.beta, largest=self.beta.most, up=up)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
         assert s.beta is not None
-        return s.replace(log_decay=self.decay(s.log_decay), beta=self.beta(s.beta))
+        return s.replace(log_decay=self.decay(self.decay_up(s.log_decay)), beta=self.beta(s.beta))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
