@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import sigmoid
 from kernels.delta_gates import channel_decay, strength
 
 from .arguments import check_numbers, check_sizes
@@ -84,6 +83,7 @@ class ChannelDecay(KeepsFp32, Fusable):
     """
 
     no_weight_decay = keep_fp32 = ("A_log", "dt_bias")
+    lower_bound: float | None = None  # of the log decays, if they are bounded
 
     def __init__(self, heads: int, size: int):
         super().__init__()
@@ -106,7 +106,7 @@ class ChannelDecay(KeepsFp32, Fusable):
 
     def forward(self, f: Tensor) -> Tensor:
         """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
-        return channel_decay(f.unflatten(-1, (self.heads, self.size)), self.A_log, self.biases)
+        return channel_decay(f.unflatten(-1, (self.heads, self.size)), self.A_log, self.biases, self.lower_bound)
 
 
 class BoundedChannelDecay(ChannelDecay):
@@ -134,11 +134,6 @@ class BoundedChannelDecay(ChannelDecay):
             return
         self.A_log.zero_()
         start_steps(self.dt_bias)
-
-    def forward(self, f: Tensor) -> Tensor:
-        """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
-        shifted = (kernels.at_least_fp32(f) + self.dt_bias).unflatten(-1, (self.heads, self.size))
-        return self.lower_bound * sigmoid(self.A_log.exp()[:, None] * shifted)
 
 
 class LowRankDecay(nn.Linear):

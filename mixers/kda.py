@@ -96,7 +96,8 @@ class KDA(LinearMixer, Fusable):
         assert s.log_decay is not None
         assert s.beta is not None
         f, decay, up = s.log_decay, self.decay, self.decay_up.weight
-        return kernels.GateInputs(f, decay.A_log, decay.biases, s.beta, largest=self.beta.most, up=up)
+        how = {"largest": self.beta.most, "lower_bound": decay.lower_bound}
+        return kernels.GateInputs(f, decay.A_log, decay.biases, s.beta, up=up, **how)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

@@ -35,10 +35,11 @@ class GateInputs:
     bias: Tensor | None = None  # [M]
     largest: float = 1.0
     up: Tensor | None = None  # [M·K,R]: a is multiplied by it first
+    lower_bound: float | None = None  # of the log decays, which then are bounded
 
     def __post_init__(self) -> None:
-        if self.up is not None and tuple(self.up.shape) != (wanted := (self.dt_bias.numel(), self.a.shape[-1])):
-            raise ValueError(f"up: expected {list(wanted)}, got shape {tuple(self.up.shape)}")
+        if self.up is not None and list(self.up.shape) != (sizes := [self.dt_bias.numel(), self.a.shape[-1]]):
+            raise ValueError(f"up: expected {sizes}, got shape {tuple(self.up.shape)}")
         shape, axes = self.shape, self.dt_bias.dim()
         heads = [shape[-axes]]
         for name, x, wanted in (("A_log", self.A_log, heads), ("dt_bias", self.dt_bias, list(shape[-axes:]))):
@@ -59,12 +60,17 @@ class GateInputs:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         return self.a, self.A_log, self.dt_bias, self.b, self.bias, self.up
 
+    @property
+    def lower(self) -> float:
+        """The lower bound of the log decays; 0 for none."""
+        return 0.0 if self.lower_bound is None else self.lower_bound
+
     def multiplied(self) -> "GateInputs":
         """Return the inputs after the product with `up`."""
         if self.up is None:
             return self
         a = linear(self.a, self.up).view(self.shape)
-        return GateInputs(a, self.A_log, self.dt_bias, self.b, self.bias, self.largest)
+        return GateInputs(a, *self.tensors[1:-1], self.largest, lower_bound=self.lower_bound)
 
     @property
     def differentiated(self) -> bool:
@@ -76,17 +82,27 @@ def rates(gates: GateInputs) -> Tensor:
     return gates.A_log if gates.dt_bias.dim() == 1 else gates.A_log[:, None]
 
 
+def before_sigmoid(gates: GateInputs) -> Tensor:
+    """exp(A_log) · (a + dt_bias), whose sigmoid makes a bounded decay."""
+    return at_least_fp32(rates(gates)).exp() * (at_least_fp32(gates.a) + at_least_fp32(gates.dt_bias))
+
+
 def composed(gates: GateInputs) -> tuple[Tensor, Tensor | None]:
     """The formulas in PyTorch."""
     gates = gates.multiplied()
     beta = None if gates.b is None else strength(gates.b, gates.bias, gates.largest)
-    return decay(gates.a, rates(gates), gates.dt_bias)[0], beta
+    if gates.lower_bound is None:
+        return decay(gates.a, rates(gates), gates.dt_bias)[0], beta
+    return gates.lower_bound * sigmoid(before_sigmoid(gates)), beta
 
 
 def reference(gates: GateInputs) -> tuple[Tensor, Tensor | None]:
     """The formulas, with softplus by its definition and σ(x) = (1 + tanh(x/2)) / 2."""
     gates = gates.multiplied()
-    log_decay = exact_decay(gates.a, rates(gates), gates.dt_bias)[0]
+    if gates.lower_bound is None:
+        log_decay = exact_decay(gates.a, rates(gates), gates.dt_bias)[0]
+    else:
+        log_decay = gates.lower_bound * (1 + torch.tanh(before_sigmoid(gates) / 2)) / 2
     if gates.b is None:
         return log_decay, None
     x = at_least_fp32(gates.b) if gates.bias is None else at_least_fp32(gates.b) + at_least_fp32(gates.bias)
@@ -105,6 +121,7 @@ def delta_gates(
     *,
     largest: float = 1.0,
     up: Tensor | None = None,
+    lower_bound: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log_decay = −exp(A_log) · softplus(a + dt_bias) and β = largest · σ(b + bias) (arXiv 2412.06464), in one launch.
 
@@ -116,6 +133,7 @@ def delta_gates(
         bias: Bias of these inputs [M]; None for none.
         largest: What β stays below.
         up: Weight [M,R] or [M·K,R] that makes the inputs of the decays from R numbers; None if a has them.
+        lower_bound: For bounded decays, log_decay = lower_bound · σ(exp(A_log) · (a + dt_bias)); None for the others.
 
     Returns:
         log_decay […,M] or […,M,K] and β […,M], both at least fp32.
@@ -123,11 +141,11 @@ def delta_gates(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    log_decay, beta = OP(a, GateInputs(a, A_log, dt_bias, b, bias, largest, up))
+    log_decay, beta = OP(a, GateInputs(a, A_log, dt_bias, b, bias, largest, up, lower_bound))
     return log_decay, beta
 
 
-def channel_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
+def channel_decay(a: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Tensor:
     """log_decay of `delta_gates` per channel […,M,K], of a […,M,K], A_log [M] and dt_bias [M,K]."""
-    log_decay: Tensor = OP(a, GateInputs(a, A_log, dt_bias, None))[0]
+    log_decay: Tensor = OP(a, GateInputs(a, A_log, dt_bias, None, lower_bound=lower_bound))[0]
     return log_decay

@@ -40,11 +40,13 @@ def per_channel(*shape: int, rank: int = 0, dtype: torch.dtype = torch.float32, 
     return a | {"a": 5 * torch.randn(*shape[:-2], rank, dtype=dtype).to(DEVICE), "up": up.to(DEVICE)}
 
 
-def results(a: dict[str, Tensor], backend: str, through: str = "both", largest: float = 1.0) -> dict[str, Tensor]:
+def results(
+    a: dict[str, Tensor], backend: str, through: str = "both", largest: float = 1.0, lower_bound: float | None = None
+) -> dict[str, Tensor]:
     """Both results and all gradients."""
     leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
     with kernels.backend(backend):
-        log_decay, beta = kernels.delta_gates(**leaves, largest=largest)
+        log_decay, beta = kernels.delta_gates(**leaves, largest=largest, lower_bound=lower_bound)
     outputs = {"both": [log_decay, beta], "log_decay": [log_decay], "beta": [beta]}[through]
     generator = torch.Generator().manual_seed(0)
     arriving = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
@@ -73,6 +75,10 @@ def test_decays_per_channel_by_the_formulas(rank: int, backend: str):
         log_decay, beta = kernels.delta_gates(**a)
     torch.testing.assert_close(log_decay, -a["A_log"].exp()[:, None] * F.softplus(raw + a["dt_bias"]))
     torch.testing.assert_close(beta, torch.sigmoid(a["b"] + a["bias"]))
+    with kernels.backend(backend):
+        log_decay, _ = kernels.delta_gates(**a, lower_bound=-3)
+    bounded = -3 * torch.sigmoid(a["A_log"].exp()[:, None] * (raw + a["dt_bias"]))
+    torch.testing.assert_close(log_decay, bounded)
 
 
 @interpreted
@@ -82,7 +88,8 @@ def test_decays_per_channel_by_the_formulas(rank: int, backend: str):
 )
 def test_decays_per_channel_in_triton(shape: tuple[int, ...], rank: int, bias: bool, through: str):
     a = per_channel(*shape, rank=rank, bias=bias)
-    assert_close(results(a, "triton", through, 2.0), results(a, "reference", through, 2.0), 1e-5)
+    for how in ((2.0, None), (1.0, -4.0)):
+        assert_close(results(a, "triton", through, *how), results(a, "reference", through, *how), 1e-5)
 
 
 @interpreted
@@ -143,12 +150,12 @@ def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPat
     results(a, "triton")
     monkeypatch.undo()
     given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, 0.0, False))
     a = per_channel(3, 4, 2, bias=bias)
     given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, 0.0, False))
     given[3:] = None, None
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 1.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 1.0, -5.0, False))
 
 
 @pytest.mark.parametrize(
@@ -200,7 +207,9 @@ def test_on_device(rows: tuple[int, ...], bias: bool, dtype: torch.dtype):
 def test_decays_per_channel_on_device(shape: tuple[int, ...], dtype: torch.dtype):
     a = per_channel(*shape, dtype=dtype)
     exact = {name: x.float() for name, x in a.items()}
-    found, expected = results(a, "triton"), results(exact, "reference")
-    assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
-    again = results(a, "triton")
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    for lower_bound in (None, -5.0):
+        how = ("both", 1.0, lower_bound)
+        found, expected = results(a, "triton", *how), results(exact, "reference", *how)
+        assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+        again = results(a, "triton", *how)
+        assert all(torch.equal(found[name], again[name]) for name in found)

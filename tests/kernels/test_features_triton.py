@@ -261,7 +261,7 @@ def channel_gates(B: int, M: int, K: int, R: int, dtype: torch.dtype = torch.flo
     return inputs | ({"up": torch.randn(M * K, R, generator=generator).to(dtype)} if R else {})
 
 
-def with_gates(given: list[dict[str, Any]], inputs: dict[str, torch.Tensor]) -> list[Any]:
+def with_gates(given: list[dict[str, Any]], inputs: dict[str, Any]) -> list[Any]:
     streams, both = kernels.features_and_gates(
         [kernels.FeatureStream(**a) for a in given], kernels.GateInputs(**inputs, largest=2.0)
     )
@@ -271,13 +271,18 @@ def with_gates(given: list[dict[str, Any]], inputs: dict[str, torch.Tensor]) -> 
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("chosen", [(0, 1), (2, 1, 0)], ids=str)
-@pytest.mark.parametrize("sizes", [(1,), (5,), (48,), (3, 5, 0), (5, 16, 7), (4, 1, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("sizes", "lower_bound"),
+    [((1,), None), ((5,), None), ((48,), None), ((3, 5, 0), -5.0), ((5, 16, 7), None), ((4, 1, 20), -3.0)],
+    ids=str,
+)
 def test_the_gates_of_a_token_in_the_same_launch(
-    sizes: tuple[int, ...], chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], lower_bound: float | None, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     torch.compiler.reset()  # so many sizes reach its limit
     given = streams([THREE[i] for i in chosen], 1, B=3)
-    inputs = gates(3, *sizes) if len(sizes) == 1 else channel_gates(3, *sizes)
+    inputs: dict[str, Any] = gates(3, *sizes) if len(sizes) == 1 else channel_gates(3, *sizes)
+    inputs["lower_bound"] = lower_bound
     with torch.no_grad():
         with kernels.backend("reference"):
             expected = with_gates(given, inputs)
@@ -435,7 +440,9 @@ def registered(a: Arguments) -> None:
     per_head = [*(a["x"].new_ones(size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))), None]
     low_rank = [a["x"].new_ones(size) for size in ((2, 1, R), (M,), (M, K), (2, 1, M), (M,), (M * K, R))]
     for gates in ([], per_head, low_rank):
-        torch.library.opcheck(torch.ops.token_mixer_zoo.features_token, ([*one, *one], histories, gates, *how, 2.0))
+        torch.library.opcheck(
+            torch.ops.token_mixer_zoo.features_token, ([*one, *one], histories, gates, *how, 2.0, 0.0)
+        )
 
 
 @pytest.mark.slow

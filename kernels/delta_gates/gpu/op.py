@@ -26,6 +26,12 @@ def softplus(x):
     return tl.log(1 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
 
 
+@triton.jit
+def decay_of(x, rate, lower, BOUNDED: tl.constexpr):
+    """The log decay of x = a + dt_bias and rate = exp(A_log)."""
+    return lower * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
+
+
 @triton.jit(do_not_specialize=["rows", "before"])
 def gates_forward(
     a,
@@ -39,26 +45,28 @@ def gates_forward(
     a_row,
     b_row,
     largest,
+    lower,  # bound of the log decays if they are bounded
     before,  # number of programs that do other work, which come first; None for none
     M: tl.constexpr,  # decays of a step
     SIZE: tl.constexpr,  # of these, for each recurrence
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     program, m = tl.program_id(0), tl.arange(0, BLOCK)
     if before is not None:
         program -= before
     in_a, dense, inside = tile_of(program * ROWS, rows, a_row, m, M, ROWS)
-    step = softplus(shifted(a, dt_bias, in_a, inside, m, M))
-    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m // SIZE, M // SIZE)) * step, mask=inside)
+    x, rate = shifted(a, dt_bias, in_a, inside, m, M), tl.exp(per_channel(A_log, m // SIZE, M // SIZE))
+    tl.store(log_decay + dense, decay_of(x, rate, lower, BOUNDED), mask=inside)
     if b is not None:
         h = tl.arange(0, HEAD_BLOCK)
         in_b, of_heads, heads = tile_of(program * ROWS, rows, b_row, h, M // SIZE, ROWS)
         strength = largest * tl.sigmoid(shifted(b, bias, in_b, heads, h, M // SIZE))
         tl.store(second + of_heads, strength, mask=heads)
     elif second is not None:
-        tl.store(second + dense, step, mask=inside)
+        tl.store(second + dense, softplus(x), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -77,14 +85,16 @@ def gates_backward(
     a_row,
     b_row,
     largest,
+    lower,
     M: tl.constexpr,  # decays of a step
     SIZE: tl.constexpr,  # of these, for each recurrence
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     m, h = tl.arange(0, BLOCK), tl.arange(0, HEAD_BLOCK)
-    rate = -tl.exp(per_channel(A_log, m // SIZE, M // SIZE))
+    rate = tl.exp(per_channel(A_log, m // SIZE, M // SIZE))
     from_rate, from_step = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     from_bias = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -92,11 +102,16 @@ def gates_backward(
         x = shifted(a, dt_bias, in_a, inside, m, M)
         dx = tl.zeros([ROWS, BLOCK], tl.float32)
         if dlog_decay is not None:
-            dx = load(dlog_decay, dense, inside) * rate
-            from_rate += dx * softplus(x)
+            g = load(dlog_decay, dense, inside)
+            if BOUNDED:
+                share = tl.sigmoid(rate * x)
+                dx = g * lower * share * (1 - share) * rate
+                from_rate += dx * x
+            else:
+                dx = -g * rate * tl.sigmoid(x)
+                from_rate -= g * rate * softplus(x)
         if b is None and dsecond is not None:
-            dx += load(dsecond, dense, inside)
-        dx *= tl.sigmoid(x)
+            dx += load(dsecond, dense, inside) * tl.sigmoid(x)
         from_step += dx
         tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
         if b is not None:
@@ -129,13 +144,19 @@ class Arguments(NamedTuple):
     b: Tensor | None  # […,M]
     bias: Tensor | None
     largest: float
+    lower: float  # bound of the log decays; 0 for none
 
 
 def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """The tensors that kernels read, and their numbers."""
     a, rows, a_row = rows_of(args.a if args.dt_bias.dim() == 1 else args.a.flatten(-2))
     b, _, b_row = (None, 0, 0) if args.b is None else rows_of(args.b)
-    return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest)
+    return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest, args.lower)
+
+
+def constants(args: Arguments) -> dict[str, Any]:
+    """The constants of a launch."""
+    return {**tile(args.dt_bias), "BOUNDED": args.lower != 0}
 
 
 def nothing_second(args: Arguments) -> bool:
@@ -152,7 +173,7 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """log_decay, and β; without b dt, or for decays per channel nothing."""
-    (log_decay, second), sizes, (tensors, numbers) = _empty(args), tile(args.dt_bias), strided(args)
+    (log_decay, second), sizes, (tensors, numbers) = _empty(args), constants(args), strided(args)
     stored = None if nothing_second(args) else second
     enqueue(gates_forward, cdiv(numbers[0], sizes["ROWS"]), *tensors, log_decay, stored, *numbers, None, **sizes)
     return log_decay, second
@@ -161,7 +182,7 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
 def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
     if nothing_second(args):
         gradients = (gradients[0], None)
-    arriving, sizes = [None if g is None else g.contiguous() for g in gradients], tile(args.dt_bias)
+    arriving, sizes = [None if g is None else g.contiguous() for g in gradients], constants(args)
     da, db = new(args.a), None if args.b is None else new(args.b)
     tensors, numbers = strided(args)
     programs = walkers(numbers[0], sizes["ROWS"], da.device, PROGRAMS)
@@ -184,12 +205,12 @@ def forward(inputs: GateInputs) -> tuple[Tensor, Tensor | None]:
     inputs = inputs.multiplied()
     bias = None if inputs.bias is None else inputs.bias.contiguous()
     log_decay, beta = gates(
-        inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest
+        inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest, inputs.lower
     )
     return log_decay, None if inputs.b is None else beta
 
 
 def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The log decay and dt of all steps."""
-    log_decay, dt = gates(a, A_log.contiguous(), dt_bias.contiguous(), None, None, 1.0)
+    log_decay, dt = gates(a, A_log.contiguous(), dt_bias.contiguous(), None, None, 1.0, 0.0)
     return log_decay, dt

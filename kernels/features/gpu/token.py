@@ -17,7 +17,7 @@ from ...core.autograd import NAMESPACE, plain
 from ...core.deterministic import is_deterministic
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu.op import Arguments as Gates
-from ...delta_gates.gpu.op import gates_forward, softplus, tile
+from ...delta_gates.gpu.op import decay_of, gates_forward, tile
 from ...delta_gates.gpu.op import strided as gate_arguments
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.rows import load, rows_of
@@ -81,12 +81,14 @@ def low_rank_gates(
     f_row,
     b_row,
     largest,
+    lower,
     M: tl.constexpr,
     SIZE: tl.constexpr,
     CHANNELS: tl.constexpr,  # decays of a program
     HEAD_BLOCK: tl.constexpr,
     RANK: tl.constexpr,
     RANK_BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     """Some decays of a token, of inputs that a few numbers are widened into; the first program also computes β."""
     BLOCKS: tl.constexpr = (M + CHANNELS - 1) // CHANNELS
@@ -96,8 +98,8 @@ def low_rank_gates(
     weight = load(up, c[:, None].to(tl.int64) * RANK + r[None, :], inside)
     a = tl.sum(weight * load(f, row * f_row + r, r < RANK)[None, :], 1)
     a = a.to(f.dtype.element_ty).to(tl.float32)  # rounded as on the path for many rows
-    step = softplus(a + load(dt_bias, c, c < M))
-    tl.store(log_decay + row * M + c, -tl.exp(load(A_log, c // SIZE, c < M)) * step, mask=c < M)
+    x, rate = a + load(dt_bias, c, c < M), tl.exp(load(A_log, c // SIZE, c < M))
+    tl.store(log_decay + row * M + c, decay_of(x, rate, lower, BOUNDED), mask=c < M)
     if program % BLOCKS == 0:
         h = tl.arange(0, HEAD_BLOCK)
         raw = load(b, row * b_row + h, h < M // SIZE)
@@ -141,10 +143,11 @@ def tokens(
     a_row,
     b_row,
     largest,
+    lower,  # bound of the log decays if they are bounded
     STREAM0: tl.constexpr,
     STREAM1: tl.constexpr,
     STREAM2: tl.constexpr,
-    GATES: tl.constexpr,  # M, SIZE, ROWS, BLOCK, HEAD_BLOCK, RANK, RANK_BLOCK
+    GATES: tl.constexpr,  # M, SIZE, ROWS, BLOCK, HEAD_BLOCK, RANK, RANK_BLOCK, BOUNDED
     EPS: tl.constexpr,
 ):
     p = tl.program_id(0)
@@ -163,17 +166,18 @@ def tokens(
         HEADS: tl.constexpr = GATES[4]
         RANK: tl.constexpr = GATES[5]
         RANKS: tl.constexpr = GATES[6]
+        BOUNDED: tl.constexpr = GATES[7]
         if up is None:
             gates_forward(
                 *(a, A_log, dt_bias, b, bias, log_decay, beta),
-                *(rows, a_row, b_row, largest, first3),
-                *(M, SIZE, ROWS, BLOCK, HEADS),
+                *(rows, a_row, b_row, largest, lower, first3),
+                *(M, SIZE, ROWS, BLOCK, HEADS, BOUNDED),
             )
         else:
             low_rank_gates(
                 *(a, up, A_log, dt_bias, b, bias, log_decay, beta),
-                *(p - first3, a_row, b_row, largest),
-                *(M, SIZE, BLOCK, HEADS, RANK, RANKS),
+                *(p - first3, a_row, b_row, largest, lower),
+                *(M, SIZE, BLOCK, HEADS, RANK, RANKS, BOUNDED),
             )
 
 
@@ -191,7 +195,7 @@ def launch(
     third = streams[2] if len(streams) == MOST else streams[1]
     numbers = (*first, *strides, *[0] * (MOST - len(strides)), *gates)
     about: dict[str, Any] = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
-    M, _, rows, block, *_, rank, _ = sizes
+    M, _, rows, block, _, rank, *_ = sizes
     count = first[2] + (gates[0] * cdiv(M, block) if rank else cdiv(gates[0], rows))
     return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=max(piece.warps for piece in pieces), **about)
 
@@ -203,6 +207,7 @@ def compute(
     activations: str,
     norms: str,
     largest: float,
+    lower: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """All y [B,1,heads,size] one after the other, and both gates. (Lists of results cannot be compiled.)
 
@@ -213,6 +218,7 @@ def compute(
         activations: Of all streams, with spaces between.
         norms: The same.
         largest: That of `GateInputs`.
+        lower: The same.
     """
     y, log_decay, beta = empty(tensors, histories, gates, activations, norms, largest)
     kernel_args: list[Any] = []
@@ -230,11 +236,14 @@ def compute(
         strides.append(batch)
     kernel_args += [None] * (5 * MOST - len(kernel_args))
     if gates:
-        sizes, read, numbers = of_gates(GateInputs(*gates[:-1], largest, gates[-1]))  # type: ignore[arg-type]
+        tensors_of_gates: list[Any] = [*gates]
+        sizes, read, numbers = of_gates(
+            GateInputs(*tensors_of_gates[:5], largest=largest, up=tensors_of_gates[5], lower_bound=lower or None)
+        )
         kernel_args += [*read, log_decay, beta]
     else:
         kernel_args += [None] * 8
-        sizes, numbers = (1, 1, 1, 1, 1, 0, 1), (0, 0, 0, largest)
+        sizes, numbers = (1, 1, 1, 1, 1, 0, 1, False), (0, 0, 0, largest, lower)
     launch(tuple(pieces), tuple(about), tuple(strides), sizes, numbers)(*kernel_args)
     return y, log_decay, beta
 
@@ -242,15 +251,17 @@ def compute(
 def of_gates(gates: GateInputs) -> tuple[tuple[int, ...], list[Tensor | None], tuple[Any, ...]]:
     """The sizes, the tensors, and the numbers of a launch with gates."""
     M, size, rows, block, heads = tile(gates.dt_bias, GATE_TILE).values()
+    bounded = gates.lower != 0
     if gates.up is None:
-        read, numbers = gate_arguments(Gates(*gates.tensors[:-1], gates.largest))
-        return (M, size, rows, block, heads, 0, 1), [*read, None], numbers
+        read, numbers = gate_arguments(Gates(*gates.tensors[:-1], gates.largest, gates.lower))
+        return (M, size, rows, block, heads, 0, 1, bounded), [*read, None], numbers
     (a, count, a_row), (b, _, b_row) = rows_of(gates.a), (None, 0, 0) if gates.b is None else rows_of(gates.b)
     rank = gates.a.shape[-1]
     rank_block = next_power_of_2(rank)
     channels = max(1, min(block, WEIGHT_TILE // rank_block))
     read = (a, gates.A_log, gates.dt_bias, b, gates.bias)
-    return (M, size, 1, channels, heads, rank, rank_block), [*read, gates.up], (count, a_row, b_row, gates.largest)
+    sizes = (M, size, 1, channels, heads, rank, rank_block, bounded)
+    return sizes, [*read, gates.up], (count, a_row, b_row, gates.largest, gates.lower)
 
 
 def each(joined: Tensor, tensors: Sequence[Tensor | None]) -> list[Tensor]:
@@ -335,5 +346,6 @@ def forward(
         ]
     how = " ".join(stream.activation for stream in streams), " ".join(stream.norm for stream in streams)
     run = compute if plain([*tensors, *histories, *inputs]) else _op
-    y, log_decay, beta = run(tensors, histories, inputs, *how, 1.0 if gates is None else gates.largest)
+    numbers = (1.0, 0.0) if gates is None else (gates.largest, gates.lower)
+    y, log_decay, beta = run(tensors, histories, inputs, *how, *numbers)
     return [*zip(each(y, tensors), histories, strict=True)], None if gates is None else (log_decay, beta)
