@@ -1,0 +1,99 @@
+"""Preconditioned keys of the delta rule."""
+
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+
+from .arguments import check_sizes
+from .context_parallel import ContextParallel, run_recurrence
+from .decay import Discretisation, Strength
+from .precision import KeepsFp32
+
+EPS = 1e-6  # added to the curvature before its logarithm
+
+
+class CurvatureGates(NamedTuple):
+    """Raw gates of the curvature: of its decay, and of what a key adds to it."""
+
+    a: Tensor  # [B,T,heads]
+    b: Tensor  # [B,T,heads]
+
+    @classmethod
+    def among(cls, projections: Mapping[str, Tensor]) -> Self | None:
+        """The gates among the named projections of a mixer; None if it has no preconditioner."""
+        a, b = (projections.get(f"curvature_{name}") for name in cls._fields)
+        return None if a is None or b is None else cls(a, b)
+
+
+class Preconditioner(KeepsFp32):
+    """k ⊙ M with M = exp(−log(limit) · r / (1 + |r|)) and r = log(A + 1e-6) − centre (arXiv 2604.21100).
+
+    A_t = exp(g_t) A_{t−1} + β_t k_t² is the curvature of each key channel, with gates g and β per key head: M is
+    smaller where A is larger.
+
+    Args:
+        heads: Key heads.
+        limit: M lies between 1/limit and limit. Above 1 and at most 2: with unit keys and a strength of at most 1, the
+            eigenvalues of a step of the delta rule then lie between −1 and 1.
+        centre: Initial log(A) of channels whose M is 1. One learned number per head.
+    """
+
+    no_weight_decay = keep_fp32 = ("centre",)
+
+    def __init__(self, heads: int, limit: float = 1.5, centre: float = -0.2):
+        super().__init__()
+        check_sizes({"heads": heads})
+        for name, value in (("limit", limit), ("centre", centre)):
+            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
+                raise kernels.UserError(f"{name}: {value!r} must be a finite number")
+        if not 1 < limit <= 2:
+            raise kernels.UserError(f"limit: {limit} must be above 1 and at most 2")
+        self.limit, self.first_centre = limit, centre
+        self.decay, self.strength = Discretisation(heads), Strength(heads)
+        self.centre = nn.Parameter(torch.empty(heads))
+        self.reset_parameters()
+
+    @property
+    def widths(self) -> dict[str, int]:
+        """Widths of the raw gates in a mixer's projection, by name."""
+        return {f"curvature_{name}": len(self.centre) for name in CurvatureGates._fields}
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.centre, self.first_centre)
+
+    def forward(
+        self,
+        k: Tensor,
+        gates: CurvatureGates,
+        state: Tensor | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """k [B,T,heads,K] → k ⊙ M, and the next A [N,heads,1,K] if `state`, the one before, is given."""
+        squares = kernels.at_least_fp32(k).square()
+        one = squares.new_ones(1).expand(*squares.shape[:3], 1)
+        curvature, last = run_recurrence(
+            kernels.linear_recurrence,
+            one,
+            one,
+            squares,
+            gates=dict(log_decay=self.decay(gates.a)[0], beta=self.strength(gates.b), subheads=1, scale=1.0),
+            initial_state=state,
+            return_state=state is not None,
+            cu_seqlens=cu_seqlens,
+            context_parallel=context_parallel,
+            consume_state=True,
+        )
+        r = (curvature + EPS).log() - self.centre[:, None]
+        return (k * (-math.log(self.limit) * r / (1 + r.abs())).exp()).to(k.dtype), last
+
+    def flops(self, length: int, size: int) -> int:
+        """FLOPs of the curvature of `length` keys of this size."""
+        sizes = dict(heads=len(self.centre), key_heads=len(self.centre), subheads=1, key_size=1, value_size=size)
+        return kernels.recurrence_flops(kernels.linear_recurrence, length, **sizes)
