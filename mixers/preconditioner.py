@@ -95,5 +95,6 @@ class Preconditioner(KeepsFp32):
 
     def flops(self, length: int, size: int) -> int:
         """FLOPs of the curvature of `length` keys of this size."""
-        sizes = dict(heads=len(self.centre), key_heads=len(self.centre), subheads=1, key_size=1, value_size=size)
-        return kernels.recurrence_flops(kernels.linear_recurrence, length, **sizes)
+        heads = len(self.centre)
+        sizes = dict(heads=heads, key_heads=heads, subheads=1, key_size=1, value_size=size)
+        return kernels.recurrence_flops(kernels.linear_recurrence, length, **sizes)  # type: ignore[arg-type]

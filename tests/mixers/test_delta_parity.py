@@ -6,6 +6,7 @@ compared with the formula of the paper, in fp64.
 """
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from mixers import KDA, BoundedChannelDecay, Comba, GatedDeltaNet2, GatedDeltaProduct, Site
+from mixers import (
+    KDA,
+    BoundedChannelDecay,
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    LinearMixer,
+    Preconditioner,
+    Site,
+)
 
 from .test_parity import LENGTHS, Oracle, Weights, compare, compare_with_formula, conv_silu, linear, rms, shaken
 
@@ -28,11 +39,12 @@ def unit(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def streams(x: Tensor, w: Weights, *, steps: int = 1) -> list[Tensor]:
+def streams(x: Tensor, w: Weights, *, steps: int = 1, key_heads: int = G) -> list[Tensor]:
     """q [B,T,G,K], k [B,T,n·G,K] and v [B,T,n·H,V] after convolution and SiLU."""
     raw = linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v")
     made = [conv_silu(s, w[f"{name}_features.weight"]) for name, s in zip("qkv", raw, strict=True)]
-    return [s.unflatten(-1, (heads, -1)) for s, heads in zip(made, (G, steps * G, steps * H), strict=True)]
+    heads = (key_heads, steps * key_heads, steps * H)
+    return [s.unflatten(-1, (count, -1)) for s, count in zip(made, heads, strict=True)]
 
 
 def low_rank(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
@@ -68,6 +80,63 @@ def test_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str
         g = channel_decay(f, w, H, -5.0 if bounded else None)
         o, _ = naive(unit(q), unit(k), v, g, most * linear(x, w, "in_proj.b")[0].sigmoid())
         return output(o, gate, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+def curvature_gates(x: Tensor, w: Weights) -> dict[str, Tensor]:
+    """The arguments of flash-linear-attention's naive functions for a preconditioner."""
+    a, b = linear(x, w, "in_proj.curvature_a", "in_proj.curvature_b")
+    rate, bias = w["preconditioner.decay.A_log"].exp(), w["preconditioner.decay.dt_bias"]
+    return {
+        "g_atk": -rate * F.softplus(a + bias),
+        "beta_atk": b.sigmoid(),
+        "log_atk_scale": w["preconditioner.centre"],
+    }
+
+
+def spread(mixer: LinearMixer) -> LinearMixer:
+    """A preconditioner whose M is neither near its limits nor the same for all heads: unit keys of 8 channels."""
+    assert mixer.preconditioner is not None
+    torch.nn.init.uniform_(mixer.preconditioner.centre, -3, -1)
+    return mixer
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("bounded", "most"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_preconditioned_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str):
+    naive = oracle("fla.ops.precond_kda.naive").naive_recurrent_precond_kda
+    options = {"decay": BoundedChannelDecay} if bounded else {}
+    sizes = {**SIZES, "num_key_heads": H}  # theirs has a preconditioner for each value head
+    ours = KDA(SITE, **sizes, **options, allow_neg_eigval=most == 2, preconditioner=Preconditioner)
+    ours = spread(shaken(ours))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w, key_heads=H)
+        f, gate = low_rank(x, w)
+        g = channel_decay(f, w, H, -5.0 if bounded else None)
+        beta = most * linear(x, w, "in_proj.b")[0].sigmoid()
+        o, _, _ = naive(unit(q), unit(k), v, g, beta=beta, **curvature_gates(x, w))
+        return output(o, gate, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_preconditioned_gated_deltanet(oracle: Oracle, length: int, backend: str):
+    naive = oracle("fla.ops.precond_gated_delta_rule.naive").naive_recurrent_precond_gated_delta_rule
+    ours = spread(shaken(GatedDeltaNet(SITE, **SIZES, preconditioner=partial(Preconditioner, limit=2.0))))
+    with torch.no_grad():  # the naive function brings q and k to length one itself, without the kernels' eps of 1e-6
+        for weight in ours.in_proj.weight.split([*ours.in_proj.widths.values()])[:2]:
+            weight.mul_(30)
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w)
+        beta = linear(x, w, "in_proj.b")[0].sigmoid()
+        o, _, _ = naive(q, k, v, g=head_decay(x, w), beta=beta, x=2.0, **curvature_gates(x, w))
+        return output(o, F.silu(*linear(x, w, "in_proj.g")), w, "o_norm.weight")
 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 

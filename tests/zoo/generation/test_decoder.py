@@ -122,8 +122,9 @@ def test_greedy_through_a_graph_is_greedy_without(config: str, dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-def test_a_graph_is_made_and_says_what_the_model_says():
-    model = zoo.build("gated_deltanet.yaml", "model.vocab_size=97", "model.num_layers=3", device="cuda")
+@pytest.mark.parametrize("configs", [("gated_deltanet.yaml",), ("kda.yaml", "ablate/preconditioned.yaml")])
+def test_a_graph_is_made_and_says_what_the_model_says(configs: tuple[str, ...]):
+    model = zoo.build(*configs, "model.vocab_size=97", "model.num_layers=3", device="cuda")
     tokens = torch.randint(97, (2, 8), device="cuda")
     with torch.no_grad():
         _, state = model(tokens, model.init_state(2))
