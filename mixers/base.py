@@ -23,7 +23,7 @@ from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
-from .preconditioner import CurvatureGates, Preconditioner
+from .preconditioner import Preconditioner
 from .state import History, Position, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
@@ -201,7 +201,7 @@ class Streams(NamedTuple):
     beta: Tensor | None = None  # raw, then [B,nT,H·S]
     gate: Any = None  # whatever `readout` needs
     erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K'], in place of beta
-    curvature: CurvatureGates | None = None  # raw gates of a preconditioner [B,T,G·S]
+    curvature: tuple[Tensor, Tensor] | None = None  # raw gates of a preconditioner, each [B,T,G·S]
 
     def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""

@@ -11,7 +11,7 @@ from .decay import Discretisation, Strength
 from .features import Features
 from .fusion import Fusable
 from .norm import GatedRMSNorm, Output
-from .preconditioner import CurvatureGates, Preconditioner
+from .preconditioner import Preconditioner, curvature_gates
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
@@ -94,7 +94,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
         G, H = self.num_key_heads, self.num_heads
         q, k, v = split_heads(parts["q"], G), split_heads(parts["k"], G), split_heads(parts["v"], H)
         gate = split_heads(parts["g"], H) if "g" in parts else None
-        return Streams(q, k, v, parts.get("a"), parts["b"], gate, curvature=CurvatureGates.among(parts))
+        return Streams(q, k, v, parts.get("a"), parts["b"], gate, curvature=curvature_gates(parts))
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
         if not self.fused or self.decay is None or not self.decay.fused:

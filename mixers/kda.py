@@ -11,7 +11,7 @@ from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .norm import Output, SigmoidGatedRMSNorm
-from .preconditioner import CurvatureGates, Preconditioner
+from .preconditioner import Preconditioner, curvature_gates
 from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
 
@@ -94,8 +94,8 @@ class KDA(LinearMixer):
         G, H = self.num_key_heads, self.num_heads
         q, k, v = split_heads(parts["q"], G), split_heads(parts["k"], G), split_heads(parts["v"], H)
         gate = None if self.g_up is None else split_heads(self.g_up(parts["g"]), H)
-        curvature = CurvatureGates.among(parts)
-        return Streams(q, k, v, self.decay_up(parts["f"]), parts["b"], gate, curvature=curvature)
+        f, b, curvature = self.decay_up(parts["f"]), parts["b"], curvature_gates(parts)
+        return Streams(q, k, v, f, b, gate, curvature=curvature)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from numbers import Real
-from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -16,19 +15,13 @@ from .decay import Discretisation, Strength
 from .precision import KeepsFp32
 
 EPS = 1e-6  # added to the curvature before its logarithm
+GATES = ("curvature_a", "curvature_b")  # raw gates of a mixer's projection: of the decay, and of what a key adds
 
 
-class CurvatureGates(NamedTuple):
-    """Raw gates of the curvature: of its decay, and of what a key adds to it."""
-
-    a: Tensor  # [B,T,heads]
-    b: Tensor  # [B,T,heads]
-
-    @classmethod
-    def among(cls, projections: Mapping[str, Tensor]) -> Self | None:
-        """The gates among the named projections of a mixer; None if it has no preconditioner."""
-        a, b = (projections.get(f"curvature_{name}") for name in cls._fields)
-        return None if a is None or b is None else cls(a, b)
+def curvature_gates(projections: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    """The raw gates among a mixer's projections by name, each [B,T,heads]; None without a preconditioner."""
+    a, b = map(projections.get, GATES)
+    return None if a is None or b is None else (a, b)
 
 
 class Preconditioner(KeepsFp32):
@@ -62,7 +55,7 @@ class Preconditioner(KeepsFp32):
     @property
     def widths(self) -> dict[str, int]:
         """Widths of the raw gates in a mixer's projection, by name."""
-        return {f"curvature_{name}": len(self.centre) for name in CurvatureGates._fields}
+        return dict.fromkeys(GATES, len(self.centre))
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.centre, self.first_centre)
@@ -70,12 +63,13 @@ class Preconditioner(KeepsFp32):
     def forward(
         self,
         k: Tensor,
-        gates: CurvatureGates,
+        gates: tuple[Tensor, Tensor],
         state: Tensor | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, Tensor | None]:
         """k [B,T,heads,K] → k ⊙ M, and the next A [N,heads,1,K] if `state`, the one before, is given."""
+        a, b = gates
         squares = kernels.at_least_fp32(k).square()
         one = squares.new_ones(1).expand(*squares.shape[:3], 1)
         curvature, last = run_recurrence(
@@ -83,7 +77,7 @@ class Preconditioner(KeepsFp32):
             one,
             one,
             squares,
-            gates=dict(log_decay=self.decay(gates.a)[0], beta=self.strength(gates.b), subheads=1, scale=1.0),
+            gates=dict(log_decay=self.decay(a)[0], beta=self.strength(b), subheads=1, scale=1.0),
             initial_state=state,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,

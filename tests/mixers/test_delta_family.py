@@ -226,8 +226,9 @@ def preconditioned_by_hand(mixer: LinearMixer, x: Tensor) -> Tensor:
     q, k = (F.normalize(stream.unflatten(-1, (G, -1)), dim=-1) for stream in (q, k))
     v, beta = v.unflatten(-1, (4, -1)), mixer.beta(s.beta)
     decay = (mixer.decay(s.log_decay) if isinstance(mixer, KDA) else mixer.decay(s.log_decay)[0][..., None]).exp()
-    forget, strength = (s.curvature.a + w["preconditioner.decay.dt_bias"]), s.curvature.b.sigmoid()
-    forget = (-w["preconditioner.decay.A_log"].exp() * F.softplus(forget)).exp()
+    a, b = s.curvature
+    forget = (-w["preconditioner.decay.A_log"].exp() * F.softplus(a + w["preconditioner.decay.dt_bias"])).exp()
+    strength = b.sigmoid()
     A, S, outputs = x.new_zeros(len(x), G, 8), x.new_zeros(len(x), 4, 8, 12), []
     for t in range(x.shape[1]):
         A = forget[:, t, :, None] * A + strength[:, t, :, None] * k[:, t].square()
