@@ -1,8 +1,8 @@
 """KDA, Gated DeltaNet-2, Comba and Gated DeltaProduct with copied weights: outputs, and gradients of all weights.
 
 They are compared with layers written out around the naive recurrences of flash-linear-attention, KDA also with the
-layer of transformers. The naive function of Comba reads the state after it decays, its kernels before; Comba is
-compared with the formula of the paper, in fp64.
+layer of transformers, and Comba with the formula of the paper in fp64. Of the two naive functions of Comba, the one in
+chunks reads the state before it decays, as the kernels and the paper do, and the loop after it.
 """
 
 import inspect
@@ -216,7 +216,9 @@ def test_gated_deltaproduct(oracle: Oracle, length: int, steps: int, most: int, 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("unit_feedback", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_comba(length: int, unit_feedback: bool, backend: str):
+@pytest.mark.parametrize("paper", [False, True])
+def test_comba(oracle: Oracle, paper: bool, length: int, unit_feedback: bool, backend: str):
+    chunks = oracle("fla.ops.comba.naive").naive_chunk_comba
     # queries that resemble their keys: the norm would blow up the rounding of a first q·k that is nearly zero
     ours = shaken(Comba(SITE, **SIZES, unit_feedback=unit_feedback))
     torch.nn.init.constant_(ours.D, -1)
@@ -227,13 +229,17 @@ def test_comba(length: int, unit_feedback: bool, backend: str):
         q, k = unit(q - w["D"][:, None] * p), unit(k)
         p = k if unit_feedback else w["feedback"].sigmoid()[:, None] * k
         q, k, p = (s.repeat_interleave(H // G, 2) for s in (q, k, p))
-        beta, decay = linear(x, w, "in_proj.b")[0].sigmoid(), head_decay(x, w).exp()
+        beta, log_decay = linear(x, w, "in_proj.b")[0].sigmoid(), head_decay(x, w)
+        gate = linear(x, w, "in_proj.g")[0].sigmoid()
+        if not paper:
+            return output(chunks(q, k, v, p, log_decay, beta)[0], gate, w)
+        decay = log_decay.exp()
         S, rows = x.new_zeros(len(x), H, K, V), []
         for t in range(length):
             error = v[:, t] - (p[:, t, :, :, None] * S).sum(2)  # the state before it decays
             written = (beta[:, t, :, None] * k[:, t])[..., None] * error[:, :, None]
             S = decay[:, t, :, None, None] * S + written
             rows.append(K**-0.5 * (q[:, t, :, :, None] * S).sum(2))
-        return output(torch.stack(rows, 1), linear(x, w, "in_proj.g")[0].sigmoid(), w)
+        return output(torch.stack(rows, 1), gate, w)
 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
