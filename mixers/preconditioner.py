@@ -14,7 +14,6 @@ from .context_parallel import ContextParallel, run_recurrence
 from .decay import Discretisation, Strength
 from .precision import KeepsFp32
 
-EPS = 1e-6  # added to the curvature before its logarithm
 GATES = ("curvature_a", "curvature_b")  # raw gates of a mixer's projection: of the decay, and of what a key adds
 
 
@@ -70,8 +69,9 @@ class Preconditioner(KeepsFp32):
     ) -> tuple[Tensor, Tensor | None]:
         """k [B,T,heads,K] → k ⊙ M, and the next A [N,heads,1,K] if `state`, the one before, is given."""
         a, b = gates
-        squares = kernels.at_least_fp32(k).square()
-        one = squares.new_ones(1).expand(*squares.shape[:3], 1)
+        # fp16 lacks the range for the gradient of a small curvature
+        squares = (k.float() if k.dtype == torch.float16 else k).square()
+        one = squares.new_ones(1).expand(*k.shape[:3], 1)
         curvature, last = run_recurrence(
             kernels.linear_recurrence,
             one,
@@ -84,8 +84,7 @@ class Preconditioner(KeepsFp32):
             context_parallel=context_parallel,
             consume_state=True,
         )
-        r = (curvature + EPS).log() - self.centre[:, None]
-        return (k * (-math.log(self.limit) * r / (1 + r.abs())).exp()).to(k.dtype), last
+        return kernels.precondition(k, curvature, self.centre, limit=self.limit), last
 
     def flops(self, length: int, size: int) -> int:
         """FLOPs of the curvature of `length` keys of this size."""
