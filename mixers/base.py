@@ -222,7 +222,7 @@ class LinearMixer(TokenMixer):
 
     A subclass implements `project`, `gates` and `readout`, names its `recurrence` and declares its features as data.
     `Expanded` can then expand its state, provided that its gates have size `gate_heads` (per key channel:
-    `gate_heads * subhead_size`) and not the number of heads.
+    `gate_heads * subhead_size`) and not the number of heads. A preconditioner acts on the keys after the gates.
 
     Args:
         site: Where the layer sits in the model.
@@ -280,6 +280,8 @@ class LinearMixer(TokenMixer):
         self.k_features = FeaturePath(k, steps * G * self.subheads, self.subhead_size, kept=recompute is not True)
         self.v_features = FeaturePath(v, steps * num_heads, value_size)
         self.preconditioner = None if preconditioner is None else preconditioner(G * self.subheads)
+        if preconditioner is not None and (steps > 1 or type(self).recurrence is not kernels.delta_rule):
+            raise kernels.UserError("preconditioner: only a delta rule with one step per token can have one")
 
     @property
     def _features(self) -> tuple[FeaturePath, FeaturePath, FeaturePath]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import mixers
 from mixers import (
+    GLA,
     KDA,
     BoundedChannelDecay,
     ChannelDecay,
@@ -291,6 +292,17 @@ def test_what_a_preconditioner_starts_with():
     assert mixer.state_size() == 4 * 8 * 12 + 2 * 8
     assert mixer.init_state(3).curvature[0].shape == (3, 2, 1, 8)
     assert KDA(SITE, **SIZES).init_state(3).curvature == ()
+
+
+@pytest.mark.parametrize(("base", "steps"), [(GLA, 1), (KDA, 2)])
+def test_recurrences_that_cannot_be_preconditioned(base: type[LinearMixer], steps: int):
+    class Misfit(base):
+        def __init__(self, site: Site):
+            sizes = {"num_heads": 4, "key_size": 8, "value_size": 8, "steps": steps}
+            LinearMixer.__init__(self, site, **sizes, preconditioner=Preconditioner)
+
+    with pytest.raises(mixers.UserError, match=r"^preconditioner: only a delta rule with one step per token can"):
+        Misfit(SITE)
 
 
 @pytest.mark.parametrize("limit", [0.5, 1, 2.5, math.nan])
