@@ -395,10 +395,11 @@ class LinearMixer(TokenMixer):
         assert s.beta is not None
         assert s.curvature is not None
         past = None if state is None else state.curvature[0]
-        k, last = self.preconditioner(s.k, s.curvature, past, cu_seqlens, context_parallel)
-        k = (s.beta.unsqueeze(-1) * self.to_value_heads(k)).to(k.dtype)
-        s = s.replace(q=self.to_value_heads(s.q), k=k, beta=None, erase=self.to_value_heads(s.k))
-        return s, () if last is None else (last,)
+        curvature, last = self.preconditioner(s.k, s.curvature, past, cu_seqlens, context_parallel)
+        q, k, curvature = (self.to_value_heads(x) for x in (s.q, s.k, curvature))
+        centre = self.to_value_heads(self.preconditioner.centre.view(1, 1, -1)).flatten()
+        written = kernels.precondition(k, curvature, s.beta, centre, limit=self.preconditioner.limit)
+        return s.replace(q=q, k=written, beta=None, erase=k), () if last is None else (last,)
 
     def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The subheads of a stream; or a stream, and the matrices that make them of its heads."""

@@ -24,10 +24,10 @@ def curvature_gates(projections: Mapping[str, Tensor]) -> tuple[Tensor, Tensor] 
 
 
 class Preconditioner(KeepsFp32):
-    """k ⊙ M with M = exp(−log(limit) · r / (1 + |r|)) and r = log(A + 1e-6) − centre (arXiv 2604.21100).
+    """Curvature A_t = exp(g_t) A_{t−1} + β_t k_t² of each key channel, with gates g and β per key head.
 
-    A_t = exp(g_t) A_{t−1} + β_t k_t² is the curvature of each key channel, with gates g and β per key head: M is
-    smaller where A is larger.
+    A mixer with a preconditioner writes with k ⊙ M in place of k: M = exp(−log(limit) · r / (1 + |r|)) with
+    r = log(A + 1e-6) − centre is smaller where A is larger (Preconditioned DeltaNet, arXiv 2604.21100).
 
     Args:
         heads: Key heads.
@@ -67,12 +67,12 @@ class Preconditioner(KeepsFp32):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """k [B,T,heads,K] → k ⊙ M, and the next A [N,heads,1,K] if `state`, the one before, is given."""
+        """k [B,T,heads,K] → A in its shape, and the next A [N,heads,1,K] if `state`, the one before, is given."""
         a, b = gates
         # fp16 lacks the range for the gradient of a small curvature
         squares = (k.float() if k.dtype == torch.float16 else k).square()
         one = squares.new_ones(1).expand(*k.shape[:3], 1)
-        curvature, last = run_recurrence(
+        return run_recurrence(
             kernels.linear_recurrence,
             one,
             one,
@@ -84,7 +84,6 @@ class Preconditioner(KeepsFp32):
             context_parallel=context_parallel,
             consume_state=True,
         )
-        return kernels.precondition(k, curvature, self.centre, limit=self.limit), last
 
     def flops(self, length: int, size: int) -> int:
         """FLOPs of the curvature of `length` keys of this size."""

@@ -1,4 +1,4 @@
-"""Preconditioned keys: k ⊙ M, where M falls with the curvature of each key channel."""
+"""Preconditioned keys: β k ⊙ M, where M falls with the curvature of each key channel."""
 
 from torch import Tensor
 
@@ -13,28 +13,31 @@ OP = Op(
 )
 
 
-def precondition(k: Tensor, curvature: Tensor, centre: Tensor, *, limit: float) -> Tensor:
-    """k ⊙ M, where M = exp(−log(limit) · r / (1 + |r|)) and r = log(A + 1e-6) − centre (arXiv 2604.21100).
+def precondition(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, *, limit: float) -> Tensor:
+    """β k ⊙ M, where M = exp(−log(limit) · r / (1 + |r|)) and r = log(A + 1e-6) − centre (arXiv 2604.21100).
 
     Args:
-        k: Keys [B,T,G,K].
+        k: Keys [B,T,H,K].
         curvature: Curvature A of each key channel, ≥ 0, in the shape of k.
-        centre: log A of channels whose M is 1 [G].
+        beta: Strengths β [B,T,H].
+        centre: log A of channels whose M is 1 [H].
         limit: M lies between 1/limit and limit; above 1.
 
     Returns:
-        Keys in the shape and dtype of k.
+        Keys to write with, in the shape and dtype of k.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     if k.dim() != 4:
-        raise ValueError(f"k: expected [B,T,G,K], got shape {tuple(k.shape)}")
-    if curvature.shape != k.shape:
-        raise ValueError(f"curvature: expected the shape of k, {tuple(k.shape)}, got {tuple(curvature.shape)}")
-    if centre.shape != k.shape[2:3]:
-        raise ValueError(f"centre: expected [{k.shape[2]}], got shape {tuple(centre.shape)}")
+        raise ValueError(f"k: expected [B,T,H,K], got shape {tuple(k.shape)}")
+    for name, x, shape in (
+        ("curvature", curvature, k.shape),
+        ("beta", beta, k.shape[:3]),
+        ("centre", centre, k.shape[2:3]),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
     if not limit > 1:
         raise ValueError(f"limit: must be above 1, got {limit}")
-    centres = centre[:, None].expand(k.shape[2:]).flatten()
-    return OP(k, k.flatten(2), curvature.flatten(2), centres, limit).view(k.shape)
+    return OP(k, k, curvature, beta, centre, limit)

@@ -29,8 +29,8 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu")
     """Keys with curvatures from 0 to 10, one of them far from its centre."""
     curvature = 10 * torch.rand(shape) ** 6
     curvature[..., 0] = 0
-    tensors = {"k": torch.randn(shape).to(dtype), "curvature": curvature.to(dtype), "centre": torch.randn(shape[2]) - 1}
-    return {name: x.to(device) for name, x in tensors.items()}
+    tensors = {"k": torch.randn(shape).to(dtype), "curvature": curvature.to(dtype), "beta": 2 * torch.rand(shape[:3])}
+    return {name: x.to(device) for name, x in {**tensors, "centre": torch.randn(shape[2]) - 1}.items()}
 
 
 def results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
@@ -44,12 +44,12 @@ def results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
 
 def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
     for name, x in found.items():
-        assert x.dtype == (torch.float32 if name == "centre" else found["y"].dtype)
+        assert x.dtype == (torch.float32 if name in ("beta", "centre") else found["y"].dtype)
         torch.testing.assert_close(x.double(), expected[name].double(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 7, 3, 5), (1, 40, 5, 120)])
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (2, 7, 3, 5), (1, 40, 5, 120), (1, 700, 6, 40)])
 def test_by_the_formula(backend: str, shape: tuple[int, ...], poison: None):
     a = inputs(*shape)
     agree(results(a, backend), results({name: x.double() for name, x in a.items()}, "reference"), 2e-5)
@@ -57,7 +57,8 @@ def test_by_the_formula(backend: str, shape: tuple[int, ...], poison: None):
 
 def test_the_factor_lies_between_its_limits():
     curvature = torch.tensor([0.0, 1e-9, 0.3, 1e9]).view(1, 1, 1, 4)
-    factor = kernels.precondition(torch.ones(1, 1, 1, 4), curvature, torch.tensor([0.3]).log(), limit=2.0).flatten()
+    ones, centre = torch.ones(1, 1, 1, 4), torch.tensor([0.3]).log()
+    factor = kernels.precondition(ones, curvature, ones[..., 0], centre, limit=2.0).flatten()
     assert ((factor > 0.5) & (factor < 2)).all()
     assert factor[2].item() == pytest.approx(1, abs=1e-5)
     assert factor.tolist() == sorted(factor.tolist(), reverse=True)
@@ -72,8 +73,7 @@ def test_gradients_by_differences():
 @interpreted
 def test_triton_takes_parts_of_larger_tensors(poison: None):
     wide = inputs(2, 9, 4, 12)
-    parts = {"k": wide["k"][:, :, 1:3], "curvature": wide["curvature"][:, 2:5], "centre": wide["centre"][1:3]}
-    parts["k"], parts["curvature"] = parts["k"][:, 2:5], parts["curvature"][:, :, 1:3]
+    parts = {name: x[1:3] if name == "centre" else x[:, 2:5, 1:3] for name, x in wide.items()}
     agree(results(parts, "triton"), results(parts, "torch"), 2e-5)
 
 
@@ -94,9 +94,10 @@ def test_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, tolerance: floa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": torch.zeros(2, 3)}, r"^k: expected \[B,T,G,K\], got shape \(2, 3\)$"),
-        ({"curvature": torch.zeros(1, 3, 2, 5)}, r"^curvature: expected the shape of k, \(1, 3, 2, 4\), got"),
-        ({"centre": torch.zeros(3)}, r"^centre: expected \[2\], got shape \(3,\)$"),
+        ({"k": torch.zeros(2, 3)}, r"^k: expected \[B,T,H,K\], got shape \(2, 3\)$"),
+        ({"curvature": torch.zeros(1, 3, 2, 5)}, r"^curvature: expected shape \(1, 3, 2, 4\), got \(1, 3, 2, 5\)$"),
+        ({"beta": torch.zeros(3, 2)}, r"^beta: expected shape \(1, 3, 2\), got \(3, 2\)$"),
+        ({"centre": torch.zeros(3)}, r"^centre: expected shape \(2,\), got \(3,\)$"),
         ({"limit": 1.0}, r"^limit: must be above 1, got 1.0$"),
     ],
 )

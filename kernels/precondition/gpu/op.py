@@ -1,4 +1,7 @@
-"""Preconditioned keys in one launch, and their gradients in another: each reads and writes the streams once."""
+"""Preconditioned keys in one launch, and their gradients in another: each reads and writes the streams once.
+
+A row is one head of one token.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,93 +17,109 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
-from ...gpu.rows import load, per_channel, rows_of, tile_of, walkers
+from ...gpu.rows import load, tile_of, walkers
 from ..composition import EPS as LEAST
 from ..composition import Arguments, empty
 
 EPS: tl.constexpr = tl.constexpr(LEAST)
-ELEMENTS, WIDEST = 2048, 512  # of a tile, and most of them in a row
+ELEMENTS = 2048  # of a tile
 PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part of the gradient of centre
+
+
+@triton.jit
+def deviation(curvature, centre, at, inside, row, HEADS: tl.constexpr):
+    """A + 1e-6, and r = log(A + 1e-6) − centre."""
+    A = load(curvature, at, inside) + EPS
+    return A, tl.log(A) - tl.load(centre + row % HEADS).to(tl.float32)[:, None]
 
 
 @triton.jit(do_not_specialize=["rows"])
 def precondition_forward(
-    k, curvature, centre, y, rows, k_row, A_row, rate, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    k,  # [rows,C]
+    curvature,  # [rows,C]
+    beta,  # [rows]
+    centre,  # [HEADS]
+    y,  # [rows,C]
+    rows,
+    rate,
+    HEADS: tl.constexpr,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    c, first = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK), tl.program_id(0) // BLOCKS * ROWS
-    at, dense, inside = tile_of(first, rows, k_row, c, C, ROWS)
-    A_at, _, _ = tile_of(first, rows, A_row, c, C, ROWS)
-    r = tl.log(load(curvature, A_at, inside) + EPS) - per_channel(centre, c, C)
-    factor = tl.exp(rate * r / (1 + tl.abs(r)))
-    tl.store(y + dense, (load(k, at, inside) * factor).to(y.dtype.element_ty), mask=inside)
+    first, c = tl.program_id(0).to(tl.int64) * ROWS, tl.arange(0, BLOCK)
+    row = first + tl.arange(0, ROWS)
+    _, at, inside = tile_of(first, rows, C, c, C, ROWS)
+    _, r = deviation(curvature, centre, at, inside, row, HEADS)
+    strength = load(beta, row, row < rows)[:, None]
+    written = strength * load(k, at, inside) * tl.exp(rate * r / (1 + tl.abs(r)))
+    tl.store(y + at, written.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def precondition_backward(
     k,
     curvature,
+    beta,
     centre,
     dy,  # [rows,C]
     dk,  # [rows,C]
     dA,  # [rows,C]
-    parts,  # [programs per column,C,1]: gradient of centre, to be summed over the programs
+    dbeta,  # [rows]
+    parts,  # [programs·ROWS]: gradient of centre, to be summed over the rows of a head
     rows,
-    k_row,
-    A_row,
     rate,
+    HEADS: tl.constexpr,
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
-    c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
-    from_centre = tl.zeros([ROWS, BLOCK], tl.float32)
-    for first in tl.range(program * ROWS, rows, programs * ROWS):
-        at, dense, inside = tile_of(first, rows, k_row, c, C, ROWS)
-        A_at, _, _ = tile_of(first, rows, A_row, c, C, ROWS)
-        A = load(curvature, A_at, inside) + EPS
-        r = tl.log(A) - per_channel(centre, c, C)
+    start, step = tl.program_id(0).to(tl.int64) * ROWS, tl.num_programs(0).to(tl.int64) * ROWS
+    i, c, from_centre = tl.arange(0, ROWS), tl.arange(0, BLOCK), tl.zeros([ROWS], tl.float32)
+    for first in tl.range(start, rows, step):  # a multiple of HEADS apart, so that i has one head
+        row = first + i
+        _, at, inside = tile_of(first, rows, C, c, C, ROWS)
+        A, r = deviation(curvature, centre, at, inside, row, HEADS)
         shrunk = 1 / (1 + tl.abs(r))
-        d = load(dy, dense, inside) * tl.exp(rate * r * shrunk)
-        tl.store(dk + dense, d.to(dk.dtype.element_ty), mask=inside)
-        dr = d * load(k, at, inside) * rate * shrunk * shrunk
-        tl.store(dA + dense, (dr / A).to(dA.dtype.element_ty), mask=inside)
-        from_centre -= dr
-    tl.store(parts + program * C + c, tl.sum(from_centre, 0), mask=c < C)
+        key, strength = load(k, at, inside), load(beta, row, row < rows)
+        d = load(dy, at, inside) * tl.exp(rate * r * shrunk)
+        by_row = tl.sum(d * key, 1)
+        tl.store(dbeta + row, by_row.to(dbeta.dtype.element_ty), mask=row < rows)
+        d *= strength[:, None]
+        tl.store(dk + at, d.to(dk.dtype.element_ty), mask=inside)
+        dr = d * key * rate * shrunk * shrunk
+        tl.store(dA + at, (dr / A).to(dA.dtype.element_ty), mask=inside)
+        from_centre -= tl.sum(dr, 1)
+    tl.store(parts + start + i, from_centre)
 
 
-def _tile(size: int) -> dict[str, int]:
-    block = min(next_power_of_2(size), WIDEST)
-    return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
+def _tile(k: Tensor) -> dict[str, int]:
+    block = next_power_of_2(k.shape[3])
+    return {"HEADS": k.shape[2], "C": k.shape[3], "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
-    k, curvature, centre, limit = args
-    (y,), sizes = empty(args), _tile(k.shape[-1])
-    (k, rows, k_row), (curvature, _, A_row) = rows_of(k), rows_of(curvature)
-    programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
-    numbers = rows, k_row, A_row, -math.log(limit)
-    enqueue(precondition_forward, programs, k, curvature, centre, y, *numbers, **sizes)
+    (y,), sizes, rows = empty(args), _tile(args.k), args.beta.numel()
+    tensors = [x.contiguous() for x in args[:4]]
+    enqueue(precondition_forward, cdiv(rows, sizes["ROWS"]), *tensors, y, rows, -math.log(args.limit), **sizes)
     return (y,)
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    k, curvature, centre, limit = args
-    dk, dA, sizes = new(k), new(curvature), _tile(k.shape[-1])
-    (k, rows, k_row), (curvature, _, A_row) = rows_of(k), rows_of(curvature)
-    blocks = cdiv(sizes["C"], sizes["BLOCK"])
-    programs = walkers(rows, sizes["ROWS"], k.device, PROGRAMS, blocks)
-    parts = new(k, programs, sizes["C"], 1, dtype=torch.float32)
-    tensors, numbers = (k, curvature, centre, dy.contiguous(), dk, dA, parts), (rows, k_row, A_row, -math.log(limit))
-    enqueue(precondition_backward, programs * blocks, *tensors, *numbers, **sizes)
-    return {"k": dk, "curvature": dA, "centre": add_parts(parts, centre.dtype)[0]}
+    sizes, rows, heads = _tile(args.k), args.beta.numel(), args.k.shape[2]
+    dk, dA, dbeta = (new(x) for x in args[:3])
+    programs, unit = walkers(rows, sizes["ROWS"], dy.device, PROGRAMS), heads // math.gcd(heads, sizes["ROWS"])
+    programs = cdiv(programs, unit) * unit
+    parts = new(dy, programs * sizes["ROWS"] // heads, 1, heads, dtype=torch.float32)
+    tensors = (*(x.contiguous() for x in (*args[:4], dy)), dk, dA, dbeta, parts)
+    enqueue(precondition_backward, programs, *tensors, rows, -math.log(args.limit), **sizes)
+    dcentre = add_parts(parts, args.centre.dtype).view(heads)
+    return {"k": dk, "curvature": dA, "beta": dbeta, "centre": dcentre}
 
 
 apply = register("precondition_triton", _compute, _differentiate, empty)
 
 
-def forward(k: Tensor, curvature: Tensor, centre: Tensor, limit: float) -> Tensor:
-    """k ⊙ M in the shape of k […,C]."""
-    return apply(k, curvature, centre.contiguous(), limit)[0]
+def forward(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, limit: float) -> Tensor:
+    """β k ⊙ M in the shape of k."""
+    return apply(k, curvature, beta, centre, limit)[0]

@@ -113,7 +113,9 @@ OTHERS: dict[str, Callable[[int, int], object]] = {
     "gated_linear": lambda B, H: kernels.gated_linear(made(B, 2, 32), made(16, 16)),
     "discretise": lambda B, H: kernels.discretise(made(B, 2, H), made(H), made(H)),
     "forget_gate": lambda B, H: kernels.forget_gate(made(B, 2, 16 * H)),
-    "precondition": lambda B, H: kernels.precondition(made(B, 2, H, 16), made(B, 2, H, 16), made(H), limit=1.5),
+    "precondition": lambda B, H: kernels.precondition(
+        made(B, 2, H, 16), made(B, 2, H, 16), made(B, 2, H), made(H), limit=1.5
+    ),
     "low_rank_forget_gate": lambda B, H: kernels.low_rank_forget_gate(made(B, 2, 16), made(16 * H, 16), made(16 * H)),
 }
 
