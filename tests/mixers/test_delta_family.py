@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
 import mixers
 from mixers import (
     GLA,
@@ -259,6 +260,17 @@ def test_a_preconditioner_changes_the_key_that_is_written_with(make: Callable[..
     x = torch.randn(2, 70, 32, dtype=torch.float64)
     mixer(x)
     torch.testing.assert_close(outputs["o"], preconditioned_by_hand(mixer, x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factory", PRECONDITIONED.values(), ids=PRECONDITIONED)
+def test_a_preconditioner_sees_no_bit_of_the_future_or_of_other_documents(factory: Callable):
+    mixer, (x, other) = factory(SITE), torch.randn(2, 1, 150, 32)
+    y, cut = mixer(x)[0], 77
+    assert torch.equal(mixer(torch.cat([x[:, :cut], other[:, cut:]], 1))[0][:, :cut], y[:, :cut])
+    with kernels.deterministic():
+        packed = mixer(x, cu_seqlens=torch.tensor([0, cut, 150]))[0]
+        assert torch.equal(packed, torch.cat([mixer(x[:, :cut])[0], mixer(x[:, cut:])[0]], 1))
 
 
 @pytest.mark.gpu
