@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.documents import places
+from kernels.precondition import precondition
 
 from .arguments import check_sizes, size_or
 from .context_parallel import ContextParallel, run_recurrence
@@ -398,7 +399,7 @@ class LinearMixer(TokenMixer):
         curvature, last = self.preconditioner(s.k, s.curvature, past, cu_seqlens, context_parallel)
         q, k, curvature = (self.to_value_heads(x) for x in (s.q, s.k, curvature))
         centre = self.to_value_heads(self.preconditioner.centre.view(1, 1, -1)).flatten()
-        written = kernels.precondition(k, curvature, s.beta, centre, limit=self.preconditioner.limit)
+        written = precondition(k, curvature, s.beta, centre, limit=self.preconditioner.limit)
         return s.replace(q=q, k=written, beta=None, erase=k), () if last is None else (last,)
 
     def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:

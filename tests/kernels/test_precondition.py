@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.precondition import precondition
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 LIMIT = 1.7
@@ -37,7 +38,7 @@ def results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
     """The keys and all gradients."""
     leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
     with kernels.backend(backend):
-        y = kernels.precondition(**leaves, limit=LIMIT)
+        y = precondition(**leaves, limit=LIMIT)
     arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
     return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
 
@@ -58,7 +59,7 @@ def test_by_the_formula(backend: str, shape: tuple[int, ...], poison: None):
 def test_the_factor_lies_between_its_limits():
     curvature = torch.tensor([0.0, 1e-9, 0.3, 1e9]).view(1, 1, 1, 4)
     ones, centre = torch.ones(1, 1, 1, 4), torch.tensor([0.3]).log()
-    factor = kernels.precondition(ones, curvature, ones[..., 0], centre, limit=2.0).flatten()
+    factor = precondition(ones, curvature, ones[..., 0], centre, limit=2.0).flatten()
     assert ((factor > 0.5) & (factor < 2)).all()
     assert factor[2].item() == pytest.approx(1, abs=1e-5)
     assert factor.tolist() == sorted(factor.tolist(), reverse=True)
@@ -67,7 +68,7 @@ def test_the_factor_lies_between_its_limits():
 def test_gradients_by_differences():
     a = [x.double().requires_grad_() for x in inputs(1, 3, 2, 4).values()]
     a[1] = (a[1].detach() + 0.1).requires_grad_()
-    assert torch.autograd.gradcheck(lambda *tensors: kernels.precondition(*tensors, limit=LIMIT), a)
+    assert torch.autograd.gradcheck(lambda *tensors: precondition(*tensors, limit=LIMIT), a)
 
 
 @interpreted
@@ -103,4 +104,4 @@ def test_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, tolerance: floa
 )
 def test_arguments_that_do_not_fit(changes: dict[str, object], message: str):
     with pytest.raises(ValueError, match=message):
-        kernels.precondition(**{**inputs(1, 3, 2, 4), "limit": LIMIT, **changes})
+        precondition(**{**inputs(1, 3, 2, 4), "limit": LIMIT, **changes})
