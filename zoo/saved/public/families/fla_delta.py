@@ -6,6 +6,7 @@ Gated DeltaNet and KDA with preconditioned keys are models of their own there.
 from typing import Any
 
 from mixers import BoundedChannelDecay
+from zoo.lm.model import LanguageModel
 from zoo.saved.public.families.fla_layout import (
     OUTPUT_NORM,
     Mixer,
@@ -58,6 +59,10 @@ def _preconditioner_keys(mixer: Any) -> dict[str, Any]:
     """Their keys for what `_preconditioner` reads."""
     ours = mixer.preconditioner
     return {} if ours is None else dict(squash_x=ours.limit, log_atk_scale_init=ours.first_centre)
+
+
+def _has_preconditioner(model: LanguageModel) -> bool:
+    return any(getattr(mixer, "preconditioner", None) is not None for mixer in model.mixers)
 
 
 def _gated_deltanet(config: Config) -> Spec:
@@ -216,6 +221,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, allow_neg_eigval=False, **_SQUASH),
         fixed=dict(squash_eps=(1e-6,)),
         harmless="a_log_init_lower",
+        preferred=_has_preconditioner,
         to_ours=_gated_deltanet,
         to_theirs=_gated_deltanet_keys,
         tensors={
@@ -235,6 +241,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, safe_gate=False, lower_bound=None, **_SQUASH),
         fixed=dict(squash_eps=(1e-6,)),
         harmless="a_log_init_lower",
+        preferred=_has_preconditioner,
         to_ours=_kda,
         to_theirs=_kda_keys,
         tensors={
