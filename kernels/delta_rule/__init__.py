@@ -40,7 +40,8 @@ def general_limits(a: Recurrences) -> str | None:
 def general(a: Recurrences) -> bool:
     """Return whether a call needs more than erase keys β k, one decay per head and one step per token."""
     per_channel = a.log_decay is not None and a.log_decay.dim() == 4
-    return a.erase is not None or a.read_before or a.steps > 1 or per_channel
+    strength_per_channel = a.beta is not None and a.beta.dim() == 4
+    return a.erase is not None or a.read_before or a.steps > 1 or per_channel or strength_per_channel
 
 
 def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
@@ -101,7 +102,8 @@ def delta_rule(
         k: Keys [B,nT,G·E,K].
         v: Values [B,nT,H,V].
         beta: How much of what the state holds for the erase key is replaced by the value [B,nT,H·E]; 1 by default with
-            `erase`, required without.
+            `erase`, required without. Or a factor on each channel of k [B,nT,H·E,K], which is then the erase key, while
+            the values are written as they are (Gated DeltaNet-2, arXiv 2605.22791).
         log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E] or [B,T,H·E,K]; ≤ 0. −inf erases the state
             before the token is written. Positive ones are refused on a CPU, undefined elsewhere.
         erase: Erase keys a [B,nT,H·E,K]; k by default.
@@ -128,6 +130,8 @@ def delta_rule(
     """
     if beta is None and erase is None:
         raise ValueError("beta: the delta rule needs beta or erase")
+    if beta is not None and beta.dim() == 4 and erase is not None:
+        raise ValueError("beta: one per channel makes erase keys of k, so that erase cannot be given as well")
     if erase_write is not None:
         if erase is None:
             raise ValueError("erase_write: needs erase, which it goes with")
@@ -137,6 +141,7 @@ def delta_rule(
     a = check(
         *args,
         per_channel=True,
+        beta_per_channel=True,
         consume_state=consume_state,
         keep_states=keep_states,
         erase=erase,

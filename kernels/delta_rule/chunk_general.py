@@ -32,8 +32,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         k, v = _rows(c, a.k, G, 1, E), _rows(c, a.v, G, R, 1)
         erase = k if a.erase is None else _rows(c, a.erase, G, R, E)
         if a.beta is not None:
-            beta = _rows(c, a.beta.unsqueeze(-1), G, R, E)
-            erase, v = beta * erase, beta * v
+            per_channel = a.beta.dim() == 4
+            beta = _rows(c, a.beta if per_channel else a.beta.unsqueeze(-1), G, R, E)
+            erase, v = beta * erase, v if per_channel else beta * v
         b = c.log_decay()
         if b is None:
             b = k.new_zeros(1, 1, 1, R, E, c.size)

@@ -94,7 +94,7 @@ def test_subheads_shared_keys_and_documents(gate: str):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["beta", "both", "erase"])
+@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
 def test_steps(form: str):
     agree(small(40, gate="channel", form=form, steps=2), steps=2)
 
@@ -107,7 +107,7 @@ def test_blocks_of_keys():
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["beta", "both", "erase"])
+@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
 def test_what_is_kept_for_the_gradients_changes_only_memory(form: str):
     a = small(70, gate="channel", form=form)
     kept, again = (agree(a, keep_states=keep) for keep in (True, False))
@@ -183,7 +183,7 @@ def test_too_many_channels_of_keys():
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("read_before", [False, True])
-@pytest.mark.parametrize("form", ["beta", "both", "erase"])
+@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
 @pytest.mark.parametrize("gate", ["none", "head", "channel"])
 @pytest.mark.parametrize(("K", "V"), [(16, 16), (64, 64), (64, 128), (128, 128), (256, 256), (100, 80)])
 def test_sizes_on_a_device(K: int, V: int, gate: str, form: str, read_before: bool, dtype: torch.dtype):

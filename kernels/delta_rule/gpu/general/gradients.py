@@ -92,7 +92,7 @@ def pairs(
 def exact_pairs(
     P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
     keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    PRODUCT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The part of pairs of tokens in dQ, dA and dK, for any decay."""
     r = tl.arange(0, CHUNK)
@@ -137,6 +137,8 @@ def exact_pairs(
         else:
             at = erase + (token.to(tl.int64) * M + m) * K
             later_a = load_tile(at, r + s, M * K, ck, inside, K, BK).to(tl.float32)
+            if PRODUCT:
+                later_a *= load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
         if beta is not None:
             strength = tl.load(beta + token.to(tl.int64) * M + m + (r + s) * M, mask=inside, other=0.0).to(tl.float32)
             later_a *= strength[:, None]
@@ -179,6 +181,7 @@ def gradients(
     BK: tl.constexpr,
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -236,6 +239,8 @@ def gradients(
     else:
         erased_by = load_tile(erase + own, r, M * K, ck, valid, K, BK).to(tl.float32)
     A = erased_by
+    if PRODUCT:
+        A *= Kk
     if beta is not None:
         A *= write[:, None]
     at_P, at_L = dP + tile * (CHUNK * CHUNK), dL + tile * (CHUNK * CHUNK)
@@ -243,7 +248,7 @@ def gradients(
     if SLOW:
         dQ, dA, dK = exact_pairs(
             P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-            keys, M, K, BK, BEFORE, DOT, PRECISION,
+            keys, M, K, BK, BEFORE, PRODUCT, DOT, PRECISION,
         )  # fmt: skip
     else:
         middle = row(b, CHUNK // 2 - 1)[None, :]
@@ -274,6 +279,9 @@ def gradients(
         at = part.to(tl.int64) * tokens * M + start * M + m + r * M
         tl.store(dbeta + at, tl.sum(erased_by * dA, 1), mask=valid)
         dA *= write[:, None]
+    if PRODUCT:
+        dK += dA * erased_by
+        dA *= Kk
     if erase is None:
         dK += dA
     else:

@@ -18,7 +18,7 @@ from ....gpu.paths import note, takes
 from ....gpu.reductions import add_heads, add_outer, add_subheads
 from ..select import GENERAL, ONE_TOKEN
 from . import step
-from .kinds import kind_of
+from .kinds import erasing, kind_of
 from .plan import GeneralDeltaRule
 
 
@@ -36,13 +36,14 @@ class Arguments(NamedTuple):
     subheads: int
     scale: float
     read_before: bool
+    product: bool  # whether the erase keys are factors on k
     keep: bool  # whether all that gradients need is saved, or computed again
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         """The arguments of the plan."""
         documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        kind = (kind_of(self.log_decay), self.read_before)
+        kind = (kind_of(self.log_decay), self.read_before, self.product)
         return self.q.shape, self.v.shape, self.subheads, self.scale, *kind, self.q.dtype, self.q.device, documents
 
     @property
@@ -202,8 +203,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= 16
     dtype = torch.float32 if exact else a.q.dtype
     q, k, v = (x.to(dtype) for x in (q, a.k, a.v))
-    erase = None if a.erase is None else a.erase.to(dtype)
+    beta, erase, product = erasing(a)
+    erase = None if erase is None else erase.to(dtype)
     keep = a.differentiated and a.keep_states
-    first = (q, k, v, a.beta, erase, log_decay, a.initial_state, cu_seqlens)
-    o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, keep)
+    first = (q, k, v, beta, erase, log_decay, a.initial_state, cu_seqlens)
+    o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, product, keep)
     return (o if a.steps == 1 else o[:, a.steps - 1 :: a.steps]).to(a.v.dtype), final

@@ -36,6 +36,7 @@ class GeneralDeltaRule(Plan):
         scale: Factor on the output.
         gate: none, constant, head or channel.
         before: Whether the erase keys read the state before it decays.
+        product: Whether the erase keys are factors on k.
         dtype: Dtype of q, k and v.
         device: Device of q, k and v.
         documents: Number of documents packed into one row; None without packing.
@@ -49,6 +50,7 @@ class GeneralDeltaRule(Plan):
         scale: float,
         gate: str,
         before: bool,
+        product: bool,
         dtype: torch.dtype,
         device: torch.device,
         documents: int | None,
@@ -56,7 +58,7 @@ class GeneralDeltaRule(Plan):
         super().__init__(dtype, device)
         (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
-        self.scale, self.gate, self.before = scale, gate, before
+        self.scale, self.gate, self.before, self.product = scale, gate, before, product
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
         self.exact = dtype == torch.float32
         self.cautious = capability(device) != HOPPER  # nothing was run there
@@ -127,7 +129,7 @@ class GeneralDeltaRule(Plan):
 
     @property
     def _over_chunks(self) -> dict[str, Any]:
-        return {"R": self.R, "K": self.K, "BEFORE": self.before, "DOT": self._dtype}
+        return {"R": self.R, "K": self.K, "BEFORE": self.before, "PRODUCT": self.product, "DOT": self._dtype}
 
     @prepared
     def prepare(self, slow: bool) -> LaunchSpec:

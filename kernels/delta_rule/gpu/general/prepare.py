@@ -38,7 +38,7 @@ def between_blocks(Q, A, Kk, b, read, P, L, DOT: tl.constexpr, PRECISION: tl.con
 def prepare(
     q,
     k,
-    erase,  # [tokens,M,K]; None if they are the keys
+    erase,  # [tokens,M,K], or with PRODUCT factors on the keys; None if they are the keys
     beta,
     log_decay,
     inverse,
@@ -56,6 +56,7 @@ def prepare(
     K: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -91,6 +92,8 @@ def prepare(
             A = Kk
         else:
             A = load_tile(erase + own, r, M * K, ck, valid, K, BK).to(tl.float32)
+            if PRODUCT:
+                A *= Kk
         if beta is not None:
             A *= write[:, None]
         g = decays_of(log_decay, token, r, valid, m, ck, M, K)

@@ -75,6 +75,7 @@ def scalar_prepare(
     BK: tl.constexpr,
     GATE: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
@@ -103,6 +104,8 @@ def scalar_prepare(
             L = tl.dot(Kk, tl.trans(Kk), L, input_precision=PRECISION)
         else:
             A = load_tokens(erase + m * K, token, stop, M * K, column, K, BK, DOT)
+            if PRODUCT:
+                A = (A.to(tl.float32) * Kk.to(tl.float32)).to(DOT)
             L = tl.dot(A, tl.trans(Kk), L, input_precision=PRECISION)
         store_tokens(read_q + m * K, token, stop, M * K, column, K, BK, Q.to(tl.float32) * of_q[:, None])
         store_tokens(read_a + m * K, token, stop, M * K, column, K, BK, A.to(tl.float32) * (of_a * write)[:, None])
@@ -151,6 +154,7 @@ def scalar_gradients(
     BV: tl.constexpr,
     GATE: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -192,6 +196,8 @@ def scalar_gradients(
     else:
         erased_by = load_tokens(erase + m * K, token, stop, M * K, column, K, BK, DOT)
     A = erased_by
+    if PRODUCT:
+        A = (A.to(tl.float32) * Kk.to(tl.float32)).to(DOT)
     if beta is not None:
         A = (A.to(tl.float32) * write[:, None]).to(DOT)
     P, L = load_pairs(dP + tile * (CHUNK * CHUNK), DOT), load_pairs(dL + tile * (CHUNK * CHUNK), DOT)
@@ -218,6 +224,9 @@ def scalar_gradients(
         strength = tl.sum(erased_by.to(tl.float32) * dA, 1)
         tl.store(dbeta + part.to(tl.int64) * tokens * M + per_step, strength, mask=valid)
         dA *= write[:, None]
+    if PRODUCT:
+        dK += dA * erased_by.to(tl.float32)
+        dA *= Kk.to(tl.float32)
     if erase is None:
         dK += dA
     else:
