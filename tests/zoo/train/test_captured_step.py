@@ -1,0 +1,121 @@
+"""Captured training steps: the same numbers as eager ones, whatever happens between the parts of a step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.tiny import TinyModel, batch
+from zoo.train.adamw import AdamW
+from zoo.train.captured_step import CapturedStep
+from zoo.train.metrics import total_loss
+from zoo.train.optim import Optimisation, clip, parameter_groups, total_norm
+
+
+class Repeated:
+    """Captures a step as its repetition, whose results go to the same tensors each time, as those of a graph do."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.recorded, self.replayed, self.fails_at = 0, 0, fails_at
+
+    def rehearse(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def record(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.recorded += 1
+        if self.recorded == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing\nand advice")
+        first: list[Any] = []
+
+        def replay() -> Any:
+            self.replayed += 1
+            result = step()
+            if not first:
+                first.append(result)
+            elif result is not None:
+                pairs = zip(first[0], result, strict=True) if not isinstance(result, Tensor) else [(first[0], result)]
+                for old, new in pairs:
+                    if new is not None and old is not new:
+                        old.data.copy_(new.data)
+            return first[0] if first else None
+
+        return replay
+
+
+class Loop:
+    """A training loop in eager or captured steps."""
+
+    def __init__(self, recorder: Repeated | None, dropout: float = 0.0, clip_at: float | None = 0.5) -> None:
+        self.model, self.clip_at = TinyModel(dropout), clip_at
+        groups = parameter_groups(self.model, 0.1)
+        self.optimizer = AdamW(groups, 2**-6, (0.9, 0.95), 1e-8)
+        self.captured = None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        if recorder is not None:
+            self.captured = CapturedStep(self.loss, self.model.parameters(), recorder)
+            self.optimizer.replay = partial(self.captured.update, self.optimizer)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        total = total_loss(self.model, tokens, labels)
+        return total / labels.numel(), total.detach()
+
+    def step(self, number: int, batches: int = 1, length: int = 16, bad: bool = False) -> None:
+        torch.manual_seed(number)
+        self.optimizer.zero_grad()
+        self.optimizer.param_groups[0]["lr"] = 2**-6 * (number + 1) / 8
+        for each in range(batches):
+            tokens, labels, _ = batch(100 * number + each)
+            inputs, first = (tokens[:, :length], labels[:, :length]), each == 0
+            if self.captured is None:
+                loss, _ = self.loss(*inputs)
+            else:
+                self.captured.prepare(*inputs, first=first)
+                loss, total = self.captured(*inputs, first=first)
+                assert total == pytest.approx(float(loss.detach()) * inputs[1].numel())
+            loss = loss / batches
+            if bad:
+                loss.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
+            loss.backward()
+            self.losses.append(loss.item())
+        parameters = list(self.model.parameters())
+        norm = total_norm(p.grad for p in parameters) if self.captured is None else self.captured.gradient_norm()
+        self.norms.append(norm.item())
+        self.optimizer.found_inf = (~norm.isfinite()).float()
+        if self.clip_at is not None and self.captured is None:
+            clip(parameters, self.clip_at, norm)
+        elif self.clip_at is not None:
+            self.captured.clip(self.clip_at, norm)
+        self.optimizer.step()
+
+
+def alike(one: Loop, other: Loop) -> None:
+    """Check that two loops computed the same to the bit."""
+    assert one.losses == other.losses
+    assert repr(one.norms) == repr(other.norms)  # nan is not equal to itself
+    for (name, x), (_, y) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def both(*steps: dict[str, Any], **settings: Any) -> tuple[Loop, Loop, Repeated]:
+    """An eager and a captured loop after the same steps."""
+    recorder = Repeated()
+    eager, captured = Loop(None, **settings), Loop(recorder, **settings)
+    for loop in (eager, captured):
+        for number, arguments in enumerate(steps):
+            loop.step(number, **arguments)
+    return eager, captured, recorder
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("clip_at", [0.5, None])
+def test_captured_steps_compute_the_same_to_the_bit(dropout: float, clip_at: float | None):
+    steps = [{}, {}, {"bad": True}, {"batches": 3}, {"batches": 3, "bad": True}, {"batches": 2}, {}]
+    eager, captured, recorder = both(*steps, dropout=dropout, clip_at=clip_at)
+    alike(eager, captured)
+    assert captured.captured.refused is None
+    assert recorder.recorded == 4 + 2 + (clip_at is not None)  # two passes for each way to treat gradients; norm, update
+    assert recorder.replayed > 2 * sum(step.get("batches", 1) for step in steps)

@@ -1,0 +1,63 @@
+"""PyTorch's fused AdamW, with learning rates that a CUDA graph can read."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class AdamW(torch.optim.AdamW):
+    """The fused AdamW, whose kernel reads the learning rates from the device, in fp32.
+
+    The parameter groups hold Python numbers, as with PyTorch's AdamW, and so do checkpoints. A replayed update and one
+    that is launched kernel by kernel compute the same to the bit.
+
+    Args:
+        params: Parameter groups, all on one device.
+        settings: As for PyTorch's AdamW, except `fused`.
+
+    Attributes:
+        replay: Runs the update if it can be replayed, and returns whether it did; None if there is nothing to replay.
+    """
+
+    def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
+        self.replay: Callable[[], bool] | None = None
+        self._rates: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        device = self.param_groups[0]["params"][0].device
+        self._rates += [torch.zeros((), device=device) for _ in self.param_groups[len(self._rates) :]]
+        for rate, group in zip(self._rates, self.param_groups, strict=True):
+            rate.fill_(group["lr"])
+        if self.replay is None or not self.replay():
+            self.update()
+        return loss
+
+    def update(self, *, captured: bool = False) -> None:
+        """Launch the kernels of the update, with the learning rates of the last call of `step`.
+
+        Args:
+            captured: Whether a CUDA graph is being captured.
+        """
+        before = [(group["lr"], group["capturable"]) for group in self.param_groups]
+        try:
+            for rate, group in zip(self._rates, self.param_groups, strict=True):
+                group["lr"], group["capturable"] = rate, captured
+            super().step()
+        finally:
+            for group, (rate, capturable) in zip(self.param_groups, before, strict=True):
+                group["lr"], group["capturable"] = rate, capturable
+
+    def settings(self) -> list[dict[str, Any]]:
+        """What a captured update cannot change: all settings of the groups but the learning rates."""
+        return [
+            {key: value for key, value in group.items() if key not in ("params", "lr")} for group in self.param_groups
+        ]
