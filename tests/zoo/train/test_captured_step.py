@@ -12,7 +12,7 @@ from tests.zoo.tiny import TinyModel, batch
 from zoo.train.adamw import AdamW
 from zoo.train.captured_step import CapturedStep
 from zoo.train.metrics import total_loss
-from zoo.train.optim import Optimisation, clip, parameter_groups, total_norm
+from zoo.train.optim import clip, parameter_groups, total_norm
 
 
 class Repeated:
@@ -82,7 +82,11 @@ class Loop:
             loss.backward()
             self.losses.append(loss.item())
         parameters = list(self.model.parameters())
-        norm = total_norm(p.grad for p in parameters) if self.captured is None else self.captured.gradient_norm()
+        norm = (
+            total_norm(p.grad for p in parameters if p.grad is not None)
+            if self.captured is None
+            else self.captured.gradient_norm()
+        )
         self.norms.append(norm.item())
         self.optimizer.found_inf = (~norm.isfinite()).float()
         if self.clip_at is not None and self.captured is None:
@@ -117,5 +121,92 @@ def test_captured_steps_compute_the_same_to_the_bit(dropout: float, clip_at: flo
     eager, captured, recorder = both(*steps, dropout=dropout, clip_at=clip_at)
     alike(eager, captured)
     assert captured.captured.refused is None
-    assert recorder.recorded == 4 + 2 + (clip_at is not None)  # two passes for each way to treat gradients; norm, update
+    assert recorder.recorded == 4 + 2 + (
+        clip_at is not None
+    )  # two passes for each way to treat gradients; norm, update
     assert recorder.replayed > 2 * sum(step.get("batches", 1) for step in steps)
+
+
+def test_batches_of_another_shape_run_eagerly(caplog: pytest.LogCaptureFixture):
+    eager, captured, recorder = both({}, {"length": 8}, {}, {"length": 8, "batches": 2}, {"batches": 2})
+    alike(eager, captured)
+    assert recorder.recorded == 7
+    assert caplog.messages == ["cuda_graph: batches of other shapes than the first one run eagerly"]
+
+
+@pytest.mark.parametrize("part", range(1, 8))
+def test_a_part_that_cannot_be_captured_ends_the_replays(part: int, caplog: pytest.LogCaptureFixture):
+    eager, captured = Loop(None), Loop(Repeated(fails_at=part))
+    for loop in (eager, captured):
+        for number in range(4):
+            loop.step(number, batches=1 + number % 2)
+    alike(eager, captured)
+    reason = "operation not permitted when stream is capturing"
+    assert caplog.messages == [f"cuda_graph: the training step runs eagerly: {reason}"]
+    assert captured.captured.refused == reason
+
+
+def test_gradients_may_be_changed_between_the_passes_and_the_update():
+    def change(loop: Loop) -> None:
+        for number in range(5):
+            handle = loop.optimizer.register_step_pre_hook(lambda *_, at=number: changed(loop.model, at))
+            loop.step(number)
+            handle.remove()
+
+    def changed(model: nn.Module, number: int) -> None:
+        first, second, *_ = model.parameters()
+        if number == 2:
+            first.grad.mul_(3)
+        if number == 3:
+            second.grad = second.grad * 2
+        if number == 4:
+            first.grad = None
+
+    eager, captured = Loop(None), Loop(Repeated())
+    for loop in (eager, captured):
+        change(loop)
+    alike(eager, captured)
+
+
+def test_parameters_may_be_frozen_and_moved():
+    eager, captured = Loop(None), Loop(Repeated())
+    for loop in (eager, captured):
+        loop.step(0)
+        loop.step(1)
+        loop.model.head.weight.requires_grad_(False)
+        loop.step(2)
+        loop.model.head.weight.requires_grad_(True)
+        loop.model.mixer_weight.data = loop.model.mixer_weight.data.clone()
+        loop.step(3)
+        loop.step(4)
+    alike(eager, captured)
+    assert captured.captured.parts == 5
+
+
+def test_other_settings_of_the_optimiser_may_change(caplog: pytest.LogCaptureFixture):
+    eager, captured = Loop(None), Loop(Repeated())
+    for loop in (eager, captured):
+        for number in range(4):
+            loop.optimizer.param_groups[0]["betas"] = (0.9 - number / 20, 0.95)
+            loop.step(number)
+    alike(eager, captured)
+    assert caplog.messages == [
+        "cuda_graph: the update runs eagerly, since settings other than the learning rate change"
+    ]
+
+
+def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.LogCaptureFixture):
+    calls = []
+
+    def loss(x: Tensor) -> tuple[Tensor]:
+        calls.append(x)
+        return (len(calls) * (weight * x).sum(),)
+
+    weight = nn.Parameter(torch.ones(()))
+    step = CapturedStep(loss, [weight], Repeated())
+    step.prepare(torch.ones(()))
+    assert step.refused == "a replay has the loss 2 and the gradient norm 2, where the eager step has 1 and 1"
+    (value,) = step(torch.ones(()))
+    value.backward()
+    assert weight.grad == 3
+    assert len(caplog.messages) == 1

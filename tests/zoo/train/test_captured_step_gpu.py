@@ -62,7 +62,13 @@ def fitted(
 ) -> tuple[Pretraining, dict[int, float], LossGuard]:
     torch.manual_seed(0)
     model = configs.build(config, *SIZES)
-    settings = {"warmup_steps": 4, "learning_rate": 3e-3, "gradient_clip": 0.5, **(optim or {})}
+    settings = {
+        "schedule": "inverse_sqrt",
+        "warmup_steps": 4,
+        "learning_rate": 3e-3,
+        "gradient_clip": 0.5,
+        **(optim or {}),
+    }
     module = Pretraining(model, Optimisation(**settings), config={"model": {}}, context_length=128)
     log, guard = LossLog(), LossGuard()
     run = trainer(

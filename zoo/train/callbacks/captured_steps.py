@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from zoo.data.batch import Batch
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
-from zoo.train.captured_step import CapturedStep
+from zoo.train.captured_step import CapturedStep, Recording
 
 log = logging.getLogger(__name__)
 
@@ -24,13 +24,20 @@ class CapturedSteps(Callback):
     Losses and parameters are the same to the bit, and so are checkpoints: a run may be continued with or without. Hooks
     of callbacks run as usual, between the replays. Where a run cannot be captured it runs eagerly, and the log says why
     in one line.
+
+    Args:
+        recorder: Captures the parts, on any device; None for CUDA graphs.
     """
 
     order = 97  # after callbacks that replace the forward functions of blocks, and those that compile kernels
 
+    def __init__(self, recorder: Recording | None = None) -> None:
+        self._recorder = recorder
+
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Set up the capture, unless this run cannot be captured."""
-        if (reason := obstacle(trainer, pl_module)) is not None:
+        reason = no_graphs(pl_module.device) if self._recorder is None else None
+        if (reason := reason or obstacle(trainer, pl_module.model)) is not None:
             log.warning("cuda_graph: the training step runs eagerly: %s", reason)
             return
         recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
@@ -39,7 +46,7 @@ class CapturedSteps(Callback):
             with trainer.precision_plugin.train_step_context():
                 return pl_module.losses(tokens, labels)
 
-        captured = CapturedStep(losses, pl_module.model.parameters(), may_draw=not recomputes)
+        captured = CapturedStep(losses, pl_module.model.parameters(), self._recorder, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
         if isinstance(optimizer, AdamW):
             optimizer.replay = partial(captured.update, optimizer)
@@ -66,17 +73,20 @@ class CapturedSteps(Callback):
                 optimizer.replay = None
 
 
-def obstacle(trainer: L.Trainer, module: Any) -> str | None:
+def no_graphs(device: torch.device) -> str | None:
+    """Return why a device has no CUDA graphs; None if it has."""
+    return None if device.type == "cuda" else f"the device is a {device.type}, and CUDA graphs need an NVIDIA GPU"
+
+
+def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
-    if module.device.type != "cuda":
-        return f"the device is a {module.device.type}, and CUDA graphs need an NVIDIA GPU"
     if not isinstance(trainer.strategy, SingleDeviceStrategy):
         return f"{type(trainer.strategy).__name__} exchanges data between processes outside the graph"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return f"trainer.precision={trainer.precision_plugin.precision} scales the loss on the host; use bf16-mixed"
     if torch.is_anomaly_enabled():
         return "trainer.detect_anomaly reads every gradient on the host"
-    if (hooked := hooked_module(module.model)) is not None:
+    if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
     return None
 
