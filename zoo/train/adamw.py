@@ -57,7 +57,7 @@ class AdamW(torch.optim.AdamW):
                 group["lr"], group["capturable"] = rate, capturable
 
     def settings(self) -> list[dict[str, Any]]:
-        """What a captured update cannot change: all settings of the groups but the learning rates."""
+        """Return the settings of the groups that a captured update cannot change: all but the learning rates."""
         return [
             {key: value for key, value in group.items() if key not in ("params", "lr")} for group in self.param_groups
         ]

@@ -20,7 +20,7 @@ TOLERANCE = 1e-3  # relative difference of a replay from the eager step; some ke
 
 
 class Recording(Protocol):
-    """What `zoo.generation.cuda_graph.Recorder` does."""
+    """The interface of `zoo.generation.cuda_graph.Recorder`."""
 
     def rehearse(self, work: Callable[[], Made]) -> Made:
         """Run what has to happen before a capture."""
@@ -325,7 +325,7 @@ def _random_numbers_kept(device: torch.device) -> Iterator[None]:
 
 
 def _random_offset(device: torch.device) -> int:
-    """How many random numbers were drawn on a GPU; 0 on other devices."""
+    """Position in the random numbers of a GPU; 0 on other devices."""
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
