@@ -51,6 +51,11 @@ def validates_this_epoch(trainer: L.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
+def is_logged_step(trainer: L.Trainer) -> bool:
+    """Return whether loggers get the metrics of the step in progress."""
+    return bool(trainer.log_every_n_steps) and trainer._logger_connector.should_update_logs
+
+
 def row_to_log(trainer: L.Trainer) -> dict[str, float]:
     """The metrics that the trainer is about to log for the current step; empty if it logs none."""
     if not trainer._logger_connector.should_update_logs or trainer._results is None:

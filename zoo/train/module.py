@@ -23,7 +23,7 @@ from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.train.captured_step import CapturedStep
-from zoo.train.lightning_internals import device_mesh, is_attached, number_rows_from
+from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
 from zoo.train.trainer import write_whole
@@ -194,9 +194,20 @@ class Pretraining(L.LightningModule):
         return loss, total.detach(), count
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device."""
+        """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
+
+        In captured steps, which the host could delay, numbers are passed on at logged steps and the last one only.
+        """
+        if self.captured is not None and isinstance(value, int | float) and self._is_between_logs():
+            return
         value = torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value
         super().log(name, value, *args, **kwargs)
+
+    def _is_between_logs(self) -> bool:
+        """Return whether a training step is in progress that loggers leave out."""
+        trainer = self.trainer
+        is_last = trainer.global_step + 1 >= trainer.max_steps > 0
+        return trainer.training and not is_last and not is_logged_step(trainer)
 
     def on_train_start(self) -> None:
         """Discard the losses that an interrupted step may have left."""

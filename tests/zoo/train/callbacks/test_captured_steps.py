@@ -13,7 +13,11 @@ from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.loss_guard import LossGuard
+from zoo.train.callbacks.throughput import Throughput
+from zoo.train.metrics_file import read_metrics
 from zoo.train.module import Pretraining
+
+TIMES = ("tokens_per_second", "seconds_per_step", "minutes_left")
 
 
 class Spoil(L.Callback):
@@ -76,6 +80,18 @@ def test_a_run_is_continued_captured_or_not(tmp_path: Path):
         module, more, *_ = fitted(folder / "continued", *after, resume=last)
         assert more == {step: losses[step] for step in range(8, 13)}
         same(eager, module)
+
+
+def test_what_is_logged_does_not_depend_on_it(tmp_path: Path):
+    rows = []
+    for name, callbacks in (("eager", []), ("captured", [CapturedSteps(Repeated())])):
+        run = [Throughput(), *callbacks]
+        fitted(tmp_path / name, *run, accumulate_grad_batches=2, log_every_n_steps=3)
+        rows.append(read_metrics(tmp_path / name / "metrics.jsonl"))
+    eager, captured = ([{key: row[key] for key in row if key not in TIMES} for row in each] for each in rows)
+    assert eager == captured
+    assert [row["step"] for row in captured if "learning_rate" in row] == [2, 5, 8, 11]
+    assert [row.keys() for row in rows[0]] == [row.keys() for row in rows[1]]
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
