@@ -103,8 +103,10 @@ def host_copy(value: Any, space: HostSpace | None = None) -> Any:
         if isinstance(tensor, Tensor):
             identity = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
             if identity not in copies:
-                fast = tensor.is_cuda and space is not None
-                copies[identity] = space.copy(tensor) if fast else tensor.detach().to("cpu", copy=True)
+                if space is not None and tensor.is_cuda:
+                    copies[identity] = space.copy(tensor)
+                else:
+                    copies[identity] = tensor.detach().to("cpu", copy=True)
             memo[id(tensor)] = copies[identity]
     if space is not None and torch.cuda.is_available():
         torch.cuda.synchronize()

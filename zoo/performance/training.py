@@ -48,7 +48,7 @@ class TrainingReport(Report):
         table = self.new_table(columns)
         remarks = [
             f"batch {about['batch_size']} × {about['length']} tokens"
-            f"{', compiled' if about['compiled'] else ''}{', captured' if about['cuda_graph'] else ''}",
+            f"{', compiled' if about['compiled'] else ''}{', captured' if about.get('cuda_graph') else ''}",
             "first: seconds of the first step; ready: from the start of the process to its end",
             PATH,
         ]
@@ -56,6 +56,8 @@ class TrainingReport(Report):
             if "step_ms" not in row:
                 without(table, remarks, [row["model"]], row)
                 continue
+            if row.get("not_captured") is not None:
+                remarks.append(f"{row['model']} runs eagerly: {row['not_captured']}")
             table.add_row(
                 row["model"],
                 f"{row['parameters'] / 1e6:.1f} M",

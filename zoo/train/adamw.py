@@ -19,11 +19,13 @@ class AdamW(torch.optim.AdamW):
 
     Attributes:
         replay: Runs the update if it can be replayed, and returns whether it did; None if there is nothing to replay.
+        found_inf: A scalar that is not 0 if the next update is to be skipped; None for 0.
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float) -> None:
         super().__init__(params, lr=lr, betas=betas, eps=eps, fused=True)
         self.replay: Callable[[], bool] | None = None
+        self.found_inf: Tensor | None = None
         self._rates: list[Tensor] = []
 
     @torch.no_grad()
@@ -34,7 +36,9 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         device = self.param_groups[0]["params"][0].device
-        self._rates += [torch.zeros((), device=device) for _ in self.param_groups[len(self._rates) :]]
+        self._rates += [
+            torch.zeros((), dtype=torch.float32, device=device) for _ in self.param_groups[len(self._rates) :]
+        ]
         for rate, group in zip(self._rates, self.param_groups, strict=True):
             rate.fill_(group["lr"])
         if self.replay is None or not self.replay():

@@ -66,13 +66,13 @@ class CapturedStep:
         self.refused: str | None = None
         self._compute, self._all, self._may_draw = compute, list(parameters), may_draw
         self._recorder = recorder
-        self._forget()
+        self.forget()
         self._odd_shapes_reported = self._odd_update_reported = False
 
-    def _forget(self) -> None:
-        """Drop all graphs and their memory."""
+    def forget(self) -> None:
+        """Drop all graphs, which are captured again when they are used."""
         self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
-        self._memory = self._addresses()
+        self._memory = _addresses(self._all)
         self._inputs: tuple[Tensor, ...] | None = None
         self._passes: dict[bool, _Pass] = {}
         self._gradients: list[Tensor | None] = []
@@ -82,9 +82,6 @@ class CapturedStep:
         self._update: Callable[[], None] | None = None
         self._settings: Any = None  # of the optimiser, when its update was captured
 
-    def _addresses(self) -> list[tuple[int, bool]]:
-        return [(parameter.data_ptr(), parameter.requires_grad) for parameter in self._all]
-
     def prepare(self, *inputs: Tensor, first: bool = True) -> None:
         """Capture the passes for such inputs unless that is done; to be called before each forward pass.
 
@@ -92,8 +89,8 @@ class CapturedStep:
             inputs: Of `compute`.
             first: As for the call.
         """
-        if self.refused is None and self._memory != self._addresses():
-            self._forget()  # parameters were moved, frozen or unfrozen
+        if self.refused is None and self._memory != _addresses(self._all):
+            self.forget()  # parameters were moved, frozen or unfrozen
         if self.refused is not None or (first in self._passes and True in self._passes) or not self._takes(inputs):
             return
         attached = [parameter.grad for parameter in self._parameters]
@@ -196,7 +193,7 @@ class CapturedStep:
             )
 
     def _refuse(self, reason: str) -> None:
-        self._forget()
+        self.forget()
         self.refused = reason
         log.warning("cuda_graph: the training step runs eagerly: %s", reason)
 
@@ -266,22 +263,18 @@ class CapturedStep:
             if not all(optimizer.state[parameter] for parameter in updated):
                 return False  # the first update makes the state
             self._settings = optimizer.settings()
-            found_inf = getattr(optimizer, "found_inf", None)
-            optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-            try:
-                self._update = self._recorded(lambda: optimizer.update(captured=True))
-            finally:
-                optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+            found_inf, optimizer.found_inf = optimizer.found_inf, self._found_inf
+            self._update = self._recorded(lambda: optimizer.update(captured=True))
+            optimizer.found_inf = found_inf
         if self._update is None or self._settings != optimizer.settings():
             if self._update is not None and not self._odd_update_reported:
                 self._odd_update_reported = True
                 log.warning("cuda_graph: the update runs eagerly, since settings other than the learning rate change")
             return False
-        found_inf = getattr(optimizer, "found_inf", None)
-        if found_inf is None:
+        if optimizer.found_inf is None:
             self._found_inf.zero_()
         else:
-            self._found_inf.copy_(found_inf)
+            self._found_inf.copy_(optimizer.found_inf)
         self._update()
         return True
 
@@ -295,6 +288,57 @@ class CapturedStep:
             return None
 
 
+class CapturedForward:
+    """A function of tensors without gradients, such as the losses of a validation batch, as a CUDA graph.
+
+    The graph is captured at the first call, and a replay compared with the eager result. Inputs of other shapes run
+    eagerly, and so does everything if the function cannot be captured; the log says so.
+
+    Args:
+        compute: Inputs → tensors. It must not wait for the device.
+        parameters: All parameters that `compute` uses.
+        recorder: As for a `CapturedStep`, whose memory is shared if the recorder is the same.
+        failed: Called if the function cannot be captured.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        parameters: Iterable[nn.Parameter],
+        recorder: Recording,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._compute, self._parameters, self._recorder, self._failed = compute, list(parameters), recorder, failed
+        self._memory: list[tuple[int, bool]] | None = None
+        self._inputs: tuple[Tensor, ...] | None = None
+        self._replay: Callable[[], tuple[Tensor, ...]] | None = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The results, in memory of their own."""
+        if self._memory != (memory := _addresses(self._parameters)):
+            self._memory, self._replay = memory, None  # it is the first call, or parameters were moved
+            self._prepare(inputs)
+        if self._replay is None or list(map(_shape, self._inputs or ())) != list(map(_shape, inputs)):
+            return self._compute(*inputs)
+        for static, x in zip(self._inputs or (), inputs, strict=True):
+            static.copy_(x)
+        return tuple(x.clone() for x in self._replay())
+
+    def _prepare(self, inputs: tuple[Tensor, ...]) -> None:
+        with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
+            self._inputs = static = tuple(x.clone() for x in inputs)
+            try:
+                expected = self._recorder.rehearse(lambda: self._compute(*static))
+                replay = self._recorder.record(lambda: self._compute(*static))
+                pairs = zip(replay(), expected, strict=True)
+                if not all(torch.allclose(x.float(), y.float(), rtol=TOLERANCE, equal_nan=True) for x, y in pairs):
+                    raise RuntimeError("a replay has other results than the eager forward pass")
+                self._replay = replay
+            except RuntimeError as error:
+                self._failed()
+                log.warning("cuda_graph: validation runs eagerly: %s", _one_line(error))
+
+
 class _Replay(torch.autograd.Function):
     """The loss of a replayed forward pass, whose gradient starts the replay of the backward pass."""
 
@@ -304,7 +348,7 @@ class _Replay(torch.autograd.Function):
         return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.replay(gradient)
         return None, None, None
 
@@ -330,6 +374,10 @@ def _random_offset(device: torch.device) -> int:
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index].get_offset()
+
+
+def _addresses(parameters: Iterable[nn.Parameter]) -> list[tuple[int, bool]]:
+    return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
 
 
 def _shape(x: Tensor) -> tuple[torch.Size, torch.dtype]:

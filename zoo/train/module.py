@@ -22,7 +22,7 @@ from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
-from zoo.train.captured_step import CapturedStep
+from zoo.train.captured_step import CapturedForward, CapturedStep
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
@@ -89,7 +89,8 @@ class Pretraining(L.LightningModule):
         self.extra_sets = list(extra_sets)
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
         self.context_parallel = context_parallel
-        self.captured: CapturedStep | None = None  # set by the callback `CapturedSteps`
+        self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
+        self.captured_scores: CapturedForward | None = None
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
@@ -267,7 +268,10 @@ class Pretraining(L.LightningModule):
         """Add a batch to the metrics of a validation or test."""
         batch = self._local_part(batch)
         labels, task = batch.labels, dataloader_idx if self.tasks else 0
-        losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+        if self.captured_scores is None or batch.cu_seqlens is not None:
+            losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+        else:
+            losses, correct = self.captured_scores(batch.tokens, labels)
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
             return

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.zoo.tiny import TinyModel, batch
 from zoo.train.adamw import AdamW
-from zoo.train.captured_step import CapturedStep
-from zoo.train.metrics import total_loss
+from zoo.train.captured_step import CapturedForward, CapturedStep
+from zoo.train.metrics import label_scores, total_loss
 from zoo.train.optim import clip, parameter_groups, total_norm
 
 
@@ -210,3 +210,31 @@ def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.Lo
     value.backward()
     assert weight.grad == 3
     assert len(caplog.messages) == 1
+
+
+def test_a_captured_forward_pass_follows_the_weights(caplog: pytest.LogCaptureFixture):
+    model, recorder = TinyModel(), Repeated()
+
+    def losses(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return label_scores(model, tokens, labels)
+
+    captured = CapturedForward(losses, model.parameters(), recorder)
+    for number in range(4):
+        tokens, labels, _ = batch(number)
+        tokens, labels = tokens[: 4 - number // 3], labels[: 4 - number // 3]
+        with torch.inference_mode():
+            pairs = list(zip(captured(tokens, labels), losses(tokens, labels), strict=True))
+        assert all(torch.equal(x, y) for x, y in pairs)
+        with torch.no_grad():
+            model.mixer_weight.mul_(2)
+        if number == 1:
+            model.mixer_weight.data = model.mixer_weight.data.clone()
+    assert recorder.recorded == 2
+    assert caplog.messages == []
+
+
+def test_a_forward_pass_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture):
+    failures = []
+    captured = CapturedForward(lambda x: (x + 1,), [], Repeated(fails_at=1), lambda: failures.append(1))
+    assert [captured(torch.ones(()))[0].item() for _ in range(2)] == [2, 2]
+    assert len(failures) == len(caplog.messages) == 1

@@ -11,9 +11,11 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from zoo.data.batch import Batch
+from zoo.generation.cuda_graph import Recorder
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
-from zoo.train.captured_step import CapturedStep, Recording
+from zoo.train.captured_step import CapturedForward, CapturedStep, Recording
+from zoo.train.metrics import label_scores
 
 log = logging.getLogger(__name__)
 
@@ -46,8 +48,15 @@ class CapturedSteps(Callback):
             with trainer.precision_plugin.train_step_context():
                 return pl_module.losses(tokens, labels)
 
-        captured = CapturedStep(losses, pl_module.model.parameters(), self._recorder, may_draw=not recomputes)
+        def scores(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            with trainer.precision_plugin.val_step_context():
+                return label_scores(pl_module.model, tokens, labels)
+
+        recorder = Recorder(pl_module.device) if self._recorder is None else self._recorder
+        parameters = list(pl_module.model.parameters())
+        captured = CapturedStep(losses, parameters, recorder, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
+        pl_module.captured_scores = CapturedForward(scores, parameters, recorder, captured.forget)
         if isinstance(optimizer, AdamW):
             optimizer.replay = partial(captured.update, optimizer)
         else:
@@ -67,7 +76,7 @@ class CapturedSteps(Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str = "fit") -> None:
         """Drop the graphs and their memory."""
-        pl_module.captured = None
+        pl_module.captured = pl_module.captured_scores = None
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, AdamW):
                 optimizer.replay = None

@@ -66,6 +66,7 @@ def test_a_captured_run_is_the_eager_run(batches: int, tmp_path: Path):
     )
     assert recorder.replayed >= 2 * 12 * batches
     same(eager, captured)
+    assert captured.loss_by_position == eager.loss_by_position
     assert others == [losses, hooks]
     assert guard.skipped == other_guard.skipped == 1
     assert captured.captured is None  # its memory is free for what follows
