@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.adamw import AdamW
+from zoo.train.gradient_average import GradientAverage
 from zoo.train.optim import clip, total_norm
 
 log = logging.getLogger(__name__)
@@ -49,6 +50,7 @@ class CapturedStep:
         compute: Inputs → a scalar loss, and further tensors without gradients. It must not wait for the device.
         parameters: All parameters that `compute` uses. Gradients of trained ones get memory that stays the same.
         recorder: Captures the parts; None for CUDA graphs.
+        average: Averages the gradients over all processes, before their norm; None for one process.
         may_draw: Whether `compute` may draw random numbers on the device; False if it recomputes activations.
 
     Attributes:
@@ -60,10 +62,13 @@ class CapturedStep:
         compute: Compute,
         parameters: Iterable[nn.Parameter],
         recorder: Recording | None = None,
+        average: GradientAverage | None = None,
         *,
         may_draw: bool = True,
     ) -> None:
         self.refused: str | None = None
+        self._average = average
+        self._exchanges = 0  # the first one is eager: it connects the processes
         self._compute, self._all, self._may_draw = compute, list(parameters), may_draw
         self._recorder = recorder
         self.forget()
@@ -77,6 +82,7 @@ class CapturedStep:
         self._passes: dict[bool, _Pass] = {}
         self._gradients: list[Tensor | None] = []
         self._loss: Tensor | None = None  # with its history, from the capture of a forward pass to that of its backward
+        self._exchange: Callable[[], None] | None = None
         self._norm: Callable[[], Tensor] | None = None
         self._clip: Callable[[], None] | None = None
         self._update: Callable[[], None] | None = None
@@ -223,21 +229,47 @@ class CapturedStep:
 
     def _attached(self) -> bool:
         """Return whether the present gradients are those of the graphs."""
-        pairs = zip(self._parameters, self._gradients, strict=True)
-        return bool(self._passes) and all(parameter.grad is static for parameter, static in pairs)
+        gradients = self._gradients if self._average is None else self._average.results
+        pairs = zip(self._parameters, gradients, strict=True)
+        return bool(self._passes and gradients) and all(parameter.grad is static for parameter, static in pairs)
+
+    def _exchanged(self) -> None:
+        """Replace the gradients by their means over all processes, each of which calls it once a step."""
+        assert self._average is not None
+        own = [parameter.grad for parameter in self._parameters]
+        self._average.allocate(own)
+        in_graph = bool(self._passes) and all(x is static for x, static in zip(own, self._gradients, strict=True))
+        if in_graph and self._exchange is None and self._exchanges:
+            average, gradients = self._average, list(self._gradients)
+            self._exchange = self._recorded(lambda: average(gradients))
+        self._exchanges += 1
+        if in_graph and self._exchange is not None:
+            self._exchange()
+        else:
+            self._average(own)
+        for parameter, mean in zip(self._parameters, self._average.results, strict=True):
+            parameter.grad = mean
 
     @property
     def parts(self) -> int:
         """Number of graphs captured so far."""
-        return 2 * len(self._passes) + sum(part is not None for part in (self._norm, self._clip, self._update))
+        return 2 * len(self._passes) + sum(
+            part is not None for part in (self._exchange, self._norm, self._clip, self._update)
+        )
 
     def gradient_norm(self) -> Tensor:
-        """The total norm of the present gradients, a scalar."""
+        """The total norm of the present gradients, a scalar; with several processes they are averaged before."""
+        if self._average is not None:
+            self._exchanged()
+        return self._present_norm()
+
+    def _present_norm(self) -> Tensor:
         if not self._attached():
             return _norm(parameter.grad for parameter in self._parameters)
         if self._norm is None:
-            self._norm = self._recorded(lambda: _norm(self._gradients))
-        return self.gradient_norm() if self._norm is None else self._norm().clone()
+            gradients = [parameter.grad for parameter in self._parameters]
+            self._norm = self._recorded(lambda: _norm(gradients))
+        return self._present_norm() if self._norm is None else self._norm().clone()
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
         """Scale the present gradients, whose total norm is `norm`, so that it is at most `max_norm`."""

@@ -1,6 +1,7 @@
 """`cuda_graph: true`: training steps are captured as CUDA graphs and replayed."""
 
 import logging
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,8 @@ from zoo.generation.cuda_graph import Recorder
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.captured_step import CapturedForward, CapturedStep, Recording
+from zoo.train.gradient_average import GradientAverage
+from zoo.train.lightning_internals import is_plain_ddp
 from zoo.train.metrics import label_scores
 
 log = logging.getLogger(__name__)
@@ -35,6 +38,7 @@ class CapturedSteps(Callback):
 
     def __init__(self, recorder: Recording | None = None) -> None:
         self._recorder = recorder
+        self._entered = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Set up the capture, unless this run cannot be captured."""
@@ -54,7 +58,11 @@ class CapturedSteps(Callback):
 
         recorder = Recorder(pl_module.device) if self._recorder is None else self._recorder
         parameters = list(pl_module.model.parameters())
-        captured = CapturedStep(losses, parameters, recorder, may_draw=not recomputes)
+        average = None
+        if trainer.world_size > 1:
+            self._entered.enter_context(trainer.strategy.model.no_sync())
+            average = GradientAverage()
+        captured = CapturedStep(losses, parameters, recorder, average, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
         pl_module.captured_scores = CapturedForward(scores, parameters, recorder, captured.forget)
         if isinstance(optimizer, AdamW):
@@ -76,6 +84,7 @@ class CapturedSteps(Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str = "fit") -> None:
         """Drop the graphs and their memory."""
+        self._entered.close()
         pl_module.captured = pl_module.captured_scores = None
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, AdamW):
@@ -89,8 +98,10 @@ def no_graphs(device: torch.device) -> str | None:
 
 def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
-    if not isinstance(trainer.strategy, SingleDeviceStrategy):
-        return f"{type(trainer.strategy).__name__} exchanges data between processes outside the graph"
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
+        return f"{type(trainer.strategy).__name__} exchanges more between processes than the gradients of a step"
+    if trainer.lightning_module.context_parallel > 1:
+        return "context_parallel exchanges parts of sequences in each layer"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return f"trainer.precision={trainer.precision_plugin.precision} scales the loss on the host; use bf16-mixed"
     if torch.is_anomaly_enabled():
