@@ -60,6 +60,11 @@ class AdamW(torch.optim.AdamW):
             for group, (rate, capturable) in zip(self.param_groups, before, strict=True):
                 group["lr"], group["capturable"] = rate, capturable
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch, also from an AdamW that is not fused."""
+        groups = [{**group, "fused": True, "foreach": None} for group in state_dict["param_groups"]]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
     def settings(self) -> list[dict[str, Any]]:
         """Return the settings of the groups that a captured update cannot change: all but the learning rates."""
         return [
