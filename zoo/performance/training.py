@@ -29,6 +29,7 @@ from zoo.train.captured_step import CapturedStep
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
 from zoo.train.module import best_precision
+from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation, build_optimizer, clip, total_norm
 
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
@@ -186,7 +187,7 @@ class Learner:
         self.captured: CapturedStep | None = None
         if cuda_graph:
             self.captured = CapturedStep(lambda: (self.forward(),), model.parameters())
-            if isinstance(self.optimizer, AdamW):
+            if isinstance(self.optimizer, AdamW | Muon):
                 self.optimizer.replay = partial(self.captured.update, self.optimizer)
 
     def prepare(self) -> None:

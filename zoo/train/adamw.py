@@ -35,18 +35,17 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        device = self.param_groups[0]["params"][0].device
-        self._rates += [
-            torch.zeros((), dtype=torch.float32, device=device) for _ in self.param_groups[len(self._rates) :]
-        ]
-        for rate, group in zip(self._rates, self.param_groups, strict=True):
-            rate.fill_(group["lr"])
+        self.read_rates()
         if self.replay is None or not self.replay():
             self.update()
         return loss
 
+    def read_rates(self) -> None:
+        """Copy the learning rates of the groups to the device."""
+        self._rates = device_rates(self, self._rates)
+
     def update(self, *, captured: bool = False) -> None:
-        """Launch the kernels of the update, with the learning rates of the last call of `step`.
+        """Launch the kernels of the update, with the learning rates that were read last.
 
         Args:
             captured: Whether a CUDA graph is being captured.
@@ -67,6 +66,18 @@ class AdamW(torch.optim.AdamW):
 
     def settings(self) -> list[dict[str, Any]]:
         """Return the settings of the groups that a captured update cannot change: all but the learning rates."""
-        return [
-            {key: value for key, value in group.items() if key not in ("params", "lr")} for group in self.param_groups
-        ]
+        return fixed_settings(self)
+
+
+def device_rates(optimizer: torch.optim.Optimizer, rates: list[Tensor]) -> list[Tensor]:
+    """Copy the learning rates of an optimiser's groups into `rates`, or if it is empty into new scalars."""
+    device = optimizer.param_groups[0]["params"][0].device
+    rates = rates or [torch.zeros((), dtype=torch.float32, device=device) for _ in optimizer.param_groups]
+    for rate, group in zip(rates, optimizer.param_groups, strict=True):
+        rate.fill_(group["lr"])
+    return rates
+
+
+def fixed_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of an optimiser's groups without the learning rates."""
+    return [{key: group[key] for key in group if key not in ("params", "lr")} for group in optimizer.param_groups]

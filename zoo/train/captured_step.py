@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.adamw import AdamW
 from zoo.train.gradient_average import GradientAverage
+from zoo.train.muon import Muon
 from zoo.train.optim import clip, total_norm
 
 log = logging.getLogger(__name__)
@@ -286,7 +287,7 @@ class CapturedStep:
         self._clipped_norm.copy_(norm)
         self._clip()
 
-    def update(self, optimizer: AdamW) -> bool:
+    def update(self, optimizer: AdamW | Muon) -> bool:
         """Replay the update of an optimiser of these parameters; False if it has to be run eagerly."""
         if not self._attached():
             return False

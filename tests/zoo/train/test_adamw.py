@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from zoo.train.adamw import AdamW
+from zoo.train.muon import Muon
 
 RATE = 2**-6  # the same number in fp32
 
@@ -75,3 +76,21 @@ def test_a_replay_takes_the_place_of_the_update():
     (model, _), (expected, _) = trained(make), trained(ours, range(1))
     assert len(replays) == 6
     assert torch.equal(model.weight, expected.weight)  # only the first update was run
+
+
+def test_muon_reads_its_rates_from_the_device():
+    def steps(on_gpu: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        weights = [nn.Parameter(torch.randn(size)) for size in ((6, 4), (4, 4), (3,))]
+        matrices = {"params": weights[:2], "weight_decay": 0.1, "hidden": True, "matrices": [[2, 4], [4]]}
+        optimizer = Muon([matrices, {"params": weights[2:], "hidden": False, "matrices": [[3]]}], RATE)
+        assert not optimizer._on_gpu
+        for _ in range(3):
+            for weight in weights:
+                weight.grad = torch.randn_like(weight)
+            optimizer._on_gpu = on_gpu
+            optimizer.step()
+        return weights
+
+    for one, other in zip(steps(True), steps(False), strict=True):
+        torch.testing.assert_close(one, other)

@@ -19,6 +19,7 @@ from zoo.train.captured_step import CapturedForward, CapturedStep, Recording
 from zoo.train.gradient_average import GradientAverage
 from zoo.train.lightning_internals import is_plain_ddp
 from zoo.train.metrics import label_scores
+from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class CapturedSteps(Callback):
         captured = CapturedStep(losses, parameters, recorder, average, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
         pl_module.captured_scores = CapturedForward(scores, parameters, recorder, captured.forget)
-        if isinstance(optimizer, AdamW):
+        if isinstance(optimizer, AdamW | Muon):
             optimizer.replay = partial(captured.update, optimizer)
         else:
             name = type(optimizer).__name__
@@ -87,7 +88,7 @@ class CapturedSteps(Callback):
         self._entered.close()
         pl_module.captured = pl_module.captured_scores = None
         for optimizer in trainer.optimizers:
-            if isinstance(optimizer, AdamW):
+            if isinstance(optimizer, AdamW | Muon):
                 optimizer.replay = None
 
 
