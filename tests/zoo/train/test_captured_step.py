@@ -63,12 +63,13 @@ class Loop:
         total = total_loss(self.model, tokens, labels)
         return total / labels.numel(), total.detach()
 
-    def step(self, number: int, batches: int = 1, length: int = 16, bad: bool = False) -> None:
+    def step(self, number: int, batches: int = 1, lengths: tuple[int, ...] = (16,), bad: bool = False) -> None:
         torch.manual_seed(number)
         self.optimizer.zero_grad()
         self.optimizer.param_groups[0]["lr"] = 2**-6 * (number + 1) / 8
         for each in range(batches):
             tokens, labels, _ = batch(100 * number + each)
+            length = lengths[each % len(lengths)]
             inputs, first = (tokens[:, :length], labels[:, :length]), each == 0
             if self.captured is None:
                 loss, _ = self.loss(*inputs)
@@ -128,7 +129,8 @@ def test_captured_steps_compute_the_same_to_the_bit(dropout: float, clip_at: flo
 
 
 def test_batches_of_another_shape_run_eagerly(caplog: pytest.LogCaptureFixture):
-    eager, captured, recorder = both({}, {"length": 8}, {}, {"length": 8, "batches": 2}, {"batches": 2})
+    odd = [{"lengths": (8,)}, {}, {"lengths": (8, 8), "batches": 2}, {"lengths": (8, 16), "batches": 2}]
+    eager, captured, recorder = both({}, *odd, {"lengths": (16, 8), "batches": 2}, {"batches": 2})
     alike(eager, captured)
     assert recorder.recorded == 7
     assert caplog.messages == ["cuda_graph: batches of other shapes than the first one run eagerly"]
