@@ -82,6 +82,8 @@ class CapturedStep:
         self._inputs: tuple[Tensor, ...] | None = None
         self._passes: dict[bool, _Pass] = {}
         self._gradients: list[Tensor | None] = []
+        if self._average is not None:
+            self._average.forget()
         self._loss: Tensor | None = None  # with its history, from the capture of a forward pass to that of its backward
         self._exchange: Callable[[], None] | None = None
         self._norm: Callable[[], Tensor] | None = None

@@ -18,6 +18,10 @@ class GradientAverage:
         self.results: list[Tensor | None] = []
         self._flat: list[Tensor] = []
 
+    def forget(self) -> None:
+        """Drop the results, for other parameters."""
+        self.results, self._flat = [], []
+
     def allocate(self, gradients: Sequence[Tensor | None]) -> None:
         """Allocate the results for such gradients, unless that is done."""
         if self.results:
