@@ -73,7 +73,8 @@ def examined(fault: Fault | str) -> list[str]:
             (folder / fault.file).write_text(fault.applied(folder), encoding="utf-8")
         only = fault.only if isinstance(fault, Fault) else fault
         command = [sys.executable, "cli.py", "doctor", "--proofs=true", f"--only={only}", f"--time_limit={JOB_LIMIT}"]
-        environment = {**os.environ, "PYTHONPATH": str(folder)}
+        path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "PYTHONPATH": path}
         try:
             done = subprocess.run(
                 [*command, "--device=cuda", "--output=proofs.json"],

@@ -55,6 +55,7 @@ def decoding(folder: str) -> float:
 
 CASES: dict[str, Callable[[str], float]] = {
     "delta rule, forward and backward": lambda folder: kernel("delta_rule", folder),
+    "KDA, forward and backward": lambda folder: kernel("kda", folder),
     "per-channel recurrence, forward and backward": lambda folder: kernel("linear_channel", folder),
     "training step, Gated DeltaNet 400M": training,
     "training step, eightfold state": lambda folder: training(folder, "ablate/expand_8.yaml"),

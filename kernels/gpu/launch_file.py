@@ -30,10 +30,12 @@ VARIABLE = "ZOO_LAUNCH"
 NAMES = {
     "linear_recurrence": ("carry", "local", "head_scores", "channel_scores", "channel_grads", "step"),
     "delta_rule": ("prepare", "forward", "backward", "dq", "dk", "long", "narrow"),
+    "general_delta_rule": ("prepare", "forward", "backward", "narrow", "pairs", "gradients"),
 }
 NUMBERS = {
     "linear_recurrence": ("block", "warps", "stages"),
     "delta_rule": ("keys", "values", "warps", "stages"),
+    "general_delta_rule": ("keys", "values", "warps", "stages"),
 }
 # the numbers in an entry, by kernel
 KERNELS = {f"{op}.{name}": NUMBERS[op] for op, names in NAMES.items() for name in names}

@@ -30,7 +30,7 @@ class LaunchConfig(NamedTuple):
 
 
 # kernel → (compute capability, largest head size that the entry serves, bytes per element). The size is the larger of K
-# and V; for the delta rule, values beyond its largest keys count as these.
+# and V; for the delta rule, values beyond its largest keys count as these, and for the general one it is K alone.
 TABLE: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {
     "linear_recurrence.carry": {
         (HOPPER, 128, HALF): LaunchConfig(4, 2, block=64),
@@ -127,6 +127,41 @@ TABLE: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {
     "delta_rule.narrow": {  # instead of `forward` and `backward` where these would leave most of the device idle
         (HOPPER, 64, HALF): LaunchConfig(4, 3, values=32),
         (HOPPER, 128, HALF): LaunchConfig(4, 3, values=32),
+    },
+    "general_delta_rule.prepare": {  # of chunks with moderate decays; steep ones have one launch
+        (HOPPER, 256, HALF): LaunchConfig(4, 3, keys=32),  # few registers: two programs per multiprocessor
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 3, keys=32),
+        (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, keys=32),
+    },
+    "general_delta_rule.forward": {
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),  # transposed states of 64 rows stay in registers
+        (HOPPER, 256, HALF): LaunchConfig(4, 1, values=16),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
+        (OTHER, ANY, HALF): LaunchConfig(4, 1, values=16),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),
+    },
+    "general_delta_rule.backward": {
+        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),
+        (HOPPER, 256, HALF): LaunchConfig(4, 1, values=16),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
+        (OTHER, ANY, HALF): LaunchConfig(4, 1, values=16),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),
+    },
+    "general_delta_rule.narrow": {  # instead of `forward` where that would leave half of the device idle
+        (HOPPER, 128, HALF): LaunchConfig(4, 2, values=32),
+    },
+    "general_delta_rule.pairs": {
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, values=128),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, values=32),
+        (OTHER, ANY, HALF): LaunchConfig(4, 2, values=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, values=32),
+    },
+    "general_delta_rule.gradients": {
+        (HOPPER, 256, HALF): LaunchConfig(8, 1, keys=64, values=128),
+        (HOPPER, 256, SINGLE): LaunchConfig(8, 1, keys=64, values=32),
+        (OTHER, ANY, HALF): LaunchConfig(8, 1, keys=32, values=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(8, 1, keys=32, values=32),
     },
 }
 

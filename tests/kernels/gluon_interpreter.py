@@ -2,13 +2,15 @@
 
 Triton interprets its own language, but not Gluon. Here the source of a module runs once more, on stand-ins for what it
 imports of Gluon: tensors are PyTorch's, all numbers have fp64, copies are made at once, and barriers do nothing. Races,
-layouts and rounding are left to the device.
+layouts and rounding are left to the device. Groups of warps that share the work are threads, which wait for each other.
 """
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from threading import Condition
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -90,7 +92,42 @@ class Shared:
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     """New shared memory."""
-    return Shared(torch.full(shape, float("nan"), dtype=dtype))
+    return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype))
+
+
+class Barriers:
+    """`mbarrier`: a barrier is the place in shared memory where it was made, and counts arrivals."""
+
+    MBarrierLayout = staticmethod(lambda: None)
+
+    def __init__(self) -> None:
+        self.changed, self.state = Condition(), dict[Shared, list[int]]()
+
+    def init(self, bar: Shared, count: int) -> None:
+        """Wait for this many arrivals in each phase, of which the first is phase 0."""
+        self.state[bar] = [count, count, 0]
+
+    def arrive(self, bar: Shared, count: int | None = None) -> None:
+        """Arrive this often, or as often as the phase still needs."""
+        with self.changed:
+            state = self.state[bar]
+            state[1] -= state[1] if count is None else count
+            assert state[1] >= 0, "more arrivals than the barrier waits for"
+            if not state[1]:
+                state[1:] = [state[0], state[2] + 1]
+                self.changed.notify_all()
+
+    def wait(self, bar: Shared, phase: Any) -> None:
+        """Return once the last phase of this parity is over."""
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.state[bar][2] % 2 != int(phase), timeout=60), "nobody arrives"
+
+
+def specialised(groups: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Any, registers: Any) -> None:
+    """`warp_specialize`: all groups of warps at the same time."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        for done in [pool.submit(function, *given) for function, given in groups]:
+            done.result()
 
 
 def multiply(a: Shared | Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -183,6 +220,7 @@ class Language(ModuleType):
     join = staticmethod(lambda x, y: torch.stack([x, y], -1))
     gather = staticmethod(lambda x, at, axis: x.gather(axis, at))
     static_range = staticmethod(range)
+    warp_specialize = staticmethod(specialised)
     allocate_shared_memory, shared_memory_descriptor = staticmethod(allocate), Shared
     where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
     floor, rsqrt, log2 = of_values(torch.floor), of_values(torch.rsqrt), of_values(torch.log2)
@@ -207,9 +245,11 @@ def stand_ins() -> Iterator[None]:
     asynchronous = ModuleType("async_copy")
     asynchronous.async_load = copy  # type: ignore[attr-defined]
     asynchronous.commit_group = asynchronous.wait_group = nothing  # type: ignore[attr-defined]
+    barriers = Barriers()
+    asynchronous.mbarrier_arrive = lambda bar, increment_count: barriers.arrive(bar)  # type: ignore[attr-defined]
     ampere.async_copy = asynchronous  # type: ignore[attr-defined]
     hopper.fence_async_shared, hopper.warpgroup_mma = nothing, multiply  # type: ignore[attr-defined]
-    hopper.warpgroup_mma_wait = wait  # type: ignore[attr-defined]
+    hopper.warpgroup_mma_wait, hopper.mbarrier = wait, barriers  # type: ignore[attr-defined]
     experimental = importlib.import_module("triton.experimental")
     with patch.dict(sys.modules, modules), patch.object(experimental, "gluon", gluon, create=True):
         yield

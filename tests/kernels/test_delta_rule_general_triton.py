@@ -1,5 +1,6 @@
 """The Triton kernels of the general delta rule: small cases in the interpreter, real sizes on a device."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -8,12 +9,16 @@ from torch import Tensor
 
 import kernels
 
+from . import gluon_interpreter
+from .hopper import MOST, shared_memory
 from .recurrences import assert_same, results
 from .test_delta_rule_general import arguments
 
 pytest.importorskip("triton")
+from kernels.delta_rule.gpu.general import plan as general_plan
 from kernels.gpu import plan
 
+PASS = "kernels.delta_rule.gpu.general.hopper_sequential_pass"
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
 GPU_PACKED = [0, 0, 1, 65, 65, 1000, 2100]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -140,6 +145,31 @@ def test_no_bit_depends_on_later_tokens(decay: str, K: int):
         o, changed = (kernels.delta_rule(**x)[0] for x in (a, b))
     assert torch.equal(o[:, :20], changed[:, :20])
     assert not torch.equal(o[:, 20:], changed[:, 20:])
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("beta", {"T": 1}),
+        ("beta", {"T": 300, "V": 128}),
+        ("erase", {"T": 70, "R": 2, "E": 2}),
+        ("beta", {"T": 400, "documents": [0, 0, 3, 67, 67, 400]}),
+    ],
+)
+def test_the_forward_pass_in_gluon_step_by_step(form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PASS, gluon_interpreter.interpreted(PASS, "scan_forward"))
+    monkeypatch.setattr(general_plan.GeneralDeltaRule, "forward_path", "hopper_pass")
+    a = small(**{"K": 128, "V": 64, **options}, gate="channel", form=form)
+    agree(a, 2e-5, subheads=options.get("E", 1))
+    plan.of_rows.cache_clear()
+    agree(a, 2e-5, subheads=options.get("E", 1), keep_states=False)
+
+
+def test_shared_memory_of_the_forward_pass_in_gluon():
+    types = {"total": "*fp32", "initial": "*fp32", "final": "*fp32", "beta": "*fp32", "segments": "*i32"}
+    assert shared_memory(PASS, "scan_forward", {"M": 16, "E": 1, "V": 128}, types, warps=4) <= MOST
 
 
 def test_too_many_channels_of_keys():

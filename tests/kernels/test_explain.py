@@ -72,7 +72,12 @@ CASES = {
     ),
     "delta_rule --K 512": (["long_keys"], ["prepare.prepare", "sequential_pass_long.long_forward"], None),
     "delta_rule --gate channel": (
-        ["general"],
+        ["general", "hopper_pass"],
+        ["general.prepare.prepare"] * 2 + ["general.hopper_sequential_pass.scan_forward"],
+        ["general.sequential_pass.scan_backward", "general.gradients.pairs"] + ["general.gradients.gradients"] * 2,
+    ),
+    "delta_rule --gate channel --K 64": (
+        ["general", "pass"],
         ["general.prepare.prepare"] * 2 + ["general.sequential_pass.scan_forward"],
         ["general.sequential_pass.scan_backward", "general.gradients.pairs"] + ["general.gradients.gradients"] * 2,
     ),

@@ -74,7 +74,8 @@ def join_states(states: Sequence[Any]) -> Any:
 
 def take_states(state: Any, rows: Sequence[int] | Tensor) -> Any:
     """The state of some sequences; to branch, name a sequence more than once."""
-    return tree_map(lambda leaf: leaf[torch.as_tensor(rows, device=leaf.device)] if len(leaf) else leaf, state)
+    chosen = rows if isinstance(rows, Tensor) else torch.tensor(rows, dtype=torch.int64)
+    return tree_map(lambda leaf: leaf[chosen.to(leaf.device)] if len(leaf) else leaf, state)
 
 
 def _cat(*leaves: Tensor) -> Tensor:

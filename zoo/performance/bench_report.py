@@ -70,7 +70,7 @@ def without(table: Table, remarks: list[str], head: list[str], row: dict[str, An
     """Add a row without a result, and a remark with the reason."""
     failed = is_wrong(row)
     table.add_row(*head, "WRONG" if failed else "–", style="red" if failed else None)
-    remarks.append(f"{' '.join(part for part in head if part)}: {row['note']}")
+    remarks.append(f"{' '.join(part for part in head if part).strip()}: {row['note']}")
 
 
 def path_of(row: dict[str, Any], remarks: list[str]) -> str:

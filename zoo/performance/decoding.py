@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def bench_decode(
         backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         seconds: Time to spend on each measurement.
-        peers: Whether to also time flash-linear-attention's Gated DeltaNet of the same sizes.
+        peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet
+            if it has none.
         folder: The folder of bench.json.
 
     Raises:
@@ -100,7 +101,7 @@ def bench_decode(
     model = models.build(parsed, precision, where).eval()
     gate = models.compared(model, precision, backend, models.continuing, models.at_once)
     peer = others.language_model(model, about["model"], where) if peers else None
-    peer = peer.to(models.PRECISIONS[precision]).eval() if peer is not None else None
+    built = cache(lambda: peer.build().to(models.PRECISIONS[precision]).eval() if peer is not None else None)
     places = [(batch, position) for batch in batch_sizes for position in positions]
     for batch, position in progress_bar(places, desc="decode", unit=" places"):
         row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
@@ -110,9 +111,9 @@ def bench_decode(
         with torch.no_grad(), models.running(precision, where, backend):
             report.rows += _measured(row, model, seconds)
         if peer is not None:
-            other = {"model": "fla gated delta rule", "batch_size": batch, "position": min(position, PEER_POSITION)}
+            other = {"model": peer.name, "batch_size": batch, "position": min(position, PEER_POSITION)}
             with torch.no_grad(), models.running(precision, where):
-                make = partial(Peer, peer, batch, other["position"])
+                make = partial(Peer, built, batch, other["position"])
                 report.rows.append(_peer({**other, "how": "eager"}, seconds, make, where))
         if where.type == "cuda":
             torch.cuda.empty_cache()
@@ -190,8 +191,8 @@ class Peer:
 
     state_bytes = None
 
-    def __init__(self, model: Any, batch_size: int, position: int) -> None:
-        self.model = model
+    def __init__(self, build: Callable[[], Any], batch_size: int, position: int) -> None:
+        self.model = model = build()
         prompt = torch.randint(model.config.vocab_size, (batch_size, position), device=model.device)
         out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
         self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)

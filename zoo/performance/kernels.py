@@ -1,6 +1,9 @@
 """`bench kernels`: forward and backward times of the ops, compared with the device's limits and other libraries."""
 
-from collections.abc import Iterable
+import math
+import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +16,24 @@ from kernels import UserError
 from zoo.arguments import check_names, names_in
 from zoo.display import new_figure, progress_bar
 from zoo.performance import peers as others
-from zoo.performance.accuracy import relative_error
+from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.bench_report import PATH, Report, captioned, pair, without
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
-from zoo.performance.op_calls import OPS, BenchCall, Shape, Tensors
+from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import TimedCall, as_graph, medians
 from zoo.train.devices import pick_device
 
 ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
 WINDOW_ON_GPU = [(4, 8, 8192, 128)]
+GENERAL_ON_GPU = [
+    (4, 16, 4096, 128),
+    (1, 16, 32768, 128),
+    (8, 32, 4096, 128),
+]  # delta rules that are not Gated DeltaNet
 ON_CPU = [(1, 4, 1024, 64)]
 LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
 LENGTHS_ON_CPU = [256, 512, 1024, 2048]
-OURS = "ours"
+OURS, FIRST_CALL = "ours", "first call of"
 
 
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
@@ -42,12 +50,16 @@ class KernelReport(Report):
         suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
         columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
         if self.about["peers"]:
-            columns += [f"peer ÷ ours {TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
+            columns += [f"peer ÷ ours\n{TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
         table = self.new_table(columns)
         remarks = [
             "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
         ]
         remarks.append(PATH)
+        if self.about["peers"]:
+            remarks.append(
+                "±: relative error of a peer's output / the largest of its gradients, against the fp32 reference"
+            )
         for row in self.rows:
             head = [row["op"], "×".join(map(str, row["shape"].values()))]
             if "fwd_ms" not in row:
@@ -63,13 +75,13 @@ class KernelReport(Report):
                 remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
                 for name, peer in row["peers"].items():
                     if "note" in peer:
-                        remarks.append(f"{name}: {peer['note']}")
+                        without(table, remarks, [f"  {name}", ""], peer)
                         continue
                     remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
                     ratios = [
                         pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes
                     ]
-                    table.add_row(f"  {name}", "", "", *_times(peer, suffixes), "", "", *ratios)
+                    table.add_row(f"  {name}", _deviation(peer["errors"]), "", *_times(peer, suffixes), "", "", *ratios)
         return captioned(table, remarks)
 
     def picture(self) -> Figure | None:
@@ -104,6 +116,19 @@ def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
     return [pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
 
 
+def _announce(bar: Any, says: str, stage: str) -> None:
+    """Show in a progress bar what is done next for a row, and what can take minutes immediately in a log file, too."""
+    bar.set_postfix_str(f"{says}, {stage}")
+    if stage.startswith(FIRST_CALL) and not sys.stderr.isatty():
+        sys.stderr.write(f"kernels: {says}, {stage}\n")
+
+
+def _deviation(errors: dict[str, float | None]) -> str:
+    """The error of a peer's output, and the largest of its gradients."""
+    output, *gradients = (math.inf if error is None else error for error in errors.values())
+    return f"±{output:.0e} / {max(gradients):.0e}"
+
+
 def bench_kernels(
     ops: list[str] | str | None = None,
     shapes: list[tuple[int, int, int, int]] | None = None,
@@ -119,8 +144,9 @@ def bench_kernels(
     """Time the ops, forward and with their backward pass, after checking their results.
 
     Args:
-        ops: Any of delta_rule, linear_head, linear_channel, linear_constant (named after their decays) and
-            window_attention; all by default.
+        ops: Any of delta_rule (as Gated DeltaNet calls it), kda, kda_with_gates (from pre-activations, with norms),
+            gated_deltanet2, comba, gated_deltaproduct (two steps), linear_head, linear_channel, linear_constant (named
+            after their decays) and window_attention; all by default.
         shapes: [B, H, T, D] of the table: batch, heads, tokens and key size; null for defaults of the device.
         lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for defaults of the
             device.
@@ -130,7 +156,9 @@ def bench_kernels(
         window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU.
         seconds: Time to spend on each measurement.
         peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours; and
-            FlashQLA where it is installed, which compiles for a minute or two at each shape.
+            FlashQLA where it is installed, which compiles for a minute or two at each shape. Some functions of
+            flash-linear-attention are also timed for bounded decays (`safe_gate`), and with more kept for the gradients
+            (`disable_recompute`).
         folder: The folder of bench.json and bench.png.
 
     Raises:
@@ -149,10 +177,11 @@ def bench_kernels(
     if peers:
         others.require_for(names, where)
 
-    table: list[tuple[str, Shape]] = []
-    for name in names:
-        default = ON_CPU if not on_gpu else WINDOW_ON_GPU if name == "window_attention" else ON_GPU
-        table += [(name, Shape(*shape)) for shape in (default if shapes is None else shapes)]
+    table = [
+        (name, Shape(*shape))
+        for name in names
+        for shape in (_default_shapes(name, on_gpu) if shapes is None else shapes)
+    ]
     if lengths is None:
         lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
     base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
@@ -162,13 +191,16 @@ def bench_kernels(
         BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
     report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": peers})
     measurements = list(dict.fromkeys([*table, *curve]))
+    if peers and any(OPS[name].decay is not None for name in names):
+        sys.stderr.write("peers: flash-linear-attention tunes its kernels for minutes, before the clock starts\n")
     for name, shape in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
-        bar.set_postfix_str(f"{name} {'×'.join(map(str, shape))}")
+        says = f"{name} {'×'.join(map(str, shape))}"
+        bar.set_postfix_str(says)
         row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
         row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
         try:
             case = BenchCall(name, shape, precision, where, backend, window)
-            row |= measured(case, seconds, peers and row["in_table"])
+            row |= measured(case, seconds, peers and row["in_table"], partial(_announce, bar, says))
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"
         case = None  # type: ignore[assignment]
@@ -178,8 +210,19 @@ def bench_kernels(
     return report
 
 
-def measured(case: BenchCall, seconds: float, peers: bool) -> dict[str, Any]:
-    """The row of a case: its check, and its times if it passed."""
+def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
+    """The shapes of an op's rows in the table."""
+    if not on_gpu:
+        return ON_CPU
+    if name == "window_attention":
+        return WINDOW_ON_GPU
+    return GENERAL_ON_GPU if OPS[name].general else ON_GPU
+
+
+def measured(
+    case: BenchCall, seconds: float, peers: bool, announce: Callable[[str], None] = lambda stage: None
+) -> dict[str, Any]:
+    """The row of a case: its check, and its times if it passed; `announce` is called with what is done next."""
     gate = case.check()
     row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
     if not gate.passed:
@@ -189,9 +232,11 @@ def measured(case: BenchCall, seconds: float, peers: bool) -> dict[str, Any]:
     row["peers"] = {}
     if peers:
         for name, peer in others.kernel_peers(case).items():
+            announce(f"{FIRST_CALL} {name}")
             row["peers"][name] = checked = _tried(case, peer)
             if "note" not in checked:
                 calls[name] = peer
+    announce("timing")
     times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
     runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
     runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}
@@ -225,19 +270,19 @@ def _graphs(calls: dict[str, TimedCall], device: torch.device) -> tuple[dict[str
     for name, call in calls.items():
         try:
             graphs[name] = as_graph(call, device)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            if name == OURS and isinstance(error, torch.OutOfMemoryError):
+                raise
             refused[name] = others.complaint(error)
     return graphs, refused
 
 
 def _tried(case: BenchCall, peer: Any) -> dict[str, Any]:
-    """The relative difference of a peer's output from ours, or why it does not run."""
+    """The errors of a peer's output and gradients, or why it does not run. This also compiles and tunes it."""
     try:
-        output = case.differentiated(peer, case.inputs, case.do)["o"]
         with torch.no_grad():
-            return {"output_difference": relative_error(output, case.call(case.inputs))}
+            peer(case.inputs)
+        return {"errors": case.compared(peer).record()["errors"]}
     except Exception as error:  # errors of other libraries become remarks in the table
         return {"note": others.complaint(error)}
 

@@ -1,11 +1,13 @@
 """Other libraries to compare with: flash-linear-attention (FLA), FlashQLA, PyTorch's SDPA and FlexAttention.
 
-This is the only module that imports the first two, and only on request.
+The first two are imported only on request.
 """
 
 import importlib
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import suppress
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,8 +15,11 @@ from torch import Tensor, nn
 
 from kernels import UserError
 from zoo.lm.model import LanguageModel
+from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.device import version
-from zoo.performance.op_calls import OPS, BenchCall, Tensors
+from zoo.performance.op_calls import Tensors
+from zoo.performance.peer_ops import PEERS, PeerOp
+from zoo.saved.public.families import FAMILIES
 
 Peer = Callable[[Tensors], Tensor]
 
@@ -46,18 +51,18 @@ def kernel_peers(case: BenchCall) -> dict[str, Peer]:
     """Name → function from the inputs of `case` to outputs [B,T,H,D]."""
     if case.window is not None:
         return _attention(case)
-    if case.op.function == "delta_rule":
-        delta = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-        rules: dict[str, Peer] = {
-            "fla chunk_gated_delta_rule": lambda x: delta(x["q"], x["k"], x["v"], g=x["log_decay"], beta=x["beta"])[0]
-        }
-        return rules if version("flash-qla") is None else rules | {"flash_qla chunk_gated_delta_rule": flash_qla}
-    if case.op.decay == "channel":
-        gated = importlib.import_module("fla.ops.gla").chunk_gla
-        return {"fla chunk_gla": lambda x: gated(x["q"], x["k"], x["v"], g=x["log_decay"])[0]}
-    simple = importlib.import_module("fla.ops.simple_gla").chunk_simple_gla
-    gate = "g_gamma" if case.op.decay == "constant" else "g"
-    return {"fla chunk_simple_gla": lambda x: simple(x["q"], x["k"], x["v"], **{gate: x["log_decay"]})[0]}
+    peers: dict[str, Peer] = {
+        peer.label: _outputs(peer) for peer in PEERS if peer.package == "fla" and peer.row == case.name
+    }
+    if case.name == "delta_rule" and version("flash-qla") is not None:
+        peers["flash_qla chunk_gated_delta_rule"] = flash_qla
+    return peers
+
+
+def _outputs(peer: PeerOp) -> Peer:
+    """Return a function of the inputs that calls a peer and imports it on the first call."""
+    function = cache(peer.load)
+    return lambda inputs: function()(**inputs)[0]
 
 
 def flash_qla(x: Tensors) -> Tensor:
@@ -92,27 +97,55 @@ def complaint(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.device) -> nn.Module:
-    """FLA's gated delta rule model of the same sizes, in fp32.
+class PeerModel(NamedTuple):
+    """A language model of FLA: its name in a report, and what builds it."""
+
+    name: str
+    build: Callable[[], nn.Module]
+
+
+def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.device) -> PeerModel:
+    """FLA's model of the same mixers and sizes, in fp32; where it has none, its Gated DeltaNet of the same sizes.
 
     Args:
-        model: Our model, whose first mixer has the sizes of keys and values, if it has any.
+        model: Our model.
         sizes: The key `model` of its config.
         device: Device of its parameters.
     """
     models = importlib.import_module("fla.models")
-    heads = sizes["num_heads"]
-    mixer = model.mixers[0]
+    architecture, config = _same_mixers(model) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
+    kind = getattr(models, architecture)
+
+    def build() -> nn.Module:
+        with torch.device(device):
+            built: nn.Module = kind(kind.config_class(**config))
+            return built
+
+    return PeerModel(f"fla {kind.config_class.model_type}", build)
+
+
+def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
+    """The class of FLA's model of the same mixers, and its config; None if it has none."""
+    kinds = {type(mixer).__name__ for mixer in model.mixers}
+    whole = all(getattr(mixer, "subheads", 1) == 1 for mixer in model.mixers)
+    for family in FAMILIES:
+        if family.target == "fla" and whole and kinds <= family.mixers:
+            with suppress(UserError):  # as for models of attention alone
+                return family.architecture, family.write(model)
+    return None
+
+
+def _gated_deltanet(model: LanguageModel, sizes: dict[str, Any]) -> dict[str, Any]:
+    """The config of FLA's Gated DeltaNet with the keys and values of the model's first mixer, if it has any."""
+    heads, mixer = sizes["num_heads"], model.mixers[0]
     keys = getattr(mixer, "subhead_size", sizes["hidden_size"] // heads)
-    config = models.GatedDeltaNetConfig(
-        hidden_size=sizes["hidden_size"],
-        num_hidden_layers=sizes["num_layers"],
-        vocab_size=sizes["vocab_size"],
-        intermediate_size=sizes["intermediate_size"],
-        num_heads=heads,
-        head_dim=keys,
-        expand_v=getattr(mixer, "value_size", keys) / keys,
-        tie_word_embeddings=sizes["tie_embeddings"],
-    )
-    with torch.device(device):
-        return models.GatedDeltaNetForCausalLM(config)
+    return {
+        "hidden_size": sizes["hidden_size"],
+        "num_hidden_layers": sizes["num_layers"],
+        "vocab_size": sizes["vocab_size"],
+        "intermediate_size": sizes["intermediate_size"],
+        "num_heads": heads,
+        "head_dim": keys,
+        "expand_v": getattr(mixer, "value_size", keys) / keys,
+        "tie_word_embeddings": sizes["tie_embeddings"],
+    }

@@ -99,7 +99,8 @@ def bench_training(
         device: cpu or cuda; null for the GPU if available.
         compile: Whether to compile each block with torch.compile.
         cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.
-        peers: Whether to also time flash-linear-attention's Gated DeltaNet of the same sizes, alternating with ours.
+        peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet
+            if it has none, alternating with ours.
         folder: The folder of bench.json.
 
     Raises:
@@ -153,7 +154,7 @@ def bench_training(
             report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # without times
             return report
         if peers:
-            row = {"model": "fla gated delta rule"}
+            row = {"model": "fla"}
             report.rows.append(row)
             learners += _peer(row, model, about["model"], optim, precision, tokens[:, :-1], bar)
         timed(learners, steps, bar)
@@ -288,7 +289,8 @@ def _peer(
     """FLA's model, warmed up; nothing if it does not run."""
     before = torch.cuda.memory_allocated(tokens.device)
     try:
-        model = others.language_model(ours, sizes, tokens.device)
+        peer = others.language_model(ours, sizes, tokens.device)
+        row["model"], model = peer.name, peer.build()
         if precision.endswith("-true"):
             model = model.to(models.PRECISIONS[precision])
         learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)

@@ -29,8 +29,9 @@ from zoo.arguments import check_names, names_in
 from zoo.display import new_console, new_table, progress_bar
 from zoo.files.atomic import atomic_write
 from zoo.performance.accuracy import Gate
+from zoo.performance.bench_calls import BenchCall, Shape
 from zoo.performance.device import DTYPES, described
-from zoo.performance.op_calls import BenchCall, Shape, Tensors
+from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import as_graph, medians
 
 Entry = dict[str, int]
@@ -62,7 +63,7 @@ def present(target: Target, device: torch.device) -> Entry | None:
     if target.kernel == "delta_rule.long" and target.size <= WHOLE:
         return None  # such heads do not run on it
     dtype, op = DTYPES[target.dtype], target.kernel.partition(".")[0]
-    size = target.size if op == "delta_rule" else min(target.size, launch_table.largest(op, dtype, device))
+    size = min(target.size, launch_table.largest(op, dtype, device)) if op == "linear_recurrence" else target.size
     entry = launch_table.optional(target.kernel, size, dtype, device)
     return None if entry is None else {number: getattr(entry, number) for number in KERNELS[target.kernel]}
 
@@ -125,7 +126,8 @@ def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
         "head_scores": ("head",),
     }
     decays = ops.get(name, ("channel",))
-    for case in ["delta_rule"] if op == "delta_rule" else [f"linear_{decay}" for decay in decays]:
+    rows = {"delta_rule": ["delta_rule"], "general_delta_rule": ["kda", "comba"]}
+    for case in rows.get(op) or [f"linear_{decay}" for decay in decays]:
         for shape in shapes:
             yield case, shape
 
@@ -259,8 +261,10 @@ def tune(
     effect only if the environment variable ZOO_LAUNCH names it.
 
     Args:
-        kernels: Any of carry, local, head_scores, channel_scores, channel_grads and step (linear_recurrence), and of
-            prepare, forward, backward, dq, dk and narrow (delta_rule), or these ops; all by default.
+        kernels: Any of carry, local, head_scores, channel_scores, channel_grads and step (linear_recurrence), of
+            prepare, forward, backward, dq, dk, long and narrow (delta_rule), and of prepare, forward, backward, narrow,
+            pairs and gradients (general_delta_rule), or these ops, or an op and a kernel, as in delta_rule.dq; all by
+            default.
         sizes: Head sizes; null for 64, 128 and 256.
         dtypes: bf16 or fp32; null for both.
         jobs: Number of candidates checked at a time.

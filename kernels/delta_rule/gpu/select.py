@@ -60,6 +60,14 @@ PREPARE = (
     ),
     KernelPath("prepare", when=always, why="all other keys"),
 )
+GENERAL_FORWARD = (
+    KernelPath(
+        "hopper_pass",
+        when=lambda case: case.gluon and case.V % 64 == 0,
+        why="keys of 128 channels in bf16 on Hopper: a kernel in Gluon",
+    ),
+    KernelPath("pass", when=always, why="all other keys"),
+)
 SEQUENTIAL = (
     KernelPath(
         "long_keys",

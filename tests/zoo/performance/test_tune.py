@@ -15,11 +15,13 @@ import torch
 
 import kernels
 from kernels.delta_rule.gpu import plan as gpu_plan
+from kernels.delta_rule.gpu.general import plan as general_plan
 from kernels.gpu import device, launch_file, launch_table
+from kernels.gpu.launch import LaunchSpec
 from kernels.gpu.launch_table import TABLE, LaunchConfig, launch, optional
 from kernels.gpu.miscompilations import miscompiled
 from zoo.performance import tune
-from zoo.performance.op_calls import BenchCall, Shape
+from zoo.performance.bench_calls import BenchCall, Shape
 from zoo.performance.tune import ALONE, Target, Trial, Tuner, _targets, around, cases, fits, table
 
 pytest_plugins = "tests.desk"
@@ -200,7 +202,7 @@ def test_present_entries_fit(size: int, itemsize: int, hopper: None):
     for kernel in launch_file.KERNELS:
         entry = tune.present(target := Target(kernel, size, itemsize), GPU)
         if entry is None:
-            assert kernel in ("delta_rule.narrow", "delta_rule.long")
+            assert kernel in ("delta_rule.narrow", "delta_rule.long", "general_delta_rule.narrow")
             continue
         assert fits(target, entry, 227 << 10)
         assert not launch_file._mistake({**target._asdict(), **entry})
@@ -223,6 +225,49 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
                     segments.add(cut)
             assert used == {"narrow"} if name == "narrow" else "wide" in used
             assert segments == ({False} if name == "narrow" else {False, True})
+
+
+def general_launches(heads: int) -> dict[str, LaunchSpec]:
+    """The launches of a general delta rule over keys and values of 64 channels in bf16; `pass` is the forward one."""
+    sizes = torch.Size((1, 256, heads, 64))
+    plan = general_plan.GeneralDeltaRule(sizes, sizes, 1, 1.0, "channel", False, BF16, GPU, None)
+    plan.layout = SimpleNamespace(chunks=range(4))
+    launches = {"prepare": plan.prepare(False), "pass": plan.forward(), "backward": plan.backward()}
+    return launches | {"pairs": plan.pairs(), "gradients": plan.gradients(False)}
+
+
+@pytest.mark.parametrize("kernel", launch_file.NAMES["general_delta_rule"])
+def test_a_file_changes_one_launch_of_the_general_delta_rule(
+    kernel: str, hopper: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(general_plan, "multiprocessors", lambda device: 132)
+    target = Target(f"general_delta_rule.{kernel}", 64, 2)
+    entry = {**tune.present(target, GPU), "warps": 2}
+    file = written(tmp_path, {**target._asdict(), **entry})
+    heads = 4 if kernel == "narrow" else 100
+    before = general_launches(heads)
+    with launch_file.launch_file(file):
+        after = general_launches(heads)
+    name = "pass" if kernel in ("forward", "narrow") else kernel
+    assert {each for each in before if before[each].warps != after[each].warps} == {name}
+    assert after[name].warps == 2
+    sizes = {"keys": "BK", "values": "BV"}
+    assert all(after[name].options[sizes[axis]] == min(entry[axis], 64) for axis in sizes if entry[axis])
+
+
+@pytest.mark.parametrize("processors", [108, 160])
+def test_cases_reach_both_forward_launches_of_the_general_delta_rule(
+    processors: int, hopper: None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(general_plan, "multiprocessors", lambda device: processors)
+    for name in ("forward", "narrow"):
+        for timed in (True, False):
+            used = set()
+            for op, (B, H, T, D) in cases(Target(f"general_delta_rule.{name}", 64, 2), timed=timed):
+                sizes = torch.Size((B, T, H, D))
+                plan = general_plan.GeneralDeltaRule(sizes, sizes, 1, 1.0, "channel", False, BF16, GPU, None)
+                used.add((op, plan.pass_entry("forward") == plan.entry(name)))
+            assert {op for op, meant in used if meant} == {"kda", "comba"}
 
 
 class Processes:
@@ -259,7 +304,9 @@ def test_kernels_by_op_by_name_and_by_both():
 
     assert kernels("local") == ["linear_recurrence.local"]
     assert kernels("delta_rule.narrow,dq,delta_rule.dq") == ["delta_rule.narrow", "delta_rule.dq"]
-    assert kernels("delta_rule") == [f"delta_rule.{name}" for name in launch_file.NAMES["delta_rule"]]
+    for op in launch_file.NAMES:
+        assert kernels(op) == [f"{op}.{name}" for name in launch_file.NAMES[op]]
+    assert kernels("narrow") == ["delta_rule.narrow", "general_delta_rule.narrow"]
     assert {target.kernel for target in _targets(None, [64], "bf16")} == set(launch_file.KERNELS)
 
 

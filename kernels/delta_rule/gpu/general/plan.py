@@ -1,5 +1,6 @@
 """The general delta rule in Triton: the sizes, the layout and the launches of a call."""
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 from ....core.documents import Documents
 from ....gpu.device import HOPPER, capability, multiprocessors
 from ....gpu.launch import LaunchSpec, cdiv
+from ....gpu.launch_table import LaunchConfig, launch, optional
 from ....gpu.layout import CHUNK, layout, most_chunks
+from ....gpu.paths import select
 from ....gpu.plan import Plan, prepared
 from ..plan import block, key_block
+from ..select import GENERAL_FORWARD, Case
 from .gradients import gradients, pairs
 from .prepare import prepare
 from .sequential_pass import scan_backward, scan_forward
@@ -69,16 +73,30 @@ class GeneralDeltaRule(Plan):
         marks: Shapes = [((slots, M, K), torch.float32), ((slots, M), torch.int8)]
         return [pair, pair, keys, keys, keys, *marks, ((B, T, M, V), dtype), ((slots, M, V, K), dtype)]
 
-    @property
-    def key_part(self) -> tuple[int, int]:
-        """Channels in a block of keys of the kernels over chunks, and the number of such blocks."""
-        width = 32 if self.cautious or (INTERPRETED and self.K <= 32) else 64
-        return width, cdiv(self.K, width)
+    def entry(self, kernel: str) -> LaunchConfig:
+        """The launch configuration of a kernel."""
+        return launch(f"general_delta_rule.{kernel}", self.K, self.dtype, self.device)
+
+    def pass_entry(self, kernel: str) -> LaunchConfig:
+        """The launch configuration of a pass along time."""
+        entry = self.entry(kernel)
+        narrow = optional("general_delta_rule.narrow", self.K, self.dtype, self.device)
+        if kernel == "backward" or narrow is None or self.deterministic:
+            return entry
+        values = min(block(self.V), entry.values)
+        idle = 2 * self.N * self.M * cdiv(self.V, values) <= multiprocessors(self.device)
+        return narrow if idle and narrow.values < values else entry
 
     @property
-    def _values(self) -> int:
-        """Most values of a block in the kernels over chunks."""
-        return 32 if self.exact or self.cautious else 128
+    def key_part(self) -> tuple[int, int]:
+        """Channels in a block of keys of the gradients, and the number of such blocks."""
+        width = 32 if INTERPRETED and self.K <= 32 else self.entry("gradients").keys
+        return width, cdiv(self.K, width)
+
+    @cached_property
+    def forward_path(self) -> str:
+        """Name of the path of the forward pass along time."""
+        return select(GENERAL_FORWARD, Case(self.K, self.V, self.dtype, self.device)).name
 
     def states(self) -> Tensor:
         """One uninitialised state per sequence."""
@@ -96,55 +114,58 @@ class GeneralDeltaRule(Plan):
 
     @property
     def _over_chunks(self) -> dict[str, Any]:
-        names = {"R": self.R, "K": self.K, "BK": self.key_part[0], "GATE": self.gate, "BEFORE": self.before}
+        names = {"R": self.R, "K": self.K, "GATE": self.gate, "BEFORE": self.before}
         return {**names, "WIDE": self.exact, "DOT": self._dtype}
 
     @prepared
     def prepare(self, slow: bool) -> LaunchSpec:
         """The inverse, the scores and the decayed keys and queries: one program per chunk and recurrence."""
         merge = "ieee" if INTERPRETED else "tf32x3" if self.exact else "tf32"
-        programs = len(self.layout.chunks) * self.M
-        options = {**self._over_chunks, "SLOW": slow, "MERGE": merge}
-        if not slow and self.K % 32 == 0:
-            options["BK"] = 32  # few enough registers for two programs per multiprocessor
-        return self._spec(
-            prepare, programs, self.scale, **options, warps=8 if slow else 4, stages=1 if slow or self.cautious else 3
-        )
+        programs, entry = len(self.layout.chunks) * self.M, self.entry("prepare")
+        keys, warps, stages = entry.keys, entry.warps, entry.stages
+        if slow or self.K % keys:
+            keys = self.key_part[0]
+        if slow:
+            warps, stages = 8, 1
+        options = {**self._over_chunks, "BK": keys, "SLOW": slow, "MERGE": merge}
+        return self._spec(prepare, programs, self.scale, **options, warps=warps, stages=stages)
 
-    def _along_time(self, kernel: Any) -> LaunchSpec:
+    def _along_time(self, kernel: Any, entry: LaunchConfig) -> LaunchSpec:
         """One program per sequence, recurrence and block of values."""
-        BV, stages = min(block(self.V), 16), 1
-        if not self.cautious and not self.exact and self.K <= 128:
-            # products of transposed states with 64 rows keep them in registers
-            BV, stages = min(block(self.V), 64), 3
-            idle = 2 * self.N * self.M * cdiv(self.V, BV) <= multiprocessors(self.device)
-            if idle and not self.deterministic and BV == 64 and kernel is scan_forward:
-                BV, stages = 32, 2
+        BV, stages = min(block(self.V), entry.values), entry.stages
         sizes: dict[str, Any] = {"K": self.K, "V": self.V, "BK": key_block(self.K), "BV": BV, "DTYPE": self._dtype}
-        return self._spec(kernel, self.N * self.M * cdiv(self.V, BV), **sizes, STAGES=stages, warps=4, stages=stages)
+        programs = self.N * self.M * cdiv(self.V, BV)
+        return self._spec(kernel, programs, **sizes, STAGES=stages, warps=entry.warps, stages=stages)
 
     @prepared
     def forward(self) -> LaunchSpec:
         """The pass along time."""
-        return self._along_time(scan_forward)
+        if self.forward_path == "hopper_pass":
+            from .hopper_sequential_pass import scan_forward as in_gluon  # the interpreter does without Gluon
+
+            return LaunchSpec(in_gluon, self.N * self.M * (self.V // 64), M=self.M, E=self.E, V=self.V, warps=4)
+        return self._along_time(scan_forward, self.pass_entry("forward"))
 
     @prepared
     def backward(self) -> LaunchSpec:
         """The reverse pass along time."""
-        return self._along_time(scan_backward)
+        return self._along_time(scan_backward, self.pass_entry("backward"))
 
     @prepared
     def pairs(self) -> LaunchSpec:
         """The gradients of P and L: one program per chunk and recurrence."""
-        sizes: dict[str, Any] = {"V": self.V, "BV": min(self._values, block(self.V)), "DTYPE": self._dtype}
-        return self._spec(pairs, len(self.layout.chunks) * self.M, self.scale, **sizes, warps=4, stages=2)
+        entry = self.entry("pairs")
+        sizes: dict[str, Any] = {"V": self.V, "BV": min(entry.values, block(self.V)), "DTYPE": self._dtype}
+        programs = len(self.layout.chunks) * self.M
+        return self._spec(pairs, programs, self.scale, **sizes, warps=entry.warps, stages=entry.stages)
 
     @prepared
     def gradients(self, slow: bool) -> LaunchSpec:
         """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
-        programs = len(self.layout.chunks) * self.M * self.key_part[1]
-        sizes = {**self._over_chunks, "V": self.V, "BV": min(self._values, block(self.V)), "SLOW": slow}
+        entry, (keys, parts) = self.entry("gradients"), self.key_part
+        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V)), "SLOW": slow}
         if self.exact and self.cautious:
             sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
-        numbers = (self.scale, self.B * self.T)
-        return self._spec(gradients, programs, *numbers, **sizes, STAGES=1, warps=8, stages=1)
+        numbers, programs = (self.scale, self.B * self.T), len(self.layout.chunks) * self.M * parts
+        warps, stages = entry.warps, entry.stages
+        return self._spec(gradients, programs, *numbers, **sizes, STAGES=stages, warps=warps, stages=stages)
