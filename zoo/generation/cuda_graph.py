@@ -1,7 +1,7 @@
 """Capturing functions as CUDA graphs."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
@@ -49,16 +49,26 @@ class Recorder:
                 # other threads, such as those that pin batches, may continue
                 with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                     result = step()
-            except RuntimeError:
+            except RuntimeError as error:
                 torch.cuda.synchronize()
                 generator.graphsafe_set_state(draws)  # otherwise it stays in capture mode and cannot be used
-                raise
+                self._drop_pool()
+                cause = error.__context__  # ending the capture raises an error that only says that there was one
+                raise cause if isinstance(cause, RuntimeError) else error from None
 
         def replay() -> Made:
             graph.replay()
             return result
 
         return replay
+
+    def _drop_pool(self) -> None:
+        """Use another pool of memory from now on: PyTorch goes on filling that of a capture that failed."""
+        with suppress(RuntimeError):
+            index = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def capture(rehearse: Callable[[], None], step: Callable[[], Made], device: torch.device) -> Callable[[], Made]:

@@ -334,6 +334,9 @@ class CapturedForward:
         parameters: All parameters that `compute` uses.
         recorder: As for a `CapturedStep`, whose memory is shared if the recorder is the same.
         failed: Called if the function cannot be captured.
+
+    Attributes:
+        refused: Why nothing is replayed; None while everything is.
     """
 
     def __init__(
@@ -344,13 +347,14 @@ class CapturedForward:
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._compute, self._parameters, self._recorder, self._failed = compute, list(parameters), recorder, failed
+        self.refused: str | None = None
         self._memory: list[tuple[int, bool]] | None = None
         self._inputs: tuple[Tensor, ...] | None = None
         self._replay: Callable[[], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
         """The results, in memory of their own."""
-        if self._memory != (memory := _addresses(self._parameters)):
+        if self.refused is None and self._memory != (memory := _addresses(self._parameters)):
             self._memory, self._replay = memory, None  # it is the first call, or parameters were moved
             self._prepare(inputs)
         if self._replay is None or list(map(_shape, self._inputs or ())) != list(map(_shape, inputs)):
@@ -371,7 +375,8 @@ class CapturedForward:
                 self._replay = replay
             except RuntimeError as error:
                 self._failed()
-                log.warning("cuda_graph: validation runs eagerly: %s", _one_line(error))
+                self.refused = _one_line(error)
+                log.warning("cuda_graph: validation runs eagerly: %s", self.refused)
 
 
 class _Replay(torch.autograd.Function):

@@ -55,7 +55,7 @@ class CapturedSteps(Callback):
 
         def scores(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             with trainer.precision_plugin.val_step_context():
-                return label_scores(pl_module.model, tokens, labels)
+                return label_scores(pl_module.model, tokens, labels, every_token=True)
 
         recorder = Recorder(pl_module.device) if self._recorder is None else self._recorder
         parameters = list(pl_module.model.parameters())
