@@ -73,7 +73,7 @@ class HostSpace:
         self._block = self._used = 0
 
     def copy(self, tensor: Tensor) -> Tensor:
-        """A copy of a GPU tensor with memory of its own, complete when the device is synchronised."""
+        """A copy of a GPU tensor in a separate storage, complete when the device is synchronised."""
         if not tensor.numel() or tensor.layout is not torch.strided:
             return tensor.detach().to("cpu", copy=True)
         place = torch.frombuffer(self._place(tensor.nbytes), dtype=tensor.dtype, count=tensor.numel())

@@ -63,7 +63,7 @@ class Recorder:
         return replay
 
     def _drop_pool(self) -> None:
-        """Use another pool of memory from now on: PyTorch goes on filling that of a capture that failed."""
+        """Use another pool of memory from now on: PyTorch continues to fill that of a failed capture."""
         with suppress(RuntimeError):
             index = torch.cuda.current_device()
             torch._C._cuda_endAllocateToPool(index, self._pool)
