@@ -91,6 +91,9 @@ class CapturedSteps(Callback):
             if isinstance(optimizer, AdamW | Muon):
                 optimizer.replay = None
 
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module)
+
 
 def no_graphs(device: torch.device) -> str | None:
     """Return why a device has no CUDA graphs; None if it has."""

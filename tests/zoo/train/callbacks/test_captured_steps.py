@@ -95,6 +95,17 @@ def test_what_is_logged_does_not_depend_on_it(tmp_path: Path):
     assert [row.keys() for row in rows[0]] == [row.keys() for row in rows[1]]
 
 
+def test_a_run_that_ends_in_an_error_keeps_no_graphs(tmp_path: Path):
+    class Fails(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise RuntimeError("a bug")
+
+    module = pretraining()
+    with pytest.raises(RuntimeError, match="a bug"):
+        trainer(tmp_path, [CapturedSteps(Repeated()), Fails()]).fit(module, ResumableLoader(8), validation_loader())
+    assert module.captured is None
+
+
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [line for line in caplog.messages if line.startswith("cuda_graph")]
 
