@@ -47,6 +47,7 @@ from .norm import (
 )
 from .per_document import per_document
 from .precision import KeepsFp32
+from .preconditioner import Preconditioner
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, names, register, similar
 from .retnet import RetNet
@@ -108,6 +109,7 @@ __all__ = [
     "Output",
     "OutputProjection",
     "Position",
+    "Preconditioner",
     "Projection",
     "RMSNorm",
     "RetNet",

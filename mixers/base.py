@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.documents import places
+from kernels.precondition import precondition
 
 from .arguments import check_sizes, size_or
 from .context_parallel import ContextParallel, run_recurrence
@@ -23,6 +24,7 @@ from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
+from .preconditioner import Preconditioner
 from .state import History, Position, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
@@ -197,9 +199,10 @@ class Streams(NamedTuple):
     k: Tensor  # [B,T,n·G,K], then [B,nT,G·S,K']
     v: Tensor  # [B,T,n·H,V], then [B,nT,H,V]
     log_decay: Tensor | None = None  # raw, then [H·S] | [B,T,H·S] | [B,T,H·S,K']
-    beta: Tensor | None = None  # raw, then [B,nT,H·S]
+    beta: Tensor | None = None  # raw, then [B,nT,H·S] | [B,nT,H·S,K']
     gate: Any = None  # whatever `readout` needs
-    erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K'], in place of beta
+    erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K']
+    curvature: tuple[Tensor, Tensor] | None = None  # raw gates of a preconditioner, each [B,T,G·S]
 
     def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""
@@ -212,6 +215,7 @@ class LinearState(NamedTuple):
     matrix: Tensor  # [N,H·S,K',V], at least fp32
     histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
     position: Position  # tokens seen [N], int64; empty where no feature map asks
+    curvature: tuple[Tensor, ...] = ()  # of a preconditioner [N,G·S,1,K'], at least fp32
 
 
 class LinearMixer(TokenMixer):
@@ -219,7 +223,7 @@ class LinearMixer(TokenMixer):
 
     A subclass implements `project`, `gates` and `readout`, names its `recurrence` and declares its features as data.
     `Expanded` can then expand its state, provided that its gates have size `gate_heads` (per key channel:
-    `gate_heads * subhead_size`) and not the number of heads.
+    `gate_heads * subhead_size`) and not the number of heads. A preconditioner acts on the keys after the gates.
 
     Args:
         site: Where the layer sits in the model.
@@ -231,12 +235,13 @@ class LinearMixer(TokenMixer):
         q: Features of the queries.
         k: Features of the keys.
         v: Features of the values.
+        preconditioner: The module that preconditions the keys of a delta rule with one step per token; None for none.
     """
 
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
-    erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys in place of beta
+    erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
 
     def __init__(
@@ -251,6 +256,7 @@ class LinearMixer(TokenMixer):
         q: Features = Features(),
         k: Features = Features(),
         v: Features = Features(),
+        preconditioner: Callable[[int], Preconditioner] | None = None,
     ):
         super().__init__()
         sizes = {"num_heads": num_heads, "key_size": key_size, "value_size": value_size, "num_key_heads": num_key_heads}
@@ -274,6 +280,9 @@ class LinearMixer(TokenMixer):
         self.q_features = FeaturePath(q, G * self.subheads, self.subhead_size, kept=recompute in ("states", False))
         self.k_features = FeaturePath(k, steps * G * self.subheads, self.subhead_size, kept=recompute is not True)
         self.v_features = FeaturePath(v, steps * num_heads, value_size)
+        self.preconditioner = None if preconditioner is None else preconditioner(G * self.subheads)
+        if preconditioner is not None and (steps > 1 or type(self).recurrence is not kernels.delta_rule):
+            raise kernels.UserError("preconditioner: only a delta rule with one step per token can have one")
 
     @property
     def _features(self) -> tuple[FeaturePath, FeaturePath, FeaturePath]:
@@ -288,7 +297,7 @@ class LinearMixer(TokenMixer):
         return None
 
     def gates(self, s: Streams) -> Streams:
-        """Compute the final log_decay and beta or erase; any stream may be replaced. Not called with `gate_inputs`."""
+        """Compute the final log_decay, beta and erase; any stream may be replaced. Not called with `gate_inputs`."""
         return s
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
@@ -304,7 +313,7 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
         x = checked_input(x, self.site.hidden_size)
-        s, histories, position = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
+        s, histories, position, curvature = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,
             s.q,
@@ -318,11 +327,11 @@ class LinearMixer(TokenMixer):
             keep_states=self.keep_states,
             context_parallel=context_parallel,
         )
-        return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position)
+        return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position, curvature)
 
     def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)
-        if self.erase_keys or self.steps > 1:  # only the delta rule has these
+        if s.erase is not None or self.steps > 1:  # only the delta rule has these
             gates |= dict(erase=s.erase, read_before=self.read_before, steps=self.steps)
         return gates
 
@@ -330,7 +339,8 @@ class LinearMixer(TokenMixer):
         """Return the number of heads that follow each other in a parameter which becomes larger with subheads."""
         if parameter.startswith("k_features."):
             return self.steps * self.num_key_heads
-        return self.num_key_heads if parameter.startswith("q_features.") else self.num_heads
+        of_key_heads = ("q_features.", "in_proj.curvature_", "preconditioner.")
+        return self.num_key_heads if parameter.startswith(of_key_heads) else self.num_heads
 
     def steps_of(self, x: Tensor) -> Tensor:
         """[B,T,n·heads,…] → [B,nT,heads,…]: the steps of a token follow each other."""
@@ -351,7 +361,7 @@ class LinearMixer(TokenMixer):
         state: LinearState | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
+    ) -> tuple[Streams, tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
         """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them."""
         q_product = k_product = None
         if self.q_expand is not None and self.k_expand is not None:
@@ -368,9 +378,29 @@ class LinearMixer(TokenMixer):
         done, histories = zip(*made, strict=True)
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
+        s, curvature = self._precondition(s, state, cu_seqlens, context_parallel)
         if self.q_gain is not None:  # last, as a norm would cancel it
             s = s.replace(q=self.q_gain(s.q))
-        return s, histories, following
+        return s, histories, following, curvature
+
+    def _precondition(
+        self,
+        s: Streams,
+        state: LinearState | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        """Erase with the keys and write with preconditioned ones times β; also return the next curvature."""
+        if self.preconditioner is None:
+            return s, ()
+        assert s.beta is not None
+        assert s.curvature is not None
+        past = None if state is None else state.curvature[0]
+        curvature, last = self.preconditioner(s.k, s.curvature, past, cu_seqlens, context_parallel)
+        q, k, curvature = (self.to_value_heads(x) for x in (s.q, s.k, curvature))
+        centre = self.to_value_heads(self.preconditioner.centre.view(1, 1, -1)).flatten()
+        written = precondition(k, curvature, s.beta, centre, limit=self.preconditioner.limit)
+        return s.replace(q=q, k=written, beta=None, erase=k), () if last is None else (last,)
 
     def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """The subheads of a stream; or a stream, and the matrices that make them of its heads."""
@@ -394,18 +424,24 @@ class LinearMixer(TokenMixer):
             torch.zeros(batch_size, *self._matrix_shape, device=device, dtype=matrix_dtype),
             tuple(path.init_history(batch_size, device, dtype) for path in self._features),
             torch.zeros(batch_size if self._needs_positions else 0, device=device, dtype=torch.int64),
+            tuple(torch.zeros(batch_size, *size, device=device, dtype=matrix_dtype) for size in self._curvature_shape),
         )
 
     @property
     def _matrix_shape(self) -> tuple[int, int, int]:
         return self.gate_heads, self.k_features.out_size, self.v_features.out_size
 
+    @property
+    def _curvature_shape(self) -> list[tuple[int, int, int]]:
+        """The shape of a preconditioner's state, if there is one."""
+        return [] if self.preconditioner is None else [(self.k_features.heads, 1, self.k_features.out_size)]
+
     def state_size(self, length: int | None = None) -> int:
-        return math.prod(self._matrix_shape)
+        return sum(map(math.prod, [self._matrix_shape, *self._curvature_shape]))
 
     def flops(self, length: int) -> int:
         _, key_size, value_size = self._matrix_shape
-        return dense_flops(self, length) + kernels.recurrence_flops(
+        recurrence = kernels.recurrence_flops(
             type(self).recurrence,
             length,
             heads=self.num_heads,
@@ -414,9 +450,11 @@ class LinearMixer(TokenMixer):
             key_size=key_size,
             value_size=value_size,
             per_channel=self.decay_per_channel,
-            erase=self.erase_keys,
+            erase=self.erase_keys or self.preconditioner is not None,
             steps=self.steps,
         )
+        curvature = 0 if self.preconditioner is None else self.preconditioner.flops(length, key_size)
+        return dense_flops(self, length) + recurrence + curvature
 
 
 def dense_flops(module: nn.Module, length: int) -> int:

@@ -111,13 +111,7 @@ class Comba(LinearMixer):
         q = s.q if self.D is None else (s.q - self.D[:, None] * strength * s.k).to(s.q.dtype)
         q, k = (kernels.features(x, norm="l2")[0] for x in (q, s.k))
         p = self.to_value_heads(k if self.unit_feedback else (strength * k).to(k.dtype))
-        beta = self.beta(s.beta).unsqueeze(-1)
-        s = s.replace(log_decay=self.decay(s.log_decay)[0], beta=None)
-        if self.subheads == 1:
-            return s.replace(q=q, k=k, v=(beta * s.v).to(k.dtype), erase=(beta * p).to(k.dtype))
-        # subheads share values, so that β is in the keys that they write with
-        k = (beta * self.to_value_heads(k)).to(k.dtype)
-        return s.replace(q=self.to_value_heads(q), k=k, erase=p)
+        return s.replace(q=q, k=k, log_decay=self.decay(s.log_decay)[0], beta=self.beta(s.beta), erase=p)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

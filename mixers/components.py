@@ -29,6 +29,7 @@ from .norm import (
     SimpleRMSNorm,
     ZeroCentredRMSNorm,
 )
+from .preconditioner import Preconditioner
 from .retnet import RetNet
 from .sliding_window import SlidingWindowAttention
 from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear, LowRankGated
@@ -43,7 +44,7 @@ MIXERS = (
 PARTS_OF_MIXERS = (
     *(DPFP, HeadWise, LFM, LowRank, Residual),
     *(ConstantDecay, LayerwiseAlibi, LayerwiseLinear, LowerBounds),
-    *(BoundedChannelDecay, ChannelDecay, Discretisation, Mamba2Discretisation, LRPE, Rotary),
+    *(BoundedChannelDecay, ChannelDecay, Discretisation, Mamba2Discretisation, Preconditioner, LRPE, Rotary),
     *(LayerNorm, RMSNorm, SimpleRMSNorm, ZeroCentredRMSNorm),
     *(GatedRMSNorm, GateOnly, NormOnly, SigmoidGatedRMSNorm),
 )

@@ -11,6 +11,7 @@ from .decay import Discretisation, Strength
 from .features import Features
 from .fusion import Fusable
 from .norm import GatedRMSNorm, Output
+from .preconditioner import Preconditioner, curvature_gates
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 
@@ -38,6 +39,8 @@ class GatedDeltaNet(LinearMixer, Fusable):
         output: Norm and gate of the output: GatedRMSNorm, NormOnly, GateOnly, or a subclass of Output.
         beta_bias: Whether β's projection has a bias.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+        preconditioner: The module that preconditions the keys that are written with: Preconditioner (arXiv
+            2604.21100); null for none.
     """
 
     recurrence = staticmethod(kernels.delta_rule)
@@ -57,6 +60,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
         output: Callable[[int], Output] = GatedRMSNorm,
         beta_bias: bool = False,
         allow_neg_eigval: bool = False,
+        preconditioner: Callable[[int], Preconditioner] | None = None,
     ):
         site = checked_site(site, type(self))
         num_heads, head_dim, value_dim = site.head_sizes(num_heads, head_dim, value_dim)
@@ -69,6 +73,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
             q=qk,
             k=qk,
             v=v,
+            preconditioner=preconditioner,
         )
         self.decay = None if decay is None else decay(self.gate_heads)
         self.o_norm = output(value_dim)
@@ -78,6 +83,8 @@ class GatedDeltaNet(LinearMixer, Fusable):
             del widths["g"]
         if self.decay is None:
             del widths["a"]
+        if self.preconditioner is not None:
+            widths |= self.preconditioner.widths
         self.in_proj = Projection(site.hidden_size, widths)
         self.o_proj = OutputProjection(values, site.hidden_size)
         self.beta = Strength(self.gate_heads, bias=beta_bias, allow_neg_eigval=allow_neg_eigval)
@@ -87,7 +94,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
         G, H = self.num_key_heads, self.num_heads
         q, k, v = split_heads(parts["q"], G), split_heads(parts["k"], G), split_heads(parts["v"], H)
         gate = split_heads(parts["g"], H) if "g" in parts else None
-        return Streams(q, k, v, parts.get("a"), parts["b"], gate)
+        return Streams(q, k, v, parts.get("a"), parts["b"], gate, curvature=curvature_gates(parts))
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
         if not self.fused or self.decay is None or not self.decay.fused:

@@ -101,9 +101,9 @@ class GatedDeltaNet2(LinearMixer):
         assert s.beta is not None
         assert s.erase is not None
         log_decay = self.to_value_heads(self.decay(s.log_decay))
-        erase = (self.erase(s.erase).unflatten(2, s.k.shape[2:]) * s.k).to(s.k.dtype)
+        erase = self.erase(s.erase).unflatten(2, s.k.shape[2:]).to(s.k.dtype)
         v = (sigmoid(kernels.at_least_fp32(s.beta)) * s.v).to(s.v.dtype)
-        return s.replace(v=v, log_decay=log_decay, beta=None, erase=self.to_value_heads(erase))
+        return s.replace(v=v, log_decay=log_decay, beta=self.to_value_heads(erase), erase=None)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

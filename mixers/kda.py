@@ -11,6 +11,7 @@ from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .norm import Output, SigmoidGatedRMSNorm
+from .preconditioner import Preconditioner, curvature_gates
 from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
 
@@ -37,6 +38,8 @@ class KDA(LinearMixer):
         rank: Rank of the projections of the decays and of the output gate; V by default.
         output: Norm and gate of the output: SigmoidGatedRMSNorm, or another Output.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
+        preconditioner: The module that preconditions the keys that are written with: Preconditioner (arXiv
+            2604.21100); null for none.
     """
 
     recurrence = staticmethod(kernels.delta_rule)
@@ -56,6 +59,7 @@ class KDA(LinearMixer):
         rank: int | None = None,
         output: Callable[[int], Output] = SigmoidGatedRMSNorm,
         allow_neg_eigval: bool = False,
+        preconditioner: Callable[[int], Preconditioner] | None = None,
     ):
         site = checked_site(site, type(self))
         num_heads, head_dim, value_dim = site.head_sizes(num_heads, head_dim, value_dim)
@@ -68,6 +72,7 @@ class KDA(LinearMixer):
             q=qk,
             k=qk,
             v=v,
+            preconditioner=preconditioner,
         )
         keys, values = self.num_key_heads * head_dim, num_heads * value_dim
         rank = size_or("rank", rank, value_dim)
@@ -75,6 +80,8 @@ class KDA(LinearMixer):
         widths = {"q": keys, "k": keys, "v": values, "f": rank, "b": self.gate_heads, "g": rank}
         if not self.o_norm.gated:
             del widths["g"]
+        if self.preconditioner is not None:
+            widths |= self.preconditioner.widths
         self.in_proj = Projection(site.hidden_size, widths)
         self.decay_up = Linear(rank, self.gate_heads * self.subhead_size, bias=False)
         self.decay = decay(self.gate_heads, self.subhead_size)
@@ -83,10 +90,12 @@ class KDA(LinearMixer):
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:
-        q, k, v, f, b, *g = self.in_proj(x)
+        parts = dict(zip(self.in_proj.widths, self.in_proj(x), strict=True))
         G, H = self.num_key_heads, self.num_heads
-        gate = None if self.g_up is None else split_heads(self.g_up(g[0]), H)
-        return Streams(split_heads(q, G), split_heads(k, G), split_heads(v, H), self.decay_up(f), b, gate)
+        q, k, v = split_heads(parts["q"], G), split_heads(parts["k"], G), split_heads(parts["v"], H)
+        gate = None if self.g_up is None else split_heads(self.g_up(parts["g"]), H)
+        f, b, curvature = self.decay_up(parts["f"]), parts["b"], curvature_gates(parts)
+        return Streams(q, k, v, f, b, gate, curvature=curvature)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

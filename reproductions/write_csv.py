@@ -1,7 +1,8 @@
-"""Write what was measured as a CSV: a line for each row of a `bench.json`, each proof of a doctor, or each run.
+"""Write what was measured as a CSV: a line for each row of a `bench.json`, each proof of a doctor, fault, or run.
 
     python reproductions/write_csv.py runs/bench-kernels/bench.json reproductions/measured/kernels_h200.csv
     python reproductions/write_csv.py proofs.json reproductions/measured/proofs_cpu.csv
+    python reproductions/write_csv.py found.json reproductions/measured/broken_kernels_h100.csv
     python reproductions/write_csv.py runs/miniature reproductions/measured/miniature.csv
 
 Keys of nested values become dotted columns, lists are separated by spaces, and null is an empty field. The table of a
@@ -28,9 +29,19 @@ def flat(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield key, " ".join(map(str, value)) if isinstance(value, list) else value
 
 
+def broken(record: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The faults that `dev/broken_kernels.py` made, and the checks that found each."""
+    for row in record:
+        found = ", ".join(dict.fromkeys(row["found"])) or "nothing"
+        yield {"fault": row.get("why", "none"), "call": row["only"], "found by": found}
+
+
 def benchmark(file: Path) -> Iterator[dict[str, Any]]:
     """The rows of a `bench.json`, each with the device, versions and settings of all."""
     record = json.loads(file.read_text(encoding="utf-8"))
+    if isinstance(record, list):
+        yield from broken(record)
+        return
     if "rows" not in record:
         yield from proofs(record)
         return

@@ -30,14 +30,14 @@ class Recurrences:
     k: Tensor  # [B,nT,G·E,K]
     v: Tensor  # [B,nT,H,V]
     log_decay: Tensor | None  # [H·E] | [B,T,H·E] | [B,T,H·E,K]
-    beta: Tensor | None  # [B,nT,H·E]
+    beta: Tensor | None  # [B,nT,H·E], of the delta rule also [B,nT,H·E,K]
     subheads: int
     scale: float
     initial_state: Tensor | None  # [N,H·E,K,V]
     cu_seqlens: Tensor | None  # [N+1]
     consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
     keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
-    erase: Tensor | None = None  # [B,nT,H·E,K], instead of beta
+    erase: Tensor | None = None  # [B,nT,H·E,K]; k by default
     read_before: bool = False  # whether the erase key reads the state before it decays
     steps: int = 1
 
@@ -102,6 +102,7 @@ def check(
     cu_seqlens: Tensor | None,
     *,
     per_channel: bool,
+    beta_per_channel: bool = False,
     consume_state: bool = False,
     keep_states: bool | None = None,
     erase: Tensor | None = None,
@@ -139,8 +140,9 @@ def check(
                 f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
             )
         check_decay(log_decay)
-    if beta is not None and beta.shape != (B, rows, count):
-        raise ValueError(f"beta: expected [{B},{rows},{count}], got shape {tuple(beta.shape)}")
+    if beta is not None and tuple(beta.shape) not in ((B, rows, count), (B, rows, count, K))[: 1 + beta_per_channel]:
+        or_wide = f" or [{B},{rows},{count},{K}]" * beta_per_channel
+        raise ValueError(f"beta: expected [{B},{rows},{count}]{or_wide}, got shape {tuple(beta.shape)}")
     if erase is not None and erase.shape != (B, rows, count, K):
         raise ValueError(f"erase: expected [{B},{rows},{count},{K}], got shape {tuple(erase.shape)}")
     scale = K**-0.5 if scale is None else scale

@@ -40,7 +40,8 @@ def general_limits(a: Recurrences) -> str | None:
 def general(a: Recurrences) -> bool:
     """Return whether a call needs more than erase keys β k, one decay per head and one step per token."""
     per_channel = a.log_decay is not None and a.log_decay.dim() == 4
-    return a.erase is not None or a.read_before or a.steps > 1 or per_channel
+    strength_per_channel = a.beta is not None and a.beta.dim() == 4
+    return a.erase is not None or a.read_before or a.steps > 1 or per_channel or strength_per_channel
 
 
 def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
@@ -85,27 +86,29 @@ def delta_rule(
     consume_state: bool = False,
     keep_states: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Run S_t = D_t S_{t−1} + k_t (v_t − X_tᵀ a_t)ᵀ and read o_t = scale · S_tᵀ q_t, where D_t = diag(exp g_t).
+    """Run S_t = D_t S_{t−1} + β_t k_t (v_t − X_tᵀ a_t)ᵀ and read o_t = scale · S_tᵀ q_t, where D_t = diag(exp g_t).
 
-    The erase key a_t reads X_t = D_t S_{t−1}, or S_{t−1} with `read_before`. With β in place of a, a_t = β_t k_t and
-    β_t v_t is written. With one decay per head that is S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (Gated
-    DeltaNet, arXiv 2412.06464), with a decay per channel Kimi Delta Attention (arXiv 2510.26692).
+    The erase key a_t, by default k_t, reads X_t = D_t S_{t−1}, or S_{t−1} with `read_before`. With one decay a head and
+    no erase keys, S_t = exp(g_t)(I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ (Gated DeltaNet, arXiv 2412.06464). With a
+    decay per channel and no erase keys, this is Kimi Delta Attention (arXiv 2510.26692).
 
     Letters: B batch, T time, H value heads, G key heads (a divisor of H), E subheads, K key size, V value size,
     N documents, n steps. There are H·E recurrences: recurrence h·E + e reads key head (h // (H/G))·E + e and value head
-    h, and the outputs of the E subheads of a head are summed. With β the recurrence is stable for keys of unit length
+    h, and the outputs of the E subheads of a head are summed. Without erase keys it is stable for keys of unit length
     and β in [0, 2]. An erase key that is not a multiple of k makes the norm of a step exceed 1.
 
     Args:
         q: Queries [B,T,G·E,K].
         k: Keys [B,nT,G·E,K].
         v: Values [B,nT,H,V].
-        beta: How much of what the state holds for the key is replaced by the value [B,nT,H·E].
+        beta: How much of what the state holds for the erase key is replaced by the value [B,nT,H·E]; 1 by default with
+            `erase`, required without. Or a factor on each channel of k [B,nT,H·E,K], which is then the erase key, while
+            the values are written as they are (Gated DeltaNet-2, arXiv 2605.22791).
         log_decay: None (no decay), a constant [H·E], or per step [B,T,H·E] or [B,T,H·E,K]; ≤ 0. −inf erases the state
             before the token is written. Positive ones are refused on a CPU, undefined elsewhere.
-        erase: Erase keys a [B,nT,H·E,K], in place of β.
+        erase: Erase keys a [B,nT,H·E,K]; k by default.
         erase_write: Keys [B,nT,H·E,K] that the erased value is written with, if not k (RWKV-7, arXiv 2503.14456): S_t =
-            D_t S_{t−1} − w_t (X_tᵀ a_t)ᵀ + k_t v_tᵀ. Only with `erase`.
+            D_t S_{t−1} − β_t w_t (X_tᵀ a_t)ᵀ + β_t k_t v_tᵀ. Only with `erase`.
         read_before: Whether the erase key reads the state before it decays (Comba, arXiv 2506.02475).
         steps: Steps n per token (DeltaProduct, arXiv 2502.10297). The steps of a token follow each other on the time
             axis of k, v, beta and erase. The state decays before the first and is read after the last.
@@ -125,18 +128,20 @@ def delta_rule(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if (beta is None) == (erase is None):
-        raise ValueError(
-            "beta: the delta rule needs either beta or erase" + (", not both" if erase is not None else "")
-        )
+    if beta is None and erase is None:
+        raise ValueError("beta: the delta rule needs beta or erase")
+    if beta is not None and beta.dim() == 4 and erase is not None:
+        raise ValueError("beta: one per channel makes erase keys of k, so that erase cannot be given as well")
     if erase_write is not None:
         if erase is None:
             raise ValueError("erase_write: needs erase, which it goes with")
         q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
+        beta = None if beta is None else beta.repeat_interleave(2, 1)
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
     a = check(
         *args,
         per_channel=True,
+        beta_per_channel=True,
         consume_state=consume_state,
         keep_states=keep_states,
         erase=erase,

@@ -30,12 +30,11 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
         c = Chunking(a, max(1, CHUNK // a.steps))
         G, R, E = a.groups, a.repeats, a.subheads
         k, v = _rows(c, a.k, G, 1, E), _rows(c, a.v, G, R, 1)
-        if a.beta is None:
-            assert a.erase is not None
-            erase = _rows(c, a.erase, G, R, E)
-        else:
-            beta = _rows(c, a.beta.unsqueeze(-1), G, R, E)
-            erase, v = beta * k, beta * v
+        erase = k if a.erase is None else _rows(c, a.erase, G, R, E)
+        if a.beta is not None:
+            per_channel = a.beta.dim() == 4
+            beta = _rows(c, a.beta if per_channel else a.beta.unsqueeze(-1), G, R, E)
+            erase, v = beta * erase, v if per_channel else beta * v
         b = c.log_decay()
         if b is None:
             b = k.new_zeros(1, 1, 1, R, E, c.size)

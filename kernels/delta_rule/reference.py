@@ -8,12 +8,12 @@ from ..linear_recurrence.reference import per_recurrence, per_step_decay, spans
 
 
 def erase_and_value(a: Recurrences, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The erase keys and the values to write, from k and v of all recurrences: β k and β v, or the given ones."""
+    """The erase keys and values of all recurrences, from their keys and values, times β if there is one."""
+    erase = k if a.erase is None else at_least_fp32(a.erase)
     if a.beta is None:
-        assert a.erase is not None
-        return at_least_fp32(a.erase), v
-    beta = at_least_fp32(a.beta).unsqueeze(-1)
-    return beta * k, beta * v
+        return erase, v
+    beta = at_least_fp32(a.beta)
+    return (beta * erase, v) if beta.dim() == 4 else (beta.unsqueeze(-1) * erase, beta.unsqueeze(-1) * v)
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:

@@ -30,7 +30,16 @@ VARIABLE = "ZOO_LAUNCH"
 NAMES = {
     "linear_recurrence": ("carry", "local", "head_scores", "channel_scores", "channel_grads", "step"),
     "delta_rule": ("prepare", "forward", "backward", "dq", "dk", "long", "narrow"),
-    "general_delta_rule": ("prepare", "forward", "backward", "narrow", "pairs", "gradients"),
+    "general_delta_rule": (
+        "prepare",
+        "scalar_prepare",
+        "forward",
+        "backward",
+        "narrow",
+        "pairs",
+        "gradients",
+        "scalar_gradients",
+    ),
 }
 NUMBERS = {
     "linear_recurrence": ("block", "warps", "stages"),

@@ -134,6 +134,13 @@ TABLE: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {
         (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=32),
         (OTHER, ANY, SINGLE): LaunchConfig(4, 1, keys=32),
     },
+    "general_delta_rule.scalar_prepare": {  # with one decay per head
+        (HOPPER, 128, HALF): LaunchConfig(4, 2, keys=128),
+        (HOPPER, 256, HALF): LaunchConfig(4, 2, keys=64),
+        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=64),
+        (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=64),
+        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, keys=64),
+    },
     "general_delta_rule.forward": {
         (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),  # transposed states of 64 rows stay in registers
         (HOPPER, 256, HALF): LaunchConfig(4, 1, values=16),
@@ -159,6 +166,12 @@ TABLE: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {
     },
     "general_delta_rule.gradients": {
         (HOPPER, 256, HALF): LaunchConfig(8, 1, keys=64, values=128),
+        (HOPPER, 256, SINGLE): LaunchConfig(8, 1, keys=64, values=32),
+        (OTHER, ANY, HALF): LaunchConfig(8, 1, keys=32, values=32),
+        (OTHER, ANY, SINGLE): LaunchConfig(8, 1, keys=32, values=32),
+    },
+    "general_delta_rule.scalar_gradients": {
+        (HOPPER, 256, HALF): LaunchConfig(4, 1, keys=64, values=64),
         (HOPPER, 256, SINGLE): LaunchConfig(8, 1, keys=64, values=32),
         (OTHER, ANY, HALF): LaunchConfig(8, 1, keys=32, values=32),
         (OTHER, ANY, SINGLE): LaunchConfig(8, 1, keys=32, values=32),

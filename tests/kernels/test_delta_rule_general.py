@@ -12,7 +12,7 @@ import kernels
 from .recurrences import DECAYS, LENGTHS, PACKED, TOLERANCE, assert_same, inputs, results
 
 run = partial(results, kernels.delta_rule)
-FORMS = ("beta", "erase", "two keys")
+FORMS = ("beta", "both", "per channel", "erase", "two keys")
 
 
 def arguments(T: int, *, form: str = "erase", steps: int = 1, **options) -> dict[str, Tensor]:
@@ -23,8 +23,11 @@ def arguments(T: int, *, form: str = "erase", steps: int = 1, **options) -> dict
         rows = {name: x[:1] for name, x in rows.items()}
     a.update({name: rows[name] for name in ("k", "v", "beta")})
     dtype, shape = a["q"].dtype, (*a["beta"].shape, a["q"].shape[3])
-    if form != "beta":
+    if form not in ("beta", "both", "per channel"):
         del a["beta"]
+    if form == "per channel":
+        a["beta"] = torch.rand(shape, dtype=dtype)
+    elif form != "beta":
         a["erase"] = 0.5 * F.normalize(torch.randn(shape, dtype=dtype), dim=-1)
     if form == "two keys":
         a["erase_write"] = 0.5 * F.normalize(torch.randn(shape, dtype=dtype), dim=-1)
@@ -101,6 +104,34 @@ def test_erase_keys_that_are_multiples_of_keys(gate: str, backend: str):
     with kernels.backend(backend):
         expected, actual = kernels.delta_rule(**a)[0], kernels.delta_rule(**b)[0]
     torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_a_strength_per_channel_of_the_key(backend: str):
+    a = arguments(70, gate="channel", form="per channel")
+    b = {**a, "erase": a["beta"] * a["k"]}
+    del b["beta"]
+    with kernels.backend(backend):
+        expected, actual = kernels.delta_rule(**b)[0], kernels.delta_rule(**a)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+def test_strengths_of_erase_keys(backend: str):
+    a = arguments(70, gate="channel", form="both")
+    beta = a["beta"].unsqueeze(-1)
+    b = {**a, "erase": beta * a["erase"], "v": beta * a["v"]}
+    del b["beta"]
+    with kernels.backend(backend):
+        expected, actual = kernels.delta_rule(**b)[0], kernels.delta_rule(**a)[0]
+    torch.testing.assert_close(actual, expected)
+
+
+def test_strengths_of_values_and_of_what_another_key_erases():
+    a = arguments(70, gate="channel", form="two keys")
+    beta = torch.rand(*a["erase"].shape[:3], 1, dtype=torch.float64)
+    b = {**a, "erase": beta * a["erase"], "v": beta * a["v"]}
+    torch.testing.assert_close(kernels.delta_rule(**a, beta=beta[..., 0])[0], kernels.delta_rule(**b)[0])
 
 
 def test_one_decay_in_all_channels():
@@ -193,14 +224,15 @@ def test_compiled_without_a_graph_break(gate: str):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"beta": torch.ones(2, 10, 2)}, "beta: the delta rule needs either beta or erase, not both"),
         ({"erase": torch.ones(2, 10, 2, 7)}, r"erase: expected \[2,10,2,8\], got shape \(2, 10, 2, 7\)"),
         ({"erase": torch.ones(2, 10, 2, 8, dtype=torch.int64)}, "erase: expected a floating dtype, got torch.int64"),
         ({"erase_write": torch.ones(2, 10, 2, 7)}, "erase_write: expected the shape of erase"),
         ({"steps": 0}, "steps: must be at least 1, got 0"),
         ({"steps": 2}, r"v: expected \[2,20,H,V\] as q has it with steps=2, got shape \(2, 10, 2, 6\)"),
         ({"k": torch.ones(2, 9, 2, 8)}, "k: expected the shape of q"),
-        ({"erase": None}, "beta: the delta rule needs either beta or erase"),
+        ({"erase": None}, "beta: the delta rule needs beta or erase"),
+        ({"erase": None, "beta": torch.ones(2, 10, 2, 7)}, r"beta: expected \[2,10,2\] or \[2,10,2,8\], got shape"),
+        ({"beta": torch.ones(2, 10, 2, 8)}, "beta: one per channel makes erase keys of k, so that erase cannot"),
         (
             {"erase": None, "beta": torch.ones(2, 10, 2), "erase_write": torch.ones(2, 10, 2, 8)},
             "erase_write: needs erase",

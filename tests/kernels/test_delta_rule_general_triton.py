@@ -12,7 +12,7 @@ import kernels
 from . import gluon_interpreter
 from .hopper import MOST, shared_memory
 from .recurrences import assert_same, results
-from .test_delta_rule_general import arguments
+from .test_delta_rule_general import FORMS, arguments
 
 pytest.importorskip("triton")
 from kernels.delta_rule.gpu.general import plan as general_plan
@@ -66,7 +66,7 @@ def test_lengths(length: int, gate: str, form: str):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["beta", "erase", "two keys"])
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("read_before", [False, True])
 def test_decays_per_channel(read_before: bool, form: str):
     agree(small(66, gate="channel", form=form), read_before=read_before)
@@ -86,14 +86,15 @@ def test_steep_decays(gate: str, read_before: bool):
 
 @interpreted
 @pytest.mark.slow
-def test_subheads_shared_keys_and_documents():
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_subheads_shared_keys_and_documents(gate: str):
     # with V ≠ K and a first state: what is mixed up in one of them shows
-    agree(small(130, gate="channel", G=2, R=2, E=2, V=20, documents=PACKED), subheads=2)
+    agree(small(130, gate=gate, form="both", G=2, R=2, E=2, V=20, documents=PACKED), subheads=2)
 
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["beta", "erase"])
+@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
 def test_steps(form: str):
     agree(small(40, gate="channel", form=form, steps=2), steps=2)
 
@@ -106,7 +107,7 @@ def test_blocks_of_keys():
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["beta", "erase"])
+@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
 def test_what_is_kept_for_the_gradients_changes_only_memory(form: str):
     a = small(70, gate="channel", form=form)
     kept, again = (agree(a, keep_states=keep) for keep in (True, False))
@@ -116,7 +117,7 @@ def test_what_is_kept_for_the_gradients_changes_only_memory(form: str):
 @interpreted
 @pytest.mark.parametrize("read_before", [False, True])
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("form", ["beta", "erase", "two keys"])
+@pytest.mark.parametrize("form", FORMS)
 def test_a_single_token(form: str, steps: int, read_before: bool):
     a = small(1, B=2, gate="channel", form=form, steps=steps, R=2, E=2, V=20)
     options: dict[str, Any] = {"steps": steps, "read_before": read_before, "subheads": 2, "return_state": True}
@@ -182,7 +183,7 @@ def test_too_many_channels_of_keys():
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("read_before", [False, True])
-@pytest.mark.parametrize("form", ["beta", "erase"])
+@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
 @pytest.mark.parametrize("gate", ["none", "head", "channel"])
 @pytest.mark.parametrize(("K", "V"), [(16, 16), (64, 64), (64, 128), (128, 128), (256, 256), (100, 80)])
 def test_sizes_on_a_device(K: int, V: int, gate: str, form: str, read_before: bool, dtype: torch.dtype):
@@ -212,7 +213,7 @@ def test_lengths_and_strengths_on_a_device(length: int, beta: float):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", ["beta", "erase", "two keys"])
+@pytest.mark.parametrize("form", FORMS)
 def test_steps_on_a_device(form: str):
     a = arguments(200, form=form, gate="channel", steps=2, K=64, V=64)
     agree(on_device(a, torch.bfloat16), TOLERANCE[torch.bfloat16], steps=2)

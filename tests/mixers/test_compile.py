@@ -1,7 +1,5 @@
 """`torch.compile` takes a layer of every mixer as one graph, and it computes what the layer does as it is written."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -10,8 +8,9 @@ from kernels.core.documents import documents, places
 from mixers import LinearMixer, Site, TokenMixer
 from mixers.base import positions
 
-FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
-FACTORIES["TPE"] = mixers.TPE
+from .variants import PRECONDITIONED, REGISTERED
+
+FACTORIES = {**REGISTERED, **PRECONDITIONED, "TPE": mixers.TPE}
 MATRICES = [name for name, factory in FACTORIES.items() if isinstance(factory(Site(64, 2)), LinearMixer)]
 BACKEND = "aot_eager_decomp_partition"  # all of the default one but the code that it generates
 # a delta rule, decays per channel, per head and constant, two kinds of scan, and attention

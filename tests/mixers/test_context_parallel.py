@@ -18,13 +18,14 @@ import mixers
 from mixers import ContextParallel
 from mixers.context_parallel import run_recurrence, run_selective_scan
 
-CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
+from .variants import CAUSAL, PRECONDITIONED
+
 SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LENGTH = 24
 LONG_CONV = mixers.Features(8, activation="silu", norm="l2")  # reaches over a whole part of 6 tokens
 GDN = mixers.GatedDeltaNet
 CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
-    **{name: partial(mixers.get(name), **mixers.entry(name).tiny) for name in CAUSAL},
+    **CAUSAL,
     "TPE": mixers.TPE,
     "window over several parts": partial(mixers.SlidingWindowAttention, window_size=10, num_kv_heads=1),
     "a norm over all heads, partly rotary, and a gate": partial(
@@ -41,6 +42,7 @@ CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),
     "matrices of a diagonal recurrence": mixers.GLA,
     "computed again": partial(mixers.Expanded, mixer=GDN, factor=2),
+    **{f"{name}, subheads": partial(mixers.Expanded, mixer=each, factor=2) for name, each in PRECONDITIONED.items()},
 }
 
 
@@ -133,6 +135,7 @@ ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=4),
     **{name: mixers.get(name) for name in ("Mamba2", "GLA", "Mamba1", "CosFormer2", "SoftmaxAttention")},
     **{name: mixers.get(name) for name in ("KDA", "GatedDeltaNet2", "Comba", "GatedDeltaProduct")},
+    **PRECONDITIONED,
     "window": partial(mixers.SlidingWindowAttention, window_size=256),
 }
 
@@ -201,7 +204,7 @@ def test_the_signature_says_who_works_on_parts() -> None:
         def forward(self, x, state=None, *, cu_seqlens=None):
             return super().forward(x, state, cu_seqlens=cu_seqlens)
 
-    assert all(mixers.takes_context_parallel(mixers.get(name)) for name in CAUSAL)
+    assert all(mixers.takes_context_parallel(mixers.get(name)) for name in mixers.names() if mixers.get(name).causal)
     assert not mixers.takes_context_parallel(Whole)
 
 

@@ -12,12 +12,15 @@ import mixers
 from mixers import Expanded, GatedDeltaNet, LinearMixer, Mamba2, Site, SlidingWindowAttention, SoftmaxAttention
 from mixers.contract import CLAUSES, NOT_CAUSAL
 
-PLAIN = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in mixers.names()}
-LINEAR = [name for name in PLAIN if issubclass(mixers.entry(name).mixer, LinearMixer)]
+from .variants import PRECONDITIONED, REGISTERED
+
+LINEAR = [name for name in REGISTERED if issubclass(mixers.get(name), LinearMixer)]
 VARIANTS = {
-    **PLAIN,
-    **{f"{name}, subheads": partial(Expanded, mixer=PLAIN[name], factor=2) for name in LINEAR},
-    **{f"{name}, one long head": partial(Expanded, mixer=PLAIN[name], factor=2, subheads=False) for name in LINEAR},
+    **REGISTERED,
+    **{f"{name}, subheads": partial(Expanded, mixer=REGISTERED[name], factor=2) for name in LINEAR},
+    **{
+        f"{name}, one long head": partial(Expanded, mixer=REGISTERED[name], factor=2, subheads=False) for name in LINEAR
+    },
 }
 ARGUMENTS = {
     "more value heads than key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24),
@@ -46,6 +49,16 @@ ARGUMENTS = {
     "one step": partial(mixers.GatedDeltaProduct, num_steps=1, allow_neg_eigval=False),
     "two steps without decay, norm and convolution": partial(
         mixers.GatedDeltaProduct, decay=None, output=mixers.GateOnly, qk=mixers.Features(norm="l2")
+    ),
+    **PRECONDITIONED,
+    "preconditioned, with shared keys and other limits": partial(
+        GatedDeltaNet,
+        num_heads=4,
+        num_key_heads=2,
+        head_dim=8,
+        value_dim=24,
+        decay=None,
+        preconditioner=partial(mixers.Preconditioner, limit=2.0, centre=-3.0),
     ),
     "no lower bounds": partial(mixers.HGRN2, lower_bounds=None),
     "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bounds=None),
@@ -87,7 +100,7 @@ FEATURES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_registered_mixers(name: str):
-    causal = name not in PLAIN or mixers.get(name).causal
+    causal = name not in REGISTERED or mixers.get(name).causal
     assert len(mixers.check_mixer(VARIANTS[name], expanded=False)) == len(CLAUSES if causal else NOT_CAUSAL)
 
 

@@ -12,9 +12,9 @@ from mixers import Expanded, LinearMixer, Site
 from mixers.attention import AttentionState
 from mixers.state import caches, remembered
 
-CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
-FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in CAUSAL}
-FACTORIES["TPE"] = mixers.TPE
+from .variants import CAUSAL, Factory
+
+FACTORIES: dict[str, Factory] = {**CAUSAL, "TPE": mixers.TPE}
 FACTORIES |= {
     f"{name}, expanded": partial(Expanded, mixer=factory, factor=2)
     for name, factory in list(FACTORIES.items())

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
 import mixers
 from mixers import (
+    GLA,
     KDA,
     BoundedChannelDecay,
     ChannelDecay,
@@ -20,8 +22,11 @@ from mixers import (
     GatedDeltaProduct,
     GatedRMSNorm,
     LinearMixer,
+    Preconditioner,
     Site,
 )
+
+from .variants import PRECONDITIONED
 
 SITE = Site(hidden_size=32, num_heads=4)
 SIZES = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}
@@ -212,6 +217,112 @@ def test_a_feedback_without_effect():
         Comba(SITE, correction=None, unit_feedback=True)
 
 
+def preconditioned_by_hand(mixer: LinearMixer, x: Tensor) -> Tensor:
+    """The output of a preconditioned Gated DeltaNet or KDA before its norm and gate, token by token in fp64."""
+    s, w, G = mixer.project(x), mixer.state_dict(), mixer.num_key_heads
+    q, k, v = (
+        F.silu(F.conv1d(F.pad(stream.flatten(2).mT, (3, 0)), w[f"{name}_features.weight"], groups=size).mT)
+        for name, stream in zip("qkv", s[:3], strict=True)
+        for size in [stream[0, 0].numel()]
+    )
+    q, k = (F.normalize(stream.unflatten(-1, (G, -1)), dim=-1) for stream in (q, k))
+    v, beta = v.unflatten(-1, (4, -1)), mixer.beta(s.beta)
+    decay = (mixer.decay(s.log_decay) if isinstance(mixer, KDA) else mixer.decay(s.log_decay)[0][..., None]).exp()
+    a, b = s.curvature
+    forget = (-w["preconditioner.decay.A_log"].exp() * F.softplus(a + w["preconditioner.decay.dt_bias"])).exp()
+    strength = b.sigmoid()
+    A, S, outputs = x.new_zeros(len(x), G, 8), x.new_zeros(len(x), 4, 8, 12), []
+    for t in range(x.shape[1]):
+        A = forget[:, t, :, None] * A + strength[:, t, :, None] * k[:, t].square()
+        r = (A + 1e-6).log() - w["preconditioner.centre"][:, None]
+        written = k[:, t] * mixer.preconditioner.limit ** (-r / (1 + r.abs()))
+        query, read, written = (y.repeat_interleave(4 // G, 1) for y in (q[:, t], k[:, t], written))
+        S = decay[:, t, ..., None] * S
+        error = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhkv,bhk->bhv", S, read))
+        S = S + torch.einsum("bhk,bhv->bhkv", written, error)
+        outputs.append(8**-0.5 * torch.einsum("bhkv,bhk->bhv", S, query))
+    return torch.stack(outputs, 1)
+
+
+@pytest.mark.parametrize("make", [KDA, GatedDeltaNet])
+def test_a_preconditioner_changes_the_key_that_is_written_with(make: Callable[..., LinearMixer]):
+    outputs = {}
+
+    class Watched(make):
+        def readout(self, o: Tensor, s):
+            outputs["o"] = o
+            return super().readout(o, s)
+
+    mixer = Watched(SITE, **SIZES, preconditioner=partial(Preconditioner, limit=1.8)).double()
+    with torch.no_grad():
+        mixer.preconditioner.centre.copy_(torch.tensor([-3.0, -1.0]))
+        mixer.in_proj.weight.mul_(3)
+    x = torch.randn(2, 70, 32, dtype=torch.float64)
+    mixer(x)
+    torch.testing.assert_close(outputs["o"], preconditioned_by_hand(mixer, x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factory", PRECONDITIONED.values(), ids=PRECONDITIONED)
+def test_a_preconditioner_sees_no_bit_of_the_future_or_of_other_documents(factory: Callable):
+    mixer, (x, other) = factory(SITE), torch.randn(2, 1, 150, 32)
+    y, cut = mixer(x)[0], 77
+    assert torch.equal(mixer(torch.cat([x[:, :cut], other[:, cut:]], 1))[0][:, :cut], y[:, :cut])
+    with kernels.deterministic():
+        packed = mixer(x, cu_seqlens=torch.tensor([0, cut, 150]))[0]
+        assert torch.equal(packed, torch.cat([mixer(x[:, :cut])[0], mixer(x[:, cut:])[0]], 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("factory", PRECONDITIONED.values(), ids=PRECONDITIONED)
+def test_a_preconditioned_layer_on_a_device(factory: Callable, packed: bool, dtype: torch.dtype, tolerance: float):
+    mixer, x = factory(Site(128, 2)).double(), torch.randn(1, 333, 128, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 5, 5, 200, 333], dtype=torch.int32) if packed else None
+    dy, leaves = torch.randn_like(x), [x, *mixer.parameters()]
+    expected = mixer(x, cu_seqlens=cu_seqlens)[0]
+    gradients = torch.autograd.grad(expected, leaves, dy)
+    mixer, x = mixer.cuda().to(dtype), x.detach().cuda().to(dtype).requires_grad_()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.cuda()
+    y, _ = mixer(x, cu_seqlens=cu_seqlens)
+    found = torch.autograd.grad(y, [x, *mixer.parameters()], dy.cuda().to(dtype))
+    names = ("y", "x", *(name for name, _ in mixer.named_parameters()))
+    for name, one, other in zip(names, (y, *found), (expected, *gradients), strict=True):
+        assert (one.cpu().double() - other).norm() < tolerance * other.norm() * (1 if name == "y" else 5), name
+    with torch.no_grad():
+        state, steps = mixer.init_state(1), []
+        for t in range(5):
+            step, state = mixer(x[:, t : t + 1], state)
+            steps.append(step)
+    assert (torch.cat(steps, 1) - y[:, :5]).norm() < tolerance * y[:, :5].norm()
+
+
+def test_what_a_preconditioner_starts_with():
+    mixer = KDA(SITE, **SIZES, preconditioner=Preconditioner)
+    assert mixer.preconditioner.centre.tolist() == pytest.approx([-0.2] * 2)
+    assert mixer.state_size() == 4 * 8 * 12 + 2 * 8
+    assert mixer.init_state(3).curvature[0].shape == (3, 2, 1, 8)
+    assert KDA(SITE, **SIZES).init_state(3).curvature == ()
+
+
+@pytest.mark.parametrize(("base", "steps"), [(GLA, 1), (KDA, 2)])
+def test_recurrences_that_cannot_be_preconditioned(base: type[LinearMixer], steps: int):
+    class Misfit(base):
+        def __init__(self, site: Site):
+            sizes = {"num_heads": 4, "key_size": 8, "value_size": 8, "steps": steps}
+            LinearMixer.__init__(self, site, **sizes, preconditioner=Preconditioner)
+
+    with pytest.raises(mixers.UserError, match=r"^preconditioner: only a delta rule with one step per token can"):
+        Misfit(SITE)
+
+
+@pytest.mark.parametrize("limit", [0.5, 1, 2.5, math.nan])
+def test_limits_that_a_step_would_not_stay_stable_with(limit: float):
+    with pytest.raises(mixers.UserError, match=rf"^limit: {limit} must be (a finite number|above 1 and at most 2)$"):
+        Preconditioner(2, limit=limit)
+
+
 @pytest.mark.parametrize("make", FAMILY)
 def test_sizes_of_heads(make: Callable[..., LinearMixer]):
     assert make(SITE).state_size() == 4 * 8 * 8
@@ -222,7 +333,7 @@ def test_sizes_of_heads(make: Callable[..., LinearMixer]):
         make(SITE, num_key_heads=3)
 
 
-@pytest.mark.parametrize("make", FAMILY)
+@pytest.mark.parametrize("make", [*FAMILY, partial(KDA, preconditioner=Preconditioner)])
 def test_residual_subheads_start_as_the_mixer_without_them(make: Callable[..., LinearMixer]):
     torch.manual_seed(1)
     plain = make(SITE, **SIZES).double()

@@ -1,11 +1,12 @@
 """KDA, Gated DeltaNet-2, Comba and Gated DeltaProduct with copied weights: outputs, and gradients of all weights.
 
 They are compared with layers written out around the naive recurrences of flash-linear-attention, KDA also with the
-layer of transformers. The naive function of Comba reads the state after it decays, its kernels before; Comba is
-compared with the formula of the paper, in fp64.
+layer of transformers, and Comba with the formula of the paper in fp64. Of the two naive functions of Comba, the one in
+chunks reads the state before it decays, as the kernels and the paper do, and the loop after it.
 """
 
 import inspect
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from mixers import KDA, BoundedChannelDecay, Comba, GatedDeltaNet2, GatedDeltaProduct, Site
+from mixers import (
+    KDA,
+    BoundedChannelDecay,
+    Comba,
+    GatedDeltaNet,
+    GatedDeltaNet2,
+    GatedDeltaProduct,
+    LinearMixer,
+    Preconditioner,
+    Site,
+)
 
 from .test_parity import LENGTHS, Oracle, Weights, compare, compare_with_formula, conv_silu, linear, rms, shaken
 
@@ -28,11 +39,12 @@ def unit(x: Tensor) -> Tensor:
     return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
 
 
-def streams(x: Tensor, w: Weights, *, steps: int = 1) -> list[Tensor]:
+def streams(x: Tensor, w: Weights, *, steps: int = 1, key_heads: int = G) -> list[Tensor]:
     """q [B,T,G,K], k [B,T,n·G,K] and v [B,T,n·H,V] after convolution and SiLU."""
     raw = linear(x, w, "in_proj.q", "in_proj.k", "in_proj.v")
     made = [conv_silu(s, w[f"{name}_features.weight"]) for name, s in zip("qkv", raw, strict=True)]
-    return [s.unflatten(-1, (heads, -1)) for s, heads in zip(made, (G, steps * G, steps * H), strict=True)]
+    heads = (key_heads, steps * key_heads, steps * H)
+    return [s.unflatten(-1, (count, -1)) for s, count in zip(made, heads, strict=True)]
 
 
 def low_rank(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
@@ -68,6 +80,63 @@ def test_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str
         g = channel_decay(f, w, H, -5.0 if bounded else None)
         o, _ = naive(unit(q), unit(k), v, g, most * linear(x, w, "in_proj.b")[0].sigmoid())
         return output(o, gate, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+def curvature_gates(x: Tensor, w: Weights) -> dict[str, Tensor]:
+    """The arguments of flash-linear-attention's naive functions for a preconditioner."""
+    a, b = linear(x, w, "in_proj.curvature_a", "in_proj.curvature_b")
+    rate, bias = w["preconditioner.decay.A_log"].exp(), w["preconditioner.decay.dt_bias"]
+    return {
+        "g_atk": -rate * F.softplus(a + bias),
+        "beta_atk": b.sigmoid(),
+        "log_atk_scale": w["preconditioner.centre"],
+    }
+
+
+def spread(mixer: LinearMixer) -> LinearMixer:
+    """A preconditioner whose M is neither near its limits nor the same for all heads: unit keys of 8 channels."""
+    assert mixer.preconditioner is not None
+    torch.nn.init.uniform_(mixer.preconditioner.centre, -3, -1)
+    return mixer
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize(("bounded", "most"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_preconditioned_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str):
+    naive = oracle("fla.ops.precond_kda.naive").naive_recurrent_precond_kda
+    options = {"decay": BoundedChannelDecay} if bounded else {}
+    sizes = {**SIZES, "num_key_heads": H}  # theirs has a preconditioner for each value head
+    ours = KDA(SITE, **sizes, **options, allow_neg_eigval=most == 2, preconditioner=Preconditioner)
+    ours = spread(shaken(ours))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w, key_heads=H)
+        f, gate = low_rank(x, w)
+        g = channel_decay(f, w, H, -5.0 if bounded else None)
+        beta = most * linear(x, w, "in_proj.b")[0].sigmoid()
+        o, _, _ = naive(unit(q), unit(k), v, g, beta=beta, **curvature_gates(x, w))
+        return output(o, gate, w)
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_preconditioned_gated_deltanet(oracle: Oracle, length: int, backend: str):
+    naive = oracle("fla.ops.precond_gated_delta_rule.naive").naive_recurrent_precond_gated_delta_rule
+    ours = spread(shaken(GatedDeltaNet(SITE, **SIZES, preconditioner=partial(Preconditioner, limit=2.0))))
+    with torch.no_grad():  # the naive function brings q and k to length one itself, without the kernels' eps of 1e-6
+        for weight in ours.in_proj.weight.split([*ours.in_proj.widths.values()])[:2]:
+            weight.mul_(30)
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v = streams(x, w)
+        beta = linear(x, w, "in_proj.b")[0].sigmoid()
+        o, _, _ = naive(q, k, v, g=head_decay(x, w), beta=beta, x=2.0, **curvature_gates(x, w))
+        return output(o, F.silu(*linear(x, w, "in_proj.g")), w, "o_norm.weight")
 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 
@@ -147,7 +216,9 @@ def test_gated_deltaproduct(oracle: Oracle, length: int, steps: int, most: int, 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("unit_feedback", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_comba(length: int, unit_feedback: bool, backend: str):
+@pytest.mark.parametrize("paper", [False, True])
+def test_comba(oracle: Oracle, paper: bool, length: int, unit_feedback: bool, backend: str):
+    chunks = oracle("fla.ops.comba.naive").naive_chunk_comba
     # queries that resemble their keys: the norm would blow up the rounding of a first q·k that is nearly zero
     ours = shaken(Comba(SITE, **SIZES, unit_feedback=unit_feedback))
     torch.nn.init.constant_(ours.D, -1)
@@ -158,13 +229,17 @@ def test_comba(length: int, unit_feedback: bool, backend: str):
         q, k = unit(q - w["D"][:, None] * p), unit(k)
         p = k if unit_feedback else w["feedback"].sigmoid()[:, None] * k
         q, k, p = (s.repeat_interleave(H // G, 2) for s in (q, k, p))
-        beta, decay = linear(x, w, "in_proj.b")[0].sigmoid(), head_decay(x, w).exp()
+        beta, log_decay = linear(x, w, "in_proj.b")[0].sigmoid(), head_decay(x, w)
+        gate = linear(x, w, "in_proj.g")[0].sigmoid()
+        if not paper:
+            return output(chunks(q, k, v, p, log_decay, beta)[0], gate, w)
+        decay = log_decay.exp()
         S, rows = x.new_zeros(len(x), H, K, V), []
         for t in range(length):
             error = v[:, t] - (p[:, t, :, :, None] * S).sum(2)  # the state before it decays
             written = (beta[:, t, :, None] * k[:, t])[..., None] * error[:, :, None]
             S = decay[:, t, :, None, None] * S + written
             rows.append(K**-0.5 * (q[:, t, :, :, None] * S).sum(2))
-        return output(torch.stack(rows, 1), linear(x, w, "in_proj.g")[0].sigmoid(), w)
+        return output(torch.stack(rows, 1), gate, w)
 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)

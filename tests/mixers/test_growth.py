@@ -1,3 +1,4 @@
+import math
 from functools import partial
 
 import pytest
@@ -15,12 +16,15 @@ from mixers import (
     GatedDeltaProduct,
     Growth,
     Mamba2,
+    Preconditioner,
     RetNet,
     Site,
     SlidingWindowAttention,
     growths,
 )
 from mixers.contract import CLAUSES
+
+from .variants import PRECONDITIONED
 
 SITE = Site(hidden_size=64, num_heads=4)
 MIXERS = {
@@ -31,6 +35,7 @@ MIXERS = {
     "KDA": KDA,
     "GatedDeltaNet2": GatedDeltaNet2,
     "GatedDeltaNet2, fewer key heads": partial(GatedDeltaNet2, num_heads=4, num_key_heads=2, head_dim=16),
+    "KDA, preconditioned": PRECONDITIONED["KDA, preconditioned"],
     "Comba": partial(Comba, num_heads=4, num_key_heads=2, head_dim=16),
     "GatedDeltaProduct": partial(GatedDeltaProduct, num_heads=4, num_key_heads=2, head_dim=16),
     "Mamba2": partial(Mamba2, head_dim=16, state_dim=8, num_groups=2),
@@ -49,7 +54,8 @@ def test_the_arguments_of_each_way_make_the_state_so_many_times_larger(name: str
         after = (
             growth.around(SITE, mixer=factory, **arguments) if growth.around else partial(factory, **arguments)(SITE)
         )
-        assert after.state_size() == times * before.state_size()
+        sizes = [math.prod(mixer.init_state(1).matrix.shape) for mixer in (before, after)]
+        assert sizes[1] == times * sizes[0]
         fresh = after.state_dict()
         for part, old in before.state_dict().items():
             if old.shape != fresh[part].shape:
@@ -64,6 +70,7 @@ def test_the_ways_of_mixers():
         "GatedDeltaNet": ["merge", "expand"],
         "fewer key heads": ["merge", "expand"],
         "KDA": ["merge", "expand"],
+        "KDA, preconditioned": ["merge", "expand"],
         "GatedDeltaNet2": ["merge", "expand"],
         "GatedDeltaNet2, fewer key heads": ["merge", "expand"],
         "Comba": ["merge", "expand"],
@@ -105,6 +112,9 @@ def test_subheads_of_several_steps_and_of_key_heads():
     assert keys.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
     growth = growths(GatedDeltaNet2(SITE, num_heads=2, num_key_heads=1, head_dim=3))[-1]
     assert growth.resized("in_proj.b.weight", torch.arange(3.0), torch.empty(6), "inherit").tolist() == [0, 1, 2] * 2
+    growth = growths(KDA(SITE, num_heads=4, num_key_heads=2, head_dim=3, preconditioner=Preconditioner))[-1]
+    for name in ("preconditioner.centre", "preconditioner.decay.A_log", "in_proj.curvature_b.weight"):
+        assert growth.resized(name, torch.arange(2.0), torch.empty(4), "inherit").tolist() == [0, 0, 1, 1]
     growth = growths(Comba(SITE, num_heads=4, num_key_heads=2, head_dim=3))[-1]
     assert growth.resized("feedback", torch.arange(2.0), torch.empty(4), "inherit").tolist() == [0, 0, 1, 1]
 

@@ -1,7 +1,5 @@
 """What stays in fp32 when a model becomes bf16."""
 
-from functools import partial
-
 import lightning as L
 import pytest
 import torch
@@ -17,8 +15,9 @@ from zoo.lm.stack import Uniform
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
-NAMES = [name for name in mixers.names() if mixers.get(name).causal]
-FINE = {"A_log", "dt_bias", "D", "theta"}  # and the weights of norms and bounds, and biases of β
+from .variants import CAUSAL
+
+FINE = {"A_log", "dt_bias", "D", "theta", "centre"}  # and the weights of norms and bounds, and biases of β
 
 
 def fine(module: nn.Module) -> dict[str, torch.dtype]:
@@ -33,11 +32,10 @@ def fine(module: nn.Module) -> dict[str, torch.dtype]:
 
 
 def model(name: str) -> zoo.LanguageModel:
-    mixer = partial(mixers.get(name), **mixers.entry(name).tiny)
-    return zoo.LanguageModel(Uniform(mixer), vocab_size=17, hidden_size=64, num_heads=2, num_layers=2)
+    return zoo.LanguageModel(Uniform(CAUSAL[name]), vocab_size=17, hidden_size=64, num_heads=2, num_layers=2)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CAUSAL)
 def test_a_cast_model_keeps_what_needs_digits(name: str):
     kept = model(name)
     with torch.no_grad():
@@ -84,7 +82,7 @@ def collate(rows: list[torch.Tensor]) -> Batch:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "fused"), [*((name, None) for name in NAMES), ("Mamba2", False)])
+@pytest.mark.parametrize(("name", "fused"), [*((name, None) for name in CAUSAL), ("Mamba2", False)])
 def test_a_training_step_in_bf16(name: str, fused: bool | None, tmp_path):
     learner = Pretraining(model(name), Optimisation(warmup_steps=0, learning_rate=1e-3, fused=fused))
     before = {key: value.clone() for key, value in learner.model.state_dict().items()}

@@ -39,14 +39,12 @@ def kda_with_gates(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, A_log:
 
 def gated_deltanet2(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, b: Tensor, w: Tensor) -> Tensor:
     """Gated DeltaNet-2, with the gates b of erasing [B,T,H,K] and w of writing [B,T,H,V]."""
-    return kernels.delta_rule(q, k, w * v, log_decay=log_decay, erase=b * k)[0]
+    return kernels.delta_rule(q, k, w * v, b, log_decay)[0]
 
 
 def comba(q: Tensor, k: Tensor, v: Tensor, p: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:
     """Comba, with the feedback p [B,T,H,K]."""
-    beta = beta.unsqueeze(-1)
-    erase = (beta * p).to(k.dtype)
-    return kernels.delta_rule(q, k, (beta * v).to(v.dtype), log_decay=log_decay, erase=erase, read_before=True)[0]
+    return kernels.delta_rule(q, k, v, beta, log_decay, erase=p, read_before=True)[0]
 
 
 def gated_deltaproduct(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor) -> Tensor:

@@ -126,7 +126,11 @@ def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
         "head_scores": ("head",),
     }
     decays = ops.get(name, ("channel",))
-    rows = {"delta_rule": ["delta_rule"], "general_delta_rule": ["kda", "comba"]}
+    per_channel, per_head = (
+        ["kda"] * (not name.startswith("scalar")),
+        ["comba"] * (name not in ("prepare", "gradients")),
+    )
+    rows = {"delta_rule": ["delta_rule"], "general_delta_rule": per_channel + per_head}
     for case in rows.get(op) or [f"linear_{decay}" for decay in decays]:
         for shape in shapes:
             yield case, shape

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import kernels
+from kernels.precondition import precondition
 
 # keys of length one: a delta rule with longer ones magnifies what rounding leaves
 x = F.normalize(torch.randn(1, 4, 2, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -116,6 +117,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "gated_linear": lambda x, decay: kernels.gated_linear(x, x[0, :3, 0, :4]),
     "discretise": lambda x, decay: kernels.discretise(x, x[0, 0, 0], x[0, 0, 1])[0],
     "forget_gate": lambda x, decay: kernels.forget_gate(x, x[0, 0, 0], x[0, 0, 1]),
+    "precondition": lambda x, decay: precondition(x, x.square() + 1, decay, x[0, 0, :, 0], limit=1.5),
     "low_rank_forget_gate": lambda x, decay: kernels.low_rank_forget_gate(x[0], x[0, :3, 0], x[0, 0, 0, :3]),
     "linear_cross_entropy": lambda x, decay: kernels.linear_cross_entropy(x[0, :, 0], x[0, :, 1], torch.arange(70)),
 }

@@ -18,6 +18,7 @@ from kernels.delta_rule.gpu import plan as delta_plan
 from kernels.gpu import plan
 from kernels.gpu.launch import MOST_PROGRAMS, LaunchSpec, enqueue
 from kernels.linear_recurrence.gpu import plan as linear_plan
+from kernels.precondition import precondition
 
 LIMITS = 2**31 - 1, 65_535, 65_535
 RECURRENCES = [
@@ -113,6 +114,7 @@ OTHERS: dict[str, Callable[[int, int], object]] = {
     "gated_linear": lambda B, H: kernels.gated_linear(made(B, 2, 32), made(16, 16)),
     "discretise": lambda B, H: kernels.discretise(made(B, 2, H), made(H), made(H)),
     "forget_gate": lambda B, H: kernels.forget_gate(made(B, 2, 16 * H)),
+    "precondition": lambda B, H: precondition(made(B, 2, H, 16), made(B, 2, H, 16), made(B, 2, H), made(H), limit=1.5),
     "low_rank_forget_gate": lambda B, H: kernels.low_rank_forget_gate(made(B, 2, 16), made(16 * H, 16), made(16 * H)),
 }
 

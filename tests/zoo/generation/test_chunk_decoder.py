@@ -1,29 +1,25 @@
 """Decoding in deterministic mode: the logits and log-probabilities that training computes, to the bit."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 import kernels
-import mixers
+from tests.mixers.variants import CAUSAL
 from zoo.generation import chunk_decoder
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.generate import WORTH_CAPTURING, generate_tokens, sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 
-CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
 LENGTHS = (3, 63, 64, 70)
 NEW = 4
 
 
 def model(name: str, device: str = "cpu") -> LanguageModel:
     torch.manual_seed(0)
-    factory = partial(mixers.entry(name).mixer, **mixers.entry(name).tiny)
-    built = LanguageModel(Uniform(factory), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2)
+    built = LanguageModel(Uniform(CAUSAL[name]), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2)
     return built.to(device).train()
 
 

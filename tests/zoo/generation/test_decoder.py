@@ -6,20 +6,17 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-import mixers
 import zoo
+from tests.mixers.variants import CAUSAL
 from zoo.generation import decoder as decoders
 from zoo.generation.decoder import Decoder, fits, overwrite
 from zoo.generation.generate import generate_tokens
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 
-CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
-FACTORIES = {name: partial(mixers.entry(name).mixer, **mixers.entry(name).tiny) for name in CAUSAL}
-
 
 def build(name: str) -> LanguageModel:
-    model = LanguageModel(Uniform(FACTORIES[name]), vocab_size=11, hidden_size=64, num_heads=2, num_layers=2)
+    model = LanguageModel(Uniform(CAUSAL[name]), vocab_size=11, hidden_size=64, num_heads=2, num_layers=2)
     return model.eval()
 
 
@@ -45,7 +42,7 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FACTORIES)
+@pytest.mark.parametrize("name", CAUSAL)
 def test_in_place_is_what_the_model_says(name: str, pretended: list[torch.device]):
     model, prompt, tokens = build(name), torch.randint(11, (3, 9)), torch.randint(11, (3, 8))
     with torch.no_grad():
@@ -60,7 +57,7 @@ def test_in_place_is_what_the_model_says(name: str, pretended: list[torch.device
             places = found
     for one, other in zip(tree_leaves(decoder.state), tree_leaves(state), strict=True):
         assert torch.equal(one, other)
-    assert (decoder.refused is not None) == (not mixers.get(name).constant_state)
+    assert (decoder.refused is not None) == (not all(mixer.constant_state for mixer in model.mixers))
     assert len(pretended) == 1
 
 
@@ -125,8 +122,9 @@ def test_greedy_through_a_graph_is_greedy_without(config: str, dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-def test_a_graph_is_made_and_says_what_the_model_says():
-    model = zoo.build("gated_deltanet.yaml", "model.vocab_size=97", "model.num_layers=3", device="cuda")
+@pytest.mark.parametrize("configs", [("gated_deltanet.yaml",), ("kda.yaml", "ablate/preconditioned.yaml")])
+def test_a_graph_is_made_and_says_what_the_model_says(configs: tuple[str, ...]):
+    model = zoo.build(*configs, "model.vocab_size=97", "model.num_layers=3", device="cuda")
     tokens = torch.randint(97, (2, 8), device="cuda")
     with torch.no_grad():
         _, state = model(tokens, model.init_state(2))

@@ -4,20 +4,18 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-import mixers
 import zoo
 from kernels import UserError
+from tests.mixers.variants import CAUSAL
 from zoo.generation.generate import generate_tokens
 from zoo.lm.stack import Uniform
 
-CAUSAL = [name for name in mixers.names() if mixers.get(name).causal]
 LENGTHS = (3, 9, 1)
 
 
 def model_of(name: str, seed: int = 0) -> zoo.LanguageModel:
-    entry = mixers.entry(name)
     torch.manual_seed(seed)
-    stack = Uniform(lambda site: entry.mixer(site, **entry.tiny))
+    stack = Uniform(CAUSAL[name])
     return zoo.LanguageModel(
         stack, vocab_size=37, hidden_size=64, num_heads=2, num_layers=2, initializer_range=0.2
     ).eval()

@@ -230,9 +230,13 @@ def test_cases_reach_the_kernel_that_is_meant(processors: int, hopper: None, mon
 def general_launches(heads: int) -> dict[str, LaunchSpec]:
     """The launches of a general delta rule over keys and values of 64 channels in bf16; `pass` is the forward one."""
     sizes = torch.Size((1, 256, heads, 64))
-    plan = general_plan.GeneralDeltaRule(sizes, sizes, 1, 1.0, "channel", False, BF16, GPU, None)
-    plan.layout = SimpleNamespace(chunks=range(4))
+    plan, per_head = (
+        general_plan.GeneralDeltaRule(sizes, sizes, 1, 1.0, gate, False, False, BF16, GPU, None)
+        for gate in ("channel", "head")
+    )
+    plan.layout = per_head.layout = SimpleNamespace(chunks=range(4))
     launches = {"prepare": plan.prepare(False), "pass": plan.forward(), "backward": plan.backward()}
+    launches |= {"scalar_prepare": per_head.scalar_prepare(), "scalar_gradients": per_head.scalar_gradients()}
     return launches | {"pairs": plan.pairs(), "gradients": plan.gradients(False)}
 
 
@@ -265,7 +269,7 @@ def test_cases_reach_both_forward_launches_of_the_general_delta_rule(
             used = set()
             for op, (B, H, T, D) in cases(Target(f"general_delta_rule.{name}", 64, 2), timed=timed):
                 sizes = torch.Size((B, T, H, D))
-                plan = general_plan.GeneralDeltaRule(sizes, sizes, 1, 1.0, "channel", False, BF16, GPU, None)
+                plan = general_plan.GeneralDeltaRule(sizes, sizes, 1, 1.0, "channel", False, False, BF16, GPU, None)
                 used.add((op, plan.pass_entry("forward") == plan.entry(name)))
             assert {op for op, meant in used if meant} == {"kda", "comba"}
 

@@ -62,6 +62,7 @@ class Family:
             names, all are listed: a rule counts where our model has its tensors.
         ignored: Patterns of public names that are not weights, or not used: rotary tables, heads for speculation.
         also: A further test of a config.json whose model_type another family has as well.
+        preferred: Whether to try it for our model before other families that have its mixers.
         part: The key under which a config.json of a larger model holds that of its language model. What both have is
             taken from there, except whether embeddings are tied.
     """
@@ -80,6 +81,7 @@ class Family:
     harmless: frozenset[str] = frozenset()
     ignored: tuple[str, ...] = ()
     also: Callable[[Config], bool] = field(default=lambda config: True)
+    preferred: Callable[[LanguageModel], bool] = field(default=lambda model: False)
     part: str | None = None
 
     def read(self, config: Config) -> dict[str, Any]:

@@ -98,7 +98,7 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
         raise UserError(f"to: {to!r} is not one of {', '.join(names)}{did_you_mean(to, names)}")
     kinds = {type(mixer).__name__ for mixer in model.mixers}
     named = [family for family in FAMILIES if to in (family.target, family.name)]
-    families = [family for family in named if kinds <= family.mixers]
+    families = sorted((f for f in named if kinds <= f.mixers), key=lambda family: not family.preferred(model))
     if not families:
         layers = "layers of " + ", ".join(sorted(kinds)) + (" in one model" if len(kinds) > 1 else "")
         held = sorted({name for family in named for name in family.mixers})

@@ -1,4 +1,4 @@
-"""Log decays of the tokens of a chunk per channel, in base 2, whatever their kind; and which rows are steep.
+"""Log decays of the tokens of a chunk per channel, in base 2, and powers of two.
 
 The ways to compute pairs of tokens are those of `linear_recurrence/gpu/vector_decay.py`, which explains them.
 """
@@ -12,23 +12,11 @@ from ....gpu.tiles import CHUNK, LEAST, LOG2E, exp2
 
 
 @triton.jit
-def decays_of(
-    log_decay, token, rows, valid, m, columns, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr
-):
+def decays_of(log_decay, token, rows, valid, m, columns, M: tl.constexpr, K: tl.constexpr):
     """The log2 decays [64,BK] of these rows of a chunk; 0 where a row is not valid."""
-    if GATE == "channel":
-        mask = valid[:, None] & (columns < K)[None, :]
-        at = log_decay + (token.to(tl.int64) * M + m) * K + rows[:, None] * (M * K) + columns[None, :]
-        g = tl.load(at, mask=mask, other=0.0).to(tl.float32)
-    elif GATE == "head":
-        per_step = tl.load(log_decay + token.to(tl.int64) * M + m + rows * M, mask=valid, other=0.0).to(tl.float32)
-        g = tl.broadcast_to(per_step[:, None], [CHUNK, BK])
-    elif GATE == "constant":
-        per_step = tl.where(valid, tl.load(log_decay + m).to(tl.float32), 0.0)
-        g = tl.broadcast_to(per_step[:, None], [CHUNK, BK])
-    else:
-        g = tl.zeros([CHUNK, BK], tl.float32)
-    return tl.maximum(g * LOG2E, LEAST)
+    mask = valid[:, None] & (columns < K)[None, :]
+    at = log_decay + (token.to(tl.int64) * M + m) * K + rows[:, None] * (M * K) + columns[None, :]
+    return tl.maximum(tl.load(at, mask=mask, other=0.0).to(tl.float32) * LOG2E, LEAST)
 
 
 @triton.jit

@@ -26,18 +26,20 @@ from ....gpu.tiles import (
 )
 from ....linear_recurrence.gpu.vector_decay import BLOCK, row
 from .decays import decays_of, strength_of
+from .scalar_decay import between, summed
 
 
 @triton.jit(do_not_specialize=["scale"])
 def pairs(
     v,
     beta,
+    log_decay,  # one per head
     do,
     u,
     dr,
     dv,  # [tokens,M,V]
     dbeta,  # [tokens,M]: the part of the values
-    dP,  # [chunks,M,64,64]: below the diagonal
+    dP,  # [chunks,M,64,64]: below the diagonal; with one decay per head, of the products that D multiplies
     dL,
     diagonal,  # [chunks,M,64]: of dP
     chunks,
@@ -46,6 +48,8 @@ def pairs(
     E: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    GATE: tl.constexpr,
+    BEFORE: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -71,6 +75,13 @@ def pairs(
             store_tokens(dv + m * V, token, stop, M * V, column, V, BV, dR.to(tl.float32) * write[:, None])
     P *= scale
     tl.store(diagonal + tile * CHUNK + r, tl.sum(tl.where(distance == 0, P, 0.0), 1))
+    if GATE != "channel":
+        g, b = summed(log_decay, token, valid, m, M, GATE)
+        D = between(b, b)
+        P *= D
+        if BEFORE:
+            D = between(b - g, b)
+        L *= D
     store_pairs(dP + tile * (CHUNK * CHUNK), tl.where(distance > 0, P, 0.0))
     store_pairs(dL + tile * (CHUNK * CHUNK), tl.where(distance > 0, -L, 0.0))
     if beta is not None:
@@ -80,8 +91,8 @@ def pairs(
 @triton.jit
 def exact_pairs(
     P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-    keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, GATE: tl.constexpr, BEFORE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The part of pairs of tokens in dQ, dA and dK, for any decay."""
     r = tl.arange(0, CHUNK)
@@ -107,7 +118,7 @@ def exact_pairs(
     between = tl.zeros([CHUNK, BK], tl.float32)
     for s in range(1, BLOCK):
         inside = valid & (r % BLOCK >= s)
-        between += decays_of(log_decay, token, r - s + 1, inside, m, ck, M, K, BK, GATE)
+        between += decays_of(log_decay, token, r - s + 1, inside, m, ck, M, K)
         earlier = load_tile(k, r - s, keys * K, ck, inside, K, BK).to(tl.float32)
         span = tl.minimum(between - g.to(tl.float32), 0.0) if BEFORE else between
         dQ += (
@@ -118,15 +129,19 @@ def exact_pairs(
     for s in range(1, BLOCK):
         inside = (r + s < count) & (r % BLOCK + s < BLOCK)
         span = between
-        later_decay = decays_of(log_decay, token, r + s, inside, m, ck, M, K, BK, GATE)
+        later_decay = decays_of(log_decay, token, r + s, inside, m, ck, M, K)
         between += later_decay
         later_q = load_tile(q, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
         if erase is None:
-            strength = tl.load(beta + token.to(tl.int64) * M + m + (r + s) * M, mask=inside, other=0.0).to(tl.float32)
-            later_a = load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32) * strength[:, None]
+            later_a = load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
         else:
             at = erase + (token.to(tl.int64) * M + m) * K
             later_a = load_tile(at, r + s, M * K, ck, inside, K, BK).to(tl.float32)
+            if PRODUCT:
+                later_a *= load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
+        if beta is not None:
+            strength = tl.load(beta + token.to(tl.int64) * M + m + (r + s) * M, mask=inside, other=0.0).to(tl.float32)
+            later_a *= strength[:, None]
         at_later = s * CHUNK + r * CHUNK + r
         dK += tl.load(at_P + at_later, mask=inside, other=0.0).to(tl.float32)[:, None] * later_q * exp2(between)
         span = span if BEFORE else between
@@ -154,7 +169,7 @@ def gradients(
     dk,
     derase,  # [tokens,M,K] if there are erase keys
     dbeta,  # [blocks of keys,tokens,M] if there is β: the part of the keys
-    dg,  # [tokens,M,K], or with one decay per head [blocks of keys,tokens,M]
+    dg,  # [tokens,M,K]
     chunks,
     scale,
     tokens,
@@ -165,8 +180,8 @@ def gradients(
     V: tl.constexpr,
     BK: tl.constexpr,
     BV: tl.constexpr,
-    GATE: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -206,7 +221,7 @@ def gradients(
         kept = tl.dot(U, dS, kept, input_precision=PRECISION)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
-    g = decays_of(log_decay, token, r, valid, m, ck, M, K, BK, GATE)
+    g = decays_of(log_decay, token, r, valid, m, ck, M, K)
     if WIDE:
         g = g.to(tl.float64)
     b, last = tl.cumsum(g, 0), tl.sum(g, 0)
@@ -220,15 +235,20 @@ def gradients(
     Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
     write = strength_of(beta, token, valid, m, M)
     if erase is None:
-        A = Kk * write[:, None]
+        erased_by = Kk
     else:
-        A = load_tile(erase + own, r, M * K, ck, valid, K, BK).to(tl.float32)
+        erased_by = load_tile(erase + own, r, M * K, ck, valid, K, BK).to(tl.float32)
+    A = erased_by
+    if PRODUCT:
+        A *= Kk
+    if beta is not None:
+        A *= write[:, None]
     at_P, at_L = dP + tile * (CHUNK * CHUNK), dL + tile * (CHUNK * CHUNK)
     P, L = load_pairs(at_P, DOT), load_pairs(at_L, DOT)
     if SLOW:
         dQ, dA, dK = exact_pairs(
             P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-            keys, M, K, BK, GATE, BEFORE, DOT, PRECISION,
+            keys, M, K, BK, BEFORE, PRODUCT, DOT, PRECISION,
         )  # fmt: skip
     else:
         middle = row(b, CHUNK // 2 - 1)[None, :]
@@ -251,18 +271,19 @@ def gradients(
         if BEFORE:
             dG -= erased
         dG = tl.where(g <= LEAST, 0.0, dG)  # nothing passes a reset
-        if GATE == "channel":
-            store_tile(dg + own, r, M * K, ck, valid, dG, K, BK)
-        else:
-            at = part.to(tl.int64) * tokens * M + start * M + m + r * M
-            tl.store(dg + at, tl.sum(dG, 1), mask=valid)
+        store_tile(dg + own, r, M * K, ck, valid, dG, K, BK)
     itself = tl.load(diagonal + tile * CHUNK + r)[:, None]
     dQ += itself * Kk
     dK += kept + itself * Q
-    if erase is None:
+    if beta is not None:
         at = part.to(tl.int64) * tokens * M + start * M + m + r * M
-        tl.store(dbeta + at, tl.sum(Kk * dA, 1), mask=valid)
-        dK += write[:, None] * dA
+        tl.store(dbeta + at, tl.sum(erased_by * dA, 1), mask=valid)
+        dA *= write[:, None]
+    if PRODUCT:
+        dK += dA * erased_by
+        dA *= Kk
+    if erase is None:
+        dK += dA
     else:
         store_tile(derase + own, r, M * K, ck, valid, dA, K, BK)
     store_tile(dq + own, r, M * K, ck, valid, dQ, K, BK)

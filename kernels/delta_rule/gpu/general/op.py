@@ -18,7 +18,7 @@ from ....gpu.paths import note, takes
 from ....gpu.reductions import add_heads, add_outer, add_subheads
 from ..select import GENERAL, ONE_TOKEN
 from . import step
-from .kinds import kind_of
+from .kinds import erasing, kind_of
 from .plan import GeneralDeltaRule
 
 
@@ -36,13 +36,14 @@ class Arguments(NamedTuple):
     subheads: int
     scale: float
     read_before: bool
+    product: bool  # whether the erase keys are factors on k
     keep: bool  # whether all that gradients need is saved, or computed again
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         """The arguments of the plan."""
         documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        kind = (kind_of(self.log_decay), self.read_before)
+        kind = (kind_of(self.log_decay), self.read_before, self.product)
         return self.q.shape, self.v.shape, self.subheads, self.scale, *kind, self.q.dtype, self.q.device, documents
 
     @property
@@ -74,8 +75,12 @@ def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor |
     """The output of every recurrence, the final states, and what gradients need; args are contiguous."""
     plan = args.plan
     chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:7]]
-    for slow in (False, True):
-        plan.prepare(slow)(args.q, args.k, args.erase, args.beta, args.log_decay, *chunks, plan.layout.chunks)
+    inputs = (args.q, args.k, args.erase, args.beta, args.log_decay)
+    if plan.per_channel:
+        for slow in (False, True):
+            plan.prepare(slow)(*inputs, *chunks, plan.layout.chunks)
+    else:
+        plan.scalar_prepare()(*inputs, *chunks[:6], plan.layout.chunks)
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
     along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[7:]] if save else [None, None]
     final = plan.states()
@@ -113,16 +118,19 @@ def differentiate(
     dbeta = None if args.beta is None else plan.new(parts + 1, B, T, M, dtype=torch.float32)
     dP, dL = plan.new(*chunks[0].shape), plan.new(*chunks[0].shape)
     diagonal = plan.new(len(states), M, CHUNK, dtype=torch.float32)
-    plan.pairs()(args.v, args.beta, do, u, dr, dv, None if dbeta is None else dbeta[parts], dP, dL, diagonal, table)
+    of_values = None if dbeta is None else dbeta[parts]
+    plan.pairs()(args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
     dq, dk = plan.new(B, T, M, K), plan.new(B, T, M, K)
     derase = None if args.erase is None else plan.new(B, T, M, K)
     shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
     dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
-    for slow in (False, True):
-        plan.gradients(slow)(
-            *(args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates),
-            *(dP, dL, diagonal, steep, dq, dk, derase, dbeta, dg, table),
-        )
+    inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
+    gradients = (dq, dk, derase, dbeta, dg, table)
+    if plan.per_channel:
+        for slow in (False, True):
+            plan.gradients(slow)(*inputs, steep, *gradients)
+    else:
+        plan.scalar_gradients()(*inputs, *gradients)
     return _named(args, plan, dq=dq, dk=dk, dv=dv, derase=derase, dbeta=dbeta, dg=dg, dinitial=dinitial)
 
 
@@ -195,8 +203,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= 16
     dtype = torch.float32 if exact else a.q.dtype
     q, k, v = (x.to(dtype) for x in (q, a.k, a.v))
-    erase = None if a.erase is None else a.erase.to(dtype)
+    beta, erase, product = erasing(a)
+    erase = None if erase is None else erase.to(dtype)
     keep = a.differentiated and a.keep_states
-    first = (q, k, v, a.beta, erase, log_decay, a.initial_state, cu_seqlens)
-    o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, keep)
+    first = (q, k, v, beta, erase, log_decay, a.initial_state, cu_seqlens)
+    o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, product, keep)
     return (o if a.steps == 1 else o[:, a.steps - 1 :: a.steps]).to(a.v.dtype), final

@@ -19,6 +19,7 @@ from ..plan import block, key_block
 from ..select import GENERAL_FORWARD, Case
 from .gradients import gradients, pairs
 from .prepare import prepare
+from .scalar_decay import scalar_gradients, scalar_prepare
 from .sequential_pass import scan_backward, scan_forward
 
 INTERPRETED = triton.knobs.runtime.interpret
@@ -35,6 +36,7 @@ class GeneralDeltaRule(Plan):
         scale: Factor on the output.
         gate: none, constant, head or channel.
         before: Whether the erase keys read the state before it decays.
+        product: Whether the erase keys are factors on k.
         dtype: Dtype of q, k and v.
         device: Device of q, k and v.
         documents: Number of documents packed into one row; None without packing.
@@ -48,6 +50,7 @@ class GeneralDeltaRule(Plan):
         scale: float,
         gate: str,
         before: bool,
+        product: bool,
         dtype: torch.dtype,
         device: torch.device,
         documents: int | None,
@@ -55,7 +58,7 @@ class GeneralDeltaRule(Plan):
         super().__init__(dtype, device)
         (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
-        self.scale, self.gate, self.before = scale, gate, before
+        self.scale, self.gate, self.before, self.product = scale, gate, before, product
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
         self.exact = dtype == torch.float32
         self.cautious = capability(device) != HOPPER  # nothing was run there
@@ -70,7 +73,8 @@ class GeneralDeltaRule(Plan):
         """Shapes and dtypes of what gradients need: all that `prepare` stores, U and the states before all chunks."""
         B, T, M, K, V, slots, dtype = self.B, self.T, self.M, self.K, self.V, self.slots, self.dtype
         pair, keys = ((slots, M, CHUNK, CHUNK), dtype), ((B, T, M, K), dtype)
-        marks: Shapes = [((slots, M, K), torch.float32), ((slots, M), torch.int8)]
+        steep = (slots, M) if self.per_channel else (0,)
+        marks: Shapes = [((slots, M, K), torch.float32), (steep, torch.int8)]
         return [pair, pair, keys, keys, keys, *marks, ((B, T, M, V), dtype), ((slots, M, V, K), dtype)]
 
     def entry(self, kernel: str) -> LaunchConfig:
@@ -90,8 +94,14 @@ class GeneralDeltaRule(Plan):
     @property
     def key_part(self) -> tuple[int, int]:
         """Channels in a block of keys of the gradients, and the number of such blocks."""
-        width = 32 if INTERPRETED and self.K <= 32 else self.entry("gradients").keys
+        kernel = "gradients" if self.per_channel else "scalar_gradients"
+        width = 32 if INTERPRETED and self.K <= 32 else self.entry(kernel).keys
         return width, cdiv(self.K, width)
+
+    @property
+    def per_channel(self) -> bool:
+        """Return whether each channel has a decay of its own."""
+        return self.gate == "channel"
 
     @cached_property
     def forward_path(self) -> str:
@@ -113,22 +123,37 @@ class GeneralDeltaRule(Plan):
         return tl.float32 if self.exact or INTERPRETED else tl.bfloat16
 
     @property
+    def _merge(self) -> str:
+        """Precision of the products that make an inverse."""
+        return "ieee" if INTERPRETED else "tf32x3" if self.exact else "tf32"
+
+    @property
     def _over_chunks(self) -> dict[str, Any]:
-        names = {"R": self.R, "K": self.K, "GATE": self.gate, "BEFORE": self.before}
-        return {**names, "WIDE": self.exact, "DOT": self._dtype}
+        return {"R": self.R, "K": self.K, "BEFORE": self.before, "PRODUCT": self.product, "DOT": self._dtype}
 
     @prepared
     def prepare(self, slow: bool) -> LaunchSpec:
         """The inverse, the scores and the decayed keys and queries: one program per chunk and recurrence."""
-        merge = "ieee" if INTERPRETED else "tf32x3" if self.exact else "tf32"
         programs, entry = len(self.layout.chunks) * self.M, self.entry("prepare")
         keys, warps, stages = entry.keys, entry.warps, entry.stages
         if slow or self.K % keys:
             keys = self.key_part[0]
         if slow:
             warps, stages = 8, 1
-        options = {**self._over_chunks, "BK": keys, "SLOW": slow, "MERGE": merge}
+        options = {**self._over_chunks, "BK": keys, "WIDE": self.exact, "SLOW": slow, "MERGE": self._merge}
         return self._spec(prepare, programs, self.scale, **options, warps=warps, stages=stages)
+
+    @prepared
+    def scalar_prepare(self) -> LaunchSpec:
+        """Prepare chunks as `prepare` does, for one decay per head."""
+        programs, entry = len(self.layout.chunks) * self.M, self.entry("scalar_prepare")
+        options = {
+            **self._over_chunks,
+            "GATE": self.gate,
+            "BK": min(entry.keys, key_block(self.K)),
+            "MERGE": self._merge,
+        }
+        return self._spec(scalar_prepare, programs, self.scale, **options, warps=entry.warps, stages=entry.stages)
 
     def _along_time(self, kernel: Any, entry: LaunchConfig) -> LaunchSpec:
         """One program per sequence, recurrence and block of values."""
@@ -156,6 +181,7 @@ class GeneralDeltaRule(Plan):
         """The gradients of P and L: one program per chunk and recurrence."""
         entry = self.entry("pairs")
         sizes: dict[str, Any] = {"V": self.V, "BV": min(entry.values, block(self.V)), "DTYPE": self._dtype}
+        sizes |= {"GATE": self.gate, "BEFORE": self.before}
         programs = len(self.layout.chunks) * self.M
         return self._spec(pairs, programs, self.scale, **sizes, warps=entry.warps, stages=entry.stages)
 
@@ -163,9 +189,21 @@ class GeneralDeltaRule(Plan):
     def gradients(self, slow: bool) -> LaunchSpec:
         """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
         entry, (keys, parts) = self.entry("gradients"), self.key_part
-        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V)), "SLOW": slow}
+        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V))}
+        sizes |= {"WIDE": self.exact, "SLOW": slow}
         if self.exact and self.cautious:
             sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
         numbers, programs = (self.scale, self.B * self.T), len(self.layout.chunks) * self.M * parts
         warps, stages = entry.warps, entry.stages
         return self._spec(gradients, programs, *numbers, **sizes, STAGES=stages, warps=warps, stages=stages)
+
+    @prepared
+    def scalar_gradients(self) -> LaunchSpec:
+        """The gradients, as from `gradients`, for one decay per head."""
+        entry, (keys, parts) = self.entry("scalar_gradients"), self.key_part
+        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V))}
+        if self.exact and self.cautious:
+            sizes["PRECISION"] = "ieee"  # as in `gradients`
+        numbers, programs = (self.scale, self.B * self.T), len(self.layout.chunks) * self.M * parts
+        options = {**sizes, "GATE": self.gate, "STAGES": entry.stages}
+        return self._spec(scalar_gradients, programs, *numbers, **options, warps=entry.warps, stages=entry.stages)

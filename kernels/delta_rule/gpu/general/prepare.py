@@ -38,7 +38,7 @@ def between_blocks(Q, A, Kk, b, read, P, L, DOT: tl.constexpr, PRECISION: tl.con
 def prepare(
     q,
     k,
-    erase,  # [tokens,M,K]; None with β
+    erase,  # [tokens,M,K], or with PRODUCT factors on the keys; None if they are the keys
     beta,
     log_decay,
     inverse,
@@ -55,8 +55,8 @@ def prepare(
     R: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    GATE: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
@@ -89,10 +89,14 @@ def prepare(
         Q = load_tile(q, r, keys * K, ck, valid, K, BK).to(tl.float32)
         Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
         if erase is None:
-            A = Kk * write[:, None]
+            A = Kk
         else:
             A = load_tile(erase + own, r, M * K, ck, valid, K, BK).to(tl.float32)
-        g = decays_of(log_decay, token, r, valid, m, ck, M, K, BK, GATE)
+            if PRODUCT:
+                A *= Kk
+        if beta is not None:
+            A *= write[:, None]
+        g = decays_of(log_decay, token, r, valid, m, ck, M, K)
         if WIDE:
             g = g.to(tl.float64)
         b, last = tl.cumsum(g, 0), tl.sum(g, 0)
@@ -136,7 +140,7 @@ def prepare(
                     span = tl.minimum(between - g.to(tl.float32), 0.0) if BEFORE else between
                     pairs = tl.sum(A * earlier * exp2(span), 1)
                     exact_L += tl.where((distance == s) & inside[:, None], pairs[:, None], 0.0)
-                between += decays_of(log_decay, token, r - s, inside, m, ck, M, K, BK, GATE)
+                between += decays_of(log_decay, token, r - s, inside, m, ck, M, K)
     if SLOW:
         P = tl.where(r[:, None] >= first, exact_P, P)
         L = tl.where(r[:, None] >= first, exact_L, L)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ....core.autograd import NAMESPACE, plain
 from ....core.recurrence import Recurrences
 from ....gpu.launch import cdiv, enqueue, next_power_of_2
-from .kinds import kind_of
+from .kinds import erasing, kind_of
 
 VALUES = 32  # columns of the blocks in which the state streams through registers
 
@@ -20,8 +20,8 @@ def advance(
     q,  # [B,1,G·E,K]
     k,  # [B,n,G·E,K]
     v,  # [B,n,H,V]
-    beta,  # [B,n,H·E]; None with erase keys
-    erase,  # [B,n,H·E,K]
+    beta,  # [B,n,H·E], or None
+    erase,  # [B,n,H·E,K], or with PRODUCT factors on the keys; None if they are the keys
     log_decay,
     state,
     o,
@@ -35,6 +35,7 @@ def advance(
     BV: tl.constexpr,
     GATE: tl.constexpr,
     BEFORE: tl.constexpr,
+    PRODUCT: tl.constexpr,
     STEPS: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
@@ -62,10 +63,14 @@ def advance(
             key = tl.load(k + (row * G * E + head) * K + r, mask=r < K, other=0.0).to(tl.float32)
             values = tl.load(v + (row * H + h) * V + c, mask=c < V, other=0.0).to(tl.float32)
             if erase is None:
-                strength = tl.load(beta + row * H * E + m).to(tl.float32)
-                erased, values = key * strength, values * strength
+                erased = key
             else:
                 erased = tl.load(erase + (row * H * E + m) * K + r, mask=r < K, other=0.0).to(tl.float32)
+                if PRODUCT:
+                    erased *= key
+            if beta is not None:
+                strength = tl.load(beta + row * H * E + m).to(tl.float32)
+                erased, values = erased * strength, values * strength
             if i == 0:
                 if BEFORE:
                     seen = tl.sum(erased[:, None] * S, 0)
@@ -93,13 +98,14 @@ def update(
     subheads: int,
     scale: float,
     read_before: bool,
+    product: bool,
     steps: int,
 ) -> Tensor:
     """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place."""
     (B, _, heads, K), (H, V) = q.shape, v.shape[2:]
     o = v.new_empty(B, 1, H, V)
     tensors = (None if x is None else x.contiguous() for x in (q, k, v, beta, erase, log_decay))
-    options = (kind_of(log_decay), read_before, steps)
+    options = (kind_of(log_decay), read_before, product, steps)
     constants = (subheads, K, V, next_power_of_2(K), VALUES, *options)
     enqueue(advance, B * H * cdiv(V, VALUES), *tensors, state, o, scale, H, heads // subheads, *constants)
     return o
@@ -112,5 +118,6 @@ _op.register_fake(lambda q, k, v, *rest: v.new_empty(v.shape[0], 1, *v.shape[2:]
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
     state = a.own_state()
-    tensors = (a.q, a.k, a.v, a.beta, a.erase, a.log_decay, state)
-    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, a.steps), state
+    beta, erase, product = erasing(a)
+    tensors = (a.q, a.k, a.v, beta, erase, a.log_decay, state)
+    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, product, a.steps), state

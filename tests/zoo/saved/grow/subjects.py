@@ -25,6 +25,7 @@ STACKS: dict[str, tuple[Any, ...]] = {
     "HGRN2": ("hgrn2.yaml", *SMALL, "model.stack.mixer.mixer.init_args.head_dim=8"),
     "GatedDeltaNet": ("gated_deltanet.yaml", *SMALL),
     "KDA": ("kda.yaml", *SMALL),
+    "KDA, preconditioned": ("kda.yaml", "ablate/preconditioned.yaml", *SMALL),
     "Comba": ("comba.yaml", *SMALL),
     "GatedDeltaProduct": ("gated_deltaproduct.yaml", *SMALL),
     "Mamba2": (

@@ -17,9 +17,10 @@ PRESERVING = [
     ("Mamba2", "widen"),
     ("Mamba2", "expand"),
     *((name, "expand") for name in ("GLA", "HGRN2", "GatedDeltaNet", "KDA", "Comba", "GatedDeltaProduct", "RetNet")),
+    ("KDA, preconditioned", "expand"),
 ]
 GROWING = [(name, way) for name in ("GLA", "HGRN2", "GatedDeltaNet") for way in ("merge", "expand")] + PRESERVING[:1]
-GROWING += [("KDA", "merge"), ("GatedDeltaProduct", "expand")]
+GROWING += [("KDA", "merge"), ("KDA, preconditioned", "merge"), ("GatedDeltaProduct", "expand")]
 INHERITING = [("HGRN2", "expand"), ("Mamba2", "widen")]
 
 

@@ -59,15 +59,33 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
-def recurrence(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None) -> Tensor:
-    """S = diag(decay) S; S += k vᵀ, or by the delta rule β k (v − kᵀS)ᵀ; o = Sᵀ q / √K. All [T,H,…]."""
+def recurrence(
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor | None = None, written: Tensor | None = None
+) -> Tensor:
+    """S = diag(decay) S; S += k vᵀ, or by the delta rule β w (v − kᵀS)ᵀ, w = k by default; o = Sᵀ q / √K.
+
+    All [T,H,…].
+    """
+    written = k if written is None else written
     S, outputs = q.new_zeros(q.shape[1], q.shape[2], v.shape[2]), []
     for t in range(len(q)):
         S = decay[t][..., None] * S
         new = v[t] if beta is None else beta[t][:, None] * (v[t] - torch.einsum("hk,hkv->hv", k[t], S))
-        S = S + torch.einsum("hk,hv->hkv", k[t], new)
+        S = S + torch.einsum("hk,hv->hkv", written[t], new)
         outputs.append(torch.einsum("hk,hkv->hv", q[t], S) * q.shape[2] ** -0.5)
     return torch.stack(outputs)
+
+
+def preconditioned(k: Tensor, x: Tensor, w: Weight, c: Mapping[str, Any], decay: str) -> Tensor:
+    """k ⊙ M [T,G,K]; `decay` names the projection that the decay of the curvature is made by."""
+    decays = (-w("A_log_atk").exp() * F.softplus(x @ w(decay).T + w("dt_bias_atk"))).exp()
+    added = (x @ w("b_atk_proj.weight").T).sigmoid()[..., None] * k.square()
+    A, rows = torch.zeros_like(k[0]), []
+    for t in range(len(k)):
+        A = decays[t][:, None] * A + added[t]
+        rows.append(A)
+    r = (torch.stack(rows) + c["squash_eps"]).log() - w("log_atk_scale")[:, None]
+    return k * c["squash_x"] ** (-r / (1 + r.abs()))
 
 
 def gla(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
@@ -132,12 +150,13 @@ def hgrn2(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: Mappi
 
 
 def delta(x: Tensor, w: Weight, c: Mapping[str, Any], heads: int, decay: Tensor) -> Tensor:
-    """The delta rule, with or without a decay [T,H], and with or without an output gate."""
+    """The delta rule, with or without a decay [T,H], an output gate and preconditioned keys."""
     q, k = (unit(stream(x, w, name, c, c["num_heads"], F.silu)) for name in "qk")
-    q, k = (y.repeat_interleave(heads // c["num_heads"], 1) for y in (q, k))
+    written = preconditioned(k, x, w, c, "a_atk_proj.weight") if "squash_x" in c else k
+    q, k, written = (y.repeat_interleave(heads // c["num_heads"], 1) for y in (q, k, written))
     v = stream(x, w, "v", c, heads, F.silu)
     beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
-    o = rms(recurrence(q, k, v, decay[..., None], beta), w("o_norm.weight"), c["norm_eps"])
+    o = rms(recurrence(q, k, v, decay[..., None], beta, written), w("o_norm.weight"), c["norm_eps"])
     if c["use_gate"]:
         o = o * F.silu(x @ w("g_proj.weight").T).view_as(o)
     return o.flatten(1) @ w("o_proj.weight").T
@@ -164,14 +183,15 @@ def sigmoid_gated(x: Tensor, o: Tensor, gate: Tensor, w: Weight, c: Mapping[str,
 def kda(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
     H = c["num_v_heads"] or c["num_heads"]
     q, k = (unit(stream(x, w, name, c, c["num_heads"], F.silu)) for name in "qk")
-    q, k = (y.repeat_interleave(H // c["num_heads"], 1) for y in (q, k))
+    written = preconditioned(k, x, w, c, "a_proj.weight") if "squash_x" in c else k
+    q, k, written = (y.repeat_interleave(H // c["num_heads"], 1) for y in (q, k, written))
     v = stream(x, w, "v", c, H, F.silu)
     raw = (x @ w("f_proj.0.weight").T @ w("f_proj.1.weight").T + w("dt_bias")).unflatten(-1, (H, -1))
     A = w("A_log").exp()[:, None]
     g = -A * F.softplus(raw) if c["lower_bound"] is None else c["lower_bound"] * (A * raw).sigmoid()
     beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
     gate = x @ w("g_proj.0.weight").T @ w("g_proj.1.weight").T + w("g_proj.1.bias")
-    return sigmoid_gated(x, recurrence(q, k, v, g.exp(), beta), gate.view_as(v), w, c)
+    return sigmoid_gated(x, recurrence(q, k, v, g.exp(), beta, written), gate.view_as(v), w, c)
 
 
 def comba(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
@@ -211,5 +231,6 @@ def gated_deltaproduct(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, w
 
 MIXERS = {
     **{"gla": gla, "retnet": retnet, "hgrn2": hgrn2, "delta_net": delta_net, "gated_deltanet": gated_deltanet},
+    **{"precond_kda": kda, "precond_gated_deltanet": gated_deltanet},
     **{"kda": kda, "comba": comba, "gated_deltaproduct": gated_deltaproduct},
 }

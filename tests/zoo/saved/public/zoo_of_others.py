@@ -79,6 +79,24 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "KDAConfig",
         {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [2]}},
     ),
+    "preconditioned kda": (
+        "fla",
+        "PrecondKDAConfig",
+        {
+            **FLA,
+            "num_heads": 2,
+            "head_dim": 16,
+            "expand_v": 0.5,
+            "allow_neg_eigval": True,
+            "attn": {**WINDOW, "layers": [1]},
+        }
+        | {"safe_gate": True, "lower_bound": -4.0, "squash_x": 2.0, "log_atk_scale_init": -3.0},
+    ),
+    "preconditioned gated deltanet": (
+        "fla",
+        "PrecondGatedDeltaNetConfig",
+        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "use_gate": False},
+    ),
     "comba": ("fla", "CombaConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
     "comba, grouped": (
         "fla",

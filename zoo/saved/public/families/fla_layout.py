@@ -39,7 +39,7 @@ class Mixer:
         to_theirs: Our mixer, and the width of the model → their keys.
         tensors: Names in their mixer → in ours.
         model_type: None for `name`.
-        fixed, harmless: As for `Family`.
+        fixed, harmless, preferred: As for `Family`.
         norms, shared: Rules for further tensors of each layer, and of the model.
         layer: Which of the layers without attention `to_theirs` reads.
     """
@@ -57,6 +57,7 @@ class Mixer:
     norms: tuple[Rows, ...] = ()
     shared: tuple[Rule, ...] = ()
     layer: int = 0
+    preferred: Callable[[LanguageModel], bool] = field(default=lambda model: False)
 
 
 def family(theirs: Mixer) -> Family:
@@ -88,6 +89,7 @@ def family(theirs: Mixer) -> Family:
         to_theirs=to_theirs,
         tensors=(*_TENSORS, *theirs.shared),
         layer_tensors=(*theirs.norms, *table),
+        preferred=theirs.preferred,
     )
 
 
