@@ -111,7 +111,13 @@ class Comba(LinearMixer):
         q = s.q if self.D is None else (s.q - self.D[:, None] * strength * s.k).to(s.q.dtype)
         q, k = (kernels.features(x, norm="l2")[0] for x in (q, s.k))
         p = self.to_value_heads(k if self.unit_feedback else (strength * k).to(k.dtype))
-        return s.replace(q=q, k=k, log_decay=self.decay(s.log_decay)[0], beta=self.beta(s.beta), erase=p)
+        log_decay, beta = self._decay_and_beta(s.log_decay, s.beta)
+        return s.replace(q=q, k=k, log_decay=log_decay, beta=beta, erase=p)
+
+    def _decay_and_beta(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        if self.decay.fused:
+            return kernels.delta_gates(a, self.decay.A_log, self.decay.dt_bias, b, largest=self.beta.most)
+        return self.decay(a)[0], self.beta(b)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import sigmoid
-from kernels.delta_gates import strength
+from kernels.delta_gates import channel_decay, strength
 
 from .arguments import check_numbers, check_sizes
 from .fusion import Fusable
@@ -72,7 +71,7 @@ class Mamba2Discretisation(Discretisation):
         super().__init__(size, low, high)
 
 
-class ChannelDecay(KeepsFp32):
+class ChannelDecay(KeepsFp32, Fusable):
     """log_decay = −exp(A_log) · softplus(f + dt_bias) per channel, in at least fp32 (KDA, arXiv 2510.26692).
 
     A_log has one number per head, which starts as the log of a uniform number in [1, 16]. softplus(dt_bias) starts
@@ -84,6 +83,7 @@ class ChannelDecay(KeepsFp32):
     """
 
     no_weight_decay = keep_fp32 = ("A_log", "dt_bias")
+    lower_bound: float | None = None  # of the log decays, if they are bounded
 
     def __init__(self, heads: int, size: int):
         super().__init__()
@@ -99,10 +99,14 @@ class ChannelDecay(KeepsFp32):
         self.A_log.uniform_(1, 16).log_()
         start_steps(self.dt_bias)
 
+    @property
+    def biases(self) -> Tensor:
+        """dt_bias of each head [heads,size]."""
+        return self.dt_bias.view(self.heads, self.size)
+
     def forward(self, f: Tensor) -> Tensor:
         """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
-        rates = self.A_log[:, None].expand(-1, self.size).flatten()
-        return kernels.discretise(f, rates, self.dt_bias)[0].unflatten(-1, (self.heads, self.size))
+        return channel_decay(f.unflatten(-1, (self.heads, self.size)), self.A_log, self.biases, self.lower_bound)
 
 
 class BoundedChannelDecay(ChannelDecay):
@@ -130,11 +134,6 @@ class BoundedChannelDecay(ChannelDecay):
             return
         self.A_log.zero_()
         start_steps(self.dt_bias)
-
-    def forward(self, f: Tensor) -> Tensor:
-        """f [B,T,heads·size] → log_decay [B,T,heads,size]."""
-        shifted = (kernels.at_least_fp32(f) + self.dt_bias).unflatten(-1, (self.heads, self.size))
-        return self.lower_bound * sigmoid(self.A_log.exp()[:, None] * shifted)
 
 
 class LowRankDecay(nn.Linear):

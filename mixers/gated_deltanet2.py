@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 import kernels
-from kernels.core.elementwise import sigmoid
+from kernels.sigmoid_gate import sigmoid_gate
 
 from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
@@ -93,7 +93,7 @@ class GatedDeltaNet2(LinearMixer):
         q, k, v, f, b, w, *g = self.in_proj(x)
         G, H = self.num_key_heads, self.num_heads
         gate = None if self.g_up is None else split_heads(self.g_up(g[0]), H)
-        q, k, v, w = split_heads(q, G), split_heads(k, G), split_heads(v, H), split_heads(w, H)
+        q, k, v = split_heads(q, G), split_heads(k, G), split_heads(v, H)
         return Streams(q, k, v, self.decay_up(f), w, gate, b)
 
     def gates(self, s: Streams) -> Streams:
@@ -101,9 +101,9 @@ class GatedDeltaNet2(LinearMixer):
         assert s.beta is not None
         assert s.erase is not None
         log_decay = self.to_value_heads(self.decay(s.log_decay))
-        erase = self.erase(s.erase).unflatten(2, s.k.shape[2:]).to(s.k.dtype)
-        v = (sigmoid(kernels.at_least_fp32(s.beta)) * s.v).to(s.v.dtype)
-        return s.replace(v=v, log_decay=log_decay, beta=self.to_value_heads(erase), erase=None)
+        erase = sigmoid_gate(s.k.flatten(2), s.erase, largest=self.erase.most).view(s.k.shape)
+        v = sigmoid_gate(s.v.flatten(2), s.beta).view(s.v.shape)
+        return s.replace(v=v, log_decay=log_decay, beta=None, erase=self.to_value_heads(erase))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -10,6 +10,7 @@ from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
+from .fusion import Fusable
 from .norm import Output, SigmoidGatedRMSNorm
 from .preconditioner import Preconditioner, curvature_gates
 from .projection import Linear, OutputProjection, Projection, split_heads
@@ -20,7 +21,7 @@ from .registry import register
     recurrence="S_t = (I − β_t k_t k_tᵀ) diag(α_t) S_{t−1} + β_t k_t v_tᵀ",
     paper="Kimi Linear, arXiv 2510.26692",
 )
-class KDA(LinearMixer):
+class KDA(LinearMixer, Fusable):
     """S_t = (I − β_t k_t k_tᵀ) diag(α_t) S_{t−1} + β_t k_t v_tᵀ, Kimi Delta Attention (arXiv 2510.26692).
 
     Gated DeltaNet with one decay α_t per key channel. The decays and the output gate are made by projections of low
@@ -44,6 +45,7 @@ class KDA(LinearMixer):
 
     recurrence = staticmethod(kernels.delta_rule)
     decay_per_channel = True
+    fused_method = "gates"
 
     def __init__(
         self,
@@ -94,13 +96,21 @@ class KDA(LinearMixer):
         G, H = self.num_key_heads, self.num_heads
         q, k, v = split_heads(parts["q"], G), split_heads(parts["k"], G), split_heads(parts["v"], H)
         gate = None if self.g_up is None else split_heads(self.g_up(parts["g"]), H)
-        f, b, curvature = self.decay_up(parts["f"]), parts["b"], curvature_gates(parts)
-        return Streams(q, k, v, f, b, gate, curvature=curvature)
+        return Streams(q, k, v, parts["f"], parts["b"], gate, curvature=curvature_gates(parts))
+
+    def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
+        if not self.fused or not self.decay.fused:
+            return None
+        assert s.log_decay is not None
+        assert s.beta is not None
+        f, decay, up = s.log_decay, self.decay, self.decay_up.weight
+        how = {"largest": self.beta.most, "lower_bound": decay.lower_bound}
+        return kernels.GateInputs(f, decay.A_log, decay.biases, s.beta, up=up, **how)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
         assert s.beta is not None
-        return s.replace(log_decay=self.decay(s.log_decay), beta=self.beta(s.beta))
+        return s.replace(log_decay=self.decay(self.decay_up(s.log_decay)), beta=self.beta(s.beta))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import sigmoid, silu
+from kernels.core.elementwise import silu
 
 from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
@@ -192,7 +192,7 @@ class SigmoidGatedRMSNorm(Output):
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        return self.norm(o) * sigmoid(gate)
+        return kernels.gated_rms_norm(o, gate, self.norm.scale, self.norm.eps, activation="sigmoid")
 
 
 class NormOnly(Output):

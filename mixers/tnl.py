@@ -5,7 +5,6 @@ from collections.abc import Callable
 from torch import Tensor
 
 import kernels
-from kernels.core.elementwise import sigmoid
 
 from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, checked_site
@@ -36,7 +35,7 @@ class LowRankGated(LinearMixer):
         return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), gate=self.g_up(g))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        return self.o_proj(kernels.rms_norm(o.flatten(2), eps=self.norm_eps) * sigmoid(s.gate))
+        return self.o_proj(kernels.gated_rms_norm(o.flatten(2), s.gate, None, self.norm_eps, activation="sigmoid"))
 
 
 class LayerwiseAlibi(ConstantDecay):

@@ -102,8 +102,8 @@ def features_and_gates(
 
 def together(
     streams: Sequence[FeatureStream], gates: GateInputs | None
-) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
-    """y and the history of each stream, and both gates [2,…,M] if the same launch made them."""
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
+    """y and the history of each stream, and both gates if the same launch made them."""
     backends = [OP.backend(stream.x, stream) for stream in streams]
     if all(backend == "triton" for backend in backends):
         return loaded("kernels.features.gpu.select:run")(streams, gates)

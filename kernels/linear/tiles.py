@@ -92,7 +92,10 @@ tiled_linear = register("tiled_linear", _compute, _differentiate, _empty)
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x Wᵀ + bias […,O] of x […,I]: PyTorch's product, in deterministic mode with fixed tiles."""
     if not is_deterministic():
-        return F.linear(x, weight, bias)
+        if bias is None or x.dim() < 3 or x.is_contiguous():
+            return F.linear(x, weight, bias)
+        # of columns of a projection, PyTorch would add the bias in another pass over the result
+        return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)

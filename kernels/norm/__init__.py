@@ -1,6 +1,6 @@
 """Root-mean-square normalisation, alone and with an output gate."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..core.autograd import plain
 from ..core.backend import Op
 from ..core.recompute import remake
-from .composition import forward, reference
+from .composition import ACTIVATIONS, forward, reference
 
 LARGEST = 8192  # the kernels hold whole rows in registers
 
@@ -42,7 +42,7 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    return _run(OP, x, None, weight, eps, False)
+    return _run(OP, x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,15 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float 
 
 
 def gated_rms_norm(
-    x: Tensor, gate: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *, gate_first: bool = False
+    x: Tensor,
+    gate: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 1e-6,
+    *,
+    gate_first: bool = False,
+    activation: Literal["silu", "sigmoid"] = "silu",
 ) -> Tensor:
-    """rms_norm(x) · SiLU(gate), or rms_norm(x · SiLU(gate)) with `gate_first` (Mamba2).
+    """rms_norm(x) · SiLU(gate), or rms_norm(x · SiLU(gate)) with `gate_first` (Mamba2); σ(gate) with "sigmoid" (KDA).
 
     Args:
         x: Input of any shape […,D].
@@ -79,6 +85,7 @@ def gated_rms_norm(
         weight: Scale [D], or None.
         eps: Added inside the root.
         gate_first: Whether the gate is applied before the norm.
+        activation: Activation of the gate, silu or sigmoid.
 
     Returns:
         The norm in the shape and dtype of x; under autocast in the dtype that the next layer would cast it to anyway.
@@ -88,12 +95,22 @@ def gated_rms_norm(
     """
     if gate.shape != x.shape:
         raise ValueError(f"gate: expected the shape of x, {tuple(x.shape)}, got {tuple(gate.shape)}")
-    return _run(GATED, x, gate, weight, eps, gate_first)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    return _run(GATED, x, gate, weight, eps, gate_first, activation)
 
 
-def _run(op: Op, x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool) -> Tensor:
+def _run(
+    op: Op,
+    x: Tensor,
+    gate: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    gate_first: bool = False,
+    activation: str = "silu",
+) -> Tensor:
     _check(x, weight)
-    args = (x, gate, weight, eps, gate_first, dtype_of(x))
+    args = (x, gate, weight, eps, gate_first, activation, dtype_of(x))
     run = op.choose(x, *args)
     return remake(run(*args), run, *args)
 

@@ -1,6 +1,7 @@
 """Root-mean-square normalisation in PyTorch, in at least fp32: as a composition of ops, and by its formula."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,16 +10,27 @@ from torch.autograd.function import once_differentiable
 
 from ..core.autograd import plain
 from ..core.deterministic import is_deterministic
-from ..core.elementwise import silu
+from ..core.elementwise import sigmoid, silu
 from ..core.recurrence import at_least_fp32
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": sigmoid}  # of the gate
 
-def forward(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
-) -> Tensor:
-    """The norm in the shape of x; see `gated_rms_norm`."""
+
+class Arguments(NamedTuple):
+    x: Tensor  # […,D]
+    gate: Tensor | None  # like x
+    weight: Tensor | None  # [D]
+    eps: float
+    gate_first: bool
+    activation: str  # of the gate
+    dtype: torch.dtype  # of the result
+
+
+def forward(*args: Any) -> Tensor:
+    """The norm in the shape of x, of the fields of `Arguments`."""
+    x, gate, weight, eps, gate_first, activation, dtype = Arguments(*args)
     wide = torch.promote_types(x.dtype, torch.float32)
-    widened, opened = x.to(wide), None if gate is None else silu(gate.to(wide))
+    widened, opened = x.to(wide), None if gate is None else ACTIVATIONS[activation](gate.to(wide))
     if opened is not None and gate_first:
         widened = widened * opened
     weight = None if weight is None else weight.to(wide)
@@ -58,11 +70,13 @@ class _Norm(torch.autograd.Function):
         return torch.addcmul(dy, y, mean, value=-1).mul_(rate), dweight, None
 
 
-def reference(
-    x: Tensor, gate: Tensor | None, weight: Tensor | None, eps: float, gate_first: bool, dtype: torch.dtype
-) -> Tensor:
-    """The formula."""
-    y, opened = at_least_fp32(x), None if gate is None else at_least_fp32(gate) * at_least_fp32(gate).sigmoid()
+def reference(*args: Any) -> Tensor:
+    """The formula, of the fields of `Arguments`."""
+    x, gate, weight, eps, gate_first, activation, dtype = Arguments(*args)
+    y, opened = at_least_fp32(x), None
+    if gate is not None:
+        opened = at_least_fp32(gate).sigmoid()
+        opened = opened * at_least_fp32(gate) if activation == "silu" else opened
     if opened is not None and gate_first:
         y = y * opened
     y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()

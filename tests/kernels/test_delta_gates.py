@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.delta_gates import channel_decay
 
 from .test_discretise import assert_close
 
@@ -29,11 +30,23 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -
     return {name: x.to(DEVICE) for name, x in (made | {name: torch.randn(shape[-1]) for name in names}).items()}
 
 
-def results(a: dict[str, Tensor], backend: str, through: str = "both", largest: float = 1.0) -> dict[str, Tensor]:
+def per_channel(*shape: int, rank: int = 0, dtype: torch.dtype = torch.float32, bias: bool = True) -> dict[str, Tensor]:
+    """Inputs for decays [*shape], the last axis of which are channels; with a rank, of inputs of that size."""
+    a = inputs(*shape[:-1], dtype=dtype, bias=bias)
+    a |= {"a": 5 * torch.randn(shape, dtype=dtype).to(DEVICE), "dt_bias": torch.randn(shape[-2:]).to(DEVICE)}
+    if not rank:
+        return a
+    up = torch.randn(shape[-2] * shape[-1], rank).to(dtype) / rank**0.5
+    return a | {"a": 5 * torch.randn(*shape[:-2], rank, dtype=dtype).to(DEVICE), "up": up.to(DEVICE)}
+
+
+def results(
+    a: dict[str, Tensor], backend: str, through: str = "both", largest: float = 1.0, lower_bound: float | None = None
+) -> dict[str, Tensor]:
     """Both results and all gradients."""
     leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
     with kernels.backend(backend):
-        log_decay, beta = kernels.delta_gates(**leaves, largest=largest)
+        log_decay, beta = kernels.delta_gates(**leaves, largest=largest, lower_bound=lower_bound)
     outputs = {"both": [log_decay, beta], "log_decay": [log_decay], "beta": [beta]}[through]
     generator = torch.Generator().manual_seed(0)
     arriving = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
@@ -51,6 +64,45 @@ def test_by_the_formulas(bias: bool, backend: str):
     torch.testing.assert_close(beta, 2 * torch.sigmoid(a["b"] + a.get("bias", 0)))
     wide = {name: x.double() if name in "ab" else x for name, x in a.items()}
     assert [x.dtype for x in kernels.delta_gates(**wide)] == [torch.float64, torch.float64]
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("rank", [0, 6])
+def test_decays_per_channel_by_the_formulas(rank: int, backend: str):
+    a = per_channel(3, 4, 5, 2, rank=rank)
+    raw = (a["a"] @ a["up"].T).view(3, 4, 5, 2) if rank else a["a"]
+    with kernels.backend(backend):
+        log_decay, beta = kernels.delta_gates(**a)
+    torch.testing.assert_close(log_decay, -a["A_log"].exp()[:, None] * F.softplus(raw + a["dt_bias"]))
+    torch.testing.assert_close(beta, torch.sigmoid(a["b"] + a["bias"]))
+    with kernels.backend(backend):
+        log_decay, _ = kernels.delta_gates(**a, lower_bound=-3)
+    bounded = -3 * torch.sigmoid(a["A_log"].exp()[:, None] * (raw + a["dt_bias"]))
+    torch.testing.assert_close(log_decay, bounded)
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
+@pytest.mark.parametrize(
+    ("shape", "rank", "bias"), [((2, 7, 3, 5), 0, True), ((5, 3, 8), 6, False), ((2, 2, 1), 0, True)]
+)
+def test_decays_per_channel_in_triton(shape: tuple[int, ...], rank: int, bias: bool, through: str):
+    a = per_channel(*shape, rank=rank, bias=bias)
+    for how in ((2.0, None), (1.0, -4.0)):
+        assert_close(results(a, "triton", through, *how), results(a, "reference", through, *how), 1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_decays_per_channel_alone(backend: str):
+    a = per_channel(2, 7, 3, 5)
+    leaves = [a[name].requires_grad_() for name in ("a", "A_log", "dt_bias")]
+    found = []
+    for one in (backend, "reference"):
+        with kernels.backend(one):
+            y = channel_decay(*leaves)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
@@ -98,7 +150,12 @@ def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPat
     results(a, "triton")
     monkeypatch.undo()
     given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, 0.0, False))
+    a = per_channel(3, 4, 2, bias=bias)
+    given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, 0.0, False))
+    given[3:] = None, None
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 1.0, -5.0, False))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +164,21 @@ def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPat
 )
 def test_parameters_that_do_not_fit(name: str, said: str):
     a = inputs(4, 3) | {name: torch.zeros(2)}
+    with pytest.raises(ValueError, match=f"^{said}"):
+        kernels.delta_gates(**a)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "said"),
+    [
+        ("dt_bias", (3, 3), r"dt_bias: expected \[4, 2\], got shape \(3, 3\)"),
+        ("A_log", (2,), r"A_log: expected \[4\], got shape \(2,\)"),
+        ("b", (3, 5), r"b: expected shape \(3, 4\), got \(3, 5\)"),
+        ("up", (8, 6), r"up: expected \[8, 2\], got shape \(8, 6\)"),
+    ],
+)
+def test_decays_per_channel_that_do_not_fit(name: str, shape: tuple[int, ...], said: str):
+    a = per_channel(3, 4, 2) | {name: torch.zeros(shape)}
     with pytest.raises(ValueError, match=f"^{said}"):
         kernels.delta_gates(**a)
 
@@ -127,3 +199,17 @@ def test_on_device(rows: tuple[int, ...], bias: bool, dtype: torch.dtype):
     assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
     again = results(a, "triton")
     assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(1, 1, 8, 128), (4, 4097, 8, 128), (2, 1001, 6, 96), (1, 65, 32, 256)])
+def test_decays_per_channel_on_device(shape: tuple[int, ...], dtype: torch.dtype):
+    a = per_channel(*shape, dtype=dtype)
+    exact = {name: x.float() for name, x in a.items()}
+    for lower_bound in (None, -5.0):
+        how = ("both", 1.0, lower_bound)
+        found, expected = results(a, "triton", *how), results(exact, "reference", *how)
+        assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+        again = results(a, "triton", *how)
+        assert all(torch.equal(found[name], again[name]) for name in found)

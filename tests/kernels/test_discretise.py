@@ -89,7 +89,7 @@ def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
     given = [x.requires_grad_() for x in inputs(3, 4).values()]
     results(inputs(3, 4), "triton")
     monkeypatch.undo()
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, None, None, 1.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, None, None, 1.0, 0.0, False))
 
 
 def test_misfits():

@@ -252,7 +252,16 @@ def gates(B: int, M: int, dtype: torch.dtype = torch.float32) -> dict[str, torch
     }
 
 
-def with_gates(given: list[dict[str, Any]], inputs: dict[str, torch.Tensor]) -> list[Any]:
+def channel_gates(B: int, M: int, K: int, R: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    """Inputs of gates with decays per channel; with a rank R the decays' are R columns of a projection."""
+    inputs, generator = gates(B, M, dtype), torch.Generator().manual_seed(2)
+    inputs["dt_bias"] = torch.randn(M, K, generator=generator)
+    wide = torch.randn(B, 1, (R or M * K) + 3, generator=generator).to(dtype)[..., 1:-2]
+    inputs["a"] = wide if R else wide.unflatten(-1, (M, K))
+    return inputs | ({"up": torch.randn(M * K, R, generator=generator).to(dtype)} if R else {})
+
+
+def with_gates(given: list[dict[str, Any]], inputs: dict[str, Any]) -> list[Any]:
     streams, both = kernels.features_and_gates(
         [kernels.FeatureStream(**a) for a in given], kernels.GateInputs(**inputs, largest=2.0)
     )
@@ -262,9 +271,18 @@ def with_gates(given: list[dict[str, Any]], inputs: dict[str, torch.Tensor]) -> 
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("chosen", [(0, 1), (2, 1, 0)], ids=str)
-@pytest.mark.parametrize("M", [1, 5, 48])
-def test_the_gates_of_a_token_in_the_same_launch(M: int, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
-    given, inputs = streams([THREE[i] for i in chosen], 1, B=3), gates(3, M)
+@pytest.mark.parametrize(
+    ("sizes", "lower_bound"),
+    [((1,), None), ((5,), None), ((48,), None), ((3, 5, 0), -5.0), ((5, 16, 7), None), ((4, 1, 20), -3.0)],
+    ids=str,
+)
+def test_the_gates_of_a_token_in_the_same_launch(
+    sizes: tuple[int, ...], lower_bound: float | None, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+):
+    torch.compiler.reset()  # so many sizes reach its limit
+    given = streams([THREE[i] for i in chosen], 1, B=3)
+    inputs: dict[str, Any] = gates(3, *sizes) if len(sizes) == 1 else channel_gates(3, *sizes)
+    inputs["lower_bound"] = lower_bound
     with torch.no_grad():
         with kernels.backend("reference"):
             expected = with_gates(given, inputs)
@@ -278,8 +296,20 @@ def test_the_gates_of_a_token_in_the_same_launch(M: int, chosen: tuple[int, ...]
 
 
 @interpreted
-def test_gates_beside_streams_that_are_launched_alone():
-    given, inputs = streams(THREE, 2), gates(1, 4)
+def test_a_weight_of_another_dtype_is_multiplied_before_the_launch():
+    given, inputs = streams(THREE, 1, B=2), channel_gates(2, 3, 4, 6)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with kernels.backend("torch"):
+            expected = with_gates(given, inputs)
+        with kernels.backend("triton"):
+            found = with_gates(given, inputs)
+    torch.testing.assert_close(found[-1], expected[-1])
+
+
+@interpreted
+@pytest.mark.parametrize("rank", [0, 6])
+def test_gates_beside_streams_that_are_launched_alone(rank: int):
+    given, inputs = streams(THREE, 2), channel_gates(1, 4, 3, 6) if rank else gates(1, 4)
     with kernels.backend("triton"):
         found = with_gates(given, inputs)
     with kernels.backend("reference"):
@@ -318,6 +348,7 @@ def test_other_streams_are_launched_one_by_one(case: str):
 def test_one_token_on_a_device(B: int, size: int):
     heads = 1024 // size
     qk = {"heads": heads, "size": size, "activation": "silu", "norm": "l2", "bias": False}
+    torch.compiler.reset()  # so many sizes reach its limit
     given = streams([qk, qk, {**qk, "size": 2 * size, "norm": "none"}], 1, B=B, dtype=torch.bfloat16)
     given = [{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in a.items()} for a in given]
     with torch.no_grad():
@@ -327,11 +358,20 @@ def test_one_token_on_a_device(B: int, size: int):
         with kernels.backend("triton"):
             compiled = torch.compile(every, fullgraph=True)(given)
     assert same(found, again, alone, compiled)
-    inputs = {name: x.cuda() for name, x in gates(B, heads, torch.bfloat16).items()}
+    for on_host in (gates(B, heads, torch.bfloat16), channel_gates(B, heads, size, 0, torch.bfloat16)):
+        inputs = {name: x.cuda() for name, x in on_host.items()}
+        with torch.no_grad(), kernels.backend("triton"):
+            beside, compiled = with_gates(given, inputs), torch.compile(with_gates, fullgraph=True)(given, inputs)
+            alone = kernels.delta_gates(**inputs, largest=2.0)
+        assert same(beside, [*found, alone], compiled)
+    inputs = {name: x.cuda() for name, x in channel_gates(B, heads, size, 128, torch.bfloat16).items()}
     with torch.no_grad(), kernels.backend("triton"):
         beside, compiled = with_gates(given, inputs), torch.compile(with_gates, fullgraph=True)(given, inputs)
         alone = kernels.delta_gates(**inputs, largest=2.0)
-    assert same(beside, [*found, alone], compiled)
+    assert same(beside[:-1], found)
+    assert same(beside, compiled)
+    # sums in another order round the inputs of the decays to another bf16 now and then
+    torch.testing.assert_close(beside[-1], alone, rtol=2e-2, atol=2e-2)
 
 
 @interpreted
@@ -396,9 +436,13 @@ def registered(a: Arguments) -> None:
     torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, None, *how, False))
     one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
     histories = [a["history"].clone(), a["history"].clone()]
-    M = 3
-    for gates in ([], [a["x"].new_ones(size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))]):
-        torch.library.opcheck(torch.ops.token_mixer_zoo.features_token, ([*one, *one], histories, gates, *how, 2.0))
+    M, K, R = 3, 2, 5
+    per_head = [*(a["x"].new_ones(size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))), None]
+    low_rank = [a["x"].new_ones(size) for size in ((2, 1, R), (M,), (M, K), (2, 1, M), (M,), (M * K, R))]
+    for gates in ([], per_head, low_rank):
+        torch.library.opcheck(
+            torch.ops.token_mixer_zoo.features_token, ([*one, *one], histories, gates, *how, 2.0, 0.0)
+        )
 
 
 @pytest.mark.slow

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,21 +25,25 @@ def test_rms_norm(eps: float, weighted: bool, backend: str):
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("gate_first", [True, False])
 @pytest.mark.parametrize("weighted", [True, False])
-def test_gated_rms_norm(gate_first: bool, weighted: bool, backend: str):
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_rms_norm(activation: str, gate_first: bool, weighted: bool, backend: str):
     x, gate = torch.randn(2, 2, 3, 7, dtype=torch.float64)
     weight = torch.randn(7, dtype=torch.float64) if weighted else None
-    opened = gate * torch.sigmoid(gate)
+    opened = torch.sigmoid(gate) if activation == "sigmoid" else gate * torch.sigmoid(gate)
     expected = by_hand(x * opened, weight, 0.1) if gate_first else by_hand(x, weight, 0.1) * opened
     with kernels.backend(backend):
-        torch.testing.assert_close(kernels.gated_rms_norm(x, gate, weight, 0.1, gate_first=gate_first), expected)
+        y = kernels.gated_rms_norm(x, gate, weight, 0.1, gate_first=gate_first, activation=activation)
+    torch.testing.assert_close(y, expected)
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
-def test_gradients(gate_first: bool):
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gradients(activation: str, gate_first: bool):
     x, gate = torch.randn(2, 4, 5, dtype=torch.float64)
     weight = torch.randn(5, dtype=torch.float64)
     arguments = [t.requires_grad_() for t in (x.clone(), gate.clone(), weight)]
-    assert torch.autograd.gradcheck(lambda *a: kernels.gated_rms_norm(*a, gate_first=gate_first), arguments)
+    how = {"gate_first": gate_first, "activation": activation}
+    assert torch.autograd.gradcheck(lambda *a: kernels.gated_rms_norm(*a, **how), arguments)
 
 
 def test_bf16_is_computed_in_fp32():
@@ -45,9 +51,10 @@ def test_bf16_is_computed_in_fp32():
     x, gate, weight = torch.randn(4, 64).bfloat16(), torch.randn(4, 64).bfloat16(), torch.randn(64).bfloat16()
     exact = [t.float() for t in (x, gate, weight)]
     assert torch.equal(kernels.rms_norm(x, weight), kernels.rms_norm(exact[0], exact[2]).bfloat16())
-    for first in (True, False):
-        found = kernels.gated_rms_norm(x, gate, weight, gate_first=first)
-        assert torch.equal(found, kernels.gated_rms_norm(*exact, gate_first=first).bfloat16())
+    for first, activation in itertools.product((True, False), ("silu", "sigmoid")):
+        how = {"gate_first": first, "activation": activation}
+        found = kernels.gated_rms_norm(x, gate, weight, **how)
+        assert torch.equal(found, kernels.gated_rms_norm(*exact, **how).bfloat16())
 
 
 def test_weights_may_have_another_dtype():
@@ -73,6 +80,8 @@ def test_errors_name_the_argument():
         kernels.gated_rms_norm(x, x, torch.ones(2, 8))
     with pytest.raises(ValueError, match=r"^gate: "):
         kernels.gated_rms_norm(x, x[0])
+    with pytest.raises(ValueError, match=r"^activation: 'tanh' is not one of silu, sigmoid$"):
+        kernels.gated_rms_norm(x, x, activation="tanh")
 
 
 def test_one_graph():

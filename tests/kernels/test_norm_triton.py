@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from kernels.norm.gpu import op as gpu_op
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-GATES = ("none", "last", "first")
+GATES = ("none", "last", "first", "sigmoid last", "sigmoid first")
 Arguments = dict[str, Tensor]
 
 # what is small and quick there would be a compilation each on a device
@@ -35,6 +35,10 @@ def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:
     return a
 
 
+def how(gate: str) -> dict[str, Any]:
+    return {"gate_first": gate.endswith("first"), "activation": "sigmoid" if gate.startswith("sigmoid") else "silu"}
+
+
 def results(a: Arguments, backend: str, gate: str = "last", eps: float = 1e-5) -> Arguments:
     """y and the gradients of all arguments."""
     leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
@@ -42,7 +46,7 @@ def results(a: Arguments, backend: str, gate: str = "last", eps: float = 1e-5) -
         if gate == "none":
             y = kernels.rms_norm(**leaves, eps=eps)
         else:
-            y = kernels.gated_rms_norm(**leaves, eps=eps, gate_first=gate == "first")
+            y = kernels.gated_rms_norm(**leaves, eps=eps, **how(gate))
     generator = torch.Generator(y.device).manual_seed(1)
     arriving = torch.randn(y.shape, generator=generator, device=y.device).bfloat16().to(y)
     gradients = torch.autograd.grad(y, list(leaves.values()), arriving)
@@ -139,8 +143,8 @@ def test_what_the_kernels_cannot_take():
 def registered(a: Arguments) -> None:
     x, gate, weight = (p.requires_grad_() for p in a.values())
     for given in ((x, gate, weight), (x, None, None)):
-        for gate_first in (True, False):
-            torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, gate_first, torch.float32, False))
+        for options in ((True, "silu"), (False, "sigmoid")):
+            torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, *options, torch.float32, False))
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from torch import Tensor
 
 import kernels
 from kernels.core.backend import Op as KernelOp
-from kernels.delta_gates import strength
 from zoo.performance.accuracy import Gate
 from zoo.performance.device import DTYPES
 from zoo.performance.op_calls import Tensors, differentiated, learned_inputs, op_of
@@ -32,9 +31,8 @@ class Shape(NamedTuple):
 def kda_with_gates(q: Tensor, k: Tensor, v: Tensor, f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> Tensor:
     """KDA from pre-activations: q and k without norm [B,T,H,K], f of the decays [B,T,H,K], and b of β [B,T,H]."""
     q, k = (kernels.features(x, norm="l2")[0] for x in (q, k))
-    rates = A_log[:, None].expand_as(dt_bias).flatten()
-    log_decay = kernels.discretise(f.flatten(2), rates, dt_bias.flatten())[0].unflatten(2, f.shape[2:])
-    return kernels.delta_rule(q, k, v, strength(b), log_decay)[0]
+    log_decay, beta = kernels.delta_gates(f, A_log, dt_bias, b)
+    return kernels.delta_rule(q, k, v, beta, log_decay)[0]
 
 
 def gated_deltanet2(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, b: Tensor, w: Tensor) -> Tensor:

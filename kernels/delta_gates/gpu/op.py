@@ -26,6 +26,12 @@ def softplus(x):
     return tl.log(1 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
 
 
+@triton.jit
+def decay_of(x, rate, lower, BOUNDED: tl.constexpr):
+    """The log decay of x = a + dt_bias and rate = exp(A_log)."""
+    return lower * tl.sigmoid(rate * x) if BOUNDED else -rate * softplus(x)
+
+
 @triton.jit(do_not_specialize=["rows", "before"])
 def gates_forward(
     a,
@@ -34,27 +40,33 @@ def gates_forward(
     b,
     bias,
     log_decay,
-    second,  # β, or dt without b
+    second,  # β, or dt without b; None if neither is needed
     rows,
     a_row,
     b_row,
     largest,
+    lower,  # bound of the log decays if they are bounded
     before,  # number of programs that do other work, which come first; None for none
-    M: tl.constexpr,
+    M: tl.constexpr,  # decays of a step
+    SIZE: tl.constexpr,  # of these, for each recurrence
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
     program, m = tl.program_id(0), tl.arange(0, BLOCK)
     if before is not None:
         program -= before
     in_a, dense, inside = tile_of(program * ROWS, rows, a_row, m, M, ROWS)
-    step = softplus(shifted(a, dt_bias, in_a, inside, m, M))
-    if b is None:
-        tl.store(second + dense, step, mask=inside)
-    tl.store(log_decay + dense, -tl.exp(per_channel(A_log, m, M)) * step, mask=inside)
+    x, rate = shifted(a, dt_bias, in_a, inside, m, M), tl.exp(per_channel(A_log, m // SIZE, M // SIZE))
+    tl.store(log_decay + dense, decay_of(x, rate, lower, BOUNDED), mask=inside)
     if b is not None:
-        in_b = tile_of(program * ROWS, rows, b_row, m, M, ROWS)[0]
-        tl.store(second + dense, largest * tl.sigmoid(shifted(b, bias, in_b, inside, m, M)), mask=inside)
+        h = tl.arange(0, HEAD_BLOCK)
+        in_b, of_heads, heads = tile_of(program * ROWS, rows, b_row, h, M // SIZE, ROWS)
+        strength = largest * tl.sigmoid(shifted(b, bias, in_b, heads, h, M // SIZE))
+        tl.store(second + of_heads, strength, mask=heads)
+    elif second is not None:
+        tl.store(second + dense, softplus(x), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -68,105 +80,137 @@ def gates_backward(
     dsecond,
     da,
     db,
-    parts,  # [programs,M,2 or 3]: gradients of A_log, dt_bias and with b of bias, to be summed over the programs
+    parts,  # [programs,…]: gradients of A_log [M], dt_bias [M] and with b of bias [M // SIZE], to be summed
     rows,
     a_row,
     b_row,
     largest,
-    M: tl.constexpr,
+    lower,
+    M: tl.constexpr,  # decays of a step
+    SIZE: tl.constexpr,  # of these, for each recurrence
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    HEAD_BLOCK: tl.constexpr,
+    BOUNDED: tl.constexpr,
 ):
-    m = tl.arange(0, BLOCK)
-    rate = -tl.exp(per_channel(A_log, m, M))
+    m, h = tl.arange(0, BLOCK), tl.arange(0, HEAD_BLOCK)
+    rate = tl.exp(per_channel(A_log, m // SIZE, M // SIZE))
     from_rate, from_step = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
-    from_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    from_bias = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
         in_a, dense, inside = tile_of(first, rows, a_row, m, M, ROWS)
         x = shifted(a, dt_bias, in_a, inside, m, M)
         dx = tl.zeros([ROWS, BLOCK], tl.float32)
         if dlog_decay is not None:
-            dx = load(dlog_decay, dense, inside) * rate
-            from_rate += dx * softplus(x)
+            g = load(dlog_decay, dense, inside)
+            if BOUNDED:
+                share = tl.sigmoid(rate * x)
+                dx = g * lower * share * (1 - share) * rate
+                from_rate += dx * x
+            else:
+                dx = -g * rate * tl.sigmoid(x)
+                from_rate -= g * rate * softplus(x)
         if b is None and dsecond is not None:
-            dx += load(dsecond, dense, inside)
-        dx *= tl.sigmoid(x)
+            dx += load(dsecond, dense, inside) * tl.sigmoid(x)
         from_step += dx
         tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
         if b is not None:
-            dx = tl.zeros([ROWS, BLOCK], tl.float32)
+            of_b = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
+            in_b, of_heads, heads = tile_of(first, rows, b_row, h, M // SIZE, ROWS)
             if dsecond is not None:
-                in_b = tile_of(first, rows, b_row, m, M, ROWS)[0]
-                share = tl.sigmoid(shifted(b, bias, in_b, inside, m, M))
-                dx = load(dsecond, dense, inside) * largest * share * (1 - share)
-                from_bias += dx
-            tl.store(db + dense, dx.to(db.dtype.element_ty), mask=inside)
-    PARTS: tl.constexpr = 2 if b is None else 3
-    at = parts + (tl.program_id(0) * M + m) * PARTS
-    tl.store(at, tl.sum(from_rate, 0), mask=m < M)
-    tl.store(at + 1, tl.sum(from_step, 0), mask=m < M)
+                share = tl.sigmoid(shifted(b, bias, in_b, heads, h, M // SIZE))
+                of_b = load(dsecond, of_heads, heads) * largest * share * (1 - share)
+                from_bias += of_b
+            tl.store(db + of_heads, of_b.to(db.dtype.element_ty), mask=heads)
+    PARTS: tl.constexpr = 2 * M if b is None else 2 * M + M // SIZE
+    at = parts + tl.program_id(0) * PARTS
+    tl.store(at + m, tl.sum(from_rate, 0), mask=m < M)
+    tl.store(at + M + m, tl.sum(from_step, 0), mask=m < M)
     if b is not None:
-        tl.store(at + 2, tl.sum(from_bias, 0), mask=m < M)
+        tl.store(at + 2 * M + h, tl.sum(from_bias, 0), mask=h < M // SIZE)
 
 
-def tile(size: int) -> dict[str, int]:
-    """The constants of both kernels: recurrences, and rows and columns of a tile."""
-    block = next_power_of_2(size)
-    return {"M": size, "ROWS": max(1, ELEMENTS // block), "BLOCK": block}
+def tile(dt_bias: Tensor, elements: int = ELEMENTS) -> dict[str, int]:
+    """The constants of both kernels: numbers of decays, and rows and columns of a tile of `elements`."""
+    M, block, heads = dt_bias.numel(), next_power_of_2(dt_bias.numel()), dt_bias.shape[0]
+    rows = max(1, elements // block)
+    return {"M": M, "SIZE": M // heads, "ROWS": rows, "BLOCK": block, "HEAD_BLOCK": next_power_of_2(heads)}
 
 
 class Arguments(NamedTuple):
-    a: Tensor  # […,M]
+    a: Tensor  # […,M], or per channel […,M,K]
     A_log: Tensor  # [M]
-    dt_bias: Tensor
-    b: Tensor | None  # as a
+    dt_bias: Tensor  # [M] or [M,K]
+    b: Tensor | None  # […,M]
     bias: Tensor | None
     largest: float
+    lower: float  # bound of the log decays; 0 for none
 
 
 def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """The tensors that kernels read, and their numbers."""
-    a, rows, a_row = rows_of(args.a)
+    a, rows, a_row = rows_of(args.a if args.dt_bias.dim() == 1 else args.a.flatten(-2))
     b, _, b_row = (None, 0, 0) if args.b is None else rows_of(args.b)
-    return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest)
+    return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest, args.lower)
+
+
+def constants(args: Arguments) -> dict[str, Any]:
+    """The constants of a launch."""
+    return {**tile(args.dt_bias), "BOUNDED": args.lower != 0}
+
+
+def nothing_second(args: Arguments) -> bool:
+    """Return whether the second result is empty: without β, and for decays per channel, whose dt nothing reads."""
+    return args.b is None and args.dt_bias.dim() > 1
 
 
 def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
-    return new(args.a, dtype=torch.float32), new(args.a, dtype=torch.float32)
+    second = args.a.shape if args.b is None else args.b.shape
+    if nothing_second(args):
+        second = torch.Size([0])
+    return new(args.a, dtype=torch.float32), new(args.a, *second, dtype=torch.float32)
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
-    """log_decay, and β or without b dt."""
-    outputs, sizes, (tensors, numbers) = _empty(args), tile(args.a.shape[-1]), strided(args)
-    enqueue(gates_forward, cdiv(numbers[0], sizes["ROWS"]), *tensors, *outputs, *numbers, None, **sizes)
-    return outputs
+    """log_decay, and β; without b dt, or for decays per channel nothing."""
+    (log_decay, second), sizes, (tensors, numbers) = _empty(args), constants(args), strided(args)
+    stored = None if nothing_second(args) else second
+    enqueue(gates_forward, cdiv(numbers[0], sizes["ROWS"]), *tensors, log_decay, stored, *numbers, None, **sizes)
+    return log_decay, second
 
 
 def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
-    arriving, sizes = [None if g is None else g.contiguous() for g in gradients], tile(args.a.shape[-1])
+    if nothing_second(args):
+        gradients = (gradients[0], None)
+    arriving, sizes = [None if g is None else g.contiguous() for g in gradients], constants(args)
     da, db = new(args.a), None if args.b is None else new(args.b)
     tensors, numbers = strided(args)
     programs = walkers(numbers[0], sizes["ROWS"], da.device, PROGRAMS)
-    parts = new(da, programs, sizes["M"], 2 if db is None else 3, dtype=torch.float32)
+    M, heads = sizes["M"], args.dt_bias.shape[0]
+    lengths = [M, M] if db is None else [M, M, heads]
+    parts = new(da, programs, 1, sum(lengths), dtype=torch.float32)
     enqueue(gates_backward, programs, *tensors, *arriving, da, db, parts, *numbers, **sizes)
     learned = {name: x for name in ("A_log", "dt_bias", "bias") if (x := getattr(args, name)) is not None}
-    sums = add_parts(parts, reduce(torch.promote_types, (x.dtype for x in learned.values())))
-    return {"a": da, "b": db, **{name: g.to(x.dtype) for (name, x), g in zip(learned.items(), sums, strict=False)}}
+    sums = add_parts(parts, reduce(torch.promote_types, (x.dtype for x in learned.values()))).flatten()
+    rates, *rest = sums.split(lengths)
+    every = zip(learned.items(), (rates if heads == M else rates.view(heads, -1).sum(1), *rest), strict=False)
+    return {"a": da, "b": db, **{name: g.view(x.shape).to(x.dtype) for (name, x), g in every}}
 
 
 gates = register("delta_gates", _compute, _differentiate, _empty, results=2)
 
 
-def forward(inputs: GateInputs) -> tuple[Tensor, Tensor]:
+def forward(inputs: GateInputs) -> tuple[Tensor, Tensor | None]:
     """The log decay and β of all steps."""
+    inputs = inputs.multiplied()
     bias = None if inputs.bias is None else inputs.bias.contiguous()
     log_decay, beta = gates(
-        inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest
+        inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest, inputs.lower
     )
-    return log_decay, beta
+    return log_decay, None if inputs.b is None else beta
 
 
 def discretise(a: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
     """The log decay and dt of all steps."""
-    log_decay, dt = gates(a, A_log.contiguous(), dt_bias.contiguous(), None, None, 1.0)
+    log_decay, dt = gates(a, A_log.contiguous(), dt_bias.contiguous(), None, None, 1.0, 0.0)
     return log_decay, dt

@@ -26,8 +26,8 @@ PATHS = (
 
 def run(
     streams: Sequence[FeatureStream], gates: GateInputs | None
-) -> tuple[list[tuple[Tensor, Tensor | None]], Tensor | None]:
-    """y and the history of each stream, and both gates [2,…,M] if the same launch computed them.
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
+    """y and the history of each stream, and both gates if the same launch computed them.
 
     One token of several streams and the gates take a single launch (`token.py`).
     """

@@ -39,6 +39,7 @@ def forward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,  # none, first or last: where it is applied
+    ACTIVATION: tl.constexpr,  # of the gate: silu or sigmoid
 ):
     outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
     u = load(x, outer * x_outer + within, inside)
@@ -48,7 +49,7 @@ def forward(
         u = both.to(tl.float32)  # as if the sum were read back
     if GATE != "none":
         g = load(gate, outer * gate_outer + within, inside)
-        opened = g * sigmoid(g)
+        opened = g * sigmoid(g) if ACTIVATION == "silu" else sigmoid(g)
     if GATE == "first":
         u *= opened
     h = u * inverse_root(u, eps, D)
@@ -79,6 +80,7 @@ def backward(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,  # none, first or last: where it is applied
+    ACTIVATION: tl.constexpr,  # of the gate: silu or sigmoid
     STAGES: tl.constexpr,  # tiles on their way at a time
 ):
     c = tl.arange(0, BLOCK)
@@ -91,7 +93,10 @@ def backward(
         if GATE != "none":
             g = load(gate, outer * gate_outer + within, inside)
             s = sigmoid(g)
-            opened, slope = g * s, s * (1 + g * (1 - s))
+            if ACTIVATION == "silu":
+                opened, slope = g * s, s * (1 + g * (1 - s))
+            else:
+                opened, slope = s, s * (1 - s)
         if GATE == "first":
             ungated = u
             u *= opened

@@ -1,7 +1,7 @@
 """RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.rows import walkers
 from .. import dtype_of
+from ..composition import Arguments
 from . import kernels
 
 ELEMENTS = 1024  # per tile of short rows
@@ -39,14 +40,17 @@ def strided(x: Tensor) -> tuple[Tensor, int]:
 
 
 @lru_cache(maxsize=1024)
-def launch(device: torch.device | None, rows: int, inner: int, size: int, gate: str, *numbers: Any) -> LaunchSpec:
+def launch(
+    device: torch.device | None, rows: int, inner: int, size: int, gate: str, activation: str, *numbers: Any
+) -> LaunchSpec:
     """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps.
 
     Forward, `device` is None; the number of programs of the backward pass depends on it.
     """
     block = next_power_of_2(size)
     tile = max(1, ELEMENTS // block)
-    fixed: dict[str, Any] = {"INNER": inner, "D": size, "ROWS": tile, "BLOCK": block, "GATE": gate}
+    fixed: dict[str, Any] = {"INNER": inner, "D": size, "ROWS": tile, "BLOCK": block}
+    fixed |= {"GATE": gate, "ACTIVATION": activation}
     fixed["warps"] = max(1, min(tile * block // PER_WARP, MOST_WARPS))
     if device is None:
         return LaunchSpec(kernels.forward, cdiv(rows, tile), rows, *numbers, **fixed)
@@ -56,24 +60,15 @@ def launch(device: torch.device | None, rows: int, inner: int, size: int, gate: 
     return LaunchSpec(kernels.backward, programs, rows, *numbers, **fixed, STAGES=AHEAD if ahead else 1)
 
 
-def sizes(args: "Arguments") -> tuple[int, int, int, str]:
-    """Rows, inner rows, row size, and the position of the gate: none, first (before the norm) or last."""
+def sizes(args: Arguments) -> tuple[int, int, int, str, str]:
+    """Rows, inner rows, row size, the position of the gate (none, first, before the norm, or last), its activation."""
     x = args.x
     gate = "none" if args.gate is None else "first" if args.gate_first else "last"
-    return x.numel() // max(x.shape[-1], 1), inner(x), x.shape[-1], gate
-
-
-class Arguments(NamedTuple):
-    x: Tensor  # […,D]
-    gate: Tensor | None  # like x
-    weight: Tensor | None  # [D]
-    eps: float
-    gate_first: bool
-    dtype: torch.dtype  # of the result
+    return x.numel() // max(x.shape[-1], 1), inner(x), x.shape[-1], gate, args.activation
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
-    x, gate, weight, eps, _, dtype = args
+    x, gate, weight, eps, *_, dtype = args
     y = new(x, dtype=dtype)
     weight = None if weight is None else weight.contiguous()
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
@@ -85,7 +80,7 @@ def differentiate_rows(
     args: Arguments, dy: Tensor, dtotal: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """The gradients of x (with `dtotal` added), of the gate and of the weight."""
-    x, gate, weight, eps, _, _ = args
+    x, gate, weight, eps, *_ = args
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
     dx, dgate = new(x), None if gate is None else new(gate)
@@ -120,7 +115,7 @@ class Added(torch.autograd.Function):
         ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
-        queue = launch(None, rows, 1, x.shape[-1], "none", x.shape[-1], 0, eps)
+        queue = launch(None, rows, 1, x.shape[-1], "none", "silu", x.shape[-1], 0, eps)
         queue(x.contiguous(), None, weight, y.contiguous(), h, total)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
@@ -133,7 +128,7 @@ class Added(torch.autograd.Function):
         total, weight = ctx.saved_tensors
         if dh is None:
             return dtotal, None if dtotal is None else dtotal.to(ctx.other), None, None, None
-        args = Arguments(total, None, weight, ctx.eps, gate_first=False, dtype=dh.dtype)
+        args = Arguments(total, None, weight, ctx.eps, gate_first=False, activation="silu", dtype=dh.dtype)
         dx, _, dweight = differentiate_rows(args, dh, dtotal)
         return dx, dx.to(ctx.other), dweight, None, None
 
@@ -142,4 +137,4 @@ def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tens
     """The sum and its norm in one launch."""
     dtype = dtype_of(x)
     total, h = Added.apply(x, y, weight, eps, dtype)
-    return total, remake(h, forward, total, None, weight, eps, False, dtype)
+    return total, remake(h, forward, total, None, weight, eps, False, "silu", dtype)

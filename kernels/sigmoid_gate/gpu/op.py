@@ -1,0 +1,73 @@
+"""The product with the sigmoid of a gate in Triton: one launch forward and one backward."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.rows import load, rows_of
+
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit
+def places(x_row, gate_row, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Offsets of a program's part of a row of x, of the gate and of a dense tensor, and its mask."""
+    BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
+    row, c = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+    return row * x_row + c, row * gate_row + c, row * C + c, c < C
+
+
+@triton.jit
+def multiply(x, gate, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
+    at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
+    factor = largest * tl.sigmoid(load(gate, at_gate, inside))
+    tl.store(y + dense, (factor * load(x, at, inside)).to(y.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def differentiate(x, gate, dy, dx, dgate, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
+    at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
+    share, d = tl.sigmoid(load(gate, at_gate, inside)), largest * load(dy, dense, inside)
+    tl.store(dx + dense, (d * share).to(dx.dtype.element_ty), mask=inside)
+    slope = share * (1 - share)
+    tl.store(dgate + dense, (d * load(x, at, inside) * slope).to(dgate.dtype.element_ty), mask=inside)
+
+
+class Arguments(NamedTuple):
+    x: Tensor  # […,C]
+    gate: Tensor  # […,C]
+    largest: float
+
+
+def _launch(kernel: Any, args: Arguments, *dense: Tensor) -> None:
+    (x, rows, x_row), (gate, _, gate_row), C = rows_of(args.x), rows_of(args.gate), args.x.shape[-1]
+    block = min(BLOCK, next_power_of_2(C))
+    numbers = (x_row, gate_row, args.largest)
+    enqueue(kernel, rows * cdiv(C, block), x, gate, *dense, *numbers, C=C, BLOCK=block, warps=WARPS)
+
+
+def _compute(args: Arguments) -> tuple[Tensor]:
+    y = new(args.x)
+    _launch(multiply, args, y)
+    return (y,)
+
+
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+    dx, dgate = new(args.x), new(args.gate)
+    _launch(differentiate, args, dy.contiguous(), dx, dgate)
+    return {"x": dx, "gate": dgate}
+
+
+sigmoid_gate = register("sigmoid_gate", _compute, _differentiate, lambda args: (new(args.x),))
+
+
+def forward(x: Tensor, gate: Tensor, largest: float) -> Tensor:
+    """y in the shape of x."""
+    return sigmoid_gate(x, gate, largest)[0]
