@@ -227,7 +227,10 @@ def preconditioned_by_hand(mixer: LinearMixer, x: Tensor) -> Tensor:
     )
     q, k = (F.normalize(stream.unflatten(-1, (G, -1)), dim=-1) for stream in (q, k))
     v, beta = v.unflatten(-1, (4, -1)), mixer.beta(s.beta)
-    decay = (mixer.decay(s.log_decay) if isinstance(mixer, KDA) else mixer.decay(s.log_decay)[0][..., None]).exp()
+    if isinstance(mixer, KDA):
+        decay = mixer.decay(mixer.decay_up(s.log_decay)).exp()
+    else:
+        decay = mixer.decay(s.log_decay)[0][..., None].exp()
     a, b = s.curvature
     forget = (-w["preconditioner.decay.A_log"].exp() * F.softplus(a + w["preconditioner.decay.dt_bias"])).exp()
     strength = b.sigmoid()
