@@ -101,9 +101,9 @@ class GatedDeltaNet2(LinearMixer):
         assert s.beta is not None
         assert s.erase is not None
         log_decay = self.to_value_heads(self.decay(s.log_decay))
-        erase = sigmoid_gate(s.k.flatten(2), s.erase, largest=self.erase.most).view(s.k.shape)
-        v = sigmoid_gate(s.v.flatten(2), s.beta).view(s.v.shape)
-        return s.replace(v=v, log_decay=log_decay, beta=None, erase=self.to_value_heads(erase))
+        erase = sigmoid_gate(s.erase, largest=self.erase.most).view(s.k.shape).to(s.k.dtype)
+        v = sigmoid_gate(s.beta, s.v.flatten(2)).view(s.v.shape)
+        return s.replace(v=v, log_decay=log_decay, beta=self.to_value_heads(erase), erase=None)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -103,9 +103,9 @@ class KDA(LinearMixer, Fusable):
             return None
         assert s.log_decay is not None
         assert s.beta is not None
-        f, decay, up = s.log_decay, self.decay, self.decay_up.weight
-        how = {"largest": self.beta.most, "lower_bound": decay.lower_bound}
-        return kernels.GateInputs(f, decay.A_log, decay.biases, s.beta, up=up, **how)
+        decay, up = self.decay, self.decay_up.weight
+        inputs = (s.log_decay, decay.A_log, decay.biases, s.beta)
+        return kernels.GateInputs(*inputs, largest=self.beta.most, up=up, lower_bound=decay.lower_bound)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

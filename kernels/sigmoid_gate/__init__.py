@@ -1,4 +1,4 @@
-"""A stream times the sigmoid of a gate per channel: the strengths of erasing and writing of Gated DeltaNet-2."""
+"""The sigmoid of a gate per channel, alone or times a stream: the strengths of Gated DeltaNet-2."""
 
 import torch
 from torch import Tensor
@@ -8,34 +8,36 @@ from ..core.elementwise import sigmoid
 from ..core.recurrence import at_least_fp32
 
 
-def composed(x: Tensor, gate: Tensor, largest: float) -> Tensor:
+def composed(gate: Tensor, x: Tensor | None, largest: float) -> Tensor:
     """The formula in PyTorch."""
-    return (largest * sigmoid(at_least_fp32(gate)) * x).to(x.dtype)
+    factor = largest * sigmoid(at_least_fp32(gate))
+    return factor.to(gate.dtype) if x is None else (factor * x).to(x.dtype)
 
 
-def reference(x: Tensor, gate: Tensor, largest: float) -> Tensor:
+def reference(gate: Tensor, x: Tensor | None, largest: float) -> Tensor:
     """The formula, with σ(x) = (1 + tanh(x/2)) / 2."""
-    return (largest * (1 + torch.tanh(at_least_fp32(gate) / 2)) / 2 * at_least_fp32(x)).to(x.dtype)
+    factor = largest * (1 + torch.tanh(at_least_fp32(gate) / 2)) / 2
+    return factor.to(gate.dtype) if x is None else (factor * at_least_fp32(x)).to(x.dtype)
 
 
 OP = Op("sigmoid_gate", reference=reference, torch=composed, gpu="kernels.sigmoid_gate.gpu.op:forward")
 
 
-def sigmoid_gate(x: Tensor, gate: Tensor, *, largest: float = 1.0) -> Tensor:
+def sigmoid_gate(gate: Tensor, x: Tensor | None = None, *, largest: float = 1.0) -> Tensor:
     """largest · σ(gate) · x, computed in at least fp32.
 
     Args:
-        x: Input of any shape […,C].
-        gate: Gate before its activation, in the shape of x.
-        largest: What the factor stays below.
+        gate: Gate before its activation, of any shape […,C].
+        x: Factor in the shape of the gate; None for 1.
+        largest: What largest · σ(gate) stays below.
 
     Returns:
-        y in the shape and dtype of x.
+        y in the shape of the gate, and in the dtype of x, or of the gate without x.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if gate.shape != x.shape:
-        raise ValueError(f"gate: expected the shape of x, {tuple(x.shape)}, got {tuple(gate.shape)}")
-    y: Tensor = OP(x, x, gate, largest)
+    if x is not None and x.shape != gate.shape:
+        raise ValueError(f"x: expected the shape of gate, {tuple(gate.shape)}, got {tuple(x.shape)}")
+    y: Tensor = OP(gate, gate, x, largest)
     return y

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mixers import Discretisation, GatedDeltaNet, HeadWise, Mamba2Discretisation, Site
+from mixers import KDA, Discretisation, GatedDeltaNet, HeadWise, Mamba2Discretisation, Site
 from mixers.base import Streams
+from mixers.decay import BoundedChannelDecay, ChannelDecay
 from mixers.fusion import Fusable
 
 
@@ -32,6 +33,16 @@ class OwnGates(GatedDeltaNet):
         return super().gates(s)
 
 
+class OwnKDAGates(KDA):
+    def gates(self, s: Streams) -> Streams:
+        return super().gates(s)
+
+
+class OwnChannelDecay(BoundedChannelDecay):
+    def forward(self, f: Tensor) -> Tensor:
+        return super().forward(f)
+
+
 class OwnReadout(GatedDeltaNet):
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return super().readout(o, s)
@@ -41,7 +52,8 @@ class OwnReadout(GatedDeltaNet):
     ("cls", "fused"),
     [
         *((cls, True) for cls in (HeadWise, Discretisation, Mamba2Discretisation, GatedDeltaNet, Renamed, OwnReadout)),
-        *((cls, False) for cls in (Doubled, DoubledAgain, OwnGates)),
+        *((cls, True) for cls in (KDA, ChannelDecay, BoundedChannelDecay)),
+        *((cls, False) for cls in (Doubled, DoubledAgain, OwnGates, OwnKDAGates, OwnChannelDecay)),
     ],
 )
 def test_a_class_that_overrides_the_method_is_not_fused(cls: type[Fusable], fused: bool):
@@ -57,6 +69,17 @@ def test_factors_are_the_expansion():
     y, product = doubled.factors(stream, x)
     assert product is None
     torch.testing.assert_close(y, 2 * plain(stream, x))
+
+
+@pytest.mark.parametrize("decay", [ChannelDecay, BoundedChannelDecay])
+def test_gates_of_kda_are_the_same_where_they_are_not_fused(decay: type[ChannelDecay]):
+    site, x = Site(hidden_size=32, num_heads=2), torch.randn(2, 70, 32)
+    fused, own = KDA(site, decay=decay), OwnKDAGates(site, decay=decay)
+    own.load_state_dict(fused.state_dict())
+    assert fused.gate_inputs(fused.project(x)) is not None
+    assert own.gate_inputs(own.project(x)) is None
+    torch.testing.assert_close(own(x)[0], fused(x)[0])
+    assert KDA(site, decay=OwnChannelDecay).gate_inputs(fused.project(x)) is None
 
 
 def test_own_gates_are_called():

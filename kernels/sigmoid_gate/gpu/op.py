@@ -1,4 +1,4 @@
-"""The product with the sigmoid of a gate in Triton: one launch forward and one backward."""
+"""The sigmoid of a gate, alone or times a stream, in Triton: one launch forward and one backward."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -25,49 +25,58 @@ def places(x_row, gate_row, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def multiply(x, gate, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
+def multiply(gate, x, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
     factor = largest * tl.sigmoid(load(gate, at_gate, inside))
-    tl.store(y + dense, (factor * load(x, at, inside)).to(y.dtype.element_ty), mask=inside)
+    if x is not None:
+        factor *= load(x, at, inside)
+    tl.store(y + dense, factor.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def differentiate(x, gate, dy, dx, dgate, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
+def differentiate(gate, x, dy, dx, dgate, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
     share, d = tl.sigmoid(load(gate, at_gate, inside)), largest * load(dy, dense, inside)
-    tl.store(dx + dense, (d * share).to(dx.dtype.element_ty), mask=inside)
     slope = share * (1 - share)
-    tl.store(dgate + dense, (d * load(x, at, inside) * slope).to(dgate.dtype.element_ty), mask=inside)
+    if x is not None:
+        tl.store(dx + dense, (d * share).to(dx.dtype.element_ty), mask=inside)
+        d *= load(x, at, inside)
+    tl.store(dgate + dense, (d * slope).to(dgate.dtype.element_ty), mask=inside)
 
 
 class Arguments(NamedTuple):
-    x: Tensor  # […,C]
     gate: Tensor  # […,C]
+    x: Tensor | None  # […,C]
     largest: float
 
 
-def _launch(kernel: Any, args: Arguments, *dense: Tensor) -> None:
-    (x, rows, x_row), (gate, _, gate_row), C = rows_of(args.x), rows_of(args.gate), args.x.shape[-1]
+def _launch(kernel: Any, args: Arguments, *dense: Tensor | None) -> None:
+    (gate, rows, gate_row), C = rows_of(args.gate), args.gate.shape[-1]
+    x, _, x_row = (None, 0, 0) if args.x is None else rows_of(args.x)
     block = min(BLOCK, next_power_of_2(C))
     numbers = (x_row, gate_row, args.largest)
-    enqueue(kernel, rows * cdiv(C, block), x, gate, *dense, *numbers, C=C, BLOCK=block, warps=WARPS)
+    enqueue(kernel, rows * cdiv(C, block), gate, x, *dense, *numbers, C=C, BLOCK=block, warps=WARPS)
+
+
+def _empty(args: Arguments) -> tuple[Tensor]:
+    return (new(args.gate if args.x is None else args.x),)
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
-    y = new(args.x)
+    (y,) = _empty(args)
     _launch(multiply, args, y)
     return (y,)
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    dx, dgate = new(args.x), new(args.gate)
+    dx, dgate = None if args.x is None else new(args.x), new(args.gate)
     _launch(differentiate, args, dy.contiguous(), dx, dgate)
     return {"x": dx, "gate": dgate}
 
 
-sigmoid_gate = register("sigmoid_gate", _compute, _differentiate, lambda args: (new(args.x),))
+sigmoid_gate = register("sigmoid_gate", _compute, _differentiate, _empty)
 
 
-def forward(x: Tensor, gate: Tensor, largest: float) -> Tensor:
-    """y in the shape of x."""
-    return sigmoid_gate(x, gate, largest)[0]
+def forward(gate: Tensor, x: Tensor | None, largest: float) -> Tensor:
+    """y in the shape of the gate."""
+    return sigmoid_gate(gate, x, largest)[0]
