@@ -26,6 +26,7 @@ from .linear import linear
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
+from .precondition import precondition
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .window_attention import window_attention
@@ -65,6 +66,7 @@ __all__ = [
     "linear_recurrence",
     "linear_token_losses",
     "low_rank_forget_gate",
+    "precondition",
     "recomputing",
     "recurrence_flops",
     "rms_norm",

@@ -145,6 +145,7 @@ def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Pa
     for name in (
         "run",
         "tokens_per_second",
+        "tokens_per_second_by_clock",
         "wall_seconds",
         "blake2b",
     ):  # other folder; nothing was trained; later; of them

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from kernels.errors import UserError
 from zoo.checkpoints import fsdp_shards, zero_shards
 from zoo.checkpoints.archive import check_archive, read_seal, save_sealed
-from zoo.checkpoints.background import Background, host_copy
+from zoo.checkpoints.background import Background
 from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_entry
 from zoo.files.atomic import atomic_write
@@ -209,7 +209,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         the file cannot be written.
         """
         if isinstance(storage_options, Background):
-            storage_options.add(partial(_write, host_copy(checkpoint), path))
+            copied = storage_options.copy(checkpoint, checkpoint["global_step"])
+            storage_options.add(partial(_write, copied, path))
         elif storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
         else:

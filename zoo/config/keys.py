@@ -6,6 +6,7 @@ PURPOSES = {
     "backend": "Backend of the kernels in training",
     "deterministic_kernels": "Whether a sequence has the same results in every batch",
     "compile": "Whether to compile the blocks for the training steps",
+    "cuda_graph": "Whether to capture the training steps as CUDA graphs",
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
     "context_parallel": "Number of neighbouring processes that share each sequence",
     "data": "The data module: TextData, or another class",

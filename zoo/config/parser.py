@@ -258,6 +258,7 @@ def _add_keys_of_models(parser: Parser) -> None:
         ("backend", backend, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
         ("deterministic_kernels", bool | None, None, invariant),
         ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
+        ("cuda_graph", bool, False, "Capture the training steps as CUDA graphs; without a GPU they run as usual."),
         ("activation_checkpointing", int | None, None, every),
         ("context_parallel", int, 1, shared),
     ):

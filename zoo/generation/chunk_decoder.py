@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from kernels.core.chunking import CHUNK
-from zoo.generation.decoder import capture, casts_not_cached, fits, overwrite
+from zoo.generation.cuda_graph import capture, casts_not_cached
+from zoo.generation.decoder import fits, overwrite
 from zoo.generation.read import at_once
 from zoo.lm.model import LanguageModel
 from zoo.lm.states import join_states, take_states

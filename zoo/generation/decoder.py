@@ -1,17 +1,17 @@
 """Decoding token by token from a state; on a GPU as one CUDA graph, which costs as much to launch as one kernel."""
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zoo.generation.cuda_graph import capture, casts_not_cached
+
 log = logging.getLogger(__name__)
-Made = TypeVar("Made")
 
 
 class Decoder:
@@ -77,36 +77,6 @@ class Decoder:
                 self.state = state
 
 
-def capture(rehearse: Callable[[], None], step: Callable[[], Made], device: torch.device) -> Callable[[], Made]:
-    """Capture `step`, which works on tensors whose memory stays the same, as a CUDA graph, without running it.
-
-    `rehearse` runs first, and does everything that only the first call of a step does. Returns a function that runs the
-    step and returns its result, always in the same tensor. A RuntimeError if the step cannot be captured.
-    """
-    with torch.cuda.device(device):
-        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            rehearse()
-        torch.cuda.current_stream().wait_stream(stream)
-        generator = torch.cuda.default_generators[torch.cuda.current_device()]
-        draws = generator.clone_state()
-        try:
-            # other threads, such as those that pin batches, may continue
-            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-                result = step()
-        except RuntimeError:
-            torch.cuda.synchronize()
-            generator.graphsafe_set_state(draws)  # otherwise it stays in capture mode and cannot be used
-            raise
-
-    def replay() -> Made:
-        graph.replay()
-        return result
-
-    return replay
-
-
 def fits(state: Any, following: Any) -> bool:
     """Return whether the tensors of `state` can hold `following` without loss."""
     pairs = zip(tree_leaves(state), tree_leaves(following), strict=True)
@@ -130,14 +100,3 @@ def overwrite(state: Any, following: Any) -> None:
 
 def _copy(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
-
-
-@contextmanager
-def casts_not_cached() -> Iterator[None]:
-    """Keep autocast from caching its casts of weights, which would be gone when the graph is replayed."""
-    enabled = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(enabled)

@@ -255,13 +255,18 @@ class LanguageModel(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         context_parallel: ContextParallel | None = None,
+        every_token: bool = False,
     ) -> TokenLosses:
         """The loss of each label, for evaluation: without gradients, and without the logits of all tokens in memory.
 
-        The arguments are those of `loss` and `forward`.
+        The arguments are those of `loss` and `forward`. With `every_token` nothing waits for the device to count the
+        labels; logits are then also computed where there are none.
         """
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)
+        if every_token:
+            losses, correct = linear_token_losses(x.flatten(0, 1), self._head.weight, labels.flatten())
+            return TokenLosses(losses.view(labels.shape), correct.view(labels.shape), state)
         labelled = labels != -100  # in questions with short answers, few are
         label_losses, label_correct = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
         losses, correct = label_losses.new_zeros(labels.shape), torch.zeros_like(labelled)

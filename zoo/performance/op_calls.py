@@ -193,6 +193,9 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
     yield OpCall("low_rank_forget_gate", "", size, inputs, kept=("bias",))
+    inputs = {"k": draw(*HEADED, size), "curvature": draw(*HEADED, size).square()}
+    inputs |= {"beta": draw(*HEADED).sigmoid(), "centre": draw(HEADS)}
+    yield OpCall("precondition", "", size, inputs, {"limit": 1.5}, kept=("centre",))
 
 
 def _expanded(x: Tensor, product: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from zoo.generation.decoder import capture
+from zoo.generation.cuda_graph import capture
 
 TimedCall = Callable[[], Any]
 CACHE = 256 << 20  # bytes to overwrite between calls on a GPU: more than any L2 cache

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,15 @@ from zoo.performance import peers as others
 from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, without
 from zoo.performance.device import described, pick_backend
 from zoo.performance.timing import Clock, process_age, synchronize
+from zoo.train.adamw import AdamW
 from zoo.train.callbacks.compiled_ahead import compile_ahead
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.train.captured_step import CapturedStep
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
 from zoo.train.module import best_precision
+from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation, build_optimizer, clip, total_norm
 
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
@@ -44,7 +48,8 @@ class TrainingReport(Report):
         columns = ["model", "params", "path", "tok/s", "step ms", "fwd", "bwd", "optim", "GiB", "MFU", "first", "ready"]
         table = self.new_table(columns)
         remarks = [
-            f"batch {about['batch_size']} × {about['length']} tokens{', compiled' if about['compiled'] else ''}",
+            f"batch {about['batch_size']} × {about['length']} tokens"
+            f"{', compiled' if about['compiled'] else ''}{', captured' if about.get('cuda_graph') else ''}",
             "first: seconds of the first step; ready: from the start of the process to its end",
             PATH,
         ]
@@ -52,6 +57,8 @@ class TrainingReport(Report):
             if "step_ms" not in row:
                 without(table, remarks, [row["model"]], row)
                 continue
+            if row.get("not_captured") is not None:
+                remarks.append(f"{row['model']} runs eagerly: {row['not_captured']}")
             table.add_row(
                 row["model"],
                 f"{row['parameters'] / 1e6:.1f} M",
@@ -75,6 +82,7 @@ def bench_training(
     backend: str | None = None,
     device: str | None = None,
     compile: bool = False,
+    cuda_graph: bool = False,
     peers: bool = False,
     folder: str = "runs/bench-training",
 ) -> Report:
@@ -90,6 +98,7 @@ def bench_training(
         backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         compile: Whether to compile each block with torch.compile.
+        cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.
         peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet
             if it has none, alternating with ours.
         folder: The folder of bench.json.
@@ -118,8 +127,11 @@ def bench_training(
         "length": length,
         "precision": precision,
         "compiled": compile,
+        "cuda_graph": cuda_graph,
         "peers": peers,
     }
+    if cuda_graph and where.type != "cuda":
+        raise UserError(f"cuda_graph is true, but the device is a {where.type}; CUDA graphs need an NVIDIA GPU")
     report = TrainingReport(Path(folder), about)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     optim = configs.instantiate("optim", parsed)
@@ -131,7 +143,7 @@ def bench_training(
         if compile:  # as `compile: true` does
             for block, compiled in compiled_blocks(model):
                 block.forward = compiled
-        learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens))
+        learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens), cuda_graph)
         learners = [(row, learner)] if warmed(row, learner, bar) else []
         # after the first step, whose time is to include compilation
         checked = models.conditioned(models.build(parsed, precision, where))
@@ -148,6 +160,8 @@ def bench_training(
         timed(learners, steps, bar)
     for row, learner in learners:
         row |= learner.measured(batch_size * length)
+        if learner.captured is not None:
+            row["not_captured"] = learner.captured.refused
         flops = model.flops(length) / length if learner.model is model else None
         row["mfu"] = utilisation(flops, row["tokens_per_second"], precision, where)
     return report
@@ -157,7 +171,13 @@ class Learner:
     """A model with its optimiser and clock."""
 
     def __init__(
-        self, model: nn.Module, optim: Optimisation, precision: str, backend: str, loss: Callable[[], Tensor]
+        self,
+        model: nn.Module,
+        optim: Optimisation,
+        precision: str,
+        backend: str,
+        loss: Callable[[], Tensor],
+        cuda_graph: bool = False,
     ) -> None:
         self.model, self.clip, self.loss = model, optim.gradient_clip, loss
         self.precision, self.backend = precision, backend
@@ -165,6 +185,11 @@ class Learner:
         self.device = next(model.parameters()).device
         self.clock = Clock(self.device)
         self.peak_gib: float | None = None
+        self.captured: CapturedStep | None = None
+        if cuda_graph:
+            self.captured = CapturedStep(lambda: (self.forward(),), model.parameters())
+            if isinstance(self.optimizer, AdamW | Muon):
+                self.optimizer.replay = partial(self.captured.update, self.optimizer)
 
     def prepare(self) -> None:
         """Compile our kernels for a step."""
@@ -172,16 +197,24 @@ class Learner:
             with models.running(self.precision, self.device, self.backend):
                 compile_ahead(self.model, self.loss)
 
+    def forward(self) -> Tensor:
+        """Compute the loss."""
+        with models.running(self.precision, self.device, self.backend):
+            return self.loss()
+
     def step(self) -> None:
         """Run a training step without synchronising, so that the device stays busy while the host prepares the next."""
         clock = self.clock
         clock.mark()
-        with models.running(self.precision, self.device, self.backend):
-            loss = self.loss()
+        if self.captured is not None:
+            self.captured.prepare()
+        loss = self.forward() if self.captured is None else self.captured()[0]
         clock.mark()
         loss.backward()
         clock.mark()
-        if self.clip is not None:
+        if self.clip is not None and self.captured is not None:
+            self.captured.clip(self.clip, self.captured.gradient_norm())
+        elif self.clip is not None:
             parameters = list(self.model.parameters())
             clip(parameters, self.clip, total_norm(p.grad for p in parameters if p.grad is not None))
         self.optimizer.step()

@@ -21,6 +21,7 @@ from zoo.lm.model import LanguageModel
 from zoo.runs.errors import trainer_error
 from zoo.saved.model import SavedModel
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
 from zoo.train.callbacks.kernel_backend import KernelBackend
@@ -199,6 +200,8 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
         if config.deterministic_kernels:
             raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
         built.append(CompiledBlocks())
+    if config.cuda_graph:
+        built.append(CapturedSteps())
     if (interval := config.activation_checkpointing) is not None:
         built.append(CheckpointedBlocks(interval))
     return sorted(built, key=lambda callback: callback.order)

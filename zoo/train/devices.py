@@ -1,6 +1,7 @@
 """Choosing a device, its peak FLOP/s, and the peak memory used on it."""
 
 import sys
+from pathlib import Path
 
 import torch
 
@@ -74,3 +75,17 @@ def peak_memory(device: torch.device) -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def free_memory() -> int | None:
+    """Number of bytes of host memory that this process may still use, None if unknown."""
+    try:
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = 1024 * int(fields["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return None
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+    except (OSError, ValueError):  # no such file, or no limit
+        return free
+    return min(free, limit - used)

@@ -14,7 +14,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
-from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -51,11 +51,23 @@ def validates_this_epoch(trainer: L.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
+def is_logged_step(trainer: L.Trainer) -> bool:
+    """Return whether loggers get the metrics of the step in progress."""
+    return bool(trainer.log_every_n_steps) and trainer._logger_connector.should_update_logs
+
+
 def row_to_log(trainer: L.Trainer) -> dict[str, float]:
     """The metrics that the trainer is about to log for the current step; empty if it logs none."""
     if not trainer._logger_connector.should_update_logs or trainer._results is None:
         return {}
     return {name: float(value) for name, value in trainer._results.metrics(on_step=True)["log"].items()}
+
+
+def is_plain_ddp(strategy: Strategy) -> bool:
+    """Return whether a strategy is DDP without communication hooks, averaged models or unused parameters."""
+    if type(strategy) is not DDPStrategy or strategy._ddp_comm_hook is not None:
+        return False
+    return strategy._model_averaging_period is None and not strategy._ddp_kwargs.get("find_unused_parameters")
 
 
 def checkpoint_io(strategy: Strategy) -> Any:

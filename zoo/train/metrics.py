@@ -10,6 +10,7 @@ from torchmetrics import Metric
 
 from mixers import ContextParallel, positions
 from zoo.data.batch import NO_LOSS
+from zoo.lm.model import LanguageModel
 
 
 def token_losses(logits: Tensor, labels: Tensor) -> Tensor:
@@ -50,12 +51,17 @@ def label_scores(
     labels: Tensor,
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
+    *,
+    every_token: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The loss of each label in nats [B, T] fp32, and whether it is the likeliest token [B, T].
 
     Both are 0 without a label. They are computed by the model's `token_losses` if it has that method; the arguments are
-    those of `total_loss`.
+    those of `total_loss` and, for a `LanguageModel`, of that method.
     """
+    if every_token and isinstance(model, LanguageModel):
+        losses, correct, _ = model.token_losses(tokens, labels, every_token=True)
+        return losses, correct
     shared = {} if context_parallel is None else {"context_parallel": context_parallel}
     if hasattr(model, "token_losses"):
         losses, correct, _ = model.token_losses(tokens, labels, cu_seqlens=cu_seqlens, **shared)

@@ -22,7 +22,8 @@ from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
-from zoo.train.lightning_internals import device_mesh, is_attached, number_rows_from
+from zoo.train.captured_step import CapturedForward, CapturedStep
+from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
 from zoo.train.trainer import write_whole
@@ -88,6 +89,8 @@ class Pretraining(L.LightningModule):
         self.extra_sets = list(extra_sets)
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
         self.context_parallel = context_parallel
+        self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
+        self.captured_scores: CapturedForward | None = None
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
@@ -173,19 +176,39 @@ class Pretraining(L.LightningModule):
         It also logs `train_loss`, the mean over the whole step in all processes.
         """
         batch = self._local_part(batch)
-        total = total_loss(self.model, batch.tokens, batch.labels, batch.cu_seqlens, self._part)
-        count = (batch.labels != NO_LOSS).sum()
-        loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
+        if self.captured is None or batch.cu_seqlens is not None:
+            loss, total, count = self.losses(batch.tokens, batch.labels, batch.cu_seqlens)
+        else:
+            first = batch_idx % self.trainer.accumulate_grad_batches == 0
+            loss, total, count = self.captured(batch.tokens, batch.labels, first=first)
         self.tokens_seen += batch.tokens.shape[:2].numel() * self.trainer.world_size  # a patch of an image is one
         self._log_loss(total, count, batch_idx)
         self.log("tokens", self.tokens_seen)
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
 
+    def losses(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """The mean loss over the labelled tokens, by which the model is trained; its sum, and their number."""
+        total = total_loss(self.model, tokens, labels, cu_seqlens, self._part)
+        count = (labels != NO_LOSS).sum()
+        loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
+        return loss, total.detach(), count
+
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device."""
+        """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
+
+        In captured steps, which the host could delay, numbers are passed on at logged steps and the last one only.
+        """
+        if self.captured is not None and isinstance(value, int | float) and self._is_between_logs():
+            return
         value = torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value
         super().log(name, value, *args, **kwargs)
+
+    def _is_between_logs(self) -> bool:
+        """Return whether a training step is in progress that loggers leave out."""
+        trainer = self.trainer
+        is_last = trainer.global_step + 1 >= trainer.max_steps > 0
+        return trainer.training and not is_last and not is_logged_step(trainer)
 
     def on_train_start(self) -> None:
         """Discard the losses that an interrupted step may have left."""
@@ -203,7 +226,7 @@ class Pretraining(L.LightningModule):
 
         Processes wait for each other here, so with several of them only logged steps do it.
         """
-        trainer, losses = self.trainer, torch.stack([total.detach(), count.to(total.dtype)])
+        trainer, losses = self.trainer, torch.stack([total, count.to(total.dtype)])
         self._losses = losses if self._losses is None else self._losses + losses
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
@@ -245,7 +268,10 @@ class Pretraining(L.LightningModule):
         """Add a batch to the metrics of a validation or test."""
         batch = self._local_part(batch)
         labels, task = batch.labels, dataloader_idx if self.tasks else 0
-        losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+        if self.captured_scores is None or batch.cu_seqlens is not None:
+            losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+        else:
+            losses, correct = self.captured_scores(batch.tokens, labels)
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
             return
@@ -312,13 +338,17 @@ class Pretraining(L.LightningModule):
         if parameters:
             norm = self.gradient_norm()
             self.log("gradient_norm", norm)
-            if self.optim.gradient_clip is not None:
+            if self.optim.gradient_clip is not None and self.captured is not None:
+                self.captured.clip(self.optim.gradient_clip, norm)
+            elif self.optim.gradient_clip is not None:
                 clip(parameters, self.optim.gradient_clip, norm)
         self._gradient_norm = None
 
     def gradient_norm(self) -> Tensor:
         """Total norm of the gradients before clipping, a scalar; computed once per step and cached."""
-        if self._gradient_norm is None:
+        if self._gradient_norm is None and self.captured is not None:
+            self._gradient_norm = self.captured.gradient_norm()
+        elif self._gradient_norm is None:
             self._gradient_norm = total_norm(p.grad for p in self.model.parameters() if p.grad is not None)
         return self._gradient_norm
 

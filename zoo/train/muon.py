@@ -6,8 +6,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # PyTorch's update reads the rate on the host
 
 from kernels import UserError
+from zoo.train.adamw import AdamW, device_rates, fixed_settings
 
 
 class Muon(Optimizer):
@@ -27,6 +29,10 @@ class Muon(Optimizer):
             as large as AdamW's, so that both share a learning rate; `original` is sqrt(max(1, rows / columns)).
         betas: Decay rates of AdamW's moments.
         eps: Added to AdamW's denominator.
+
+    Attributes:
+        replay: As for `zoo.train.adamw.AdamW`.
+        found_inf: Not used: a step is skipped by leaving out the gradients.
 
     Raises:
         UserError: No trained parameter is a matrix of a block, or `ns_steps` is out of range.
@@ -56,8 +62,12 @@ class Muon(Optimizer):
             matrices, rows, lr=lr, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn
         )
         self._parts: dict[bool, Optimizer] = {True: muon}
+        self._on_gpu = all(parameter.is_cuda for group in groups for parameter in group["params"])
         if others:
-            self._parts[False] = torch.optim.AdamW(others, lr, betas=betas, eps=eps)
+            adamw = AdamW(others, lr, betas, eps) if self._on_gpu else torch.optim.AdamW(others, lr, betas, eps)
+            self._parts[False] = adamw
+        self.replay: Callable[[], bool] | None = None
+        self.found_inf: Tensor | None = None
         # this optimiser has the groups and the state, for schedules and checkpoints; the parts only compute
         super().__init__([group for part in self._parts.values() for group in part.param_groups], {})
 
@@ -71,8 +81,35 @@ class Muon(Optimizer):
         for hidden, part in self._parts.items():
             part.param_groups = [group for group in self.param_groups if group["hidden"] == hidden]
             part.state = self.state
-            part.step()
+            if isinstance(part, _MuonOfParts | AdamW) and self._on_gpu:
+                part.read_rates()
+        if self.replay is None or not self.replay():
+            self.update()
         return loss
+
+    def update(self, *, captured: bool = False) -> None:
+        """Launch the kernels of the update, with the learning rates that were read last.
+
+        Args:
+            captured: Whether a CUDA graph is being captured.
+        """
+        for part in self._parts.values():
+            if isinstance(part, AdamW):
+                part.update(captured=captured)
+            else:
+                part.step()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in PyTorch; AdamW's part of a checkpoint may be of another device."""
+        groups = [
+            {**group, "fused": True, "foreach": None} if self._on_gpu and not group["hidden"] else group
+            for group in state_dict["param_groups"]
+        ]
+        super().load_state_dict({**state_dict, "param_groups": groups})
+
+    def settings(self) -> list[dict[str, Any]]:
+        """Return the settings of the groups that a captured update cannot change: all but the learning rates."""
+        return fixed_settings(self)
 
 
 class _MuonOfParts(torch.optim.Muon):
@@ -80,7 +117,30 @@ class _MuonOfParts(torch.optim.Muon):
 
     def __init__(self, params: Iterable[dict[str, Any]], rows: Mapping[Tensor, Sequence[int]], **settings: Any) -> None:
         self._rows = rows
+        self._rates: list[Tensor] = []
         super().__init__(params, **settings)
+
+    def read_rates(self) -> None:
+        """Copy the learning rates of the groups to the device, from where `step` takes them then."""
+        self._rates = device_rates(self, self._rates)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all parameters; it is PyTorch's unless the learning rates are on the device."""
+        if not self._rates:
+            return super().step(closure)
+        for rate, group in zip(self._rates, self.param_groups, strict=True):
+            lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+            self._init_group(group, *lists)
+            beta = group["momentum"]
+            for parameter, gradient, momentum in zip(*lists, strict=True):
+                momentum.lerp_(gradient, 1 - beta)
+                change = gradient.lerp(momentum, beta) if group["nesterov"] else momentum.clone()
+                change = _zeropower_via_newtonschulz(change, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                factor = _adjust_lr(1.0, group["adjust_lr_fn"], parameter.shape)
+                parameter.mul_(1 - rate * group["weight_decay"])
+                parameter.addcmul_(change.to(parameter.dtype), rate, value=-factor)
+        return None
 
     def _init_group(
         self, group: MutableMapping[str, Any], params: list[Tensor], grads: list[Tensor], momenta: list[Tensor]

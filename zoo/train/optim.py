@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from kernels.errors import UserError
 from mixers import Projection
+from zoo.train.adamw import AdamW
 from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
@@ -214,6 +215,8 @@ def build_optimizer(model: nn.Module, optim: Optimisation, sharded: bool = False
     groups = parameter_groups(model, optim.weight_decay)
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
     fused = devices in ({"cuda"}, {"cpu"}) if optim.fused is None else optim.fused
+    if fused and devices == {"cuda"} and not sharded:
+        return AdamW(groups, optim.learning_rate, optim.betas, optim.eps)
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=optim.betas, eps=optim.eps, fused=fused)
 
 

@@ -17,8 +17,8 @@ COLUMNS = (
     *("steps", "tokens_seen", "parameters", "parameters_without_embeddings", "context_length", "state_size"),
     *("forward_flops_per_token", "training_flops_per_token", "val_loss", "val_batches", "val_perplexity"),
     *("val_loss_by_position", "val_loss_by_task", "val_accuracy", "val_accuracy_by_task", "val_loss_same_batches"),
-    *("val_loss_mixers_zeroed", "bigram_loss", "tokens_per_second", "wall_seconds", "learning_rate", "warmup_steps"),
-    *("decay_starts", "tokens_per_step"),
+    *("val_loss_mixers_zeroed", "bigram_loss", "tokens_per_second", "tokens_per_second_by_clock", "wall_seconds"),
+    *("learning_rate", "warmup_steps", "decay_starts", "tokens_per_step"),
 )
 
 
@@ -52,8 +52,12 @@ def read_row(folder: Path) -> dict[str, Any] | None:
 def result_table(row: Mapping[str, Any]) -> Table:
     """A short table of a results row: is the loss below the bigram model's, do context and mixers help?"""
     batches, in_split = row.get("val_batches"), row.get("val_batches_in_split")
-    limited = f"validation on {batches} of {in_split} batches (trainer.limit_val_batches)"
-    caption = limited if batches != in_split else None
+    remarks = []
+    if batches != in_split:
+        remarks.append(f"validation on {batches} of {in_split} batches (trainer.limit_val_batches)")
+    if (speed := row.get("tokens_per_second_by_clock")) is not None:
+        remarks.append(f"{speed:,.0f} tokens/s by the clock, including validation and saving")
+    caption = "\n".join(remarks) or None
     title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
     table = new_table(("loss", "nats per token"), box=box.HEAVY_HEAD, title=title, caption=caption)
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]

@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from kernels.errors import UserError
 from tests.zoo.tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
-from zoo.checkpoints.background import Background, host_copy
+from zoo.checkpoints.background import Background, HostSpace, host_copy
 from zoo.checkpoints.format import read_checkpoint
 from zoo.train.callbacks.checkpoints import Checkpoints
 
@@ -195,3 +195,33 @@ def test_what_writes_its_checkpoints_itself(tmp_path):
     run = trainer(tmp_path, checkpoints=Checkpoints(in_background=True), strategy=Own("cpu"))
     with pytest.raises(UserError, match="in_background is true, but Own writes its checkpoints itself"):
         run.fit(pretraining(), ResumableLoader(40), validation_loader())
+
+
+def test_a_second_copy_of_a_step_takes_weights_from_the_first():
+    jobs, weight = Background(), torch.ones(3)
+
+    def checkpoint(loss: float) -> dict:
+        return {"global_step": 1, "state_dict": {"weight": weight}, "optimizer_states": [{"m": weight}], "loss": loss}
+
+    first, second = (jobs.copy(checkpoint(loss), 1) for loss in (0.5, 0.25))
+    assert second["state_dict"]["weight"] is first["state_dict"]["weight"]
+    assert (first["loss"], second["loss"]) == (0.5, 0.25)
+    assert list(second) == list(checkpoint(0))
+    weight.zero_()
+    assert first["state_dict"]["weight"].tolist() == [1, 1, 1]
+    assert jobs.copy(checkpoint(0), 2)["state_dict"]["weight"].tolist() == [0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_copies_of_gpu_tensors_reuse_their_memory():
+    space = HostSpace()
+    values = {"a": torch.randn(1000, 3, device="cuda"), "b": torch.randn(7, device="cuda").bfloat16()}
+    values |= {"t": values["a"].T, "step": torch.ones((), device="cuda"), "none": torch.ones(0, device="cuda")}
+    first = host_copy(values, space)
+    expected = {name: value.cpu() for name, value in values.items()}
+    assert all(torch.equal(first[name], value) for name, value in expected.items())
+    assert all(value.untyped_storage().nbytes() == value.nbytes for value in first.values())
+    space.start()
+    second = host_copy({name: value + 1 for name, value in values.items()}, space)
+    assert second["a"].data_ptr() == first["a"].data_ptr()
+    assert torch.equal(second["t"], expected["t"] + 1)

@@ -121,13 +121,14 @@ def test_a_model_on_several_paths_names_the_rarer_ones():
     row = {"model": "h2", "implementations": {op: ["triton"] for op in ("delta_rule", "features", "rms_norm")}}
     row["implementations"] |= {"window_attention": ["torch"], "linear_recurrence": ["torch", "triton"]}
     row |= dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms", "first_step_s", "parameters"), 1.0)
-    row |= {"tokens_per_second": 1.0, "peak_gib": None, "mfu": None, "ready_s": None}
+    row |= {"tokens_per_second": 1.0, "peak_gib": None, "mfu": None, "ready_s": None, "not_captured": "it waits"}
     about = {"batch_size": 1, "length": 8, "compiled": False, "device": "gpu", "torch": "", "triton": "", "dtype": ""}
     table = TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table()
     (path,) = next(column for column in table.columns if column.header == "path").cells
     assert path.startswith("triton + ")
     assert "h2: torch: window_attention" in table.caption
     assert "h2: torch + triton: linear_recurrence" in table.caption
+    assert "h2 runs eagerly: it waits" in table.caption
 
 
 def test_the_widest_table_is_whole_at_100_columns():
@@ -451,6 +452,10 @@ def test_a_process_has_an_age():
         (["training", "--config", "gla.yaml", "--model.num_layer=4"], "did you mean 'num_layers'"),
         (["training", "--config", "gla.yaml", *SMALL, "--steps=0"], "steps: 0 must be at least 1"),
         (["training", "--config", "gla.yaml", *SMALL, "--precision=16"], "precision: '16' is not one of"),
+        (
+            ["training", "--config", "gla.yaml", *SMALL, "--cuda_graph=true"],
+            "cuda_graph is true, but the device is a cpu",
+        ),
         (["decode", "--config", "gla.yaml", "--device=cuda"], "no CUDA device"),
         (["decode", "--config", "gla.yaml", *SMALL, "--positions=[0]"], "positions: 0 must be at least 1"),
     ],

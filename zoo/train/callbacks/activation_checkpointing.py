@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,8 +38,11 @@ class CheckpointedBlocks(TrainingForward):
 
 
 def _checkpointed(forward: Forward, *inputs: Any) -> Any:
-    # this also restores the random state, so that dropout repeats
-    return checkpoint(_as_a_whole, forward, *inputs, use_reentrant=False, context_fn=same_backend)
+    # the random state is restored, so that dropout repeats; `CapturedStep` refuses to capture steps that need it
+    restored = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+    return checkpoint(
+        _as_a_whole, forward, *inputs, use_reentrant=False, context_fn=same_backend, preserve_rng_state=restored
+    )
 
 
 def _as_a_whole(forward: Forward, *inputs: Any) -> Any:

@@ -14,6 +14,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 from tqdm import tqdm
 
 from kernels.errors import UserError
@@ -23,6 +24,7 @@ from zoo.checkpoints.zero_shards import SHARDS
 from zoo.files.atomic import atomic_link
 from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.devices import free_memory
 from zoo.train.lightning_internals import row_to_log, signal_connector
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
@@ -45,7 +47,8 @@ class Checkpoints(RunCallback, Checkpoint):
         keep_every_n_steps: Keep a permanent checkpoint, `step-00001000.ckpt`, every N optimiser steps; null keeps none.
         keep_last: Keep only the newest N permanent checkpoints; null keeps all.
         in_background: Copy the state to host memory, which must have room for it, and write while training continues.
-            The next checkpoint and the end of the run wait for the write, and raise if it failed.
+            The next checkpoint and the end of the run wait for the write, and raise if it failed. Null does so on a
+            GPU if the copy fits into half of the free host memory.
         folder: Folder of the checkpoints, inside the run's folder.
         resume_command: The command that continues the run, shown to the user; `{run}` is the run's folder.
 
@@ -62,7 +65,7 @@ class Checkpoints(RunCallback, Checkpoint):
         keep_every_n_steps: int | None = None,
         every_n_minutes: float | None = None,
         keep_last: int | None = None,
-        in_background: bool = False,
+        in_background: bool | None = None,
         folder: str = "checkpoints",
         resume_command: str = "python cli.py fit --resume {run}",
     ) -> None:
@@ -127,14 +130,16 @@ class Checkpoints(RunCallback, Checkpoint):
             raise UserError(f"the folder {folder} cannot be created: {error.strerror}.") from error
         if not os.access(folder, os.W_OK):
             raise UserError(f"the folder {folder} cannot be written to.")
-        if self.in_background:
-            strategy = trainer.strategy
-            whole = type(strategy).save_checkpoint is Strategy.save_checkpoint
-            if not whole or not isinstance(strategy.checkpoint_io, AtomicCheckpointIO):
-                raise UserError(
-                    f"checkpoints.in_background is true, but {type(strategy).__name__} writes its checkpoints itself, "
-                    "and not in the background: set it to false."
-                )
+        strategy = trainer.strategy
+        possible = type(strategy).save_checkpoint is Strategy.save_checkpoint
+        possible = possible and isinstance(strategy.checkpoint_io, AtomicCheckpointIO)
+        if self.in_background and not possible:
+            raise UserError(
+                f"checkpoints.in_background is true, but {type(strategy).__name__} writes its checkpoints itself, "
+                "and not in the background: set it to false."
+            )
+        by_default = possible and strategy.root_device.type == "cuda" and _copy_fits(pl_module)
+        if self.in_background or (self.in_background is None and by_default):
             self._background = Background()
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -289,7 +294,8 @@ class Checkpoints(RunCallback, Checkpoint):
         """Write `last.ckpt`, in all processes, unless it has this step already and `force` is false."""
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
-        self._wait()
+        if trainer.global_step != self._saved_step:  # a second write of a step is queued after the first
+            self._wait()
         last = self._folder(trainer) / "last.ckpt"
         trainer.save_checkpoint(last, weights_only=False, storage_options=self._background)
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
@@ -318,6 +324,12 @@ class Checkpoints(RunCallback, Checkpoint):
         """Remove permanent checkpoints beyond `keep_last`, of which one was just written."""
         if self.keep_last is not None and trainer.is_global_zero:
             self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer), written))
+
+
+def _copy_fits(module: nn.Module) -> bool:
+    """Return whether a copy of the state fits into half of the free host memory: weights and two moments in fp32."""
+    memory = free_memory()
+    return memory is not None and 12 * sum(parameter.numel() for parameter in module.parameters()) < memory / 2
 
 
 def _remove_all_but(number: int, folder: Path, written: str) -> None:

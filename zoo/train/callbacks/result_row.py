@@ -53,6 +53,7 @@ class ResultRow(RunCallback):
         self._earlier_seconds = 0.0  # of the process or processes that this one resumes
         self._start = time.perf_counter()
         self._trained = self._finishing = False
+        self._first: tuple[float, int] | None = None  # when the first step of this process was done, and its tokens
 
     def state_dict(self) -> dict[str, Any]:
         """The time so far, to which a resumed run adds."""
@@ -71,7 +72,12 @@ class ResultRow(RunCallback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note that there are steps left to train, so that `on_train_end` will be called."""
-        self._trained = True
+        self._trained, self._first = True, None
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        """Note the end of the first batch, which compiles."""
+        if self._first is None:
+            self._first = time.perf_counter(), pl_module.tokens_seen
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure the loss without mixers, and write the row."""
@@ -124,6 +130,13 @@ class ResultRow(RunCallback):
 
     def _wall_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._start
+
+    def _speed_by_clock(self, tokens: int) -> float | None:
+        """Tokens per second of everything since the first batch; None without a second one."""
+        if self._first is None or self._first[1] == tokens:
+            return None
+        start, first_tokens = self._first
+        return (tokens - first_tokens) / (time.perf_counter() - start)
 
     def _mixers_loss(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """The loss on the first validation batches, as is and with the mixers' outputs zeroed."""
@@ -188,6 +201,7 @@ class ResultRow(RunCallback):
             "tokens_per_step": round(pl_module.tokens_seen / trainer.global_step) if trainer.global_step else None,
             "data_hash": _data_hash(trainer),
             "tokens_per_second": speed,
+            "tokens_per_second_by_clock": self._speed_by_clock(pl_module.tokens_seen),
             "wall_seconds": round(self._wall_seconds(), 1),
             "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
             "torch": torch.__version__,

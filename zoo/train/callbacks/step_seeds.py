@@ -40,4 +40,9 @@ class StepSeeds(RunCallback):
         seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
         random.seed(seed)
         np.random.seed(seed)
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        # `torch.manual_seed` also notes the stack for each kind of device that is not there, at every call
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(seed)
+        elif torch.accelerator.is_available():
+            torch.manual_seed(seed)

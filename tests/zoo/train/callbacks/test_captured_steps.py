@@ -1,0 +1,156 @@
+"""Runs in captured steps: the same as eager runs, for the whole of what happens around a step."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tests.zoo.tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
+from tests.zoo.train.test_captured_step import Repeated
+from zoo.data.batch import Batch
+from zoo.train.callbacks.captured_steps import CapturedSteps
+from zoo.train.callbacks.loss_guard import LossGuard
+from zoo.train.callbacks.throughput import Throughput
+from zoo.train.metrics_file import read_metrics
+from zoo.train.module import Pretraining
+
+TIMES = ("tokens_per_second", "seconds_per_step", "minutes_left")
+
+
+class Spoil(L.Callback):
+    """Makes the gradients of the fifth step infinite, and notes the order of the hooks."""
+
+    def __init__(self) -> None:
+        self.hooks: list[str] = []
+
+    def on_before_zero_grad(self, *_: Any) -> None:
+        self.hooks.append("zero")
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        self.hooks.append("before backward")
+        if trainer.global_step == 4:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+
+    def on_after_backward(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.hooks.append(f"after backward {max(p.grad.abs().max().item() for p in pl_module.model.parameters()):.6g}")
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        self.hooks.append("before update")
+
+
+def fitted(
+    folder: Path, *callbacks: L.Callback, steps: int = 12, resume: Path | None = None, **options: Any
+) -> tuple[Pretraining, dict[int, float], list[str], LossGuard]:
+    torch.manual_seed(0)  # of the steps' random numbers
+    module, log, spoil, guard = pretraining(dropout=0.2, schedule="constant"), LossLog(), Spoil(), LossGuard()
+    run = trainer(folder, [spoil, guard, log, *callbacks], max_steps=steps, **options)
+    run.fit(module, ResumableLoader(60), validation_loader(), ckpt_path=resume)
+    return module, log.losses, spoil.hooks, guard
+
+
+def same(one: Pretraining, other: Pretraining) -> None:
+    """Check that the parameters of two modules are equal to the bit."""
+    for (name, x), (_, y) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_a_captured_run_is_the_eager_run(batches: int, tmp_path: Path):
+    eager, losses, hooks, guard = fitted(tmp_path / "eager", accumulate_grad_batches=batches)
+    recorder = Repeated()
+    captured, *others, other_guard = fitted(
+        tmp_path / "captured", CapturedSteps(recorder), accumulate_grad_batches=batches
+    )
+    assert recorder.replayed >= 2 * 12 * batches
+    same(eager, captured)
+    assert captured.loss_by_position == eager.loss_by_position
+    assert others == [losses, hooks]
+    assert guard.skipped == other_guard.skipped == 1
+    assert captured.captured is None  # its memory is free for what follows
+
+
+def test_a_run_is_continued_captured_or_not(tmp_path: Path):
+    eager, losses, *_ = fitted(tmp_path / "eager")
+    for before, after in (([CapturedSteps(Repeated())], []), ([], [CapturedSteps(Repeated())])):
+        folder = tmp_path / f"captured {len(before)}"
+        fitted(folder, *before, steps=7)
+        last = folder / "checkpoints" / "last.ckpt"
+        module, more, *_ = fitted(folder / "continued", *after, resume=last)
+        assert more == {step: losses[step] for step in range(8, 13)}
+        same(eager, module)
+
+
+def test_what_is_logged_does_not_depend_on_it(tmp_path: Path):
+    rows = []
+    for name, callbacks in (("eager", []), ("captured", [CapturedSteps(Repeated())])):
+        run = [Throughput(), *callbacks]
+        fitted(tmp_path / name, *run, accumulate_grad_batches=2, log_every_n_steps=3)
+        rows.append(read_metrics(tmp_path / name / "metrics.jsonl"))
+    eager, captured = ([{key: row[key] for key in row if key not in TIMES} for row in each] for each in rows)
+    assert eager == captured
+    assert [row["step"] for row in captured if "learning_rate" in row] == [2, 5, 8, 11]
+    assert [row.keys() for row in rows[0]] == [row.keys() for row in rows[1]]
+
+
+def test_a_run_that_ends_in_an_error_keeps_no_graphs(tmp_path: Path):
+    class Fails(L.Callback):
+        def on_train_batch_end(self, *_: Any) -> None:
+            raise RuntimeError("a bug")
+
+    module = pretraining()
+    with pytest.raises(RuntimeError, match="a bug"):
+        trainer(tmp_path, [CapturedSteps(Repeated()), Fails()]).fit(module, ResumableLoader(8), validation_loader())
+    assert module.captured is None
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line for line in caplog.messages if line.startswith("cuda_graph")]
+
+
+def test_on_a_cpu_the_run_is_eager_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        module, losses, *_ = fitted(tmp_path / "captured", CapturedSteps(), steps=3)
+    reason = "the device is a cpu, and CUDA graphs need an NVIDIA GPU"
+    assert lines(caplog) == [f"cuda_graph: the training step runs eagerly: {reason}"]
+    eager, expected, *_ = fitted(tmp_path / "eager", steps=3)
+    assert losses == expected
+    same(eager, module)
+
+
+class Packed(ResumableLoader):
+    """Batches of one row of two documents."""
+
+    def __iter__(self):
+        for tokens, labels, _ in super().__iter__():
+            yield Batch(tokens[:1], labels[:1], torch.tensor([0, 7, 16], dtype=torch.int32))
+
+
+def test_packed_documents_are_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    recorder = Repeated()
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, [CapturedSteps(recorder)], max_steps=2).fit(pretraining(), Packed(8), validation_loader())
+    assert lines(caplog)[-1] == "cuda_graph: the training step runs eagerly: packed documents are laid out on the host"
+    assert recorder.recorded == 0
+
+
+def test_what_a_replay_would_leave_out_is_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    module = pretraining()
+    module.model.head.register_forward_hook(lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path / "hook", [CapturedSteps(Repeated())], max_steps=1).fit(module, ResumableLoader(8))
+        run = trainer(tmp_path / "anomaly", [CapturedSteps(Repeated())], max_steps=1, detect_anomaly=True)
+        run.fit(pretraining(), ResumableLoader(8))
+    assert [line.rpartition(": ")[2] for line in lines(caplog)] == [
+        "head has a hook, which a replay would not call",
+        "trainer.detect_anomaly reads every gradient on the host",
+    ]
+
+
+def test_an_optimiser_that_is_not_captured_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        module = pretraining(optimizer=lambda groups, lr: torch.optim.SGD(groups, lr))
+        trainer(tmp_path, [CapturedSteps(Repeated())], max_steps=2).fit(module, ResumableLoader(8))
+    assert lines(caplog) == ["cuda_graph: the update of SGD runs eagerly; forward and backward passes are captured"]

@@ -1,0 +1,242 @@
+"""Captured training steps: the same numbers as eager ones, whatever happens between the parts of a step."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.zoo.tiny import TinyModel, batch
+from zoo.train.adamw import AdamW
+from zoo.train.captured_step import CapturedForward, CapturedStep
+from zoo.train.metrics import label_scores, total_loss
+from zoo.train.optim import clip, parameter_groups, total_norm
+
+
+class Repeated:
+    """Captures a step as its repetition, whose results go to the same tensors each time, as those of a graph do."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.recorded, self.replayed, self.fails_at = 0, 0, fails_at
+
+    def rehearse(self, work: Callable[[], Any]) -> Any:
+        return work()
+
+    def record(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        self.recorded += 1
+        if self.recorded == self.fails_at:
+            raise RuntimeError("operation not permitted when stream is capturing\nand advice")
+        first: list[Any] = []
+
+        def replay() -> Any:
+            self.replayed += 1
+            result = step()
+            if not first:
+                first.append(result)
+            elif result is not None:
+                pairs = zip(first[0], result, strict=True) if not isinstance(result, Tensor) else [(first[0], result)]
+                for old, new in pairs:
+                    if new is not None and old is not new:
+                        old.data.copy_(new.data)
+            return first[0] if first else None
+
+        return replay
+
+
+class Loop:
+    """A training loop in eager or captured steps."""
+
+    def __init__(self, recorder: Repeated | None, dropout: float = 0.0, clip_at: float | None = 0.5) -> None:
+        self.model, self.clip_at = TinyModel(dropout), clip_at
+        groups = parameter_groups(self.model, 0.1)
+        self.optimizer = AdamW(groups, 2**-6, (0.9, 0.95), 1e-8)
+        self.captured = None
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+        if recorder is not None:
+            self.captured = CapturedStep(self.loss, self.model.parameters(), recorder)
+            self.optimizer.replay = partial(self.captured.update, self.optimizer)
+
+    def loss(self, tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        total = total_loss(self.model, tokens, labels)
+        return total / labels.numel(), total.detach()
+
+    def step(self, number: int, batches: int = 1, lengths: tuple[int, ...] = (16,), bad: bool = False) -> None:
+        torch.manual_seed(number)
+        self.optimizer.zero_grad()
+        self.optimizer.param_groups[0]["lr"] = 2**-6 * (number + 1) / 8
+        for each in range(batches):
+            tokens, labels, _ = batch(100 * number + each)
+            length = lengths[each % len(lengths)]
+            inputs, first = (tokens[:, :length], labels[:, :length]), each == 0
+            if self.captured is None:
+                loss, _ = self.loss(*inputs)
+            else:
+                self.captured.prepare(*inputs, first=first)
+                loss, total = self.captured(*inputs, first=first)
+                assert total == pytest.approx(float(loss.detach()) * inputs[1].numel())
+            loss = loss / batches
+            if bad:
+                loss.register_hook(lambda gradient: torch.full_like(gradient, float("nan")))
+            loss.backward()
+            self.losses.append(loss.item())
+        parameters = list(self.model.parameters())
+        norm = (
+            total_norm(p.grad for p in parameters if p.grad is not None)
+            if self.captured is None
+            else self.captured.gradient_norm()
+        )
+        self.norms.append(norm.item())
+        self.optimizer.found_inf = (~norm.isfinite()).float()
+        if self.clip_at is not None and self.captured is None:
+            clip(parameters, self.clip_at, norm)
+        elif self.clip_at is not None:
+            self.captured.clip(self.clip_at, norm)
+        self.optimizer.step()
+
+
+def alike(one: Loop, other: Loop) -> None:
+    """Check that two loops computed the same to the bit."""
+    assert one.losses == other.losses
+    assert repr(one.norms) == repr(other.norms)  # nan is not equal to itself
+    for (name, x), (_, y) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+def both(*steps: dict[str, Any], **settings: Any) -> tuple[Loop, Loop, Repeated]:
+    """An eager and a captured loop after the same steps."""
+    recorder = Repeated()
+    eager, captured = Loop(None, **settings), Loop(recorder, **settings)
+    for loop in (eager, captured):
+        for number, arguments in enumerate(steps):
+            loop.step(number, **arguments)
+    return eager, captured, recorder
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("clip_at", [0.5, None])
+def test_captured_steps_compute_the_same_to_the_bit(dropout: float, clip_at: float | None):
+    steps = [{}, {}, {"bad": True}, {"batches": 3}, {"batches": 3, "bad": True}, {"batches": 2}, {}]
+    eager, captured, recorder = both(*steps, dropout=dropout, clip_at=clip_at)
+    alike(eager, captured)
+    assert captured.captured.refused is None
+    assert recorder.recorded == 4 + 2 + (
+        clip_at is not None
+    )  # two passes for each way to treat gradients; norm, update
+    assert recorder.replayed > 2 * sum(step.get("batches", 1) for step in steps)
+
+
+def test_batches_of_another_shape_run_eagerly(caplog: pytest.LogCaptureFixture):
+    odd = [{"lengths": (8,)}, {}, {"lengths": (8, 8), "batches": 2}, {"lengths": (8, 16), "batches": 2}]
+    eager, captured, recorder = both({}, *odd, {"lengths": (16, 8), "batches": 2}, {"batches": 2})
+    alike(eager, captured)
+    assert recorder.recorded == 7
+    assert caplog.messages == ["cuda_graph: batches of other shapes than the first one run eagerly"]
+
+
+@pytest.mark.parametrize("part", range(1, 8))
+def test_a_part_that_cannot_be_captured_ends_the_replays(part: int, caplog: pytest.LogCaptureFixture):
+    eager, captured = Loop(None), Loop(Repeated(fails_at=part))
+    for loop in (eager, captured):
+        for number in range(4):
+            loop.step(number, batches=1 + number % 2)
+    alike(eager, captured)
+    reason = "operation not permitted when stream is capturing"
+    assert caplog.messages == [f"cuda_graph: the training step runs eagerly: {reason}"]
+    assert captured.captured.refused == reason
+
+
+def test_gradients_may_be_changed_between_the_passes_and_the_update():
+    def change(loop: Loop) -> None:
+        for number in range(5):
+            handle = loop.optimizer.register_step_pre_hook(lambda *_, at=number: changed(loop.model, at))
+            loop.step(number)
+            handle.remove()
+
+    def changed(model: nn.Module, number: int) -> None:
+        first, second, *_ = model.parameters()
+        if number == 2:
+            first.grad.mul_(3)
+        if number == 3:
+            second.grad = second.grad * 2
+        if number == 4:
+            first.grad = None
+
+    eager, captured = Loop(None), Loop(Repeated())
+    for loop in (eager, captured):
+        change(loop)
+    alike(eager, captured)
+
+
+def test_parameters_may_be_frozen_and_moved():
+    eager, captured = Loop(None), Loop(Repeated())
+    for loop in (eager, captured):
+        loop.step(0)
+        loop.step(1)
+        loop.model.head.weight.requires_grad_(False)
+        loop.step(2)
+        loop.model.head.weight.requires_grad_(True)
+        loop.model.mixer_weight.data = loop.model.mixer_weight.data.clone()
+        loop.step(3)
+        loop.step(4)
+    alike(eager, captured)
+    assert captured.captured.parts == 5
+
+
+def test_other_settings_of_the_optimiser_may_change(caplog: pytest.LogCaptureFixture):
+    eager, captured = Loop(None), Loop(Repeated())
+    for loop in (eager, captured):
+        for number in range(4):
+            loop.optimizer.param_groups[0]["betas"] = (0.9 - number / 20, 0.95)
+            loop.step(number)
+    alike(eager, captured)
+    assert caplog.messages == [
+        "cuda_graph: the update runs eagerly, since settings other than the learning rate change"
+    ]
+
+
+def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.LogCaptureFixture):
+    calls = []
+
+    def loss(x: Tensor) -> tuple[Tensor]:
+        calls.append(x)
+        return (len(calls) * (weight * x).sum(),)
+
+    weight = nn.Parameter(torch.ones(()))
+    step = CapturedStep(loss, [weight], Repeated())
+    step.prepare(torch.ones(()))
+    assert step.refused == "a replay has the loss 2 and the gradient norm 2, where the eager step has 1 and 1"
+    (value,) = step(torch.ones(()))
+    value.backward()
+    assert weight.grad == 3
+    assert len(caplog.messages) == 1
+
+
+def test_a_captured_forward_pass_follows_the_weights(caplog: pytest.LogCaptureFixture):
+    model, recorder = TinyModel(), Repeated()
+
+    def losses(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return label_scores(model, tokens, labels)
+
+    captured = CapturedForward(losses, model.parameters(), recorder)
+    for number in range(4):
+        tokens, labels, _ = batch(number)
+        tokens, labels = tokens[: 4 - number // 3], labels[: 4 - number // 3]
+        with torch.inference_mode():
+            pairs = list(zip(captured(tokens, labels), losses(tokens, labels), strict=True))
+        assert all(torch.equal(x, y) for x, y in pairs)
+        with torch.no_grad():
+            model.mixer_weight.mul_(2)
+        if number == 1:
+            model.mixer_weight.data = model.mixer_weight.data.clone()
+    assert recorder.recorded == 2
+    assert caplog.messages == []
+
+
+def test_a_forward_pass_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture):
+    failures = []
+    captured = CapturedForward(lambda x: (x + 1,), [], Repeated(fails_at=1), lambda: failures.append(1))
+    assert [captured(torch.ones(()))[0].item() for _ in range(2)] == [2, 2]
+    assert len(failures) == len(caplog.messages) == 1

@@ -1,0 +1,161 @@
+"""Runs in captured steps on a GPU: losses and parameters equal those of eager runs to the bit."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+
+from tests.zoo.tiny import LossLog, ResumableLoader, trainer
+from zoo import config as configs
+from zoo.data.batch import Batch
+from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.callbacks.captured_steps import CapturedSteps
+from zoo.train.callbacks.checkpoints import Checkpoints
+from zoo.train.callbacks.loss_guard import LossGuard
+from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.module import Pretraining
+from zoo.train.muon import Muon
+from zoo.train.optim import Optimisation
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+STEPS, BAD, VOCAB = 20, 9, 64
+SIZES = ("model.hidden_size=128", "model.num_heads=2", "model.num_layers=3", f"model.vocab_size={VOCAB}")
+
+
+class Rows(ResumableLoader):
+    """Batch n is a function of n: 4 rows of 128 tokens."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.position < self.length:
+            self.position += 1
+            yield rows(self.position)
+        self.position = 0
+
+
+def rows(number: int) -> Batch:
+    tokens = torch.randint(VOCAB, (4, 129), generator=torch.Generator().manual_seed(number))
+    labels = tokens[:, 1:].clone()
+    labels[0, : number % 50] = -100
+    return Batch(tokens[:, :-1], labels, None)
+
+
+class Spoil(L.Callback):
+    """Makes the gradients of one step infinite."""
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: torch.Tensor) -> None:
+        if trainer.global_step == BAD:
+            loss.register_hook(lambda gradient: gradient * float("inf"))
+
+
+def fitted(
+    folder: Path,
+    config: str,
+    *callbacks: L.Callback,
+    steps: int = STEPS,
+    resume: Path | None = None,
+    optim: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[Pretraining, dict[int, float], LossGuard]:
+    torch.manual_seed(0)
+    model = configs.build(config, *SIZES)
+    settings = {
+        "schedule": "inverse_sqrt",
+        "warmup_steps": 4,
+        "learning_rate": 3e-3,
+        "gradient_clip": 0.5,
+        **(optim or {}),
+    }
+    module = Pretraining(model, Optimisation(**settings), config={"model": {}}, context_length=128)
+    log, guard = LossLog(), LossGuard()
+    run = trainer(
+        folder,
+        [StepTimes(), Spoil(), guard, log, *callbacks],
+        max_steps=steps,
+        checkpoints=Checkpoints(every_n_steps=10),
+        **{"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "val_check_interval": 7, **options},
+    )
+    run.fit(module, Rows(400), Rows(2), ckpt_path=resume)
+    return module, log.losses, guard
+
+
+def same(one: Pretraining, other: Pretraining) -> None:
+    """Check that the parameters of two modules are equal to the bit."""
+    for (name, x), (_, y) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
+class Seen(CapturedSteps):
+    """Remembers the captured step, which is dropped at the end."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.step, self.scores = pl_module.captured, pl_module.captured_scores
+
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated_deltanet": ("gated_deltanet.yaml", {}),
+    "gla": ("gla.yaml", {}),
+    "mamba2": ("mamba2.yaml", {}),
+    "h2": ("gdn_h2.yaml", {}),
+    "attention": ("transformer.yaml", {}),
+    "accumulation": ("gated_deltanet.yaml", {"accumulate_grad_batches": 3}),
+    "fp32": ("gated_deltanet.yaml", {"precision": "32-true"}),
+    "bf16": ("gated_deltanet.yaml", {"precision": "bf16-true"}),
+    "muon": ("gated_deltanet.yaml", {"optim": {"optimizer": Muon}}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_captured_runs_are_eager_runs(case: str, tmp_path: Path):
+    config, options = CASES[case]
+    eager, expected, guard = fitted(tmp_path / "eager", config, **options)
+    watch = Seen()
+    captured, losses, other_guard = fitted(tmp_path / "captured", config, watch, **options)
+    assert watch.step.refused is None
+    assert watch.scores.refused is None
+    assert watch.step.parts == 5 + 2 * (case == "accumulation")
+    assert captured.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6)
+    assert losses == expected
+    same(eager, captured)
+    assert guard.skipped == other_guard.skipped == 1
+
+
+def test_a_run_is_continued_captured_or_not(tmp_path: Path):
+    eager, expected, _ = fitted(tmp_path / "eager", "gated_deltanet.yaml")
+    for name, before, after in (("captured", [CapturedSteps()], [CapturedSteps()]), ("mixed", [CapturedSteps()], [])):
+        fitted(tmp_path / name, "gated_deltanet.yaml", *before, steps=12)
+        last = tmp_path / name / "checkpoints" / "last.ckpt"
+        module, losses, _ = fitted(tmp_path / f"{name} 2", "gated_deltanet.yaml", *after, resume=last)
+        assert losses == {step: expected[step] for step in range(13, 21)}
+        same(eager, module)
+
+
+def test_activation_checkpointing_is_captured(tmp_path: Path):
+    eager, expected, _ = fitted(tmp_path / "eager", "gdn_h2.yaml", CheckpointedBlocks(1))
+    watch = Seen()
+    captured, losses, _ = fitted(tmp_path / "captured", "gdn_h2.yaml", CheckpointedBlocks(1), watch)
+    assert watch.step.refused is None
+    assert losses == expected
+    same(eager, captured)
+
+
+def test_a_step_that_waits_for_the_device_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class Waiting(CapturedSteps):
+        def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+            super().on_train_start(trainer, pl_module)
+            forward = pl_module.model.layers[0].mixer.forward
+            pl_module.model.layers[0].mixer.forward = lambda x, *args, **kwargs: forward(
+                x + 0 * x.sum().item(), *args, **kwargs
+            )
+
+    eager, expected, _ = fitted(tmp_path / "eager", "gated_deltanet.yaml", steps=4)
+    with caplog.at_level(logging.WARNING):
+        waiting, losses, _ = fitted(tmp_path / "waiting", "gated_deltanet.yaml", Waiting(), steps=4)
+    lines = [line for line in caplog.messages if line.startswith("cuda_graph")]
+    assert len(lines) == 1
+    assert lines[0].startswith("cuda_graph: the training step runs eagerly: ")
+    assert losses == pytest.approx(expected, rel=1e-2)

@@ -1,0 +1,123 @@
+"""`cuda_graph: true`: training steps are captured as CUDA graphs and replayed."""
+
+import logging
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import Tensor, nn
+
+from zoo.data.batch import Batch
+from zoo.generation.cuda_graph import Recorder
+from zoo.train.adamw import AdamW
+from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.captured_step import CapturedForward, CapturedStep, Recording
+from zoo.train.gradient_average import GradientAverage
+from zoo.train.lightning_internals import is_plain_ddp
+from zoo.train.metrics import label_scores
+from zoo.train.muon import Muon
+
+log = logging.getLogger(__name__)
+
+
+class CapturedSteps(Callback):
+    """Captures the parts of a training step as CUDA graphs at the first step, and replays them from then on.
+
+    Losses and parameters are the same to the bit, and so are checkpoints: a run may be continued with or without. Hooks
+    of callbacks run as usual, between the replays. Where a run cannot be captured it runs eagerly, and the log says why
+    in one line.
+
+    Args:
+        recorder: Captures the parts, on any device; None for CUDA graphs.
+    """
+
+    order = 97  # after callbacks that replace the forward functions of blocks, and those that compile kernels
+
+    def __init__(self, recorder: Recording | None = None) -> None:
+        self._recorder = recorder
+        self._entered = ExitStack()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
+        """Set up the capture, unless this run cannot be captured."""
+        reason = no_graphs(pl_module.device) if self._recorder is None else None
+        if (reason := reason or obstacle(trainer, pl_module.model)) is not None:
+            log.warning("cuda_graph: the training step runs eagerly: %s", reason)
+            return
+        recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
+
+        def losses(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            with trainer.precision_plugin.train_step_context():
+                return pl_module.losses(tokens, labels)
+
+        def scores(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+            with trainer.precision_plugin.val_step_context():
+                return label_scores(pl_module.model, tokens, labels, every_token=True)
+
+        recorder = Recorder(pl_module.device) if self._recorder is None else self._recorder
+        parameters = list(pl_module.model.parameters())
+        average = None
+        if trainer.world_size > 1:
+            self._entered.enter_context(trainer.strategy.model.no_sync())
+            average = GradientAverage()
+        captured = CapturedStep(losses, parameters, recorder, average, may_draw=not recomputes)
+        pl_module.captured, (optimizer,) = captured, trainer.optimizers
+        pl_module.captured_scores = CapturedForward(scores, parameters, recorder, captured.forget)
+        if isinstance(optimizer, AdamW | Muon):
+            optimizer.replay = partial(captured.update, optimizer)
+        else:
+            name = type(optimizer).__name__
+            log.warning("cuda_graph: the update of %s runs eagerly; forward and backward passes are captured", name)
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
+        """Capture the passes if that is not done; give up if documents are packed."""
+        if pl_module.captured is None:
+            return
+        if batch.cu_seqlens is not None:
+            self.teardown(trainer, pl_module)
+            log.warning("cuda_graph: the training step runs eagerly: packed documents are laid out on the host")
+            return
+        first = batch_idx % trainer.accumulate_grad_batches == 0
+        pl_module.captured.prepare(batch.tokens, batch.labels, first=first)
+
+    def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str = "fit") -> None:
+        """Drop the graphs and their memory."""
+        self._entered.close()
+        pl_module.captured = pl_module.captured_scores = None
+        for optimizer in trainer.optimizers:
+            if isinstance(optimizer, AdamW | Muon):
+                optimizer.replay = None
+
+    def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
+        self.teardown(trainer, pl_module)
+
+
+def no_graphs(device: torch.device) -> str | None:
+    """Return why a device has no CUDA graphs; None if it has."""
+    return None if device.type == "cuda" else f"the device is a {device.type}, and CUDA graphs need an NVIDIA GPU"
+
+
+def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
+    """Return why the training steps of a run cannot be captured; None if that has to be tried."""
+    if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
+        return f"{type(trainer.strategy).__name__} exchanges more between processes than the gradients of a step"
+    if trainer.lightning_module.context_parallel > 1:
+        return "context_parallel exchanges parts of sequences in each layer"
+    if getattr(trainer.precision_plugin, "scaler", None) is not None:
+        return f"trainer.precision={trainer.precision_plugin.precision} scales the loss on the host; use bf16-mixed"
+    if torch.is_anomaly_enabled():
+        return "trainer.detect_anomaly reads every gradient on the host"
+    if (hooked := hooked_module(model)) is not None:
+        return f"{hooked} has a hook, which a replay would not call"
+    return None
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """Return the name of the first module with hooks on its calls or gradients; None if there is none."""
+    for name, part in model.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            return name or type(part).__name__
+    return None

@@ -1,0 +1,428 @@
+"""A training step as CUDA graphs: a step of hundreds of kernels then costs the host a few launches."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from zoo.generation.cuda_graph import Recorder, casts_not_cached
+from zoo.train.adamw import AdamW
+from zoo.train.gradient_average import GradientAverage
+from zoo.train.muon import Muon
+from zoo.train.optim import clip, total_norm
+
+log = logging.getLogger(__name__)
+
+Made = TypeVar("Made")
+Compute = Callable[..., tuple[Tensor, ...]]
+TOLERANCE = 1e-3  # relative difference of a replay from the eager step; some kernels add up in any order
+
+
+class Recording(Protocol):
+    """The interface of `zoo.generation.cuda_graph.Recorder`."""
+
+    def rehearse(self, work: Callable[[], Made]) -> Made:
+        """Run what has to happen before a capture."""
+
+    def record(self, step: Callable[[], Made]) -> Callable[[], Made]:
+        """Capture a step; the result of the replays is always in the same tensors."""
+
+
+class _Pass(NamedTuple):
+    """Replays of a forward and a backward pass."""
+
+    forward: Callable[[], tuple[Tensor, ...]]
+    backward: Callable[[], list[Tensor | None]]
+
+
+class CapturedStep:
+    """A loss and its backward pass, the norm of the gradients, their clipping and AdamW's update, each as a CUDA graph.
+
+    There is a graph for each part, so that whatever happens between the parts of an eager step happens between the
+    replays as well, with the same tensors: hooks of the loss, reading or changing gradients, skipping the update. Each
+    part is captured when it is first used. The first `prepare` also runs the step eagerly, drops what it computed, and
+    compares the replay with it. What cannot be replayed runs eagerly, to the same numbers: a batch of another shape,
+    and every step if a part cannot be captured. The log says so once.
+
+    Args:
+        compute: Inputs → a scalar loss, and further tensors without gradients. It must not wait for the device.
+        parameters: All parameters that `compute` uses. Gradients of trained ones get memory that stays the same.
+        recorder: Captures the parts; None for CUDA graphs.
+        average: Averages the gradients over all processes, before their norm; None for one process.
+        may_draw: Whether `compute` may draw random numbers on the device; False if it recomputes activations.
+
+    Attributes:
+        refused: Why nothing is replayed; None while everything is.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        parameters: Iterable[nn.Parameter],
+        recorder: Recording | None = None,
+        average: GradientAverage | None = None,
+        *,
+        may_draw: bool = True,
+    ) -> None:
+        self.refused: str | None = None
+        self._average = average
+        self._exchanges = 0  # the first one is eager: it connects the processes
+        self._compute, self._all, self._may_draw = compute, list(parameters), may_draw
+        self._recorder = recorder
+        self.forget()
+        self._odd_shapes_reported = self._odd_update_reported = False
+
+    def forget(self) -> None:
+        """Drop all graphs, which are captured again when they are used."""
+        self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
+        self._memory = _addresses(self._all)
+        self._inputs: tuple[Tensor, ...] | None = None
+        self._passes: dict[bool, _Pass] = {}
+        self._gradients: list[Tensor | None] = []
+        if self._average is not None:
+            self._average.forget()
+        self._loss: Tensor | None = None  # with its history, from the capture of a forward pass to that of its backward
+        self._exchange: Callable[[], None] | None = None
+        self._norm: Callable[[], Tensor] | None = None
+        self._clip: Callable[[], None] | None = None
+        self._update: Callable[[], None] | None = None
+        self._settings: Any = None  # of the optimiser, when its update was captured
+
+    def prepare(self, *inputs: Tensor, first: bool = True) -> None:
+        """Capture the passes for such inputs unless that is done; to be called before each forward pass.
+
+        Args:
+            inputs: Of `compute`.
+            first: As for the call.
+        """
+        if self.refused is None and self._memory != _addresses(self._all):
+            self.forget()  # parameters were moved, frozen or unfrozen
+        if self.refused is not None or (first in self._passes and True in self._passes) or not self._takes(inputs):
+            return
+        attached = [parameter.grad for parameter in self._parameters]
+        try:
+            if self._inputs is None:
+                self._start(inputs)
+            for each in (True,) if first else (True, False):
+                if each not in self._passes:
+                    self._passes[each] = self._record_pass(each)
+                    if each:
+                        self._check()
+        except RuntimeError as error:
+            self._refuse(_one_line(error))
+        for parameter, gradient in zip(self._parameters, attached, strict=True):
+            parameter.grad = gradient
+
+    def __call__(self, *inputs: Tensor, first: bool = True) -> tuple[Tensor, ...]:
+        """The loss, whose `backward` replays the backward pass, and the further results of `compute`.
+
+        Args:
+            inputs: Of `compute`.
+            first: Whether the backward pass writes the gradients; False to add to them, as when they are accumulated.
+        """
+        if first not in self._passes or not self._takes(inputs):
+            return self._compute(*inputs)
+        for static, x in zip(self._inputs or (), inputs, strict=True):
+            static.copy_(x)
+        loss, *others = self._passes[first].forward()
+        replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(gradient, first))
+        return replayed, *(x.clone() for x in others)
+
+    def _takes(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Return whether the graphs are, or will be, for inputs of these shapes."""
+        alike = self._inputs is None or list(map(_shape, self._inputs)) == list(map(_shape, inputs))
+        if not alike and not self._odd_shapes_reported:
+            self._odd_shapes_reported = True
+            log.warning("cuda_graph: batches of other shapes than the first one run eagerly")
+        return alike
+
+    def _start(self, inputs: tuple[Tensor, ...]) -> None:
+        """Allocate the inputs, and run the step eagerly, for all that only the first run of a step does."""
+        device = self._parameters[0].device
+        self._device = device
+        self._inputs = static = tuple(x.detach().clone() for x in inputs)
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._max_norm = 0.0
+        self._clipped_norm = torch.zeros((), device=device)
+        self._found_inf = torch.zeros((), device=device)
+        self._recorder = Recorder(device) if self._recorder is None else self._recorder
+        self._drop_gradients()
+
+        def eager() -> Tensor:
+            with casts_not_cached():
+                loss = self._compute(*static)[0]
+            loss.backward()
+            self._scale = torch.ones_like(loss)  # gradient of the loss
+            return _numbers(loss, _norm(parameter.grad for parameter in self._parameters))
+
+        with _random_numbers_kept(device), torch.enable_grad():
+            before = _random_offset(device)
+            self._expected = self._recorder.rehearse(eager)
+            if not self._may_draw and _random_offset(device) != before:
+                raise RuntimeError("activation checkpointing repeats random numbers, which a CUDA graph cannot do")
+        self._drop_gradients()
+
+    def _record_pass(self, first: bool) -> _Pass:
+        """Capture a forward pass, and the backward pass that writes the gradients, or adds to them."""
+        assert self._recorder is not None
+
+        def forward() -> tuple[Tensor, ...]:
+            with torch.enable_grad(), casts_not_cached():
+                loss, *others = self._compute(*(self._inputs or ()))
+            self._loss = loss
+            return loss.detach(), *others
+
+        def backward() -> list[Tensor | None]:
+            assert self._loss is not None
+            if first:
+                self._drop_gradients()
+            self._loss.backward(self._scale)
+            return [parameter.grad for parameter in self._parameters]
+
+        if not first:
+            self._attach()
+        passes = _Pass(self._recorder.record(forward), self._recorder.record(backward))
+        self._loss = None
+        return passes
+
+    def _check(self) -> None:
+        """Raise a RuntimeError if a replay computes other numbers than the eager step."""
+        with _random_numbers_kept(self._device):
+            loss = self._passes[True].forward()[0].clone()
+            self._backward(torch.ones_like(loss), True)
+        replayed = _numbers(loss, _norm(self._gradients))
+        if not torch.allclose(replayed, self._expected, rtol=TOLERANCE, atol=0.0, equal_nan=True):
+            (loss, norm), (expected, expected_norm) = replayed.tolist(), self._expected.tolist()
+            raise RuntimeError(
+                f"a replay has the loss {loss:g} and the gradient norm {norm:g}, where the eager step has {expected:g} "
+                f"and {expected_norm:g}"
+            )
+
+    def _refuse(self, reason: str) -> None:
+        self.forget()
+        self.refused = reason
+        log.warning("cuda_graph: the training step runs eagerly: %s", reason)
+
+    def _drop_gradients(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _backward(self, gradient: Tensor, first: bool) -> None:
+        """Replay the backward pass from the gradient of the loss."""
+        self._scale.copy_(gradient)
+        if not first:
+            self._attach()
+        self._gradients = self._passes[first].backward()
+        for parameter, static in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = static
+
+    def _attach(self) -> None:
+        """Move gradients that are elsewhere, since an eager pass computed them, to where the graphs have them."""
+        for parameter, static in zip(self._parameters, self._gradients, strict=True):
+            if static is None or parameter.grad is static:
+                continue
+            if parameter.grad is None:
+                static.zero_()
+            else:
+                static.copy_(parameter.grad)
+            parameter.grad = static
+
+    def _attached(self) -> bool:
+        """Return whether the present gradients are those of the graphs."""
+        gradients = self._gradients if self._average is None else self._average.results
+        pairs = zip(self._parameters, gradients, strict=True)
+        return bool(self._passes and gradients) and all(parameter.grad is static for parameter, static in pairs)
+
+    def _exchanged(self) -> None:
+        """Replace the gradients by their means over all processes, each of which calls it once a step."""
+        assert self._average is not None
+        own = [parameter.grad for parameter in self._parameters]
+        self._average.allocate(own)
+        in_graph = bool(self._passes) and all(x is static for x, static in zip(own, self._gradients, strict=True))
+        if in_graph and self._exchange is None and self._exchanges:
+            average, gradients = self._average, list(self._gradients)
+            self._exchange = self._recorded(lambda: average(gradients))
+        self._exchanges += 1
+        if in_graph and self._exchange is not None:
+            self._exchange()
+        else:
+            self._average(own)
+        for parameter, mean in zip(self._parameters, self._average.results, strict=True):
+            parameter.grad = mean
+
+    @property
+    def parts(self) -> int:
+        """Number of graphs captured so far."""
+        return 2 * len(self._passes) + sum(
+            part is not None for part in (self._exchange, self._norm, self._clip, self._update)
+        )
+
+    def gradient_norm(self) -> Tensor:
+        """The total norm of the present gradients, a scalar; with several processes they are averaged before."""
+        if self._average is not None:
+            self._exchanged()
+        return self._present_norm()
+
+    def _present_norm(self) -> Tensor:
+        if not self._attached():
+            return _norm(parameter.grad for parameter in self._parameters)
+        if self._norm is None:
+            gradients = [parameter.grad for parameter in self._parameters]
+            self._norm = self._recorded(lambda: _norm(gradients))
+        return self._present_norm() if self._norm is None else self._norm().clone()
+
+    def clip(self, max_norm: float, norm: Tensor) -> None:
+        """Scale the present gradients, whose total norm is `norm`, so that it is at most `max_norm`."""
+        if not self._attached() or (self._clip is not None and max_norm != self._max_norm):
+            clip([parameter for parameter in self._parameters if parameter.grad is not None], max_norm, norm)
+            return
+        if self._clip is None:
+            self._max_norm, self._clipped_norm = max_norm, norm.clone()
+            parameters = [parameter for parameter in self._parameters if parameter.grad is not None]
+            self._clip = self._recorded(lambda: clip(parameters, max_norm, self._clipped_norm))
+        if self._clip is None:
+            self.clip(max_norm, norm)
+            return
+        self._clipped_norm.copy_(norm)
+        self._clip()
+
+    def update(self, optimizer: AdamW | Muon) -> bool:
+        """Replay the update of an optimiser of these parameters; False if it has to be run eagerly."""
+        if not self._attached():
+            return False
+        if self._update is None:
+            updated = [parameter for parameter in self._parameters if parameter.grad is not None]
+            if not all(optimizer.state[parameter] for parameter in updated):
+                return False  # the first update makes the state
+            self._settings = optimizer.settings()
+            found_inf, optimizer.found_inf = optimizer.found_inf, self._found_inf
+            self._update = self._recorded(lambda: optimizer.update(captured=True))
+            optimizer.found_inf = found_inf
+        if self._update is None or self._settings != optimizer.settings():
+            if self._update is not None and not self._odd_update_reported:
+                self._odd_update_reported = True
+                log.warning("cuda_graph: the update runs eagerly, since settings other than the learning rate change")
+            return False
+        if optimizer.found_inf is None:
+            self._found_inf.zero_()
+        else:
+            self._found_inf.copy_(optimizer.found_inf)
+        self._update()
+        return True
+
+    def _recorded(self, step: Callable[[], Made]) -> Callable[[], Made] | None:
+        """The replay of a step; None, and nothing is replayed from then on, if it cannot be captured."""
+        assert self._recorder is not None
+        try:
+            return self._recorder.record(step)
+        except RuntimeError as error:
+            self._refuse(_one_line(error))
+            return None
+
+
+class CapturedForward:
+    """A function of tensors without gradients, such as the losses of a validation batch, as a CUDA graph.
+
+    The graph is captured at the first call, and a replay compared with the eager result. Inputs of other shapes run
+    eagerly, and so does everything if the function cannot be captured; the log says so.
+
+    Args:
+        compute: Inputs → tensors. It must not wait for the device.
+        parameters: All parameters that `compute` uses.
+        recorder: As for a `CapturedStep`, whose memory is shared if the recorder is the same.
+        failed: Called if the function cannot be captured.
+
+    Attributes:
+        refused: Why nothing is replayed; None while everything is.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        parameters: Iterable[nn.Parameter],
+        recorder: Recording,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._compute, self._parameters, self._recorder, self._failed = compute, list(parameters), recorder, failed
+        self.refused: str | None = None
+        self._memory: list[tuple[int, bool]] | None = None
+        self._inputs: tuple[Tensor, ...] | None = None
+        self._replay: Callable[[], tuple[Tensor, ...]] | None = None
+
+    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """The results, in memory of their own."""
+        if self.refused is None and self._memory != (memory := _addresses(self._parameters)):
+            self._memory, self._replay = memory, None  # it is the first call, or parameters were moved
+            self._prepare(inputs)
+        if self._replay is None or list(map(_shape, self._inputs or ())) != list(map(_shape, inputs)):
+            return self._compute(*inputs)
+        for static, x in zip(self._inputs or (), inputs, strict=True):
+            static.copy_(x)
+        return tuple(x.clone() for x in self._replay())
+
+    def _prepare(self, inputs: tuple[Tensor, ...]) -> None:
+        with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
+            self._inputs = static = tuple(x.clone() for x in inputs)
+            try:
+                expected = self._recorder.rehearse(lambda: self._compute(*static))
+                replay = self._recorder.record(lambda: self._compute(*static))
+                pairs = zip(replay(), expected, strict=True)
+                if not all(torch.allclose(x.float(), y.float(), rtol=TOLERANCE, equal_nan=True) for x, y in pairs):
+                    raise RuntimeError("a replay has other results than the eager forward pass")
+                self._replay = replay
+            except RuntimeError as error:
+                self._failed()
+                self.refused = _one_line(error)
+                log.warning("cuda_graph: validation runs eagerly: %s", self.refused)
+
+
+class _Replay(torch.autograd.Function):
+    """The loss of a replayed forward pass, whose gradient starts the replay of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, loss: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
+        ctx.replay = backward
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.replay(gradient)
+        return None, None, None
+
+
+def _norm(gradients: Iterable[Tensor | None]) -> Tensor:
+    return total_norm(gradient for gradient in gradients if gradient is not None)
+
+
+def _numbers(loss: Tensor, norm: Tensor) -> Tensor:
+    return torch.stack([loss.detach().float(), norm.float()])
+
+
+@contextmanager
+def _random_numbers_kept(device: torch.device) -> Iterator[None]:
+    """Draw random numbers inside the block as if it had not been there."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+
+
+def _random_offset(device: torch.device) -> int:
+    """Position in the random numbers of a GPU; 0 on other devices."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index].get_offset()
+
+
+def _addresses(parameters: Iterable[nn.Parameter]) -> list[tuple[int, bool]]:
+    return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
+
+
+def _shape(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return x.shape, x.dtype
+
+
+def _one_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

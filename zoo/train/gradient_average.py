@@ -1,0 +1,60 @@
+"""The mean of gradients over processes, in one exchange."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class GradientAverage:
+    """Averages the gradients of all processes into memory that stays the same, as a CUDA graph needs.
+
+    Attributes:
+        results: The means; None for a parameter without a gradient.
+    """
+
+    def __init__(self) -> None:
+        self.results: list[Tensor | None] = []
+        self._flat: list[Tensor] = []
+
+    def forget(self) -> None:
+        """Drop the results, for other parameters."""
+        self.results, self._flat = [], []
+
+    def allocate(self, gradients: Sequence[Tensor | None]) -> None:
+        """Allocate the results for such gradients, unless that is done."""
+        if self.results:
+            return
+        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        places: list[int] = []
+        for gradient in gradients:
+            if gradient is None:
+                places.append(0)
+                continue
+            kind = gradient.dtype, gradient.device
+            places.append(sizes.get(kind, 0))
+            sizes[kind] = places[-1] + gradient.numel()
+        flat = {kind: torch.empty(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
+        self._flat = list(flat.values())
+        self.results = [
+            None if x is None else flat[x.dtype, x.device][place : place + x.numel()].view(x.shape)
+            for x, place in zip(gradients, places, strict=True)
+        ]
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        """Compute the results; all processes must call it. A gradient that is missing here only counts as 0."""
+        self.allocate(gradients)
+        for result, gradient in zip(self.results, gradients, strict=True):
+            if result is not None and gradient is None:
+                result.zero_()
+        pairs = [
+            (result, gradient)
+            for result, gradient in zip(self.results, gradients, strict=True)
+            if result is not None and gradient is not None and result is not gradient
+        ]
+        if pairs:
+            torch._foreach_copy_([result for result, _ in pairs], [gradient for _, gradient in pairs])
+        for flat in self._flat:
+            flat.mul_(1 / dist.get_world_size())
+            dist.all_reduce(flat)
