@@ -45,6 +45,7 @@ def test_what_is_proved_of_an_op():
     assert list(found) == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one token", "repeats", "memory"]
     assert set(found.values()) <= {"passed", "noted"}
     assert list(ops.proofs(subject("linear (few rows, 32)"))) == ["repeats", "memory"]  # it has no axis of tokens
+    assert ops.pieces(subject("selective_scan (32)")).status == "passed"  # it has no keys
 
 
 @pytest.mark.slow

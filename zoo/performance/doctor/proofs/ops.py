@@ -285,7 +285,7 @@ def pieces(subject: Subject) -> Finding:
     part = subject._replace(case=case)
     expected, outputs = [*part.outputs().values()], []
     state: Tensor | None = case.inputs.get("initial_state")
-    shortest = 2 if case.inputs["q"].shape[-1] >= LONG else 1
+    shortest = 2 if "q" in case.inputs and case.inputs["q"].shape[-1] >= LONG else 1
     for start, stop in pairwise((0, PIECE, PIECE + shortest, LENGTH)):
         inputs = {name: x[:, start:stop] if name in subject.along else x for name, x in case.inputs.items()}
         first = {} if state is None else {"initial_state": state}
