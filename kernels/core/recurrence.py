@@ -140,9 +140,11 @@ def check(
                 f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
             )
         check_decay(log_decay)
-    if beta is not None and tuple(beta.shape) not in ((B, rows, count), (B, rows, count, K))[: 1 + beta_per_channel]:
-        or_wide = f" or [{B},{rows},{count},{K}]" * beta_per_channel
-        raise ValueError(f"beta: expected [{B},{rows},{count}]{or_wide}, got shape {tuple(beta.shape)}")
+    if beta is not None:
+        allowed = [(B, rows, count)] + ([(B, rows, count, K)] if beta_per_channel else [])
+        if tuple(beta.shape) not in allowed:
+            expected = " or ".join(f"[{','.join(map(str, sizes))}]" for sizes in allowed)
+            raise ValueError(f"beta: expected {expected}, got shape {tuple(beta.shape)}")
     if erase is not None and erase.shape != (B, rows, count, K):
         raise ValueError(f"erase: expected [{B},{rows},{count},{K}], got shape {tuple(erase.shape)}")
     scale = K**-0.5 if scale is None else scale
