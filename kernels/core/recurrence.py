@@ -140,11 +140,11 @@ def check(
                 f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"
             )
         check_decay(log_decay)
-    if beta is not None:
-        allowed = [(B, rows, count)] + ([(B, rows, count, K)] if beta_per_channel else [])
-        if tuple(beta.shape) not in allowed:
-            expected = " or ".join(f"[{','.join(map(str, sizes))}]" for sizes in allowed)
-            raise ValueError(f"beta: expected {expected}, got shape {tuple(beta.shape)}")
+    # compared one by one: code compiled for sizes that vary finds no shape in a list
+    as_channels = beta is not None and beta_per_channel and beta.shape == (B, rows, count, K)
+    if beta is not None and beta.shape != (B, rows, count) and not as_channels:
+        wide = f" or [{B},{rows},{count},{K}]" if beta_per_channel else ""
+        raise ValueError(f"beta: expected [{B},{rows},{count}]{wide}, got shape {tuple(beta.shape)}")
     if erase is not None and erase.shape != (B, rows, count, K):
         raise ValueError(f"erase: expected [{B},{rows},{count},{K}], got shape {tuple(erase.shape)}")
     scale = K**-0.5 if scale is None else scale
