@@ -15,7 +15,9 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         params: Parameter groups, all on one device.
-        settings: As for PyTorch's AdamW, except `fused`.
+        lr: Learning rate.
+        betas: Rates of the running averages of the gradient and of its square.
+        eps: Added to the root of the second average.
 
     Attributes:
         replay: Runs the update if it can be replayed, and returns whether it did; None if there is nothing to replay.

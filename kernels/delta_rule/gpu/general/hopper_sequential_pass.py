@@ -74,6 +74,7 @@ def in_state(column, V: gl.constexpr):
 
 @gluon.jit
 def strength(beta, token, stop, m, M: gl.constexpr):
+    """β of the 64 tokens from `token` on, 0 from token `stop` on."""
     t = gl.arange(0, 64, ONCE)
     at = beta + (token.to(gl.int64) * M + m + t * M)
     return gl.load(at, mask=t < stop - token, other=0.0).to(gl.float32)

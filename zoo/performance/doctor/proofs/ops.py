@@ -261,13 +261,7 @@ def invariant(subject: Subject) -> Finding:
     along = {*subject.along, "initial_state"}
     names = {name for each in findings for name in each.numbers["differing"]}
     differing = sorted(name for name in names if name.startswith("output") or name.split()[-1] in along)
-    return _of_kernels(subject, exactly(subject.name, "invariant", differing))
-
-
-def _of_kernels(subject: Subject, finding: Finding) -> Finding:
-    """A finding that is noted rather than failed where PyTorch's own kernels for GPUs choose the order of sums."""
-    chosen_by_pytorch = subject.backend == "torch" and subject.device.type == "cuda"
-    return finding._replace(status="noted") if chosen_by_pytorch and finding.status == "failed" else finding
+    return exactly(subject.name, "invariant", differing)
 
 
 def exactly(name: str, check: str, differing: Sequence[str]) -> Finding:
@@ -369,8 +363,7 @@ def repeated(subject: Subject) -> Finding:
         results = subject.results(arriving, subject.case.inputs)
         changed |= {name for name, y in first.items() if not torch.equal(y, results[name])}
     says = "exact" if not changed else f"{', '.join(sorted(changed))} changed from one call to the next"
-    finding = as_finding(subject.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
-    return _of_kernels(subject, finding)
+    return as_finding(subject.name, "repeats", not changed, says, times=REPEATS, changed=sorted(changed))
 
 
 def memory(subject: Subject) -> Finding:
