@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.chunking import Chunking, causal_decay, factors, scan_stacked
+from ..core.expansion import expanded
 from ..core.recurrence import Recurrences
 from . import shared_scores
 
@@ -67,7 +68,7 @@ def _per_head(
         new = added.unbind()
         before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: S + new[n])
         return o + torch.einsum("nbgeck,nbgrekv->nbgrcv", q, before), S
-    decay = b[..., -1].to(v.dtype).exp()[..., None, None].expand(c.count, *[-1] * 6)
+    decay = expanded(b[..., -1].to(v.dtype).exp()[..., None, None].expand(c.count, *[-1] * 6), added.shape)
     new, decays = added.unbind(), decay.unbind()
     before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: decays[n] * S + new[n])
     read = torch.einsum("nbgeck,nbgrekv->nbgrecv", q, before)
@@ -90,7 +91,7 @@ def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | No
     if beta is not None:
         scores, own, decayed_k = scores * beta.unsqueeze(-2), own * beta, decayed_k * beta.unsqueeze(-1)
     added = decayed_k.mT @ v.unsqueeze(4)  # [N,B,G,R,E,K,V]
-    new, decays = added.unbind(), last.to(v.dtype).exp().mT.unbind()
+    new, decays = added.unbind(), expanded(last.to(v.dtype).exp().mT.expand(c.count, *[-1] * 6), added.shape).unbind()
     before, S = scan_stacked(c.runs(), c.first_state(), lambda n, S: decays[n] * S + new[n])
     read = (q * b.to(v.dtype).exp()) @ before
     return scores.sum(4) @ v + own.sum(4).unsqueeze(-1) * v + read.sum(4), S

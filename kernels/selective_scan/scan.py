@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..core.deterministic import is_deterministic
+from ..core.expansion import expanded
 from ..core.recurrence import at_least_fp32
 from .arguments import Scan
 
@@ -33,7 +34,7 @@ def forward(a: Scan) -> tuple[Tensor, Tensor]:
         for number, (start, stop) in enumerate(spans):
             h = first[number : number + 1] if a.documents else first
             for x, log_decay, b, c in itertools.islice(steps, stop - start):
-                added = x.unsqueeze(-1) if b is None else x.unsqueeze(-1) * b.unsqueeze(1)
+                added = x.unsqueeze(-1) if b is None else x.unsqueeze(-1) * expanded(b.unsqueeze(1), h.shape)
                 h = torch.addcmul(added, (log_decay.unsqueeze(-1) * rate).exp(), h)
                 outputs.append(_read(h, c, constant))
             finals.append(h)
@@ -47,9 +48,10 @@ def _unbound(x: Tensor | None) -> Iterator[Tensor | None]:
 def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
     """y [B,D] of the states h [B,D,N]."""
     if c is not None:
-        c = c.unsqueeze(-1).to(h.dtype)
-        # the rounding of a product with a vector depends on the number of rows
-        return (h * c.mT).sum(-1) if is_deterministic() else (h @ c).squeeze(-1)
+        c = c.to(h.dtype)
+        if is_deterministic():  # the rounding of a product with a vector depends on the number of rows
+            return (h * expanded(c.unsqueeze(1), h.shape)).sum(-1)
+        return (h @ c.unsqueeze(-1)).squeeze(-1)
     return h.sum(-1) if constant is None else (h * constant).sum(-1)
 
 
