@@ -28,8 +28,8 @@ CANDIDATES = {
 
 
 # On a GPU in half precision, by whether documents are packed and whether the window is shorter than the keys: from the
-# fastest on, the first candidate that serves the call runs. FlashAttention's gradient of q is not bitwise repeatable
-# unless PyTorch is set to use deterministic algorithms; all the others are.
+# fastest on, the first candidate that serves the call runs. Unless PyTorch is set to use deterministic algorithms, the
+# gradient of q is not bitwise repeatable with FlashAttention, nor with PyTorch's kernel for fp32, which "chunk" uses.
 RULES = {
     (False, False): ("chunk",),
     (False, True): ("flex", "flash", "chunk"),

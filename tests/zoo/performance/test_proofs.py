@@ -1,5 +1,6 @@
 """`doctor --proofs` on a healthy machine, and with ten faults, each of which it has to find."""
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels
 import mixers
 import zoo
 from kernels.linear_recurrence import chunk
@@ -166,6 +168,22 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(implementations, "torch", breaks(implementations["torch"]))
     finding = ops.proofs(each)[check](each)
     assert finding.status == "failed", finding
+
+
+@pytest.mark.parametrize(("in_both_modes", "status"), [(False, "noted"), (True, "failed")])
+def test_sums_in_changing_order_are_noted_where_deterministic_mode_has_one(
+    in_both_modes: bool, status: str, monkeypatch: pytest.MonkeyPatch
+):
+    def rounding_differently(a: Any, o: Tensor) -> Tensor:
+        if in_both_modes or not kernels.is_deterministic():
+            o.detach().view(-1)[0] = next(calls) * 2.0**-26 * o.abs().max()
+        return o
+
+    calls = itertools.count()
+    implementations = op_of("linear_recurrence").implementations
+    monkeypatch.setitem(implementations, "torch", outputs_only(rounding_differently)(implementations["torch"]))
+    finding = ops.repeated(subject("linear_recurrence (decay per head, 32)"))
+    assert finding.status == status, finding
 
 
 def test_an_anchor_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch):
