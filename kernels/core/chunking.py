@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .deterministic import is_deterministic
 from .elementwise import exp2
+from .expansion import expanded
 from .recurrence import Recurrences, at_least_fp32
 from .resets import sums
 
@@ -183,5 +184,7 @@ def causal_decay(b: Tensor, dtype: torch.dtype) -> Tensor:
     """D_ij = exp(b_i − b_j) for j ≤ i and 0 above: [...,C] → [...,C,C]. It never exponentiates a positive number."""
     # in base 2: on a CPU, PyTorch's exp takes three times as long, and ten times more where it underflows
     b = b / math.log(2)
+    pairs = (*b.shape, b.shape[-1])
+    between = expanded(b.unsqueeze(-1), pairs) - expanded(b.unsqueeze(-2), pairs)
     # The diagonal is zeroed before the exponential: its gradients would only cancel, and drown small ones in rounding.
-    return exp2((b.unsqueeze(-1) - b.unsqueeze(-2)).to(dtype).tril_(-1)).tril()
+    return exp2(between.to(dtype).tril_(-1)).tril()

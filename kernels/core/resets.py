@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from .autograd import plain
+from .deterministic import is_deterministic
 
 # replacement for −inf where log decays are summed, by the dtype of the sums; those in fp64 serve results in fp64, too
 LEAST = {torch.float64: -800.0, torch.float32: -110.0}
@@ -24,7 +25,21 @@ def sums(log_decay: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     readable = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
     resets = log_decay < least if readable and float(log_decay.detach().amin()) < least else None
     bounded = log_decay.clamp(min=least).to(dtype)  # whose gradient is 0 where it is bounded
-    return bounded.cumsum(dim) if resets is None else _Sums.apply(bounded, resets, dim)
+    return _cumulated(bounded, dim) if resets is None else _Sums.apply(bounded, resets, dim)
+
+
+def _cumulated(x: Tensor, dim: int) -> Tensor:
+    """x summed along an axis, inclusive, in deterministic mode in an order that depends on the length alone.
+
+    On a GPU the order of PyTorch's sums depends on how many sums there are.
+    """
+    if x.is_cpu or not is_deterministic():
+        return x.cumsum(dim)
+    step, size = 1, x.shape[dim]
+    while step < size:
+        later = x.narrow(dim, step, size - step) + x.narrow(dim, 0, size - step)
+        x, step = torch.cat([x.narrow(dim, 0, step), later], dim), 2 * step
+    return x
 
 
 class _Sums(torch.autograd.Function):

@@ -60,7 +60,7 @@ def _per_head(
 
     weight = beta
     if b is not None:
-        rest = (b[..., -1:] - b).to(v.dtype).exp()
+        rest = (expanded(b[..., -1:], b.shape) - b).to(v.dtype).exp()
         weight = rest if beta is None else rest * beta
     values = v.unsqueeze(4) if weight is None else v.unsqueeze(4) * weight.unsqueeze(-1)  # [N,B,G,R,E|1,C,V]
     added = torch.einsum("nbgeck,nbgrecv->nbgrekv", k, values.expand(-1, -1, -1, -1, k.shape[3], -1, -1))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.core.resets import sums
 
 from .. import test_selective_scan
 from ..recurrences import inputs
@@ -213,3 +214,13 @@ def test_positive_decays_are_refused_on_a_cpu(name: str):
     a["log_decay"].view(-1)[-1] = 0.5
     with pytest.raises(ValueError, match=r"^log_decay: must be ≤ 0, got 0\.5$"):
         OPS[name][0](**a)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", [1, 64, 100])
+def test_sums_of_a_row_in_deterministic_mode_are_those_of_the_row_alone(length: int):
+    x = torch.randn(33, length, 2, device=DEVICE, dtype=torch.float64)
+    with kernels.deterministic():
+        together, alone = sums(x, 1, torch.float64), sums(x[:1], 1, torch.float64)
+    torch.testing.assert_close(together, x.cumsum(1))
+    assert torch.equal(together[:1], alone)
