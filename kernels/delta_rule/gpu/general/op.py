@@ -23,7 +23,7 @@ from .plan import GeneralDeltaRule
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `kernels.delta_rule` explains; one step per token."""
+    """Arguments of the op, which `kernels.delta_rule` explains; the rows of k and v per row of q are the steps."""
 
     q: Tensor
     k: Tensor
@@ -108,20 +108,20 @@ def differentiate(
         residuals = tuple(run_forward(args, outputs=False, save=True)[2])
     *chunks, steep, u, states = residuals
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
-    do = plan.new(*args.v.shape).zero_() if do is None else do
-    B, T, M, K, V, table = plan.B, plan.T, plan.M, plan.K, plan.V, plan.layout.chunks
-    dr, dstates, dinitial = plan.new(B, T, M, V), plan.new(*states.shape), plan.states()
+    B, T, rows, M, K, V, table = plan.B, plan.T, plan.rows, plan.M, plan.K, plan.V, plan.layout.chunks
+    do = plan.new(B, T, plan.H, V).zero_() if do is None else do
+    dr, dstates, dinitial = plan.new(B, rows, M, V), plan.new(*states.shape), plan.states()
     plan.backward()(do, *chunks, dfinal, dr, dstates, dinitial, plan.layout.segments)
 
     parts, gate = plan.key_part[1], plan.gate
-    dv = dr if args.beta is None else plan.new(B, T, M, V)
-    dbeta = None if args.beta is None else plan.new(parts + 1, B, T, M, dtype=torch.float32)
+    dv = dr if args.beta is None else plan.new(B, rows, M, V)
+    dbeta = None if args.beta is None else plan.new(parts + 1, B, rows, M, dtype=torch.float32)
     dP, dL = plan.new(*chunks[0].shape), plan.new(*chunks[0].shape)
     diagonal = plan.new(len(states), M, CHUNK, dtype=torch.float32)
     of_values = None if dbeta is None else dbeta[parts]
     plan.pairs()(args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
-    dq, dk = plan.new(B, T, M, K), plan.new(B, T, M, K)
-    derase = None if args.erase is None else plan.new(B, T, M, K)
+    dq, dk = plan.new(B, T, M, K), plan.new(B, rows, M, K)
+    derase = None if args.erase is None else plan.new(B, rows, M, K)
     shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
     dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
     inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
@@ -179,33 +179,18 @@ def unread(args: Arguments) -> Sequence[str]:
 delta_rule = register("general_delta_rule", compute, differentiate, fake, results=2, unread=unread)
 
 
-def interleaved(a: Recurrences) -> tuple[Tensor, Tensor | None]:
-    """q and the log decay with one row per step: only the last step of a token is read, only the first one decays."""
-    B, T, n = a.q.shape[0], a.q.shape[1], a.steps
-    unread = a.q.new_zeros(1).expand(B, T, n - 1, *a.q.shape[2:])
-    q = torch.cat([unread, a.q.unsqueeze(2)], 2)
-    g = a.log_decay
-    if g is None:
-        return q.flatten(1, 2), None
-    g = g.expand(B, T, -1) if g.dim() == 1 else g
-    rest = g.new_zeros(1).expand(B, T, n - 1, *g.shape[2:])
-    return q.flatten(1, 2), torch.cat([g.unsqueeze(2), rest], 2).flatten(1, 2)
-
-
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     if takes(ONE_TOKEN, a):
         return step.forward(a)
     note(GENERAL)
-    q, log_decay = (a.q, a.log_decay) if a.steps == 1 else interleaved(a)
-    cu_seqlens = a.cu_seqlens if a.cu_seqlens is None or a.steps == 1 else a.cu_seqlens * a.steps
     # fp16 lacks the range for a state
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= 16
     dtype = torch.float32 if exact else a.q.dtype
-    q, k, v = (x.to(dtype) for x in (q, a.k, a.v))
+    q, k, v = (x.to(dtype) for x in (a.q, a.k, a.v))
     beta, erase, product = erasing(a)
     erase = None if erase is None else erase.to(dtype)
     keep = a.differentiated and a.keep_states
-    first = (q, k, v, beta, erase, log_decay, a.initial_state, cu_seqlens)
+    first = (q, k, v, beta, erase, a.log_decay, a.initial_state, a.cu_seqlens)
     o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, product, keep)
-    return (o if a.steps == 1 else o[:, a.steps - 1 :: a.steps]).to(a.v.dtype), final
+    return o.to(a.v.dtype), final
