@@ -121,8 +121,12 @@ def copy_state(shared, x, tile, wanted):
 
 
 @gluon.jit
-def store_rows(x, token, column, stop, stride: gl.constexpr, value):
-    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad."""
+def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1):
+    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad.
+
+    Of `STEPS` rows per token, only the last is stored.
+    """
     tile = gl.convert_layout(value.to(gl.bfloat16), QUADS)
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, QUADS)), 1)
-    gl.store(at_tile(x, token, column, stride, QUADS, 64, 128), tile, mask=r < stop - token)
+    at = at_tile(x, start, column, stride, QUADS, 64, 128, STEPS)
+    gl.store(at, tile, mask=last_steps(r, start, stop, STEPS))

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.tiles import CHUNK, LEAST, LOG2E, exp2
-from .steps import of_step
+from ..steps import of_step
 
 
 @triton.jit

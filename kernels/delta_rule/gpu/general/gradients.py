@@ -25,9 +25,9 @@ from ....gpu.tiles import (
     store_tokens,
 )
 from ....linear_recurrence.gpu.vector_decay import BLOCK, row
+from ..steps import load_last, of_step
 from .decays import decays_of, strength_of
 from .scalar_decay import between, summed
-from .steps import load_last, of_step
 
 
 @triton.jit(do_not_specialize=["scale"])

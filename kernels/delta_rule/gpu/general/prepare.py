@@ -15,8 +15,8 @@ import triton.language as tl
 from ....gpu.tiles import CHUNK, chunk_at, exp2, load_tile, store_pairs, store_tile
 from ....linear_recurrence.gpu.vector_decay import BLOCK, SAFE, SAFE_FP32, reference, row
 from ..prepare import unit_lower_inverse
+from ..steps import of_step
 from .decays import decays_of, power, split, strength_of
-from .steps import of_step
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from ....gpu.tiles import (
     store_tokens,
 )
 from ..prepare import unit_lower_inverse
+from ..steps import load_last, of_step, store_last
 from .decays import strength_of
-from .steps import load_last, of_step, store_last
 
 
 @triton.jit

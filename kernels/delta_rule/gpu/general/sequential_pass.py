@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from ....gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+from ..steps import load_last, store_last
 from .decays import strength_of
-from .steps import load_last, store_last
 
 
 @triton.jit

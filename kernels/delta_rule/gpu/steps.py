@@ -9,7 +9,7 @@ decays to the first. The other rows of a tile are zeros when it is loaded, and a
 import triton
 import triton.language as tl
 
-from ....gpu.tiles import CHUNK, load_tokens, store_tokens
+from ...gpu.tiles import CHUNK, load_tokens, store_tokens
 
 
 @triton.jit
