@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....core.autograd import Gradients, register
 from ....core.recurrence import Recurrences
+from ....gpu.launch import Launch, launch_in_order
 from ....gpu.layout import CHUNK
 from ....gpu.paths import note, takes
 from ....gpu.reductions import add_heads, add_outer, add_subheads
@@ -75,17 +76,17 @@ def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor |
     """The output of every recurrence, the final states, and what gradients need; args are contiguous."""
     plan = args.plan
     chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:7]]
-    inputs = (args.q, args.k, args.erase, args.beta, args.log_decay)
+    inputs, table = (args.q, args.k, args.erase, args.beta, args.log_decay), plan.layout.chunks
     if plan.per_channel:
-        for slow in (False, True):
-            plan.prepare(slow)(*inputs, *chunks, plan.layout.chunks)
+        launches: list[Launch] = [(plan.prepare(slow), (*inputs, *chunks, table)) for slow in (False, True)]
     else:
-        plan.scalar_prepare()(*inputs, *chunks[:6], plan.layout.chunks)
+        launches = [(plan.scalar_prepare(), (*inputs, *chunks[:6], table))]
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
     along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[7:]] if save else [None, None]
     final = plan.states()
-    factors = chunks[:6]
-    plan.forward()(args.v, args.beta, *factors, args.initial_state, o, *along, final, plan.layout.segments)
+    results = (o, *along, final, plan.layout.segments)
+    launches.append((plan.forward(), (args.v, args.beta, *chunks[:6], args.initial_state, *results)))
+    launch_in_order(launches)
     return o, final, [*chunks, *(x for x in along if x is not None)]
 
 
@@ -111,7 +112,7 @@ def differentiate(
     B, T, rows, M, K, V, table = plan.B, plan.T, plan.rows, plan.M, plan.K, plan.V, plan.layout.chunks
     do = plan.new(B, T, plan.H, V).zero_() if do is None else do
     dr, dstates, dinitial = plan.new(B, rows, M, V), plan.new(*states.shape), plan.states()
-    plan.backward()(do, *chunks, dfinal, dr, dstates, dinitial, plan.layout.segments)
+    along = (do, *chunks, dfinal, dr, dstates, dinitial, plan.layout.segments)
 
     parts, gate = plan.key_part[1], plan.gate
     dv = dr if args.beta is None else plan.new(B, rows, M, V)
@@ -119,18 +120,19 @@ def differentiate(
     dP, dL = plan.new(*chunks[0].shape), plan.new(*chunks[0].shape)
     diagonal = plan.new(len(states), M, CHUNK, dtype=torch.float32)
     of_values = None if dbeta is None else dbeta[parts]
-    plan.pairs()(args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
+    of_pairs = (args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
     dq, dk = plan.new(B, T, M, K), plan.new(B, rows, M, K)
     derase = None if args.erase is None else plan.new(B, rows, M, K)
     shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
     dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
     inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
     gradients = (dq, dk, derase, dbeta, dg, table)
+    launches: list[Launch] = [(plan.backward(), along), (plan.pairs(), of_pairs)]
     if plan.per_channel:
-        for slow in (False, True):
-            plan.gradients(slow)(*inputs, steep, *gradients)
+        launches += [(plan.gradients(slow), (*inputs, steep, *gradients)) for slow in (False, True)]
     else:
-        plan.scalar_gradients()(*inputs, *gradients)
+        launches.append((plan.scalar_gradients(), (*inputs, *gradients)))
+    launch_in_order(launches)
     return _named(args, plan, dq=dq, dk=dk, dv=dv, derase=derase, dbeta=dbeta, dg=dg, dinitial=dinitial)
 
 
