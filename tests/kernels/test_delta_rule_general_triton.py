@@ -148,6 +148,23 @@ def test_a_single_token(form: str, steps: int, read_before: bool):
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize(("form", "gate"), [("beta", "head"), ("erase", "head"), ("erase", "channel")])
+def test_no_bit_of_a_token_of_steps_depends_on_later_tokens(form: str, gate: str):
+    T, first = 30, 10
+    a, b = (small(T, form=form, gate=gate, decay="mixed", steps=3) for _ in range(2))
+    b["initial_state"] = a["initial_state"]
+    for name, x in a.items():
+        if name != "initial_state":
+            rows = first * x.shape[1] // T
+            b[name][:, :rows] = x[:, :rows]
+    with kernels.backend("triton"):
+        o, changed = (kernels.delta_rule(**x, steps=3)[0] for x in (a, b))
+    assert torch.equal(o[:, :first], changed[:, :first])
+    assert not torch.equal(o[:, first:], changed[:, first:])
+
+
+@interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [16, 96])  # 96: the kernels of moderate and of steep rows have other blocks of keys
 @pytest.mark.parametrize("decay", ["mild", "mixed", "steep later"])
 def test_no_bit_depends_on_later_tokens(decay: str, K: int):
