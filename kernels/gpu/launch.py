@@ -277,7 +277,7 @@ def _enqueue(
 def _signature(
     kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> tuple[tuple[Any, ...], list[Any]]:
-    """What the compiler knows of a launch, and its arguments before the constants, tensors by address.
+    """Return what the compiler knows of a launch, and its arguments before the constants, tensors by address.
 
     The launcher would query the address of each tensor, and then the driver.
     """
