@@ -38,21 +38,22 @@ def general_limits(a: Recurrences) -> str | None:
 
 
 def general(a: Recurrences) -> bool:
-    """Return whether a call needs more than erase keys β k, one decay per head and one step per token."""
+    """Return whether a call needs more than erase keys β k, one decay per head and, in decoding, one step per token."""
     per_channel = a.log_decay is not None and a.log_decay.dim() == 4
     strength_per_channel = a.beta is not None and a.beta.dim() == 4
-    return a.erase is not None or a.read_before or a.steps > 1 or per_channel or strength_per_channel
+    steps = a.steps > 1 and one_token(a)
+    return a.erase is not None or a.read_before or steps or per_channel or strength_per_channel
 
 
 def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
     """The implementation in PyTorch: a single step, or chunks."""
-    return (step if one_token(a) else chunk_general if general(a) else chunk).forward(a)
+    return (step if one_token(a) else chunk_general if general(a) or a.steps > 1 else chunk).forward(a)
 
 
 GPU = "kernels.delta_rule.gpu.op:forward"
 FLASHQLA = "kernels.delta_rule.gpu.flashqla:forward"
 OP = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits, flashqla=FLASHQLA)
-ONE_TOKEN = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)  # FlashQLA has none
+WITHOUT_FLASHQLA = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)
 GENERAL = Op(
     "delta_rule",
     reference=reference.forward,
@@ -64,7 +65,7 @@ GENERAL = Op(
 
 def op_of(a: Recurrences) -> Op:
     """The op that serves a call."""
-    return GENERAL if general(a) else ONE_TOKEN if one_token(a) else OP
+    return GENERAL if general(a) else WITHOUT_FLASHQLA if one_token(a) or a.steps > 1 else OP
 
 
 def delta_rule(

@@ -69,22 +69,48 @@ def distance():
 
 
 @gluon.jit
-def at_tile(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr, C: gl.constexpr):
-    """Addresses of the tile [R, C] that begins at a row and a column.
+def at_tile(
+    x,
+    start,
+    column,
+    stride: gl.constexpr,
+    LAYOUT: gl.constexpr,
+    R: gl.constexpr,
+    C: gl.constexpr,
+    STEPS: gl.constexpr = 1,
+):
+    """Addresses of the tile [R, C] that begins at a row and a column; `STEPS` rows share a row of x.
 
     All of the offset is one number, so that no part of it is kept from chunk to chunk in registers that are short.
     """
     r = gl.expand_dims(opaque(gl.arange(0, R, gl.SliceLayout(1, LAYOUT))), 1)
     c = gl.expand_dims(gl.arange(0, C, gl.SliceLayout(0, LAYOUT)), 0)
-    return x + ((start + r).to(gl.int64) * stride + (column + c))
+    row = start + r
+    if STEPS > 1:
+        row = row // STEPS
+    return x + (row.to(gl.int64) * stride + (column + c))
 
 
 @gluon.jit
-def copy_tokens(shared, x, token, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr = COPY):
-    """Start to copy a tile [64, 128]; zeros from token `stop` on."""
+def last_steps(r, start, stop, STEPS: gl.constexpr):
+    """Return which rows r from `start` on are the last of the `STEPS` rows of a token, and before `stop`."""
+    valid = r < stop - start
+    if STEPS > 1:
+        valid = valid & ((start + r) % STEPS == STEPS - 1)
+    return valid
+
+
+@gluon.jit
+def copy_tokens(
+    shared, x, start, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr = COPY, STEPS: gl.constexpr = 1
+):
+    """Start to copy a tile [64, 128] of rows from `start` on; zeros from row `stop` on.
+
+    With several `STEPS` per token, x has one row per token, which goes to the last of them; the others are zeros.
+    """
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    at = at_tile(x, token, column, stride, LAYOUT, 64, 128)
-    async_load(shared, at, mask=r < stop - token)
+    at = at_tile(x, start, column, stride, LAYOUT, 64, 128, STEPS)
+    async_load(shared, at, mask=last_steps(r, start, stop, STEPS))
 
 
 @gluon.jit
@@ -95,8 +121,12 @@ def copy_state(shared, x, tile, wanted):
 
 
 @gluon.jit
-def store_rows(x, token, column, stop, stride: gl.constexpr, value):
-    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad."""
+def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1):
+    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad.
+
+    Of `STEPS` rows per token, only the last is stored.
+    """
     tile = gl.convert_layout(value.to(gl.bfloat16), QUADS)
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, QUADS)), 1)
-    gl.store(at_tile(x, token, column, stride, QUADS, 64, 128), tile, mask=r < stop - token)
+    at = at_tile(x, start, column, stride, QUADS, 64, 128, STEPS)
+    gl.store(at, tile, mask=last_steps(r, start, stop, STEPS))

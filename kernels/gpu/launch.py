@@ -4,12 +4,13 @@ On every launch, Triton spells out what its compiler would know of all arguments
 kernels it has compiled. On the host that takes as long as some kernels take on the device. Here a launch that the
 compiler could not tell from an earlier one calls the kernel that was compiled then.
 
-Triton compiles a kernel where it is launched first, and the host waits. Inside `compiling_ahead()` a launch only hands
-its kernel to a pool of threads, so that the kernels of a whole step are compiled side by side.
+Triton compiles a kernel where it is launched first, and the host waits. `launch_in_order` compiles the kernels of
+several launches side by side before the first of them. Inside `compiling_ahead()` a launch only hands its kernel to a
+pool of threads, so that the kernels of a whole step are compiled side by side.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ from .device import DIRECT
 
 MOST_PROGRAMS = 2**31 - 1  # along the first axis of a grid, the only one of our launches: the others end at 65,535
 PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
+FUSED = True  # `enable_fp_fusion`, which is Triton's default until 3.9
 CompiledLaunch = tuple[CompiledKernel, tuple[Any, ...]]  # a compiled kernel, and its constants in order
 _compiled: dict[tuple[Any, ...], CompiledLaunch] = {}  # by what the compiler knows of a launch
 # Not a context variable: the backward pass runs in a separate thread, which does not inherit the context.
@@ -119,20 +121,24 @@ def enqueue(
         options: dict[str, Any] = {"warps": warps, "stages": stages, "registers": registers}
         paths.record.launches.append(LaunchSpec(kernel, programs, **options, **constants))
         return None
-    constants["num_warps"] = warps
-    if stages is not None:
-        constants["num_stages"] = stages
-    if registers is not None:
-        constants["maxnreg"] = registers
+    constants = _named_for_triton(constants, warps, stages, registers)
     device = args[0].get_device()
     if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
         kernel[(programs,)](*args, **constants)
         return None
-    constants["enable_fp_fusion"] = True  # what Triton does by itself until 3.9
+    constants["enable_fp_fusion"] = FUSED
     if device == torch.accelerator.current_device_index():
         return _enqueue(kernel, programs, device, args, constants)
     with torch.cuda.device(device):
         return _enqueue(kernel, programs, device, args, constants)
+
+
+def _named_for_triton(
+    constants: dict[str, Any], warps: int, stages: int | None, registers: int | None
+) -> dict[str, Any]:
+    """The constants of a kernel and Triton's options."""
+    options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    return {**constants, **{name: value for name, value in options.items() if value is not None}}
 
 
 class LaunchSpec:
@@ -213,6 +219,31 @@ class LaunchSpec:
             compiled, rest = cached
             _start(compiled, self.programs, device, tensors, values, (*self.numbers, *rest))
 
+    def call(self, tensors: tuple[Tensor | None, ...]) -> tuple[Any, ...]:
+        """Return what the compiler knows of a launch, the kernel, the device, the arguments and the constants."""
+        assert tensors[0] is not None
+        device, args = tensors[0].get_device(), (*tensors, *self.numbers)
+        constants = _named_for_triton(self.constants, self.warps, self.stages, self.registers)
+        constants["enable_fp_fusion"] = FUSED
+        return _signature(self.kernel, device, args, constants)[0], self.kernel, device, args, constants
+
+
+Launch = tuple[LaunchSpec, tuple[Any, ...]]  # with its tensors
+
+
+def launch_in_order(launches: Sequence[Launch]) -> None:
+    """Launch kernels one after another; those that are new are compiled side by side before the first of them."""
+    new = [(launch, tensors) for launch, tensors in launches if not launch.compiled]
+    if len(new) > 1 and launches[0][1][0].is_cuda and not PLAIN and _ahead is None and paths.record is None:
+        calls = [launch.call(tensors) for launch, tensors in new]
+        if len(unknown := [call for call in calls if call[0] not in _compiled]) > 1:
+            with ThreadPoolExecutor(len(unknown)) as pool:
+                ahead = _Ahead(pool)
+                for call in unknown:
+                    ahead.compile(*call)
+    for launch, tensors in launches:
+        launch(*tensors)
+
 
 def cdiv(n: int, size: int) -> int:
     """Return the number of blocks of `size` that hold n. (Triton's function is slow outside of kernels.)"""
@@ -227,22 +258,8 @@ def next_power_of_2(n: int) -> int:
 def _enqueue(
     kernel: Any, programs: int, device: int, args: tuple[Any, ...], constants: dict[str, Any]
 ) -> CompiledLaunch | None:
-    first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
-    signature: list[Any] = [id(kernel), device, len(args)]  # and what the compiler knows of each argument
-    values: list[Any] = []  # the arguments, tensors by address: the launcher would query each, and then the driver
-    for x in args[:first]:
-        if type(x) is int:
-            bits = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
-            signature.append(1 if x == 1 else -bits if x & 15 else bits)  # Triton treats 1 as a constant
-        elif isinstance(x, Tensor):
-            at, dtype = x.data_ptr(), x.dtype
-            signature.append((dtype,) if at & 15 else dtype)
-            if x.is_cuda:  # the launcher rejects tensors elsewhere
-                x = at
-        else:  # of other values, the compiler knows only the type
-            signature.append(x if x is None else type(x))
-        values.append(x)
-    alike = (*signature, *args[first:], *constants, *constants.values())
+    alike, values = _signature(kernel, device, args, constants)
+    first = len(values)
     if (cached := _compiled.get(alike)) is not None:
         compiled, rest = cached
         _start(compiled, programs, device, args[:first], values, (*args[first:], *rest))
@@ -255,6 +272,31 @@ def _enqueue(
     if isinstance(compiled, CompiledKernel) and all(p.is_constexpr for p in (*kernel.params[first:], *last)):
         cached = _compiled[alike] = compiled, tuple(constants.get(p.name, p.default) for p in last)
     return cached
+
+
+def _signature(
+    kernel: Any, device: int, args: tuple[Any, ...], constants: dict[str, Any]
+) -> tuple[tuple[Any, ...], list[Any]]:
+    """Return what the compiler knows of a launch, and its arguments before the constants, tensors by address.
+
+    The launcher would query the address of each tensor, and then the driver.
+    """
+    first = kernel.constexprs[0] if kernel.constexprs else len(kernel.params)
+    signature: list[Any] = [id(kernel), device, len(args)]  # and what the compiler knows of each argument
+    values: list[Any] = []
+    for x in args[:first]:
+        if type(x) is int:
+            bits = 32 if -(2**31) <= x < 2**31 else 64 if x < 2**63 else 65
+            signature.append(1 if x == 1 else -bits if x & 15 else bits)  # Triton treats 1 as a constant
+        elif isinstance(x, Tensor):
+            at, dtype = x.data_ptr(), x.dtype
+            signature.append((dtype,) if at & 15 else dtype)
+            if x.is_cuda:  # the launcher rejects tensors elsewhere
+                x = at
+        else:  # of other values, the compiler knows only the type
+            signature.append(x if x is None else type(x))
+        values.append(x)
+    return (*signature, *args[first:], *constants, *constants.values()), values
 
 
 def _start(

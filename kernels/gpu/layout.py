@@ -42,7 +42,14 @@ def most_chunks(batch: int, length: int, documents: int | None) -> int:
 
 
 def layout(
-    packed: Documents | None, batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device
+    packed: Documents | None,
+    batch: int,
+    length: int,
+    chunk: int,
+    block: int,
+    segment: int,
+    device: torch.device,
+    steps: int = 1,
 ) -> Layout:
     """The tables of `batch` rows of `length` tokens, or of the documents that are packed into one row.
 
@@ -54,10 +61,11 @@ def layout(
         block: Tokens per block, a multiple of the chunk.
         segment: Most tokens per segment, a multiple of the block.
         device: Device of the tables.
+        steps: Rows per token; where it is not 1, the tokens of everything above and of the tables are such rows.
     """
     if packed is None:
         return _of_rows(batch, length, chunk, block, segment, device)
-    return packed.once(_of_documents, chunk, block, segment, device)
+    return packed.once(_of_documents, chunk, block, segment, device, steps)
 
 
 @cache  # never evicted: a CUDA graph that reads the tables does not keep them alive
@@ -65,8 +73,8 @@ def _of_rows(batch: int, length: int, chunk: int, block: int, segment: int, devi
     return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device)
 
 
-def _of_documents(packed: Documents, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
-    return _tables(torch.tensor(packed.bounds), chunk, block, segment, device)
+def _of_documents(packed: Documents, chunk: int, block: int, segment: int, device: torch.device, steps: int) -> Layout:
+    return _tables(torch.tensor(packed.bounds) * steps, chunk, block, segment, device)
 
 
 def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.device) -> Layout:

@@ -94,9 +94,26 @@ def test_subheads_shared_keys_and_documents(gate: str):
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["beta", "both", "per channel", "erase"])
-def test_steps(form: str):
-    agree(small(40, gate="channel", form=form, steps=2), steps=2)
+@pytest.mark.pairwise
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("documents", [None, [0, 0, 1, 1, 34, 35]])
+@pytest.mark.parametrize("read_before", [False, True])
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("gate", ["none", "constant", "head", "channel"])
+def test_steps(gate: str, form: str, steps: int, read_before: bool, documents: list[int] | None, dtype: torch.dtype):
+    # more than one chunk of 64 rows; with three steps, a token begins in one and ends in the next
+    a = small(35, gate=gate, form=form, steps=steps, documents=documents, V=12)
+    agree(in_dtype(a, dtype), TOLERANCE[dtype], steps=steps, read_before=read_before)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_steps_with_subheads_shared_keys_and_steep_decays(gate: str):
+    a = small(23, B=2, gate=gate, form="both", steps=3, E=2)
+    a["log_decay"][:, 5:15] *= 400
+    agree(a, 3e-5, subheads=2, steps=3)
 
 
 @interpreted
@@ -131,6 +148,23 @@ def test_a_single_token(form: str, steps: int, read_before: bool):
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize(("form", "gate"), [("beta", "head"), ("erase", "head"), ("erase", "channel")])
+def test_no_bit_of_a_token_of_steps_depends_on_later_tokens(form: str, gate: str):
+    T, first = 30, 10
+    a, b = (small(T, form=form, gate=gate, decay="mixed", steps=3) for _ in range(2))
+    b["initial_state"] = a["initial_state"]
+    for name, x in a.items():
+        if name != "initial_state":
+            rows = first * x.shape[1] // T
+            b[name][:, :rows] = x[:, :rows]
+    with kernels.backend("triton"):
+        o, changed = (kernels.delta_rule(**x, steps=3)[0] for x in (a, b))
+    assert torch.equal(o[:, :first], changed[:, :first])
+    assert not torch.equal(o[:, first:], changed[:, first:])
+
+
+@interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("K", [16, 96])  # 96: the kernels of moderate and of steep rows have other blocks of keys
 @pytest.mark.parametrize("decay", ["mild", "mixed", "steep later"])
 def test_no_bit_depends_on_later_tokens(decay: str, K: int):
@@ -157,20 +191,22 @@ def test_no_bit_depends_on_later_tokens(decay: str, K: int):
         ("beta", {"T": 300, "V": 128}),
         ("erase", {"T": 70, "R": 2, "E": 2}),
         ("beta", {"T": 400, "documents": [0, 0, 3, 67, 67, 400]}),
+        ("beta", {"T": 70, "steps": 3, "documents": [0, 0, 1, 70]}),
     ],
 )
 def test_the_forward_pass_in_gluon_step_by_step(form: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PASS, gluon_interpreter.interpreted(PASS, "scan_forward"))
     monkeypatch.setattr(general_plan.GeneralDeltaRule, "forward_path", "hopper_pass")
     a = small(**{"K": 128, "V": 64, **options}, gate="channel", form=form)
-    agree(a, 2e-5, subheads=options.get("E", 1))
+    numbers = {"subheads": options.get("E", 1), "steps": options.get("steps", 1)}
+    agree(a, 2e-5, **numbers)
     plan.of_rows.cache_clear()
-    agree(a, 2e-5, subheads=options.get("E", 1), keep_states=False)
+    agree(a, 2e-5, **numbers, keep_states=False)
 
 
 def test_shared_memory_of_the_forward_pass_in_gluon():
     types = {"total": "*fp32", "initial": "*fp32", "final": "*fp32", "beta": "*fp32", "segments": "*i32"}
-    assert shared_memory(PASS, "scan_forward", {"M": 16, "E": 1, "V": 128}, types, warps=4) <= MOST
+    assert shared_memory(PASS, "scan_forward", {"M": 16, "E": 1, "STEPS": 1, "V": 128}, types, warps=4) <= MOST
 
 
 def test_too_many_channels_of_keys():
@@ -213,10 +249,28 @@ def test_lengths_and_strengths_on_a_device(length: int, beta: float):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("form", FORMS)
-def test_steps_on_a_device(form: str):
-    a = arguments(200, form=form, gate="channel", steps=2, K=64, V=64)
-    agree(on_device(a, torch.bfloat16), TOLERANCE[torch.bfloat16], steps=2)
+@pytest.mark.parametrize("documents", [None, GPU_PACKED])
+@pytest.mark.parametrize(
+    ("size", "gate", "form", "steps", "dtype"),
+    [
+        (128, "head", "beta", 2, torch.bfloat16),
+        (128, "channel", "erase", 3, torch.bfloat16),
+        (64, "none", "both", 3, torch.bfloat16),
+        (64, "constant", "per channel", 2, torch.bfloat16),
+        (64, "channel", "two keys", 1, torch.bfloat16),
+        (64, "head", "beta", 3, torch.float32),
+        (64, "channel", "both", 2, torch.float32),
+    ],
+)
+def test_steps_on_a_device(
+    size: int, gate: str, form: str, steps: int, dtype: torch.dtype, documents: list[int] | None
+):
+    T = 301 if documents is None else documents[-1]
+    a = arguments(T, form=form, gate=gate, steps=steps, documents=documents, K=size, V=size, G=1, R=2)
+    a = on_device(a, dtype)
+    actual = agree(a, TOLERANCE[dtype], steps=steps)
+    repeated = results(kernels.delta_rule, a, backend="triton", steps=steps)
+    assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
 
 
 @pytest.mark.gpu
@@ -227,10 +281,14 @@ def test_few_sequences_and_many_on_a_device():
         agree(on_device(a, torch.bfloat16), TOLERANCE[torch.bfloat16])
 
 
-def on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Streams in `dtype` on the GPU; states and gates in fp32."""
+def in_dtype(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Streams in `dtype`; states and gates in fp32."""
     streams = ("q", "k", "v", "erase", "erase_write")
     return {
-        name: x.to("cuda", dtype if name in streams else torch.float32) if x.is_floating_point() else x.to("cuda")
-        for name, x in a.items()
+        name: x.to(dtype if name in streams else torch.float32) if x.is_floating_point() else x for name, x in a.items()
     }
+
+
+def on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Copy the arguments, in these dtypes, to the GPU."""
+    return {name: x.to("cuda") for name, x in in_dtype(a, dtype).items()}

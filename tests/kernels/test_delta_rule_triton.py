@@ -12,6 +12,7 @@ import kernels
 from . import gluon_interpreter
 from .hopper import MOST, shared_memory
 from .recurrences import assert_same, inputs, results
+from .test_delta_rule_general import arguments
 
 pytest.importorskip("triton")
 from kernels.delta_rule.gpu import op as gpu_op
@@ -565,7 +566,7 @@ def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(("gate", "missing"), [("per step", ()), ("constant", ("bounds",)), ("none", ("log_decay",))])
 def test_chunks_compile_for_hopper(gate: str, missing: tuple[str, ...]):
     types = dict.fromkeys(("log_decay", "gates", "bounds"), "*fp32") | {"scale": "fp32", "chunks": "*i32"}
-    fixed = {"M": 8, "E": 2, "R": 1, "GATE": gate} | dict.fromkeys(missing)
+    fixed = {"M": 8, "E": 2, "R": 1, "STEPS": 1, "GATE": gate} | dict.fromkeys(missing)
     assert 4 * shared_memory(PREPARE, "prepare", fixed, types, warps=4) <= MOST
 
 
@@ -603,6 +604,62 @@ def test_all_gradients_in_one_pass_over_two_halves(through: tuple[str, ...], mon
     agree(a, subheads=2, through=through)
 
 
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("steps", "path", "options"),
+    [
+        (2, "one_pass_in_halves", {"T": 135}),
+        (3, "one_pass", {"T": 30, "R": 2, "documents": [0, 0, 1, 30]}),
+        (3, "three_passes", {"T": 30, "E": 2, "gate": "constant"}),
+    ],
+)
+def test_steps_step_by_step(steps: int, path: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
+    monkeypatch.setitem(sys.modules, GLUON, gluon_interpreter.interpreted(GLUON, "gradients"))
+    monkeypatch.setattr(gpu_plan.DeltaRule, "prepare_path", "hopper_prepare")
+    monkeypatch.setattr(gpu_plan.DeltaRule, "backward_path", path)
+    sizes = {"B": 1, "G": 1, "K": 128, "V": 128, "dtype": torch.float32}
+    agree(arguments(form="beta", steps=steps, **{**sizes, **options}), subheads=options.get("E", 1), steps=steps)
+
+
+@pytest.mark.slow
+@interpreted
+def test_steps_of_tokens_in_segments(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
+    agree(arguments(100, form="beta", steps=3, B=1, G=1, K=24, V=20, decay="mixed", dtype=torch.float32), steps=3)
+
+
+@pytest.mark.slow
+@interpreted
+def test_steps_with_a_state_that_stays_in_memory():
+    a = arguments(25, form="beta", steps=3, B=1, G=1, K=272, V=20, dtype=torch.float32)
+    agree(rounded(a, torch.bfloat16), tolerance=3e-2, steps=3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("steps", [2, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1500, "B": 4, "G": 16},  # in halves
+        {"T": 301, "B": 4, "G": 32},  # in one pass
+        {"T": 301, "G": 2, "R": 2, "E": 2},
+        {"T": 5000, "G": 2},  # in segments
+        {"T": 1500, "G": 2, "documents": [0, 0, 5, 6, 700, 700, 1500]},
+        {"T": 301, "G": 2, "K": 512},
+    ],
+)
+def test_steps_on_a_device(options: dict[str, Any], steps: int):
+    a = arguments(form="beta", steps=steps, **{"B": 1, "K": 128, "V": 128, "dtype": torch.float32, **options})
+    a = rounded({name: x.cuda() for name, x in a.items()}, torch.bfloat16)
+    agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1), steps=steps)
+    first, second = (
+        results(kernels.delta_rule, a, backend="triton", subheads=options.get("E", 1), steps=steps) for _ in range(2)
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", ["none", "head"])
 @pytest.mark.parametrize("through", [("o", "state"), ("o",)])
@@ -622,7 +679,7 @@ def test_sequences_that_fill_half_of_a_gpu(gate: str, through: tuple[str, ...]):
 def test_the_one_pass_compiles_for_hopper(missing: tuple[str, ...]):
     fp32 = ("gates", "dbeta", "from_columns", "from_t", "before_t", "across", "dinitial")
     types = dict.fromkeys(fp32, "*fp32") | {"scale": "fp32", "segments": "*i32"}
-    fixed = {"M": 8, "E": 2, "R": 1, "dfinal": None} | dict.fromkeys(missing)
+    fixed = {"M": 8, "E": 2, "R": 1, "STEPS": 1, "dfinal": None} | dict.fromkeys(missing)
     assert shared_memory(GLUON, "gradients", fixed, types) <= MOST
 
 

@@ -69,13 +69,16 @@ class Op(NamedTuple):
 
     @property
     def general(self) -> bool:
-        """Return whether it is a delta rule that the kernels of Gated DeltaNet cannot serve."""
+        """Return whether it is a delta rule other than that of Gated DeltaNet."""
         return self.function == "delta_rule" and (self.decay == "channel" or self.erase or self.steps > 1)
 
     @property
     def kernel_op(self) -> KernelOp:
         """The implementations that serve the call."""
-        op: KernelOp = sys.modules["kernels.delta_rule"].GENERAL if self.general else op_of(self.function)
+        if not self.general:
+            return op_of(self.function)
+        rule = sys.modules["kernels.delta_rule"]
+        op: KernelOp = rule.GENERAL if self.erase or self.decay == "channel" else rule.WITHOUT_FLASHQLA
         return op
 
 

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, chunk_at, load_pairs, load_state, load_tokens, store_pairs, store_tokens
 from .prepare import nonzero, pair_decay
+from .steps import load_last, of_step, store_last
 
 
 @triton.jit
@@ -53,6 +54,7 @@ def gradient_of_queries(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -74,7 +76,7 @@ def gradient_of_queries(
     X, lower = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     dQ = tl.zeros([CHUNK, BK], tl.float32)
     for column in tl.range(0, V, BV, num_stages=STAGES):
-        dO = load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE)
+        dO = load_last(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE, STEPS)
         U = load_tokens(u + m * V, token, stop, M * V, column, V, BV, DTYPE)
         dV = load_tokens(dv + m * V, token, stop, M * V, column, V, BV, DTYPE)
         S = load_state(states + tile * (K * V), part * BK, column, K, V, BK, BV, DTYPE)
@@ -100,10 +102,10 @@ def gradient_of_queries(
     dQ *= (tl.load(at) * scale)[:, None]
     dQ = tl.dot(below, keys_here, dQ, input_precision=PRECISION)
     if from_t is not None:
-        queries = load_tokens(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
+        queries = load_last(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE, STEPS)
         tl.store(from_t + (tile * BLOCKS + part) * CHUNK + r, tl.sum(dQ * queries.to(tl.float32), 1) - from_M)
     dQ += itself[:, None] * keys_here.to(tl.float32)
-    store_tokens(dq + m * K, token, stop, M * K, part * BK, K, BK, dQ)
+    store_last(dq + m * K, token, stop, M * K, part * BK, K, BK, dQ, STEPS)
 
 
 @triton.jit
@@ -127,6 +129,7 @@ def gradient_of_keys(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -158,7 +161,7 @@ def gradient_of_keys(
     dK *= -tl.load(at + r)[:, None]
     from_dS *= tl.load(at + CHUNK + r)[:, None]
     keys_here = load_tokens(k + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
-    queries = load_tokens(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE)
+    queries = load_last(q + head * K, token, stop, keys * K, part * BK, K, BK, DTYPE, STEPS)
     written = load_pairs(writes + tile * (CHUNK * CHUNK), DTYPE)
     read = load_pairs(reads + tile * (CHUNK * CHUNK), DTYPE)
     columns = tl.dot(tl.trans(read), queries, input_precision=PRECISION)
@@ -184,6 +187,7 @@ def gradient_of_log_decay(
     across,  # [chunks, M, KEY_PARTS, WAYS]
     chunks,
     M,
+    STEPS: tl.constexpr,
     GATE: tl.constexpr,
     QUERY_PARTS: tl.constexpr,
     KEY_PARTS: tl.constexpr,
@@ -201,7 +205,8 @@ def gradient_of_log_decay(
         later += tl.load(from_keys + at)
         earlier += tl.load(before_t + at)
         way += tl.sum(tl.load(across + (tile * KEY_PARTS + part) * WAYS + tl.arange(0, WAYS)), 0)
-    at, valid = token.to(tl.int64) * M + r * M + m, r < stop - token
+    token, r_g, valid = of_step(token, r, r < stop - token, 0, STEPS)
+    at = token.to(tl.int64) * M + r_g * M + m
     g = tl.load(log_decay + (m + r * 0 if GATE == "constant" else at), mask=valid, other=0.0).to(tl.float32)
     reset = g * LOG2E <= LEAST
     # nothing passes a reset, and what is behind it would only cancel

@@ -112,6 +112,7 @@ def gradients(
     M: gl.constexpr,
     E: gl.constexpr,
     R: gl.constexpr,
+    STEPS: gl.constexpr,
 ):
     recurrence = gl.program_id(0)
     n, m = recurrence // M, recurrence % M
@@ -146,13 +147,13 @@ def gradients(
         token = start + (chunks - 1) * 64
         tile = (first + chunks - 1).to(gl.int64) * M + m
         copy_tokens(keys_s.index(0), k, token, of_keys, stop, keys * 128)
-        copy_tokens(do_s.index(0), do, token, of_values, stop, values * 128)
+        copy_tokens(do_s.index(0), do, token, of_values, stop, values * 128, COPY, STEPS)
         copy_pairs(inverse_s.index(0), inverse, tile)
         copy_pairs(scores_s.index(0), scores, tile)
         copy_gates(gates_s.index(0), gates, tile)
         async_copy.commit_group()
         copy_tokens(u_s, u, token, of_m, stop, M * 128)
-        copy_tokens(queries_s, q, token, of_keys, stop, keys * 128)
+        copy_tokens(queries_s, q, token, of_keys, stop, keys * 128, COPY, STEPS)
         copy_state(state_s, states, tile, True)
         async_copy.commit_group()
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
@@ -174,7 +175,7 @@ def gradients(
         more = i + 1 < chunks
         if more:
             copy_tokens(keys_s.index((i + 1) % 2), k, token - 64, of_keys, stop, keys * 128)
-            copy_tokens(do_s.index((i + 1) % 2), do, token - 64, of_values, stop, values * 128)
+            copy_tokens(do_s.index((i + 1) % 2), do, token - 64, of_values, stop, values * 128, COPY, STEPS)
             copy_pairs(inverse_s.index((i + 1) % 2), inverse, tile - M)
             copy_pairs(scores_s.index((i + 1) % 2), scores, tile - M)
             copy_gates(gates_s.index((i + 1) % 2), gates, tile - M)
@@ -245,7 +246,8 @@ def gradients(
         dQ = warpgroup_mma_wait(1, deps=[dQ])
         if from_t is not None:
             later += halves(dQ * queries_s.load(ROWS).to(gl.float32))
-        store_rows(dq, token, of_m, stop, M * 128, dQ + own * keys_here.load(ROWS).to(gl.float32))
+        dQ += own * keys_here.load(ROWS).to(gl.float32)
+        store_rows(dq, token, of_m, stop, M * 128, dQ, STEPS)
         dU = warpgroup_mma(u_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
         dK = warpgroup_mma_wait(1, deps=[dK])
         if from_t is not None:
@@ -255,7 +257,7 @@ def gradients(
         dU = warpgroup_mma_wait(0, deps=[dU])
         if more:
             copy_tokens(u_s, u, token - 64, of_m, stop, M * 128)
-            copy_tokens(queries_s, q, token - 64, of_keys, stop, keys * 128)
+            copy_tokens(queries_s, q, token - 64, of_keys, stop, keys * 128, COPY, STEPS)
             copy_state(state_s, states, tile - M, True)
         async_copy.commit_group()
         dU *= keep

@@ -109,6 +109,7 @@ def prepare(
     M: gl.constexpr,
     E: gl.constexpr,
     R: gl.constexpr,
+    STEPS: gl.constexpr,
     GATE: gl.constexpr,
 ):
     chunk, m = gl.program_id(0) // M, gl.program_id(0) % M
@@ -121,18 +122,22 @@ def prepare(
     queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
     numbers_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)  # b in two parts, and β
     copy_tokens(keys_s, k, token, head, stop, keys * 128, COPY)
-    copy_tokens(queries_s, q, token, head, stop, keys * 128, COPY)
+    copy_tokens(queries_s, q, token, head, stop, keys * 128, COPY, STEPS)
     async_copy.commit_group()
 
     t = gl.arange(0, 64, ONCE)
     valid = t < stop - token
     per_step = token.to(gl.int64) * M + t * M + m
+    of_token, is_first = per_step, valid
+    if STEPS > 1:  # a token decays in its first step
+        of_token = ((token + t) // STEPS).to(gl.int64) * M + m
+        is_first = valid & ((token + t) % STEPS == 0)
     if GATE == "none":
         g = gl.zeros([64], gl.float64, ONCE)
     elif GATE == "constant":
-        g = gl.where(valid, gl.load(log_decay + m).to(gl.float64) * LOG2E, 0.0)
+        g = gl.where(is_first, gl.load(log_decay + m).to(gl.float64) * LOG2E, 0.0)
     else:
-        g = gl.load(log_decay + per_step, mask=valid, other=0.0).to(gl.float64) * LOG2E
+        g = gl.load(log_decay + of_token, mask=is_first, other=0.0).to(gl.float64) * LOG2E
     write = gl.load(beta + per_step, mask=valid, other=0.0).to(gl.float32)
     write = gl.where(gl.abs(write) < LEAST_BETA, LEAST_BETA, write)
     g = gl.where(g < LEAST, LEAST, g)

@@ -112,9 +112,9 @@ def in_one_pass(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Gradients of q, k, v, β and the first states, and what that of the log decay is made of, in one pass."""
     inverse, scores, gates, bounds, u, states, _ = residuals
-    B, T, M, slots = plan.B, plan.T, plan.M, len(plan.layout.chunks)
-    dq, dk, dv = plan.new(B, T, M, plan.K), plan.new(B, T, M, plan.K), plan.new(B, T, M, plan.V)
-    dbeta, dinitial, table = plan.new(B, T, M, dtype=torch.float32), plan.states(), plan.layout.segments
+    B, rows, M, slots = plan.B, plan.rows, plan.M, len(plan.layout.chunks)
+    dq, dk, dv = plan.new(B, plan.T, M, plan.K), plan.new(B, rows, M, plan.K), plan.new(B, rows, M, plan.V)
+    dbeta, dinitial, table = plan.new(B, rows, M, dtype=torch.float32), plan.states(), plan.layout.segments
     sums: tuple[Tensor | None, ...] = (None,) * 4
     if gated:
         sums = tuple(plan.new(slots, M, parts, CHUNK, dtype=torch.float32) for parts in (4, 2, 2, 2))
@@ -146,8 +146,8 @@ def in_three_passes(
     parallel.
     """
     inverse, scores, gates, _, u, states, _ = residuals
-    B, T, M, K, table, slots = plan.B, plan.T, plan.M, plan.K, plan.layout.chunks, len(plan.layout.chunks)
-    dv, dinitial, dstates = plan.new(B, T, M, plan.V), plan.states(), plan.new(slots, M, K, plan.V)
+    B, rows, M, K, table, slots = plan.B, plan.rows, plan.M, plan.K, plan.layout.chunks, len(plan.layout.chunks)
+    dv, dinitial, dstates = plan.new(B, rows, M, plan.V), plan.states(), plan.new(slots, M, K, plan.V)
     segments = plan.layout.segments
     plan.backward(len(segments))(q, k, do, inverse, scores, gates, None, dends, dv, dstates, dinitial, segments)
 
@@ -160,7 +160,7 @@ def in_three_passes(
         across = plan.new(slots, M, parts_k, 1, dtype=torch.float32)
     reads, writes = plan.new(*inverse.shape), plan.new(*inverse.shape)
     diagonal = plan.new(slots, M, CHUNK, dtype=torch.float32)
-    dq, dk, dbeta = plan.new(B, T, M, K), plan.new(B, T, M, K), plan.new(B, T, M, dtype=torch.float32)
+    dq, dk, dbeta = plan.new(B, plan.T, M, K), plan.new(B, rows, M, K), plan.new(B, rows, M, dtype=torch.float32)
     args: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
     plan.gradient_of_queries()(*args, table)
     args = (q, k, u, dv, gates, states, dstates, reads, writes, diagonal, dk, from_keys, before_t, across)
@@ -169,7 +169,7 @@ def in_three_passes(
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `delta_rule` explains."""
+    """Arguments of the op, which `delta_rule` explains; the rows of k and v per row of q are the steps."""
 
     q: Tensor
     k: Tensor
@@ -236,7 +236,7 @@ def differentiate(
         along = run_forward(plan, q, k, args.v.contiguous(), chunks, args.initial_state, None, save=True)[1]
         residuals = (*chunks, *along)
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
-    do = plan.new(*args.v.shape).zero_() if do is None else do
+    do = plan.new(plan.B, plan.T, plan.H, plan.V).zero_() if do is None else do
     dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[-1], dfinal)
     note(next(path for path in BACKWARD if path.name == plan.backward_path))
     run = in_three_passes if plan.backward_path == "three_passes" else in_one_pass

@@ -33,7 +33,7 @@ class DeltaRule(Plan):
 
     Args:
         q: Shape of the queries [B,T,G·E,K].
-        v: Shape of the values [B,T,H,V].
+        v: Shape of the values [B,nT,H,V], with n rows per token.
         subheads: Subheads E per head.
         scale: Factor on the output.
         dtype: Dtype of q, k and v.
@@ -52,15 +52,16 @@ class DeltaRule(Plan):
         documents: int | None,
     ):
         super().__init__(dtype, device)
-        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
+        (self.B, self.T, heads, self.K), (self.rows, self.H, self.V), self.E = q, v[1:], subheads
+        self.steps = self.rows // self.T
         self.G = heads // subheads
         self.R, self.M = self.H // self.G, self.H * subheads
         # what launches are chosen by; no program holds more than a block of values, however many there are
         self.size = max(self.K, min(self.V, WHOLE))
         self.long = self.K > WHOLE
         self.scale, self.documents = scale, documents
-        chunks = -(-self.T // CHUNK)
-        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
+        chunks = -(-self.rows // CHUNK)
+        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
         together = chunks if documents is None else self.slots
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
@@ -72,26 +73,27 @@ class DeltaRule(Plan):
     def place(self, packed: Documents | None) -> None:
         """Cut the sequences into segments; packed documents only if one of them is long."""
         segment = self.segment
-        if packed and max(stop - start for start, stop in packed.spans) < FEWEST_SEGMENTS * segment * CHUNK:
-            segment = -(-self.T // CHUNK)  # cutting the longest would not finish it much sooner
-        self.layout = layout(packed, self.B, self.T, CHUNK, CHUNK, segment * CHUNK, self.device)
+        longest = max(stop - start for start, stop in packed.spans) * self.steps if packed else 0
+        if packed and longest < FEWEST_SEGMENTS * segment * CHUNK:
+            segment = -(-self.rows // CHUNK)  # cutting the longest would not finish it much sooner
+        self.layout = layout(packed, self.B, self.rows, CHUNK, CHUNK, segment * CHUNK, self.device, self.steps)
         self.cut = self.layout.cut
         first, count = self.layout.sequences.unbind(1)
         self.ends = first, first + count - 1  # the first and the last segment of each sequence
         if self.halved:
-            half = -(-self.T // (2 * CHUNK)) * CHUNK
-            self.halves = layout(None, self.B, self.T, CHUNK, CHUNK, half, self.device).segments
+            half = -(-self.rows // (2 * CHUNK)) * CHUNK
+            self.halves = layout(None, self.B, self.rows, CHUNK, CHUNK, half, self.device).segments
             self.second_halves = self.halves[1::2].contiguous()
 
     @cached_property
     def kept(self) -> Shapes:
         """Shapes and dtypes of what `prepare` stores of all chunks, and of what the pass along time saves."""
-        B, T, V, M, K, slots = self.B, self.T, self.V, self.M, self.K, self.slots
+        B, rows, V, M, K, slots = self.B, self.rows, self.V, self.M, self.K, self.slots
         pairs = ((slots, M, CHUNK, CHUNK), self.dtype)
         bounds = (slots if self.most or self.halved else 0, M)
         of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32), (bounds, torch.float32)]
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
-        return [*of_chunks, ((B, T, M, V), self.dtype), states, transition]
+        return [*of_chunks, ((B, rows, M, V), self.dtype), states, transition]
 
     def shapes(self, count: int) -> Shapes:
         """Shapes and dtypes of the op's outputs: o, the final states, and the first `count` of what gradients need."""
@@ -105,7 +107,7 @@ class DeltaRule(Plan):
     def case(self) -> Case:
         """The quantities that the choice of kernels depends on."""
         whole_rows = self.documents is None and self.most == 0
-        halvable = whole_rows and -(-self.T // CHUNK) >= 2 * FEWEST_CHUNKS
+        halvable = whole_rows and -(-self.rows // CHUNK) >= 2 * FEWEST_CHUNKS
         programs = (self.B if whole_rows else len(self.layout.segments)) * self.M
         return Case(self.K, self.V, self.dtype, self.device, programs, halvable, filled=self.deterministic)
 
@@ -165,6 +167,7 @@ class DeltaRule(Plan):
             "M": self.M,
             "E": self.E,
             "R": self.R,
+            "STEPS": self.steps,
             "K": self.K,
             "DTYPE": dtype,
             "PRECISION": precision,
@@ -179,7 +182,7 @@ class DeltaRule(Plan):
         if self.prepare_path == "hopper_prepare":
             from .hopper_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
 
-            sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "GATE": gate}
+            sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "GATE": gate}
             return LaunchSpec(in_gluon, programs, self.scale, **sizes, warps=4, registers=FOURTH)
         entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
@@ -226,7 +229,7 @@ class DeltaRule(Plan):
         from .hopper_backward import gradients  # the interpreter and other devices do without Gluon
 
         programs = len(self.halves if self.halved else self.layout.segments) * self.M
-        return LaunchSpec(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, warps=8)
+        return LaunchSpec(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, STEPS=self.steps, warps=8)
 
     def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> LaunchSpec:
         """One program per chunk, recurrence and block of keys."""
@@ -251,7 +254,7 @@ class DeltaRule(Plan):
         if self.backward_path != "three_passes":
             parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
         programs = self.layout.chunks.shape[0] * self.M
-        return LaunchSpec(gradient_of_log_decay, programs, self.M, GATE=gate, **parts, warps=1)
+        return LaunchSpec(gradient_of_log_decay, programs, self.M, STEPS=self.steps, GATE=gate, **parts, warps=1)
 
 
 def segments(room: int, chunks: int) -> int:

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, chunk_at, exp2, load_tokens, store_pairs
+from .steps import load_last, of_step
 
 # The gradient of β is computed by dividing by β², so that β must not be zero. This changes no result.
 LEAST_BETA: tl.constexpr = tl.constexpr(2.0**-50)
@@ -78,6 +79,7 @@ def prepare(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     GATE: tl.constexpr,
@@ -93,13 +95,15 @@ def prepare(
     r = tl.arange(0, CHUNK)
     valid = r < stop - token
     per_step = token.to(tl.int64) * M + r * M + m
+    first, r_g, is_first = of_step(token, r, valid, 0, STEPS)
 
     if GATE == "none":
         g = tl.zeros([CHUNK], tl.float64)
     elif GATE == "constant":
-        g = tl.where(valid, tl.load(log_decay + m).to(tl.float64) * LOG2E, 0.0)
+        g = tl.where(is_first, tl.load(log_decay + m).to(tl.float64) * LOG2E, 0.0)
     else:
-        g = tl.load(log_decay + per_step, mask=valid, other=0.0).to(tl.float64) * LOG2E
+        at_g = log_decay + (first.to(tl.int64) * M + r_g * M + m)
+        g = tl.load(at_g, mask=is_first, other=0.0).to(tl.float64) * LOG2E
     g = tl.where(g < LEAST, LEAST, g)
     b = tl.cumsum(g, 0)
     high = b.to(tl.float32)
@@ -113,7 +117,7 @@ def prepare(
     overlap, dots = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.static_range(0, K, BK):
         keys_here = load_tokens(k + head * K, token, stop, keys * K, column, K, BK, DTYPE)
-        queries = load_tokens(q + head * K, token, stop, keys * K, column, K, BK, DTYPE)
+        queries = load_last(q + head * K, token, stop, keys * K, column, K, BK, DTYPE, STEPS)
         overlap = tl.dot(keys_here, tl.trans(keys_here), overlap, input_precision=PRECISION)
         dots = tl.dot(queries, tl.trans(keys_here), dots, input_precision=PRECISION)
     D = pair_decay(high, low)

@@ -51,8 +51,8 @@ ONE_TOKEN = KernelPath(
 GENERAL = KernelPath(
     "general",
     when=general,
-    why="erase keys of their own, decays per channel, reads before the decay or several steps: every recurrence for "
-    "itself, with one reference point per chunk for moderate decays and blocks of 16 tokens for steep ones",
+    why="erase keys of their own, decays per channel or reads before the decay: every recurrence for itself, with one "
+    "reference point per chunk for moderate decays and blocks of 16 tokens for steep ones",
 )
 PREPARE = (
     KernelPath(

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+from .steps import load_last, store_last
 
 ERASED = tl.constexpr(-100.0)  # log2 of a transition that leaves nothing of a state, in fp32
 FARTHEST = tl.constexpr(256)  # chunks
@@ -58,6 +59,7 @@ def scan_forward(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -118,7 +120,7 @@ def scan_forward(
         W = update.to(DTYPE)
         U = tl.dot(solve, W, input_precision=PRECISION)
         if o is not None:
-            queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+            queries = load_last(q, token, stop, keys * K, 0, K, BK, DTYPE, STEPS)
             weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
             O = tl.dot(queries, before, input_precision=PRECISION) * (shrink * scale)[:, None]
             O = tl.dot(weights, W, O, input_precision=PRECISION)
@@ -127,7 +129,7 @@ def scan_forward(
         if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
         if o is not None:
-            store_tokens(o, token, stop, M * V, column, V, BV, O)
+            store_last(o, token, stop, M * V, column, V, BV, O, STEPS)
         if states is not None:
             if c + 1 < chunks:
                 store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
@@ -152,6 +154,7 @@ def scan_backward(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -193,9 +196,9 @@ def scan_backward(
         shrink, keep, total = tl.load(at + r), tl.load(at + CHUNK + r), tl.load(at + (CHUNK - 1))
         keys_here = load_tokens(k, token, stop, keys * K, 0, K, BK, DTYPE)
         weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
-        dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
+        dO = load_last(do, token, stop, values * V, column, V, BV, DTYPE, STEPS)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
-        queries = load_tokens(q, token, stop, keys * K, 0, K, BK, DTYPE)
+        queries = load_last(q, token, stop, keys * K, 0, K, BK, DTYPE, STEPS)
         after = dS.to(DTYPE)
         if dstates is not None:
             store_state(dstates + tile * (K * V), 0, column, K, V, BK, BV, after)

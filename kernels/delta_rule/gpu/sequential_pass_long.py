@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+from .steps import load_last, store_last
 
 
 @triton.jit
@@ -42,6 +43,7 @@ def long_forward(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -82,7 +84,7 @@ def long_forward(
             keys_here = load_tokens(k, token, stop, keys * K, row, K, BK, DTYPE)
             update = tl.dot(keys_here, before, update, input_precision=PRECISION)
             if o is not None:
-                queries = load_tokens(q, token, stop, keys * K, row, K, BK, DTYPE)
+                queries = load_last(q, token, stop, keys * K, row, K, BK, DTYPE, STEPS)
                 O = tl.dot(queries, before, O, input_precision=PRECISION)
             if states is not None:
                 store_state(states + tile * (K * V), row, column, K, V, BK, BV, before)
@@ -93,7 +95,7 @@ def long_forward(
         if o is not None:
             weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
             O = tl.dot(weights, W, O * (shrink * scale)[:, None], input_precision=PRECISION)
-            store_tokens(o, token, stop, M * V, column, V, BV, O)
+            store_last(o, token, stop, M * V, column, V, BV, O, STEPS)
         if u is not None:
             store_tokens(u, token, stop, M * V, column, V, BV, U)
         decayed_U = (U * keep[:, None]).to(DTYPE)
@@ -123,6 +125,7 @@ def long_backward(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -164,7 +167,7 @@ def long_backward(
             store_state(dstates + tile * (K * V), row, column, K, V, BK, BV, after)
         weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
-        dO = load_tokens(do, token, stop, values * V, column, V, BV, DTYPE)
+        dO = load_last(do, token, stop, values * V, column, V, BV, DTYPE, STEPS)
         dV = tl.dot(tl.trans(weights), dO, input_precision=PRECISION)
         dV = tl.dot(tl.trans(solve), (dU * keep[:, None]).to(DTYPE), dV, input_precision=PRECISION)
         store_tokens(dv, token, stop, M * V, column, V, BV, dV)
@@ -173,7 +176,7 @@ def long_backward(
         tl.debug_barrier()  # other threads have read what is written next
         for row in tl.range(0, K, BK, num_stages=STAGES):
             block = load_state(dS, row, column, K, V, BK, BV, tl.float32) * total
-            queries = load_tokens(q, token, stop, keys * K, row, K, BK, DTYPE)
+            queries = load_last(q, token, stop, keys * K, row, K, BK, DTYPE, STEPS)
             keys_here = load_tokens(k, token, stop, keys * K, row, K, BK, DTYPE)
             block = tl.dot(tl.trans(queries), read, block, input_precision=PRECISION)
             block = tl.dot(tl.trans(keys_here), seen, block, input_precision=PRECISION)

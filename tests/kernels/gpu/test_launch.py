@@ -1,7 +1,7 @@
 """What looks alike to the compiler, and only that, shares a compiled kernel."""
 
 from contextlib import nullcontext
-from threading import Thread
+from threading import Barrier, Thread
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +13,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from kernels.gpu import launch as enqueue_module
-from kernels.gpu.launch import LaunchSpec, cdiv, enqueue, next_power_of_2
+from kernels.gpu.launch import LaunchSpec, cdiv, enqueue, launch_in_order, next_power_of_2
 
 from ..places import PLACES
 
@@ -136,6 +136,30 @@ def test_kernels_are_compiled_ahead_once_and_not_launched(monkeypatch: pytest.Mo
     assert sorted(kernel.done) == ["compiled"] * 2 + ["loaded"] * 2
     launch()
     assert kernel.done[4:] == ["launched"] * 2
+
+
+def test_new_kernels_are_compiled_side_by_side_and_then_launched_in_order(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(enqueue_module, "PLAIN", False)
+    done: list[str] = []
+    meeting = Barrier(2, timeout=10)  # passed only by two compilations at the same time
+
+    class Slow(Compiled):
+        def warmup(self, *given, grid, **constants):
+            meeting.wait()
+            return super().warmup(*given, grid=grid, **constants)
+
+        def __getitem__(self, grid):
+            return lambda *given, **constants: done.append(f"launched after {len(self.done)}")
+
+    first, second = Slow(), Slow()
+    x = SimpleNamespace(get_device=lambda: 0, data_ptr=lambda: 0, dtype=torch.float32, is_cuda=True)
+    launches = [(LaunchSpec(kernel, 1, 16), (x,)) for kernel in (first, second)]
+    for _ in range(2):  # the second time, no launch is new
+        launch_in_order(launches)
+    assert first.done == second.done == ["compiled", "loaded"]
+    assert done == ["launched after 2"] * 4
 
 
 def test_after_an_error_kernels_are_launched_again(monkeypatch: pytest.MonkeyPatch):

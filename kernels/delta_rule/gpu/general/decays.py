@@ -9,11 +9,13 @@ import triton
 import triton.language as tl
 
 from ....gpu.tiles import CHUNK, LEAST, LOG2E, exp2
+from ..steps import of_step
 
 
 @triton.jit
-def decays_of(log_decay, token, rows, valid, m, columns, M: tl.constexpr, K: tl.constexpr):
-    """The log2 decays [64,BK] of these rows of a chunk; 0 where a row is not valid."""
+def decays_of(log_decay, token, rows, valid, m, columns, M: tl.constexpr, K: tl.constexpr, STEPS: tl.constexpr):
+    """The log2 decays [64,BK] of these rows of a chunk; 0 where a row is not valid or a later step of its token."""
+    token, rows, valid = of_step(token, rows, valid, 0, STEPS)
     mask = valid[:, None] & (columns < K)[None, :]
     at = log_decay + (token.to(tl.int64) * M + m) * K + rows[:, None] * (M * K) + columns[None, :]
     return tl.maximum(tl.load(at, mask=mask, other=0.0).to(tl.float32) * LOG2E, LEAST)

@@ -25,6 +25,7 @@ from ....gpu.tiles import (
     store_tokens,
 )
 from ....linear_recurrence.gpu.vector_decay import BLOCK, row
+from ..steps import load_last, of_step
 from .decays import decays_of, strength_of
 from .scalar_decay import between, summed
 
@@ -37,8 +38,8 @@ def pairs(
     do,
     u,
     dr,
-    dv,  # [tokens,M,V]
-    dbeta,  # [tokens,M]: the part of the values
+    dv,  # [rows,M,V]
+    dbeta,  # [rows,M]: the part of the values
     dP,  # [chunks,M,64,64]: below the diagonal; with one decay per head, of the products that D multiplies
     dL,
     diagonal,  # [chunks,M,64]: of dP
@@ -46,6 +47,7 @@ def pairs(
     scale,
     M: tl.constexpr,
     E: tl.constexpr,
+    STEPS: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
@@ -64,7 +66,7 @@ def pairs(
     P, L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     from_values = tl.zeros([CHUNK], tl.float32)
     for column in range(0, V, BV):
-        dO = load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE)
+        dO = load_last(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE, STEPS)
         U = load_tokens(u + m * V, token, stop, M * V, column, V, BV, DTYPE)
         dR = load_tokens(dr + m * V, token, stop, M * V, column, V, BV, DTYPE)
         P = tl.dot(dO, tl.trans(U), P, input_precision=PRECISION)
@@ -76,7 +78,7 @@ def pairs(
     P *= scale
     tl.store(diagonal + tile * CHUNK + r, tl.sum(tl.where(distance == 0, P, 0.0), 1))
     if GATE != "channel":
-        g, b = summed(log_decay, token, valid, m, M, GATE)
+        g, b = summed(log_decay, token, valid, m, M, GATE, STEPS)
         D = between(b, b)
         P *= D
         if BEFORE:
@@ -91,7 +93,7 @@ def pairs(
 @triton.jit
 def exact_pairs(
     P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-    keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, BEFORE: tl.constexpr,
+    keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, BEFORE: tl.constexpr,
     PRODUCT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The part of pairs of tokens in dQ, dA and dK, for any decay."""
@@ -118,7 +120,7 @@ def exact_pairs(
     between = tl.zeros([CHUNK, BK], tl.float32)
     for s in range(1, BLOCK):
         inside = valid & (r % BLOCK >= s)
-        between += decays_of(log_decay, token, r - s + 1, inside, m, ck, M, K)
+        between += decays_of(log_decay, token, r - s + 1, inside, m, ck, M, K, STEPS)
         earlier = load_tile(k, r - s, keys * K, ck, inside, K, BK).to(tl.float32)
         span = tl.minimum(between - g.to(tl.float32), 0.0) if BEFORE else between
         dQ += (
@@ -129,9 +131,10 @@ def exact_pairs(
     for s in range(1, BLOCK):
         inside = (r + s < count) & (r % BLOCK + s < BLOCK)
         span = between
-        later_decay = decays_of(log_decay, token, r + s, inside, m, ck, M, K)
+        later_decay = decays_of(log_decay, token, r + s, inside, m, ck, M, K, STEPS)
         between += later_decay
-        later_q = load_tile(q, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
+        _, later, is_read = of_step(token, r + s, inside, STEPS - 1, STEPS)
+        later_q = load_tile(q, later, keys * K, ck, is_read, K, BK).to(tl.float32)
         if erase is None:
             later_a = load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
         else:
@@ -149,7 +152,7 @@ def exact_pairs(
     return dQ, dA, dK
 
 
-@triton.jit(do_not_specialize=["scale", "tokens"])
+@triton.jit(do_not_specialize=["scale", "rows"])
 def gradients(
     q,
     k,
@@ -165,17 +168,18 @@ def gradients(
     dL,
     diagonal,
     steep,
-    dq,  # [tokens,M,K], like dk
-    dk,
-    derase,  # [tokens,M,K] if there are erase keys
-    dbeta,  # [blocks of keys,tokens,M] if there is β: the part of the keys
-    dg,  # [tokens,M,K]
+    dq,  # [tokens,M,K], like dg
+    dk,  # [rows,M,K], like derase
+    derase,  # if there are erase keys
+    dbeta,  # [blocks of keys,rows,M] if there is β: the part of the keys
+    dg,
     chunks,
     scale,
-    tokens,
+    rows,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -203,9 +207,11 @@ def gradients(
     count = stop - token
     valid = r < count
     start = token.to(tl.int64)
-    q += (start * keys + head) * K
+    token_q, q_rows, is_read = of_step(token, r, valid, STEPS - 1, STEPS)
+    start_q = token_q.to(tl.int64)
+    q += (start_q * keys + head) * K
     k += (start * keys + head) * K
-    own = (start * M + m) * K
+    own, own_q = (start * M + m) * K, (start_q * M + m) * K
     ck = part * BK + tl.arange(0, BK)
 
     from_q, from_a = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
@@ -213,7 +219,7 @@ def gradients(
     for column in tl.range(0, V, BV, num_stages=STAGES):
         S = load_state(states + tile * (K * V), column, part * BK, V, K, BV, BK, DOT)
         dS = load_state(dstates + tile * (K * V), column, part * BK, V, K, BV, BK, DOT)
-        dO = load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DOT)
+        dO = load_last(do + (m // E) * V, token, stop, values * V, column, V, BV, DOT, STEPS)
         dR = load_tokens(dr + m * V, token, stop, M * V, column, V, BV, DOT)
         U = load_tokens(u + m * V, token, stop, M * V, column, V, BV, DOT)
         from_q = tl.dot(dO, S, from_q, input_precision=PRECISION)
@@ -221,7 +227,7 @@ def gradients(
         kept = tl.dot(U, dS, kept, input_precision=PRECISION)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
-    g = decays_of(log_decay, token, r, valid, m, ck, M, K)
+    g = decays_of(log_decay, token, r, valid, m, ck, M, K, STEPS)
     if WIDE:
         g = g.to(tl.float64)
     b, last = tl.cumsum(g, 0), tl.sum(g, 0)
@@ -231,7 +237,7 @@ def gradients(
     kept *= exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
     through *= exp2(last.to(tl.float32))
 
-    Q = load_tile(q, r, keys * K, ck, valid, K, BK).to(tl.float32)
+    Q = load_tile(q, q_rows, keys * K, ck, is_read, K, BK).to(tl.float32)
     Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
     write = strength_of(beta, token, valid, m, M)
     if erase is None:
@@ -248,7 +254,7 @@ def gradients(
     if SLOW:
         dQ, dA, dK = exact_pairs(
             P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-            keys, M, K, BK, BEFORE, PRODUCT, DOT, PRECISION,
+            keys, M, K, BK, STEPS, BEFORE, PRODUCT, DOT, PRECISION,
         )  # fmt: skip
     else:
         middle = row(b, CHUNK // 2 - 1)[None, :]
@@ -271,12 +277,13 @@ def gradients(
         if BEFORE:
             dG -= erased
         dG = tl.where(g <= LEAST, 0.0, dG)  # nothing passes a reset
-        store_tile(dg + own, r, M * K, ck, valid, dG, K, BK)
+        first, g_rows, is_first = of_step(token, r, valid, 0, STEPS)
+        store_tile(dg + (first.to(tl.int64) * M + m) * K, g_rows, M * K, ck, is_first, dG, K, BK)
     itself = tl.load(diagonal + tile * CHUNK + r)[:, None]
     dQ += itself * Kk
     dK += kept + itself * Q
     if beta is not None:
-        at = part.to(tl.int64) * tokens * M + start * M + m + r * M
+        at = part.to(tl.int64) * rows * M + start * M + m + r * M
         tl.store(dbeta + at, tl.sum(erased_by * dA, 1), mask=valid)
         dA *= write[:, None]
     if PRODUCT:
@@ -286,5 +293,5 @@ def gradients(
         dK += dA
     else:
         store_tile(derase + own, r, M * K, ck, valid, dA, K, BK)
-    store_tile(dq + own, r, M * K, ck, valid, dQ, K, BK)
+    store_tile(dq + own_q, q_rows, M * K, ck, is_read, dQ, K, BK)
     store_tile(dk + own, r, M * K, ck, valid, dK, K, BK)

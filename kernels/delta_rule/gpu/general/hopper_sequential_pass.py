@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_tokens
+from ....gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_tokens, last_steps
 
 AHEAD = gl.constexpr(3)  # buffers of what the chain reads
 LATE = gl.constexpr(2)  # and of what the results alone read
@@ -51,11 +51,11 @@ def copy_pairs(shared, x, tile):
 
 
 @gluon.jit
-def write_block(x, token, column, stop, stride: gl.constexpr, block):
-    """Store a block [64, 64] that is in shared memory."""
+def write_block(x, token, column, stop, stride: gl.constexpr, block, STEPS: gl.constexpr = 1):
+    """Store a block [64, 64] that is in shared memory; of `STEPS` rows per token only the last."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY_PAIRS)), 1)
-    at = at_tile(x, token, column, stride, COPY_PAIRS, 64, 64)
-    gl.store(at, block.load(COPY_PAIRS), mask=r < stop - token)
+    at = at_tile(x, token, column, stride, COPY_PAIRS, 64, 64, STEPS)
+    gl.store(at, block.load(COPY_PAIRS), mask=last_steps(r, token, stop, STEPS))
 
 
 @gluon.jit
@@ -85,7 +85,7 @@ def copies(
     v, inverse, scores, read_q, read_a, keep, total,
     a_s, q_s, k_s, v_s, inverse_s, scores_s, total_s, full, empty, full_late, empty_late,
     first, start, stop, m, column,
-    M: gl.constexpr, E: gl.constexpr, V: gl.constexpr, O: gl.constexpr,
+    M: gl.constexpr, E: gl.constexpr, STEPS: gl.constexpr, V: gl.constexpr, O: gl.constexpr,
 ):  # fmt: skip
     """Bring all tiles."""
     for c in range(gl.cdiv(stop - start, 64)):
@@ -102,7 +102,7 @@ def copies(
         if O:
             i = c % LATE
             mbarrier.wait(empty_late.index(i), ((c // LATE) & 1) ^ 1)
-            copy_tokens(q_s.index(i), read_q, token, m * 128, stop, M * 128, COPY)
+            copy_tokens(q_s.index(i), read_q, token, m * 128, stop, M * 128, COPY, STEPS)
             copy_pairs(scores_s.index(i), scores, tile)
             async_copy.mbarrier_arrive(full_late.index(i), increment_count=False)
 
@@ -163,7 +163,7 @@ def chain(
 def results(
     o, u, states, q_s, scores_s, before_s, w_s, u_s, full_late, empty_late, ready, free, ready_u, free_u,
     first, start, stop, m, column,
-    M: gl.constexpr, V: gl.constexpr, O: gl.constexpr, U: gl.constexpr, STATES: gl.constexpr,
+    M: gl.constexpr, STEPS: gl.constexpr, V: gl.constexpr, O: gl.constexpr, U: gl.constexpr, STATES: gl.constexpr,
 ):  # fmt: skip
     """Store what the pass leaves of each chunk."""
     none = gl.zeros([64, 64], gl.float32, PAIRS)
@@ -186,7 +186,7 @@ def results(
             room = scores_s.index(i)
             room.permute((1, 0)).store(out.to(gl.bfloat16))
             barrier()
-            write_block(o, token, m * V + column, stop, M * V, room)
+            write_block(o, token, m * V + column, stop, M * V, room, STEPS)
             done(empty_late.index(i))
         if U:
             mbarrier.wait(ready_u, c & 1)
@@ -212,6 +212,7 @@ def scan_forward(
     segments,
     M: gl.constexpr,
     E: gl.constexpr,
+    STEPS: gl.constexpr,
     V: gl.constexpr,
 ):
     BLOCKS: gl.constexpr = V // 64
@@ -268,7 +269,7 @@ def scan_forward(
                 results,
                 (
                     o, u, states, q_s, scores_s, before_s, w_s, u_s, full_late, empty_late,
-                    ready, free, ready_u, free_u, first, start, stop, m, column, M, V, O, U, STATES,
+                    ready, free, ready_u, free_u, first, start, stop, m, column, M, STEPS, V, O, U, STATES,
                 ),
             ),
             (
@@ -276,7 +277,7 @@ def scan_forward(
                 (
                     v, inverse, scores, read_q, read_a, keep, total,
                     a_s, q_s, k_s, v_s, inverse_s, scores_s, total_s, full, empty, full_late, empty_late,
-                    first, start, stop, m, column, M, E, V, O,
+                    first, start, stop, m, column, M, E, STEPS, V, O,
                 ),
             ),
         ],

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ....core.autograd import Gradients, register
 from ....core.recurrence import Recurrences
+from ....gpu.launch import Launch, launch_in_order
 from ....gpu.layout import CHUNK
 from ....gpu.paths import note, takes
 from ....gpu.reductions import add_heads, add_outer, add_subheads
@@ -23,7 +24,7 @@ from .plan import GeneralDeltaRule
 
 
 class Arguments(NamedTuple):
-    """Arguments of the op, which `kernels.delta_rule` explains; one step per token."""
+    """Arguments of the op, which `kernels.delta_rule` explains; the rows of k and v per row of q are the steps."""
 
     q: Tensor
     k: Tensor
@@ -75,17 +76,17 @@ def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor |
     """The output of every recurrence, the final states, and what gradients need; args are contiguous."""
     plan = args.plan
     chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:7]]
-    inputs = (args.q, args.k, args.erase, args.beta, args.log_decay)
+    inputs, table = (args.q, args.k, args.erase, args.beta, args.log_decay), plan.layout.chunks
     if plan.per_channel:
-        for slow in (False, True):
-            plan.prepare(slow)(*inputs, *chunks, plan.layout.chunks)
+        launches: list[Launch] = [(plan.prepare(slow), (*inputs, *chunks, table)) for slow in (False, True)]
     else:
-        plan.scalar_prepare()(*inputs, *chunks[:6], plan.layout.chunks)
+        launches = [(plan.scalar_prepare(), (*inputs, *chunks[:6], table))]
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
     along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[7:]] if save else [None, None]
     final = plan.states()
-    factors = chunks[:6]
-    plan.forward()(args.v, args.beta, *factors, args.initial_state, o, *along, final, plan.layout.segments)
+    results = (o, *along, final, plan.layout.segments)
+    launches.append((plan.forward(), (args.v, args.beta, *chunks[:6], args.initial_state, *results)))
+    launch_in_order(launches)
     return o, final, [*chunks, *(x for x in along if x is not None)]
 
 
@@ -108,29 +109,30 @@ def differentiate(
         residuals = tuple(run_forward(args, outputs=False, save=True)[2])
     *chunks, steep, u, states = residuals
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
-    do = plan.new(*args.v.shape).zero_() if do is None else do
-    B, T, M, K, V, table = plan.B, plan.T, plan.M, plan.K, plan.V, plan.layout.chunks
-    dr, dstates, dinitial = plan.new(B, T, M, V), plan.new(*states.shape), plan.states()
-    plan.backward()(do, *chunks, dfinal, dr, dstates, dinitial, plan.layout.segments)
+    B, T, rows, M, K, V, table = plan.B, plan.T, plan.rows, plan.M, plan.K, plan.V, plan.layout.chunks
+    do = plan.new(B, T, plan.H, V).zero_() if do is None else do
+    dr, dstates, dinitial = plan.new(B, rows, M, V), plan.new(*states.shape), plan.states()
+    along = (do, *chunks, dfinal, dr, dstates, dinitial, plan.layout.segments)
 
     parts, gate = plan.key_part[1], plan.gate
-    dv = dr if args.beta is None else plan.new(B, T, M, V)
-    dbeta = None if args.beta is None else plan.new(parts + 1, B, T, M, dtype=torch.float32)
+    dv = dr if args.beta is None else plan.new(B, rows, M, V)
+    dbeta = None if args.beta is None else plan.new(parts + 1, B, rows, M, dtype=torch.float32)
     dP, dL = plan.new(*chunks[0].shape), plan.new(*chunks[0].shape)
     diagonal = plan.new(len(states), M, CHUNK, dtype=torch.float32)
     of_values = None if dbeta is None else dbeta[parts]
-    plan.pairs()(args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
-    dq, dk = plan.new(B, T, M, K), plan.new(B, T, M, K)
-    derase = None if args.erase is None else plan.new(B, T, M, K)
+    of_pairs = (args.v, args.beta, args.log_decay, do, u, dr, dv, of_values, dP, dL, diagonal, table)
+    dq, dk = plan.new(B, T, M, K), plan.new(B, rows, M, K)
+    derase = None if args.erase is None else plan.new(B, rows, M, K)
     shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
     dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
     inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
     gradients = (dq, dk, derase, dbeta, dg, table)
+    launches: list[Launch] = [(plan.backward(), along), (plan.pairs(), of_pairs)]
     if plan.per_channel:
-        for slow in (False, True):
-            plan.gradients(slow)(*inputs, steep, *gradients)
+        launches += [(plan.gradients(slow), (*inputs, steep, *gradients)) for slow in (False, True)]
     else:
-        plan.scalar_gradients()(*inputs, *gradients)
+        launches.append((plan.scalar_gradients(), (*inputs, *gradients)))
+    launch_in_order(launches)
     return _named(args, plan, dq=dq, dk=dk, dv=dv, derase=derase, dbeta=dbeta, dg=dg, dinitial=dinitial)
 
 
@@ -179,33 +181,18 @@ def unread(args: Arguments) -> Sequence[str]:
 delta_rule = register("general_delta_rule", compute, differentiate, fake, results=2, unread=unread)
 
 
-def interleaved(a: Recurrences) -> tuple[Tensor, Tensor | None]:
-    """q and the log decay with one row per step: only the last step of a token is read, only the first one decays."""
-    B, T, n = a.q.shape[0], a.q.shape[1], a.steps
-    unread = a.q.new_zeros(1).expand(B, T, n - 1, *a.q.shape[2:])
-    q = torch.cat([unread, a.q.unsqueeze(2)], 2)
-    g = a.log_decay
-    if g is None:
-        return q.flatten(1, 2), None
-    g = g.expand(B, T, -1) if g.dim() == 1 else g
-    rest = g.new_zeros(1).expand(B, T, n - 1, *g.shape[2:])
-    return q.flatten(1, 2), torch.cat([g.unsqueeze(2), rest], 2).flatten(1, 2)
-
-
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     if takes(ONE_TOKEN, a):
         return step.forward(a)
     note(GENERAL)
-    q, log_decay = (a.q, a.log_decay) if a.steps == 1 else interleaved(a)
-    cu_seqlens = a.cu_seqlens if a.cu_seqlens is None or a.steps == 1 else a.cu_seqlens * a.steps
     # fp16 lacks the range for a state
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= 16
     dtype = torch.float32 if exact else a.q.dtype
-    q, k, v = (x.to(dtype) for x in (q, a.k, a.v))
+    q, k, v = (x.to(dtype) for x in (a.q, a.k, a.v))
     beta, erase, product = erasing(a)
     erase = None if erase is None else erase.to(dtype)
     keep = a.differentiated and a.keep_states
-    first = (q, k, v, beta, erase, log_decay, a.initial_state, cu_seqlens)
+    first = (q, k, v, beta, erase, a.log_decay, a.initial_state, a.cu_seqlens)
     o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, product, keep)
-    return (o if a.steps == 1 else o[:, a.steps - 1 :: a.steps]).to(a.v.dtype), final
+    return o.to(a.v.dtype), final

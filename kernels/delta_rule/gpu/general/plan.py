@@ -31,7 +31,7 @@ class GeneralDeltaRule(Plan):
 
     Args:
         q: Shape of the queries [B,T,G·E,K].
-        v: Shape of the values [B,T,H,V].
+        v: Shape of the values [B,nT,H,V], with n rows per token.
         subheads: Subheads E per head.
         scale: Factor on the output.
         gate: none, constant, head or channel.
@@ -56,26 +56,27 @@ class GeneralDeltaRule(Plan):
         documents: int | None,
     ):
         super().__init__(dtype, device)
-        (self.B, self.T, heads, self.K), (self.H, self.V), self.E = q, v[2:], subheads
+        (self.B, self.T, heads, self.K), (self.rows, self.H, self.V), self.E = q, v[1:], subheads
+        self.steps = self.rows // self.T
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
         self.scale, self.gate, self.before, self.product = scale, gate, before, product
-        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.T, documents)
+        self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
         self.exact = dtype == torch.float32
         self.cautious = capability(device) != HOPPER  # nothing was run there
 
     def place(self, packed: Documents | None) -> None:
         """Set the layout: sequences are not cut."""
-        whole = -(-self.T // CHUNK) * CHUNK
-        self.layout = layout(packed, self.B, self.T, CHUNK, CHUNK, max(CHUNK, whole), self.device)
+        whole = -(-self.rows // CHUNK) * CHUNK
+        self.layout = layout(packed, self.B, self.rows, CHUNK, CHUNK, max(CHUNK, whole), self.device, self.steps)
 
     @property
     def kept(self) -> Shapes:
         """Shapes and dtypes of what gradients need: all that `prepare` stores, U and the states before all chunks."""
-        B, T, M, K, V, slots, dtype = self.B, self.T, self.M, self.K, self.V, self.slots, self.dtype
-        pair, keys = ((slots, M, CHUNK, CHUNK), dtype), ((B, T, M, K), dtype)
+        B, rows, M, K, V, slots, dtype = self.B, self.rows, self.M, self.K, self.V, self.slots, self.dtype
+        pair, q, keys = ((slots, M, CHUNK, CHUNK), dtype), ((B, self.T, M, K), dtype), ((B, rows, M, K), dtype)
         steep = (slots, M) if self.per_channel else (0,)
         marks: Shapes = [((slots, M, K), torch.float32), (steep, torch.int8)]
-        return [pair, pair, keys, keys, keys, *marks, ((B, T, M, V), dtype), ((slots, M, V, K), dtype)]
+        return [pair, pair, q, keys, keys, *marks, ((B, rows, M, V), dtype), ((slots, M, V, K), dtype)]
 
     def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""
@@ -114,7 +115,7 @@ class GeneralDeltaRule(Plan):
 
     def _spec(self, kernel: Any, programs: int, *numbers: Any, warps: int, stages: int, **constants: Any) -> LaunchSpec:
         precision = "tf32x3" if self.exact and not INTERPRETED else "ieee"
-        options: dict[str, Any] = {"M": self.M, "E": self.E, "PRECISION": precision, **constants}
+        options: dict[str, Any] = {"M": self.M, "E": self.E, "STEPS": self.steps, "PRECISION": precision, **constants}
         return LaunchSpec(kernel, programs, *numbers, **options, warps=warps, stages=stages)
 
     @property
@@ -168,7 +169,8 @@ class GeneralDeltaRule(Plan):
         if self.forward_path == "hopper_pass":
             from .hopper_sequential_pass import scan_forward as in_gluon  # the interpreter does without Gluon
 
-            return LaunchSpec(in_gluon, self.N * self.M * (self.V // 64), M=self.M, E=self.E, V=self.V, warps=4)
+            sizes: dict[str, Any] = {"M": self.M, "E": self.E, "STEPS": self.steps, "V": self.V}
+            return LaunchSpec(in_gluon, self.N * self.M * (self.V // 64), **sizes, warps=4)
         return self._along_time(scan_forward, self.pass_entry("forward"))
 
     @prepared
@@ -193,7 +195,7 @@ class GeneralDeltaRule(Plan):
         sizes |= {"WIDE": self.exact, "SLOW": slow}
         if self.exact and self.cautious:
             sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
-        numbers, programs = (self.scale, self.B * self.T), len(self.layout.chunks) * self.M * parts
+        numbers, programs = (self.scale, self.B * self.rows), len(self.layout.chunks) * self.M * parts
         warps, stages = entry.warps, entry.stages
         return self._spec(gradients, programs, *numbers, **sizes, STAGES=stages, warps=warps, stages=stages)
 
@@ -204,6 +206,6 @@ class GeneralDeltaRule(Plan):
         sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V))}
         if self.exact and self.cautious:
             sizes["PRECISION"] = "ieee"  # as in `gradients`
-        numbers, programs = (self.scale, self.B * self.T), len(self.layout.chunks) * self.M * parts
+        numbers, programs = (self.scale, self.B * self.rows), len(self.layout.chunks) * self.M * parts
         options = {**sizes, "GATE": self.gate, "STAGES": entry.stages}
         return self._spec(scalar_gradients, programs, *numbers, **options, warps=entry.warps, stages=entry.stages)

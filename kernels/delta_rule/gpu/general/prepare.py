@@ -15,6 +15,7 @@ import triton.language as tl
 from ....gpu.tiles import CHUNK, chunk_at, exp2, load_tile, store_pairs, store_tile
 from ....linear_recurrence.gpu.vector_decay import BLOCK, SAFE, SAFE_FP32, reference, row
 from ..prepare import unit_lower_inverse
+from ..steps import of_step
 from .decays import decays_of, power, split, strength_of
 
 
@@ -38,13 +39,13 @@ def between_blocks(Q, A, Kk, b, read, P, L, DOT: tl.constexpr, PRECISION: tl.con
 def prepare(
     q,
     k,
-    erase,  # [tokens,M,K], or with PRODUCT factors on the keys; None if they are the keys
+    erase,  # [rows,M,K], or with PRODUCT factors on the keys; None if they are the keys
     beta,
     log_decay,
     inverse,
     scores,
-    read_q,  # [tokens,M,K], like read_a and keep
-    read_a,
+    read_q,  # [tokens,M,K]
+    read_a,  # [rows,M,K], like keep
     keep,
     total,  # [chunks,M,K]
     steep,  # [chunks,M]: first row that is too steep for the fast way, or 64
@@ -53,6 +54,7 @@ def prepare(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
@@ -76,9 +78,11 @@ def prepare(
     valid = r < stop - token
     distance = r[:, None] - r[None, :]
     start = token.to(tl.int64)
-    q += (start * keys + head) * K
+    token_q, q_rows, is_read = of_step(token, r, valid, STEPS - 1, STEPS)
+    start_q = token_q.to(tl.int64)
+    q += (start_q * keys + head) * K
     k += (start * keys + head) * K
-    own = (start * M + m) * K  # offset in tensors [tokens,M,K]
+    own, own_q = (start * M + m) * K, (start_q * M + m) * K  # offsets in tensors [rows,M,K] and [tokens,M,K]
     write = strength_of(beta, token, valid, m, M)
     P, L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     exact_P, exact_L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
@@ -86,7 +90,7 @@ def prepare(
     farthest = tl.zeros([CHUNK, BK], tl.float32)
     for column in range(0, K, BK):
         ck = column + tl.arange(0, BK)
-        Q = load_tile(q, r, keys * K, ck, valid, K, BK).to(tl.float32)
+        Q = load_tile(q, q_rows, keys * K, ck, is_read, K, BK).to(tl.float32)
         Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
         if erase is None:
             A = Kk
@@ -96,7 +100,7 @@ def prepare(
                 A *= Kk
         if beta is not None:
             A *= write[:, None]
-        g = decays_of(log_decay, token, r, valid, m, ck, M, K)
+        g = decays_of(log_decay, token, r, valid, m, ck, M, K, STEPS)
         if WIDE:
             g = g.to(tl.float64)
         b, last = tl.cumsum(g, 0), tl.sum(g, 0)
@@ -117,7 +121,7 @@ def prepare(
             up_read = up
         if not SLOW:
             entering = part * power(whole)
-            store_tile(read_q + own, r, M * K, ck, valid, Q * entering * scale, K, BK)
+            store_tile(read_q + own_q, q_rows, M * K, ck, is_read, Q * entering * scale, K, BK)
             if BEFORE:
                 entering = read_part * power(read_whole)
             store_tile(read_a + own, r, M * K, ck, valid, A * entering, K, BK)
@@ -140,7 +144,7 @@ def prepare(
                     span = tl.minimum(between - g.to(tl.float32), 0.0) if BEFORE else between
                     pairs = tl.sum(A * earlier * exp2(span), 1)
                     exact_L += tl.where((distance == s) & inside[:, None], pairs[:, None], 0.0)
-                between += decays_of(log_decay, token, r - s, inside, m, ck, M, K)
+                between += decays_of(log_decay, token, r - s, inside, m, ck, M, K, STEPS)
     if SLOW:
         P = tl.where(r[:, None] >= first, exact_P, P)
         L = tl.where(r[:, None] >= first, exact_L, L)

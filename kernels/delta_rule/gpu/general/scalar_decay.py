@@ -24,13 +24,14 @@ from ....gpu.tiles import (
     store_tokens,
 )
 from ..prepare import unit_lower_inverse
+from ..steps import load_last, of_step, store_last
 from .decays import strength_of
 
 
 @triton.jit
-def summed(log_decay, token, valid, m, M: tl.constexpr, GATE: tl.constexpr):
-    """The log2 decays of the tokens of a chunk, and their sums, in fp64."""
-    r = tl.arange(0, CHUNK)
+def summed(log_decay, token, valid, m, M: tl.constexpr, GATE: tl.constexpr, STEPS: tl.constexpr):
+    """The log2 decays of the rows of a chunk, and their sums, in fp64."""
+    token, r, valid = of_step(token, tl.arange(0, CHUNK), valid, 0, STEPS)
     if GATE == "none":
         g = tl.zeros([CHUNK], tl.float64)
     elif GATE == "constant":
@@ -71,6 +72,7 @@ def scalar_prepare(
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
     GATE: tl.constexpr,
@@ -87,7 +89,7 @@ def scalar_prepare(
     head = (m // (E * R)) * E + m % E
     r = tl.arange(0, CHUNK)
     valid = r < stop - token
-    g, b = summed(log_decay, token, valid, m, M, GATE)
+    g, b = summed(log_decay, token, valid, m, M, GATE, STEPS)
     last = tl.sum(g, 0)
     write = strength_of(beta, token, valid, m, M)
     read = b - g if BEFORE else b
@@ -96,7 +98,7 @@ def scalar_prepare(
     P, L = tl.zeros([CHUNK, CHUNK], tl.float32), tl.zeros([CHUNK, CHUNK], tl.float32)
     for column in tl.static_range(0, K, BK):
         ck = column + tl.arange(0, BK)
-        Q = load_tokens(q + head * K, token, stop, keys * K, column, K, BK, DOT)
+        Q = load_last(q + head * K, token, stop, keys * K, column, K, BK, DOT, STEPS)
         Kk = load_tokens(k + head * K, token, stop, keys * K, column, K, BK, DOT)
         P = tl.dot(Q, tl.trans(Kk), P, input_precision=PRECISION)
         if erase is None:
@@ -107,7 +109,7 @@ def scalar_prepare(
             if PRODUCT:
                 A = (A.to(tl.float32) * Kk.to(tl.float32)).to(DOT)
             L = tl.dot(A, tl.trans(Kk), L, input_precision=PRECISION)
-        store_tokens(read_q + m * K, token, stop, M * K, column, K, BK, Q.to(tl.float32) * of_q[:, None])
+        store_last(read_q + m * K, token, stop, M * K, column, K, BK, Q.to(tl.float32) * of_q[:, None], STEPS)
         store_tokens(read_a + m * K, token, stop, M * K, column, K, BK, A.to(tl.float32) * (of_a * write)[:, None])
         store_tokens(keep + m * K, token, stop, M * K, column, K, BK, Kk.to(tl.float32) * left[:, None])
         whole = tl.zeros([BK], tl.float32) + exp2(last.to(tl.float32))
@@ -122,7 +124,7 @@ def scalar_prepare(
     store_pairs(scores + tile * (CHUNK * CHUNK), tl.dot(P, solve, input_precision=MERGE))
 
 
-@triton.jit(do_not_specialize=["scale", "tokens"])
+@triton.jit(do_not_specialize=["scale", "rows"])
 def scalar_gradients(
     q,
     k,
@@ -140,14 +142,15 @@ def scalar_gradients(
     dq,
     dk,
     derase,
-    dbeta,  # [blocks of keys,tokens,M], like dg
-    dg,
+    dbeta,  # [blocks of keys,rows,M]
+    dg,  # [blocks of keys,tokens,M]
     chunks,
     scale,
-    tokens,
+    rows,
     M: tl.constexpr,
     E: tl.constexpr,
     R: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -177,7 +180,7 @@ def scalar_gradients(
     for value in tl.range(0, V, BV, num_stages=STAGES):
         S = load_state(states + tile * (K * V), value, column, V, K, BV, BK, DOT)
         dS = load_state(dstates + tile * (K * V), value, column, V, K, BV, BK, DOT)
-        dO = load_tokens(do + (m // E) * V, token, stop, values * V, value, V, BV, DOT)
+        dO = load_last(do + (m // E) * V, token, stop, values * V, value, V, BV, DOT, STEPS)
         dR = load_tokens(dr + m * V, token, stop, M * V, value, V, BV, DOT)
         U = load_tokens(u + m * V, token, stop, M * V, value, V, BV, DOT)
         from_q = tl.dot(dO, S, from_q, input_precision=PRECISION)
@@ -185,10 +188,10 @@ def scalar_gradients(
         kept = tl.dot(U, dS, kept, input_precision=PRECISION)
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
-    g, b = summed(log_decay, token, valid, m, M, GATE)
+    g, b = summed(log_decay, token, valid, m, M, GATE, STEPS)
     last = tl.sum(g, 0)
     read = b - g if BEFORE else b
-    Q = load_tokens(q + head * K, token, stop, keys * K, column, K, BK, DOT)
+    Q = load_last(q + head * K, token, stop, keys * K, column, K, BK, DOT, STEPS)
     Kk = load_tokens(k + head * K, token, stop, keys * K, column, K, BK, DOT)
     write = strength_of(beta, token, valid, m, M)
     if erase is None:
@@ -216,13 +219,15 @@ def scalar_gradients(
         if BEFORE:
             dG -= erased
         dG = tl.where(g <= LEAST, 0.0, dG)  # nothing passes a reset
-        tl.store(dg + part.to(tl.int64) * tokens * M + per_step, dG, mask=valid)
+        first, g_rows, is_first = of_step(token, r, valid, 0, STEPS)
+        at = part.to(tl.int64) * (rows // STEPS) * M + (first.to(tl.int64) * M + m + g_rows * M)
+        tl.store(dg + at, dG, mask=is_first)
     itself = tl.load(diagonal + tile * CHUNK + r)[:, None]
     dQ += itself * Kk.to(tl.float32)
     dK += kept + itself * Q.to(tl.float32)
     if beta is not None:
         strength = tl.sum(erased_by.to(tl.float32) * dA, 1)
-        tl.store(dbeta + part.to(tl.int64) * tokens * M + per_step, strength, mask=valid)
+        tl.store(dbeta + part.to(tl.int64) * rows * M + per_step, strength, mask=valid)
         dA *= write[:, None]
     if PRODUCT:
         dK += dA * erased_by.to(tl.float32)
@@ -231,5 +236,5 @@ def scalar_gradients(
         dK += dA
     else:
         store_tokens(derase + m * K, token, stop, M * K, column, K, BK, dA)
-    store_tokens(dq + m * K, token, stop, M * K, column, K, BK, dQ)
+    store_last(dq + m * K, token, stop, M * K, column, K, BK, dQ, STEPS)
     store_tokens(dk + m * K, token, stop, M * K, column, K, BK, dK)

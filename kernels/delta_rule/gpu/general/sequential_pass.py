@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+from ..steps import load_last, store_last
 from .decays import strength_of
 
 
@@ -34,6 +35,7 @@ def scan_forward(
     segments,
     M: tl.constexpr,
     E: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -68,7 +70,7 @@ def scan_forward(
         solve = load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE)
         U = tl.dot(W, tl.trans(solve), input_precision=PRECISION)
         if o is not None:
-            Q = load_tokens(read_q + m * K, token, stop, M * K, 0, K, BK, DTYPE)
+            Q = load_last(read_q + m * K, token, stop, M * K, 0, K, BK, DTYPE, STEPS)
             weights = load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE)
             O = tl.dot(before, tl.trans(Q), input_precision=PRECISION)
             O = tl.dot(W, tl.trans(weights), O, input_precision=PRECISION)
@@ -78,7 +80,7 @@ def scan_forward(
         if u is not None:
             store_tokens(u + m * V, token, stop, M * V, column, V, BV, tl.trans(U.to(DTYPE)))
         if o is not None:
-            store_tokens(o + m * V, token, stop, M * V, column, V, BV, tl.trans(O.to(DTYPE)))
+            store_last(o + m * V, token, stop, M * V, column, V, BV, tl.trans(O.to(DTYPE)), STEPS)
     store_state(final + state, 0, column, K, V, BK, BV, tl.trans(S))
 
 
@@ -98,6 +100,7 @@ def scan_backward(
     segments,
     M: tl.constexpr,
     E: tl.constexpr,
+    STEPS: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BK: tl.constexpr,
@@ -126,11 +129,11 @@ def scan_backward(
         after = dS.to(DTYPE)
         store_state(dstates + tile * (K * V), column, 0, V, K, BV, BK, after)
         Kk = load_tokens(keep + m * K, token, stop, M * K, 0, K, BK, DTYPE)
-        dO = tl.trans(load_tokens(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE))
+        dO = tl.trans(load_last(do + (m // E) * V, token, stop, values * V, column, V, BV, DTYPE, STEPS))
         dU = tl.dot(after, tl.trans(Kk), input_precision=PRECISION).to(DTYPE)
         dR = tl.dot(dO, load_pairs(scores + tile * (CHUNK * CHUNK), DTYPE), input_precision=PRECISION)
         dR = tl.dot(dU, load_pairs(inverse + tile * (CHUNK * CHUNK), DTYPE), dR, input_precision=PRECISION)
-        Q = load_tokens(read_q + m * K, token, stop, M * K, 0, K, BK, DTYPE)
+        Q = load_last(read_q + m * K, token, stop, M * K, 0, K, BK, DTYPE, STEPS)
         A = load_tokens(read_a + m * K, token, stop, M * K, 0, K, BK, DTYPE)
         over = tl.load(total + tile * K + ck, mask=ck < K, other=0.0)
         dS = tl.dot(dO, Q, dS * over[None, :], input_precision=PRECISION)
