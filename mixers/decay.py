@@ -37,10 +37,7 @@ class Discretisation(KeepsFp32, Fusable):
     def __init__(self, size: int, low: float = 0.0, high: float = 16.0):
         super().__init__()
         check_sizes({"size": size})
-        check_numbers({"low": low}, positive=False)
-        check_numbers({"high": high})
-        if low > high:
-            raise kernels.UserError(f"low: {low} must not be above high, {high}")
+        _check_range(low, high)
         self.low, self.high = low, high
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(size)), nn.Parameter(torch.empty(size))
         self.reset_parameters()
@@ -49,8 +46,7 @@ class Discretisation(KeepsFp32, Fusable):
     def reset_parameters(self) -> None:
         if self.A_log.is_meta:  # it has no values, and for these formulas PyTorch would import its compiler
             return
-        # a head could never leave log(0)
-        self.A_log.uniform_(self.low, self.high).clamp_(min=1e-4).log_()
+        _start_rates(self.A_log, self.low, self.high)
         start_steps(self.dt_bias)
 
     def forward(self, a: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,21 +70,24 @@ class Mamba2Discretisation(Discretisation):
 class ChannelDecay(KeepsFp32, Fusable):
     """log_decay = −exp(A_log) · softplus(f + dt_bias) per channel, in at least fp32 (KDA, arXiv 2510.26692).
 
-    A_log has one number per head, which starts as the log of a uniform number in [1, 16]. softplus(dt_bias) starts
-    log-uniform in [1e-3, 0.1].
+    A = exp(A_log) has one number per head, which starts uniform in [low, high]. softplus(dt_bias) starts log-uniform in
+    [1e-3, 0.1].
 
     Args:
         heads: Number of recurrences.
         size: Channels of each.
+        low: Smallest initial A.
+        high: Largest initial A.
     """
 
     no_weight_decay = keep_fp32 = ("A_log", "dt_bias")
     lower_bound: float | None = None  # of the log decays, if they are bounded
 
-    def __init__(self, heads: int, size: int):
+    def __init__(self, heads: int, size: int, low: float = 1.0, high: float = 16.0):
         super().__init__()
         check_sizes({"heads": heads, "size": size})
-        self.heads, self.size = heads, size
+        _check_range(low, high)
+        self.heads, self.size, self.low, self.high = heads, size, low, high
         self.A_log, self.dt_bias = nn.Parameter(torch.empty(heads)), nn.Parameter(torch.empty(heads * size))
         self.reset_parameters()
 
@@ -96,7 +95,7 @@ class ChannelDecay(KeepsFp32, Fusable):
     def reset_parameters(self) -> None:
         if self.A_log.is_meta:
             return
-        self.A_log.uniform_(1, 16).log_()
+        _start_rates(self.A_log, self.low, self.high)
         start_steps(self.dt_bias)
 
     @property
@@ -200,3 +199,15 @@ def alibi_slopes(count: int) -> list[float]:
     lower = 2 ** int(math.log2(count))
     slopes = [2.0 ** (-8 * i / lower) for i in range(1, lower + 1)]
     return slopes if lower == count else slopes + alibi_slopes(2 * lower)[::2][: count - lower]
+
+
+def _check_range(low: float, high: float) -> None:
+    check_numbers({"low": low}, positive=False)
+    check_numbers({"high": high})
+    if low > high:
+        raise kernels.UserError(f"low: {low} must not be above high, {high}")
+
+
+def _start_rates(A_log: Tensor, low: float, high: float) -> None:
+    """The logs of uniform numbers; a head could never leave log(0)."""
+    A_log.uniform_(low, high).clamp_(min=1e-4).log_()
