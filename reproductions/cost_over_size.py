@@ -313,7 +313,7 @@ def cost_over_size(
     gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count() if on_gpu else 0)]
     rows = spread(jobs, settings, gpus) if on_gpu else (row for job in jobs for row in rows_of(job, settings))
     for row in rows:
-        _append(row, target)
+        append(row, target)
         speed = f"{row['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in row else row.get("note")
         sys.stdout.write(f"{' '.join(str(row[key]) for key in KEY)} {speed}\n")
         sys.stdout.flush()
@@ -379,7 +379,7 @@ def _done(file: Path) -> set[tuple[str, ...]]:
         return {tuple(row[key] for key in KEY) for row in csv.DictReader(stream)}
 
 
-def _append(row: Row, file: Path) -> None:
+def append(row: Row, file: Path) -> None:
     """Append a row, after a header if the file is new."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8", newline="") as stream:

@@ -4,9 +4,12 @@ import csv
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 
+from docs import draw_cost_over_size
 from kernels import UserError
 from reproductions import cost_over_size as cost
 from tests.zoo.train.test_captured_step import Repeated
@@ -138,3 +141,23 @@ def test_several_processes(tmp_path: Path):
 def test_mistakes(options: dict, message: str):
     with pytest.raises(UserError, match=message):
         cost.cost_over_size(**options, device="cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mfu", [None, 0.3])
+def test_the_picture(tmp_path: Path, mfu: float | None):
+    """A panel for each number of tokens, and below it the use of the GPU where it is known."""
+    rows = [
+        {"device": "a GPU", "precision": "bf16-mixed", "model": model, "size": size, "tokens": tokens, "mode": mode}
+        | {"parameters": number, "tokens_per_second": tokens * 1e6 / number, "mfu": mfu}
+        for model, mode in (("gla", "eager"), ("gla", "captured"), ("llama", "eager"))
+        for size, number in (("5M", 5.1e6), ("1.3B", 1.31e9))
+        for tokens in (8192, 32768)
+    ]
+    for row in [*rows, {"model": "gla", "size": "5M", "tokens": 1, "mode": "eager", "note": DOES_NOT_FIT}]:
+        cost.append(row, tmp_path / "cost.csv")
+    panels = draw_cost_over_size.figure(draw_cost_over_size.read(tmp_path / "cost.csv")).axes
+    assert [axes.get_title() for axes in panels] == ["8,192 tokens in a step", "32,768 tokens in a step"] + 2 * [""] * (
+        mfu is not None
+    )
+    assert np.ptp(imread(draw_cost_over_size.draw(tmp_path, tmp_path / "cost.csv"))) > 0.5
