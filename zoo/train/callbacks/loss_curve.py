@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
 from kernels.errors import UserError
+from zoo.checkpoints.background import Background
 from zoo.display import new_figure, write_figure
 from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
@@ -19,6 +21,8 @@ from zoo.train.callbacks.run_callback import RunCallback
 
 class LossCurve(RunCallback):
     """Plots the training and validation loss over tokens in `loss.png`, at each validation and at the end.
+
+    A thread writes the picture while training continues; the end of the run waits for it.
 
     Args:
         every_n_steps: Record the training loss every N steps; reading it waits for the GPU.
@@ -41,6 +45,8 @@ class LossCurve(RunCallback):
         self.smoothing = smoothing
         self.training: list[tuple[int, float]] = []  # tokens, nats
         self.validation: list[tuple[int, float]] = []
+        self._drawn: tuple[int, int] | None = None  # number of points
+        self._background = Background()
 
     def state_dict(self) -> dict[str, Any]:
         """The points so far, so that a resumed run draws the whole curve."""
@@ -60,9 +66,14 @@ class LossCurve(RunCallback):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the validation loss, and draw the curve."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.complete(trainer, pl_module)
+            self._record(trainer, pl_module)
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record the validation loss, and draw the curve."""
+        self._record(trainer, pl_module)
+        self._background.wait()
+
+    def _record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the validation loss unless it is recorded already, and draw the curve."""
         if "val_loss" in trainer.callback_metrics:
             recorded = self.validation and self.validation[-1][0] == pl_module.tokens_seen
@@ -72,6 +83,7 @@ class LossCurve(RunCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._draw(trainer)
+        self._background.wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Draw the curve of an interrupted run so far."""
@@ -79,6 +91,7 @@ class LossCurve(RunCallback):
         # before the first step the data may not be ready, which the baseline needs
         if stopped and trainer.state.fn == "fit" and self.training:
             self._draw(trainer)
+            self._background.wait()
 
     def figure(self, baseline: float | None = None) -> Figure:
         """The curve.
@@ -105,9 +118,13 @@ class LossCurve(RunCallback):
         return figure
 
     def _draw(self, trainer: L.Trainer) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        points = len(self.training), len(self.validation)
+        if not trainer.is_global_zero or trainer.fast_dev_run or points == self._drawn:
             return
-        write_figure(self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png")
+        self._background.wait()
+        self._drawn = points
+        figure, file = self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png"
+        self._background.add(partial(write_figure, figure, file))
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:

@@ -24,6 +24,7 @@ from tests.zoo.tiny import (
 )
 from zoo.checkpoints.format import AtomicCheckpointIO, read_checkpoint
 from zoo.data import MarkovChain
+from zoo.display import write_figure
 from zoo.files.atomic import atomic_link, atomic_write
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_curve import LossCurve
@@ -426,6 +427,27 @@ def test_the_curve_is_drawn_and_continued(tmp_path):
     assert labels == ["training", "training, smoothed", "validation", "interpolated bigram model"]
     assert list(axes.lines[0].get_ydata()) == [loss for _, loss in curve.training]
     assert set(axes.lines[3].get_ydata()) == {1.25}
+    assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
+
+
+@pytest.mark.slow
+def test_the_curve_is_written_while_training_continues(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Each picture once, and the last one before the end of the run."""
+    steps, written = threading.Event(), list[bool]()
+
+    class Steps(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 6:
+                steps.set()
+
+    def slow(*args: object) -> None:
+        written.append(steps.wait(60))
+        write_figure(*args)
+
+    monkeypatch.setattr("zoo.train.callbacks.loss_curve.write_figure", slow)
+    curve = LossCurve(every_n_steps=2)
+    trainer(tmp_path, [Steps(), curve], max_steps=8, val_check_interval=4).fit(pretraining(), Data())
+    assert written == [True, True]
     assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
 
 
