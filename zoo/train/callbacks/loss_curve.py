@@ -11,12 +11,15 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from torch import Tensor
 
 from kernels.errors import UserError
 from zoo.checkpoints.background import Background
 from zoo.display import new_figure, write_figure
 from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
+
+MAX_UNREAD = 100
 
 
 class LossCurve(RunCallback):
@@ -25,7 +28,7 @@ class LossCurve(RunCallback):
     A thread writes the picture while training continues; the end of the run waits for it.
 
     Args:
-        every_n_steps: Record the training loss every N steps; reading it waits for the GPU.
+        every_n_steps: Record the training loss every N steps.
         smoothing: Weight of the past in the smoothed training loss.
 
     Raises:
@@ -45,11 +48,13 @@ class LossCurve(RunCallback):
         self.smoothing = smoothing
         self.training: list[tuple[int, float]] = []  # tokens, nats
         self.validation: list[tuple[int, float]] = []
+        self._unread: list[tuple[int, Tensor]] = []  # training losses that a GPU may not have computed yet
         self._drawn: tuple[int, int] | None = None  # number of points
         self._background = Background()
 
     def state_dict(self) -> dict[str, Any]:
         """The points so far, so that a resumed run draws the whole curve."""
+        self._read()
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -59,9 +64,18 @@ class LossCurve(RunCallback):
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Record the training loss as last logged, which covers all processes."""
         tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
-        recorded = bool(self.training) and self.training[-1][0] == tokens
+        recorded = tokens in (points[-1][0] for points in (self.training, self._unread) if points)
         if loss is not None and trainer.global_step % self.every_n_steps == 0 and not recorded:
-            self.training.append((tokens, loss.item()))
+            self._unread.append((tokens, loss.detach().clone()))
+        if len(self._unread) == MAX_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Wait for the recorded training losses."""
+        if self._unread:
+            tokens, losses = zip(*self._unread, strict=True)
+            self.training += zip(tokens, torch.stack(losses).tolist(), strict=True)
+            self._unread = []
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the validation loss, and draw the curve."""
@@ -89,7 +103,7 @@ class LossCurve(RunCallback):
         """Draw the curve of an interrupted run so far."""
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         # before the first step the data may not be ready, which the baseline needs
-        if stopped and trainer.state.fn == "fit" and self.training:
+        if stopped and trainer.state.fn == "fit" and (self.training or self._unread):
             self._draw(trainer)
             self._background.wait()
 
@@ -118,6 +132,7 @@ class LossCurve(RunCallback):
         return figure
 
     def _draw(self, trainer: L.Trainer) -> None:
+        self._read()
         points = len(self.training), len(self.validation)
         if not trainer.is_global_zero or trainer.fast_dev_run or points == self._drawn:
             return

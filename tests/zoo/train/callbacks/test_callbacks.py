@@ -432,11 +432,13 @@ def test_the_curve_is_drawn_and_continued(tmp_path):
 
 @pytest.mark.slow
 def test_the_curve_is_written_while_training_continues(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """Each picture once, and the last one before the end of the run."""
-    steps, written = threading.Event(), list[bool]()
+    """Each picture once, and the last one before the end of the run; the losses are read for it, not before."""
+    steps, written, read = threading.Event(), list[bool](), list[int]()
+    curve = LossCurve(every_n_steps=1)
 
     class Steps(L.Callback):
         def on_train_batch_end(self, trainer, *_):
+            read.append(len(curve.training))
             if trainer.global_step == 6:
                 steps.set()
 
@@ -445,9 +447,9 @@ def test_the_curve_is_written_while_training_continues(tmp_path, monkeypatch: py
         write_figure(*args)
 
     monkeypatch.setattr("zoo.train.callbacks.loss_curve.write_figure", slow)
-    curve = LossCurve(every_n_steps=2)
     trainer(tmp_path, [Steps(), curve], max_steps=8, val_check_interval=4).fit(pretraining(), Data())
     assert written == [True, True]
+    assert read[:3] == [0, 0, 0]
     assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
 
 
