@@ -203,7 +203,7 @@ class Pretraining(L.LightningModule):
         """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
 
         Lightning spends more time on a number than many kernels take. Between logged steps it gets a number only once
-        in REFRESH_SECONDS, unless it is to average it over an epoch.
+        in REFRESH_SECONDS, in captured steps not at all, unless it is to average it over an epoch.
         """
         averaged = kwargs.get("on_epoch") or len(args) > 3
         if isinstance(value, int | float) and not averaged and self._is_between_logs():
@@ -227,7 +227,7 @@ class Pretraining(L.LightningModule):
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
             now = time.perf_counter()
-            self._refreshes = now - self._refreshed > REFRESH_SECONDS
+            self._refreshes = self.captured is None and now - self._refreshed > REFRESH_SECONDS
             self._refreshed = now if self._refreshes else self._refreshed
             # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
             number_rows_from(self.trainer, self.trainer.global_step)
