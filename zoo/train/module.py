@@ -96,6 +96,7 @@ class Pretraining(L.LightningModule):
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
+        self.train_loss: Tensor | None = None  # of the last step, in all processes; None if they did not exchange it
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
@@ -241,13 +242,14 @@ class Pretraining(L.LightningModule):
         self._losses = losses if self._losses is None else self._losses + losses
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
-        losses, self._losses = self._losses, None
+        losses, self._losses, self.train_loss = self._losses, None, None
         if trainer.world_size > 1:
             interval = trainer.log_every_n_steps
             if not interval or (trainer.global_step + 1) % interval:
                 return
             dist.all_reduce(losses)
-        self.log("train_loss", losses[0] / losses[1].clamp(min=1), prog_bar=True)
+        self.train_loss = losses[0] / losses[1].clamp(min=1)
+        self.log("train_loss", self.train_loss, prog_bar=True)
 
     def _local_part(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""

@@ -62,10 +62,10 @@ class LossCurve(RunCallback):
             setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Record the training loss as last logged, which covers all processes."""
+        """Record the training loss, which covers all processes."""
         if trainer.global_step % self.every_n_steps:
-            return  # to read `callback_metrics`, Lightning waits for all numbers of the progress bar
-        tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
+            return
+        tokens, loss = pl_module.tokens_seen, pl_module.train_loss
         recorded = tokens in (points[-1][0] for points in (self.training, self._unread) if points)
         if loss is not None and not recorded:
             self._unread.append((tokens, loss.detach().clone()))

@@ -430,6 +430,14 @@ def test_the_curve_is_drawn_and_continued(tmp_path):
     assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
 
 
+def test_the_curve_has_the_losses_of_its_steps(tmp_path):
+    """Whether or not they are logged."""
+    trainer(tmp_path, [log := LossLog(), curve := LossCurve(every_n_steps=3)], log_every_n_steps=5).fit(
+        pretraining(), Data()
+    )
+    assert curve.training == [(64 * step, pytest.approx(log.losses[step], rel=1e-6)) for step in (3, 6, 9, 12)]
+
+
 @pytest.mark.slow
 def test_the_curve_is_written_while_training_continues(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Each picture once, and the last one before the end of the run; the losses are read for it, not before."""
