@@ -22,6 +22,7 @@ from .deltanet import DeltaNet
 from .expanded import Expanded
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
+from .forgetting_attention import ForgettingAttention
 from .gated_deltanet import GatedDeltaNet
 from .gated_deltanet2 import GatedDeltaNet2
 from .gated_deltaproduct import GatedDeltaProduct
@@ -84,6 +85,7 @@ __all__ = [
     "Expansion",
     "FeatureMap",
     "Features",
+    "ForgettingAttention",
     "GateOnly",
     "GatedDeltaNet",
     "GatedDeltaNet2",

@@ -9,6 +9,7 @@ from .deltanet import DeltaNet
 from .expanded import Expanded
 from .expansion import DPFP, LFM, HeadWise, LowRank, Residual
 from .features import LRPE, Rotary
+from .forgetting_attention import ForgettingAttention
 from .gated_deltanet import GatedDeltaNet
 from .gated_deltanet2 import GatedDeltaNet2
 from .gated_deltaproduct import GatedDeltaProduct
@@ -38,7 +39,7 @@ from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, Comba, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GLA),
-    *(HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, RetNet),
+    *(ForgettingAttention, HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, RetNet),
     *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (

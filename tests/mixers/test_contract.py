@@ -88,6 +88,12 @@ ARGUMENTS = {
     "window of normed and gated heads": partial(
         SlidingWindowAttention, window_size=5, qk_norm=mixers.RMSNorm, gate="channel", bias=True
     ),
+    "forgetting attention, Pro": partial(
+        mixers.ForgettingAttention, qk_norm=mixers.RMSNorm, shift=True, output=mixers.SigmoidGatedRMSNorm
+    ),
+    "forgetting attention with shared keys": partial(
+        mixers.ForgettingAttention, num_heads=4, num_kv_heads=2, shift=True, output=mixers.NormOnly
+    ),
     "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
 }
 FEATURES = {

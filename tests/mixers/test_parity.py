@@ -24,6 +24,7 @@ from mixers import (
     CosFormer2,
     DeltaNet,
     Features,
+    ForgettingAttention,
     GatedDeltaNet,
     LinearAttention,
     Mamba1,
@@ -285,6 +286,37 @@ def test_attention(oracle: Oracle, length: int, window: int | None, kv_heads: in
     pairs["o_proj.weight"] = lambda g: g("o_proj.weight")
     with kernels.backend(backend):
         compare(ours, layer, call, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("pro", [False, True])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_forgetting_attention(oracle: Oracle, length: int, pro: bool, kv_heads: int, backend: str):
+    naive, H = oracle("fla.ops.forgetting_attn.naive").naive_forgetting_attn, 4
+    options = {"qk_norm": mixers.RMSNorm, "shift": True, "output": mixers.SigmoidGatedRMSNorm} if pro else {}
+    ours = shaken(ForgettingAttention(Site(32, H), num_kv_heads=kv_heads, **options))
+
+    def shifted(x: Tensor, share: Tensor) -> Tensor:
+        share = share.sigmoid()[..., None]
+        return share * F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) + (1 - share) * x
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v, f = linear(x, w, *(f"in_proj.{n}" for n in "qkvf"))
+        q, k, v = q.unflatten(-1, (H, -1)), k.unflatten(-1, (kv_heads, -1)), v.unflatten(-1, (kv_heads, -1))
+        if pro:
+            of_k, of_v = linear(x, w, "in_proj.shift")[0].chunk(2, -1)
+            k, v = shifted(k, of_k), shifted(v, of_v)
+            q, k = rms(q, 1e-6) * w["q_norm.weight"], rms(k, 1e-6) * w["k_norm.weight"]
+        o = naive(q, k, v, F.logsigmoid(f + w["f_bias"])).to(x)
+        if pro:
+            gate = linear(x, w, "in_proj.g")[0].unflatten(-1, (H, -1)).sigmoid()
+            o = rms(o, 1e-5) * w["o_norm.norm.weight"] * gate
+        return F.linear(o.flatten(2), w["o_proj.weight"])
+
+    # both sum the decays of 90 tokens in fp32
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, tolerance=2e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
