@@ -31,6 +31,7 @@ from .growth import Growth, growths
 from .hgrn1 import HGRN1
 from .hgrn2 import HGRN2, LowerBounds
 from .kda import KDA
+from .latent_attention import MultiheadLatentAttention
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -106,6 +107,7 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba2Discretisation",
+    "MultiheadLatentAttention",
     "Norm",
     "NormOnly",
     "Output",

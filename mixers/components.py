@@ -17,6 +17,7 @@ from .gla import GLA
 from .hgrn1 import HGRN1
 from .hgrn2 import HGRN2, LowerBounds
 from .kda import KDA
+from .latent_attention import MultiheadLatentAttention
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -39,7 +40,7 @@ from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, Comba, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GLA),
-    *(ForgettingAttention, HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, RetNet),
+    *(ForgettingAttention, HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, MultiheadLatentAttention, RetNet),
     *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (

@@ -29,6 +29,7 @@ from mixers import (
     LinearAttention,
     Mamba1,
     Mamba2,
+    MultiheadLatentAttention,
     RetNet,
     Site,
     SlidingWindowAttention,
@@ -317,6 +318,48 @@ def test_forgetting_attention(oracle: Oracle, length: int, pro: bool, kv_heads: 
 
     # both sum the decays of 90 tokens in fp32
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, tolerance=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("q_rank", [None, 10])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_latent_attention(oracle: Oracle, length: int, q_rank: int | None, backend: str):
+    theirs = oracle("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = theirs.DeepseekV3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_rank,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=6,
+        v_head_dim=10,
+        rope_interleave=False,
+        attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    layer, rotary = shaken(theirs.DeepseekV3Attention(config, 0)), theirs.DeepseekV3RotaryEmbedding(config)
+    sizes = {"num_heads": 4, "head_dim": 8, "rope_dim": 6, "value_dim": 10, "kv_rank": 12, "q_rank": q_rank}
+    ours = MultiheadLatentAttention(Site(32, 4), **sizes)
+
+    names = {"q_proj": "in_proj.q"} if q_rank is None else {"q_a_proj": "in_proj.q", "q_b_proj": "q_up"}
+    names |= {} if q_rank is None else {"q_a_layernorm": "q_norm"}
+    names |= {"kv_a_layernorm": "latent_norm", "kv_b_proj": "kv_up", "o_proj": "o_proj"}
+    weights = {f"{our}.weight": getattr(layer, name).weight for name, our in names.items()}
+    latent, shared = layer.kv_a_proj_with_mqa.weight.split([12, 6])
+    ours.load_state_dict(weights | {"in_proj.latent.weight": latent, "in_proj.shared.weight": shared})
+
+    mask = torch.zeros(1, 1, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+
+    def call(x: Tensor) -> Tensor:
+        return layer(x, position_embeddings=rotary(x, torch.arange(length)[None]), attention_mask=mask)[0]
+
+    pairs = {f"{name}.weight": (lambda g, our=our: g(f"{our}.weight")) for name, our in names.items()}
+    both = ("in_proj.latent.weight", "in_proj.shared.weight")
+    pairs["kv_a_proj_with_mqa.weight"] = lambda g: torch.cat([g(name) for name in both])
+    with kernels.backend(backend):
+        compare(ours, layer, call, pairs, torch.randn(2, length, 32))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
