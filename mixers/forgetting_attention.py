@@ -31,8 +31,15 @@ class ForgettingState(NamedTuple):
     position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, **options: Tensor | None) -> Tensor:
-    return kernels.window_attention(q, k, v, log_decay=log_decay, **options)
+def _attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    first_key: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    return kernels.window_attention(q, k, v, log_decay=log_decay, first_key=first_key, cu_seqlens=cu_seqlens)
 
 
 @register(
@@ -112,8 +119,11 @@ class ForgettingAttention(TokenMixer):
         if state is None:
             o = attend(_attention, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
         else:
-            o, caches = attend_to_cache(_attention, q, (k, v, log_decay), state[:3], state.position, None, cu_seqlens)
-            after = ForgettingState(*caches, state.last if last is None else last, following)
+            caches = state.k, state.v, state.log_decay
+            o, (k, v, decays) = attend_to_cache(
+                _attention, q, (k, v, log_decay), caches, state.position, None, cu_seqlens
+            )
+            after = ForgettingState(k, v, decays, state.last if last is None else last, following)
         if self.o_norm is not None:
             o = self.o_norm(o, split_heads(streams["g"], self.num_heads) if "g" in streams else None)
         return self.o_proj(o.flatten(2)), after

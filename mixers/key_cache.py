@@ -67,7 +67,7 @@ def attend_to_cache(
         streams: The new tokens [B,T,…].
         caches: Earlier tokens [N,S,…], flush right, one for each stream.
         seen: Number of earlier tokens of each sequence [N].
-        window_size: How many tokens a query sees, including its own; None for all.
+        window_size: How many tokens a query sees, including the last one; None for all.
         cu_seqlens: Boundaries [N+1] of packed documents; None if each row is a sequence.
 
     Returns:

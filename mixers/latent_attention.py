@@ -22,7 +22,7 @@ from .state import Cache, Position
 
 
 class LatentState(NamedTuple):
-    """What keys and values are made from, of all tokens, in chronological order and flush right."""
+    """The latents of all tokens, in chronological order and flush right."""
 
     latent: Cache  # [N,S,kv_rank+rope_dim]: the normed latent, and the key channels that all heads share
     position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
@@ -113,9 +113,13 @@ class MultiheadLatentAttention(TokenMixer):
     def _out(self, o: Tensor) -> Tensor:
         return self.o_proj(o.flatten(2))
 
-    def _attention(self, q: Tensor, latent: Tensor, **options: Tensor | None) -> Tensor:
+    def _attention(
+        self, q: Tensor, latent: Tensor, first_key: Tensor | None = None, cu_seqlens: Tensor | None = None
+    ) -> Tensor:
         """o [B,T,H,V] of q [B,T,H,head_dim+rope_dim] and latent [B,S,kv_rank+rope_dim]."""
-        attention = partial(kernels.window_attention, scale=q.shape[3] ** -0.5, **options)
+        attention = partial(
+            kernels.window_attention, scale=q.shape[3] ** -0.5, first_key=first_key, cu_seqlens=cu_seqlens
+        )
         if q.shape[1] == 1:
             return self._one_query(q, latent[:, :, None], attention)
         latent, shared = latent.split([self.kv_rank, self.rope_dim], -1)

@@ -38,8 +38,8 @@ def check(
     Raises:
         ValueError: An argument does not fit the others.
     """
-    if q.dim() != 4:
-        raise ValueError(f"q: expected [B,T,H,D], got shape {tuple(q.shape)}")
+    if q.dim() != 4 or not q.shape[1]:
+        raise ValueError(f"q: expected [B,T,H,D] with T ≥ 1, got shape {tuple(q.shape)}")
     B, T, H, D = q.shape
     if k.dim() != 4 or k.shape[0] != B or k.shape[3] != D or k.shape[1] < T:
         raise ValueError(f"k: expected [{B},S,Hkv,{D}] with S ≥ {T}, got shape {tuple(k.shape)}")

@@ -220,6 +220,7 @@ def test_views_of_one_projection(backend: str):
     ("name", "change"),
     [
         ("q", lambda x: x[0]),
+        ("q", lambda x: x[:, :0]),
         ("k", lambda x: x[:1]),
         ("k", lambda x: x[..., :5]),
         ("k", lambda x: x[:, :9]),  # fewer keys than queries
