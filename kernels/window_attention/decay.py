@@ -20,12 +20,16 @@ UNIT = 8  # channels: fused kernels on a GPU need multiples
 
 
 def summed(a: Attention) -> Tensor:
-    """F [B,S,H] in at least fp32: sums of the log decays from the start of each row or document, inclusive."""
+    """F [B,S,H] in at least fp32: sums of the log decays after the first token of each row or document, inclusive."""
     assert a.log_decay is not None
     decays = at_least_fp32(a.log_decay)
-    if a.documents is None:
-        return sums(decays, 1, decays.dtype)
-    return torch.cat([sums(decays[:, i:j], 1, decays.dtype) for i, j in a.documents.spans if j > i], 1)
+    spans = [(0, decays.shape[1])] if a.documents is None else a.documents.spans
+    return torch.cat([_summed(decays[:, i:j]) for i, j in spans if j > i], 1)
+
+
+def _summed(decays: Tensor) -> Tensor:
+    """Sums [B,T,H] that leave the first token out: no score depends on its decay, so its gradient is exactly 0."""
+    return F.pad(sums(decays[:, 1:], 1, decays.dtype), (0, 0, 1, 0))
 
 
 def widened(a: Attention) -> Attention:

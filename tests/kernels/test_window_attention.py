@@ -157,6 +157,14 @@ def test_decays_of_a_cache(length: int, window: int | None, full: bool):
     assert_same(attend(a, **options), attend(a, "reference", **options))
 
 
+def test_the_decay_of_a_first_token_has_no_gradient():
+    a = {name: x.float() for name, x in decayed(inputs(150, B=1)).items()}
+    for bounds in (PACKED, [*range(151)]):
+        gradient = attend(a, cu_seqlens=torch.tensor(bounds))["dlog_decay"][0]
+        assert not gradient[[i for i, j in pairwise(bounds) if j > i]].any()
+        assert gradient.any() == (len(bounds) < 150)
+
+
 def test_decays_keep_their_digits_in_bf16():
     a = decayed(inputs(3000, B=1, H=2, D=16))
     exact = kernels.window_attention(**a)
