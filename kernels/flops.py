@@ -71,7 +71,12 @@ def _inverse(size: int) -> int:
     return 2 * _inverse(size // 2) + 2 * (size // 2) ** 3
 
 
-def attention_flops(length: int, *, heads: int, head_dim: int, window_size: int | None = None) -> int:
-    """FLOPs of `kernels.window_attention` over `length` tokens: the full square, or whole blocks of a window."""
+def attention_flops(
+    length: int, *, heads: int, head_dim: int, value_dim: int | None = None, window_size: int | None = None
+) -> int:
+    """FLOPs of `kernels.window_attention` over `length` tokens: the full square, or whole blocks of a window.
+
+    Values have the size of keys, `head_dim`, where `value_dim` is None.
+    """
     keys = length if window_size is None or window_size >= length else padded(window_size - 1) + BLOCK
-    return 4 * heads * head_dim * length * keys
+    return 2 * heads * (head_dim + (head_dim if value_dim is None else value_dim)) * length * keys

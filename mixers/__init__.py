@@ -22,6 +22,7 @@ from .deltanet import DeltaNet
 from .expanded import Expanded
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
+from .forgetting_attention import ForgettingAttention
 from .gated_deltanet import GatedDeltaNet
 from .gated_deltanet2 import GatedDeltaNet2
 from .gated_deltaproduct import GatedDeltaProduct
@@ -30,6 +31,7 @@ from .growth import Growth, growths
 from .hgrn1 import HGRN1
 from .hgrn2 import HGRN2, LowerBounds
 from .kda import KDA
+from .latent_attention import MultiheadLatentAttention
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -84,6 +86,7 @@ __all__ = [
     "Expansion",
     "FeatureMap",
     "Features",
+    "ForgettingAttention",
     "GateOnly",
     "GatedDeltaNet",
     "GatedDeltaNet2",
@@ -104,6 +107,7 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba2Discretisation",
+    "MultiheadLatentAttention",
     "Norm",
     "NormOnly",
     "Output",

@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Literal, NamedTuple, get_args
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
@@ -15,6 +15,7 @@ from .arguments import size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
+from .key_cache import attend, attend_to_cache
 from .norm import RMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -104,15 +105,13 @@ class SoftmaxAttention(TokenMixer):
         where, following = positions(x, seen, cu_seqlens, context_parallel)
         q, q_history = self.q_features(q, histories[0], where, cu_seqlens, context_parallel)
         k, k_history = self.k_features(k, histories[1], where, cu_seqlens, context_parallel)
+        run, cache = partial(kernels.window_attention, window_size=self.window_size), None
         if state is None:
-            o, cache = self._attend(q, k, v, cu_seqlens, context_parallel), None
-        elif cu_seqlens is None:
-            o, keys, values = self._continue(q, k, v, state.k, state.v, state.position)
-            keys, values = self._keep(keys, keys.shape[1]), self._keep(values, values.shape[1])
-            cache = AttentionState(keys, values, (q_history, k_history), following)
+            o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:
-            o, keys, values = self._continue_packed(q, k, v, state, cu_seqlens)
-            cache = AttentionState(keys, values, (q_history, k_history), following)
+            caches = state.k, state.v
+            o, (k, v) = attend_to_cache(run, q, (k, v), caches, state.position, self.window_size, cu_seqlens)
+            cache = AttentionState(k, v, (q_history, k_history), following)
         if gate:
             o = o * sigmoid(split_heads(gate[0], self.num_heads))
         return self.o_proj(o.flatten(2)), cache
@@ -122,53 +121,6 @@ class SoftmaxAttention(TokenMixer):
         if norm is None:
             return x
         return norm(x) if self.qk_norm_over == "head" else norm(x.flatten(2)).view_as(x)
-
-    def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
-    ) -> Tensor:
-        """Attend within whole sequences, or from a part of each back to earlier parts, as far as the window reaches."""
-        if context_parallel is None:
-            return kernels.window_attention(q, k, v, window_size=self.window_size, cu_seqlens=cu_seqlens)
-        reach = context_parallel.count * k.shape[1] if self.window_size is None else self.window_size - 1
-        both = torch.cat([k, v], -1)
-        k, v = torch.cat([context_parallel.before(both, reach), both], 1).chunk(2, -1)
-        # the fastest kernels need as many queries as keys, so pad the queries and drop their outputs
-        extra = k.shape[1] - q.shape[1]
-        q = F.pad(q, (0, 0, 0, 0, extra, 0))
-        return kernels.window_attention(q, k.contiguous(), v.contiguous(), window_size=self.window_size)[:, extra:]
-
-    def _continue(
-        self, q: Tensor, k: Tensor, v: Tensor, old_k: Tensor, old_v: Tensor, seen: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Attend to the cache and the new tokens; returns the outputs, and all keys and values."""
-        k, v = torch.cat([old_k.to(k.dtype), k], 1), torch.cat([old_v.to(v.dtype), v], 1)
-        empty = (old_k.shape[1] - seen).clamp(min=0)
-        return kernels.window_attention(q, k, v, window_size=self.window_size, first_key=empty), k, v
-
-    def _continue_packed(
-        self, q: Tensor, k: Tensor, v: Tensor, state: AttentionState, cu_seqlens: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        outputs, keys, values = [], [], []
-        spans = kernels.documents(cu_seqlens, q.shape[1]).spans
-        size = state.k.shape[1] + max(j - i for i, j in spans)
-        for n, (i, j) in enumerate(spans):
-            row = slice(n, n + 1)
-            old_k, old_v = state.k[row].to(k.dtype), state.v[row].to(v.dtype)
-            if j > i:
-                o, old_k, old_v = self._continue(q[:, i:j], k[:, i:j], v[:, i:j], old_k, old_v, state.position[row])
-                outputs.append(o)
-            keys.append(self._keep(old_k, size))
-            values.append(self._keep(old_v, size))
-        return torch.cat(outputs, 1), torch.cat(keys), torch.cat(values)
-
-    def _keep(self, cache: Tensor, size: int) -> Tensor:
-        """The last `size` slots of a cache, flush right, or as many of them as the window needs."""
-        size = size if self.window_size is None else self.window_size - 1
-        length = cache.shape[1]
-        if length < size:
-            return F.pad(cache, (0, 0, 0, 0, size - length, 0))
-        tail = cache[:, length - size :]
-        return tail.clone() if length > 2 * size else tail  # a view keeps all of a long prompt in memory
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

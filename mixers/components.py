@@ -9,6 +9,7 @@ from .deltanet import DeltaNet
 from .expanded import Expanded
 from .expansion import DPFP, LFM, HeadWise, LowRank, Residual
 from .features import LRPE, Rotary
+from .forgetting_attention import ForgettingAttention
 from .gated_deltanet import GatedDeltaNet
 from .gated_deltanet2 import GatedDeltaNet2
 from .gated_deltaproduct import GatedDeltaProduct
@@ -16,6 +17,7 @@ from .gla import GLA
 from .hgrn1 import HGRN1
 from .hgrn2 import HGRN2, LowerBounds
 from .kda import KDA
+from .latent_attention import MultiheadLatentAttention
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
@@ -38,7 +40,7 @@ from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, Comba, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GLA),
-    *(HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, RetNet),
+    *(ForgettingAttention, HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, MultiheadLatentAttention, RetNet),
     *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (

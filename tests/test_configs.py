@@ -84,7 +84,10 @@ def test_a_config_of_a_paper_builds_at_its_sizes(name: str, size: str):
 
 
 FAMILIES = {
-    "": ("gated_deltanet.yaml", "gdn_h2.yaml", "samba.yaml", "comba.yaml", "gated_deltanet2_hybrid.yaml"),
+    "": (
+        *("gated_deltanet.yaml", "gdn_h2.yaml", "samba.yaml", "comba.yaml", "gated_deltanet2_hybrid.yaml"),
+        *("forgetting_attention.yaml", "gated_attention.yaml"),
+    ),
     "h1-": ("gdn_h1.yaml", "kda.yaml", "kda_hybrid.yaml"),
     "gated_deltanet2-": ("gated_deltanet2.yaml",),
     "gated_deltaproduct-": ("gated_deltaproduct.yaml",),

@@ -21,6 +21,7 @@ def window_attention(
     first_key: Tensor | None = None,
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
+    log_decay: Tensor | None = None,
 ) -> Tensor:
     """Causal softmax attention of T queries over S ≥ T keys, with the last query aligned to the last key.
 
@@ -30,18 +31,20 @@ def window_attention(
     Args:
         q: Queries [B,T,H,D].
         k: Keys [B,S,Hkv,D].
-        v: Values [B,S,Hkv,D].
+        v: Values [B,S,Hkv,V].
         window_size: How many keys a query sees, including its own; None for all.
         first_key: Index [B] of the first valid key of each row, for caches that are not full yet.
         scale: Factor on the scores; D^-½ by default.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1, S = T), from 0 to T.
+        log_decay: Log decays [B,S,H], finite and ≤ 0, in any floating-point dtype: the score of query i and key j gets
+            the sum of those of the tokens j + 1 … i (arXiv 2503.02130). None for none.
 
     Returns:
-        o [B,T,H,D]; 0 for a query without a valid key.
+        o [B,T,H,V]; 0 for a query without a valid key.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    a = check(q, k, v, window_size, first_key, scale, cu_seqlens)
+    a = check(q, k, v, window_size, first_key, scale, cu_seqlens, log_decay)
     o: Tensor = OP(v, a)
     return o

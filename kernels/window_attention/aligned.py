@@ -15,11 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
 from .chunk import BLOCK, padded
+from .decay import widened
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]."""
+    """o [B,T,H,V]."""
     with torch.autocast(a.v.device.type, enabled=False):
+        if a.log_decay is not None:
+            return forward(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
             return torch.cat([_rows(a, a.q[:, span], a.k[:, span], a.v[:, span]) for span in spans], 1)
@@ -34,7 +37,7 @@ def forward(a: Attention) -> Tensor:
 
 
 def _rows(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """o [B,T,H,D] of q [B,T,H,D] and valid k, v [B,S,Hkv,D]."""
+    """o [B,T,H,V] of q [B,T,H,D], and valid k [B,S,Hkv,D] and v [B,S,Hkv,V]."""
     (_, T, H, _), S, heads, dtype = q.shape, k.shape[1], k.shape[2], v.dtype
     count, seen = -(-T // BLOCK), S - T
     before = None if a.window_size is None else padded(a.window_size - 1)

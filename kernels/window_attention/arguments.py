@@ -14,12 +14,13 @@ class Attention:
 
     q: Tensor  # [B,T,H,D]
     k: Tensor  # [B,S,Hkv,D]
-    v: Tensor  # [B,S,Hkv,D]
+    v: Tensor  # [B,S,Hkv,V]
     window_size: int | None
     first_key: Tensor | None  # [B]
     scale: float
     documents: Documents | None
     cu_seqlens: Tensor | None  # [N+1]
+    log_decay: Tensor | None = None  # [B,S,H]
 
 
 def check(
@@ -30,32 +31,36 @@ def check(
     first_key: Tensor | None,
     scale: float | None,
     cu_seqlens: Tensor | None,
+    log_decay: Tensor | None = None,
 ) -> Attention:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
 
     Raises:
         ValueError: An argument does not fit the others.
     """
-    if q.dim() != 4:
-        raise ValueError(f"q: expected [B,T,H,D], got shape {tuple(q.shape)}")
+    if q.dim() != 4 or not q.shape[1]:
+        raise ValueError(f"q: expected [B,T,H,D] with T ≥ 1, got shape {tuple(q.shape)}")
     B, T, H, D = q.shape
     if k.dim() != 4 or k.shape[0] != B or k.shape[3] != D or k.shape[1] < T:
         raise ValueError(f"k: expected [{B},S,Hkv,{D}] with S ≥ {T}, got shape {tuple(k.shape)}")
     if H % k.shape[2]:
         raise ValueError(f"k: {k.shape[2]} key heads do not divide the {H} heads of q")
-    if v.shape != k.shape:
-        raise ValueError(f"v: expected the shape of k, {tuple(k.shape)}, got {tuple(v.shape)}")
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected {[*k.shape[:3]]} and any size, as k has, got shape {tuple(v.shape)}")
+    if log_decay is not None and (log_decay.shape != (B, k.shape[1], H) or not log_decay.is_floating_point()):
+        expected = f"a floating-point [{B},{k.shape[1]},{H}]"
+        raise ValueError(f"log_decay: expected {expected}, got {log_decay.dtype} {tuple(log_decay.shape)}")
     if window_size is not None and window_size < 1:
         raise ValueError(f"window_size: {window_size} must be at least 1 (the token itself), or None")
     if cu_seqlens is not None and (k.shape[1] != T or first_key is not None):
         raise ValueError("cu_seqlens: packed documents allow neither more keys than queries nor first_key")
     if first_key is not None and (first_key.shape != (B,) or first_key.dtype not in (torch.int32, torch.int64)):
         raise ValueError(f"first_key: expected an integer [{B}], got {first_key.dtype} {tuple(first_key.shape)}")
-    for name, x in dict(k=k, v=v, first_key=first_key).items():
+    for name, x in dict(k=k, v=v, first_key=first_key, log_decay=log_decay).items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
-        if x is not None and x.is_floating_point() and x.dtype != q.dtype:
+        if x is not None and name in "kv" and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
     docs = documents(cu_seqlens, T, B, q.device) if cu_seqlens is not None else None
     window = None if window_size is None or window_size >= k.shape[1] else window_size
-    return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs, cu_seqlens)
+    return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs, cu_seqlens, log_decay)

@@ -36,6 +36,7 @@ RULES = {
     (True, False): ("flash", "flex", "chunk"),
     (True, True): ("flex", "flash", "chunk"),
 }
+DECAYED = ("flex", "chunk")  # with log decays, which "chunk" computes in fp32
 
 
 def chosen(a: Attention) -> str:
@@ -46,7 +47,7 @@ def chosen(a: Attention) -> str:
         return "step"
     T, S = a.q.shape[1], a.k.shape[1]
     if a.q.is_cuda and a.q.dtype in (torch.bfloat16, torch.float16) and T == S and a.first_key is None:
-        names = RULES[a.documents is not None, a.window_size is not None]
+        names = DECAYED if a.log_decay is not None else RULES[a.documents is not None, a.window_size is not None]
         return next(name for name in names if CANDIDATES[name].serves(a))
     return "chunk"
 

@@ -12,13 +12,17 @@ from torch import Tensor
 
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
+from .decay import since, widened
 
 BLOCK = 64
 SHORT = 256  # the longest window whose scores are saved for backward
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]."""
+    """o [B,T,H,V]."""
+    if a.log_decay is not None:
+        with torch.autocast(a.v.device.type, enabled=False):
+            return forward(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
     if a.documents is None:
         return _attend(a, a.q, a.k, a.v, a.first_key)
     spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
@@ -116,12 +120,13 @@ def one_query(a: Attention) -> bool:
 
 
 def step(a: Attention) -> Tensor:
-    """o [B,1,H,D]; the query heads that share keys become queries of one head."""
-    k, v, first = a.k, a.v, a.first_key
+    """o [B,1,H,V]; the query heads that share keys become queries of one head."""
+    k, v, first, decay = a.k, a.v, a.first_key, a.log_decay
     if a.window_size is not None:
         before = k.shape[1] - a.window_size
         k, v = k[:, before:], v[:, before:]
         first = None if first is None else first - before
+        decay = None if decay is None else decay[:, before:]
     S, shared = k.shape[1], k.shape[2]
     q, k, v = a.q[:, 0].unflatten(1, (shared, -1)), k.transpose(1, 2), v.transpose(1, 2)
     mask = None
@@ -129,6 +134,9 @@ def step(a: Attention) -> Tensor:
         # the last key is always seen: softmax over nothing would be NaN
         seen = torch.arange(S, device=k.device) >= first.clamp(max=S - 1)[:, None]
         mask = seen[:, None, None]
+    if decay is not None:
+        bias = since(decay).to(q.dtype).mT.unflatten(1, (shared, -1))  # [B,Hkv,R,S]
+        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
     o = F.scaled_dot_product_attention(q, k, v, mask, scale=a.scale).flatten(1, 2)[:, None]
     return o if first is None else o.masked_fill((first >= S)[:, None, None, None], 0)
 

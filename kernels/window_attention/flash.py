@@ -11,9 +11,10 @@ from .arguments import Attention
 
 
 def serves(a: Attention) -> bool:
-    """Return whether the kernel supports the dtype and the head size, and queries and keys are the same tokens."""
+    """Return whether the kernel supports the dtype and the head size, all tokens are new, and nothing decays."""
     size = a.q.shape[3]
     supported = a.q.dtype in (torch.bfloat16, torch.float16) and size <= 256 and size % 8 == 0
+    supported &= a.v.shape[3] == size and a.log_decay is None
     return supported and a.first_key is None and a.q.shape[1] == a.k.shape[1] and has("window_size")
 
 

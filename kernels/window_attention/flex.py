@@ -8,26 +8,38 @@ from torch import Tensor
 
 from ..core.documents import Documents
 from .arguments import Attention
+from .decay import summed
 
 BLOCK = 128  # queries and keys per block
 
 
 def serves(a: Attention) -> bool:
-    """Return whether queries and keys are the same tokens, and the head size is a power of two, at least 16."""
-    size = a.q.shape[3]
-    return a.first_key is None and a.q.shape[1] == a.k.shape[1] and size >= 16 and size & (size - 1) == 0
+    """Return whether queries and keys are the same tokens, and the head sizes are powers of two, at least 16."""
+    fitting = all(size >= 16 and size & (size - 1) == 0 for size in (a.q.shape[3], a.v.shape[3]))
+    return fitting and a.first_key is None and a.q.shape[1] == a.k.shape[1]
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]."""
+    """o [B,T,H,V]."""
     from torch.nn.attention.flex_attention import flex_attention
 
     q, k, v = (x.transpose(1, 2) for x in (a.q, a.k, a.v))
     grouped = q.shape[1] != k.shape[1]
     # uncompiled, FlexAttention has all scores in memory; code that is being compiled compiles it as well
     attention = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    o = attention(q, k, v, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
+    decayed = None if a.log_decay is None else _decayed(summed(a).transpose(1, 2).contiguous())
+    o = attention(q, k, v, decayed, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
     return o.transpose(1, 2)
+
+
+def _decayed(total: Tensor) -> Any:
+    """The function that adds F_i − F_j to a score, for F [B,H,T]."""
+    constant = total.detach()  # what all scores of a query share has no gradient
+
+    def score(x: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return x + (constant[b, h, query] - total[b, h, key])
+
+    return score
 
 
 @cache

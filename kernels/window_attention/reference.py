@@ -8,13 +8,14 @@ from .arguments import Attention
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]."""
+    """o [B,T,H,V]."""
     B, T, H = a.q.shape[:3]
     offset = a.k.shape[1] - T
     q, k, v = at_least_fp32(a.q), at_least_fp32(a.k), at_least_fp32(a.v)
     k, v = k.repeat_interleave(H // k.shape[2], 2), v.repeat_interleave(H // v.shape[2], 2)
     starts = [start for start, stop in a.documents.spans for _ in range(start, stop)] if a.documents else [0] * T
-    o = torch.zeros_like(q)
+    o = v.new_zeros(B, T, H, v.shape[3])
+    decays = None if a.log_decay is None else at_least_fp32(a.log_decay)
     for row in range(B):
         for t in range(T):
             last = offset + t
@@ -24,5 +25,7 @@ def forward(a: Attention) -> Tensor:
             if first > last:
                 continue  # no valid key: 0
             scores = torch.einsum("hd,shd->hs", q[row, t] * a.scale, k[row, first : last + 1])
+            if decays is not None:
+                scores = scores + torch.stack([decays[row, s + 1 : last + 1].sum(0) for s in range(first, last + 1)], 1)
             o[row, t] = torch.einsum("hs,shd->hd", scores.softmax(-1), v[row, first : last + 1])
     return o.to(a.v.dtype)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 import kernels
+from kernels import deterministic
 from kernels.core.documents import documents
 from kernels.window_attention import CANDIDATES, candidates, flash, flex
 from kernels.window_attention.arguments import Attention, check
@@ -17,13 +18,19 @@ PACKED = [0, 0, 5, 70, 70, 135, 150, 150]
 
 
 def attend(arguments: dict[str, Tensor], backend: str = "torch", **options: object) -> dict[str, Tensor]:
-    """The output and the gradients of q, k and v."""
-    leaves = {name: arguments[name].detach().requires_grad_() for name in "qkv"}
+    """The output and the gradients of all inputs."""
+    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items()}
     with kernels.backend(backend):
         o = kernels.window_attention(**leaves, **options)
     arriving = torch.randn(o.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(o)
     gradients = torch.autograd.grad((o * arriving).sum(), list(leaves.values()))
-    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+    return {"o": o.detach(), **dict(zip((f"d{name}" for name in leaves), gradients, strict=True))}
+
+
+def decayed(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same inputs, and log decays of which some are almost resets."""
+    raw = 3 * torch.randn(*a["k"].shape[:2], a["q"].shape[2], dtype=torch.float64)
+    return a | {"log_decay": torch.nn.functional.logsigmoid(raw)}
 
 
 def inputs(T: int, S: int | None = None, *, B: int = 2, H: int = 4, Hkv: int = 2, D: int = 6, dtype=torch.float64):
@@ -106,6 +113,86 @@ def test_first_key(length: int, window: int | None):
     torch.testing.assert_close(found["o"][1:2, -7:], kernels.window_attention(**shorter, window_size=window))
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_decays_against_softmax_of_all_scores(window: int | None, backend: str):
+    a = decayed(inputs(9, H=2, Hkv=2))
+    with kernels.backend(backend):
+        o = kernels.window_attention(**a, window_size=window, scale=0.3)
+    distance = torch.arange(9)[:, None] - torch.arange(9)
+    band = (distance >= 0) & (distance < (window or 9))
+    total = a["log_decay"].cumsum(1).mT
+    scores = 0.3 * torch.einsum("bthd,bshd->bhts", a["q"], a["k"]) + total[..., None] - total[..., None, :]
+    o_formula = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~band, -torch.inf).softmax(-1), a["v"])
+    torch.testing.assert_close(o, o_formula)
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 64])
+@pytest.mark.parametrize("length", [1, 70])
+def test_decays(length: int, window: int | None):
+    a = decayed(inputs(length))
+    assert_same(attend(a, window_size=window), attend(a, "reference", window_size=window))
+    with deterministic():
+        assert_same(attend(a, window_size=window), attend(a, "reference", window_size=window))
+
+
+@pytest.mark.parametrize("window", [None, 7])
+def test_decays_of_packed_documents(window: int | None):
+    a = decayed(inputs(150, B=1))
+    options = {"window_size": window, "cu_seqlens": torch.tensor(PACKED)}
+    found = attend(a, **options)
+    assert_same(found, attend(a, "reference", **options))
+    for i, j in pairwise(PACKED):
+        if j > i:
+            alone = kernels.window_attention(**{name: x[:, i:j] for name, x in a.items()}, window_size=window)
+            torch.testing.assert_close(found["o"][:, i:j], alone)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("length", [1, 6])
+@pytest.mark.parametrize("full", [False, True])
+def test_decays_of_a_cache(length: int, window: int | None, full: bool):
+    a = decayed(inputs(length, 12, B=4))
+    options = {"window_size": window, "first_key": None if full else torch.tensor([0, 5, 11, 12])}
+    assert_same(attend(a, **options), attend(a, "reference", **options))
+
+
+def test_the_decay_of_a_first_token_has_no_gradient():
+    a = {name: x.float() for name, x in decayed(inputs(150, B=1)).items()}
+    for bounds in (PACKED, [*range(151)]):
+        gradient = attend(a, cu_seqlens=torch.tensor(bounds))["dlog_decay"][0]
+        assert not gradient[[i for i, j in pairwise(bounds) if j > i]].any()
+        assert gradient.any() == (len(bounds) < 150)
+
+
+def test_decays_keep_their_digits_in_bf16():
+    a = decayed(inputs(3000, B=1, H=2, D=16))
+    exact = kernels.window_attention(**a)
+    assert a["log_decay"].sum() < -4000  # where numbers in bf16 are 32 apart
+    half = {name: x.float() if name == "log_decay" else x.bfloat16() for name, x in a.items()}
+    o = kernels.window_attention(**half)
+    assert o.dtype == torch.bfloat16
+    assert (o.double() - exact).norm() < 0.01 * exact.norm()
+    one = {name: x[:, -1:] if name == "q" else x for name, x in half.items()}
+    assert (kernels.window_attention(**one).double() - exact[:, -1:]).norm() < 0.01 * exact[:, -1:].norm()
+
+
+@pytest.mark.parametrize("decaying", [False, True])
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("size", [3, 11])
+def test_values_of_another_size(size: int, window: int | None, decaying: bool):
+    a = inputs(70)
+    a["v"] = torch.randn(2, 70, 2, size, dtype=torch.float64)
+    a = decayed(a) if decaying else a
+    expected = attend(a, "reference", window_size=window)
+    assert expected["o"].shape == (2, 70, 4, size)
+    assert_same(attend(a, window_size=window), expected)
+    with deterministic():
+        assert_same(attend(a, window_size=window), expected)
+    step = a | {"q": a["q"][:, -1:]}
+    assert_same(attend(step, window_size=window), attend(step, "reference", window_size=window))
+
+
 def test_a_query_before_the_first_key_is_zero_with_finite_gradients():
     found = attend(inputs(6, B=1), first_key=torch.tensor([4]))
     assert not found["o"][0, :4].any()
@@ -141,6 +228,7 @@ def test_views_of_one_projection(backend: str):
     ("name", "change"),
     [
         ("q", lambda x: x[0]),
+        ("q", lambda x: x[:, :0]),
         ("k", lambda x: x[:1]),
         ("k", lambda x: x[..., :5]),
         ("k", lambda x: x[:, :9]),  # fewer keys than queries
@@ -148,6 +236,10 @@ def test_views_of_one_projection(backend: str):
         ("k", lambda x: x.float()),
         ("v", lambda x: x[:, :9]),
         ("v", lambda x: x.float()),
+        ("v", lambda x: x[0]),
+        ("log_decay", lambda x: torch.zeros(2, 10, 2)),
+        ("log_decay", lambda x: torch.zeros(2, 10, 4, dtype=torch.int64)),
+        ("log_decay", lambda x: torch.zeros(2, 10, 4, device="meta")),
         ("v", lambda x: x.to("meta")),
         ("window_size", lambda x: 0),
         ("first_key", lambda x: torch.zeros(3, dtype=torch.int64)),
@@ -227,16 +319,23 @@ def test_every_kind_of_call_has_a_rule_and_somebody_who_serves_it():
     assert all(names[-1] == "chunk" and {*names} <= {*CANDIDATES} for names in candidates.RULES.values())
 
 
+@pytest.mark.parametrize(("name", "size"), [("flex", 16), ("chunk", 12)])
+def test_choice_on_a_gpu_with_decays(name: str, size: int):
+    for options in ({}, {"window": 20}, {"documents": [0, 100, 300]}):
+        a = on_gpu(call(300, **{**HALF, "D": size}, **options))
+        assert candidates.chosen(dataclasses.replace(a, log_decay=torch.zeros(1, 300, 4))) == name
+
+
 def same_as_blocks_of_scores(name: str, a: Attention, tolerance: float = 1e-5):
     """Output, and gradients if it has some, of a candidate and of `chunk`."""
-    learning = a.q.requires_grad
+    learning, leaves = a.q.requires_grad, learned(a)
     assert CANDIDATES[name].serves(a)
     o, expected = (CANDIDATES[n].forward(a) for n in (name, "chunk"))
     found = [o]
     if learning:
         arriving = torch.randn_like(o)
-        found += torch.autograd.grad(o, (a.q, a.k, a.v), arriving)
-        expected = [expected, *torch.autograd.grad(expected, (a.q, a.k, a.v), arriving)]
+        found += torch.autograd.grad(o, leaves, arriving)
+        expected = [expected, *torch.autograd.grad(expected, leaves, arriving)]
     for x, y in zip(found, expected if learning else [expected], strict=True):
         assert (x - y).norm() <= tolerance * (1 + y.norm())
 
@@ -303,9 +402,30 @@ def test_where_pytorch_has_no_windows_yet_another_way_is_taken(monkeypatch: pyte
     assert candidates.chosen(on_gpu(call(300, window=20, **HALF))) == "flex"
 
 
+def decaying(a: Attention) -> Attention:
+    """The same call with log decays."""
+    decay = decayed({name: getattr(a, name) for name in "qkv"})["log_decay"]
+    return dataclasses.replace(a, log_decay=decay.float().to(a.q.device))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(DEVICE == "cuda", reason="it is compiled there")
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("documents", [None, [0, 5, 130, 300]])
+@pytest.mark.parametrize("window", [None, 50])
+def test_flex_with_decays(window: int | None, documents: list[int] | None):
+    same_as_blocks_of_scores("flex", decaying(call(300, window=window, documents=documents, D=16, dtype=torch.float32)))
+
+
 def leaves(a: Attention) -> Attention:
     """The same call, whose gradients are wanted."""
-    return dataclasses.replace(a, **{name: getattr(a, name).detach().requires_grad_() for name in "qkv"})
+    parts = {"q": a.q, "k": a.k, "v": a.v, "log_decay": a.log_decay}
+    return dataclasses.replace(a, **{n: x.detach().requires_grad_() for n, x in parts.items() if x is not None})
+
+
+def learned(a: Attention) -> list[Tensor]:
+    """What has gradients."""
+    return [x for x in (a.q, a.k, a.v, a.log_decay) if x is not None]
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 12])
@@ -359,6 +479,24 @@ def test_on_device(name: str, options: dict):
     expected = CANDIDATES["chunk"].forward(exact)
     found = [o, *torch.autograd.grad(o, (a.q, a.k, a.v), arriving)]
     expected = [expected, *torch.autograd.grad(expected, (exact.q, exact.k, exact.v), arriving.float())]
+    for x, y in zip(found, expected, strict=True):
+        assert x.isfinite().all()
+        assert (x - y).norm() <= 1e-2 * y.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 777}, {"documents": [0, 1, 130, 1000, 1000, 3001]}, {"H": 8, "Hkv": 2}, {"D": 96}],
+    ids=str,
+)
+def test_on_device_with_decays(options: dict):
+    a = leaves(decaying(call(**{**HALF, "T": 3001, "D": 64, **options})))
+    exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
+    found, expected = candidates.forward(a), CANDIDATES["chunk"].forward(exact)
+    arriving = torch.randn_like(found)
+    found = [found, *torch.autograd.grad(found, learned(a), arriving)]
+    expected = [expected, *torch.autograd.grad(expected, learned(exact), arriving.float())]
     for x, y in zip(found, expected, strict=True):
         assert x.isfinite().all()
         assert (x - y).norm() <= 1e-2 * y.norm()

@@ -37,6 +37,10 @@ CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
         gate="channel",
         bias=True,
     ),
+    "forgetting attention, Pro": partial(
+        mixers.ForgettingAttention, num_kv_heads=1, shift=True, output=mixers.SigmoidGatedRMSNorm
+    ),
+    "latent attention without positions": partial(mixers.MultiheadLatentAttention, rotary=None, value_dim=20),
     "convolution over several parts": partial(GDN, qk=LONG_CONV),
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=2),
     "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),

@@ -88,6 +88,16 @@ ARGUMENTS = {
     "window of normed and gated heads": partial(
         SlidingWindowAttention, window_size=5, qk_norm=mixers.RMSNorm, gate="channel", bias=True
     ),
+    "forgetting attention, Pro": partial(
+        mixers.ForgettingAttention, qk_norm=mixers.RMSNorm, shift=True, output=mixers.SigmoidGatedRMSNorm
+    ),
+    "forgetting attention with shared keys": partial(
+        mixers.ForgettingAttention, num_heads=4, num_kv_heads=2, shift=True, output=mixers.NormOnly
+    ),
+    "latent queries, and keys longer than values": partial(
+        mixers.MultiheadLatentAttention, num_heads=4, head_dim=12, rope_dim=6, value_dim=10, kv_rank=20, q_rank=14
+    ),
+    "latent attention without positions": partial(mixers.MultiheadLatentAttention, rotary=None),
     "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
 }
 FEATURES = {

@@ -24,10 +24,12 @@ from mixers import (
     CosFormer2,
     DeltaNet,
     Features,
+    ForgettingAttention,
     GatedDeltaNet,
     LinearAttention,
     Mamba1,
     Mamba2,
+    MultiheadLatentAttention,
     RetNet,
     Site,
     SlidingWindowAttention,
@@ -283,6 +285,79 @@ def test_attention(oracle: Oracle, length: int, window: int | None, kv_heads: in
 
     pairs = {f"{n}_proj.weight": (lambda g, n=n: g(f"in_proj.{n}.weight")) for n in "qkv"}
     pairs["o_proj.weight"] = lambda g: g("o_proj.weight")
+    with kernels.backend(backend):
+        compare(ours, layer, call, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("pro", [False, True])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_forgetting_attention(oracle: Oracle, length: int, pro: bool, kv_heads: int, backend: str):
+    naive, H = oracle("fla.ops.forgetting_attn.naive").naive_forgetting_attn, 4
+    options = {"qk_norm": mixers.RMSNorm, "shift": True, "output": mixers.SigmoidGatedRMSNorm} if pro else {}
+    ours = shaken(ForgettingAttention(Site(32, H), num_kv_heads=kv_heads, **options))
+
+    def shifted(x: Tensor, share: Tensor) -> Tensor:
+        share = share.sigmoid()[..., None]
+        return share * F.pad(x[:, :-1], (0, 0, 0, 0, 1, 0)) + (1 - share) * x
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        q, k, v, f = linear(x, w, *(f"in_proj.{n}" for n in "qkvf"))
+        q, k, v = q.unflatten(-1, (H, -1)), k.unflatten(-1, (kv_heads, -1)), v.unflatten(-1, (kv_heads, -1))
+        if pro:
+            of_k, of_v = linear(x, w, "in_proj.shift")[0].chunk(2, -1)
+            k, v = shifted(k, of_k), shifted(v, of_v)
+            q, k = rms(q, 1e-6) * w["q_norm.weight"], rms(k, 1e-6) * w["k_norm.weight"]
+        o = naive(q, k, v, F.logsigmoid(f + w["f_bias"])).to(x)
+        if pro:
+            gate = linear(x, w, "in_proj.g")[0].unflatten(-1, (H, -1)).sigmoid()
+            o = rms(o, 1e-5) * w["o_norm.norm.weight"] * gate
+        return F.linear(o.flatten(2), w["o_proj.weight"])
+
+    # both sum the decays of 90 tokens in fp32
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, tolerance=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("q_rank", [None, 10])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_latent_attention(oracle: Oracle, length: int, q_rank: int | None, backend: str):
+    theirs = oracle("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    config = theirs.DeepseekV3Config(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=q_rank,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=6,
+        v_head_dim=10,
+        rope_interleave=False,
+        attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+    )
+    layer, rotary = shaken(theirs.DeepseekV3Attention(config, 0)), theirs.DeepseekV3RotaryEmbedding(config)
+    sizes = {"num_heads": 4, "head_dim": 8, "rope_dim": 6, "value_dim": 10, "kv_rank": 12, "q_rank": q_rank}
+    ours = MultiheadLatentAttention(Site(32, 4), **sizes)
+
+    names = {"q_proj": "in_proj.q"} if q_rank is None else {"q_a_proj": "in_proj.q", "q_b_proj": "q_up"}
+    names |= {} if q_rank is None else {"q_a_layernorm": "q_norm"}
+    names |= {"kv_a_layernorm": "latent_norm", "kv_b_proj": "kv_up", "o_proj": "o_proj"}
+    weights = {f"{our}.weight": getattr(layer, name).weight for name, our in names.items()}
+    latent, shared = layer.kv_a_proj_with_mqa.weight.split([12, 6])
+    ours.load_state_dict(weights | {"in_proj.latent.weight": latent, "in_proj.shared.weight": shared})
+
+    mask = torch.zeros(1, 1, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+
+    def call(x: Tensor) -> Tensor:
+        return layer(x, position_embeddings=rotary(x, torch.arange(length)[None]), attention_mask=mask)[0]
+
+    pairs = {f"{name}.weight": (lambda g, our=our: g(f"{our}.weight")) for name, our in names.items()}
+    both = ("in_proj.latent.weight", "in_proj.shared.weight")
+    pairs["kv_a_proj_with_mqa.weight"] = lambda g: torch.cat([g(name) for name in both])
     with kernels.backend(backend):
         compare(ours, layer, call, pairs, torch.randn(2, length, 32))
 

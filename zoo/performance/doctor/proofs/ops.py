@@ -133,7 +133,9 @@ def proofs(subject: Subject) -> dict[str, Proof]:
     if "return_state" in parameters and "initial_state" in parameters:
         chosen["pieces"] = pieces
     if "log_decay" in subject.case.inputs and "q" in parameters:
-        chosen |= {"gates": extreme_gates, "one token": one_token}
+        # attention has no state; a query that sees itself alone has a gradient of 0, whose rounding has no measure
+        chosen |= {"gates": extreme_gates} if "initial_state" in parameters else {}
+        chosen["one token"] = one_token
     chosen["repeats"] = repeated
     # on a GPU, PyTorch's own kernels are compiled, and cannot be led to other memory
     return chosen if subject.backend == "torch" and subject.device.type == "cuda" else chosen | {"memory": memory}

@@ -1,0 +1,57 @@
+import math
+
+import pytest
+import torch
+
+import mixers
+from mixers import MultiheadLatentAttention, Site
+
+SITE = Site(hidden_size=32, num_heads=4)
+
+
+def test_only_the_latent_and_the_shared_channels_are_kept():
+    mixer = MultiheadLatentAttention(SITE, kv_rank=6, rope_dim=2)
+    _, state = mixer(torch.randn(3, 7, 32), mixer.init_state(3))
+    assert state.latent.shape == (3, 7, 8)
+    assert (mixer.state_size(7), mixer.state_size()) == (7 * 8, math.inf)
+
+
+def test_without_positions_the_order_of_earlier_tokens_has_no_effect():
+    x = torch.randn(1, 9, 32)
+    turned = torch.cat([x[:, :8].flip(1), x[:, 8:]], 1)
+    for rotary, same in ((None, True), (mixers.Rotary, False)):
+        mixer = MultiheadLatentAttention(SITE, rotary=rotary)
+        y, z = (mixer(each)[0][:, -1] for each in (x, turned))
+        assert torch.allclose(y, z, atol=1e-6) == same
+
+
+def test_a_query_alone_is_a_row_of_many():
+    # it attends to the latents, and many attend to keys and values made from them
+    mixer, x = MultiheadLatentAttention(SITE, value_dim=6, q_rank=10).double(), torch.randn(2, 9, 32).double()
+    _, state = mixer(x[:, :7], mixer.init_state(2))
+    two, _ = mixer(x[:, 7:], state)
+    one, state = mixer(x[:, 7:8], state)
+    torch.testing.assert_close(torch.cat([one, mixer(x[:, 8:], state)[0]], 1), two)
+
+
+def test_default_sizes():
+    mixer = MultiheadLatentAttention(Site(hidden_size=4096, num_heads=32))
+    sizes = mixer.head_dim, mixer.rope_dim, mixer.value_dim, mixer.kv_rank
+    assert sizes == (128, 64, 128, 512)  # those of DeepSeek-V2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rope_dim": 3}, "rope_dim: 3 is odd; rotary embedding needs pairs"),
+        ({"rope_dim": 0}, "rope_dim: 0 must be at least 1"),
+        ({"kv_rank": 0}, "kv_rank: 0 must be at least 1"),
+        ({"q_rank": 2.5}, "q_rank: 2.5 must be a whole number"),
+        ({"value_dim": 0}, "value_dim: 0 must be at least 1"),
+        ({"num_heads": 5}, "num_heads: 5 does not divide hidden_size 32; .*"),
+    ],
+    ids=str,
+)
+def test_mistakes(arguments: dict, message: str):
+    with pytest.raises(mixers.UserError, match=f"^{message}$"):
+        MultiheadLatentAttention(SITE, **arguments)
