@@ -33,6 +33,7 @@ from .kda import KDA
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .mlstm import MLSTM
 from .norm import (
     GatedRMSNorm,
     GateOnly,
@@ -67,6 +68,7 @@ __all__ = [
     "KDA",
     "LFM",
     "LRPE",
+    "MLSTM",
     "TNL",
     "TPE",
     "Bidirectional",

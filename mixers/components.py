@@ -19,6 +19,7 @@ from .kda import KDA
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .mlstm import MLSTM
 from .norm import (
     GatedRMSNorm,
     GateOnly,
@@ -38,7 +39,7 @@ from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, Comba, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GLA),
-    *(HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, RetNet),
+    *(HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, MLSTM, RetNet),
     *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (

@@ -305,8 +305,8 @@ def test_what_a_preconditioner_starts_with():
     mixer = KDA(SITE, **SIZES, preconditioner=Preconditioner)
     assert mixer.preconditioner.centre.tolist() == pytest.approx([-0.2] * 2)
     assert mixer.state_size() == 4 * 8 * 12 + 2 * 8
-    assert mixer.init_state(3).curvature[0].shape == (3, 2, 1, 8)
-    assert KDA(SITE, **SIZES).init_state(3).curvature == ()
+    assert mixer.init_state(3).carried[0].shape == (3, 2, 1, 8)
+    assert KDA(SITE, **SIZES).init_state(3).carried == ()
 
 
 @pytest.mark.parametrize(("base", "steps"), [(GLA, 1), (KDA, 2)])
