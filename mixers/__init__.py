@@ -33,6 +33,7 @@ from .kda import KDA
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .mamba3 import Mamba3
 from .mlstm import MLSTM
 from .norm import (
     GatedRMSNorm,
@@ -106,6 +107,7 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba2Discretisation",
+    "Mamba3",
     "Norm",
     "NormOnly",
     "Output",

@@ -456,6 +456,11 @@ class LinearMixer(TokenMixer):
         shape = (batch_size, self.k_features.heads, 1, self.k_features.out_size)
         return (torch.zeros(shape, device=device, dtype=dtype),)
 
+    @property
+    def recurrent_key_heads(self) -> int:
+        """Key heads that the recurrence reads, before subheads: G, unless `gates` or `carry` makes more."""
+        return self.num_key_heads
+
     def state_size(self, length: int | None = None) -> int:
         carried = self.init_carried(1, "meta", torch.float32)
         return math.prod(self.matrix_shape) + sum(x.numel() for x in carried)
@@ -466,7 +471,7 @@ class LinearMixer(TokenMixer):
             type(self).recurrence,
             length,
             heads=self.num_heads,
-            key_heads=self.num_key_heads,
+            key_heads=self.recurrent_key_heads,
             subheads=self.subheads,
             key_size=key_size,
             value_size=value_size,

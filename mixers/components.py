@@ -19,6 +19,7 @@ from .kda import KDA
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .mamba3 import Mamba3
 from .mlstm import MLSTM
 from .norm import (
     GatedRMSNorm,
@@ -39,7 +40,7 @@ from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, Comba, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GLA),
-    *(HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, MLSTM, RetNet),
+    *(HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, Mamba3, MLSTM, RetNet),
     *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.core.elementwise import sigmoid, tanh
 
-from .arguments import check_numbers
+from .arguments import check_finite, check_numbers
 from .base import LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .features import Features
@@ -123,6 +123,7 @@ class MLSTM(LinearMixer):
         num_heads, _ = checked_site(site, type(self)).heads(num_heads)
         check_numbers({"expand_k": expand_k, "expand_v": expand_v, "gate_cap": gate_cap})
         check_numbers({"norm_eps": norm_eps}, positive=False)
+        check_finite({"input_bias": input_bias})
         if input_gate not in get_args(InputGate):
             raise kernels.UserError(f"input_gate: {input_gate!r} must be exponential or sigmoid")
         if input_gate == "exponential" and not normaliser:

@@ -86,7 +86,7 @@ def test_a_config_of_a_paper_builds_at_its_sizes(name: str, size: str):
 FAMILIES = {
     "": ("gated_deltanet.yaml", "gdn_h2.yaml", "samba.yaml", "comba.yaml", "gated_deltanet2_hybrid.yaml"),
     "h1-": ("gdn_h1.yaml", "kda.yaml", "kda_hybrid.yaml"),
-    "gated_deltanet2-": ("gated_deltanet2.yaml",),
+    "gated_deltanet2-": ("gated_deltanet2.yaml", "mamba3.yaml"),
     "gated_deltaproduct-": ("gated_deltaproduct.yaml",),
     "retnet-": ("retnet.yaml",),
     "mamba-": ("mamba1.yaml", "mamba2.yaml"),
