@@ -132,16 +132,6 @@ def test_a_quarter_turn():
     torch.testing.assert_close(turn(x, torch.full((1, 1, 1, 1), 0.25)), expected)
 
 
-@torch.no_grad()
-def test_no_bit_of_the_future_or_of_other_documents():
-    mixer, (x, other), cut = Expanded(SITE, mixer=SMALL, factor=2), torch.randn(2, 1, 150, 32), 77
-    y = mixer(x)[0]
-    assert torch.equal(mixer(torch.cat([x[:, :cut], other[:, cut:]], 1))[0][:, :cut], y[:, :cut])
-    with kernels.deterministic():
-        packed = mixer(x, cu_seqlens=torch.tensor([0, cut, 150]))[0]
-        assert torch.equal(packed, torch.cat([mixer(x[:, :cut])[0], mixer(x[:, cut:])[0]], 1))
-
-
 def test_the_first_values_and_sizes():
     mixer = Mamba3(Site(128, 3))  # the model's number of heads does not matter
     assert (mixer.num_heads, mixer.num_key_heads, mixer.key_size, mixer.value_size) == (4, 1, 128, 64)

@@ -132,18 +132,6 @@ def test_gates_of_any_size_in_a_long_context():
     assert (y.double() - expected).norm() < 1e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("input_gate", ["exponential", "sigmoid"])
-@torch.no_grad()
-def test_no_bit_of_the_future_or_of_other_documents(input_gate: str):
-    mixer = Expanded(SITE, mixer=partial(MLSTM, input_gate=input_gate, input_bias=0.0), factor=2)
-    (x, other), cut = torch.randn(2, 1, 150, 32), 77
-    y = mixer(x)[0]
-    assert torch.equal(mixer(torch.cat([x[:, :cut], other[:, cut:]], 1))[0][:, :cut], y[:, :cut])
-    with kernels.deterministic():
-        packed = mixer(x, cu_seqlens=torch.tensor([0, cut, 150]))[0]
-        assert torch.equal(packed, torch.cat([mixer(x[:, :cut])[0], mixer(x[:, cut:])[0]], 1))
-
-
 def test_the_first_gates_and_sizes():
     mixer = MLSTM(Site(64, 4))
     assert mixer.gate.input_bias.tolist() == [-10.0] * 4
