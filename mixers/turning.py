@@ -1,6 +1,7 @@
 """Rotary embedding by angles that depend on the data, added up along time."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,19 +30,40 @@ def running_turns(
     """
     wide = turns.double()
     wide = wide + ((wide.detach() * GRID).round() / GRID - wide.detach())
-    total = wide.cumsum(1)
+    total: Tensor = _RunningSum.apply(wide, cu_seqlens)
     if context_parallel is not None:
         context_parallel.check(before, cu_seqlens)
         total = total + context_parallel.gather(total[:, -1])[: context_parallel.rank].sum(0)[:, None]
-    if cu_seqlens is not None:
-        owner, place = places(cu_seqlens, turns.shape[1])
-        first = torch.arange(len(place), device=place.device) - place
-        total = total - (total - wide).index_select(1, first)
     if before is not None:
         total = total + starting(total, before, cu_seqlens)[1]
     total = total.remainder(1)
     last = None if before is None else last_tokens(total, before, cu_seqlens)
     return total.to(turns.dtype), last
+
+
+class _RunningSum(torch.autograd.Function):
+    """Sums of x [B,T,…] along time in each document, with gradients that repeat to the bit.
+
+    Those of an index would be summed in any order on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        ctx.cu_seqlens = cu_seqlens
+        total = x.cumsum(1)
+        if cu_seqlens is None:
+            return total
+        _, place = places(cu_seqlens, x.shape[1])
+        first = torch.arange(x.shape[1], device=x.device) - place
+        return total - (total - x)[:, first]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total, last = gradient.cumsum(1), slice(-1, None)
+        if ctx.cu_seqlens is not None:
+            owner, _ = places(ctx.cu_seqlens, gradient.shape[1])
+            last = (ctx.cu_seqlens[1:].long() - 1)[owner]
+        return total[:, last] - total + gradient, None
 
 
 def turn(x: Tensor, turns: Tensor) -> Tensor:

@@ -126,6 +126,15 @@ def test_angles_of_a_long_context_are_exact(bounds: list[int]):
         assert torch.equal(piece, total[:, start:stop])
 
 
+def test_gradients_of_angles_stay_in_their_document():
+    turns, bounds = torch.rand(1, 12, 2, dtype=torch.float64, requires_grad=True), [0, 3, 3, 11, 12]
+    weight = torch.randn(1, 12, 2, dtype=torch.float64)
+    total, _ = running_turns(turns, None, torch.tensor(bounds), None)
+    (found,) = torch.autograd.grad((total * weight).sum(), turns)
+    parts = [weight[:, i:j].flip(1).cumsum(1).flip(1) for i, j in zip(bounds, bounds[1:], strict=False)]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+
+
 def test_a_quarter_turn():
     x = torch.arange(1.0, 6.0).view(1, 1, 1, 5)
     expected = torch.tensor([-2.0, 1.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
