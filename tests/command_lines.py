@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 import zoo
-from reproductions import bench
+from reproductions import bench, cost_over_size
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
@@ -209,6 +209,8 @@ def check_tool(arguments: list[str]) -> None:
         items, _ = arguments_of(bench.KINDS[given[1]], given[2:], given[1], Keys(KEYS, lambda parser: None))
         for item in items:
             assert "=" in item or find_config(item)
+    elif given[:1] == ["reproductions/cost_over_size.py"]:
+        arguments_of(cost_over_size.cost_over_size, given[1:], "cost_over_size")
     elif given and given[0].endswith(".py"):
         source = (ROOT / given[0]).read_text()  # raises if there is no such file
         for option in (argument.partition("=")[0] for argument in given[1:] if argument.startswith("--")):

@@ -37,8 +37,10 @@ def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("forked_runs")
 def test_a_sweep_and_the_same_again(command, small) -> None:
-    first = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    options = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
+    first = command("sweep", "--config", "small.yaml", *options, "--jobs=auto")
     assert first.code == 0, first.err
+    assert "at a time, one for each CPU core" in first.out
     folder = small / "runs" / "small"
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -47,7 +49,7 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
     assert rows[0]["val_loss"][:5] in first.out
     assert (folder / "sweep.png").stat().st_size > 5000
     before = (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns
-    again = command("sweep", "--config", "small.yaml", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
+    again = command("sweep", "--config", "small.yaml", *options)
     assert again.code == 0
     assert (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns == before
     other = command("sweep", "--config", "small.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=2")

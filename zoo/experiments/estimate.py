@@ -1,15 +1,22 @@
-"""An estimate of how long runs will train on this machine, from timed training steps."""
+"""Training steps of runs on random tokens, and an estimate of how long the runs will train on this machine."""
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-from zoo.config.build import from_config
+from zoo.config.build import from_config, instantiate
 from zoo.experiments.definition import Run
+from zoo.train.adamw import AdamW
+from zoo.train.captured_step import CapturedStep
+from zoo.train.metrics import total_loss
+from zoo.train.muon import Muon
+from zoo.train.optim import build_optimizer, clip, total_norm
 
 BUDGET_SECONDS = 20.0
 
@@ -18,7 +25,7 @@ class Estimate(NamedTuple):
     """Training time of several runs.
 
     Attributes:
-        minutes: Forward and backward passes of all runs, without start-up and validation.
+        minutes: Training steps of all runs, without start-up and validation.
         timed: Number of runs of which a step was timed; the others count as their mean.
     """
 
@@ -35,15 +42,18 @@ def estimate(runs: Sequence[Run], jobs: int) -> Estimate | None:
     """
     gpus = torch.cuda.device_count()
     seconds, end = list[float](), time.monotonic() + BUDGET_SECONDS
-    steps = []
-    for run in runs:
-        trainer, data = run.parsed.trainer, run.parsed.data.init_args  # type: ignore[union-attr]
-        if trainer.max_steps < 1 or "sequence_length" not in data or "batch_size" not in data:
-            return None
-        steps.append(trainer.max_steps * trainer.accumulate_grad_batches)
+    steps = [number for run in runs if (number := steps_of(run)) is not None]
+    if len(steps) < len(runs):
+        return None
     with _threads(max((os.cpu_count() or 1) // jobs, 1)):
         for run in runs:
-            seconds.append(_seconds_of_a_step(run, "cuda" if gpus else "cpu"))
+            step = training_step(run, torch.device("cuda" if gpus else "cpu"))
+            for _ in range(2):  # the first one compiles and allocates
+                start = time.perf_counter()
+                step()
+                if gpus:
+                    torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
             if time.monotonic() > end:
                 break
     mean = sum(seconds) / len(seconds)
@@ -51,21 +61,53 @@ def estimate(runs: Sequence[Run], jobs: int) -> Estimate | None:
     return Estimate(total / min(jobs, max(gpus, 1) if gpus else jobs) / 60, len(seconds))
 
 
-def _seconds_of_a_step(run: Run, device: str) -> float:
-    """Time the second forward and backward pass of a run's model over one batch of random tokens."""
-    config = run.parsed.clone()  # type: ignore[union-attr]
-    config.model.vocab_size = config.model.vocab_size or config.data.init_args.get("vocab_size") or 1024
-    model = from_config(config, device)
-    shape = (config.data.init_args.batch_size, config.data.init_args.sequence_length)
-    tokens = torch.randint(config.model.vocab_size, shape, device=device)
-    for _ in range(2):  # the first one compiles and allocates
-        start = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            model.loss(tokens, tokens).backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    return seconds
+def steps_of(run: Run) -> int | None:
+    """The number of `training_step`s of a run; None if it has no sequences or no number of steps."""
+    assert run.parsed is not None
+    trainer, model = run.parsed.trainer, run.parsed.model
+    data = instantiate("data", run.parsed)
+    of_tokens = model.inputs is None and model.head is None
+    if (
+        trainer.max_steps < 1
+        or not of_tokens
+        or not hasattr(data, "sequence_length")
+        or not hasattr(data, "batch_size")
+    ):
+        return None
+    return int(trainer.max_steps * trainer.accumulate_grad_batches)
+
+
+def training_step(run: Run, device: torch.device) -> Callable[[], None]:
+    """A function that trains a run's model on a batch of random tokens, captured if the run is."""
+    assert run.parsed is not None
+    config, data = run.parsed.clone(), instantiate("data", run.parsed)
+    config.model.vocab_size = config.model.vocab_size or getattr(data, "vocab_size", None) or 1024
+    model, optim = from_config(config, device), instantiate("optim", config)
+    optimizer = build_optimizer(model, optim)
+    tokens = torch.randint(config.model.vocab_size, (data.batch_size, data.sequence_length), device=device)
+    parameters = [*model.parameters()]
+
+    def compute() -> tuple[Tensor]:
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            return (total_loss(model, tokens, tokens) / tokens.numel(),)
+
+    captured = CapturedStep(compute, parameters) if config.cuda_graph and device.type == "cuda" else None
+    if captured is not None and isinstance(optimizer, AdamW | Muon):
+        optimizer.replay = partial(captured.update, optimizer)
+
+    def step() -> None:
+        if captured is not None:
+            captured.prepare()
+        (compute if captured is None else captured)()[0].backward()
+        if optim.gradient_clip is not None and captured is not None:
+            captured.clip(optim.gradient_clip, captured.gradient_norm())
+        elif optim.gradient_clip is not None:
+            trained = [parameter for parameter in parameters if parameter.grad is not None]
+            clip(trained, optim.gradient_clip, total_norm(x.grad for x in trained if x.grad is not None))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
 
 
 @contextmanager

@@ -212,6 +212,11 @@ class Learner:
         clock.mark()
         loss.backward()
         clock.mark()
+        self.update()
+        clock.mark()
+
+    def update(self) -> None:
+        """Clip the gradients, apply them and drop them."""
         if self.clip is not None and self.captured is not None:
             self.captured.clip(self.clip, self.captured.gradient_norm())
         elif self.clip is not None:
@@ -219,7 +224,6 @@ class Learner:
             clip(parameters, self.clip, total_norm(p.grad for p in parameters if p.grad is not None))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        clock.mark()
 
     def times(self) -> Sequence[Sequence[float]]:
         """Milliseconds of forward, backward and optimiser in each step since the last call."""

@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,6 +55,12 @@ def validates_this_epoch(trainer: L.Trainer) -> bool:
 def is_logged_step(trainer: L.Trainer) -> bool:
     """Return whether loggers get the metrics of the step in progress."""
     return bool(trainer.log_every_n_steps) and trainer._logger_connector.should_update_logs
+
+
+def logs_steps(module: L.LightningModule) -> bool:
+    """Return whether a hook is running in which, by default, Lightning logs a number of one step."""
+    levels = _FxValidator.functions.get(module._current_fx_name or "")
+    return levels is not None and levels["default_on_step"] and not levels["default_on_epoch"]
 
 
 def row_to_log(trainer: L.Trainer) -> dict[str, float]:

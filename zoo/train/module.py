@@ -1,6 +1,7 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -23,7 +24,7 @@ from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.train.captured_step import CapturedForward, CapturedStep
-from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, number_rows_from
+from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
 from zoo.train.trainer import write_whole
@@ -32,6 +33,9 @@ log = logging.getLogger(__name__)
 
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
+
+
+REFRESH_SECONDS = 0.5
 
 
 def best_precision(accelerator: str) -> str:
@@ -92,9 +96,11 @@ class Pretraining(L.LightningModule):
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
         self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
+        self.train_loss: Tensor | None = None  # of the last step, in all processes; None if they did not exchange it
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
+        self._refreshes, self._refreshed = True, 0.0  # whether numbers are logged in this step; when they were last
         self._unlabelled = False  # whether a batch had no labels; the first is reported
 
     def setup(self, stage: str) -> None:
@@ -197,18 +203,21 @@ class Pretraining(L.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
 
-        In captured steps, which the host could delay, numbers are passed on at logged steps and the last one only.
+        Lightning spends more time on a number than many kernels take. Between logged steps it gets a number only once
+        in REFRESH_SECONDS, in captured steps not at all, unless it is to average it over an epoch.
         """
-        if self.captured is not None and isinstance(value, int | float) and self._is_between_logs():
+        averaged = kwargs.get("on_epoch") or len(args) > 3
+        if isinstance(value, int | float) and not averaged and self._is_between_logs():
             return
         value = torch.tensor(value, dtype=torch.float64) if isinstance(value, int | float) else value
         super().log(name, value, *args, **kwargs)
 
     def _is_between_logs(self) -> bool:
-        """Return whether a training step is in progress that loggers leave out."""
+        """Return whether a training step is in progress that loggers leave out, and the progress bar, too."""
         trainer = self.trainer
-        is_last = trainer.global_step + 1 >= trainer.max_steps > 0
-        return trainer.training and not is_last and not is_logged_step(trainer)
+        if not trainer.training or self._refreshes or not logs_steps(self):
+            return False
+        return not (trainer.global_step + 1 >= trainer.max_steps > 0 or is_logged_step(trainer))
 
     def on_train_start(self) -> None:
         """Discard the losses that an interrupted step may have left."""
@@ -218,6 +227,9 @@ class Pretraining(L.LightningModule):
         """Note the token count at the start of a step."""
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
+            now = time.perf_counter()
+            self._refreshes = self.captured is None and now - self._refreshed > REFRESH_SECONDS
+            self._refreshed = now if self._refreshes else self._refreshed
             # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
             number_rows_from(self.trainer, self.trainer.global_step)
 
@@ -230,13 +242,14 @@ class Pretraining(L.LightningModule):
         self._losses = losses if self._losses is None else self._losses + losses
         if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
             return
-        losses, self._losses = self._losses, None
+        losses, self._losses, self.train_loss = self._losses, None, None
         if trainer.world_size > 1:
             interval = trainer.log_every_n_steps
             if not interval or (trainer.global_step + 1) % interval:
                 return
             dist.all_reduce(losses)
-        self.log("train_loss", losses[0] / losses[1].clamp(min=1), prog_bar=True)
+        self.train_loss = losses[0] / losses[1].clamp(min=1)
+        self.log("train_loss", self.train_loss, prog_bar=True)
 
     def _local_part(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""
@@ -337,7 +350,8 @@ class Pretraining(L.LightningModule):
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         if parameters:
             norm = self.gradient_norm()
-            self.log("gradient_norm", norm)
+            if not self._is_between_logs():
+                self.log("gradient_norm", norm)
             if self.optim.gradient_clip is not None and self.captured is not None:
                 self.captured.clip(self.optim.gradient_clip, norm)
             elif self.optim.gradient_clip is not None:

@@ -311,3 +311,33 @@ def test_without_one_it_is_trained_by_its_logits():
     model = Uniform()
     expected = token_losses(model(tokens)[0], labels).sum()
     assert torch.equal(total_loss(model, tokens, labels), expected)
+
+
+class Logs(L.Callback):
+    """Logs the number of the step, as a number of the step and of the epoch, and keeps what Lightning has of each."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        pl_module.log("number", trainer.global_step)
+        pl_module.log("tensor", torch.tensor(float(trainer.global_step)))
+        pl_module.log("largest", trainer.global_step, on_step=False, on_epoch=True, reduce_fx="max")
+        self.seen.append(tuple(int(trainer.callback_metrics.get(name, 0)) for name in ("number", "tensor")))
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        pl_module.log("of_the_epoch", 7)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "numbers"), [(float("inf"), [0, 0, 0, 4, 4, 4, 4, 8, 9, 10]), (-1.0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])]
+)
+def test_numbers_between_logged_steps(seconds: float, numbers: list[int], tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """They reach Lightning once in a while; tensors, and what belongs to an epoch, always do."""
+    monkeypatch.setattr("zoo.train.module.REFRESH_SECONDS", seconds)
+    options = {"log_every_n_steps": 4, "max_steps": 10, "val_check_interval": 100}
+    run = trainer(tmp_path, [logs := Logs()], **options)
+    run.fit(pretraining(), Batches(*map(batch, range(10))))
+    assert logs.seen == list(zip(numbers, range(1, 11), strict=True))
+    assert (run.callback_metrics["largest"], run.callback_metrics["of_the_epoch"]) == (10, 7)
+    assert run.callback_metrics["gradient_norm"] > 0

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +11,24 @@ import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
+from torch import Tensor
 
 from kernels.errors import UserError
+from zoo.checkpoints.background import Background
 from zoo.display import new_figure, write_figure
 from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
+
+MAX_UNREAD = 100
 
 
 class LossCurve(RunCallback):
     """Plots the training and validation loss over tokens in `loss.png`, at each validation and at the end.
 
+    A thread writes the picture while training continues; the end of the run waits for it.
+
     Args:
-        every_n_steps: Record the training loss every N steps; reading it waits for the GPU.
+        every_n_steps: Record the training loss every N steps.
         smoothing: Weight of the past in the smoothed training loss.
 
     Raises:
@@ -41,9 +48,13 @@ class LossCurve(RunCallback):
         self.smoothing = smoothing
         self.training: list[tuple[int, float]] = []  # tokens, nats
         self.validation: list[tuple[int, float]] = []
+        self._unread: list[tuple[int, Tensor]] = []  # training losses that a GPU may not have computed yet
+        self._drawn: tuple[int, int] | None = None  # number of points
+        self._background = Background()
 
     def state_dict(self) -> dict[str, Any]:
         """The points so far, so that a resumed run draws the whole curve."""
+        self._read()
         return {name: torch.tensor(getattr(self, name), dtype=torch.float64) for name in ("training", "validation")}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -51,18 +62,34 @@ class LossCurve(RunCallback):
             setattr(self, name, [(int(tokens), loss) for tokens, loss in points.tolist()])
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Record the training loss as last logged, which covers all processes."""
-        tokens, loss = pl_module.tokens_seen, trainer.callback_metrics.get("train_loss")
-        recorded = bool(self.training) and self.training[-1][0] == tokens
-        if loss is not None and trainer.global_step % self.every_n_steps == 0 and not recorded:
-            self.training.append((tokens, loss.item()))
+        """Record the training loss, which covers all processes."""
+        if trainer.global_step % self.every_n_steps:
+            return
+        tokens, loss = pl_module.tokens_seen, pl_module.train_loss
+        recorded = tokens in (points[-1][0] for points in (self.training, self._unread) if points)
+        if loss is not None and not recorded:
+            self._unread.append((tokens, loss.detach().clone()))
+        if len(self._unread) == MAX_UNREAD:
+            self._read()
+
+    def _read(self) -> None:
+        """Wait for the recorded training losses."""
+        if self._unread:
+            tokens, losses = zip(*self._unread, strict=True)
+            self.training += zip(tokens, torch.stack(losses).tolist(), strict=True)
+            self._unread = []
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the validation loss, and draw the curve."""
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self.complete(trainer, pl_module)
+            self._record(trainer, pl_module)
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Record the validation loss, and draw the curve."""
+        self._record(trainer, pl_module)
+        self._background.wait()
+
+    def _record(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Record the validation loss unless it is recorded already, and draw the curve."""
         if "val_loss" in trainer.callback_metrics:
             recorded = self.validation and self.validation[-1][0] == pl_module.tokens_seen
@@ -72,13 +99,15 @@ class LossCurve(RunCallback):
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._draw(trainer)
+        self._background.wait()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Draw the curve of an interrupted run so far."""
         stopped = isinstance(exception, KeyboardInterrupt | SIGTERMException)
         # before the first step the data may not be ready, which the baseline needs
-        if stopped and trainer.state.fn == "fit" and self.training:
+        if stopped and trainer.state.fn == "fit" and (self.training or self._unread):
             self._draw(trainer)
+            self._background.wait()
 
     def figure(self, baseline: float | None = None) -> Figure:
         """The curve.
@@ -105,9 +134,14 @@ class LossCurve(RunCallback):
         return figure
 
     def _draw(self, trainer: L.Trainer) -> None:
-        if not trainer.is_global_zero or trainer.fast_dev_run:
+        self._read()
+        points = len(self.training), len(self.validation)
+        if not trainer.is_global_zero or trainer.fast_dev_run or points == self._drawn:
             return
-        write_figure(self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png")
+        self._background.wait()
+        self._drawn = points
+        figure, file = self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png"
+        self._background.add(partial(write_figure, figure, file))
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:

@@ -24,6 +24,7 @@ from tests.zoo.tiny import (
 )
 from zoo.checkpoints.format import AtomicCheckpointIO, read_checkpoint
 from zoo.data import MarkovChain
+from zoo.display import write_figure
 from zoo.files.atomic import atomic_link, atomic_write
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_curve import LossCurve
@@ -426,6 +427,37 @@ def test_the_curve_is_drawn_and_continued(tmp_path):
     assert labels == ["training", "training, smoothed", "validation", "interpolated bigram model"]
     assert list(axes.lines[0].get_ydata()) == [loss for _, loss in curve.training]
     assert set(axes.lines[3].get_ydata()) == {1.25}
+    assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
+
+
+def test_the_curve_has_the_losses_of_its_steps(tmp_path):
+    """Whether or not they are logged."""
+    trainer(tmp_path, [log := LossLog(), curve := LossCurve(every_n_steps=3)], log_every_n_steps=5).fit(
+        pretraining(), Data()
+    )
+    assert curve.training == [(64 * step, pytest.approx(log.losses[step], rel=1e-6)) for step in (3, 6, 9, 12)]
+
+
+@pytest.mark.slow
+def test_the_curve_is_written_while_training_continues(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    """Each picture once, and the last one before the end of the run; the losses are read for it, not before."""
+    steps, written, read = threading.Event(), list[bool](), list[int]()
+    curve = LossCurve(every_n_steps=1)
+
+    class Steps(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            read.append(len(curve.training))
+            if trainer.global_step == 6:
+                steps.set()
+
+    def slow(*args: object) -> None:
+        written.append(steps.wait(60))
+        write_figure(*args)
+
+    monkeypatch.setattr("zoo.train.callbacks.loss_curve.write_figure", slow)
+    trainer(tmp_path, [Steps(), curve], max_steps=8, val_check_interval=4).fit(pretraining(), Data())
+    assert written == [True, True]
+    assert read[:3] == [0, 0, 0]
     assert imread(tmp_path / "loss.png").shape[:2] == (504, 840)
 
 
