@@ -35,6 +35,8 @@ from .latent_attention import MultiheadLatentAttention
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .mamba3 import Mamba3
+from .mlstm import MLSTM
 from .norm import (
     GatedRMSNorm,
     GateOnly,
@@ -69,6 +71,7 @@ __all__ = [
     "KDA",
     "LFM",
     "LRPE",
+    "MLSTM",
     "TNL",
     "TPE",
     "Bidirectional",
@@ -107,6 +110,7 @@ __all__ = [
     "Mamba1",
     "Mamba2",
     "Mamba2Discretisation",
+    "Mamba3",
     "MultiheadLatentAttention",
     "Norm",
     "NormOnly",

@@ -24,6 +24,13 @@ def size_or(name: str, size: int | None, default: int) -> int:
     return default if size is None else size
 
 
+def check_finite(numbers: Mapping[str, float]) -> None:
+    """Raise a UserError unless each number is finite."""
+    for name, x in numbers.items():
+        if not isinstance(x, Real) or isinstance(x, bool) or not math.isfinite(x):
+            raise UserError(f"{name}: {x!r} must be a finite number")
+
+
 def check_numbers(numbers: Mapping[str, float | None], *, positive: bool = True) -> None:
     """Raise a UserError unless each number is finite and above 0, or with `positive=False` at least 0, or None."""
     for name, x in numbers.items():

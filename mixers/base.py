@@ -25,6 +25,7 @@ from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, together
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
+from .shift import check_sequences
 from .state import History, Position, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
@@ -215,15 +216,16 @@ class LinearState(NamedTuple):
     matrix: Tensor  # [N,H·S,K',V], at least fp32
     histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
     position: Position  # tokens seen [N], int64; empty where no feature map asks
-    curvature: tuple[Tensor, ...] = ()  # of a preconditioner [N,G·S,1,K'], at least fp32
+    carried: tuple[Tensor, ...] = ()  # what `carry` needs of earlier tokens [N,…], at least fp32
 
 
 class LinearMixer(TokenMixer):
-    """A mixer whose state is a matrix per head: project → expand → features → gates → recurrence → readout.
+    """A mixer whose state is a matrix per head: project → expand → features → gates → carry → recurrence → readout.
 
     A subclass implements `project`, `gates` and `readout`, names its `recurrence` and declares its features as data.
     `Expanded` can then expand its state, provided that its gates have size `gate_heads` (per key channel:
-    `gate_heads * subhead_size`) and not the number of heads. A preconditioner acts on the keys after the gates.
+    `gate_heads * subhead_size`) and not the number of heads. A mixer that needs more of the earlier tokens than the
+    matrix overrides `carry` and `init_carried`; by default, a preconditioner acts on the keys there.
 
     Args:
         site: Where the layer sits in the model.
@@ -313,7 +315,7 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
         x = checked_input(x, self.site.hidden_size)
-        s, histories, position, curvature = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
+        s, histories, position, carried = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,
             s.q,
@@ -327,7 +329,7 @@ class LinearMixer(TokenMixer):
             keep_states=self.keep_states,
             context_parallel=context_parallel,
         )
-        return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position, curvature)
+        return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position, carried)
 
     def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)
@@ -371,31 +373,46 @@ class LinearMixer(TokenMixer):
         where = following = s.v.new_zeros(0, dtype=torch.int64)
         if self._needs_positions:
             where, following = positions(s.v, None if state is None else state.position, cu_seqlens, context_parallel)
-        past = [None] * 3 if state is None else state.histories
+        histories_before = [None] * 3 if state is None else state.histories
         gate_inputs = self.gate_inputs(s)
         products = (q_product, k_product, None)
-        made, gates = together(self._features, s[:3], past, where, cu_seqlens, context_parallel, gate_inputs, products)
+        made, gates = together(
+            self._features, s[:3], histories_before, where, cu_seqlens, context_parallel, gate_inputs, products
+        )
         done, histories = zip(*made, strict=True)
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
-        s, curvature = self._precondition(s, state, cu_seqlens, context_parallel)
-        if self.q_gain is not None:  # last, as a norm would cancel it
+        if self.q_gain is not None:  # after the gates, as a norm would cancel it
             s = s.replace(q=self.q_gain(s.q))
-        return s, histories, following, curvature
+        past = None if state is None else state.carried
+        s, carried = self.carry(s, past, cu_seqlens, context_parallel)
+        return s, histories, following, carried
 
-    def _precondition(
+    def carry(
         self,
         s: Streams,
-        state: LinearState | None,
+        carried: tuple[Tensor, ...] | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Streams, tuple[Tensor, ...]]:
-        """Erase with the keys and write with preconditioned ones times β; also return the next curvature."""
+        """Refine the streams by what earlier tokens left besides the matrix, after the gates.
+
+        By default, erase with the keys and write with preconditioned ones times β, if there is a preconditioner.
+
+        Args:
+            s: Streams as `gates` returns them.
+            carried: What the tokens before s left, as `init_carried` makes it; None without a state.
+            cu_seqlens: As in `forward`.
+            context_parallel: As in `forward`.
+
+        Returns:
+            The streams of the recurrence, and what these tokens leave; the latter is ignored without a state.
+        """
         if self.preconditioner is None:
             return s, ()
         assert s.beta is not None
         assert s.curvature is not None
-        past = None if state is None else state.curvature[0]
+        past = None if carried is None else carried[0]
         curvature, last = self.preconditioner(s.k, s.curvature, past, cu_seqlens, context_parallel)
         q, k, curvature = (self.to_value_heads(x) for x in (s.q, s.k, curvature))
         centre = self.to_value_heads(self.preconditioner.centre.view(1, 1, -1)).flatten()
@@ -421,31 +438,40 @@ class LinearMixer(TokenMixer):
         device, dtype = device or like.device, dtype or like.dtype
         matrix_dtype = torch.promote_types(dtype, torch.float32)
         return LinearState(
-            torch.zeros(batch_size, *self._matrix_shape, device=device, dtype=matrix_dtype),
+            torch.zeros(batch_size, *self.matrix_shape, device=device, dtype=matrix_dtype),
             tuple(path.init_history(batch_size, device, dtype) for path in self._features),
             torch.zeros(batch_size if self._needs_positions else 0, device=device, dtype=torch.int64),
-            tuple(torch.zeros(batch_size, *size, device=device, dtype=matrix_dtype) for size in self._curvature_shape),
+            self.init_carried(batch_size, device, matrix_dtype),
         )
 
     @property
-    def _matrix_shape(self) -> tuple[int, int, int]:
+    def matrix_shape(self) -> tuple[int, int, int]:
+        """Shape [H·S,K',V] of the state of one sequence."""
         return self.gate_heads, self.k_features.out_size, self.v_features.out_size
 
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Return what `carry` receives before the first token; dtype is at least fp32."""
+        if self.preconditioner is None:
+            return ()
+        shape = (batch_size, self.k_features.heads, 1, self.k_features.out_size)
+        return (torch.zeros(shape, device=device, dtype=dtype),)
+
     @property
-    def _curvature_shape(self) -> list[tuple[int, int, int]]:
-        """The shape of a preconditioner's state, if there is one."""
-        return [] if self.preconditioner is None else [(self.k_features.heads, 1, self.k_features.out_size)]
+    def recurrent_key_heads(self) -> int:
+        """Key heads that the recurrence reads, before subheads: G, unless `gates` or `carry` makes more."""
+        return self.num_key_heads
 
     def state_size(self, length: int | None = None) -> int:
-        return sum(map(math.prod, [self._matrix_shape, *self._curvature_shape]))
+        carried = self.init_carried(1, "meta", torch.float32)
+        return math.prod(self.matrix_shape) + sum(x.numel() for x in carried)
 
     def flops(self, length: int) -> int:
-        _, key_size, value_size = self._matrix_shape
+        _, key_size, value_size = self.matrix_shape
         recurrence = kernels.recurrence_flops(
             type(self).recurrence,
             length,
             heads=self.num_heads,
-            key_heads=self.num_key_heads,
+            key_heads=self.recurrent_key_heads,
             subheads=self.subheads,
             key_size=key_size,
             value_size=value_size,
@@ -492,15 +518,12 @@ def positions(
         UserError: The state that `offset` is from has another number of sequences.
     """
     length = x.shape[1]
+    check_sequences(offset, x, cu_seqlens)
     if cu_seqlens is not None:
         owner, place = places(cu_seqlens, length)
         counts = cu_seqlens.diff().to(torch.int64)
-        if offset is not None and len(offset) != len(counts):
-            raise kernels.UserError(f"state: has {len(offset)} sequences, but there are {len(counts)} documents")
         start = torch.zeros_like(counts) if offset is None else offset
         return (place + start[owner])[None], start + counts
-    if offset is not None and len(offset) != len(x):
-        raise kernels.UserError(f"state: has {len(offset)} sequences, but x has {len(x)}")
     time = torch.arange(length, device=x.device)
     if offset is None and context_parallel is not None:
         offset = time.new_tensor([context_parallel.rank * length])

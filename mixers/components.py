@@ -21,6 +21,8 @@ from .latent_attention import MultiheadLatentAttention
 from .linear_attention import LinearAttention
 from .mamba1 import Mamba1
 from .mamba2 import Mamba2
+from .mamba3 import Mamba3
+from .mlstm import MLSTM
 from .norm import (
     GatedRMSNorm,
     GateOnly,
@@ -40,8 +42,8 @@ from .wrapped import Wrapped
 
 MIXERS = (
     *(Bidirectional, Comba, CosFormer2, DeltaNet, Expanded, GatedDeltaNet, GatedDeltaNet2, GatedDeltaProduct, GLA),
-    *(ForgettingAttention, HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, MultiheadLatentAttention, RetNet),
-    *(SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
+    *(ForgettingAttention, HGRN1, HGRN2, KDA, LinearAttention, Mamba1, Mamba2, Mamba3, MLSTM),
+    *(MultiheadLatentAttention, RetNet, SlidingWindowAttention, SoftmaxAttention, TNL, TPE, LowRankGated, Wrapped),
 )
 PARTS_OF_MIXERS = (
     *(DPFP, HeadWise, LFM, LowRank, Residual),

@@ -18,7 +18,7 @@ from .norm import Output, RMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .state import Cache, History, Position
-from .token_shift import previous
+from .shift import shifted
 
 
 class ForgettingState(NamedTuple):
@@ -138,7 +138,8 @@ class ForgettingAttention(TokenMixer):
         """k and v [B,T,Hkv,D], shifted and normed, and the last ones before their shift, if they are shifted."""
         both = torch.cat([streams["k"], streams["v"]], -1)
         if self.shift:
-            before, last = previous(both, last, cu_seqlens, context_parallel)
+            before, last = shifted(both, None if last is None else last[:, 0], cu_seqlens, context_parallel)
+            last = None if last is None else last[:, None]
             share = sigmoid(streams["shift"])[..., None]
             both = split_heads(both, 2 * self.num_kv_heads)
             both = (both + share * (split_heads(before, 2 * self.num_kv_heads) - both)).flatten(2)

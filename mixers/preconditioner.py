@@ -1,15 +1,13 @@
 """Preconditioned keys of the delta rule."""
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
 import kernels
 
-from .arguments import check_sizes
+from .arguments import check_finite, check_sizes
 from .context_parallel import ContextParallel, run_recurrence
 from .decay import Discretisation, Strength
 from .precision import KeepsFp32
@@ -41,9 +39,7 @@ class Preconditioner(KeepsFp32):
     def __init__(self, heads: int, limit: float = 1.5, centre: float = -0.2):
         super().__init__()
         check_sizes({"heads": heads})
-        for name, value in (("limit", limit), ("centre", centre)):
-            if not isinstance(value, Real) or isinstance(value, bool) or not math.isfinite(value):
-                raise kernels.UserError(f"{name}: {value!r} must be a finite number")
+        check_finite({"limit": limit, "centre": centre})
         if not 1 < limit <= 2:
             raise kernels.UserError(f"limit: {limit} must be above 1 and at most 2")
         self.limit, self.first_centre = limit, centre

@@ -89,7 +89,7 @@ FAMILIES = {
         *("forgetting_attention.yaml", "gated_attention.yaml"),
     ),
     "h1-": ("gdn_h1.yaml", "kda.yaml", "kda_hybrid.yaml"),
-    "gated_deltanet2-": ("gated_deltanet2.yaml",),
+    "gated_deltanet2-": ("gated_deltanet2.yaml", "mamba3.yaml"),
     "gated_deltaproduct-": ("gated_deltaproduct.yaml",),
     "retnet-": ("retnet.yaml",),
     "mamba-": ("mamba1.yaml", "mamba2.yaml"),

@@ -32,6 +32,14 @@ def silu(x: Tensor) -> Tensor:
     return (_wide(x) * F.logsigmoid(_wide(x)).exp()).to(x.dtype) if _exact(x) else F.silu(x)
 
 
+def tanh(x: Tensor) -> Tensor:
+    """tanh(x)."""
+    if not _exact(x):
+        return x.tanh()
+    t = (-2 * _wide(x).abs()).expm1()
+    return torch.copysign(-t / (2 + t), x).to(x.dtype)
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp x)."""
     return -F.logsigmoid(-_wide(x)).to(x.dtype) if _exact(x) else F.softplus(x)

@@ -41,6 +41,7 @@ ALLOWED = {
     "conv": (0,),  # none
     "lower_bound": (-1.0,),  # of a log decay
     "centre": (-1.0,),  # of log curvatures
+    "input_bias": (-1.0,),
     "Expansion.hidden_size": (0,),  # of an expansion that makes nothing of the layer's input
     **{f"{name}.hidden_size": (0,) for name in ("HeadWise", "LowRank", "DPFP", "LFM")},
 }

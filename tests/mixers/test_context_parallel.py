@@ -138,7 +138,7 @@ ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "Gated DeltaNet, long values": partial(GDN, head_dim=128, value_dim=256),
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=4),
     **{name: mixers.get(name) for name in ("Mamba2", "GLA", "Mamba1", "CosFormer2", "SoftmaxAttention")},
-    **{name: mixers.get(name) for name in ("KDA", "GatedDeltaNet2", "Comba", "GatedDeltaProduct")},
+    **{name: mixers.get(name) for name in ("KDA", "GatedDeltaNet2", "Comba", "GatedDeltaProduct", "MLSTM", "Mamba3")},
     **PRECONDITIONED,
     "window": partial(mixers.SlidingWindowAttention, window_size=256),
 }

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import kernels
 import mixers
 from mixers import (
     GLA,
@@ -25,8 +24,6 @@ from mixers import (
     Preconditioner,
     Site,
 )
-
-from .variants import PRECONDITIONED
 
 SITE = Site(hidden_size=32, num_heads=4)
 SIZES = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}
@@ -265,48 +262,12 @@ def test_a_preconditioner_changes_the_key_that_is_written_with(make: Callable[..
     torch.testing.assert_close(outputs["o"], preconditioned_by_hand(mixer, x), rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("factory", PRECONDITIONED.values(), ids=PRECONDITIONED)
-def test_a_preconditioner_sees_no_bit_of_the_future_or_of_other_documents(factory: Callable):
-    mixer, (x, other) = factory(SITE), torch.randn(2, 1, 150, 32)
-    y, cut = mixer(x)[0], 77
-    assert torch.equal(mixer(torch.cat([x[:, :cut], other[:, cut:]], 1))[0][:, :cut], y[:, :cut])
-    with kernels.deterministic():
-        packed = mixer(x, cu_seqlens=torch.tensor([0, cut, 150]))[0]
-        assert torch.equal(packed, torch.cat([mixer(x[:, :cut])[0], mixer(x[:, cut:])[0]], 1))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("factory", PRECONDITIONED.values(), ids=PRECONDITIONED)
-def test_a_preconditioned_layer_on_a_device(factory: Callable, packed: bool, dtype: torch.dtype, tolerance: float):
-    mixer, x = factory(Site(128, 2)).double(), torch.randn(1, 333, 128, dtype=torch.float64, requires_grad=True)
-    cu_seqlens = torch.tensor([0, 5, 5, 200, 333], dtype=torch.int32) if packed else None
-    dy, leaves = torch.randn_like(x), [x, *mixer.parameters()]
-    expected = mixer(x, cu_seqlens=cu_seqlens)[0]
-    gradients = torch.autograd.grad(expected, leaves, dy)
-    mixer, x = mixer.cuda().to(dtype), x.detach().cuda().to(dtype).requires_grad_()
-    cu_seqlens = None if cu_seqlens is None else cu_seqlens.cuda()
-    y, _ = mixer(x, cu_seqlens=cu_seqlens)
-    found = torch.autograd.grad(y, [x, *mixer.parameters()], dy.cuda().to(dtype))
-    names = ("y", "x", *(name for name, _ in mixer.named_parameters()))
-    for name, one, other in zip(names, (y, *found), (expected, *gradients), strict=True):
-        assert (one.cpu().double() - other).norm() < tolerance * other.norm() * (1 if name == "y" else 5), name
-    with torch.no_grad():
-        state, steps = mixer.init_state(1), []
-        for t in range(5):
-            step, state = mixer(x[:, t : t + 1], state)
-            steps.append(step)
-    assert (torch.cat(steps, 1) - y[:, :5]).norm() < tolerance * y[:, :5].norm()
-
-
 def test_what_a_preconditioner_starts_with():
     mixer = KDA(SITE, **SIZES, preconditioner=Preconditioner)
     assert mixer.preconditioner.centre.tolist() == pytest.approx([-0.2] * 2)
     assert mixer.state_size() == 4 * 8 * 12 + 2 * 8
-    assert mixer.init_state(3).curvature[0].shape == (3, 2, 1, 8)
-    assert KDA(SITE, **SIZES).init_state(3).curvature == ()
+    assert mixer.init_state(3).carried[0].shape == (3, 2, 1, 8)
+    assert KDA(SITE, **SIZES).init_state(3).carried == ()
 
 
 @pytest.mark.parametrize(("base", "steps"), [(GLA, 1), (KDA, 2)])

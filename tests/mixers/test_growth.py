@@ -39,6 +39,8 @@ MIXERS = {
     "Comba": partial(Comba, num_heads=4, num_key_heads=2, head_dim=16),
     "GatedDeltaProduct": partial(GatedDeltaProduct, num_heads=4, num_key_heads=2, head_dim=16),
     "Mamba2": partial(Mamba2, head_dim=16, state_dim=8, num_groups=2),
+    "Mamba3": partial(mixers.Mamba3, head_dim=16, state_dim=8, num_groups=2),
+    "MLSTM": mixers.MLSTM,
     "RetNet": RetNet,
 }
 
@@ -76,6 +78,8 @@ def test_the_ways_of_mixers():
         "Comba": ["merge", "expand"],
         "GatedDeltaProduct": ["merge", "expand"],
         "Mamba2": ["widen", "expand"],
+        "Mamba3": ["expand"],
+        "MLSTM": ["expand"],
         "RetNet": ["expand"],
     }
     assert growths(SlidingWindowAttention(SITE)) == growths(Expanded(SITE, mixer=GLA, factor=2)) == []

@@ -52,7 +52,11 @@ def test_dotted_paths():
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [("GatedDeltanet", "GatedDeltaNet"), ("mamba", "Mamba1' or 'Mamba2"), ("SlidingWindow", "SlidingWindowAttention")],
+    [
+        ("GatedDeltanet", "GatedDeltaNet"),
+        ("mamba", "Mamba1' or 'Mamba2' or 'Mamba3"),
+        ("SlidingWindow", "SlidingWindowAttention"),
+    ],
 )
 def test_did_you_mean(name: str, suggestion: str):
     with pytest.raises(mixers.UserError, match=rf"^mixer: '{name}' .*did you mean '{suggestion}'\?"):

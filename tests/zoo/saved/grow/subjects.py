@@ -35,6 +35,8 @@ STACKS: dict[str, tuple[Any, ...]] = {
         "model.stack.mixer.mixer.init_args.state_dim=8",
         "model.stack.mixer.mixer.init_args.num_groups=2",
     ),
+    "MLSTM": ("mlstm.yaml", *SMALL, "model.stack.mixer.mixer.init_args.input_bias=0"),
+    "Mamba3": ("mamba3.yaml", *SMALL, "model.stack.mixer.mixer.init_args.head_dim=16"),
     "RetNet": ("retnet.yaml", *SMALL),
     "TNL": ("tnl.yaml", *SMALL),
     "transformer": ("transformer.yaml", *SMALL),

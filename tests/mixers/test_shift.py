@@ -1,29 +1,33 @@
+"""Streams one token later."""
+
 import pytest
 import torch
 
-from mixers.token_shift import previous
+from mixers.shift import shifted
 
 
 def test_whole_sequences():
     x = torch.randn(2, 5, 3)
-    before, last = previous(x, None)
+    before, last = shifted(x, torch.zeros(2, 3), None)
     assert torch.equal(before[:, 1:], x[:, :-1])
     assert not before[:, 0].any()
-    again, _ = previous(x, last)
-    assert torch.equal(again[:, :1], last)
-    assert torch.equal(last, x[:, -1:])
+    assert torch.equal(last, x[:, -1])
+    assert torch.equal(shifted(x, last, None)[0][:, 0], last)
+    alone, none = shifted(x, None, None)
+    assert torch.equal(alone, before)
+    assert none is None
 
 
 @pytest.mark.parametrize("continued", [False, True])
 def test_packed_documents_are_what_each_is_alone(continued: bool):
     x, bounds = torch.randn(1, 9, 3), torch.tensor([0, 0, 4, 5, 9, 9])
-    history = torch.randn(5, 1, 3) if continued else None
-    before, last = previous(x, history, bounds)
+    history = torch.randn(5, 3) if continued else torch.zeros(5, 3)
+    before, last = shifted(x, history, bounds)
     for n, (i, j) in enumerate([(0, 0), (0, 4), (4, 5), (5, 9), (9, 9)]):
-        own = None if history is None else history[n : n + 1]
+        own = history[n : n + 1]
         if j > i:
-            alone, end = previous(x[:, i:j], own)
+            alone, end = shifted(x[:, i:j], own, None)
             assert torch.equal(before[:, i:j], alone)
             assert torch.equal(last[n : n + 1], end)
         else:  # nothing came after
-            assert torch.equal(last[n : n + 1], torch.zeros(1, 1, 3) if own is None else own)
+            assert torch.equal(last[n : n + 1], own)

@@ -1,0 +1,183 @@
+"""Mamba-3."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from kernels.core.elementwise import sigmoid, softplus, tanh
+
+from .arguments import check_numbers, check_sizes
+from .base import LinearMixer, Site, Streams, checked_site
+from .context_parallel import ContextParallel
+from .decay import start_steps
+from .norm import GateOnly, Output, RMSNorm
+from .precision import KeepsFp32
+from .projection import OutputProjection, Projection, split_heads
+from .registry import register
+from .shift import check_sequences, shifted
+from .turning import running_turns, turn
+
+SLOWEST = 1e-4  # smallest rate A
+
+
+class Trapezoid(KeepsFp32):
+    """The trapezoidal rule with data-dependent step dt, rate A and weight λ, in at least fp32.
+
+    dt = softplus(a + dt_bias) starts log-uniform in [1e-3, 0.1]. A = 1 + r for r ≥ 0 and 1 / (1 − r) below, at least
+    1e-4. λ = σ(w) is the share of a step that the current token gets; the previous one gets the rest.
+
+    Args:
+        size: Number of recurrences.
+    """
+
+    no_weight_decay = keep_fp32 = ("dt_bias",)
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.dt_bias = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if not self.dt_bias.is_meta:
+            start_steps(self.dt_bias)
+
+    def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log_decay −A·dt, dt and λ of raw a, r and w [B,T,size], each in that shape."""
+        a, r, w = map(kernels.at_least_fp32, (a, r, w))
+        dt = softplus(a + self.dt_bias)
+        rate = torch.where(r >= 0, 1 + r, 1 / (1 - r.clamp(max=0)))
+        return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
+
+
+@register(
+    recurrence="S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t B_{t−1} x_{t−1}ᵀ + λ_t dt_t B_t x_tᵀ,  y_t = S_tᵀ C_t + D·x_t",
+    paper="Mamba-3, arXiv 2603.15569",
+    tiny={"head_dim": 16, "state_dim": 32},
+)
+class Mamba3(LinearMixer):
+    """S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t B_{t−1} x_{t−1}ᵀ + λ_t dt_t B_t x_tᵀ, y_t = S_tᵀ C_t + D·x_t.
+
+    Mamba-3 with one input and output per head (arXiv 2603.15569). α_t = exp(−A_t dt_t). B and C are normalised, get a
+    bias for each head, and turn with a complex decay: pair j of their first channels by the angle
+    π Σ_{s≤t} tanh(a_{s,j}) dt_s.
+
+    The recurrence runs on the matrix P_t = S_t − λ_t dt_t B_t x_tᵀ, to which a token is added one step later, with the
+    gate α_{t+1} (λ_t dt_t + (1 − λ_{t+1}) dt_{t+1}).
+
+    Args:
+        site: Where the layer sits in the model.
+        expand: Inner width over hidden_size.
+        head_dim: Value size V of a head.
+        state_dim: Key size K, "the state size" of the paper.
+        num_groups: Groups of heads that share B and C, apart from their biases.
+        rotary_fraction: Share of the channels of B and C that turn, above 0 and at most 1.
+        output: Gate and norm of the output of each head: GateOnly, GatedRMSNorm, or another Output.
+        norm_eps: Added inside the root of the norms of B and C.
+    """
+
+    no_weight_decay = keep_fp32 = ("D", "q_bias", "k_bias")
+    scale = 1.0
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        expand: int = 2,
+        head_dim: int = 64,
+        state_dim: int = 128,
+        num_groups: int = 1,
+        rotary_fraction: float = 0.5,
+        output: Callable[[int], Output] = GateOnly,
+        norm_eps: float = 1e-5,
+    ):
+        site = checked_site(site, type(self))
+        check_sizes({"expand": expand, "head_dim": head_dim, "state_dim": state_dim, "num_groups": num_groups})
+        check_numbers({"rotary_fraction": rotary_fraction})
+        check_numbers({"norm_eps": norm_eps}, positive=False)
+        width = expand * site.hidden_size
+        if width % head_dim:
+            raise kernels.UserError(
+                f"head_dim: {head_dim} does not divide the inner width {width} (expand {expand} · "
+                f"hidden_size {site.hidden_size})"
+            )
+        heads = width // head_dim
+        super().__init__(site, num_heads=heads, num_key_heads=num_groups, key_size=state_dim, value_size=head_dim)
+        self.pairs = int(self.subhead_size * rotary_fraction) // 2
+        if rotary_fraction > 1 or not self.pairs:
+            raise kernels.UserError(
+                f"rotary_fraction: {rotary_fraction} of {self.subhead_size} channels must be 2 to {self.subhead_size}"
+            )
+        keys, gates = num_groups * state_dim, self.gate_heads
+        widths = {"z": width, "x": width, "B": keys, "C": keys, "dt": gates, "A": gates, "trap": gates}
+        self.output = output(head_dim)
+        if not self.output.gated:
+            del widths["z"]
+        self.in_proj = Projection(site.hidden_size, widths | {"angles": self.pairs})
+        self.q_norm, self.k_norm = (RMSNorm(self.subhead_size, norm_eps) for _ in range(2))
+        self.q_bias, self.k_bias = (nn.Parameter(torch.empty(gates, self.subhead_size)) for _ in range(2))
+        self.decay, self.D = Trapezoid(gates), nn.Parameter(torch.empty(heads))
+        self.out_proj = OutputProjection(width, site.hidden_size)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for parameter in (self.q_bias, self.k_bias, self.D):
+            nn.init.ones_(parameter)
+
+    def project(self, x: Tensor) -> Streams:
+        parts = dict(zip(self.in_proj.widths, self.in_proj(x), strict=True))
+        G, H = self.num_key_heads, self.num_heads
+        z = split_heads(parts["z"], H) if "z" in parts else None
+        q, k, v = split_heads(parts["C"], G), split_heads(parts["B"], G), split_heads(parts["x"], H)
+        return Streams(q, k, v, parts["A"], parts["dt"], (z, parts["trap"], parts["angles"]))
+
+    def gates(self, s: Streams) -> Streams:
+        assert s.beta is not None
+        assert s.log_decay is not None
+        z, trap, angles = s.gate
+        log_decay, dt, share = self.decay(s.beta, s.log_decay, trap)
+        q, k = (
+            self.to_value_heads(norm(y)) + bias.to(y.dtype)
+            for norm, y, bias in ((self.q_norm, s.q, self.q_bias), (self.k_norm, s.k, self.k_bias))
+        )
+        turns = tanh(kernels.at_least_fp32(angles))[:, :, None] * dt[..., None] / 2
+        return s.replace(q=q, k=k, log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, turns))
+
+    def carry(
+        self,
+        s: Streams,
+        carried: tuple[Tensor, ...] | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        assert s.beta is not None
+        assert s.log_decay is not None
+        z, rest, turns = s.gate
+        past = carried or (None,) * 4
+        check_sequences(past[0], s.v, cu_seqlens)
+        where = (cu_seqlens, context_parallel)
+        turned, last_turn = running_turns(turns, past[0], *where)
+        q, k = turn(s.q, turned), turn(s.k, turned)
+        own = (s.beta * (q * k).sum(-1, dtype=s.beta.dtype)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
+        skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
+        streams = zip((k, s.v, s.beta), past[1:], strict=True)
+        (k, last_k), (v, last_v), (written, last_written) = (shifted(x, before, *where) for x, before in streams)
+        s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
+        last = (last_turn, last_k, last_v, last_written)
+        return s, tuple(x for x in last if x is not None)
+
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        gates = self.gate_heads
+        turned = torch.zeros(batch_size, gates, self.pairs, device=device, dtype=torch.float64)
+        shapes = ((gates, self.subhead_size), (self.num_heads, self.value_size), (gates,))
+        return turned, *(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in shapes)
+
+    @property
+    def recurrent_key_heads(self) -> int:
+        return self.num_heads
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        z, skipped = s.gate
+        return self.out_proj(self.output(o + skipped, z).flatten(2))

@@ -1,0 +1,76 @@
+"""Rotary embedding by angles that depend on the data, added up along time."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.core.documents import places
+
+from .context_parallel import ContextParallel
+from .shift import last_tokens, starting
+
+GRID = 2.0**38  # sums of multiples of 1 / GRID are exact in fp64 up to 16,384 turns, so their order does not matter
+
+
+def running_turns(
+    turns: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Tensor | None]:
+    """Add up turns along time, modulo 1, with the exact same result in any batch, document or piece.
+
+    Args:
+        turns: Share of a full turn that each token adds [B,T,…].
+        before: Sum of the tokens before, in fp64 [N,…] (N = B without `cu_seqlens`); None for 0.
+        cu_seqlens: Boundaries [N+1] of packed documents, or None.
+        context_parallel: Which part of each sequence `turns` is.
+
+    Returns:
+        Sums in [0, 1), in the shape and dtype of `turns`, and the last ones [N,…]; None without `before`.
+    """
+    wide = turns.double()
+    wide = wide + ((wide.detach() * GRID).round() / GRID - wide.detach())
+    total: Tensor = _RunningSum.apply(wide, cu_seqlens)
+    if context_parallel is not None:
+        context_parallel.check(before, cu_seqlens)
+        total = total + context_parallel.gather(total[:, -1])[: context_parallel.rank].sum(0)[:, None]
+    if before is not None:
+        total = total + starting(total, before, cu_seqlens)[1]
+    total = total.remainder(1)
+    last = None if before is None else last_tokens(total, before, cu_seqlens)
+    return total.to(turns.dtype), last
+
+
+class _RunningSum(torch.autograd.Function):
+    """Sums of x [B,T,…] along time in each document, with gradients that repeat to the bit.
+
+    Those of an index would be summed in any order on a GPU.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+        ctx.cu_seqlens = cu_seqlens
+        total = x.cumsum(1)
+        if cu_seqlens is None:
+            return total
+        _, place = places(cu_seqlens, x.shape[1])
+        first = torch.arange(x.shape[1], device=x.device) - place
+        return total - (total - x)[:, first]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total, last = gradient.cumsum(1), slice(-1, None)
+        if ctx.cu_seqlens is not None:
+            owner, _ = places(ctx.cu_seqlens, gradient.shape[1])
+            last = (ctx.cu_seqlens[1:].long() - 1)[owner]
+        return total[:, last] - total + gradient, None
+
+
+def turn(x: Tensor, turns: Tensor) -> Tensor:
+    """x [B,T,H,K] with its first pairs (0, 1), (2, 3), … rotated by `turns` [B,T,H,pairs] of a full turn each."""
+    pairs = turns.shape[-1]
+    angle = 2 * math.pi * turns
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
+    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return torch.cat([turned, x[..., 2 * pairs :]], -1)

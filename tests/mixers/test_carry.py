@@ -1,0 +1,58 @@
+"""Mixers that carry more than a matrix from token to token: to the bit, and on a device."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+import kernels
+from mixers import MLSTM, Expanded, Mamba3, Site
+
+from .variants import PRECONDITIONED, Factory
+
+MAMBA3 = partial(Mamba3, head_dim=16, state_dim=16, num_groups=2)
+CARRYING: dict[str, Factory] = {
+    **PRECONDITIONED,
+    "MLSTM": partial(MLSTM, input_bias=0.0),
+    "MLSTM with sigmoid gates": partial(MLSTM, input_bias=0.0, input_gate="sigmoid"),
+    "Mamba3": MAMBA3,
+    "MLSTM, subheads": partial(Expanded, mixer=MLSTM, factor=2),
+    "Mamba3, subheads": partial(Expanded, mixer=MAMBA3, factor=2),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("factory", CARRYING.values(), ids=CARRYING)
+def test_no_bit_comes_from_the_future_or_from_other_documents(factory: Callable):
+    mixer, (x, other) = factory(Site(32, 4)), torch.randn(2, 1, 150, 32)
+    y, cut = mixer(x)[0], 77
+    assert torch.equal(mixer(torch.cat([x[:, :cut], other[:, cut:]], 1))[0][:, :cut], y[:, :cut])
+    with kernels.deterministic():
+        packed = mixer(x, cu_seqlens=torch.tensor([0, cut, 150]))[0]
+        assert torch.equal(packed, torch.cat([mixer(x[:, :cut])[0], mixer(x[:, cut:])[0]], 1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("factory", CARRYING.values(), ids=CARRYING)
+def test_a_layer_on_a_device(factory: Callable, packed: bool, dtype: torch.dtype, tolerance: float):
+    mixer, x = factory(Site(128, 2)).double(), torch.randn(1, 333, 128, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 5, 5, 200, 333], dtype=torch.int32) if packed else None
+    dy, leaves = torch.randn_like(x), [x, *mixer.parameters()]
+    expected = mixer(x, cu_seqlens=cu_seqlens)[0]
+    gradients = torch.autograd.grad(expected, leaves, dy)
+    mixer, x = mixer.cuda().to(dtype), x.detach().cuda().to(dtype).requires_grad_()
+    cu_seqlens = None if cu_seqlens is None else cu_seqlens.cuda()
+    y, _ = mixer(x, cu_seqlens=cu_seqlens)
+    found = torch.autograd.grad(y, [x, *mixer.parameters()], dy.cuda().to(dtype))
+    names = ("y", "x", *(name for name, _ in mixer.named_parameters()))
+    for name, one, other in zip(names, (y, *found), (expected, *gradients), strict=True):
+        assert (one.cpu().double() - other).norm() < tolerance * other.norm() * (1 if name == "y" else 5), name
+    with torch.no_grad():
+        state, steps = mixer.init_state(1), []
+        for t in range(5):
+            step, state = mixer(x[:, t : t + 1], state)
+            steps.append(step)
+    assert (torch.cat(steps, 1) - y[:, :5]).norm() < tolerance * y[:, :5].norm()

@@ -1,0 +1,169 @@
+"""Mamba-3 against its formula in NumPy, with finite differences; its angles, first values and sizes."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import kernels
+import mixers
+from mixers import Expanded, GatedRMSNorm, Mamba3, Site
+from mixers.mamba3 import Trapezoid
+from mixers.turning import running_turns, turn
+
+from .test_parity import by_name, shaken
+
+SITE = Site(hidden_size=32, num_heads=2)
+SMALL = partial(Mamba3, head_dim=16, state_dim=12, num_groups=2)
+Weights = Mapping[str, np.ndarray]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def rotated(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
+    """The first pairs of channels as complex numbers, times exp(i · angle)."""
+    pairs = angle.shape[-1]
+    z = (x[..., 0 : 2 * pairs : 2] + 1j * x[..., 1 : 2 * pairs : 2]) * np.exp(1j * angle)
+    turned = np.stack([z.real, z.imag], -1).reshape(*z.shape[:-1], 2 * pairs)
+    return np.concatenate([turned, x[..., 2 * pairs :]], -1)
+
+
+def formula(x: np.ndarray, w: Weights, mixer: Mamba3) -> np.ndarray:
+    """The layer as it is published, token by token; E subheads of a head read and write the same values."""
+    H, G, E, K = mixer.num_heads, mixer.num_key_heads, mixer.subheads, mixer.subhead_size
+
+    def stream(name: str) -> np.ndarray:
+        return x @ w[f"in_proj.{name}.weight"].T
+
+    def keys(name: str, letter: str) -> np.ndarray:
+        y = stream(name).reshape(*x.shape[:2], G, -1)
+        if E > 1:
+            y = np.einsum("btgk,gke->btge", y * sigmoid(y), w[f"{letter}_expand.weight"])
+        y = y.reshape(*x.shape[:2], G, E, K)
+        y = y / np.sqrt((y**2).mean(-1, keepdims=True) + 1e-5) * w[f"{letter}_norm.weight"]
+        return y.repeat(H // G, 2).reshape(*x.shape[:2], H * E, K) + w[f"{letter}_bias"]
+
+    q, k, v = keys("C", "q"), keys("B", "k"), stream("x").reshape(*x.shape[:2], H, -1)
+    dt = np.log1p(np.exp(stream("dt") + w["decay.dt_bias"]))
+    r, share = stream("A"), sigmoid(stream("trap"))
+    decay = np.exp(-np.where(r >= 0, 1 + r, 1 / (1 - r)) * dt)
+    angle = np.cumsum(np.tanh(stream("angles"))[:, :, None] * np.pi * dt[..., None], 1)
+    q, k, repeated = rotated(q, angle), rotated(k, angle), v.repeat(E, 2)
+    S, written, outputs = np.zeros((len(x), H * E, K, v.shape[-1])), 0, []
+    for t in range(x.shape[1]):
+        new = np.einsum("bhk,bhv->bhkv", k[:, t], repeated[:, t])
+        before, now = (1 - share[:, t]) * dt[:, t] * decay[:, t], share[:, t] * dt[:, t]
+        S = decay[:, t, :, None, None] * S + before[..., None, None] * written + now[..., None, None] * new
+        written = new
+        outputs.append(np.einsum("bhkv,bhk->bhv", S, q[:, t]).reshape(len(x), H, E, -1).sum(2))
+    z = stream("z")
+    y = (np.stack(outputs, 1) + w["D"][:, None] * v).reshape(*x.shape[:2], -1)
+    return (y * z * sigmoid(z)) @ w["out_proj.weight"].T
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("factor", [1, 2])
+def test_the_formula_and_its_finite_differences(factor: int, backend: str):
+    mixer = shaken(Expanded(SITE, mixer=SMALL, factor=factor).double())
+    with torch.no_grad():
+        mixer.in_proj.weight.mul_(3)
+        mixer.decay.dt_bias.add_(4)
+    x, dy = torch.randn(2, 2, 70, 32, dtype=torch.float64).unbind()
+    with kernels.backend(backend):
+        y = mixer(x)[0]
+    y.backward(dy)
+    weights = {name: p.numpy() for name, p in by_name(mixer, lambda p: p.detach()).items()}
+    np.testing.assert_allclose(y.detach().numpy(), formula(x.numpy(), weights, mixer), rtol=1e-5, atol=1e-5)
+    for name, gradient in by_name(mixer, lambda p: p.grad).items():
+        direction = np.random.default_rng(0).standard_normal(gradient.shape)
+        ends = [
+            (formula(x.numpy(), {**weights, name: weights[name] + step * direction}, mixer) * dy.numpy()).sum()
+            for step in (1e-5, -1e-5)
+        ]
+        expected = (ends[0] - ends[1]) / 2e-5
+        assert (gradient.numpy() * direction).sum() == pytest.approx(expected, rel=1e-3, abs=1e-3), name
+
+
+def test_without_rotation_and_with_the_current_token_alone_it_is_a_plain_recurrence():
+    mixer, x = SMALL(SITE).double(), torch.randn(2, 20, 32, dtype=torch.float64)
+    with torch.no_grad():
+        parts = dict(
+            zip(mixer.in_proj.widths, mixer.in_proj.weight.split([*mixer.in_proj.widths.values()]), strict=True)
+        )
+        parts["angles"].zero_()
+    mixer.decay.register_forward_hook(lambda module, args, out: (*out[:2], torch.ones_like(out[2])))
+    s = mixer.gates(mixer.project(x))
+    o, _ = kernels.linear_recurrence(s.q, s.k, s.v, s.log_decay, s.beta, scale=1.0)
+    o = o + mixer.D[:, None] * s.v
+    torch.testing.assert_close(mixer(x)[0], mixer.out_proj(mixer.output(o, s.gate[0]).flatten(2)))
+
+
+def test_the_gates():
+    gates, raw = Trapezoid(3), torch.tensor([-1e9, -4.0, 0.0, 5.0]).view(1, 4, 1).expand(1, 4, 3)
+    log_decay, dt, share = gates(torch.zeros(1, 4, 3), raw, raw)
+    rate = torch.tensor([1e-4, 0.2, 1.0, 6.0]).view(1, 4, 1)
+    torch.testing.assert_close(dt, F.softplus(gates.dt_bias).expand(1, 4, 3))
+    torch.testing.assert_close(log_decay, -rate * dt)
+    torch.testing.assert_close(share, raw.sigmoid())
+
+
+@pytest.mark.parametrize("bounds", [[0, 100_000], [0, 40_001, 40_001, 100_000]])
+def test_angles_of_a_long_context_are_exact(bounds: list[int]):
+    turns, before = torch.rand(1, 100_000, 1), torch.rand(len(bounds) - 1, 1, dtype=torch.float64)
+    before = (before * 2**38).round() / 2**38
+    packed = torch.tensor(bounds) if len(bounds) > 2 else None
+    total, last = running_turns(turns / 8, before, packed, None)
+    for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        assert torch.equal(last[number], (before[number] + (turns[0, start:stop] / 8).double().sum(0)).remainder(1))
+        if stop == start:
+            continue
+        piece, _ = running_turns(turns[:, start:stop] / 8, before[number : number + 1], None, None)
+        assert torch.equal(piece, total[:, start:stop])
+
+
+def test_gradients_of_angles_stay_in_their_document():
+    turns, bounds = torch.rand(1, 12, 2, dtype=torch.float64, requires_grad=True), [0, 3, 3, 11, 12]
+    weight = torch.randn(1, 12, 2, dtype=torch.float64)
+    total, _ = running_turns(turns, None, torch.tensor(bounds), None)
+    (found,) = torch.autograd.grad((total * weight).sum(), turns)
+    parts = [weight[:, i:j].flip(1).cumsum(1).flip(1) for i, j in zip(bounds, bounds[1:], strict=False)]
+    torch.testing.assert_close(found, torch.cat(parts, 1))
+
+
+def test_a_quarter_turn():
+    x = torch.arange(1.0, 6.0).view(1, 1, 1, 5)
+    expected = torch.tensor([-2.0, 1.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
+    torch.testing.assert_close(turn(x, torch.full((1, 1, 1, 1), 0.25)), expected)
+
+
+def test_the_first_values_and_sizes():
+    mixer = Mamba3(Site(128, 3))  # the model's number of heads does not matter
+    assert (mixer.num_heads, mixer.num_key_heads, mixer.key_size, mixer.value_size) == (4, 1, 128, 64)
+    for parameter in (mixer.D, mixer.q_bias, mixer.k_bias, mixer.q_norm.weight, mixer.k_norm.weight):
+        assert torch.equal(parameter, torch.ones_like(parameter))
+    assert "q_bias" in mixer.no_weight_decay
+    dt = F.softplus(Trapezoid(2000).dt_bias)
+    assert [dt.min().item(), dt.max().item()] == pytest.approx([1e-3, 0.1], rel=0.03)
+    assert mixer.state_size() == 4 * 128 * 64 + 4 * 32 + 4 * 128 + 4 * 64 + 4
+    assert mixer.bfloat16().init_state(2).carried[0].dtype == torch.float64
+    assert "z" not in Mamba3(Site(128, 3), output=mixers.NormOnly).in_proj.widths
+    assert isinstance(Mamba3(Site(128, 3), output=GatedRMSNorm).output, GatedRMSNorm)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"head_dim": 48}, r"head_dim: 48 does not divide the inner width 64 "),
+        ({"rotary_fraction": 1.5}, r"rotary_fraction: 1\.5 of 12 channels must be 2 to 12"),
+        ({"rotary_fraction": 0.1}, r"rotary_fraction: 0\.1 of 12 channels must be 2 to 12"),
+        ({"num_groups": 3}, r"num_key_heads: 3 does not divide"),
+    ],
+)
+def test_sizes_that_do_not_fit(arguments: dict, message: str):
+    with pytest.raises(mixers.UserError, match=f"^{message}"):
+        SMALL(SITE, **arguments)

@@ -1,0 +1,171 @@
+"""mLSTM against transformers' layer and against its formula in NumPy; stabiliser, normaliser, caps and subheads."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+import mixers
+from mixers import MLSTM, Expanded, Site
+from mixers.stabiliser import stabiliser
+
+from .test_parity import Oracle, by_name, compare, shaken
+
+SITE = Site(hidden_size=32, num_heads=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [16, 128])
+def test_the_layer_of_transformers(oracle: Oracle, length: int, backend: str):
+    theirs = oracle("transformers.models.xlstm.modeling_xlstm")
+    sizes = {"hidden_size": 32, "num_heads": 2, "qk_dim_factor": 0.5, "v_dim_factor": 1.0, "chunk_size": 16}
+    config = theirs.xLSTMConfig(
+        **sizes, num_hidden_layers=1, mode="train", return_last_states=True, autocast_kernel_dtype="float32"
+    )
+    layer, ours = shaken(theirs.xLSTMLayer(config)), MLSTM(SITE)
+    with torch.no_grad():
+        layer.igate_preact.bias.copy_(torch.tensor([-1.0, 2.0]))
+        layer.fgate_preact.bias.copy_(torch.tensor([0.5, 4.0]))
+    names = {"q": "q", "k": "k", "v": "v", "i": "igate_preact", "f": "fgate_preact", "g": "ogate_preact"}
+    pairs = {f"{other}.weight": f"in_proj.{name}.weight" for name, other in names.items()}
+    pairs |= {"igate_preact.bias": "gate.input_bias", "fgate_preact.bias": "gate.forget_bias"}
+    pairs |= {"multihead_norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}
+    weights, own = dict(layer.named_parameters()), ours.state_dict()
+    ours.load_state_dict({name: weights[other].view_as(own[name]) for other, name in pairs.items()})
+    gradients = {
+        other: lambda g, name=name, shape=weights[other].shape: g(name).view(shape) for other, name in pairs.items()
+    }
+    with kernels.backend(backend):
+        compare(ours, layer, lambda x: layer(x)[0], gradients, torch.randn(2, length, 32), tolerance=3e-5)
+
+
+Weights = Mapping[str, np.ndarray]
+
+
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
+def formula(x: np.ndarray, w: Weights, mixer: MLSTM, cap: float) -> np.ndarray:
+    """The layer as it is published, token by token; subheads e of a head add up in its matrix and its normaliser."""
+    H, E, K, V = mixer.num_heads, mixer.subheads, mixer.subhead_size, mixer.value_size
+
+    def stream(name: str) -> np.ndarray:
+        return x @ w[f"in_proj.{name}.weight"].T
+
+    def capped(name: str, bias: str) -> np.ndarray:
+        return cap * np.tanh((stream(name) + w[f"gate.{bias}"]) / cap)
+
+    def expanded(name: str) -> np.ndarray:
+        y = stream(name).reshape(*x.shape[:2], H, -1)
+        if E > 1:
+            y = np.einsum("bthk,hke->bthe", y * sigmoid(y), w[f"{name}_expand.weight"])
+        return y.reshape(*x.shape[:2], H, E, K)
+
+    q, k, v = expanded("q") * K**-0.5, expanded("k"), stream("v").reshape(*x.shape[:2], H, V)
+    i, f = (capped(*names).reshape(*x.shape[:2], H, E) for names in (("i", "input_bias"), ("f", "forget_bias")))
+    log_f, outputs = -np.log1p(np.exp(-f)), []
+    C, n, m = np.zeros((len(x), H, E, K, V)), np.zeros((len(x), H, E, K)), np.zeros((len(x), H))
+    for t in range(x.shape[1]):
+        new = np.maximum((log_f[:, t] + m[..., None]).max(-1), i[:, t].max(-1))  # one for all subheads
+        keep, write = np.exp(log_f[:, t] + (m - new)[..., None]), np.exp(i[:, t] - new[..., None])
+        C = keep[..., None, None] * C + np.einsum("bhe,bhek,bhv->bhekv", write, k[:, t], v[:, t])
+        n, m = keep[..., None] * n + write[..., None] * k[:, t], new
+        norm = np.maximum(np.abs(np.einsum("bhek,bhek->bh", n, q[:, t])), np.exp(-m)) + 1e-6
+        outputs.append(np.einsum("bhekv,bhek->bhv", C, q[:, t]) / norm[..., None])
+    h = np.stack(outputs, 1)
+    h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6) * w["o_norm.weight"]
+    return (h.reshape(*x.shape[:2], -1) * sigmoid(stream("g"))) @ w["o_proj.weight"].T
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("bias", [-3.0, 2.0])  # normalisers below and above 1
+def test_the_formula_and_its_finite_differences(bias: float, factor: int):
+    mixer = Expanded(SITE, mixer=partial(MLSTM, input_bias=bias, gate_cap=5.0), factor=factor).double()
+    with torch.no_grad():
+        mixer.in_proj.weight.mul_(2)
+        mixer.gate.forget_bias.sub_(3)
+    x, dy = torch.randn(2, 2, 70, 32, dtype=torch.float64).unbind()
+    y = mixer(x)[0]
+    y.backward(dy)
+    weights = {name: p.detach().numpy() for name, p in by_name(mixer, lambda p: p.detach()).items()}
+    np.testing.assert_allclose(y.detach().numpy(), formula(x.numpy(), weights, mixer, 5.0), rtol=1e-4, atol=1e-6)
+    for name, gradient in by_name(mixer, lambda p: p.grad).items():
+        direction = np.random.default_rng(0).standard_normal(gradient.shape)
+        ends = [
+            (formula(x.numpy(), {**weights, name: weights[name] + step * direction}, mixer, 5.0) * dy.numpy()).sum()
+            for step in (1e-5, -1e-5)
+        ]
+        expected = (ends[0] - ends[1]) / 2e-5
+        assert (gradient.numpy() * direction).sum() == pytest.approx(expected, rel=1e-3, abs=1e-3), name
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_stabiliser_is_a_scan(packed: bool):
+    f, i = F.logsigmoid(3 * torch.randn(1, 150, 2)), 5 * torch.randn(1, 150, 2)
+    bounds = [0, 7, 7, 100, 150] if packed else [0, 150]
+    before = torch.randn(len(bounds) - 1, 2).double()
+    m, previous, last = stabiliser(f, i, before, torch.tensor(bounds) if packed else None, None)
+    for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        running = before[number]
+        for t in range(start, stop):
+            torch.testing.assert_close(previous[0, t], running)
+            running = torch.maximum(f[0, t] + running, i[0, t])
+            torch.testing.assert_close(m[0, t], running)
+        torch.testing.assert_close(last[number], running)
+
+
+def test_gates_of_any_size_in_a_long_context():
+    mixer, x = MLSTM(SITE, gate_cap=None, input_bias=0.0), torch.randn(1, 3000, 32)
+    with torch.no_grad():
+        mixer.in_proj.weight[-36:-32].mul_(200)  # input and forget gates of up to ± 300
+        y = mixer(x)[0]
+        expected = mixer.double()(x.double())[0]
+    assert y.isfinite().all()
+    assert (y.double() - expected).norm() < 1e-3 * expected.norm()
+
+
+def test_the_first_gates_and_sizes():
+    mixer = MLSTM(Site(64, 4))
+    assert mixer.gate.input_bias.tolist() == [-10.0] * 4
+    assert mixer.gate.forget_bias.tolist() == [3, 4, 5, 6]
+    assert mixer.matrix_shape == (4, 8, 17)
+    assert mixer.state_size() == 4 * 8 * 17 + 4
+    assert mixer.bfloat16().init_state(3).carried[0].dtype == torch.float64
+    assert MLSTM(Site(64, 4), input_gate="sigmoid", normaliser=False).state_size() == 4 * 8 * 16
+
+
+def test_sigmoid_gates_are_a_plain_recurrence():
+    seen: list[Tensor] = []
+
+    class Watched(MLSTM):
+        def readout(self, o, s):
+            seen.extend([o, s.log_decay, s.beta])
+            return super().readout(o, s)
+
+    mixer, x = Watched(SITE, input_gate="sigmoid", normaliser=False, gate_cap=None), torch.randn(2, 9, 32)
+    mixer(x)
+    q, k, v, i, f, _ = mixer.in_proj(x)
+    q, k, v = (mixers.split_heads(y, 2) for y in (q, k, v))
+    log_decay, beta = F.logsigmoid(f + mixer.gate.forget_bias), (i + mixer.gate.input_bias).sigmoid()
+    torch.testing.assert_close(seen, [kernels.linear_recurrence(q, k, v, log_decay, beta)[0], log_decay, beta])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"input_gate": "tanh"}, "input_gate: 'tanh' must be exponential or sigmoid"),
+        ({"normaliser": False}, "normaliser: false needs input_gate=sigmoid, "),
+        ({"expand_k": 0.1}, "expand_k: a width of 3 cannot be divided into 2 heads"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments: dict, message: str):
+    with pytest.raises(mixers.UserError, match=f"^{message}"):
+        MLSTM(SITE, **arguments)
