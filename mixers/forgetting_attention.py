@@ -17,8 +17,8 @@ from .key_cache import attend, attend_to_cache
 from .norm import Output, RMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .state import Cache, History, Position
 from .shift import shifted
+from .state import Cache, History, Position
 
 
 class ForgettingState(NamedTuple):
