@@ -458,7 +458,7 @@ class LinearMixer(TokenMixer):
 
     @property
     def recurrent_key_heads(self) -> int:
-        """Key heads that the recurrence reads, before subheads: G, unless `gates` or `carry` makes more."""
+        """How many key heads the recurrence reads, not counting subheads: G, unless `gates` or `carry` makes more."""
         return self.num_key_heads
 
     def state_size(self, length: int | None = None) -> int:

@@ -60,9 +60,9 @@ class Trapezoid(KeepsFp32):
 class Mamba3(LinearMixer):
     """S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t B_{t−1} x_{t−1}ᵀ + λ_t dt_t B_t x_tᵀ, y_t = S_tᵀ C_t + D·x_t.
 
-    Mamba-3 with one input and output per head (arXiv 2603.15569). α_t = exp(−A_t dt_t). B and C are normalised, get a
-    bias for each head, and turn with a complex decay: pair j of their first channels by the angle
-    π Σ_{s≤t} tanh(a_{s,j}) dt_s.
+    Mamba-3 in its SISO form (arXiv 2603.15569). α_t = exp(−A_t dt_t). B and C are normalised, get a bias for each head,
+    and a rotary embedding that depends on the data, which equals a complex decay: pair j of their first channels is
+    rotated by the angle π Σ_{s≤t} tanh(a_{s,j}) dt_s.
 
     The recurrence runs on the matrix P_t = S_t − λ_t dt_t B_t x_tᵀ, to which a token is added one step later, with the
     gate α_{t+1} (λ_t dt_t + (1 − λ_{t+1}) dt_{t+1}).

@@ -13,14 +13,13 @@ from .arguments import check_finite, check_numbers
 from .base import LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .features import Features
-from .norm import Output
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .stabiliser import stabiliser
 
 InputGate = Literal["exponential", "sigmoid"]
-EPS = 1e-6  # added to the normaliser
+EPS = 1e-6  # added to the divisor max(|n·q|, 1)
 
 
 class CappedGates(KeepsFp32):
@@ -54,7 +53,7 @@ class CappedGates(KeepsFp32):
         return (i, f) if self.cap is None else (self.cap * tanh(i / self.cap), self.cap * tanh(f / self.cap))
 
 
-class HeadLayerNorm(Output):
+class HeadLayerNorm(KeepsFp32):
     """LayerNorm(o) · weight · σ(gate), each head normalised separately, with a weight for each channel of each head.
 
     Args:
@@ -67,7 +66,7 @@ class HeadLayerNorm(Output):
 
     def __init__(self, heads: int, size: int, eps: float):
         super().__init__()
-        self.eps, self.weight = eps, nn.Parameter(torch.empty(heads, size))
+        self.eps, self.weight = eps, nn.Parameter(torch.empty(heads * size))  # a vector, as Muon takes matrices
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -75,7 +74,7 @@ class HeadLayerNorm(Output):
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        normed = F.layer_norm(kernels.at_least_fp32(o), o.shape[-1:], eps=self.eps) * self.weight
+        normed = F.layer_norm(kernels.at_least_fp32(o), o.shape[-1:], eps=self.eps) * self.weight.view(o.shape[-2:])
         return (normed * sigmoid(kernels.at_least_fp32(gate))).to(gate.dtype)
 
 
@@ -167,7 +166,8 @@ class MLSTM(LinearMixer):
             return s.replace(v=v, gate=(s.gate, log_input.new_ones(1))), ()
         past = carried[0] if carried else None
         m, before, last = stabiliser(log_forget, log_input, past, cu_seqlens, context_parallel)
-        # where m_t = f_t + m_{t−1}, rounding must not lift the log decay above 0, where a clamp would have no gradient
+        # f_t + m_{t−1} − m_t is 0 where m_t is the decayed maximum. Rounding must not lift it above 0. The bound is on
+        # the other terms, since a clamp of the sum would leave f without a gradient.
         log_decay = (log_forget + torch.minimum(before - m, -log_forget.detach())).to(log_forget.dtype)
         beta = (log_input - m).exp().to(log_input.dtype)
         of_heads = m.unflatten(-1, (self.num_heads, self.subheads))

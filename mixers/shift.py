@@ -1,4 +1,4 @@
-"""Streams one token later, within each sequence or document."""
+"""Streams shifted by one token, within each sequence or document."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The stabiliser of exponential input gates: a running maximum of what is remembered and what is written."""
+"""The stabiliser of exponential input gates: a running maximum of the decayed past and the new log input gates."""
 
 import torch
 from torch import Tensor

@@ -11,7 +11,9 @@ from kernels.core.documents import places
 from .context_parallel import ContextParallel
 from .shift import last_tokens, starting
 
-GRID = 2.0**38  # sums of multiples of 1 / GRID are exact in fp64 up to 16,384 turns, so their order does not matter
+# Sums of multiples of 1 / GRID are exact in fp64 while those along a row stay below 16,384 turns (half of 2¹⁵), so
+# their order does not matter.
+GRID = 2.0**38
 
 
 def running_turns(

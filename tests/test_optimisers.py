@@ -22,7 +22,7 @@ SCHEDULES = "torch.optim.lr_scheduler"
 # one kind of layer, so that the config is read in half the time
 PLAIN = ("fit", "--config=gla.yaml", "--config=tiny.yaml", "--model.num_layers=1")
 SHORT = (*PLAIN, "--optim.warmup_steps=null", "--checkpoints.keep_every_n_steps=1")
-PROJECTIONS = {"in_proj", "o_proj", "out_proj", "down_proj", "g_up", "decay_up", "x_proj", "dt_proj"}
+PROJECTIONS = {"in_proj", "o_proj", "out_proj", "down_proj", "g_up", "decay_up", "kv_up", "q_up", "x_proj", "dt_proj"}
 OPTIMISERS = {
     "muon": ("--config=train/muon.yaml",),
     "sgd": ("--optim.class_path=torch.optim.SGD", "--optim.init_args.momentum=0.9"),

@@ -1,8 +1,7 @@
 """`expanded`: a tensor repeated along axes, whose gradient in deterministic mode does not depend on the batch.
 
 Autograd sums the gradient over these axes. On a GPU the order of PyTorch's sums depends on how many sums there are, and
-so on the size of the batch. In deterministic mode they are made of additions of halves, whose order follows from their
-length.
+so on the size of the batch. In deterministic mode they are pairwise sums, whose order depends on their length alone.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from .deterministic import is_deterministic
 
 
 def expanded(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x.expand(shape)` for x with as many axes."""
+    """Return `x.expand(shape)`, where x has as many axes as `shape`."""
     if not is_deterministic() or not x.requires_grad:
         return x.expand(shape)
     y: Tensor = _Expanded.apply(x, tuple(shape))
@@ -33,12 +32,12 @@ class _Expanded(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         for axis in ctx.axes:
-            dy = _sum_of_halves(dy, axis)
+            dy = _pairwise_sum(dy, axis)
         return dy, None
 
 
-def _sum_of_halves(x: Tensor, axis: int) -> Tensor:
-    """x summed along an axis, which stays, by additions of its halves."""
+def _pairwise_sum(x: Tensor, axis: int) -> Tensor:
+    """Sum x along an axis, which stays with length 1, by adding its halves."""
     while (length := x.shape[axis]) > 1:
         half = length // 2
         total = x.narrow(axis, 0, half) + x.narrow(axis, half, half)

@@ -5,6 +5,7 @@ with a cache of a multiple of 64 keys equals the call without. On a GPU the rows
 library's choice for a batch of products depends on their number, and scores are computed again in the backward pass.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -21,23 +22,30 @@ from .decay import widened
 def forward(a: Attention) -> Tensor:
     """o [B,T,H,V]."""
     with torch.autocast(a.v.device.type, enabled=False):
-        if a.log_decay is not None:
-            return forward(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
-            return torch.cat([_rows(a, a.q[:, span], a.k[:, span], a.v[:, span]) for span in spans], 1)
+            return torch.cat([_rows(_part(a, slice(None), span, span)) for span in spans], 1)
         if a.first_key is None and not a.q.is_cuda:
-            return _rows(a, a.q, a.k, a.v)
+            return _rows(a)
         first = [0] * len(a.q) if a.first_key is None else a.first_key.tolist()
         T, S = a.q.shape[1], a.k.shape[1]
-        rows = [slice(b, b + 1) for b in range(len(a.q))]
         # a cache that is not full begins with empty places; only the key of a query itself is never one
-        starts = [min(start, S - T) for start in first]
-        return torch.cat([_rows(a, a.q[r], a.k[r, i:], a.v[r, i:]) for r, i in zip(rows, starts, strict=True)])
+        parts = [(slice(b, b + 1), slice(min(start, S - T), S)) for b, start in enumerate(first)]
+        return torch.cat([_rows(_part(a, row, slice(None), keys)) for row, keys in parts])
 
 
-def _rows(a: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """o [B,T,H,V] of q [B,T,H,D], and valid k [B,S,Hkv,D] and v [B,S,Hkv,V]."""
+def _part(a: Attention, rows: slice, queries: slice, keys: slice) -> Attention:
+    """The call of some rows, queries and keys, all of which are valid."""
+    streams = {"k": a.k[rows, keys], "v": a.v[rows, keys]}
+    streams |= {} if a.log_decay is None else {"log_decay": a.log_decay[rows, keys]}
+    return replace(a, q=a.q[rows, queries], **streams, first_key=None, documents=None, cu_seqlens=None)
+
+
+def _rows(a: Attention) -> Tensor:
+    """o [B,T,H,V], where all keys are valid."""
+    if a.log_decay is not None:  # sums begin with the first valid key
+        return _rows(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
+    q, k, v = a.q, a.k, a.v
     (_, T, H, _), S, heads, dtype = q.shape, k.shape[1], k.shape[2], v.dtype
     count, seen = -(-T // BLOCK), S - T
     before = None if a.window_size is None else padded(a.window_size - 1)

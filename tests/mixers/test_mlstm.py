@@ -81,7 +81,7 @@ def formula(x: np.ndarray, w: Weights, mixer: MLSTM, cap: float) -> np.ndarray:
         norm = np.maximum(np.abs(np.einsum("bhek,bhek->bh", n, q[:, t])), np.exp(-m)) + 1e-6
         outputs.append(np.einsum("bhekv,bhek->bhv", C, q[:, t]) / norm[..., None])
     h = np.stack(outputs, 1)
-    h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6) * w["o_norm.weight"]
+    h = (h - h.mean(-1, keepdims=True)) / np.sqrt(h.var(-1, keepdims=True) + 1e-6) * w["o_norm.weight"].reshape(H, V)
     return (h.reshape(*x.shape[:2], -1) * sigmoid(stream("g"))) @ w["o_proj.weight"].T
 
 
