@@ -458,7 +458,7 @@ class LinearMixer(TokenMixer):
 
     @property
     def recurrent_key_heads(self) -> int:
-        """How many key heads the recurrence reads, not counting subheads: G, unless `gates` or `carry` makes more."""
+        """Number of key heads that the recurrence reads, without subheads. It is G unless `gates` or `carry` makes more."""
         return self.num_key_heads
 
     def state_size(self, length: int | None = None) -> int:
