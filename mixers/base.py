@@ -458,7 +458,7 @@ class LinearMixer(TokenMixer):
 
     @property
     def recurrent_key_heads(self) -> int:
-        """Number of key heads that the recurrence reads, without subheads. It is G unless `gates` or `carry` makes more."""
+        """Number of key heads that the recurrence reads, without subheads. `gates` or `carry` may add some to G."""
         return self.num_key_heads
 
     def state_size(self, length: int | None = None) -> int:

@@ -65,7 +65,7 @@ MODELS = {
     "mamba2": ("mamba2.yaml", 2, 1),
     "h2": ("gdn_h2.yaml", 0, 3),
 }
-# other libraries' models of the sizes of one of ours, and where they are measured
+# models of other libraries with the sizes of one of ours, and the steps at which they are measured
 PEERS = {"fla": "gated_deltanet", "llama": "attention"}
 POINTS = {"400M": 32768, "60M": 8192}
 LARGE = 2e13  # parameters times tokens of a step, from which fewer steps are timed

@@ -28,7 +28,7 @@ def attend(arguments: dict[str, Tensor], backend: str = "torch", **options: obje
 
 
 def decayed(a: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same inputs, and log decays of which some are almost resets."""
+    """Return the inputs with log decays added, some of them close to a reset."""
     raw = 3 * torch.randn(*a["k"].shape[:2], a["q"].shape[2], dtype=torch.float64)
     return a | {"log_decay": torch.nn.functional.logsigmoid(raw)}
 
@@ -403,7 +403,7 @@ def test_where_pytorch_has_no_windows_yet_another_way_is_taken(monkeypatch: pyte
 
 
 def decaying(a: Attention) -> Attention:
-    """The same call with log decays."""
+    """Return the call with log decays added."""
     decay = decayed({name: getattr(a, name) for name in "qkv"})["log_decay"]
     return dataclasses.replace(a, log_decay=decay.float().to(a.q.device))
 

@@ -34,7 +34,7 @@ def rotated(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
 
 
 def formula(x: np.ndarray, w: Weights, mixer: Mamba3) -> np.ndarray:
-    """The layer as it is published, token by token; E subheads of a head read and write the same values."""
+    """Compute the published layer token by token. The E subheads of a head read and write the same values."""
     H, G, E, K = mixer.num_heads, mixer.num_key_heads, mixer.subheads, mixer.subhead_size
 
     def stream(name: str) -> np.ndarray:

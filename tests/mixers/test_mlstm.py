@@ -54,7 +54,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 
 def formula(x: np.ndarray, w: Weights, mixer: MLSTM, cap: float) -> np.ndarray:
-    """The layer as it is published, token by token; subheads e of a head add up in its matrix and its normaliser."""
+    """Compute the published layer token by token. The subheads of a head share its matrix and its normaliser."""
     H, E, K, V = mixer.num_heads, mixer.subheads, mixer.subhead_size, mixer.value_size
 
     def stream(name: str) -> np.ndarray:

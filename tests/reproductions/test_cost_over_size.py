@@ -118,7 +118,7 @@ def test_models_have_the_parameters_of_their_size(size: str, monkeypatch: pytest
 
 @pytest.mark.nightly
 def test_several_processes(tmp_path: Path):
-    """What fails in one is a row, and another process measures the rest."""
+    """A failure becomes a row, and another process measures the remaining cells."""
     jobs = [cost.Job("gla", "5M", ((64, "eager"), (64, "captured"))), cost.Job("llama", "5M", ((64, "eager"),))]
     rows = [*cost.spread(jobs, cost.Settings("32-true", 32, 2, CPU, None), [CPU])]
     assert [(row["model"], row["mode"], "step_ms" in row) for row in rows] == [

@@ -431,7 +431,7 @@ def test_the_curve_is_drawn_and_continued(tmp_path):
 
 
 def test_the_curve_has_the_losses_of_its_steps(tmp_path):
-    """Whether or not they are logged."""
+    """The curve has them whether or not they are logged."""
     trainer(tmp_path, [log := LossLog(), curve := LossCurve(every_n_steps=3)], log_every_n_steps=5).fit(
         pretraining(), Data()
     )
