@@ -36,9 +36,9 @@ def forward(a: Attention) -> Tensor:
 
 def _part(a: Attention, rows: slice, queries: slice, keys: slice) -> Attention:
     """The call of some rows, queries and keys, all of which are valid."""
-    streams = {"k": a.k[rows, keys], "v": a.v[rows, keys]}
-    streams |= {} if a.log_decay is None else {"log_decay": a.log_decay[rows, keys]}
-    return replace(a, q=a.q[rows, queries], **streams, first_key=None, documents=None, cu_seqlens=None)
+    q, k, v = a.q[rows, queries], a.k[rows, keys], a.v[rows, keys]
+    log_decay = None if a.log_decay is None else a.log_decay[rows, keys]
+    return replace(a, q=q, k=k, v=v, log_decay=log_decay, first_key=None, documents=None, cu_seqlens=None)
 
 
 def _rows(a: Attention) -> Tensor:
