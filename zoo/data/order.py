@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import numpy as np
 
@@ -19,19 +20,26 @@ def shuffled(positions: np.ndarray, size: int, seed: int) -> np.ndarray:
     gives random access, and (unlike a library's shuffle) the same order in every version, so that old runs can resume.
     """
     epoch, index = np.divmod(np.asarray(positions, np.uint64), np.uint64(size))
-    keys = _mix(_mix(np.full_like(epoch, seed & 0xFFFFFFFFFFFFFFFF)) + epoch * _GOLDEN)
+    keys = _mixed(_mixed(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64)) + epoch * _GOLDEN)
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
     mask = (np.uint64(1) << half) - np.uint64(1)
-    waiting = np.ones(index.shape, bool)
-    while waiting.any():
-        left, right = index[waiting] >> half, index[waiting] & mask
-        key = keys[waiting]
-        for _ in range(_ROUNDS):
-            key = key + _GOLDEN
-            left, right = right, left ^ (_mix(right + key) & mask)
-        index[waiting] = (left << half) | right
-        waiting &= index >= size
-    return index.astype(np.int64)
+    steps = np.arange(1, _ROUNDS + 1, dtype=np.uint64) * _GOLDEN
+    result = np.empty(index.shape, np.int64)
+    places: Any = slice(None)  # those of `index` in the result
+    while len(index):
+        left, right = index >> half, index & mask
+        for step in steps:
+            drawn = _mixed(right + keys + step)
+            drawn &= mask
+            drawn ^= left
+            left, right = right, drawn
+        left <<= half
+        left |= right
+        result[places] = left  # what is outside is overwritten in the next round
+        outside = np.flatnonzero(left >= size)  # `take` is several times as fast as a mask
+        places = outside if isinstance(places, slice) else places.take(outside)
+        index, keys = left.take(outside), keys.take(outside)
+    return result
 
 
 def whole_weights(weights: Sequence[float]) -> list[int]:
@@ -77,14 +85,17 @@ def _count_of(count: np.ndarray, weight: int, rest: int) -> np.ndarray:
 
 def random_bits(numbers: np.ndarray, count: int, seed: int) -> np.ndarray:
     """`[n, count]` random uint64; row i is a function of `seed` and `numbers[i]` alone (splitmix64 streams)."""
-    start = _mix(
-        _mix(np.full(len(numbers), seed & 0xFFFFFFFFFFFFFFFF, np.uint64)) + numbers.astype(np.uint64) * _GOLDEN
-    )
-    return _mix(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
+    key = _mixed(np.array([seed & 0xFFFFFFFFFFFFFFFF], np.uint64))
+    start = _mixed(key + numbers.astype(np.uint64) * _GOLDEN)
+    return _mixed(start[:, None] + np.arange(1, count + 1, dtype=np.uint64) * _GOLDEN)
 
 
-def _mix(x: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64, on uint64 (overflow is intended)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 on uint64, in place (overflow is intended)."""
+    shifted = x >> np.uint64(30)
+    x ^= shifted
+    x *= np.uint64(0xBF58476D1CE4E5B9)
+    x ^= np.right_shift(x, np.uint64(27), out=shifted)
+    x *= np.uint64(0x94D049BB133111EB)
+    x ^= np.right_shift(x, np.uint64(31), out=shifted)
+    return x
