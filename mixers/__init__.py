@@ -1,15 +1,13 @@
-"""Token mixers: one layer at one site. A mixer is one file; to add one, write that file and the import below."""
+"""Token mixers: one layer at one site. A mixer is one file of this package, and all of them are imported here."""
+
+from typing import TYPE_CHECKING
 
 from .package_conflict import warn_of_hidden  # isort: skip  # first: raises unless `kernels` is this project's
 from kernels import UserError
 
-from .attention import SoftmaxAttention
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, positions
-from .bidirectional import Bidirectional
-from .comba import Comba
 from .context_parallel import ContextParallel, takes_context_parallel
 from .contract import ContractError, check_mixer
-from .cosformer2 import CosFormer2
 from .decay import (
     BoundedChannelDecay,
     ChannelDecay,
@@ -18,25 +16,11 @@ from .decay import (
     Mamba2Discretisation,
     alibi_slopes,
 )
-from .deltanet import DeltaNet
 from .expanded import Expanded
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
-from .forgetting_attention import ForgettingAttention
-from .gated_deltanet import GatedDeltaNet
-from .gated_deltanet2 import GatedDeltaNet2
-from .gated_deltaproduct import GatedDeltaProduct
-from .gla import GLA
 from .growth import Growth, growths
-from .hgrn1 import HGRN1
-from .hgrn2 import HGRN2, LowerBounds
-from .kda import KDA
-from .latent_attention import MultiheadLatentAttention
-from .linear_attention import LinearAttention
-from .mamba1 import Mamba1
-from .mamba2 import Mamba2
-from .mamba3 import Mamba3
-from .mlstm import MLSTM
+from .hgrn2 import LowerBounds
 from .norm import (
     GatedRMSNorm,
     GateOnly,
@@ -53,47 +37,57 @@ from .per_document import per_document
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
 from .projection import OutputProjection, Projection, split_heads
-from .registry import did_you_mean, entry, get, names, register, similar
-from .retnet import RetNet
-from .sliding_window import SlidingWindowAttention
+from .registry import did_you_mean, entry, get, import_mixers, names, register, similar
 from .state import Cache, History, Position, remembered
-from .tnl import TNL, LayerwiseAlibi, LayerwiseLinear
+from .tnl import LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 from .wrapped import Wrapped, wrap
 
+if TYPE_CHECKING:  # for editors and type checkers; `python docs/tables.py` writes these lines
+    from .attention import SoftmaxAttention as SoftmaxAttention
+    from .bidirectional import Bidirectional as Bidirectional
+    from .comba import Comba as Comba
+    from .cosformer2 import CosFormer2 as CosFormer2
+    from .deltanet import DeltaNet as DeltaNet
+    from .forgetting_attention import ForgettingAttention as ForgettingAttention
+    from .gated_deltanet import GatedDeltaNet as GatedDeltaNet
+    from .gated_deltanet2 import GatedDeltaNet2 as GatedDeltaNet2
+    from .gated_deltaproduct import GatedDeltaProduct as GatedDeltaProduct
+    from .gla import GLA as GLA
+    from .hgrn1 import HGRN1 as HGRN1
+    from .hgrn2 import HGRN2 as HGRN2
+    from .kda import KDA as KDA
+    from .latent_attention import MultiheadLatentAttention as MultiheadLatentAttention
+    from .linear_attention import LinearAttention as LinearAttention
+    from .mamba1 import Mamba1 as Mamba1
+    from .mamba2 import Mamba2 as Mamba2
+    from .mamba3 import Mamba3 as Mamba3
+    from .mlstm import MLSTM as MLSTM
+    from .retnet import RetNet as RetNet
+    from .sliding_window import SlidingWindowAttention as SlidingWindowAttention
+    from .tnl import TNL as TNL
+
 warn_of_hidden()
+_mixers = import_mixers(__name__, __path__)
+globals().update(_mixers)
 
 __all__ = [
     "DPFP",
-    "GLA",
-    "HGRN1",
-    "HGRN2",
-    "KDA",
     "LFM",
     "LRPE",
-    "MLSTM",
-    "TNL",
     "TPE",
-    "Bidirectional",
     "BoundedChannelDecay",
     "Cache",
     "ChannelDecay",
-    "Comba",
     "ConstantDecay",
     "ContextParallel",
     "ContractError",
-    "CosFormer2",
-    "DeltaNet",
     "Discretisation",
     "Expanded",
     "Expansion",
     "FeatureMap",
     "Features",
-    "ForgettingAttention",
     "GateOnly",
-    "GatedDeltaNet",
-    "GatedDeltaNet2",
-    "GatedDeltaProduct",
     "GatedRMSNorm",
     "Growth",
     "HeadWise",
@@ -102,16 +96,11 @@ __all__ = [
     "LayerNorm",
     "LayerwiseAlibi",
     "LayerwiseLinear",
-    "LinearAttention",
     "LinearMixer",
     "LinearState",
     "LowRank",
     "LowerBounds",
-    "Mamba1",
-    "Mamba2",
     "Mamba2Discretisation",
-    "Mamba3",
-    "MultiheadLatentAttention",
     "Norm",
     "NormOnly",
     "Output",
@@ -120,13 +109,10 @@ __all__ = [
     "Preconditioner",
     "Projection",
     "RMSNorm",
-    "RetNet",
     "Rotary",
     "SigmoidGatedRMSNorm",
     "SimpleRMSNorm",
     "Site",
-    "SlidingWindowAttention",
-    "SoftmaxAttention",
     "Streams",
     "TokenMixer",
     "UserError",
@@ -147,4 +133,5 @@ __all__ = [
     "split_heads",
     "takes_context_parallel",
     "wrap",
+    *_mixers,
 ]

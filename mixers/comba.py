@@ -12,6 +12,7 @@ from .arguments import check_numbers
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
+from .growth import MergedSizes
 from .norm import Output, SigmoidGatedRMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -121,3 +122,9 @@ class Comba(LinearMixer):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
+
+
+class MergedComba(MergedSizes):
+    """Comba: also one feedback and one correction."""
+
+    grows = Comba

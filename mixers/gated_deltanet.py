@@ -10,6 +10,7 @@ from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
 from .fusion import Fusable
+from .growth import MergedSizes
 from .norm import GatedRMSNorm, Output
 from .preconditioner import Preconditioner, curvature_gates
 from .projection import OutputProjection, Projection, split_heads
@@ -111,3 +112,9 @@ class GatedDeltaNet(LinearMixer, Fusable):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
+
+
+class MergedGatedDeltaNet(MergedSizes):
+    """Gated DeltaNet."""
+
+    grows = GatedDeltaNet

@@ -11,6 +11,7 @@ from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
+from .growth import MergedLowRank
 from .norm import Output, SigmoidGatedRMSNorm
 from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
@@ -107,3 +108,9 @@ class GatedDeltaNet2(LinearMixer):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
+
+
+class MergedGatedDeltaNet2(MergedLowRank):
+    """Gated DeltaNet-2: channels also keep their gates."""
+
+    grows = GatedDeltaNet2

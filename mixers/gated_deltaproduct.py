@@ -10,6 +10,7 @@ from .arguments import check_sizes
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
+from .growth import MergedSizes
 from .norm import GatedRMSNorm, Output
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -106,3 +107,9 @@ class GatedDeltaProduct(LinearMixer):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
+
+
+class MergedGatedDeltaProduct(MergedSizes):
+    """Gated DeltaProduct: within each step."""
+
+    grows = GatedDeltaProduct

@@ -8,6 +8,7 @@ from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import LowRankDecay
 from .features import Features
+from .growth import MergedHeads
 from .norm import GatedRMSNorm, NormOnly, Output
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -85,3 +86,12 @@ class GLA(LinearMixer):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
+
+
+class MergedGLA(MergedHeads):
+    """GLA: keys and values have fixed widths, which fewer heads share."""
+
+    grows = GLA
+
+    def merged(self, factor: int) -> dict[str, object]:
+        return {"num_heads": self.mixer.num_heads // factor}

@@ -1,6 +1,7 @@
 """Growth of the state of a trained mixer: the arguments that change, and the new weights.
 
-Nothing above the mixers knows more of a mixer than what is declared here. (StateX, and Liu et al. for subheads.)
+A mixer's file has the `Growth` that only this mixer needs. Nothing above the mixers knows more of one than what is
+declared there. (StateX, and Liu et al. for subheads.)
 """
 
 from typing import ClassVar, Literal, get_args
@@ -10,15 +11,7 @@ from torch import Tensor
 import kernels
 
 from .base import LinearMixer, TokenMixer
-from .comba import Comba
 from .expanded import Expanded
-from .gated_deltanet import GatedDeltaNet
-from .gated_deltanet2 import GatedDeltaNet2
-from .gated_deltaproduct import GatedDeltaProduct
-from .gla import GLA
-from .hgrn2 import HGRN2
-from .kda import KDA
-from .mamba2 import Mamba2
 
 Init = Literal["reinit", "inherit", "preserve"]
 INITS: tuple[Init, ...] = get_args(Init)
@@ -105,24 +98,6 @@ class MergedHeads(Growth):
         return old.unflatten(0, (len(fresh), -1)).mean(1)
 
 
-class MergedGLA(MergedHeads):
-    """GLA: keys and values have fixed widths, which fewer heads share."""
-
-    grows = GLA
-
-    def merged(self, factor: int) -> dict[str, object]:
-        return {"num_heads": self.mixer.num_heads // factor}
-
-
-class MergedHGRN2(MergedHeads):
-    """HGRN2: the number of heads follows from their size."""
-
-    grows = HGRN2
-
-    def merged(self, factor: int) -> dict[str, object]:
-        return {"head_dim": self.mixer.key_size * factor}
-
-
 class MergedSizes(MergedHeads):
     """Mixers whose heads have sizes as arguments: one β and one decay in place of those of `factor` heads."""
 
@@ -140,59 +115,6 @@ class MergedLowRank(MergedSizes):
 
     def merged(self, factor: int) -> dict[str, object]:
         return {**super().merged(factor), "rank": self.mixer.get_submodule("decay_up").in_features}
-
-
-class MergedGatedDeltaNet(MergedSizes):
-    """Gated DeltaNet."""
-
-    grows = GatedDeltaNet
-
-
-class MergedGatedDeltaProduct(MergedSizes):
-    """Gated DeltaProduct: within each step."""
-
-    grows = GatedDeltaProduct
-
-
-class MergedComba(MergedSizes):
-    """Comba: also one feedback and one correction."""
-
-    grows = Comba
-
-
-class MergedKDA(MergedLowRank):
-    """KDA."""
-
-    grows = KDA
-
-
-class MergedGatedDeltaNet2(MergedLowRank):
-    """Gated DeltaNet-2: channels also keep their gates."""
-
-    grows = GatedDeltaNet2
-
-
-class WiderMamba2(Growth):
-    """Mamba2: a larger state_dim, so more rows of B and C (StateX, section 4.2); 128 → 512 in the paper.
-
-    Its layers are MLPs as well, so that `reinit` draws only B, C, A and dt's bias anew. New rows are drawn at random;
-    with `preserve` those of C are 0, weights and biases, so that what the new rows of B write is not read yet. (In both
-    they would get no gradient.)
-    """
-
-    grows, way = Mamba2, "widen"
-    renewed = ("in_proj.B.", "in_proj.C.", "k_features.", "q_features.", "decay.")
-    renews_norm = False
-
-    def arguments(self, factor: int, init: Init) -> dict[str, object]:
-        return {"state_dim": self.mixer.key_size * factor}
-
-    def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
-        grouped = fresh.clone().unflatten(0, (self.mixer.num_key_heads, -1))
-        grouped[:, : self.mixer.key_size] = old.unflatten(0, (self.mixer.num_key_heads, -1))
-        if init == "preserve" and name.startswith(("in_proj.C.", "q_features.bias")):
-            grouped[:, self.mixer.key_size :] = 0
-        return grouped.flatten(0, 1)
 
 
 class Subheads(Growth):

@@ -12,6 +12,7 @@ import kernels
 from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, TokenMixer, checked_site
 from .features import Features
+from .growth import MergedHeads
 from .norm import Norm, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
@@ -151,3 +152,12 @@ class HGRN2(LinearMixer):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(2)))
+
+
+class MergedHGRN2(MergedHeads):
+    """HGRN2: the number of heads follows from their size."""
+
+    grows = HGRN2
+
+    def merged(self, factor: int) -> dict[str, object]:
+        return {"head_dim": self.mixer.key_size * factor}

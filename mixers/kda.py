@@ -11,6 +11,7 @@ from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .fusion import Fusable
+from .growth import MergedLowRank
 from .norm import Output, SigmoidGatedRMSNorm
 from .preconditioner import Preconditioner, curvature_gates
 from .projection import Linear, OutputProjection, Projection, split_heads
@@ -114,3 +115,9 @@ class KDA(LinearMixer, Fusable):
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))
+
+
+class MergedKDA(MergedLowRank):
+    """KDA."""
+
+    grows = KDA

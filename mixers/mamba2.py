@@ -11,6 +11,7 @@ from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Mamba2Discretisation
 from .features import Features
+from .growth import Growth, Init
 from .norm import GatedRMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
@@ -96,3 +97,26 @@ class Mamba2(LinearMixer):
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         skipped = torch.addcmul(o, self.D[:, None].to(o.dtype), s.v)
         return self.out_proj(self.norm(skipped.flatten(2), s.gate))
+
+
+class WiderMamba2(Growth):
+    """Mamba2: a larger state_dim, so more rows of B and C (StateX, section 4.2); 128 → 512 in the paper.
+
+    Its layers are MLPs as well, so that `reinit` draws only B, C, A and dt's bias anew. New rows are drawn at random;
+    with `preserve` those of C are 0, weights and biases, so that what the new rows of B write is not read yet. (In both
+    they would get no gradient.)
+    """
+
+    grows, way = Mamba2, "widen"
+    renewed = ("in_proj.B.", "in_proj.C.", "k_features.", "q_features.", "decay.")
+    renews_norm = False
+
+    def arguments(self, factor: int, init: Init) -> dict[str, object]:
+        return {"state_dim": self.mixer.key_size * factor}
+
+    def resized(self, name: str, old: Tensor, fresh: Tensor, init: Init) -> Tensor:
+        grouped = fresh.clone().unflatten(0, (self.mixer.num_key_heads, -1))
+        grouped[:, : self.mixer.key_size] = old.unflatten(0, (self.mixer.num_key_heads, -1))
+        if init == "preserve" and name.startswith(("in_proj.C.", "q_features.bias")):
+            grouped[:, self.mixer.key_size :] = 0
+        return grouped.flatten(0, 1)

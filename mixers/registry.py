@@ -2,6 +2,7 @@
 
 import difflib
 import importlib
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -49,6 +50,22 @@ def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = No
         return mixer
 
     return add
+
+
+def import_mixers(package: str, path: Iterable[str]) -> dict[str, type[TokenMixer]]:
+    """Import every module of a package, which registers its mixers; subpackages are left out.
+
+    Args:
+        package: Name of the package.
+        path: Its `__path__`.
+
+    Returns:
+        The mixers that the package registers, by name.
+    """
+    for module in pkgutil.iter_modules(path, f"{package}."):
+        if not module.ispkg:
+            importlib.import_module(module.name)
+    return {name: each.mixer for name, each in _entries.items() if each.mixer.__module__.startswith(f"{package}.")}
 
 
 @cache

@@ -1,5 +1,6 @@
 """Numbers that make no sense end in one sentence: those of every constructor, and of sequences, batches and states."""
 
+import inspect
 import math
 from typing import Any
 
@@ -39,11 +40,17 @@ GIVEN: dict[str, Any] = {
 }
 ALLOWED = {
     "conv": (0,),  # none
-    "lower_bound": (-1.0,),  # of a log decay
-    "centre": (-1.0,),  # of log curvatures
-    "input_bias": (-1.0,),
     "Expansion.hidden_size": (0,),  # of an expansion that makes nothing of the layer's input
     **{f"{name}.hidden_size": (0,) for name in ("HeadWise", "LowRank", "DPFP", "LFM")},
+}
+
+
+# a number may be negative if its default is
+ALLOWED |= {
+    f"{cls.__name__}.{name}": (-1.0,)
+    for cls in MADE
+    for name, parameter in inspect.signature(cls).parameters.items()
+    if type(parameter.default) is float and parameter.default < 0
 }
 
 

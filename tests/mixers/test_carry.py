@@ -7,19 +7,18 @@ import pytest
 import torch
 
 import kernels
-from mixers import MLSTM, Expanded, Mamba3, Site
+from mixers import MLSTM, Expanded, LinearMixer, Site, TokenMixer
 
-from .variants import PRECONDITIONED, Factory
+from .variants import CAUSAL, Factory
 
-MAMBA3 = partial(Mamba3, head_dim=16, state_dim=16, num_groups=2)
-CARRYING: dict[str, Factory] = {
-    **PRECONDITIONED,
-    "MLSTM": partial(MLSTM, input_bias=0.0),
-    "MLSTM with sigmoid gates": partial(MLSTM, input_bias=0.0, input_gate="sigmoid"),
-    "Mamba3": MAMBA3,
-    "MLSTM, subheads": partial(Expanded, mixer=MLSTM, factor=2),
-    "Mamba3, subheads": partial(Expanded, mixer=MAMBA3, factor=2),
-}
+
+def carries(mixer: TokenMixer) -> bool:
+    return isinstance(mixer, LinearMixer) and mixer.init_carried(1, "cpu", torch.float32) != ()
+
+
+CARRYING: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() if carries(factory(Site(32, 4)))}
+CARRYING |= {f"{name}, subheads": partial(Expanded, mixer=factory, factor=2) for name, factory in CARRYING.items()}
+CARRYING["MLSTM with sigmoid gates"] = partial(MLSTM, input_bias=0.0, input_gate="sigmoid")
 
 
 @torch.no_grad()

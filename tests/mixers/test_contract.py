@@ -60,15 +60,6 @@ ARGUMENTS = {
         decay=None,
         preconditioner=partial(mixers.Preconditioner, limit=2.0, centre=-3.0),
     ),
-    "MLSTM with sigmoid gates": partial(mixers.MLSTM, input_gate="sigmoid", input_bias=0.0, gate_cap=None),
-    "MLSTM without a normaliser": partial(
-        mixers.MLSTM, input_gate="sigmoid", normaliser=False, input_bias=-1.0, qk=mixers.Features(4), expand_k=1.0
-    ),
-    "MLSTM without caps": partial(mixers.MLSTM, gate_cap=None, input_bias=0.5, v=mixers.Features(4)),
-    "Mamba3 with groups, all of whose channels turn": partial(
-        mixers.Mamba3, head_dim=16, state_dim=16, num_groups=4, rotary_fraction=1.0, output=mixers.GatedRMSNorm
-    ),
-    "Mamba3 without a gate": partial(mixers.Mamba3, head_dim=32, state_dim=7, expand=1, output=mixers.NormOnly),
     "no lower bounds": partial(mixers.HGRN2, lower_bounds=None),
     "no lower bounds, one state per channel": partial(mixers.HGRN1, lower_bounds=None),
     "narrow values": partial(mixers.RetNet, expand_v=1),
@@ -97,16 +88,6 @@ ARGUMENTS = {
     "window of normed and gated heads": partial(
         SlidingWindowAttention, window_size=5, qk_norm=mixers.RMSNorm, gate="channel", bias=True
     ),
-    "forgetting attention, Pro": partial(
-        mixers.ForgettingAttention, qk_norm=mixers.RMSNorm, shift=True, output=mixers.SigmoidGatedRMSNorm
-    ),
-    "forgetting attention with shared keys": partial(
-        mixers.ForgettingAttention, num_heads=4, num_kv_heads=2, shift=True, output=mixers.NormOnly
-    ),
-    "latent queries, and keys longer than values": partial(
-        mixers.MultiheadLatentAttention, num_heads=4, head_dim=12, rope_dim=6, value_dim=10, kv_rank=20, q_rank=14
-    ),
-    "latent attention without positions": partial(mixers.MultiheadLatentAttention, rotary=None),
     "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
 }
 FEATURES = {

@@ -10,11 +10,13 @@ from mixers import (
     HGRN2,
     KDA,
     Comba,
+    ConstantDecay,
     Expanded,
     GatedDeltaNet,
     GatedDeltaNet2,
     GatedDeltaProduct,
     Growth,
+    LinearMixer,
     Mamba2,
     Preconditioner,
     RetNet,
@@ -24,7 +26,7 @@ from mixers import (
 )
 from mixers.contract import CLAUSES
 
-from .variants import PRECONDITIONED
+from .variants import PRECONDITIONED, REGISTERED
 
 SITE = Site(hidden_size=64, num_heads=4)
 MIXERS = {
@@ -39,16 +41,21 @@ MIXERS = {
     "Comba": partial(Comba, num_heads=4, num_key_heads=2, head_dim=16),
     "GatedDeltaProduct": partial(GatedDeltaProduct, num_heads=4, num_key_heads=2, head_dim=16),
     "Mamba2": partial(Mamba2, head_dim=16, state_dim=8, num_groups=2),
-    "Mamba3": partial(mixers.Mamba3, head_dim=16, state_dim=8, num_groups=2),
-    "MLSTM": mixers.MLSTM,
     "RetNet": RetNet,
+}
+LINEAR = {name: factory for name, factory in REGISTERED.items() if isinstance(factory(SITE), LinearMixer)}
+# constant decays depend on the number of subheads; those of RetNet keep the values of the first subheads
+PRESERVED = MIXERS | {
+    name: factory
+    for name, factory in LINEAR.items()
+    if not any(isinstance(part, ConstantDecay) for part in factory(SITE).modules())
 }
 
 
 @pytest.mark.parametrize("factor", [2, None])
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", LINEAR | MIXERS)
 def test_the_arguments_of_each_way_make_the_state_so_many_times_larger(name: str, factor: int | None):
-    factory = MIXERS[name]
+    factory = (LINEAR | MIXERS)[name]
     before = factory(SITE)
     for growth in growths(before):
         times = factor or growth.default_factor()
@@ -65,8 +72,9 @@ def test_the_arguments_of_each_way_make_the_state_so_many_times_larger(name: str
 
 
 def test_the_ways_of_mixers():
-    ways = {name: [growth.way for growth in growths(factory(SITE))] for name, factory in MIXERS.items()}
-    assert ways == {
+    ways = {name: [growth.way for growth in growths(factory(SITE))] for name, factory in (LINEAR | MIXERS).items()}
+    assert all("expand" in each for each in ways.values())
+    assert {name: each for name, each in ways.items() if len(each) > 1} == {
         "GLA": ["merge", "expand"],
         "HGRN2": ["merge", "expand"],
         "GatedDeltaNet": ["merge", "expand"],
@@ -78,11 +86,26 @@ def test_the_ways_of_mixers():
         "Comba": ["merge", "expand"],
         "GatedDeltaProduct": ["merge", "expand"],
         "Mamba2": ["widen", "expand"],
-        "Mamba3": ["expand"],
-        "MLSTM": ["expand"],
-        "RetNet": ["expand"],
     }
     assert growths(SlidingWindowAttention(SITE)) == growths(Expanded(SITE, mixer=GLA, factor=2)) == []
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PRESERVED)
+def test_preserved_subheads_compute_what_the_heads_did(name: str):
+    factory = PRESERVED[name]
+    before = factory(SITE)
+    for parameter in before.parameters():
+        parameter.add_(0.1 * torch.randn_like(parameter))
+    growth = growths(before)[-1]
+    after = Expanded(SITE, mixer=factory, **growth.arguments(2, "preserve"))
+    fresh = after.state_dict()
+    for part, old in before.state_dict().items():
+        same = old.shape == fresh[part].shape
+        fresh[part] = old if same else growth.resized(part, old, fresh[part], "preserve")
+    after.load_state_dict(fresh)
+    x = torch.randn(2, 21, SITE.hidden_size)
+    torch.testing.assert_close(after(x)[0], before(x)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_new_rows_of_mamba2_follow_the_old_ones_of_their_group():
@@ -147,7 +170,7 @@ def test_a_mixer_of_ones_own_says_how_it_grows():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.parametrize("name", LINEAR | MIXERS)
 def test_residual_subheads_keep_the_contract(name: str):
-    factory = partial(Expanded, mixer=MIXERS[name], factor=3, residual=True)
+    factory = partial(Expanded, mixer=(LINEAR | MIXERS)[name], factor=3, residual=True)
     assert len(mixers.check_mixer(factory)) == len(CLAUSES)

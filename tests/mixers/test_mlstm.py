@@ -169,3 +169,18 @@ def test_sigmoid_gates_are_a_plain_recurrence():
 def test_arguments_that_do_not_fit(arguments: dict, message: str):
     with pytest.raises(mixers.UserError, match=f"^{message}"):
         MLSTM(SITE, **arguments)
+
+
+VARIANTS = {
+    "with sigmoid gates": partial(MLSTM, input_gate="sigmoid", input_bias=0.0, gate_cap=None),
+    "without a normaliser": partial(
+        MLSTM, input_gate="sigmoid", normaliser=False, input_bias=-1.0, qk=mixers.Features(4), expand_k=1.0
+    ),
+    "without caps": partial(MLSTM, gate_cap=None, input_bias=0.5, v=mixers.Features(4)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_contract_with_other_arguments(name: str):
+    mixers.check_mixer(VARIANTS[name])

@@ -54,7 +54,7 @@ def test_dotted_paths():
     ("name", "suggestion"),
     [
         ("GatedDeltanet", "GatedDeltaNet"),
-        ("mamba", "Mamba1' or 'Mamba2' or 'Mamba3"),
+        ("hgrn", "HGRN1' or 'HGRN2"),
         ("SlidingWindow", "SlidingWindowAttention"),
     ],
 )
@@ -72,7 +72,7 @@ def test_far_from_everything():
 
 @pytest.mark.parametrize(
     "path",
-    ["nowhere.at.all.Mixer", "mixers.mamba2.Mamba3", "mixers.names", "torch.nn.Linear", "mixers.mamba2."],
+    ["nowhere.at.all.Mixer", "mixers.mamba2.Mamba9", "mixers.names", "torch.nn.Linear", "mixers.mamba2."],
 )
 def test_paths_that_lead_to_no_mixer(path: str):
     with pytest.raises(mixers.UserError, match=rf"^mixer: '{path}' "):

@@ -1,6 +1,7 @@
 """The components that any config may name: this project's, and PyTorch's optimisers and schedules.
 
-Whether a foreign config is built must not depend on which modules happen to be imported, so they are listed here.
+Whether a foreign config is built does not depend on which modules happen to be imported: they are listed here, and
+`import mixers` imports all of its modules.
 """
 
 from functools import cache
@@ -10,7 +11,7 @@ import torch
 import mixers
 import zoo.data
 import zoo.lm
-from mixers.components import COMPONENTS as OF_MIXERS
+from mixers.components import components
 from zoo.train.muon import Muon
 
 STACKS = (zoo.lm.H1, zoo.lm.H2, zoo.lm.Pattern, zoo.lm.Uniform)
@@ -25,7 +26,7 @@ TASKS = (
     *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
     zoo.data.WordProblem,
 )
-COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *OF_MIXERS, *DATA, *TASKS, Muon)
+COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *components(), *DATA, *TASKS, Muon)
 _PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
 
 
