@@ -1,11 +1,14 @@
-"""Write the generated tables of README and `docs/` again: `python docs/tables.py`.
+"""Write what is generated in README, `docs/` and `mixers/__init__.py` again: `python docs/tables.py`.
 
-Such a table stands between two comments. The first names a CSV file and a query over its lines, `rows`, in SQL:
+A generated table stands between two comments. The first names a CSV file and a query over its lines, `rows`, in SQL:
 
     <!-- table: reproductions/measured/state_h200.csv
     select mixer, printf('%.2f', median(val_accuracy)) as accuracy from rows group by mixer -->
 
     <!-- /table -->
+
+`mixers` in place of a file is the registry, one row for each mixer of this project, with the columns of `registered`.
+`list` in place of `table` writes the first column as names in code style.
 
 Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
 that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs recalled with an accuracy of `level`.
@@ -15,14 +18,20 @@ import csv
 import re
 import sqlite3
 import statistics
+import textwrap
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
+import mixers
 from zoo.experiments.definition import pairs_at
+from zoo.lm.mixers_table import measures
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TABLE = re.compile(r"(<!-- table: (\S+)\n(.*?)-->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- (table|list): (\S+)\n(.*?)-->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
+PACKAGE = ROOT / "mixers" / "__init__.py"
+IMPORTS = re.compile(r"(?<=these lines\n)(    from .*\n)+")
 
 
 class Median:
@@ -54,10 +63,31 @@ def _pairs(level: float, pairs: str, *accuracies: float) -> float:
     return pairs_at(dict(zip(map(int, pairs.split()), accuracies, strict=True)), level)
 
 
+def own_mixers() -> list[str]:
+    """Return the names of this project's mixers, without those of installed plug-ins."""
+    return [name for name in mixers.names() if mixers.get(name).__module__.startswith("mixers.")]
+
+
+@cache
+def registered() -> list[list[str]]:
+    """Return the registry as lines of text, the column names first; sizes are those of one layer of width 2048."""
+    lines = [["name", "recurrence", "paper", "kind", "parameters", "state", "grows", "mflops"]]
+    for name in own_mixers():
+        entry = mixers.entry(name)
+        sizes = measures(entry.mixer, mixers.Site(hidden_size=2048, num_heads=16), length=4096)
+        kind = "matrix" if issubclass(entry.mixer, mixers.LinearMixer) else "tokens" if sizes.grows else "other"
+        numbers = (sizes.parameters, sizes.state, int(sizes.grows), sizes.mflops)
+        lines.append([name, entry.recurrence, entry.paper, kind, *map(str, numbers)])
+    return lines
+
+
 def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
-    """Return the column names and the lines of a query over a CSV file."""
-    with file.open(encoding="utf-8", newline="") as stream:
-        header, *lines = csv.reader(stream)
+    """Return the column names and the lines of a query over a CSV file, or over the registry if `file` is `mixers`."""
+    if file == ROOT / "mixers":
+        header, *lines = registered()
+    else:
+        with file.open(encoding="utf-8", newline="") as stream:
+            header, *lines = csv.reader(stream)
     base = sqlite3.connect(":memory:")
     base.create_aggregate("median", 1, Median)  # type: ignore[arg-type]  # typeshed wants an int of `finalize`
     base.create_function("word", 2, lambda text, n: None if text is None else float(str(text).split()[n]))
@@ -71,22 +101,31 @@ def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
     return [column[0] for column in answer.description], answer.fetchall()
 
 
-def render(file: Path, sql: str) -> str:
-    """Return a query over a CSV file as a table in Markdown."""
+def render(file: Path, sql: str, form: str = "table") -> str:
+    """Return the result of a query in Markdown: as a table, or its first column as a list of names."""
     columns, lines = query(file, sql)
+    if form == "list":
+        return textwrap.fill(", ".join(f"`{line[0]}`" for line in lines), width=120) + "\n"
     cells = [
         columns,
         ["---"] * len(columns),
-        *(["–" if cell is None else str(cell) for cell in line] for line in lines),
+        *(["–" if cell is None else str(cell).replace("|", "\\|") for cell in line] for line in lines),
     ]
     return "".join(f"| {' | '.join(line)} |\n" for line in cells)
 
 
 def rewrite(text: str) -> str:
     """Return a page with all of its generated tables written again."""
-    return TABLE.sub(lambda m: f"{m[1]}\n{render(ROOT / m[2], m[3])}\n{m[5]}", text)
+    return TABLE.sub(lambda m: f"{m[1]}\n{render(ROOT / m[3], m[4], m[2])}\n{m[6]}", text)
+
+
+def with_imports(text: str) -> str:
+    """Return `mixers/__init__.py` with the imports that tell editors and type checkers its mixers."""
+    modules = sorted((mixers.get(name).__module__.rpartition(".")[2], name) for name in own_mixers())
+    return IMPORTS.sub("".join(f"    from .{module} import {name} as {name}\n" for module, name in modules), text)
 
 
 if __name__ == "__main__":
     for page in PAGES:
         page.write_text(rewrite(page.read_text(encoding="utf-8")), encoding="utf-8")
+    PACKAGE.write_text(with_imports(PACKAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,6 +1,9 @@
 """Descriptions of mixers for the terminal: a table of all of them, and a page about one."""
 
 import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
 
 from docstring_parser import parse
 from rich import box
@@ -10,9 +13,34 @@ from rich.table import Table
 from rich.text import Text
 
 import mixers
-from mixers import Expanded, LinearMixer, Site
+from mixers import Expanded, LinearMixer, Site, TokenMixer
 from zoo.display import new_table
 from zoo.lm.creation import created_on
+
+
+class Measures(NamedTuple):
+    """Sizes of one layer.
+
+    Attributes:
+        parameters: Number of parameters.
+        state: Numbers in the state of one sequence after `length` tokens.
+        grows: Whether the state grows with the sequence.
+        mflops: Millions of floating-point operations a token, for `length` tokens.
+    """
+
+    parameters: int
+    state: int
+    grows: bool
+    mflops: float
+
+
+def measures(mixer: Callable[[Site], TokenMixer], site: Site, length: int) -> Measures:
+    """Return the sizes of a layer at `site` for sequences of `length` tokens."""
+    with created_on("meta"):
+        built = mixer(site)
+    parameters = sum(parameter.numel() for parameter in built.parameters())
+    flops = built.flops(length) / length / 1e6
+    return Measures(parameters, int(built.state_size(length)), not built.constant_state, flops)
 
 
 def mixers_table(site: Site, length: int) -> Table:
@@ -23,7 +51,7 @@ def mixers_table(site: Site, length: int) -> Table:
     for name in mixers.names():
         entry = mixers.entry(name)
         about = f"[bold]{name}[/bold]\n{escape(entry.recurrence)}\n[dim]{escape(entry.paper)}[/dim]"
-        table.add_row(about, *_measures(entry.mixer, site, length))
+        table.add_row(about, *_cells(measures(entry.mixer, site, length)))
     return table
 
 
@@ -43,10 +71,11 @@ def page(name: str, site: Site, length: int) -> Group:
             arguments.add_row(parameter.name, escape(shown), escape(meaning))
     title = f"one layer at hidden size {site.hidden_size}, {site.num_heads} heads, {length} tokens"
     sizes = new_table(("layer", "parameters", "state", "MFLOP/token"), box=box.HEAVY_HEAD, title=title)
-    sizes.add_row("not expanded", *_measures(mixer, site, length))
+    sizes.add_row("not expanded", *_cells(measures(mixer, site, length)))
     if issubclass(mixer, LinearMixer):
         for factor in (2, 4, 8):
-            sizes.add_row(f"Expanded, factor {factor}", *_measures(mixer, site, length, factor))
+            expanded = partial(Expanded, mixer=mixer, factor=factor)
+            sizes.add_row(f"Expanded, factor {factor}", *_cells(measures(expanded, site, length)))
     description = "\n\n".join(filter(None, (docstring.short_description, docstring.long_description)))
     paragraphs = (" ".join(paragraph.split()) for paragraph in description.split("\n\n"))  # a terminal wraps them anew
     shown = name if name in mixers.names() else f"{mixer.__module__}.{mixer.__name__}"
@@ -54,12 +83,9 @@ def page(name: str, site: Site, length: int) -> Group:
     return Group(Text(name, style="bold"), Text("\n\n".join(paragraphs) + "\n"), arguments, sizes, Text(snippet))
 
 
-def _measures(mixer: type[mixers.TokenMixer], site: Site, length: int, factor: int = 1) -> tuple[str, str, str]:
-    with created_on("meta"):
-        built = mixer(site) if factor == 1 else Expanded(site, mixer=mixer, factor=factor)  # type: ignore[arg-type]
-    state = f"{built.state_size(length):,}" + ("" if built.constant_state else "\ngrows")
-    parameters = sum(parameter.numel() for parameter in built.parameters())
-    return f"{parameters:,}", state, f"{built.flops(length) / length / 1e6:.1f}"
+def _cells(sizes: Measures) -> tuple[str, str, str]:
+    state = f"{sizes.state:,}" + ("\ngrows" if sizes.grows else "")
+    return f"{sizes.parameters:,}", state, f"{sizes.mflops:.1f}"
 
 
 def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int = 8, length: int = 4096) -> None:
