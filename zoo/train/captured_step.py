@@ -18,7 +18,11 @@ log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 Compute = Callable[..., tuple[Tensor, ...]]
+Key = tuple[tuple[torch.Size, torch.dtype], ...]  # of the inputs
 TOLERANCE = 1e-3  # relative difference of a replay from the eager step; some kernels add up in any order
+# Each shape costs an eager step, two captures, a replay and the memory of its graphs. Tasks of a few lengths have fewer
+# shapes than this; batches of arbitrary lengths would be captured for most of a run and hardly ever replayed.
+MOST_SHAPES = 8
 
 
 class Recording(Protocol):
@@ -38,14 +42,27 @@ class _Pass(NamedTuple):
     backward: Callable[[], list[Tensor | None]]
 
 
+class _Shapes(NamedTuple):
+    """Graphs for inputs of the same shapes.
+
+    Attributes:
+        inputs: Memory that the graphs read.
+        passes: By whether the backward pass writes the gradients; otherwise it adds to them.
+    """
+
+    inputs: tuple[Tensor, ...]
+    passes: dict[bool, _Pass]
+
+
 class CapturedStep:
     """A loss and its backward pass, the norm of the gradients, their clipping and AdamW's update, each as a CUDA graph.
 
     There is a graph for each part, so that whatever happens between the parts of an eager step happens between the
     replays as well, with the same tensors: hooks of the loss, reading or changing gradients, skipping the update. Each
-    part is captured when it is first used. The first `prepare` also runs the step eagerly, drops what it computed, and
-    compares the replay with it. What cannot be replayed runs eagerly, to the same numbers: a batch of another shape,
-    and every step if a part cannot be captured. The log says so once.
+    part is captured when it is first used, the passes once for each shape of the inputs; the gradients of all shapes
+    are in the same memory. The first `prepare` for a shape also runs the step eagerly, drops what it computed, and
+    compares the replay with it. What cannot be replayed runs eagerly, to the same numbers: batches of other shapes than
+    the first MOST_SHAPES, and every step if a part cannot be captured. The log says so once.
 
     Args:
         compute: Inputs → a scalar loss, and further tensors without gradients. It must not wait for the device.
@@ -79,9 +96,9 @@ class CapturedStep:
         """Drop all graphs, which are captured again when they are used."""
         self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
         self._memory = _addresses(self._all)
-        self._inputs: tuple[Tensor, ...] | None = None
-        self._passes: dict[bool, _Pass] = {}
+        self._shapes: dict[Key, _Shapes] = {}
         self._gradients: list[Tensor | None] = []
+        self._scale: Tensor | None = None  # gradient of the loss
         if self._average is not None:
             self._average.forget()
         self._loss: Tensor | None = None  # with its history, from the capture of a forward pass to that of its backward
@@ -100,21 +117,27 @@ class CapturedStep:
         """
         if self.refused is None and self._memory != _addresses(self._all):
             self.forget()  # parameters were moved, frozen or unfrozen
-        if self.refused is not None or (first in self._passes and True in self._passes) or not self._takes(inputs):
+        key = _key(inputs)
+        passes = self._shapes[key].passes if key in self._shapes else {}
+        if self.refused is not None or (first in passes and True in passes) or not self._takes(key):
             return
         attached = [parameter.grad for parameter in self._parameters]
+        values = [None if gradient is None or first else gradient.clone() for gradient in attached]
         try:
-            if self._inputs is None:
-                self._start(inputs)
+            if not passes:
+                expected = self._start(key, inputs)
+            shapes = self._shapes[key]
             for each in (True,) if first else (True, False):
-                if each not in self._passes:
-                    self._passes[each] = self._record_pass(each)
+                if each not in shapes.passes:
+                    shapes.passes[each] = self._record_pass(shapes.inputs, each)
                     if each:
-                        self._check()
+                        self._check(shapes.passes[each], expected)
         except RuntimeError as error:
             self._refuse(_one_line(error))
-        for parameter, gradient in zip(self._parameters, attached, strict=True):
+        for parameter, gradient, value in zip(self._parameters, attached, values, strict=True):
             parameter.grad = gradient
+            if gradient is not None and value is not None:
+                gradient.copy_(value)  # the check has written to the gradients, which all shapes share
 
     def __call__(self, *inputs: Tensor, first: bool = True) -> tuple[Tensor, ...]:
         """The loss, whose `backward` replays the backward pass, and the further results of `compute`.
@@ -123,55 +146,70 @@ class CapturedStep:
             inputs: Of `compute`.
             first: Whether the backward pass writes the gradients; False to add to them, as when they are accumulated.
         """
-        if first not in self._passes or not self._takes(inputs):
+        shapes = self._shapes.get(_key(inputs))
+        if shapes is None or first not in shapes.passes:
             return self._compute(*inputs)
-        for static, x in zip(self._inputs or (), inputs, strict=True):
+        for static, x in zip(shapes.inputs, inputs, strict=True):
             static.copy_(x)
-        loss, *others = self._passes[first].forward()
-        replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(gradient, first))
+        passes = shapes.passes[first]
+        loss, *others = passes.forward()
+        replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(passes, gradient, first))
         return replayed, *(x.clone() for x in others)
 
-    def _takes(self, inputs: tuple[Tensor, ...]) -> bool:
-        """Return whether the graphs are, or will be, for inputs of these shapes."""
-        alike = self._inputs is None or list(map(_shape, self._inputs)) == list(map(_shape, inputs))
-        if not alike and not self._odd_shapes_reported:
+    def _takes(self, key: Key) -> bool:
+        """Return whether there are, or will be, graphs for inputs of these shapes."""
+        takes = key in self._shapes or len(self._shapes) < MOST_SHAPES
+        if not takes and not self._odd_shapes_reported:
             self._odd_shapes_reported = True
-            log.warning("cuda_graph: batches of other shapes than the first one run eagerly")
-        return alike
+            log.warning("cuda_graph: batches of other shapes than the first %d run eagerly", MOST_SHAPES)
+        return takes
 
-    def _start(self, inputs: tuple[Tensor, ...]) -> None:
-        """Allocate the inputs, and run the step eagerly, for all that only the first run of a step does."""
-        device = self._parameters[0].device
-        self._device = device
-        self._inputs = static = tuple(x.detach().clone() for x in inputs)
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._max_norm = 0.0
-        self._clipped_norm = torch.zeros((), device=device)
-        self._found_inf = torch.zeros((), device=device)
-        self._recorder = Recorder(device) if self._recorder is None else self._recorder
+    def _start(self, key: Key, inputs: tuple[Tensor, ...]) -> Tensor:
+        """Allocate the inputs, and run the step eagerly, for all that only the first run of a step does.
+
+        Returns:
+            The loss and the norm of the gradients.
+        """
+        if not self._shapes:
+            self._start_first()
+        assert self._recorder is not None
+        self._shapes[key] = _Shapes(static := tuple(x.detach().clone() for x in inputs), {})
         self._drop_gradients()
 
         def eager() -> Tensor:
             with casts_not_cached():
                 loss = self._compute(*static)[0]
             loss.backward()
-            self._scale = torch.ones_like(loss)  # gradient of the loss
+            if self._scale is None:
+                self._scale = torch.ones_like(loss)
             return _numbers(loss, _norm(parameter.grad for parameter in self._parameters))
 
-        with _random_numbers_kept(device), torch.enable_grad():
-            before = _random_offset(device)
-            self._expected = self._recorder.rehearse(eager)
-            if not self._may_draw and _random_offset(device) != before:
+        with _random_numbers_kept(self._device), torch.enable_grad():
+            before = _random_offset(self._device)
+            expected = self._recorder.rehearse(eager)
+            if not self._may_draw and _random_offset(self._device) != before:
                 raise RuntimeError("activation checkpointing repeats random numbers, which a CUDA graph cannot do")
         self._drop_gradients()
+        return expected
 
-    def _record_pass(self, first: bool) -> _Pass:
+    def _start_first(self) -> None:
+        """Allocate what the graphs of all shapes read."""
+        device = self._parameters[0].device
+        self._device = device
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._max_norm = 0.0
+        self._clipped_norm = torch.zeros((), device=device)
+        self._found_inf = torch.zeros((), device=device)
+        self._recorder = Recorder(device) if self._recorder is None else self._recorder
+
+    def _record_pass(self, inputs: tuple[Tensor, ...], first: bool) -> _Pass:
         """Capture a forward pass, and the backward pass that writes the gradients, or adds to them."""
         assert self._recorder is not None
+        statics = list(self._gradients)  # none for the first shape, whose backward pass makes them
 
         def forward() -> tuple[Tensor, ...]:
             with torch.enable_grad(), casts_not_cached():
-                loss, *others = self._compute(*(self._inputs or ()))
+                loss, *others = self._compute(*inputs)
             self._loss = loss
             return loss.detach(), *others
 
@@ -180,6 +218,8 @@ class CapturedStep:
             if first:
                 self._drop_gradients()
             self._loss.backward(self._scale)
+            if first and statics:
+                self._move(statics)
             return [parameter.grad for parameter in self._parameters]
 
         if not first:
@@ -188,17 +228,29 @@ class CapturedStep:
         self._loss = None
         return passes
 
-    def _check(self) -> None:
+    def _move(self, statics: list[Tensor | None]) -> None:
+        """Copy new gradients to where the graphs of the first shape have them."""
+        pairs = [(static, parameter) for static, parameter in zip(statics, self._parameters, strict=True)]
+        if any((static is None) != (parameter.grad is None) for static, parameter in pairs):
+            raise RuntimeError("the parameters that have gradients differ between shapes of the batches")
+        moved = [
+            (static, parameter.grad) for static, parameter in pairs if static is not None and parameter.grad is not None
+        ]
+        torch._foreach_copy_([static for static, _ in moved], [gradient for _, gradient in moved])
+        for static, parameter in pairs:
+            parameter.grad = static
+
+    def _check(self, passes: _Pass, expected: Tensor) -> None:
         """Raise a RuntimeError if a replay computes other numbers than the eager step."""
         with _random_numbers_kept(self._device):
-            loss = self._passes[True].forward()[0].clone()
-            self._backward(torch.ones_like(loss), True)
+            loss = passes.forward()[0].clone()
+            self._backward(passes, torch.ones_like(loss), True)
         replayed = _numbers(loss, _norm(self._gradients))
-        if not torch.allclose(replayed, self._expected, rtol=TOLERANCE, atol=0.0, equal_nan=True):
-            (loss, norm), (expected, expected_norm) = replayed.tolist(), self._expected.tolist()
+        if not torch.allclose(replayed, expected, rtol=TOLERANCE, atol=0.0, equal_nan=True):
+            (loss, norm), (expected_loss, expected_norm) = replayed.tolist(), expected.tolist()
             raise RuntimeError(
-                f"a replay has the loss {loss:g} and the gradient norm {norm:g}, where the eager step has {expected:g} "
-                f"and {expected_norm:g}"
+                f"a replay has the loss {loss:g} and the gradient norm {norm:g}, where the eager step has "
+                f"{expected_loss:g} and {expected_norm:g}"
             )
 
     def _refuse(self, reason: str) -> None:
@@ -210,12 +262,13 @@ class CapturedStep:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _backward(self, gradient: Tensor, first: bool) -> None:
+    def _backward(self, passes: _Pass, gradient: Tensor, first: bool) -> None:
         """Replay the backward pass from the gradient of the loss."""
+        assert self._scale is not None
         self._scale.copy_(gradient)
         if not first:
             self._attach()
-        self._gradients = self._passes[first].backward()
+        self._gradients = passes.backward()
         for parameter, static in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = static
 
@@ -234,14 +287,14 @@ class CapturedStep:
         """Return whether the present gradients are those of the graphs."""
         gradients = self._gradients if self._average is None else self._average.results
         pairs = zip(self._parameters, gradients, strict=True)
-        return bool(self._passes and gradients) and all(parameter.grad is static for parameter, static in pairs)
+        return bool(self._gradients and gradients) and all(parameter.grad is static for parameter, static in pairs)
 
     def _exchanged(self) -> None:
         """Replace the gradients by their means over all processes, each of which calls it once a step."""
         assert self._average is not None
         own = [parameter.grad for parameter in self._parameters]
         self._average.allocate(own)
-        in_graph = bool(self._passes) and all(x is static for x, static in zip(own, self._gradients, strict=True))
+        in_graph = bool(self._gradients) and all(x is static for x, static in zip(own, self._gradients, strict=True))
         if in_graph and self._exchange is None and self._exchanges:
             average, gradients = self._average, list(self._gradients)
             self._exchange = self._recorded(lambda: average(gradients))
@@ -256,9 +309,8 @@ class CapturedStep:
     @property
     def parts(self) -> int:
         """Number of graphs captured so far."""
-        return 2 * len(self._passes) + sum(
-            part is not None for part in (self._exchange, self._norm, self._clip, self._update)
-        )
+        passes = sum(len(shapes.passes) for shapes in self._shapes.values())
+        return 2 * passes + sum(part is not None for part in (self._exchange, self._norm, self._clip, self._update))
 
     def gradient_norm(self) -> Tensor:
         """The total norm of the present gradients, a scalar; with several processes they are averaged before."""
@@ -357,7 +409,7 @@ class CapturedForward:
         if self.refused is None and self._memory != (memory := _addresses(self._parameters)):
             self._memory, self._replay = memory, None  # it is the first call, or parameters were moved
             self._prepare(inputs)
-        if self._replay is None or list(map(_shape, self._inputs or ())) != list(map(_shape, inputs)):
+        if self._replay is None or _key(self._inputs or ()) != _key(inputs):
             return self._compute(*inputs)
         for static, x in zip(self._inputs or (), inputs, strict=True):
             static.copy_(x)
@@ -420,8 +472,8 @@ def _addresses(parameters: Iterable[nn.Parameter]) -> list[tuple[int, bool]]:
     return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
 
 
-def _shape(x: Tensor) -> tuple[torch.Size, torch.dtype]:
-    return x.shape, x.dtype
+def _key(inputs: Iterable[Tensor]) -> Key:
+    return tuple((x.shape, x.dtype) for x in inputs)
 
 
 def _one_line(error: Exception) -> str:

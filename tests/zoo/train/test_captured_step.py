@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.zoo.tiny import TinyModel, batch
+from zoo.train import captured_step
 from zoo.train.adamw import AdamW
 from zoo.train.captured_step import CapturedForward, CapturedStep
 from zoo.train.metrics import label_scores, total_loss
@@ -128,12 +129,52 @@ def test_captured_steps_compute_the_same_to_the_bit(dropout: float, clip_at: flo
     assert recorder.replayed > 2 * sum(step.get("batches", 1) for step in steps)
 
 
-def test_batches_of_another_shape_run_eagerly(caplog: pytest.LogCaptureFixture):
-    odd = [{"lengths": (8,)}, {}, {"lengths": (8, 8), "batches": 2}, {"lengths": (8, 16), "batches": 2}]
-    eager, captured, recorder = both({}, *odd, {"lengths": (16, 8), "batches": 2}, {"batches": 2})
+MIXED = [
+    {"lengths": (8,)},
+    {},
+    {"lengths": (8, 8), "batches": 2},
+    {"lengths": (8, 16, 4), "batches": 3},
+    {"lengths": (16, 8), "batches": 2, "bad": True},
+    {"lengths": (4,)},
+    {"batches": 2},
+]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_each_shape_has_its_own_passes(dropout: float, caplog: pytest.LogCaptureFixture):
+    eager, captured, recorder = both({}, *MIXED, dropout=dropout)
     alike(eager, captured)
-    assert recorder.recorded == 7
-    assert caplog.messages == ["cuda_graph: batches of other shapes than the first one run eagerly"]
+    assert recorder.recorded == captured.captured.parts == 3 * 4 + 3  # all shapes share the norm, clipping and update
+    assert caplog.messages == []
+
+
+def test_further_shapes_run_eagerly(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    monkeypatch.setattr(captured_step, "MOST_SHAPES", 2)
+    eager, captured, recorder = both({}, *MIXED)
+    alike(eager, captured)
+    assert recorder.recorded == 2 * 4 + 3
+    assert caplog.messages == ["cuda_graph: batches of other shapes than the first 2 run eagerly"]
+
+
+def test_the_first_batch_of_a_shape_keeps_the_gradients_of_the_step():
+    """Its capture replays a backward pass, which writes to the memory of the gradients."""
+    eager, captured, _ = both({}, {"lengths": (16, 8), "batches": 2}, {"lengths": (16, 16, 4), "batches": 3})
+    alike(eager, captured)
+
+
+def test_a_parameter_without_gradients_for_some_shapes_ends_the_replays(caplog: pytest.LogCaptureFixture):
+    weights = [nn.Parameter(torch.ones(())) for _ in range(2)]
+
+    def loss(x: Tensor) -> tuple[Tensor]:
+        return (sum(weight * x.sum() for weight in weights[: len(x)]),)
+
+    step = CapturedStep(loss, weights, Repeated())
+    step.prepare(torch.ones(1))
+    assert step.refused is None
+    step.prepare(torch.ones(2))
+    assert step.refused == "the parameters that have gradients differ between shapes of the batches"
+    step(torch.ones(2))[0].backward()
+    assert [weight.grad for weight in weights] == [2, 2]
 
 
 @pytest.mark.parametrize("part", range(1, 8))

@@ -44,6 +44,18 @@ def rows(number: int) -> Batch:
     return Batch(tokens[:, :-1], labels, None)
 
 
+class Mixed(ResumableLoader):
+    """Batches of 128, 64 and 32 tokens a row, in changing order."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.position < self.length:
+            self.position += 1
+            tokens, labels, _ = rows(self.position)
+            length = 128 >> (self.position * self.position % 7 % 3)
+            yield Batch(tokens[:, :length], labels[:, :length], None)
+        self.position = 0
+
+
 class Spoil(L.Callback):
     """Makes the gradients of one step infinite."""
 
@@ -59,6 +71,7 @@ def fitted(
     steps: int = STEPS,
     resume: Path | None = None,
     optim: dict[str, Any] | None = None,
+    loader: type[ResumableLoader] = Rows,
     **options: Any,
 ) -> tuple[Pretraining, dict[int, float], LossGuard]:
     torch.manual_seed(0)
@@ -79,7 +92,7 @@ def fitted(
         checkpoints=Checkpoints(every_n_steps=10),
         **{"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "val_check_interval": 7, **options},
     )
-    run.fit(module, Rows(400), Rows(2), ckpt_path=resume)
+    run.fit(module, loader(400), loader(2), ckpt_path=resume)
     return module, log.losses, guard
 
 
@@ -122,6 +135,19 @@ def test_captured_runs_are_eager_runs(case: str, tmp_path: Path):
     assert losses == expected
     same(eager, captured)
     assert guard.skipped == other_guard.skipped == 1
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_batches_of_several_lengths_are_captured(batches: int, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    options = {"loader": Mixed, "accumulate_grad_batches": batches}
+    eager, expected, _ = fitted(tmp_path / "eager", "gated_deltanet.yaml", **options)
+    watch = Seen()
+    with caplog.at_level(logging.WARNING):
+        captured, losses, _ = fitted(tmp_path / "captured", "gated_deltanet.yaml", watch, **options)
+    assert [line for line in caplog.messages if line.startswith("cuda_graph")] == []
+    assert watch.step.parts == 3 + 2 * 3 * (1 if batches == 1 else 2)
+    assert losses == expected
+    same(eager, captured)
 
 
 def test_a_run_is_continued_captured_or_not(tmp_path: Path):
