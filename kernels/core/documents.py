@@ -3,15 +3,17 @@
 `cu_seqlens` [N+1] int holds the start of every document and, as its last entry, the length of the row. On a device its
 values are read once per tensor object and version, so that ops do not synchronise on every call; everything derived
 from them is cached with them. A change in place makes another version. Inference tensors count no versions, so they are
-read on every call: `tracked` makes a copy that is not.
+read on every call: `tracked` makes a copy that is not. Boundaries that were read on the host before they were copied to
+a device are not read from it: `copied`.
+
+A CUDA graph reads tables of `static_documents.py`, which are filled with other boundaries before each replay.
 
 Boundaries are applied by the convolution in `features/composition.py` and `features/gpu/kernels.py`, by recurrences in
 `core/chunking.py` and `gpu/layout.py`, and by attention in `window_attention/chunk.py`, `flex.py` and `flash.py`.
 """
 
-from collections.abc import Callable, Hashable
-from functools import cached_property
-from typing import Any, TypeVar
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,30 +22,71 @@ from torch.utils.weak import WeakTensorKeyDictionary
 Made = TypeVar("Made")
 
 
-class Documents:
-    """The boundaries of N documents in a row of T tokens, on the host, and the index tensors derived from them."""
+class Tables(Protocol):
+    """Something that is made of boundaries and read by kernels."""
 
-    def __init__(self, cu_seqlens: Tensor):
-        self.device = cu_seqlens.device
-        self.bounds: list[int] = cu_seqlens.tolist()
+    def tensors(self) -> Sequence[Tensor]:
+        """All tensors that depend on the boundaries."""
+
+
+SomeTables = TypeVar("SomeTables", bound=Tables)
+
+
+class Documents:
+    """The boundaries of N documents in a row of T tokens, on the host, and the index tensors derived from them.
+
+    Args:
+        cu_seqlens: The boundaries [N+1].
+        device: Device of the index tensors; None for that of the boundaries.
+
+    Attributes:
+        bounded: Whether tables have as many rows as the documents could have, and not as many as they have.
+    """
+
+    bounded = False
+
+    def __init__(self, cu_seqlens: Tensor, device: torch.device | None = None):
+        self.device = cu_seqlens.device if device is None else device
+        self._bounds: list[int] = cu_seqlens.tolist()
         self._made: dict[Hashable, Any] = {}
+
+    @property
+    def bounds(self) -> list[int]:
+        """The boundaries [N+1]."""
+        return self._bounds
+
+    @property
+    def length(self) -> int:
+        """Number of tokens T of the row."""
+        return self.bounds[-1]
 
     @property
     def spans(self) -> list[tuple[int, int]]:
         """Start and stop of each document; documents may be empty."""
         return list(zip(self.bounds, self.bounds[1:], strict=False))
 
-    @cached_property
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest document."""
+        return max(stop - start for start, stop in self.spans)
+
+    def reaches(self, tokens: int) -> bool:
+        """Return whether there is a document of at least so many tokens. Launches may depend on it."""
+        return self.longest >= tokens
+
+    def longest_bound(self) -> int:
+        """A number of tokens that no document exceeds."""
+        return self.longest
+
+    @property
     def owner(self) -> Tensor:
         """Index of the document that each token belongs to [T]."""
-        lengths = torch.tensor(self.bounds).diff()
-        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(self.device)
+        return self.tables(_places).owner
 
-    @cached_property
+    @property
     def positions(self) -> Tensor:
         """Position of each token in its document [T]."""
-        bounds = torch.tensor(self.bounds, device=self.device)
-        return torch.arange(self.bounds[-1], device=self.device) - bounds[self.owner]
+        return self.tables(_places).positions
 
     def chunks(self, size: int) -> "Chunks":
         """The documents cut into chunks of `size` tokens, each document padded separately (cached)."""
@@ -56,6 +99,44 @@ class Documents:
         if value is None:
             value = self._made[key] = make(self, *arguments)
         return value
+
+    def tables(self, make: Callable[..., SomeTables], *arguments: Any) -> SomeTables:
+        """Like `once`, for tables whose shapes depend on `bounded` sizes alone if these documents are bounded."""
+        return self.once(make, *arguments)
+
+    def plan(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        """Like `once`, for what depends on boundaries only by tables, by `reaches` and by the rounded number N."""
+        return self.once(make, *arguments)
+
+
+def rounded(count: int) -> int:
+    """A number of documents, rounded up to a power of two.
+
+    Launches are chosen by it, so that a graph computes the same for any number of documents up to it.
+    """
+    return 1 << max(0, count - 1).bit_length()
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on a device, without waiting for the device."""
+    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+
+
+class _Places(NamedTuple):
+    """Document and position of each token [T]."""
+
+    owner: Tensor
+    positions: Tensor
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self
+
+
+def _places(packed: Documents) -> _Places:
+    bounds = torch.tensor(packed.bounds)
+    owner = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
+    positions = torch.arange(packed.bounds[-1]) - bounds[owner]
+    return _Places(moved(owner, packed.device), moved(positions, packed.device))
 
 
 class Chunks:
@@ -99,22 +180,66 @@ def tracked(cu_seqlens: Tensor) -> Tensor:
     """cu_seqlens, copied if it is an inference tensor on a device, which would be read again on every call."""
     if torch.compiler.is_compiling() or cu_seqlens.is_cpu or not cu_seqlens.is_inference():
         return cu_seqlens
+    _, packed = _memo.get(cu_seqlens, (None, None))
     with torch.inference_mode(False):
-        return cu_seqlens.clone()
+        copy = cu_seqlens.clone()
+    if packed is not None:  # from `copied`, just before
+        remember(copy, packed)
+    return copy
+
+
+def copied(copy: Tensor, original: Tensor) -> Tensor:
+    """Return `copy`, a copy on a device of boundaries on the host, which then are not read from the device.
+
+    Raises:
+        ValueError: They are not boundaries.
+    """
+    if copy is not original and original.is_cpu:
+        remember(copy, _read(original, copy.device))
+    return copy
+
+
+def remember(cu_seqlens: Tensor, packed: Documents) -> None:
+    """Make `documents` return these for this version of the boundaries; static ones, for all versions."""
+    _memo[cu_seqlens] = _version(cu_seqlens), packed
 
 
 def _remembered(cu_seqlens: Tensor) -> Documents | None:
     """The documents of these boundaries from an earlier call, unless they have changed since."""
     version, cached = _memo.get(cu_seqlens, (None, None))
+    if cached is None:
+        # hooks of saved tensors return another object for the same memory, which the original keeps
+        same = (entry for other, entry in _memo.items() if _same(cu_seqlens, other))
+        version, cached = next(same, (None, None))
+    if cached is not None and cached.bounded:
+        return cached
     if cached is not None and (cu_seqlens.is_cpu or cu_seqlens.is_inference()):
         # reading costs nothing, or nothing else tells; on a CPU this also notices changes through NumPy or `.data`
         return cached if cached.bounds == cu_seqlens.tolist() else None
     return cached if version == _version(cu_seqlens) else None
 
 
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors are the same memory, read in the same way."""
+    return (x.data_ptr(), x.shape, x.dtype, x.stride()) == (y.data_ptr(), y.shape, y.dtype, y.stride())
+
+
 def _version(x: Tensor) -> int | None:
     """Number of in-place changes of a tensor; None if they are not counted."""
     return None if x.is_inference() else x._version
+
+
+def _read(cu_seqlens: Tensor, device: torch.device | None = None) -> Documents:
+    """The documents of boundaries, checked, with tables on a device, by default that of the boundaries."""
+    if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
+        raise ValueError(
+            f"cu_seqlens: expected an int32 or int64 vector of at least 2 boundaries, "
+            f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
+        )
+    packed = Documents(cu_seqlens) if device is None else Documents(cu_seqlens, device)
+    if packed.bounds[0] != 0 or any(b < a for a, b in packed.spans):
+        raise ValueError(f"cu_seqlens: boundaries must start at 0 and never decrease, got {packed.bounds}")
+    return packed
 
 
 def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torch.device | None = None) -> Documents:
@@ -130,15 +255,8 @@ def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torc
         raise ValueError(f"cu_seqlens: packed documents need a batch of 1 row, got {batch_size}")
     packed = _remembered(cu_seqlens)
     if packed is None:
-        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64) or len(cu_seqlens) < 2:
-            raise ValueError(
-                f"cu_seqlens: expected an int32 or int64 vector of at least 2 boundaries, "
-                f"got {cu_seqlens.dtype} of shape {tuple(cu_seqlens.shape)}"
-            )
-        packed = Documents(cu_seqlens)
-        if packed.bounds[0] != 0 or any(b < a for a, b in packed.spans):
-            raise ValueError(f"cu_seqlens: boundaries must start at 0 and never decrease, got {packed.bounds}")
-        _memo[cu_seqlens] = _version(cu_seqlens), packed
-    if packed.bounds[-1] != length:
-        raise ValueError(f"cu_seqlens: ends at {packed.bounds[-1]}, but there are {length} tokens")
+        packed = _read(cu_seqlens)
+        remember(cu_seqlens, packed)
+    if packed.length != length:
+        raise ValueError(f"cu_seqlens: ends at {packed.length}, but there are {length} tokens")
     return packed

@@ -4,13 +4,15 @@ Sequences are the rows of a batch, or the documents packed into one row; tokens 
 No kernel is compiled for a size in these tables.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..core.documents import Documents
+from ..core.documents import Documents, moved
 
 CHUNK = 64  # tokens per chunk of the two matrix-state recurrences
 
@@ -25,15 +27,25 @@ class Layout:
         segments: First token, number of tokens, first chunk, first block, row of the first state. Segments of sequences
             that are cut come first.
         sequences: First segment, number of segments.
+        ends: First segment of each sequence; last segment of each.
         cut: Number of segments that are shorter than their sequence. If it is 0, segments are the sequences in order,
             including empty ones, and their states are those of the sequences.
+
+    Tables of bounded documents (`Documents.bounded`) have rows without tokens at their ends, so that their lengths, and
+    `cut`, depend on the numbers of documents and tokens alone, and on whether sequences are cut. `cut` then counts
+    further segments, of sequences that are not.
     """
 
     chunks: Tensor
     blocks: Tensor
     segments: Tensor
     sequences: Tensor
+    ends: tuple[Tensor, Tensor]
     cut: int
+
+    def tensors(self) -> Sequence[Tensor]:
+        """All tables."""
+        return [self.chunks, self.blocks, self.segments, self.sequences, *self.ends]
 
 
 def most_chunks(batch: int, length: int, documents: int | None) -> int:
@@ -65,19 +77,22 @@ def layout(
     """
     if packed is None:
         return _of_rows(batch, length, chunk, block, segment, device)
-    return packed.once(_of_documents, chunk, block, segment, device, steps)
+    return packed.tables(_of_documents, chunk, block, segment, device, steps)
 
 
 @cache  # never evicted: a CUDA graph that reads the tables does not keep them alive
 def _of_rows(batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
-    return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device)
+    return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device, None)
 
 
 def _of_documents(packed: Documents, chunk: int, block: int, segment: int, device: torch.device, steps: int) -> Layout:
-    return _tables(torch.tensor(packed.bounds) * steps, chunk, block, segment, device)
+    cut = packed.reaches(segment // steps + 1)
+    bounded = cut if packed.bounded else None
+    return _tables(torch.tensor(packed.bounds) * steps, chunk, block, segment, device, bounded)
 
 
-def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
+def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.device, bounded: bool | None) -> Layout:
+    """The tables of sequences with these bounds; `bounded` tells for bounded documents whether one is cut."""
     begin, lengths = bounds[:-1], bounds.diff()
 
     def pieces(counts: Tensor, first: Tensor, size: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -99,11 +114,25 @@ def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.
     segments += [first_chunk[owner] + number * (segment // chunk), first_block[owner] + number * (segment // block)]
     segments.append(torch.arange(len(owner)))
     cut = int(segments_of[segments_of > 1].sum())
+    documents, tokens = len(lengths), int(bounds[-1])
+    most = None
+    if bounded is not None:
+        most = documents + (tokens // segment if bounded else 0)
+        segments[-1] = torch.arange(most)  # a state for each row
+        cut = min(most, 2 * tokens // segment) if bounded else 0
 
-    def table(*columns: Tensor) -> Tensor:
-        return torch.stack(columns, 1).int().to(device)
+    def table(*columns: Tensor, rows: int | None = None) -> Tensor:
+        filled = [F.pad(x, (0, (len(x) if rows is None else rows) - len(x))) for x in columns]
+        return moved(torch.stack(filled, 1).int(), device)
 
-    return Layout(table(*chunks), table(*blocks), table(*segments), table(first, segments_of), cut)
+    return Layout(
+        table(*chunks, rows=None if most is None else tokens // chunk + documents),
+        table(*blocks, rows=None if most is None else tokens // block + documents),
+        table(*segments, rows=most),
+        table(first, segments_of),
+        (moved(first.int(), device), moved((first + segments_of - 1).int(), device)),
+        cut,
+    )
 
 
 def _before(counts: Tensor) -> Tensor:

@@ -36,7 +36,11 @@ class Plan:
         self.launches: dict[Hashable, LaunchSpec] = {}
 
     def place(self, packed: Documents | None) -> None:
-        """Set the layout: of rows, or of these documents, which must not be kept. Fake tensors need no layout."""
+        """Set the layout: of rows, or of these documents, which must not be kept. Fake tensors need no layout.
+
+        Only tables and answers of `reaches` may depend on where documents begin, and launches on the rounded number of
+        documents: a plan of static documents serves others.
+        """
         raise NotImplementedError
 
     @classmethod
@@ -51,7 +55,7 @@ class Plan:
         plan: Callable[..., Self] = cls
         if cu_seqlens is None:
             return of_rows(launch_file.current(), is_deterministic(), plan, sizes)
-        return documents(cu_seqlens, length).once(of_documents, launch_file.current(), is_deterministic(), plan, sizes)
+        return documents(cu_seqlens, length).plan(of_documents, launch_file.current(), is_deterministic(), plan, sizes)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor for a kernel to fill."""

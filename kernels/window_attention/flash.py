@@ -24,7 +24,7 @@ def forward(a: Attention) -> Tensor:
     if a.documents is None or a.cu_seqlens is None:
         bounds, longest = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=a.q.device), T
     else:
-        bounds, longest = a.cu_seqlens.to(torch.int32), max(stop - start for start, stop in a.documents.spans)
+        bounds, longest = a.cu_seqlens.to(torch.int32), a.documents.longest_bound()
     options: dict[str, Any] = {"scale": a.scale, "window_size": (-1 if a.window_size is None else a.window_size - 1, 0)}
     if a.q.shape[2] != a.k.shape[2] and has("enable_gqa"):  # versions without this option always allow it
         options["enable_gqa"] = True

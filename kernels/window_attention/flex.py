@@ -1,7 +1,8 @@
 """FlexAttention: a fused kernel that skips blocks of scores in which no query sees a key."""
 
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,30 +54,47 @@ def mask(a: Attention) -> Any:
     """The cached `BlockMask` of a call; it is the same for all rows and heads."""
     if a.documents is None:
         return _of_row(a.q.shape[1], a.window_size, a.q.device)
-    return a.documents.once(_of_documents, a.window_size)
+    return a.documents.tables(_of_documents, a.window_size).mask
 
 
-def _of_documents(packed: Documents, window: int | None) -> Any:
+class _MaskOfDocuments(NamedTuple):
+    """A `BlockMask`, and the first key that each query sees [T], which it reads."""
+
+    mask: Any
+    first: Tensor
+
+    def tensors(self) -> Sequence[Tensor]:
+        """All tensors of the mask."""
+        return [*(x for x in self.mask.as_tuple() if isinstance(x, Tensor)), self.first]
+
+
+def _of_documents(packed: Documents, window: int | None) -> _MaskOfDocuments:
     with torch.inference_mode(False):  # the cached mask may serve the next training step
-        token = torch.arange(packed.bounds[-1], device=packed.device)
-        return _mask(token - packed.positions, window)
+        token = torch.arange(packed.length, device=packed.device)
+        first = _first_keys(token - packed.positions, window)
+        return _MaskOfDocuments(_mask(first), first)
 
 
 @lru_cache(maxsize=8)
 def _of_row(length: int, window: int | None, device: torch.device) -> Any:
     with torch.inference_mode(False):
-        return _mask(torch.zeros(length, dtype=torch.int64, device=device), window)
+        return _mask(_first_keys(torch.zeros(length, dtype=torch.int64, device=device), window))
 
 
-def _mask(document: Tensor, window: int | None) -> Any:
-    """The mask for tokens whose documents start at `document` [T]."""
+def _first_keys(document: Tensor, window: int | None) -> Tensor:
+    """The first key that each query sees [T], for tokens whose documents start at `document` [T]; none decreases."""
+    if window is None:
+        return document
+    T = len(document)
+    return torch.maximum(document, torch.arange(1 - window, T + 1 - window, device=document.device))
+
+
+def _mask(first: Tensor) -> Any:
+    """The mask for the first key that each query sees [T]."""
     from torch.nn.attention.flex_attention import BlockMask
 
-    T = len(document)
-    first = document  # the first key that each query sees; it never decreases
-    if window is not None:
-        first = torch.maximum(document, torch.arange(1 - window, T + 1 - window, device=document.device))
-    start = torch.arange(0, T, BLOCK, device=document.device)  # of each block, of queries or of keys
+    T = len(first)
+    start = torch.arange(0, T, BLOCK, device=first.device)  # of each block, of queries or of keys
     last = (start + BLOCK).clamp(max=T) - 1
     # together, the queries of a block see everything from the first key of its first query to its last query
     some = (last >= first[start][:, None]) & (start <= last[:, None])

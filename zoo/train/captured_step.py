@@ -3,11 +3,14 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from kernels.core.documents import Documents, documents
+from kernels.core.static_documents import StaticDocuments, static_copy, static_documents
 from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.adamw import AdamW
 from zoo.train.gradient_average import GradientAverage
@@ -47,11 +50,31 @@ class _Shapes(NamedTuple):
 
     Attributes:
         inputs: Memory that the graphs read.
+        cu_seqlens: Likewise the boundaries of packed documents, made by `static_copy`; None without documents.
         passes: By whether the backward pass writes the gradients; otherwise it adds to them.
     """
 
     inputs: tuple[Tensor, ...]
+    cu_seqlens: Tensor | None
     passes: dict[bool, _Pass]
+
+    @property
+    def documents(self) -> StaticDocuments | None:
+        return None if self.cu_seqlens is None else static_documents(self.cu_seqlens, self.inputs[0].shape[1])
+
+    def serve(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> bool:
+        """Return whether the graphs compute the step of these inputs and documents."""
+        own = self.documents
+        if own is None or packed is None:
+            return own is packed and _key(self.inputs) == _key(inputs)
+        return own.fits(packed) and _key(self.inputs) == _key(inputs)
+
+    def fill(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> None:
+        """Copy inputs and documents to where the graphs read them."""
+        for static, x in zip(self.inputs, inputs, strict=True):
+            static.copy_(x)
+        if (own := self.documents) is not None and packed is not None:
+            own.fill(packed)
 
 
 class CapturedStep:
@@ -60,9 +83,11 @@ class CapturedStep:
     There is a graph for each part, so that whatever happens between the parts of an eager step happens between the
     replays as well, with the same tensors: hooks of the loss, reading or changing gradients, skipping the update. Each
     part is captured when it is first used, the passes once for each shape of the inputs; the gradients of all shapes
-    are in the same memory. The first `prepare` for a shape also runs the step eagerly, drops what it computed, and
-    compares the replay with it. What cannot be replayed runs eagerly, to the same numbers: batches of other shapes than
-    the first MOST_SHAPES, and every step if a part cannot be captured. The log says so once.
+    are in the same memory. To the shape of packed documents belong their number, rounded up to a power of two, and
+    whether they are long enough for other launches (`StaticDocuments`). The first `prepare` for a shape also runs the
+    step eagerly, drops what it computed, and compares the replay with it. What cannot be replayed runs eagerly, to the
+    same numbers: batches of other shapes than the first MOST_SHAPES, and every step if a part cannot be captured. The
+    log says so once.
 
     Args:
         compute: Inputs → a scalar loss, and further tensors without gradients. It must not wait for the device.
@@ -96,7 +121,7 @@ class CapturedStep:
         """Drop all graphs, which are captured again when they are used."""
         self._parameters = [parameter for parameter in self._all if parameter.requires_grad]
         self._memory = _addresses(self._all)
-        self._shapes: dict[Key, _Shapes] = {}
+        self._shapes: list[_Shapes] = []
         self._gradients: list[Tensor | None] = []
         self._scale: Tensor | None = None  # gradient of the loss
         if self._average is not None:
@@ -108,28 +133,28 @@ class CapturedStep:
         self._update: Callable[[], None] | None = None
         self._settings: Any = None  # of the optimiser, when its update was captured
 
-    def prepare(self, *inputs: Tensor, first: bool = True) -> None:
+    def prepare(self, *inputs: Tensor, cu_seqlens: Tensor | None = None, first: bool = True) -> None:
         """Capture the passes for such inputs unless that is done; to be called before each forward pass.
 
         Args:
             inputs: Of `compute`.
-            first: As for the call.
+            cu_seqlens, first: As for the call.
         """
         if self.refused is None and self._memory != _addresses(self._all):
             self.forget()  # parameters were moved, frozen or unfrozen
-        key = _key(inputs)
-        passes = self._shapes[key].passes if key in self._shapes else {}
-        if self.refused is not None or (first in passes and True in passes) or not self._takes(key):
+        packed = _documents(inputs, cu_seqlens)
+        shapes = self._serving(inputs, packed)
+        done = shapes is not None and first in shapes.passes and True in shapes.passes
+        if self.refused is not None or done or (shapes is None and not self._has_room()):
             return
         attached = [parameter.grad for parameter in self._parameters]
         values = [None if gradient is None or first else gradient.clone() for gradient in attached]
         try:
-            if not passes:
-                expected = self._start(key, inputs)
-            shapes = self._shapes[key]
+            if shapes is None:
+                shapes, expected = self._start(inputs, cu_seqlens)
             for each in (True,) if first else (True, False):
                 if each not in shapes.passes:
-                    shapes.passes[each] = self._record_pass(shapes.inputs, each)
+                    shapes.passes[each] = self._record_pass(shapes, each)
                     if each:
                         self._check(shapes.passes[each], expected)
         except RuntimeError as error:
@@ -139,58 +164,74 @@ class CapturedStep:
             if gradient is not None and value is not None:
                 gradient.copy_(value)  # the check has written to the gradients, which all shapes share
 
-    def __call__(self, *inputs: Tensor, first: bool = True) -> tuple[Tensor, ...]:
+    def __call__(self, *inputs: Tensor, cu_seqlens: Tensor | None = None, first: bool = True) -> tuple[Tensor, ...]:
         """The loss, whose `backward` replays the backward pass, and the further results of `compute`.
 
         Args:
-            inputs: Of `compute`.
+            inputs: Of `compute`, [B,T,…] the first of them if documents are packed.
+            cu_seqlens: Boundaries [N+1] of packed documents, which `compute` takes by this name; None for none.
             first: Whether the backward pass writes the gradients; False to add to them, as when they are accumulated.
         """
-        shapes = self._shapes.get(_key(inputs))
+        packed = _documents(inputs, cu_seqlens)
+        shapes = self._serving(inputs, packed)
         if shapes is None or first not in shapes.passes:
-            return self._compute(*inputs)
-        for static, x in zip(shapes.inputs, inputs, strict=True):
-            static.copy_(x)
+            return self._eager(inputs, cu_seqlens)
+        shapes.fill(inputs, packed)
         passes = shapes.passes[first]
         loss, *others = passes.forward()
         replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(passes, gradient, first))
         return replayed, *(x.clone() for x in others)
 
-    def _takes(self, key: Key) -> bool:
-        """Return whether there are, or will be, graphs for inputs of these shapes."""
-        takes = key in self._shapes or len(self._shapes) < MOST_SHAPES
-        if not takes and not self._odd_shapes_reported:
+    def _eager(self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+        return self._compute(*inputs) if cu_seqlens is None else self._compute(*inputs, cu_seqlens=cu_seqlens)
+
+    def _serving(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> _Shapes | None:
+        """The graphs for such inputs, if there are any."""
+        return next((shapes for shapes in self._shapes if shapes.serve(inputs, packed)), None)
+
+    def _has_room(self) -> bool:
+        """Return whether a further shape is to be captured."""
+        if len(self._shapes) < MOST_SHAPES:
+            return True
+        if not self._odd_shapes_reported:
             self._odd_shapes_reported = True
             log.warning("cuda_graph: batches of other shapes than the first %d run eagerly", MOST_SHAPES)
-        return takes
+        return False
 
-    def _start(self, key: Key, inputs: tuple[Tensor, ...]) -> Tensor:
+    def _start(self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[_Shapes, Tensor]:
         """Allocate the inputs, and run the step eagerly, for all that only the first run of a step does.
 
         Returns:
-            The loss and the norm of the gradients.
+            The new shapes, and of the step with its own boundaries the loss and the norm of the gradients.
         """
         if not self._shapes:
             self._start_first()
         assert self._recorder is not None
-        self._shapes[key] = _Shapes(static := tuple(x.detach().clone() for x in inputs), {})
-        self._drop_gradients()
+        bounds = None if cu_seqlens is None else static_copy(cu_seqlens, inputs[0].shape[1])
+        shapes = _Shapes(tuple(x.detach().clone() for x in inputs), bounds, {})
+        self._shapes.append(shapes)
 
-        def eager() -> Tensor:
+        def eager(cu_seqlens: Tensor | None) -> Tensor:
+            self._drop_gradients()
             with casts_not_cached():
-                loss = self._compute(*static)[0]
+                loss = self._eager(shapes.inputs, cu_seqlens)[0]
             loss.backward()
             if self._scale is None:
                 self._scale = torch.ones_like(loss)
             return _numbers(loss, _norm(parameter.grad for parameter in self._parameters))
 
-        with _random_numbers_kept(self._device), torch.enable_grad():
+        with torch.enable_grad():
             before = _random_offset(self._device)
-            expected = self._recorder.rehearse(eager)
-            if not self._may_draw and _random_offset(self._device) != before:
-                raise RuntimeError("activation checkpointing repeats random numbers, which a CUDA graph cannot do")
+            # with static boundaries, then with their own
+            for boundaries in [None] if bounds is None else [bounds, cu_seqlens]:
+                with _random_numbers_kept(self._device):
+                    expected = self._recorder.rehearse(partial(eager, boundaries))
+                    if not self._may_draw and _random_offset(self._device) != before:
+                        raise RuntimeError(
+                            "activation checkpointing repeats random numbers, which a CUDA graph cannot do"
+                        )
         self._drop_gradients()
-        return expected
+        return shapes, expected
 
     def _start_first(self) -> None:
         """Allocate what the graphs of all shapes read."""
@@ -202,14 +243,14 @@ class CapturedStep:
         self._found_inf = torch.zeros((), device=device)
         self._recorder = Recorder(device) if self._recorder is None else self._recorder
 
-    def _record_pass(self, inputs: tuple[Tensor, ...], first: bool) -> _Pass:
+    def _record_pass(self, shapes: _Shapes, first: bool) -> _Pass:
         """Capture a forward pass, and the backward pass that writes the gradients, or adds to them."""
         assert self._recorder is not None
         statics = list(self._gradients)  # none for the first shape, whose backward pass makes them
 
         def forward() -> tuple[Tensor, ...]:
             with torch.enable_grad(), casts_not_cached():
-                loss, *others = self._compute(*inputs)
+                loss, *others = self._eager(shapes.inputs, shapes.cu_seqlens)
             self._loss = loss
             return loss.detach(), *others
 
@@ -309,7 +350,7 @@ class CapturedStep:
     @property
     def parts(self) -> int:
         """Number of graphs captured so far."""
-        passes = sum(len(shapes.passes) for shapes in self._shapes.values())
+        passes = sum(len(shapes.passes) for shapes in self._shapes)
         return 2 * passes + sum(part is not None for part in (self._exchange, self._norm, self._clip, self._update))
 
     def gradient_norm(self) -> Tensor:
@@ -470,6 +511,11 @@ def _random_offset(device: torch.device) -> int:
 
 def _addresses(parameters: Iterable[nn.Parameter]) -> list[tuple[int, bool]]:
     return [(parameter.data_ptr(), parameter.requires_grad) for parameter in parameters]
+
+
+def _documents(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Documents | None:
+    """The documents that are packed into the row of the first input."""
+    return None if cu_seqlens is None else documents(cu_seqlens, inputs[0].shape[1], len(inputs[0]))
 
 
 def _key(inputs: Iterable[Tensor]) -> Key:

@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStr
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
-from kernels.core.documents import tracked
+from kernels.core.documents import copied, tracked
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
@@ -174,7 +174,10 @@ class Pretraining(L.LightningModule):
             self._unlabelled = not (batch.labels != NO_LOSS).any()
             if self._unlabelled:
                 log.warning("data: a batch has no label but %d, so that nothing is learned from it", NO_LOSS)
-        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+        moved: Batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if batch.cu_seqlens is not None and moved.cu_seqlens is not None:
+            copied(moved.cu_seqlens, batch.cu_seqlens)
+        return moved
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Mean loss over the labelled tokens of the batch, in nats.
@@ -182,11 +185,11 @@ class Pretraining(L.LightningModule):
         It also logs `train_loss`, the mean over the whole step in all processes.
         """
         batch = self._local_part(batch)
-        if self.captured is None or batch.cu_seqlens is not None:
+        if self.captured is None:
             loss, total, count = self.losses(batch.tokens, batch.labels, batch.cu_seqlens)
         else:
             first = batch_idx % self.trainer.accumulate_grad_batches == 0
-            loss, total, count = self.captured(batch.tokens, batch.labels, first=first)
+            loss, total, count = self.captured(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, first=first)
         self.tokens_seen += batch.tokens.shape[:2].numel() * self.trainer.world_size  # a patch of an image is one
         self._log_loss(total, count, batch_idx)
         self.log("tokens", self.tokens_seen)

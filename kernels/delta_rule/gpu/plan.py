@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.documents import Documents
+from ...core.documents import Documents, rounded
 from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.launch_table import LaunchConfig, launch, optional
@@ -62,24 +62,24 @@ class DeltaRule(Plan):
         self.scale, self.documents = scale, documents
         chunks = -(-self.rows // CHUNK)
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
-        together = chunks if documents is None else self.slots
+        self.many = self.B if documents is None else rounded(documents)  # what launches of sequences are chosen by
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
         # a batch may be empty
-        count = 1 if self.long or self.deterministic else segments(self._room(max(1, rows) * self.M), together)
-        self.segment = -(-together // count)
+        count = 1 if self.long or self.deterministic else segments(self._room(max(1, rows) * self.M), chunks)
+        self.segment = -(-chunks // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
 
     def place(self, packed: Documents | None) -> None:
         """Cut the sequences into segments; packed documents only if one of them is long."""
         segment = self.segment
-        longest = max(stop - start for start, stop in packed.spans) * self.steps if packed else 0
-        if packed and longest < FEWEST_SEGMENTS * segment * CHUNK:
+        if packed and not packed.reaches(cdiv(FEWEST_SEGMENTS * segment * CHUNK, self.steps)):
             segment = -(-self.rows // CHUNK)  # cutting the longest would not finish it much sooner
         self.layout = layout(packed, self.B, self.rows, CHUNK, CHUNK, segment * CHUNK, self.device, self.steps)
-        self.cut = self.layout.cut
-        first, count = self.layout.sequences.unbind(1)
-        self.ends = first, first + count - 1  # the first and the last segment of each sequence
+        self.cut, self.ends = self.layout.cut, self.layout.ends
+        self.programs = self.B if packed is None and self.most == 0 else len(self.layout.segments)
+        if packed:
+            self.programs = self.many + (self.rows // (segment * CHUNK) if self.cut else 0)
         if self.halved:
             half = -(-self.rows // (2 * CHUNK)) * CHUNK
             self.halves = layout(None, self.B, self.rows, CHUNK, CHUNK, half, self.device).segments
@@ -108,8 +108,9 @@ class DeltaRule(Plan):
         """The quantities that the choice of kernels depends on."""
         whole_rows = self.documents is None and self.most == 0
         halvable = whole_rows and -(-self.rows // CHUNK) >= 2 * FEWEST_CHUNKS
-        programs = (self.B if whole_rows else len(self.layout.segments)) * self.M
-        return Case(self.K, self.V, self.dtype, self.device, programs, halvable, filled=self.deterministic)
+        return Case(
+            self.K, self.V, self.dtype, self.device, self.programs * self.M, halvable, filled=self.deterministic
+        )
 
     @cached_property
     def prepare_path(self) -> str:
@@ -143,7 +144,7 @@ class DeltaRule(Plan):
     def pass_entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a sequential pass."""
         narrow = None if self.long else optional("delta_rule.narrow", self.size, self.dtype, self.device)
-        fits = narrow is not None and fitting(self.entry(kernel), self.N * self.M, self.V, self.device) > 1
+        fits = narrow is not None and fitting(self.entry(kernel), self.many * self.M, self.V, self.device) > 1
         fits = fits and not self.deterministic
         path = select(SEQUENTIAL, self.case._replace(narrow=fits and not self.cut)).name
         return self.entry({"long_keys": "long", "narrow_blocks": "narrow", "wide_blocks": kernel}[path])

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...core.deterministic import is_deterministic
 from ...core.documents import Documents
 from ...gpu.device import multiprocessors
-from ...gpu.launch import next_power_of_2
+from ...gpu.launch import cdiv, next_power_of_2
 from ...gpu.launch_table import LaunchConfig, launch
 from ...gpu.layout import CHUNK, layout, most_chunks
 from ...gpu.paths import select
@@ -97,14 +97,13 @@ class LinearRecurrence(Plan):
             self.streams["queries"] = self.streams["keys"] = dense(self.heads, self.K)
         if packed:
             widest = max(self.heads * max(self.K, self.V, CHUNK), q.token, k.token, v.token)
-            blocks = sum(-(-(stop - start) // BLOCK) for start, stop in packed.spans)
-            wanted = -(-blocks // room)
+            wanted = cdiv(cdiv(self.T, BLOCK), room)
             segment = BLOCK * max(1, min(LARGEST // widest // BLOCK, wanted))
         self.layout = layout(packed, self.B, self.T, CHUNK, BLOCK, segment, self.device)
         self.segmented = self.layout.cut > 0
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
-        self.slots = most_chunks(self.B, self.T, len(packed.spans) if packed else None)
+        self.slots = most_chunks(self.B, self.T, self.sequences if packed else None)
 
     def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""

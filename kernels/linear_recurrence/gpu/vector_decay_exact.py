@@ -104,9 +104,10 @@ def steep_gradients(
 
 
 @triton.jit
-def which_are_steep(ends, n, group, chunks, ck, K: tl.constexpr):
-    """1 for each of `GROUP` chunks that has a steep channel."""
+def which_are_steep(ends, table, n, group, chunks, ck, K: tl.constexpr):
+    """1 for each of `GROUP` chunks that has a steep channel; rows of the table may have no tokens."""
     c = group * GROUP + tl.arange(0, GROUP)
+    c = tl.where(tl.load(table + c * 2 + 1, mask=c < chunks, other=0) > 0, c, chunks)
     at = ends + ((n.to(tl.int64) * chunks + c) * (2 * K))[:, None] + ck[None, :]
     mask = (c < chunks)[:, None] & (ck < K)[None, :]
     early, late = tl.load(at, mask=mask, other=0.0), tl.load(at + K, mask=mask, other=0.0)
@@ -149,7 +150,7 @@ def steep_forward(
 ):
     group, n = pair_of(tl.cdiv(chunks, GROUP))
     r, ck, cv = tl.arange(0, CHUNK), tl.arange(0, BK), tl.arange(0, BV)
-    flags = which_are_steep(ends, n, group, chunks, ck, K)
+    flags = which_are_steep(ends, table, n, group, chunks, ck, K)
     if tl.max(flags, 0) == 0:
         return
     key_head, value_head = heads_of(n, groups, SUBHEADS)
@@ -211,7 +212,7 @@ def steep_backward(
 ):
     group, n = pair_of(tl.cdiv(chunks, GROUP))
     r, ck, cv = tl.arange(0, CHUNK), tl.arange(0, BK), tl.arange(0, BV)
-    flags = which_are_steep(ends, n, group, chunks, ck, K)
+    flags = which_are_steep(ends, table, n, group, chunks, ck, K)
     if tl.max(flags, 0) == 0:
         return
     key_head, value_head = heads_of(n, groups, SUBHEADS)

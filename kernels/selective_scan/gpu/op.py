@@ -15,7 +15,7 @@ from ...core.documents import Documents
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.layout import layout
 from ...gpu.plan import Plan, prepared
-from ...gpu.reductions import add_outer
+from ...gpu.reductions import add_outer, add_parts
 from ..arguments import Scan
 from .chunks import combine, walk
 from .gradients import gradients
@@ -124,8 +124,10 @@ def _dense(*tensors: Tensor | None) -> list[Any]:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts of blocks of channels [n,B,T,N], or of chunks [n,D,N]."""
-    return add_outer(parts, dtype) if parts.dim() == 4 else parts.sum(0).to(dtype)
+    """The sum of the parts of blocks of channels [n,B,T,N], or of chunks [n,D,N], to which zeros may be appended."""
+    if parts.dim() == 4:
+        return add_outer(parts, dtype)
+    return add_parts(parts.view(len(parts), 1, -1), dtype).view(parts.shape[1:])
 
 
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:

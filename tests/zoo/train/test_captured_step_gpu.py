@@ -17,6 +17,7 @@ from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.captured_step import CapturedStep
 from zoo.train.module import Pretraining
 from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation
@@ -56,6 +57,43 @@ class Mixed(ResumableLoader):
         self.position = 0
 
 
+class Packed(ResumableLoader):
+    """One row of documents, whose number and boundaries change."""
+
+    length_of_row, mean = 2048, 150
+
+    def __iter__(self) -> Iterator[Batch]:
+        while self.position < self.length:
+            self.position += 1
+            yield self.row(self.position)
+        self.position = 0
+
+    def row(self, number: int) -> Batch:
+        T, generator = self.length_of_row, torch.Generator().manual_seed(number)
+        count = max(1, T // self.mean + 4 * (number % 3 - 1))
+        cuts = torch.randint(T, (count,), generator=generator).sort().values
+        cuts[::3] = cuts[::3] // 64 * 64  # on the edges of chunks; some documents are empty
+        bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([T])]).int()
+        tokens = torch.randint(VOCAB, (1, T + 1), generator=generator)
+        return Batch(tokens[:, :-1], tokens[:, 1:].clone(), bounds)
+
+
+class Long(Packed):
+    """A row of 16,384 tokens with documents of up to 4,000."""
+
+    length_of_row, mean = 16384, 1000
+
+
+class Short(Packed):
+    """Documents of at most 64 tokens: the gradient of q in FlashAttention then repeats to the bit."""
+
+    def row(self, number: int) -> Batch:
+        tokens, labels, _ = super().row(number)
+        lengths = torch.randint(1, 65, (100,), generator=torch.Generator().manual_seed(number))
+        ends = lengths.cumsum(0)
+        return Batch(tokens, labels, torch.cat([torch.tensor([0]), ends[ends < 2048], torch.tensor([2048])]).int())
+
+
 class Spoil(L.Callback):
     """Makes the gradients of one step infinite."""
 
@@ -72,10 +110,11 @@ def fitted(
     resume: Path | None = None,
     optim: dict[str, Any] | None = None,
     loader: type[ResumableLoader] = Rows,
+    sizes: tuple[str, ...] = (),
     **options: Any,
 ) -> tuple[Pretraining, dict[int, float], LossGuard]:
     torch.manual_seed(0)
-    model = configs.build(config, *SIZES)
+    model = configs.build(config, *SIZES, *sizes)
     settings = {
         "schedule": "inverse_sqrt",
         "warmup_steps": 4,
@@ -148,6 +187,57 @@ def test_batches_of_several_lengths_are_captured(batches: int, tmp_path: Path, c
     assert watch.step.parts == 3 + 2 * 3 * (1 if batches == 1 else 2)
     assert losses == expected
     same(eager, captured)
+
+
+WIDE = ("model.hidden_size=256",)  # heads of 128 channels: kernels in Gluon
+PACKED: dict[str, tuple[str, dict[str, Any]]] = {
+    "gated_deltanet": ("gated_deltanet.yaml", {}),
+    "gated_deltanet 128": ("gated_deltanet.yaml", {"sizes": WIDE}),
+    "gla": ("gla.yaml", {}),
+    "gla 128": ("gla.yaml", {"sizes": WIDE}),
+    "mamba2": ("mamba2.yaml", {}),
+    "h2": ("gdn_h2.yaml", {}),
+    "attention": ("transformer.yaml", {"loader": Short}),
+    "long": ("gated_deltanet.yaml", {"loader": Long, "sizes": WIDE}),
+    "long mamba2": ("mamba2.yaml", {"loader": Long}),
+    "accumulation": ("gated_deltanet.yaml", {"accumulate_grad_batches": 3}),
+    "recomputed": ("gated_deltanet.yaml", {"recomputed": True}),
+}
+
+
+@pytest.mark.parametrize("case", PACKED)
+def test_packed_documents_are_captured(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    config, options = PACKED[case]
+    options = {"loader": Packed, **options}
+    again = [CheckpointedBlocks(1)] if options.pop("recomputed", False) else []
+    eager, expected, _ = fitted(tmp_path / "eager", config, *again, **options)
+    watch = Seen()
+    with caplog.at_level(logging.WARNING):
+        captured, losses, _ = fitted(tmp_path / "captured", config, *again, watch, **options)
+    assert [line for line in caplog.messages if line.startswith("cuda_graph")] == []
+    assert watch.step.refused is None
+    assert watch.step.parts >= 5
+    assert losses == expected
+    same(eager, captured)
+    assert captured.loss_by_position == eager.loss_by_position
+
+
+def test_packed_steps_do_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    calls, step = [], CapturedStep.__call__
+
+    def watched(*args: Any, **named: Any) -> Any:
+        calls.append(1)
+        torch.cuda.set_sync_debug_mode("error" if len(calls) > 6 else "default")  # all shapes are captured by then
+        try:
+            return step(*args, **named)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(CapturedStep, "__call__", watched)
+    watch = Seen()
+    fitted(tmp_path, "gated_deltanet.yaml", watch, loader=Packed)
+    assert watch.step.parts >= 3 + 2 * 2  # at least two shapes
+    assert len(calls) == STEPS
 
 
 def test_a_run_is_continued_captured_or_not(tmp_path: Path):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from zoo.data.batch import Batch
 from zoo.generation.cuda_graph import Recorder
+from zoo.lm.classifier import Classifier
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.captured_step import CapturedForward, CapturedStep, Recording
@@ -49,9 +50,9 @@ class CapturedSteps(Callback):
             return
         recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
 
-        def losses(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        def losses(tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
             with trainer.precision_plugin.train_step_context():
-                return pl_module.losses(tokens, labels)
+                return pl_module.losses(tokens, labels, cu_seqlens)
 
         def scores(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
             with trainer.precision_plugin.val_step_context():
@@ -73,15 +74,15 @@ class CapturedSteps(Callback):
             log.warning("cuda_graph: the update of %s runs eagerly; forward and backward passes are captured", name)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
-        """Capture the passes if that is not done; give up if documents are packed."""
+        """Capture the passes if that is not done; give up if each of the packed sequences has one label."""
         if pl_module.captured is None:
             return
-        if batch.cu_seqlens is not None:
+        if batch.cu_seqlens is not None and isinstance(getattr(pl_module.model, "head", None), Classifier):
             self.teardown(trainer, pl_module)
-            log.warning("cuda_graph: the training step runs eagerly: packed documents are laid out on the host")
+            log.warning("cuda_graph: the training step runs eagerly: the number of labels is that of packed sequences")
             return
         first = batch_idx % trainer.accumulate_grad_batches == 0
-        pl_module.captured.prepare(batch.tokens, batch.labels, first=first)
+        pl_module.captured.prepare(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, first=first)
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str = "fit") -> None:
         """Drop the graphs and their memory."""

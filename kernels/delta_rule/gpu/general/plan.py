@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....core.documents import Documents
+from ....core.documents import Documents, rounded
 from ....gpu.device import HOPPER, capability, multiprocessors
 from ....gpu.launch import LaunchSpec, cdiv
 from ....gpu.launch_table import LaunchConfig, launch, optional
@@ -61,6 +61,7 @@ class GeneralDeltaRule(Plan):
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
         self.scale, self.gate, self.before, self.product = scale, gate, before, product
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
+        self.many = self.B if documents is None else rounded(documents)  # what launches of sequences are chosen by
         self.exact = dtype == torch.float32
         self.cautious = capability(device) != HOPPER  # nothing was run there
 
@@ -89,7 +90,7 @@ class GeneralDeltaRule(Plan):
         if kernel == "backward" or narrow is None or self.deterministic:
             return entry
         values = min(block(self.V), entry.values)
-        idle = 2 * self.N * self.M * cdiv(self.V, values) <= multiprocessors(self.device)
+        idle = 2 * self.many * self.M * cdiv(self.V, values) <= multiprocessors(self.device)
         return narrow if idle and narrow.values < values else entry
 
     @property

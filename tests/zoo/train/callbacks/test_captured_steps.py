@@ -1,6 +1,7 @@
 """Runs in captured steps: the same as eager runs, for the whole of what happens around a step."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,19 +122,38 @@ def test_on_a_cpu_the_run_is_eager_and_says_so(tmp_path: Path, caplog: pytest.Lo
 
 
 class Packed(ResumableLoader):
-    """Batches of one row of two documents."""
+    """Batches of one row of one to three documents."""
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Batch]:
         for tokens, labels, _ in super().__iter__():
-            yield Batch(tokens[:1], labels[:1], torch.tensor([0, 7, 16], dtype=torch.int32))
+            n = self.position % 5
+            bounds = [0, *([3 + n] if n else []), *([11, 11] if n > 2 else []), 16]
+            yield Batch(tokens[:1], labels[:1], torch.tensor(bounds, dtype=torch.int32))
 
 
-def test_packed_documents_are_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    recorder = Repeated()
-    with caplog.at_level(logging.WARNING):
-        trainer(tmp_path, [CapturedSteps(recorder)], max_steps=2).fit(pretraining(), Packed(8), validation_loader())
-    assert lines(caplog)[-1] == "cuda_graph: the training step runs eagerly: packed documents are laid out on the host"
-    assert recorder.recorded == 0
+class Seen(CapturedSteps):
+    """Remembers the number of graphs, which are dropped at the end."""
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
+        self.parts = pl_module.captured.parts
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_packed_documents_are_captured(batches: int, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    found, watch = [], Seen(Repeated())
+    for name, callbacks in (("eager", []), ("captured", [watch])):
+        torch.manual_seed(0)
+        module, log = pretraining(dropout=0.2), LossLog()
+        run = trainer(tmp_path / name, [log, *callbacks], max_steps=10, accumulate_grad_batches=batches)
+        with caplog.at_level(logging.WARNING):
+            run.fit(module, Packed(60), validation_loader())
+        found.append((module, log.losses))
+    (eager, expected), (captured, losses) = found
+    assert [line for line in lines(caplog) if "passes are captured" not in line] == []
+    assert losses == expected
+    # norm and clipping, and passes for one, two and up to four documents
+    assert watch.parts == 2 + 2 * 3 * (1 if batches == 1 else 2)
+    same(eager, captured)
 
 
 def test_what_a_replay_would_leave_out_is_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -1,0 +1,126 @@
+"""Packed documents of a CUDA graph: boundaries and tables that stay in memory and are filled before each replay.
+
+A graph has the sizes of its launches and the addresses of its tensors in it. So the boundaries are padded with empty
+documents at the end, up to a power of two of documents, and tables to the number of rows that so many documents can
+have. Padded rows hold no tokens, and nothing reads what kernels compute for them.
+
+Where a launch depends on the boundaries themselves, it asks a question (`Documents.reaches`), whose answer becomes a
+property of the graph. A graph serves documents that give the same answers, and computes the same to the bit as calls
+with their own boundaries.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .documents import Documents, Made, SomeTables, documents, moved, remember, rounded
+
+
+class StaticDocuments(Documents):
+    """Documents whose tables stay in the same memory.
+
+    Args:
+        cu_seqlens: Memory for boundaries [N+1], which is filled.
+        present: The documents to begin with, at most N.
+    """
+
+    bounded = True
+
+    def __init__(self, cu_seqlens: Tensor, present: Documents):
+        self.device, self._row = cu_seqlens.device, present.length
+        self._cu_seqlens = weakref.ref(cu_seqlens)  # `remember` keeps the documents as long as the boundaries
+        self._room, self._present = len(cu_seqlens) - 1, present
+        self._made: dict[Hashable, Any] = {}  # for the present documents
+        self._plans: dict[Hashable, Any] = {}
+        self._tables: dict[tuple[Any, ...], Any] = {}
+        self._answers: dict[int, bool] = {}  # by number of tokens
+        self._hold(present)
+
+    def fits(self, others: Documents) -> bool:
+        """Return whether a graph that reads these tables computes the same as calls with these other documents."""
+        alike = others.length == self._row and rounded(len(others.spans)) == self._room
+        return alike and all((others.longest >= tokens) == answer for tokens, answer in self._answers.items())
+
+    def fill(self, present: Documents) -> None:
+        """Hold these documents, which fit, from now on. Nothing waits for the device."""
+        if present is self._present:
+            return
+        self._hold(present)
+        for (make, *arguments), tables in self._tables.items():
+            # nested tables come first
+            torch._foreach_copy_(list(tables.tensors()), list(make(self, *arguments).tensors()))
+
+    def _hold(self, present: Documents) -> None:
+        self._present = present
+        self._made.clear()
+        self._bounds = present.bounds + [self._row] * (self._room + 1 - len(present.bounds))
+        cu_seqlens = self._cu_seqlens()
+        assert cu_seqlens is not None
+        cu_seqlens.copy_(moved(torch.tensor(self._bounds, dtype=cu_seqlens.dtype), self.device))
+
+    @property
+    def bounds(self) -> list[int]:
+        """The present boundaries, padded, on the host.
+
+        Raises:
+            RuntimeError: A graph is being captured, which would always use the present ones.
+        """
+        if capturing(self.device):
+            raise RuntimeError("the boundaries of packed documents are read on the host")
+        return self._bounds
+
+    @property
+    def length(self) -> int:
+        return self._row
+
+    def reaches(self, tokens: int) -> bool:
+        return self._answers.setdefault(tokens, self._present.longest >= tokens)
+
+    def longest_bound(self) -> int:
+        bound = min(self._row, rounded(self._present.longest))
+        known = [tokens - 1 for tokens, answer in self._answers.items() if not answer]
+        bound = min((x for x in known if x >= bound), default=bound)
+        self._answers[bound + 1] = False
+        return bound
+
+    def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        if capturing(self.device):
+            raise RuntimeError("packed documents are laid out on the host")
+        return super().once(make, *arguments)
+
+    def tables(self, make: Callable[..., SomeTables], *arguments: Any) -> SomeTables:
+        key = (make, *arguments)
+        if key not in self._tables:
+            self._tables[key] = make(self, *arguments)
+        tables: SomeTables = self._tables[key]
+        return tables
+
+    def plan(self, make: Callable[..., Made], *arguments: Any) -> Made:
+        key = (make, *arguments)
+        if key not in self._plans:
+            self._plans[key] = make(self, *arguments)
+        plan: Made = self._plans[key]
+        return plan
+
+
+def static_copy(cu_seqlens: Tensor, length: int) -> Tensor:
+    """Boundaries that a graph may read, to be filled by `StaticDocuments.fill`; at first with these."""
+    present = documents(cu_seqlens, length)
+    static = cu_seqlens.new_empty(rounded(len(present.spans)) + 1)
+    remember(static, StaticDocuments(static, present))
+    return static
+
+
+def static_documents(cu_seqlens: Tensor, length: int) -> StaticDocuments:
+    """The documents of boundaries made by `static_copy`."""
+    packed = documents(cu_seqlens, length)
+    assert isinstance(packed, StaticDocuments)
+    return packed
+
+
+def capturing(device: torch.device) -> bool:
+    """Return whether a CUDA graph is being captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
