@@ -40,7 +40,7 @@ class Documents:
         device: Device of the index tensors; None for that of the boundaries.
 
     Attributes:
-        bounded: Whether tables have as many rows as the documents could have, and not as many as they have.
+        bounded: Whether tables are padded to the largest number of rows that so many documents can need.
     """
 
     bounded = False

@@ -37,6 +37,7 @@ class StaticDocuments(Documents):
         self._plans: dict[Hashable, Any] = {}
         self._tables: dict[tuple[Any, ...], Any] = {}
         self._answers: dict[int, bool] = {}  # by number of tokens
+        self._longest_bound: int | None = None
         self._hold(present)
 
     def fits(self, others: Documents) -> bool:
@@ -80,11 +81,10 @@ class StaticDocuments(Documents):
         return self._answers.setdefault(tokens, self._present.longest >= tokens)
 
     def longest_bound(self) -> int:
-        bound = min(self._row, rounded(self._present.longest))
-        known = [tokens - 1 for tokens, answer in self._answers.items() if not answer]
-        bound = min((x for x in known if x >= bound), default=bound)
-        self._answers[bound + 1] = False
-        return bound
+        if self._longest_bound is None:
+            self._longest_bound = min(self._row, rounded(self._present.longest))
+            self._answers[self._longest_bound + 1] = False
+        return self._longest_bound
 
     def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
         if capturing(self.device):

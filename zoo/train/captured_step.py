@@ -202,7 +202,7 @@ class CapturedStep:
         """Allocate the inputs, and run the step eagerly, for all that only the first run of a step does.
 
         Returns:
-            The new shapes, and of the step with its own boundaries the loss and the norm of the gradients.
+            The new shapes, and the loss and the norm of the gradients of the step with the boundaries of the batch.
         """
         if not self._shapes:
             self._start_first()
