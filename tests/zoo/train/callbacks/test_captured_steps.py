@@ -9,9 +9,10 @@ import lightning as L
 import pytest
 import torch
 
-from tests.zoo.tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
+from tests.zoo.tiny import VOCAB, LossLog, ResumableLoader, pretraining, trainer, validation_loader
 from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
+from zoo.lm.classifier import Classifier
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.throughput import Throughput
@@ -154,6 +155,17 @@ def test_packed_documents_are_captured(batches: int, tmp_path: Path, caplog: pyt
     # norm and clipping, and passes for one, two and up to four documents
     assert watch.parts == 2 + 2 * 3 * (1 if batches == 1 else 2)
     same(eager, captured)
+
+
+def test_packed_sequences_with_one_label_each_are_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    recorder, module = Repeated(), pretraining()
+    module.model.head = Classifier(8, VOCAB)
+    with caplog.at_level(logging.WARNING):
+        trainer(tmp_path, [CapturedSteps(recorder)], max_steps=2).fit(module, Packed(8))
+    assert lines(caplog)[-1].endswith(
+        "the training step runs eagerly: the number of labels is that of packed sequences"
+    )
+    assert recorder.recorded == 0
 
 
 def test_what_a_replay_would_leave_out_is_not_captured(tmp_path: Path, caplog: pytest.LogCaptureFixture):
