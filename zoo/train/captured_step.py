@@ -271,14 +271,11 @@ class CapturedStep:
 
     def _move(self, statics: list[Tensor | None]) -> None:
         """Copy new gradients to where the graphs of the first shape have them."""
-        pairs = [(static, parameter) for static, parameter in zip(statics, self._parameters, strict=True)]
-        if any((static is None) != (parameter.grad is None) for static, parameter in pairs):
+        gradients = [parameter.grad for parameter in self._parameters]
+        if [x is None for x in gradients] != [x is None for x in statics]:
             raise RuntimeError("the parameters that have gradients differ between shapes of the batches")
-        moved = [
-            (static, parameter.grad) for static, parameter in pairs if static is not None and parameter.grad is not None
-        ]
-        torch._foreach_copy_([static for static, _ in moved], [gradient for _, gradient in moved])
-        for static, parameter in pairs:
+        torch._foreach_copy_([x for x in statics if x is not None], [x for x in gradients if x is not None])
+        for parameter, static in zip(self._parameters, statics, strict=True):
             parameter.grad = static
 
     def _check(self, passes: _Pass, expected: Tensor) -> None:
