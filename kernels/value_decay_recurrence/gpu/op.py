@@ -61,6 +61,7 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor]:
         BV=block,
         WIDE=wide,
         PRECISION="tf32x3" if wide else "tf32",
+        warps=8 if K > 64 or wide else 4,  # four spill registers
         stages=1,
     )
     return o, last
