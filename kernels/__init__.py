@@ -29,6 +29,7 @@ from .norm import add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
 from .selective_scan import selective_scan
 from .short_conv import short_conv
+from .value_decay_recurrence import value_decay_recurrence
 from .window_attention import window_attention
 
 # `transformers` reads the version of any importable `kernels`, and takes 0.18 to 0.19 for a different package
@@ -73,5 +74,6 @@ __all__ = [
     "same_backend",
     "selective_scan",
     "short_conv",
+    "value_decay_recurrence",
     "window_attention",
 ]

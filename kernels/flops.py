@@ -10,6 +10,7 @@ from .core.chunking import CHUNK
 from .delta_rule import delta_rule
 from .delta_rule.chunk import SOLVED
 from .linear_recurrence import linear_recurrence
+from .value_decay_recurrence import value_decay_recurrence
 from .window_attention.chunk import BLOCK, padded
 
 
@@ -26,10 +27,10 @@ def recurrence_flops(
     erase: bool = False,
     steps: int = 1,
 ) -> int:
-    """FLOPs of `kernels.linear_recurrence` or `kernels.delta_rule` over `length` tokens.
+    """FLOPs of a recurrence over `length` tokens.
 
     Args:
-        op: `kernels.linear_recurrence` or `kernels.delta_rule`.
+        op: `kernels.linear_recurrence`, `kernels.value_decay_recurrence` or `kernels.delta_rule`.
         length: Number of tokens.
         heads: Value heads H.
         key_heads: Key heads G, before subheads.
@@ -41,12 +42,12 @@ def recurrence_flops(
         steps: Steps per token of the delta rule.
 
     Raises:
-        ValueError: `op` is neither of the two.
+        ValueError: `op` is none of these.
     """
     C, E = min(CHUNK, length), subheads
     scores = key_heads * E * C * key_size  # Q Kᵀ
     state = heads * E * key_size * value_size
-    if op is linear_recurrence:
+    if op in (linear_recurrence, value_decay_recurrence):
         if per_channel:
             scores = heads * E * C * key_size
         per_token = scores + heads * C * value_size + 2 * state
@@ -60,7 +61,7 @@ def recurrence_flops(
     elif op is delta_rule:
         per_token = 2 * scores + heads * E * (2 * C * value_size + _inverse(C) // C) + 3 * state
     else:
-        raise ValueError(f"op: {op!r} is neither kernels.linear_recurrence nor kernels.delta_rule")
+        raise ValueError(f"op: {op!r} is not linear_recurrence, value_decay_recurrence or delta_rule of kernels")
     return 2 * per_token * length
 
 

@@ -19,6 +19,7 @@ from .decay import (
 from .expanded import Expanded
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
+from .fla_layer import FLALayer
 from .growth import Growth, growths
 from .hgrn2 import LowerBounds
 from .norm import (
@@ -53,6 +54,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `python docs/tables.py` writ
     from .gated_deltanet import GatedDeltaNet as GatedDeltaNet
     from .gated_deltanet2 import GatedDeltaNet2 as GatedDeltaNet2
     from .gated_deltaproduct import GatedDeltaProduct as GatedDeltaProduct
+    from .gated_slot_attention import GatedSlotAttention as GatedSlotAttention
     from .gla import GLA as GLA
     from .hgrn1 import HGRN1 as HGRN1
     from .hgrn2 import HGRN2 as HGRN2
@@ -86,6 +88,7 @@ __all__ = [
     "Expanded",
     "Expansion",
     "FeatureMap",
+    "FLALayer",
     "Features",
     "GateOnly",
     "GatedRMSNorm",

@@ -23,6 +23,7 @@ import kernels
 from kernels.core.resets import LEAST_ALONE
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
+DIAGONAL = (kernels.linear_recurrence, kernels.value_decay_recurrence)  # whose decays scale the rows of a state
 
 
 class ContextParallel:
@@ -163,7 +164,7 @@ def run_recurrence(
     """
     if context_parallel is not None:
         context_parallel.check(initial_state, cu_seqlens)
-        transition, local = (_diagonal if run is kernels.linear_recurrence else _matrix)(run, q.detach(), k, v, gates)
+        transition, local = (_diagonal if run in DIAGONAL else _matrix)(run, q.detach(), k, v, gates)
         initial_state, consume_state = context_parallel.first_state(transition, local), False
     settings = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, consume_state=consume_state, **options)
     return run(q, k, v, **gates, **settings)

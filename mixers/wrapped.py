@@ -54,7 +54,7 @@ class Wrapped(TokenMixer):
 
     def _mix(self, x: Tensor, state: WrappedState | None) -> tuple[Tensor, WrappedState | None]:
         inputs = x if state is None else torch.cat([state.inputs.to(x.dtype), x], 1)
-        y: Any = self.module(inputs)
+        y = self.run(inputs)
         if not isinstance(y, Tensor) or y.shape != inputs.shape:
             kind = f"shape {tuple(y.shape)}" if isinstance(y, Tensor) else f"a {type(y).__name__}"
             name = type(self.module).__name__
@@ -63,6 +63,10 @@ class Wrapped(TokenMixer):
         if state is None:
             return y, None
         return y[:, state.inputs.shape[1] :], WrappedState(inputs, state.seen + x.shape[1])
+
+    def run(self, x: Tensor) -> Any:
+        """Call the module for whole sequences x [B,T,hidden]."""
+        return self.module(x)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import yaml
@@ -19,6 +20,7 @@ CONTENTS: dict[str, dict[str, Any]] = {
     path.relative_to(configs.CONFIGS).as_posix(): yaml.load(path.read_text(), _LOADER)
     for path in sorted(configs.CONFIGS.rglob("*.yaml"))
     if path.parent.name not in ("sweep", "scaling")  # these are sweeps, and overlays of sweeps
+    and (path.parent.name != "fla" or find_spec("fla"))  # its layers are built to be counted
 }
 # A whole config names a stack; those in paper folders may leave the size to an overlay.
 WHOLE = [name for name, keys in CONTENTS.items() if "class_path" in keys.get("model", {}).get("stack", {})]

@@ -139,6 +139,7 @@ ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=4),
     **{name: mixers.get(name) for name in ("Mamba2", "GLA", "Mamba1", "CosFormer2", "SoftmaxAttention")},
     **{name: mixers.get(name) for name in ("KDA", "GatedDeltaNet2", "Comba", "GatedDeltaProduct", "MLSTM", "Mamba3")},
+    "GatedSlotAttention": mixers.GatedSlotAttention,
     **PRECONDITIONED,
     "window": partial(mixers.SlidingWindowAttention, window_size=256),
 }

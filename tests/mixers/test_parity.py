@@ -26,6 +26,7 @@ from mixers import (
     Features,
     ForgettingAttention,
     GatedDeltaNet,
+    GatedSlotAttention,
     LinearAttention,
     Mamba1,
     Mamba2,
@@ -399,6 +400,27 @@ def test_gla(oracle: Oracle, length: int, conv: int, backend: str):
         q, k, v, g, decay = (s.unflatten(-1, (H, -1)) for s in (q, k, v, g, decay))
         o, _ = naive(q=q, k=k, v=v, gk=decay)
         return F.linear((rms(o, 1e-5) * w["o_norm.weight"] * F.silu(g)).flatten(2), w["o_proj.weight"])
+
+    compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("conv", [0, 4])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_gated_slot_attention(oracle: Oracle, length: int, conv: int, backend: str):
+    naive, H = oracle("fla.ops.gsa.naive").naive_recurrent_gsa, 4
+    features = Features(conv, activation="silu")
+    ours = shaken(GatedSlotAttention(Site(32, H), num_slots=6, qk=features, v=features))
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        *streams, f = linear(x, w, *(f"in_proj.{n}" for n in "qkvf"))
+        q, k, v = (
+            conv_silu(s, w[f"{n}_features.weight"]) if conv else F.silu(s) for n, s in zip("qkv", streams, strict=True)
+        )
+        decay = F.logsigmoid(f) / 8
+        q, k, v, decay = (s.unflatten(-1, (H, -1)) for s in (q, k, v, decay))
+        o, _ = naive(q=q, k=k, v=v, s=1 - decay.exp(), g=decay, scale=1.0)
+        return F.linear(rms(F.silu(o.flatten(2)), 1e-5) * w["g_norm.weight"], w["o_proj.weight"])
 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend)
 

@@ -160,6 +160,12 @@ def _recurrences(draw: Draw, size: int) -> Iterator[OpCall]:
     yield OpCall("delta_rule", "erase keys", size, tensors, {"read_before": True}, kept)
 
 
+def _value_decay(draw: Draw, size: int) -> Iterator[OpCall]:
+    inputs = {name: draw(*HEADED, size) for name in ("q", "k", "v")}
+    inputs |= {"log_decay": F.logsigmoid(draw(*HEADED, size)) / 4}
+    yield OpCall("value_decay_recurrence", "", size, inputs, kept=("log_decay",))
+
+
 def _scan(draw: Draw, size: int) -> Iterator[OpCall]:
     x, log_decay = draw(ROWS, LENGTH, size), F.logsigmoid(draw(ROWS, LENGTH, size)) / 4
     states = {"rate": draw(size, 8).exp(), "b": draw(ROWS, LENGTH, 8), "c": draw(ROWS, LENGTH, 8)}
@@ -247,4 +253,4 @@ def _products(draw: Draw, size: int) -> Iterator[OpCall]:
         yield OpCall(op, "", size, {"x": draw(LENGTH, size), "weight": draw(100, size) / 4, "labels": labels})
 
 
-MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products)
+MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products, _value_decay)

@@ -125,7 +125,7 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     beta = None if a.beta is None else a.beta.float().contiguous()
     state = None if a.initial_state is None else a.initial_state.float().contiguous()
     largest_size = largest("linear_recurrence", q.dtype, q.device)
-    (K, keys), (V, values) = (_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
+    (K, keys), (V, values) = (equal_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
     more_keys, more_values = K - q.shape[3], V - v.shape[3]
     if more_keys or more_values:  # channels of zeros, which change nothing
         q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))
@@ -162,7 +162,7 @@ def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
     return log_decay if narrow and first_match(PATHS, case).name == "hopper_vector_decay" else log_decay.float()
 
 
-def _parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:
+def equal_parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:
     """The number of channels of a head, and of equal parts of at most `largest` that it is cut into.
 
     The number of channels grows by a few where otherwise more than twice as many parts as necessary would be equal, and

@@ -1,0 +1,1 @@
+"""The implementation of `value_decay_recurrence` for GPUs."""

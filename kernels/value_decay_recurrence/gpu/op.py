@@ -1,0 +1,113 @@
+"""The recurrence with a decay per value channel on a GPU.
+
+Its loss Σ_{j ≤ i} (q_i·k_j) Σ_c d_ic v_jc exp(b_ic − b_jc), for gradients d of its outputs, is symmetric in (q, k) and
+(d, v). So its gradients are results of the linear recurrence with queries d, keys v and values k: that of q is its
+output, and the others are its gradients where that of its output is q.
+"""
+
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.autograd import Gradients, register
+from ...core.recurrence import Recurrences, one_token
+from ...gpu.launch import enqueue, next_power_of_2
+from ...gpu.launch_table import largest
+from ...linear_recurrence.gpu import op as exchanged
+from .. import step
+from .outputs import outputs
+
+SLICE = 32  # rows of a state that one program holds, where they have at most LONG channels; half of it otherwise
+LONG = 128
+
+
+class Arguments(NamedTuple):
+    """Arguments of the op, all contiguous."""
+
+    q: Tensor  # [B,T,H,K]
+    k: Tensor
+    v: Tensor  # [B,T,H,V]
+    log_decay: Tensor  # [B,T,H,V], in fp32
+    initial_state: Tensor | None  # [N,H,V,K], in fp32
+    cu_seqlens: Tensor | None
+    scale: float
+
+
+def empty(args: Arguments) -> tuple[Tensor, Tensor]:
+    """Uninitialised results."""
+    (B, _, H, K), V = args.q.shape, args.v.shape[3]
+    sequences = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
+    return new(args.v, dtype=torch.float32), new(args.v, sequences, H, V, K, dtype=torch.float32)
+
+
+def compute(args: Arguments) -> tuple[Tensor, Tensor]:
+    """o and the final states."""
+    o, last = empty(args)
+    (_, T, H, K), V, wide = args.q.shape, args.v.shape[3], args.q.dtype == torch.float32
+    block = min(SLICE if K <= LONG else SLICE // 2, max(16, next_power_of_2(V)))
+    enqueue(
+        outputs,
+        len(last) * H * -(-V // block),
+        *args[:6],
+        *(o, last, T, args.scale),
+        heads=H,
+        K=K,
+        V=V,
+        BK=max(16, next_power_of_2(K)),
+        BV=block,
+        WIDE=wide,
+        PRECISION="tf32x3" if wide else "tf32",
+        warps=8 if K > 64 or wide else 4,  # four spill registers
+        stages=1,
+    )
+    return o, last
+
+
+def differentiate(args: Arguments, needed: Any, o_grad: Tensor | None, state_grad: Tensor | None) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`."""
+    queries = torch.zeros_like(args.v) if o_grad is None else o_grad.to(args.v.dtype).contiguous()
+    _, k, v, log_decay, state, cu_seqlens, scale = args
+    call = exchanged.Arguments(queries, v, k, log_decay, None, state, cu_seqlens, scale, subheads=1, keep=False)
+    o, _, *residuals = exchanged.compute(call)
+    learned = SimpleNamespace(log_decay=needed.log_decay, beta=False, initial_state=needed.initial_state)
+    gradients = exchanged.differentiate(call, learned, args.q, state_grad, *residuals)
+    return {**gradients, "q": o, "k": gradients["v"], "v": gradients["k"]}
+
+
+recurrence = register("value_decay_recurrence", compute, differentiate, empty, results=2)
+
+
+def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
+    """o [B,T,H,V] and the final states [N,H,V,K]; the keys of `a` are values here, and its values keys."""
+    if one_token(a):
+        return step.forward(a, q)
+    k, v, g, state = a.v, a.k, a.log_decay, a.initial_state
+    assert g is not None
+    if q.is_cpu:  # Triton's interpreter gets bf16 arithmetic wrong
+        q, k, v = q.float(), k.float(), v.float()
+    largest_size = largest("linear_recurrence", q.dtype, q.device)
+    (K, keys), (V, values) = (exchanged.equal_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
+    more_keys, more_values = K - q.shape[3], V - v.shape[3]
+    if more_keys or more_values:  # channels of zeros, which change nothing
+        q, k = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys))
+        v, g = F.pad(v, (0, more_values)), F.pad(g, (0, more_values))
+        state = None if state is None else F.pad(state, (0, more_keys, 0, more_values))
+    H, cut = q.shape[2], keys * values > 1
+    if cut:  # blocks of keys and of values become heads
+        q, k = (x.unflatten(3, (1, keys, -1)).expand(-1, -1, -1, values, -1, -1).flatten(2, 4) for x in (q, k))
+        v, g = (x.unflatten(3, (values, 1, -1)).expand(-1, -1, -1, -1, keys, -1).flatten(2, 4) for x in (v, g))
+        if state is not None:
+            state = state.unflatten(3, (keys, -1)).unflatten(2, (values, -1)).transpose(3, 4).flatten(1, 3)
+    tensors = q.contiguous(), k.contiguous(), v.contiguous(), g.float().contiguous()
+    state = None if state is None else state.float().contiguous()
+    o, last = recurrence(*tensors, state, a.cu_seqlens, a.scale)
+    if cut:
+        o = o.unflatten(2, (H, values, keys)).sum(4).flatten(3)
+        last = last.unflatten(1, (H, values, keys)).transpose(3, 4).flatten(4).flatten(2, 3)
+    if more_keys or more_values:
+        o, last = o[..., : V - more_values], last[..., : V - more_values, : K - more_keys]
+    return o, last

@@ -1,0 +1,117 @@
+"""Layers of flash-linear-attention as token mixers."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from kernels.core.documents import documents
+
+from .base import Site, checked_site, dense_flops
+from .registry import did_you_mean
+from .wrapped import Wrapped, WrappedState
+
+FROM_SITE = ("hidden_size", "d_model", "layer_idx")
+STREAMS = ("v_first", "shared_k", "shared_v")  # arguments of `forward` that another layer of the model computes
+
+
+class FLALayer(Wrapped):
+    """A class of `fla.layers` as a token mixer, on a GPU. It needs the extra `fla`.
+
+    hidden_size and layer_idx come from the model, everything else from `arguments`. Like any wrapped module, the layer
+    computes the past again at each step of decoding, so its state is its inputs. Packed documents are one call where
+    the layer takes `cu_seqlens`, and one call per document otherwise. It cannot be expanded, and cannot share sequences
+    among processes. `flops` counts its weights alone. Linear maps start as those of the rest of the model, everything
+    else as the layer initialises it.
+
+    Args:
+        site: Where the layer sits in the model.
+        layer: Name of the class, such as GatedDeltaNet.
+        arguments: Arguments of its constructor by name.
+    """
+
+    def __init__(self, site: Site, *, layer: str, arguments: Mapping[str, Any] | None = None):
+        build = _constructor(layer, checked_site(site, type(self)), dict(arguments or {}))
+        super().__init__(site, module=lambda _: build())
+        self._build = build
+        code = inspect.unwrap(type(self.module).forward).__code__
+        self.packs = "cu_seqlens" in (*code.co_varnames, *code.co_consts)
+        for part in self.module.modules():
+            marked = [n for n, p in part.named_parameters(recurse=False) if getattr(p, "_no_weight_decay", False)]
+            part.no_weight_decay = tuple(marked)  # type: ignore[assignment]
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Copy the parameters and buffers of a new layer, since not all modules of these layers can be reset."""
+        tensors = [*self.module.parameters(), *self.module.buffers()]
+        if any(x.is_meta for x in tensors):
+            return
+        with torch.device("cpu"):
+            fresh = self._build()
+        for x, y in zip(tensors, [*fresh.parameters(), *fresh.buffers()], strict=True):
+            x.copy_(y)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, state: WrappedState | None = None, *, cu_seqlens: Tensor | None = None
+    ) -> tuple[Tensor, WrappedState | None]:
+        if x.is_cpu and type(self.module).__module__.startswith("fla."):
+            raise kernels.UserError("layer: the kernels of flash-linear-attention need a GPU, and x is on the CPU")
+        if cu_seqlens is None or state is not None or not self.packs:
+            return super().forward(x, state, cu_seqlens=cu_seqlens)
+        bounds = documents(cu_seqlens, x.shape[1], len(x)).bounds
+        if len({*bounds}) < len(bounds):  # its kernels take no empty documents
+            cu_seqlens = cu_seqlens.unique_consecutive()
+        return self.run(x, cu_seqlens=cu_seqlens), None
+
+    def run(self, x: Tensor, **documents: Tensor) -> Any:
+        """Call the layer for x [B,T,hidden]; it returns y, or a tuple that begins with it."""
+        result = self.module(x, **documents)
+        return result[0] if isinstance(result, tuple) else result
+
+    def flops(self, length: int) -> int:
+        return dense_flops(self, length)
+
+
+def _constructor(name: str, site: Site, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
+    """A function that builds one layer, after its arguments are checked.
+
+    Raises:
+        UserError: The package lacks this layer or is missing, the layer cannot be a mixer, or it lacks an argument.
+    """
+    try:
+        layers = import_module("fla.layers")
+    except ImportError as error:
+        raise kernels.UserError(
+            f"layer: needs flash-linear-attention ({error}); pip install 'token-mixer-zoo[fla]'"
+        ) from None
+    if name not in layers.__all__:
+        hint, names = did_you_mean(name, layers.__all__), ", ".join(layers.__all__)
+        raise kernels.UserError(f"layer: fla.layers has no {name!r}{hint} (known: {names})")
+    layer = getattr(layers, name)
+    taken = inspect.signature(layer.forward).parameters
+    if shared := [stream for stream in STREAMS if stream in taken]:
+        raise kernels.UserError(f"layer: {name} reads {shared[0]} of another layer, which a wrapped layer cannot")
+    parameters = inspect.signature(layer).parameters
+    allowed = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in FROM_SITE]
+    for key in arguments:
+        if key in FROM_SITE:
+            raise kernels.UserError(f"arguments: {key} of {name} comes from the model; leave it out")
+        if key not in allowed:
+            hint = did_you_mean(key, allowed)
+            raise kernels.UserError(f"arguments: {name} takes no {key!r}{hint} (known: {', '.join(allowed)})")
+    of_site = {"hidden_size": site.hidden_size, "layer_idx": site.layer}
+    arguments |= {key: value for key, value in of_site.items() if key in parameters}
+    return partial(_built, name, layer, arguments)
+
+
+def _built(name: str, layer: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
+    try:
+        return layer(**arguments)
+    except Exception as error:  # of another package, and about sizes that do not fit in most cases
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise kernels.UserError(f"layer: {name} cannot be built with these arguments ({reason})") from error

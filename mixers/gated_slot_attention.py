@@ -1,0 +1,139 @@
+"""Gated slot attention (GSA)."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+import kernels
+from kernels.core.elementwise import silu
+
+from .arguments import check_numbers, check_sizes
+from .base import LinearMixer, Site, Streams, checked_site
+from .context_parallel import ContextParallel, run_recurrence
+from .features import Features
+from .norm import Norm, RMSNorm
+from .projection import OutputProjection, Projection, split_heads
+from .registry import register
+
+
+@register(
+    recurrence="P_t = diag(α_t) P_{t−1} + (1 − α_t) k_tᵀ,  S_t = diag(α_t) S_{t−1} + (1 − α_t) v_tᵀ,  "
+    "y_t = S_tᵀ softmax(P_t q_t)",
+    paper="Gated slot attention, arXiv 2409.07146",
+    tiny={"num_slots": 16},
+)
+class GatedSlotAttention(LinearMixer):
+    """y_t = S_tᵀ softmax(P_t q_t), P and S like S_t = diag(α_t) S_{t−1} + (1 − α_t) v_tᵀ (arXiv 2409.07146).
+
+    A head has M slots, each with a key, which is a row of P, and a value, which is a row of S. Slot i keeps the share
+    α_i = σ(W_i x_t)^(1/8) of both and takes the rest from the token. Queries attend to the slots. These are two linear
+    recurrences whose decays lie on the slots, with a softmax between them. Each subhead has M slots and a softmax.
+
+    Args:
+        site: Where the layer sits in the model.
+        num_heads: Heads; the model's by default.
+        num_slots: Slots M of a head.
+        expand_k: Width of all keys over hidden_size.
+        expand_v: Width of all values over hidden_size.
+        gate_normalizer: Divides log α; 8 makes the slots forget slowly.
+        qk: Features of queries and keys.
+        v: Features of values.
+        norm: The output norm, such as RMSNorm or SimpleRMSNorm, after a SiLU of the output.
+        norm_eps: Added inside the root of the output norm.
+    """
+
+    decay_per_channel = True
+    scale: ClassVar[float | None] = 1.0  # of both passes
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        num_heads: int | None = None,
+        num_slots: int = 64,
+        expand_k: float = 1.0,
+        expand_v: float = 1.0,
+        gate_normalizer: float = 8.0,
+        qk: Features = Features(activation="silu"),
+        v: Features = Features(activation="silu"),
+        norm: Callable[[int, float], Norm] = RMSNorm,
+        norm_eps: float = 1e-5,
+    ):
+        num_heads, _ = checked_site(site, type(self)).heads(num_heads)
+        check_sizes({"num_slots": num_slots})
+        check_numbers({"expand_k": expand_k, "expand_v": expand_v, "gate_normalizer": gate_normalizer})
+        check_numbers({"norm_eps": norm_eps}, positive=False)
+        keys, values = round(site.hidden_size * expand_k), round(site.hidden_size * expand_v)
+        for name, width in (("expand_k", keys), ("expand_v", values)):
+            if not width or width % num_heads:
+                raise kernels.UserError(f"{name}: a width of {width} cannot be divided into {num_heads} heads")
+        key_size, value_size = keys // num_heads, values // num_heads
+        super().__init__(site, num_heads=num_heads, key_size=key_size, value_size=value_size, q=qk, k=qk, v=v)
+        self.num_slots, self.gate_normalizer = num_slots, gate_normalizer
+        self.attention_gain, self.q_gain = self.q_gain, None  # the softmax of a query of zero is not zero
+        widths = {"q": keys, "k": keys, "v": values, "f": self.gate_heads * num_slots}
+        self.in_proj = Projection(site.hidden_size, widths)
+        self.g_norm, self.o_proj = norm(values, norm_eps), OutputProjection(values, site.hidden_size)
+
+    def project(self, x: Tensor) -> Streams:
+        q, k, v, f = self.in_proj(x)
+        H = self.num_heads
+        return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), log_decay=f)
+
+    def gates(self, s: Streams) -> Streams:
+        assert s.log_decay is not None
+        log_decay = kernels.forget_gate(s.log_decay, scale=1 / self.gate_normalizer)
+        return s.replace(log_decay=split_heads(log_decay, self.gate_heads))
+
+    def carry(
+        self,
+        s: Streams,
+        carried: tuple[Tensor, ...] | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        """Turn queries and keys into attention to the slots, and what the token writes into each of them."""
+        assert s.log_decay is not None
+        written = kernels.complement(s.log_decay, s.q.dtype)
+        scores, keys = run_recurrence(
+            kernels.value_decay_recurrence,
+            s.q,
+            s.k,
+            written,
+            gates={"log_decay": s.log_decay, "scale": self.scale},
+            initial_state=None if carried is None else carried[0],
+            return_state=carried is not None,
+            cu_seqlens=cu_seqlens,
+            consume_state=True,
+            context_parallel=context_parallel,
+        )
+        attention = scores.softmax(-1).to(s.q.dtype)
+        if self.attention_gain is not None:
+            attention = self.attention_gain(attention)
+        return s.replace(q=attention, k=written), () if keys is None else (keys,)
+
+    @property
+    def matrix_shape(self) -> tuple[int, int, int]:
+        heads, _, value_size = super().matrix_shape
+        return heads, self.num_slots, value_size
+
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        shape = (batch_size, self.gate_heads, self.num_slots, self.k_features.out_size)
+        return (torch.zeros(shape, device=device, dtype=dtype),)
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return self.o_proj(self.g_norm(silu(o).flatten(2)))
+
+    def flops(self, length: int) -> int:
+        scores = kernels.recurrence_flops(
+            kernels.value_decay_recurrence,
+            length,
+            heads=self.gate_heads,
+            key_heads=self.gate_heads,
+            subheads=1,
+            key_size=self.k_features.out_size,
+            value_size=self.num_slots,
+        )
+        return super().flops(length) + scores

@@ -1,0 +1,87 @@
+"""The Triton kernel: under the interpreter without a GPU (fp32, small), on a GPU as it is."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import kernels
+
+from .recurrences import DECAYS, PACKED
+from .test_causality import later
+from .test_value_decay_recurrence import inputs, run
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# in the backward pass, the fast way of the linear recurrence overflows where the slow one takes over
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+
+
+@pytest.fixture(autouse=True)
+def poison() -> Iterator[None]:
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def compare(a: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+    """Outputs, states and all gradients against the fp32 loop, relative to the norm of each result."""
+    a = {name: x.to(DEVICE) for name, x in a.items()}
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    found, expected = run(a, backend="triton"), run(exact, backend="reference")
+    for name, x in expected.items():
+        y = found[name]
+        assert (y.shape, y.dtype) == (x.shape, a.get(name.removeprefix("gradient of "), x).dtype), name
+        assert y.isfinite().all(), f"{name} is not finite"
+        error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())
+        if name == "gradient of log_decay":  # a difference of terms like <S, dS>; where it is far smaller, it is zero
+            norm = max(norm, float(expected["state"].norm()))
+        assert error <= tolerance * norm, f"{name}: error {error:.2g} at norm {norm:.2g}"
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize("length", [1, 63, 130])
+def test_any_decay(length: int, decay: str):
+    compare(inputs(length, decay=decay, B=1, H=2, K=24, V=17, dtype=torch.float32))
+
+
+def test_packed_documents():
+    compare(inputs(200, decay="mixed", H=1, documents=PACKED, dtype=torch.float32))
+
+
+def test_long_keys_and_many_values():
+    compare(inputs(70, B=1, H=1, K=72, V=40, dtype=torch.float32))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("decay", ["mild", "mixed"])
+def test_causal_to_the_bit(decay: str):
+    a = {name: x.to(DEVICE) for name, x in inputs(130, decay=decay, B=1, H=1, state=False, dtype=torch.float32).items()}
+    with kernels.backend("triton"):
+        expected = kernels.value_decay_recurrence(**a)[0]
+        for cut in (20, 100):
+            for gate in (None, -30.0, 0.0):
+                changed = a | {n: later(a[n], cut, gate) for n in (a if gate is None else ["log_decay"])}
+                assert torch.equal(kernels.value_decay_recurrence(**changed)[0][:, :cut], expected[:, :cut])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", DECAYS)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (128, 64), (256, 64), (128, 128), (320, 48)])
+def test_sizes_in_bf16(K: int, V: int, decay: str):
+    a = inputs(333, decay=decay, H=4, K=K, V=V, dtype=torch.float32)
+    a.update({name: a[name].bfloat16() for name in "qkv"})
+    compare(a, tolerance=1e-2)
+
+
+@pytest.mark.gpu
+def test_a_captured_call():
+    a = {name: x.cuda() for name, x in inputs(200, H=2, K=64, V=64, dtype=torch.float32).items()}
+    expected = kernels.value_decay_recurrence(**a)[0]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o = kernels.value_decay_recurrence(**a)[0]
+    graph.replay()
+    assert torch.equal(o, expected)
