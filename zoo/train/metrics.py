@@ -117,9 +117,11 @@ class ContextLoss(Means):
         if self.context_length is None:
             self.context_length = int(position.max()) + 1
         bucket = (position * self.buckets // self.context_length).clamp(max=self.buckets - 1).expand_as(labels)
-        counted = labels != NO_LOSS
-        self.total.index_add_(0, bucket.flatten(), (losses.float() * counted).flatten())
-        self.count.index_add_(0, bucket.flatten(), counted.flatten().to(self.count.dtype))
+        counted = (labels != NO_LOSS).flatten()[:, None]
+        in_bucket = (bucket.flatten()[:, None] == torch.arange(self.buckets, device=bucket.device)) & counted
+        # unlike index_add_, sums on a GPU are in a fixed order
+        self.total += (in_bucket * losses.float().flatten()[:, None]).sum(0)
+        self.count += in_bucket.sum(0)
 
 
 class TaskMeans(Means):
