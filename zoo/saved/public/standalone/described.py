@@ -347,7 +347,7 @@ def _tnl(mixer: mixers.TNL) -> Part:
 
 
 def _attention(mixer: mixers.SoftmaxAttention) -> Part:
-    widths, rules = mixer.in_proj.widths, {}
+    widths, rules = mixer.in_proj.widths, dict[str, Rule]()
     biased = {f"in_proj.{x}": mixer.in_proj.bias is not None for x in widths} | {
         "o_proj": mixer.o_proj.bias is not None
     }

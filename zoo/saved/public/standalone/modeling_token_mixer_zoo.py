@@ -27,8 +27,10 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "elu1": lambda x: 1 + F.elu(x),
     "sigmoid": torch.sigmoid,
 }
-HeadNorm, Positions = Literal["none", "l1", "l2"], Literal["none", "rotary", "lrpe"]
-Kind, Expansions = Literal["linear", "attention"], Literal["head_wise", "low_rank", "dpfp", "lfm"]
+Kind = Literal["linear", "attention"]
+HeadNorm = Literal["none", "l1", "l2"]
+Positions = Literal["none", "rotary", "lrpe"]
+Expansions = Literal["head_wise", "low_rank", "dpfp", "lfm"]
 Decays = Literal["constant", "softplus", "sigmoid", "tied", "bounded"]
 EPS = 1e-6  # of the norms of queries and keys
 Past = list[Tensor]  # what a layer remembers; each tensor has one row per sequence
@@ -237,7 +239,8 @@ class Decay(nn.Module):
         self.constant = parameter(gates) if kind == "constant" else None
         self.odds = parameter(gates) if kind == "bounded" else None
         self.proj = projection(hidden_size, gates, rank) if projected else None
-        self.bias, self.rate = (parameter(gates), parameter(recurrences)) if projected else (None, None)
+        self.bias = parameter(gates) if projected else None
+        self.rate = parameter(recurrences) if projected else None
 
     def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """x [B,T,hidden] and keys [B,T,R,K] → log decays [B,T,R,1 or K], and step sizes, if they have any."""
@@ -249,7 +252,7 @@ class Decay(nn.Module):
                 odds = self.odds.view(k.shape[2], -1)
                 log_decay = torch.logaddexp(F.logsigmoid(odds), F.logsigmoid(-odds) + log_decay)
             return log_decay, None
-        a = (wide(self.proj(x)) + self.bias).unflatten(-1, (k.shape[2], -1))
+        a = (self.proj(x.to(self.rate.dtype)) + self.bias).unflatten(-1, (k.shape[2], -1))
         step = F.softplus(a) if self.kind == "softplus" else a.sigmoid()
         return -self.rate[:, None] * step, step
 
@@ -288,16 +291,15 @@ class Linear(nn.Module):
         super().__init__()
         H, G, S, K, V, key = num_heads, num_key_heads, subheads, key_size, value_size, subhead_size
         self.repeats, self.subheads, self.subhead_size, self.scale = H // G, S, key, scale
-        self.largest, self.step_size, self.activation, self.gate_first = delta, step_size, gate, gate_before_norm
-        heads, self.sizes = {"q": (G, K), "k": (G, K), "v": (H, V)}, {"q": K, "k": K, "v": V}
-        self.in_proj = nn.ModuleDict(
-            {x: nn.Linear(hidden_size, n * size, bias=False) for x, (n, size) in heads.items()}
-        )
+        self.delta, self.step_size, self.gate_first = delta, step_size, gate_before_norm
+        self.activation = gate or "identity"
+        widths, self.sizes = {"q": G * K, "k": G * K, "v": H * V}, {"q": K, "k": K, "v": V}
+        self.in_proj = nn.ModuleDict({x: nn.Linear(hidden_size, widths[x], bias=False) for x in widths})
         wider = {} if expansion is None else {x: build(Expansion, expansion, hidden_size, G, K) for x in "qk"}
         self.expand = nn.ModuleDict(wider)
         self.q_gain = parameter(G * S) if expansion is not None and expansion["residual"] else None
-        made = {"q": (G * S, key), "k": (G * S, key), "v": (H, V)}
-        self.features = nn.ModuleDict({x: build(Features, features[x], *sizes) for x, sizes in made.items()})
+        sizes = {"q": (G * S, key), "k": (G * S, key), "v": (H, V)}
+        self.features = nn.ModuleDict({x: build(Features, features[x], *sizes[x]) for x in sizes})
         self.decay = None if decay is None else build(Decay, decay, hidden_size, H * S, key)
         strengths = H * S * (key if erase_per_channel else 1)
         self.beta_proj = None if delta is None else nn.Linear(hidden_size, strengths)
@@ -329,7 +331,7 @@ class Linear(nn.Module):
             k = -torch.expm1(log_decay) if self.decay.ties_keys else k
             written = written * step if self.step_size else written
         if self.beta_proj is not None:
-            beta = self.largest * wide(self.beta_proj(x)).sigmoid().unflatten(-1, (k.shape[2], -1))
+            beta = self.delta * wide(self.beta_proj(x)).sigmoid().unflatten(-1, (k.shape[2], -1))
             erase, written = beta * k, written * beta if self.write_proj is None else written
         if self.q_gain is not None:
             q = q * self._to_value_heads(self.q_gain.view(1, 1, -1, 1))
@@ -365,13 +367,12 @@ class Attention(nn.Module):
     ):
         super().__init__()
         H, G, D = num_heads, num_key_heads, head_dim
-        self.num_heads, self.repeats, self.head_dim, self.window = H, H // G, D, window
+        self.num_heads, self.repeats, self.head_dim, self.window, heads = H, H // G, D, window, {"q": H, "k": G}
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, n * D) for n in (H, G, G))
         self.g_proj = nn.Linear(hidden_size, gates) if gates else None
         self.o_proj = nn.Linear(H * D, hidden_size)
         self.q_norm = nn.Identity() if q_norm is None else build(Norm, q_norm, H * D)
         self.k_norm = nn.Identity() if k_norm is None else build(Norm, k_norm, G * D)
-        heads = {"q": H, "k": G}
         self.features = nn.ModuleDict({x: build(Features, features[x], heads[x], D) for x in heads})
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
@@ -423,8 +424,8 @@ class RunningSums(nn.Module):
             powers = (time[:, None] * self.log_decay).exp()  # [T+1,size]
             ago = time[:-1, None] - time[:-1]
             kernel = (powers @ weight.mT)[ago.clamp(min=0)] * (ago >= 0)[..., None]  # [T,T,hidden]
-            recent = torch.einsum("tsd,bsd->btd", kernel, part)
-            outputs.append(recent + torch.einsum("te,de,bde->btd", powers[1:], weight, state))
+            old = torch.einsum("te,de,bde->btd", powers[1:], weight, state)
+            outputs.append(old + torch.einsum("tsd,bsd->btd", kernel, part))
             state = powers[-1] * state + torch.einsum("se,bsd->bde", powers[:-1].flip(0), part)
         return torch.cat(outputs, 1).to(x.dtype), [state]
 
@@ -520,15 +521,12 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
     """Embeddings, layers, a norm and the head: tokens → logits."""
 
     config_class = ZooConfig
-    base_model_prefix = ""
     _input_embed_layer = "embeddings"
-    _no_split_modules = ("Layer",)
-    _tied_weights_keys = {"lm_head.weight": "embeddings.weight"}  # noqa: RUF012 (transformers wants a dict)
+    _no_split_modules = ["Layer"]  # noqa: RUF012 (transformers wants lists and dicts)
+    _tied_weights_keys = {"lm_head.weight": "embeddings.weight"}  # noqa: RUF012
     _is_stateful = True
     # bf16 is too coarse for these: a decay near 1 would be 1
-    _keep_in_fp32_modules_strict = tuple(
-        ["norm", "decay.constant", "decay.odds", "decay.bias", "decay.rate", "log_decay", "frequency", "q_gain", "skip"]
-    )
+    _keep_in_fp32_modules_strict = ["norm", "decay", "frequency", "q_gain", "skip"]  # noqa: RUF012
 
     def __init__(self, config: ZooConfig):
         super().__init__(config)
@@ -536,9 +534,6 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         self.layers, self.norm = build(stack, config.model, config.hidden_size, config.num_hidden_layers)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        """Leave weights alone: all of them are in the checkpoint."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -566,7 +561,8 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache = self.config.use_cache if use_cache is None else use_cache
         cache = ZooCache() if past_key_values is None else past_key_values
         tokens, pasts = self._tokens(x, attention_mask, cache, use_cache), []
-        for layer, past in zip(self.layers, cache.pasts or [None] * len(self.layers), strict=True):
+        before: list[Past | None] = [*cache.pasts] or [None] * len(self.layers)
+        for layer, past in zip(self.layers, before, strict=True):
             x, past = layer(x, tokens, past)
             pasts.append(past)
         if use_cache:
@@ -576,7 +572,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(
             loss=None if labels is None else self.loss_function(logits, labels, self.config.vocab_size),
             logits=logits,
-            past_key_values=cache if use_cache else None,  # type: ignore[arg-type]
+            past_key_values=typing.cast(Any, cache) if use_cache else None,
         )
         return output.to_tuple() if return_dict is False else output
 
@@ -586,8 +582,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         new = torch.ones(B, T, dtype=torch.bool, device=x.device)
         if attention_mask is not None:
             if attention_mask.shape not in ((B, T), (B, seen + T)):
-                shape = tuple(attention_mask.shape)
-                raise ValueError(f"attention_mask: it must have the shape ({B}, {seen + T}), not {shape}")
+                raise ValueError(f"attention_mask: must be [{B},{seen + T}], got {[*attention_mask.shape]}")
             new = attention_mask[:, -T:].to(x.device, torch.bool)
         valid = new if cache.valid is None else torch.cat([cache.valid, new], 1)
         padded = cache.padded or not bool(new.all())
