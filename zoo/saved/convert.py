@@ -39,8 +39,8 @@ def convert(
             an exported folder.
         output: The folder to write.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
-            hold the model, such as `hf_qwen3_next`; `transformers` for a folder with its own modelling file, which also
-            holds models that fit no public layout; None for the format that `export` writes.
+            hold the model, such as `hf_qwen3_next`; `transformers` for a folder that contains the modelling code, also
+            of models that fit no public layout; None for the format that `export` writes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay.

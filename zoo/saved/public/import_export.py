@@ -90,7 +90,7 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     """Write a model (on the meta device) in the terms of the first family of a target that can hold it.
 
     The target is `fla` or `huggingface`, or the name of a family where several can hold the model. With `transformers`
-    the model comes with its own modelling file.
+    the folder contains the modelling code.
     """
     if to == STANDALONE:
         return standalone(model, weights)

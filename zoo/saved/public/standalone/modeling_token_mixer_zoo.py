@@ -37,7 +37,7 @@ Past = list[Tensor]  # what a layer remembers; each tensor has one row per seque
 
 
 def build(make: Callable[..., Any], settings: Mapping[str, Any], *sizes: Any) -> Any:
-    """Make a module of its sizes and, as keyword arguments, its settings in config.json.
+    """Return a module, made of its sizes and, as keyword arguments, its settings in config.json.
 
     Raises:
         ValueError: A setting is missing, unknown or of another type; the message names it.
@@ -105,15 +105,15 @@ def scores(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
 
 
 def projection(inputs: int, outputs: int, rank: int, bias: bool = False) -> nn.Module:
-    """A linear map; if `rank` is not 0, a product of two with so many numbers between them."""
+    """Return a linear map; if `rank` is not 0, a product of two with so many numbers between them."""
     if not rank:
         return nn.Linear(inputs, outputs, bias=bias)
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
-def parameter(*shape: int) -> nn.Parameter:
-    """A parameter without values."""
-    return nn.Parameter(torch.empty(shape))
+def parameter(*shape: int, fixed: bool = False) -> nn.Parameter:
+    """Return a parameter without values; a fixed one gets no gradients."""
+    return nn.Parameter(torch.empty(shape), requires_grad=not fixed)
 
 
 class Tokens(NamedTuple):
@@ -143,7 +143,7 @@ class Features(nn.Module):
         self.conv_weight = parameter(heads * size, 1, conv) if conv else None
         self.conv_bias = parameter(heads * size) if conv else None
         shapes = {"none": None, "rotary": (1, turning // 2), "lrpe": (heads, size)}
-        self.frequency = None if (shape := shapes[map]) is None else parameter(*shape)
+        self.frequency = None if (shape := shapes[map]) is None else parameter(*shape, fixed=map == "rotary")
 
     def forward(self, x: Tensor, tokens: Tokens, history: Tensor | None) -> tuple[Tensor, Tensor]:
         """x and the last inputs of the convolution [B,taps,channels] → the stream, and the next last inputs."""
@@ -236,7 +236,7 @@ class Decay(nn.Module):
         super().__init__()
         gates = recurrences * (size if per_channel else 1)
         self.kind, projected, self.ties_keys = kind, kind in ("softplus", "sigmoid"), kind in ("tied", "bounded")
-        self.constant = parameter(gates) if kind == "constant" else None
+        self.constant = parameter(gates, fixed=True) if kind == "constant" else None
         self.odds = parameter(gates) if kind == "bounded" else None
         self.proj = projection(hidden_size, gates, rank) if projected else None
         self.bias = parameter(gates) if projected else None
@@ -413,7 +413,7 @@ class RunningSums(nn.Module):
 
     def __init__(self, hidden_size: int, size: int):
         super().__init__()
-        self.weight, self.log_decay = parameter(hidden_size, size), parameter(size)
+        self.weight, self.log_decay = parameter(hidden_size, size), parameter(size, fixed=True)
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
         """x [B,T,hidden] and the sums [B,hidden,size] → y [B,T,hidden], and the next sums."""
@@ -485,7 +485,7 @@ def stack(
 
 
 class ZooCache:
-    """What a model remembers of the tokens that it read."""
+    """The states, keys and values that a model remembers of the tokens that it read."""
 
     is_compileable = False
 

@@ -1,4 +1,4 @@
-"""A model of ours as config.json, tensors and modelling file for transformers' `trust_remote_code`."""
+"""Conversion of a model into config.json, weights and a modelling file, for transformers' `trust_remote_code`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +14,8 @@ from zoo.lm.block import Block, PostNormBlock
 from zoo.lm.mlp import GLU, SwiGLU
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.family import TIED, Exported, Target
-from zoo.saved.public.standalone.described import Part, Rule, copied, described, norm_part, refusal
+from zoo.saved.public.standalone.described import described
+from zoo.saved.public.standalone.parts import Part, Rule, copied, norm_part, refusal
 from zoo.saved.public.tensors import ComputedWeights
 
 STANDALONE: Target = "transformers"
@@ -23,7 +24,7 @@ MODEL_TYPE = "token_mixer_zoo"
 
 
 def standalone(model: LanguageModel, weights: Weights) -> Exported:
-    """Describe a model (on the meta device) to the modelling file.
+    """Return a model (on the meta device) in the terms of the modelling file.
 
     Raises:
         UserError: The modelling file cannot compute a component of the model.
@@ -47,7 +48,7 @@ def standalone(model: LanguageModel, weights: Weights) -> Exported:
 
 
 def _model(model: LanguageModel) -> tuple[dict[str, Any], dict[str, Rule]]:
-    """The settings of the whole model, and the rules of its tensors."""
+    """Return the settings of a whole model, and the rules of its tensors."""
     for component, kind in ((model.head, "head"), (model.inputs, "input layer")):
         if component is not None:
             raise refusal(component, kind)
@@ -85,7 +86,7 @@ def _mlp(mlp: nn.Module) -> Part:
 
 
 def _position(position: nn.Module | None) -> Part:
-    """The running sums in front of the first layer, whose rates are fixed."""
+    """Describe the running sums in front of the first layer, whose rates are fixed."""
     if position is None:
         return Part({"position": None})
     if type(position) is not TPE:
@@ -96,7 +97,7 @@ def _position(position: nn.Module | None) -> Part:
 
 
 def _computed(weights: Weights, rules: Mapping[str, Rule]) -> Weights:
-    """The tensors of the rules, each computed when it is read."""
+    """Return the tensors of the rules, each computed when it is read."""
 
     def spec(rule: Rule) -> Spec:
         specs = [weights.specs[source] for source in rule.sources]
