@@ -61,6 +61,7 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "gated deltanet-2": (uniform("GatedDeltaNet2", **GROUPED, value_dim=16, decay="BoundedChannelDecay"), {}),
     "gla": (uniform("GLA"), {"norm": "LayerNorm"}),
     "gla, convolved": (uniform("GLA", expand_k=1.0, output_gate=False, qk=CONVOLVED, v=CONVOLVED), {}),
+    "gla, values with positions": (uniform("GLA", v={"map": "Rotary"}), {}),  # which are not relative
     "h1": (component("H1", first=component("GatedDeltaNet"), second=WINDOW), {}),
     "h2": (
         component("H2", first=component("Mamba2", **MAMBA2), second=component("GatedDeltaNet"), third=WINDOW),

@@ -109,7 +109,7 @@ def test_the_recurrence_is_a_loop(length: int, per_channel: bool, delta: bool, o
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["h2", "cosFormer2", "expanded hgrn2"])
+@pytest.mark.parametrize("case", ["h2", "cosFormer2", "mamba2"])
 def test_a_padded_batch_is_continued_as_each_prompt_alone(case: str, oracle: Oracle):
     ours = build(case)
     model = theirs(ours, oracle)
@@ -125,6 +125,16 @@ def test_a_padded_batch_is_continued_as_each_prompt_alone(case: str, oracle: Ora
     search = {**options, "attention_mask": mask, "num_beams": 3}
     beams = [model.generate(tokens, use_cache=cached, **search) for cached in (True, False)]  # type: ignore[operator]
     assert torch.equal(*beams)
+
+
+def test_the_cache_is_as_large_as_the_layers_need(oracle: Oracle):
+    """A matrix and convolutions' last inputs, and the keys and values of a window but one, however long the text."""
+    model = theirs(build("h1"), oracle)
+    caches = [model(torch.randint(0, 61, (2, length))).past_key_values for length in (30, 67)]
+    shapes = [[[tuple(x.shape) for x in past] for past in cache.pasts] for cache in caches]
+    assert shapes[0] == shapes[1]
+    assert shapes[0][0] == [(2, 2, 16, 16), (2, 3, 32), (2, 3, 32), (2, 3, 32)]
+    assert shapes[0][1][:2] == [(2, 6, 2, 16)] * 2
 
 
 def test_padding_behind_a_prompt(oracle: Oracle):
