@@ -3,6 +3,7 @@
 import ast
 import copy
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import zoo
 from mixers import Expansion, FeatureMap
 from zoo.checkpoints.tensor_files import TensorsInMemory
 from zoo.saved.public.standalone import written
+from zoo.saved.public.standalone.described import ATTENTION, LINEAR
 from zoo.saved.public.standalone.written import standalone
 
 from .models import CASES, MODELLING, SIZES, build, component, expanded, theirs, uniform
@@ -233,6 +235,12 @@ def test_no_tensor_is_left_behind():
         zoo.UserError, match=r"^to: transformers has no place for layers\.0\.mixer\.secret of this model"
     ):
         standalone(ours, TensorsInMemory(tensors))
+
+
+def test_the_page_lists_the_mixers():
+    page = (Path(__file__).parents[5] / "docs" / "transformers.md").read_text(encoding="utf-8")
+    row = next(line for line in page.splitlines() if line.startswith("| mixer |"))
+    assert re.findall(r"`(\w+)`", row) == sorted(kind.__name__ for kind in {**LINEAR, **ATTENTION})
 
 
 def test_the_file_stands_alone():
