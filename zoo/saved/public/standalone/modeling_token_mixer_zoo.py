@@ -558,7 +558,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
         x = self.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        use_cache = self.config.use_cache if use_cache is None else use_cache
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         cache = ZooCache() if past_key_values is None else past_key_values
         tokens, pasts = self._tokens(x, attention_mask, cache, use_cache), []
         before: list[Past | None] = [*cache.pasts] or [None] * len(self.layers)
@@ -587,7 +587,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         valid = new if cache.valid is None else torch.cat([cache.valid, new], 1)
         padded = cache.padded or not bool(new.all())
         if padded and use_cache and bool((valid[:, 1:] < valid[:, :-1]).any()):
-            raise ValueError("attention_mask: padding must be on the left of all tokens (padding_side='left')")
+            raise ValueError("attention_mask: padding must be on the left (padding_side='left'), or use_cache=False")
         if use_cache:
             cache.valid, cache.padded = valid, padded
         counted = valid.cumsum(1)[:, -T:] - 1 if padded else torch.arange(seen, seen + T, device=x.device)[None]
