@@ -12,7 +12,10 @@ EMPTY = "an empty folder"
 WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json")
 
 # files of a model, next to its weights, that another model may not have
-OF_A_MODEL = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
+OF_A_MODEL = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
+    "modeling_token_mixer_zoo.py",
+)
 MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `report`
 
 

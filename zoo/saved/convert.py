@@ -39,7 +39,8 @@ def convert(
             an exported folder.
         output: The folder to write.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
-            hold the model, such as `hf_qwen3_next`; None for the format that `export` writes.
+            hold the model, such as `hf_qwen3_next`; `transformers` for a folder that contains the modelling code, also
+            of models that fit no public layout; None for the format that `export` writes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay.
@@ -57,7 +58,9 @@ def convert(
     saved = SavedModel.open(checkpoint, trust)
     config = saved.config  # raises if there is nothing
     if to is None and not is_public(checkpoint):
-        raise UserError(f"to: null reads public checkpoints, and {checkpoint} is not one; choose fla or huggingface.")
+        raise UserError(
+            f"to: null reads public checkpoints, and {checkpoint} is not one; choose fla, huggingface or transformers."
+        )
     tokenizer = saved.tokenizer
     if tokenizer is None:
         log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
@@ -68,8 +71,8 @@ def convert(
     model, weights = saved.on_meta()
     public = exported(model, weights, to)
     ends = {} if tokenizer is None else stop_config(tokenizer)
-    texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2)}
+    texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
-    texts[CARD] = model_card(folder.name, model, config, Path(checkpoint), public.family)
+    texts[CARD] = model_card(folder.name, model, config, Path(checkpoint), public)
     write_folder(folder, texts, public.weights, max_shard_size)
     return folder

@@ -3,14 +3,15 @@
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from kernels import UserError
+from zoo.checkpoints.tensor_files import Weights
 from zoo.lm.mlp import SwiGLU
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.tensors import Rule
 
-Target = Literal["fla", "huggingface"]
+Target = Literal["fla", "huggingface", "transformers"]
 Config = Mapping[str, Any]
 Spec = dict[str, Any]  # a component in a config: class_path and init_args
 
@@ -106,6 +107,24 @@ class Family:
         fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
         head = {"architectures": [self.architecture], "model_type": self.model_types[0]}
         return {**head, **self.keys, **fixed, **self.to_theirs(model)}
+
+
+class Exported(NamedTuple):
+    """Our model in a public layout.
+
+    Attributes:
+        layout: The name of the layout.
+        target: The project that loads it.
+        config: The contents of config.json.
+        weights: The weights under their names.
+        files: Further files of the folder: name → text.
+    """
+
+    layout: str
+    target: Target
+    config: dict[str, Any]
+    weights: Weights
+    files: Mapping[str, str] = {}
 
 
 def component(name: str, **arguments: Any) -> Spec:

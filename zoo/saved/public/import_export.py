@@ -14,9 +14,10 @@ from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import FAMILIES, MISSING
-from zoo.saved.public.family import Family, Target, words
+from zoo.saved.public.family import Exported, Family, Target, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
+from zoo.saved.public.standalone.written import MODEL_TYPE, STANDALONE, standalone
 from zoo.saved.trust import check_sizes
 
 _TARGETS: tuple[Target, ...] = ("fla", "huggingface")
@@ -67,6 +68,11 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
     for family in FAMILIES:
         if kind in family.model_types and family.also(config):
             return family
+    if kind == MODEL_TYPE:
+        raise UserError(
+            f"checkpoint: {folder} was written by convert with to={STANDALONE}, which cannot be read back; "
+            "use the run, checkpoint or exported folder that it was converted from."
+        )
     if isinstance(kind, str) and kind in MISSING:
         raise UserError(
             f"checkpoint: {folder} has the model_type {kind}, which cannot be read yet: some of its layers are "
@@ -80,20 +86,15 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
     )
 
 
-class Exported(NamedTuple):
-    """Our model in the layout of a public family: the contents of config.json, and weights under their names."""
-
-    family: Family
-    config: dict[str, Any]
-    weights: Weights
-
-
 def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     """Write a model (on the meta device) in the terms of the first family of a target that can hold it.
 
-    The target is `fla` or `huggingface`, or the name of a family where several can hold the model.
+    The target is `fla` or `huggingface`, or the name of a family where several can hold the model. With `transformers`
+    the folder contains the modelling code.
     """
-    names = [*_TARGETS, *(family.name for family in FAMILIES)]
+    if to == STANDALONE:
+        return standalone(model, weights)
+    names = [*_TARGETS, STANDALONE, *(family.name for family in FAMILIES)]
     if to not in names:
         raise UserError(f"to: {to!r} is not one of {', '.join(names)}{did_you_mean(to, names)}")
     kinds = {type(mixer).__name__ for mixer in model.mixers}
@@ -112,7 +113,7 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
             refused = refused or error
             continue
         dtype = str(weights.specs["embeddings.weight"].dtype).removeprefix("torch.")
-        return Exported(family, {**config, "dtype": dtype}, table.as_theirs(weights))
+        return Exported(family.name, family.target, {**config, "dtype": dtype}, table.as_theirs(weights))
     assert refused is not None
     raise refused
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from zoo.lm.model import LanguageModel
 from zoo.lm.size_table import mixer_names
-from zoo.saved.public.family import Family
+from zoo.saved.public.family import Exported
 from zoo.train.results import read_row
 
 NAME = "README.md"
@@ -32,20 +32,26 @@ filled in*.
 ```python
 {imports}from transformers import AutoModelForCausalLM
 
-model = AutoModelForCausalLM.from_pretrained("{name}")
+model = AutoModelForCausalLM.from_pretrained("{name}"{arguments})
 ```
 
-{needs}In the zoo itself: `zoo.load("{name}")`.
+{needs}
 
 ## Use and limits
 
 *To be filled in*: what it is meant for, what it was tested on, and what it must not be used for.
 """
-_NEEDS = {"fla": "It needs `pip install flash-linear-attention` and a GPU. ", "huggingface": ""}
-_IMPORTS = {"fla": "import fla  # registers the architecture\n", "huggingface": ""}
+_IN_THE_ZOO = 'In the zoo itself: `zoo.load("{name}")`.'
+_NEEDS = {
+    "fla": f"It needs `pip install flash-linear-attention` and a GPU. {_IN_THE_ZOO}",
+    "huggingface": _IN_THE_ZOO,
+    "transformers": "Its code, in plain PyTorch, is in the folder; read it before you trust it.",
+}
+_IMPORTS = {"fla": "import fla  # registers the architecture\n", "huggingface": "", "transformers": ""}
+_ARGUMENTS = {"fla": "", "huggingface": "", "transformers": ", trust_remote_code=True"}
 
 
-def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], checkpoint: Path, family: Family) -> str:
+def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], checkpoint: Path, exported: Exported) -> str:
     """The text of a model card.
 
     Args:
@@ -53,7 +59,7 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
         model: The model; may be on the meta device.
         config: The config of its run.
         checkpoint: Where it comes from. Only a run's folder has results, which are those of its last checkpoint.
-        family: The layout that it was converted to.
+        exported: What it was converted to.
     """
     row = (read_row(checkpoint) if checkpoint.is_dir() else None) or {}
     state, unknown = model.state_size(), "*to be filled in*"
@@ -69,7 +75,7 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
         "context in training": f"{row['context_length']:,} tokens" if "context_length" in row else unknown,
         "data": _sources(config.get("data") or {}) or unknown,
         "validation loss": _loss(row) or unknown,
-        "converted from": f"`{checkpoint.name}`, to the layout `{family.name}`",
+        "converted from": f"`{checkpoint.name}`, to the layout `{exported.layout}`",
         "licence": f"{unknown}, also as `license:` at the top of this file",
     }
     return _CARD.format(
@@ -77,8 +83,9 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
         tags=", ".join(dict.fromkeys(type(mixer).__name__ for mixer in model.mixers)),
         mixers=mixer_names(model),
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
-        imports=_IMPORTS[family.target],
-        needs=_NEEDS[family.target],
+        imports=_IMPORTS[exported.target],
+        arguments=_ARGUMENTS[exported.target],
+        needs=_NEEDS[exported.target].format(name=name),
     )
 
 
