@@ -40,6 +40,7 @@ class Site(NamedTuple):
     layer: int = 0
     num_layers: int = 1
     expand: Expand | None = None  # set by Expanded, read by LinearMixer
+    passed: tuple[str, ...] = ()  # names of the streams that mixers of lower layers pass; set by the model
 
     def heads(self, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
         """num_heads and head_dim of a mixer, with the model's values where they are None.
@@ -106,6 +107,11 @@ class TokenMixer(KeepsFp32):
     which bf16 is too coarse in `keep_fp32`. Give every module with parameters or computed buffers a
     `reset_parameters()`, so that a model built on the meta device can be filled. Make the last linear map an
     `OutputProjection`.
+
+    A mixer that passes streams to higher layers names them in `passes`, and one that cannot do without a stream of a
+    lower layer names it in `needs`; `site.passed` has the names that lower layers pass. Its `forward` also takes
+    `passed`, a mapping from names to streams [B,T,…] of the tokens of x, and then returns (y, state, streams), with
+    every stream of `passes`. Called alone, without `passed`, it returns (y, state) as others do.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
@@ -113,6 +119,8 @@ class TokenMixer(KeepsFp32):
     causal: ClassVar[bool] = (
         True  # False: y_t depends on later x; such a mixer has no state, and only a classifier can use it
     )
+    passes: ClassVar[tuple[str, ...]] = ()  # streams that it passes to higher layers
+    needs: ClassVar[tuple[str, ...]] = ()  # streams without which a model is refused
     site: Site  # set by the model, unless the mixer does
 
     def forward(
@@ -204,6 +212,7 @@ class Streams(NamedTuple):
     gate: Any = None  # whatever `readout` needs
     erase: Tensor | None = None  # raw, then the erase keys of the delta rule [B,nT,H·S,K']
     curvature: tuple[Tensor, Tensor] | None = None  # raw gates of a preconditioner, each [B,T,G·S]
+    erase_write: Tensor | None = None  # what erased values are written with [B,nT,H·S,K']; None for k
 
     def replace(self, **streams: Any) -> Self:
         """A copy with some streams replaced."""
@@ -244,6 +253,7 @@ class LinearMixer(TokenMixer):
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
     erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys
+    erase_writes: ClassVar[bool] = False  # whether `gates` returns `erase_write`
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
 
     def __init__(
@@ -315,7 +325,18 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
         x = checked_input(x, self.site.hidden_size)
-        s, histories, position, carried = self._featurise(self.project(x), x, state, cu_seqlens, context_parallel)
+        return self.mixed(self.project(x), x, state, cu_seqlens, context_parallel)
+
+    def mixed(
+        self,
+        s: Streams,
+        x: Tensor,
+        state: LinearState | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+    ) -> tuple[Tensor, LinearState | None]:
+        """Everything after `project`, whose result is s; the other arguments are those of `forward`."""
+        s, histories, position, carried = self._featurise(s, x, state, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,
             s.q,
@@ -335,6 +356,8 @@ class LinearMixer(TokenMixer):
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)
         if s.erase is not None or self.steps > 1:  # only the delta rule has these
             gates |= dict(erase=s.erase, read_before=self.read_before, steps=self.steps)
+        if s.erase_write is not None:
+            gates |= dict(erase_write=s.erase_write)
         return gates
 
     def heads_of(self, parameter: str) -> int:
@@ -477,7 +500,7 @@ class LinearMixer(TokenMixer):
             value_size=value_size,
             per_channel=self.decay_per_channel,
             erase=self.erase_keys or self.preconditioner is not None,
-            steps=self.steps,
+            steps=self.steps * (2 if self.erase_writes else 1),  # the op erases in a step of its own
         )
         curvature = 0 if self.preconditioner is None else self.preconditioner.flops(length, key_size)
         return dense_flops(self, length) + recurrence + curvature

@@ -21,7 +21,8 @@ class Bidirectional(TokenMixer):
     """y_t = →mixer(x_1 … x_t) + ←mixer(x_T … x_t): one inner mixer each way, summed (Schuster and Paliwal 1997).
 
     It sees later tokens, so it is for models that classify sequences: it has no state to continue from, and cannot
-    generate or predict the next token. Packed documents are reversed separately.
+    generate or predict the next token. Packed documents are reversed separately. Inner mixers neither read nor pass
+    streams of other layers.
 
     Args:
         site: Where the layer sits in the model.
@@ -33,7 +34,8 @@ class Bidirectional(TokenMixer):
     def __init__(self, site: Site, *, mixer: Callable[[Site], TokenMixer] = HGRN2):
         site = checked_site(site, type(self))
         super().__init__()
-        self.forwards, self.backwards = mixer(site), mixer(site)
+        inner = site._replace(passed=())  # streams of lower layers end here
+        self.forwards, self.backwards = mixer(inner), mixer(inner)
         self.constant_state = self.forwards.constant_state  # type: ignore[misc]
 
     def forward(  # type: ignore[override]  # without context parallelism, as a part of a sequence is not enough

@@ -18,8 +18,9 @@ import kernels
 from .base import TUTORIAL, LinearMixer, Site, TokenMixer
 from .counting import counted_flops
 from .expanded import Expanded
-from .interface import checked_result, placed
+from .interface import checked_result, placed, streams_of
 from .state import remembered
+from .two_layers import TwoLayers
 
 FLOPS_TOLERANCE = 0.05  # between flops() and the counter: padding and small vectors
 BF16_TOLERANCE = 0.05  # relative error of a whole layer in bf16
@@ -35,15 +36,19 @@ class ContractError(AssertionError):
 Factory = Callable[[Site], TokenMixer]
 
 
-def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -> list[str]:
+def check_mixer(
+    factory: Factory, *, site: Site = TINY, expanded: bool = True, below: Factory | None = None
+) -> list[str]:
     """Check that `factory(site)` is a token mixer.
 
-    One that declares itself not causal is spared the clauses about states, and must mix both ways.
+    One that declares itself not causal is spared the clauses about states, and must mix both ways. One that passes
+    streams is checked alone and above itself; one that needs a stream, above the mixer that passes it.
 
     Args:
         factory: A mixer class, or a partial of one, called with a site.
         site: Where to build it; tiny by default.
         expanded: Also check a LinearMixer with its state expanded by 2, with and without subheads.
+        below: The mixer of the layer below, for a mixer that needs a stream of it; None for no layer below.
 
     Returns:
         The names of the clauses that the mixer satisfies.
@@ -51,8 +56,12 @@ def check_mixer(factory: Factory, *, site: Site = TINY, expanded: bool = True) -
     Raises:
         ContractError: It breaks a clause; the message lists every broken one, with the reason.
     """
+    if below is not None:
+        factory = partial(TwoLayers, lower=below, upper=factory)
     variants: dict[str, Factory] = {"": factory}
     built = _with_interface(factory, site)
+    if streams_of(built):
+        variants["above itself: "] = partial(TwoLayers, lower=factory, upper=factory)
     if expanded and isinstance(built, LinearMixer) and built.site.expand is None:
         for subheads in (True, False):
             wrapped = partial(Expanded, mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]

@@ -60,7 +60,13 @@ def shifted(
     Returns:
         The stream of previous tokens, shaped as x, and the last tokens [N,…]: those of `before` where a document is
         empty, and None without `before`.
+
+    Raises:
+        UserError: x has no tokens, or `before` another number of sequences.
     """
+    if not x.shape[1]:
+        raise UserError(f"x: shape {tuple(x.shape)} has no tokens; at least one token is needed")
+    check_sequences(before, x, cu_seqlens)
     if context_parallel is not None:
         context_parallel.check(before, cu_seqlens)
         first = context_parallel.history(x.flatten(2), 1).view(x[:, :1].shape)

@@ -1,15 +1,22 @@
 """A block: a token mixer and an MLP on the residual stream, with the norms before them or after them."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels import UserError, recomputing
 from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
-from mixers.interface import checked_result
+from mixers.interface import checked_result, checked_streams, streams_of
 from zoo.lm.mlp import ChannelMixer
+
+
+class LayerState(NamedTuple):
+    """The state of a layer both of whose mixers have one."""
+
+    mixer: Any
+    mlp: Any
 
 
 class Block(nn.Module):
@@ -41,13 +48,25 @@ class Block(nn.Module):
         state: Any,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None = None,
-    ) -> tuple[Tensor, Tensor, Any]:
-        """x and y [B,T,hidden], whose sum is the residual stream, and a state → all three after the block."""
+        passed: Mapping[str, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor, Any, Mapping[str, Tensor]]:
+        """One layer of a model.
+
+        Args:
+            x, y: [B,T,hidden]; their sum is the residual stream. None as y for 0.
+            state: Of `init_state`; None to train.
+            cu_seqlens, context_parallel: As for the mixer.
+            passed: The streams of lower layers by name.
+
+        Returns:
+            x, y and the state after the block, and the streams for the layers above.
+        """
+        inputs = (x, y, state, cu_seqlens, context_parallel, passed or {})
         # a compiler decides for itself
         if self.recompute and x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with recomputing():
-                return self._forward(x, y, state, cu_seqlens, context_parallel)
-        return self._forward(x, y, state, cu_seqlens, context_parallel)
+                return self._forward(*inputs)
+        return self._forward(*inputs)
 
     def _forward(
         self,
@@ -56,13 +75,40 @@ class Block(nn.Module):
         state: Any,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
-    ) -> tuple[Tensor, Tensor, Any]:
+        passed: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Any, Mapping[str, Tensor]]:
+        of_mixer, of_mlp = self._parts(state)
         x, h = (x, self.mixer_norm(x)) if y is None else self.mixer_norm(x, y)
-        y, state = mix(self.mixer, h, state, cu_seqlens, context_parallel)
+        y, of_mixer, passed = mix(self.mixer, h, of_mixer, cu_seqlens, context_parallel, passed)
         if self.mlp is not None and self.mlp_norm is not None:
             x, h = self.mlp_norm(x, y)
-            y = self.mlp(h)
-        return x, y, state
+            y, of_mlp = mix_channels(self.mlp, h, of_mlp, cu_seqlens, context_parallel)
+        return x, y, self._joined(state, of_mixer, of_mlp), passed
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """The state of the mixer, or a `LayerState` if the channel mixer has one as well."""
+        state = self.mixer.init_state(batch_size, device, dtype)
+        if self.mlp is None or not self.mlp.stateful:
+            return state
+        return LayerState(state, self.mlp.init_state(batch_size, device, dtype))
+
+    def _parts(self, state: Any) -> tuple[Any, Any]:
+        """The states of the mixer and of the channel mixer, from a state of `init_state` or None."""
+        if state is None or self.mlp is None or not self.mlp.stateful:
+            return state, None
+        if not isinstance(state, LayerState):
+            raise UserError(f"state: {type(self.mlp).__name__} has one, so that the layer needs a state of init_state")
+        return state
+
+    def _joined(self, state: Any, of_mixer: Any, of_mlp: Any) -> Any:
+        """The next states of the mixer and of the channel mixer, in the form of `state`."""
+        return LayerState(of_mixer, of_mlp) if isinstance(state, LayerState) else of_mixer
+
+    def state_size(self, length: int | None = None) -> int | float:
+        """Elements of one sequence's state, as `TokenMixer.state_size` counts them."""
+        return self.mixer.state_size(length) + (0 if self.mlp is None else self.mlp.state_size(length))
 
 
 class PostNormBlock(Block):
@@ -75,22 +121,52 @@ class PostNormBlock(Block):
         state: Any,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
-    ) -> tuple[Tensor, Tensor, Any]:
+        passed: Mapping[str, Tensor],
+    ) -> tuple[Tensor, Tensor, Any, Mapping[str, Tensor]]:
+        of_mixer, of_mlp = self._parts(state)
         x = x if y is None else x + y
-        y, state = mix(self.mixer, x, state, cu_seqlens, context_parallel)
+        y, of_mixer, passed = mix(self.mixer, x, of_mixer, cu_seqlens, context_parallel, passed)
         y = self.mixer_norm(y)
         if self.mlp is not None and self.mlp_norm is not None:
             x = x + y
-            y = self.mlp_norm(self.mlp(x))
-        return x, y, state
+            y, of_mlp = mix_channels(self.mlp, x, of_mlp, cu_seqlens, context_parallel)
+            y = self.mlp_norm(y)
+        return x, y, self._joined(state, of_mixer, of_mlp), passed
 
 
 def mix(
-    mixer: TokenMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    mixer: TokenMixer,
+    x: Tensor,
+    state: Any,
+    cu_seqlens: Tensor | None,
+    context_parallel: ContextParallel | None,
+    passed: Mapping[str, Tensor],
+) -> tuple[Tensor, Any, Mapping[str, Tensor]]:
+    """Call a mixer, and return y, its state and the streams for the layers above.
+
+    It needs the argument `context_parallel` only if there is one, and `passed` only if it declares streams.
+    """
+    options = _options(mixer, cu_seqlens, context_parallel)
+    if not streams_of(mixer):
+        return *checked_result(mixer(x, state, **options), mixer, x), passed
+    y, state, streams = checked_streams(mixer(x, state, passed=passed, **options), mixer, x)
+    return y, state, {**passed, **streams}
+
+
+def mix_channels(
+    mlp: ChannelMixer, x: Tensor, state: Any, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
 ) -> tuple[Tensor, Any]:
-    """Call a mixer; it needs the argument `context_parallel` only if there is one."""
+    """Call a channel mixer, with the arguments of a token mixer if it is stateful."""
+    if not mlp.stateful:
+        return mlp(x), None
+    return checked_result(mlp(x, state, **_options(mlp, cu_seqlens, context_parallel)), mlp, x)
+
+
+def _options(
+    layer: nn.Module, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> dict[str, Tensor | ContextParallel | None]:
     if context_parallel is None:
-        return checked_result(mixer(x, state, cu_seqlens=cu_seqlens), mixer, x)
-    if not takes_context_parallel(type(mixer)):
-        raise UserError(f"context_parallel: {type(mixer).__name__} works on whole sequences only")
-    return checked_result(mixer(x, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel), mixer, x)
+        return {"cu_seqlens": cu_seqlens}
+    if not takes_context_parallel(type(layer)):
+        raise UserError(f"context_parallel: {type(layer).__name__} works on whole sequences only")
+    return {"cu_seqlens": cu_seqlens, "context_parallel": context_parallel}

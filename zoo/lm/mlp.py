@@ -1,17 +1,38 @@
-"""Channel mixers: layers that process each token separately, between two token mixers."""
+"""Channel mixers: layers between two token mixers, which process each token separately or with the one before it."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 import kernels
-from mixers import OutputProjection, Projection
+from mixers import OutputProjection, Projection, Site, remembered
 from mixers.arguments import check_sizes, size_or
 
 
 class ChannelMixer(nn.Module):
-    """A layer that mixes the channels of each token: x [...,hidden] → [...,hidden]. Subclass it to add one."""
+    """A layer that mixes the channels of each token: x [...,hidden] → [...,hidden]. Subclass it to add one.
+
+    One that also reads earlier tokens declares `stateful = True` and is called as a token mixer is,
+    `forward(x, state=None, *, cu_seqlens=None, context_parallel=None) → (y, state)` for x [B,T,hidden]. Its state comes
+    from `init_state`. If it cannot work on a part of a sequence, it leaves `context_parallel` out.
+    """
+
+    stateful: ClassVar[bool] = False
+    site: Site  # of the layer; set by the model, which calls `reset_parameters` afterwards
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> Any:
+        """The state before the first token; device and dtype default to those of the parameters."""
+        raise kernels.UserError(
+            f"init_state: {type(self).__name__} does not have it; a stateful channel mixer needs it"
+        )
+
+    def state_size(self, length: int | None = None) -> int | float:
+        """Elements of one sequence's state, as `TokenMixer.state_size` counts them."""
+        return sum(x.numel() for _, x in remembered(self.init_state(1, "meta"))) if self.stateful else 0
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of `length` tokens; by default every weight matrix is applied to every token once."""

@@ -3,7 +3,7 @@
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, NamedTuple, get_args
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
 
     Raises:
         UserError: A size is below 1, a layer has no output projection to scale, a mixer sees the tokens that it is to
-            predict, or there are no embeddings to tie.
+            predict or needs a stream that no layer below passes, or there are no embeddings to tie.
     """
 
     def __init__(
@@ -126,18 +126,22 @@ class LanguageModel(nn.Module):
         self.inputs = None if inputs is None else inputs(hidden_size)
         site = Site(hidden_size, num_heads, 0, num_layers)
         self.position = None if position is None else placed(position(site), site)
+        passed: tuple[str, ...] = () if self.position is None else self.position.passes
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
-            site = Site(hidden_size, num_heads, layer, num_layers)
+            site = Site(hidden_size, num_heads, layer, num_layers, passed=passed)
             mixer = placed(stack(site), site)
+            passed = tuple(dict.fromkeys((*passed, *mixer.passes)))
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)
+            if channel_mixer is not None:
+                channel_mixer.site = site
             kind = PostNormBlock if stack.post_norm(layer) else Block
             make_norm = partial(norm, hidden_size, norm_eps)
             self.layers.append(kind(mixer, channel_mixer, make_norm, recompute=recompute))
         self.norm = norm(hidden_size, norm_eps)
         self.head = None if head is None else head(hidden_size)
         self.lm_head = None if tie_embeddings or head is not None else Linear(hidden_size, self.vocab_size, bias=False)
-        for mixer in self._stateful:
+        for mixer in self._token_mixers:
             if not mixer.causal and head is None:
                 raise UserError(
                     f"stack: {type(mixer).__name__} is not causal and would see the tokens it predicts; "
@@ -310,12 +314,13 @@ class LanguageModel(nn.Module):
         x, states = self._embed(tokens), []
         self._check_state(state, len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1)
         layer_states = iter(state) if state is not None else itertools.repeat(None)
+        passed: Mapping[str, Tensor] = {}
         if self.position is not None:
-            x, following = mix(self.position, x, next(layer_states), cu_seqlens, context_parallel)
+            x, following, passed = mix(self.position, x, next(layer_states), cu_seqlens, context_parallel, passed)
             states.append(following)
         y = None
         for block in self.layers:
-            x, y, following = block(x, y, next(layer_states), cu_seqlens, context_parallel)
+            x, y, following, passed = block(x, y, next(layer_states), cu_seqlens, context_parallel, passed)
             states.append(following)
         _, x = self.norm(x, y)
         if self.head is not None:
@@ -377,11 +382,19 @@ class LanguageModel(nn.Module):
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> tuple[Any, ...]:
-        """The state before the first token of `batch_size` sequences: of `position`, if any, then of each layer."""
-        return tuple(mixer.init_state(batch_size, device, dtype) for mixer in self._stateful)
+        """The state before the first token of `batch_size` sequences: of `position`, if any, then of each layer.
+
+        A layer whose channel mixer has a state as well has a `LayerState`.
+        """
+        return tuple(part.init_state(batch_size, device, dtype) for part in self._stateful)
 
     @property
-    def _stateful(self) -> list[TokenMixer]:
+    def _stateful(self) -> list[TokenMixer | Block]:
+        blocks: list[Any] = list(self.layers)
+        return blocks if self.position is None else [self.position, *blocks]
+
+    @property
+    def _token_mixers(self) -> list[TokenMixer]:
         return self.mixers if self.position is None else [self.position, *self.mixers]
 
     def num_parameters(self) -> int:
@@ -390,21 +403,24 @@ class LanguageModel(nn.Module):
 
     def state_size(self, length: int | None = None) -> int | float:
         """State elements of one sequence after `length` tokens; without a length, the bound (`math.inf` if none)."""
-        return sum(mixer.state_size(length) for mixer in self._stateful)
+        return sum(part.state_size(length) for part in self._stateful)
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens: matrix products only, so the embedding look-up is free."""
         predictions = length if self.head is None else 1
         return (
             (0 if self.inputs is None else self.inputs.flops(length))
-            + sum(mixer.flops(length) for mixer in self._stateful)
+            + sum(mixer.flops(length) for mixer in self._token_mixers)
             + sum(mlp.flops(length) for mlp in self.mlps)
             + 2 * predictions * self._head.weight.numel()
         )
 
     @contextmanager
     def without_mixers(self) -> Iterator[None]:
-        """Inside the ``with`` block all token mixers output zero, so that the model sees single tokens only."""
+        """Inside the ``with`` block all token mixers output zero, so that the model sees single tokens only.
+
+        A stateful channel mixer still sees the tokens that it reads by itself.
+        """
         hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
         try:
             yield
@@ -413,5 +429,5 @@ class LanguageModel(nn.Module):
                 hook.remove()
 
 
-def _silence(module: nn.Module, inputs: Any, output: tuple[Tensor, Any]) -> tuple[Tensor, Any]:
-    return torch.zeros_like(output[0]), output[1]
+def _silence(module: nn.Module, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+    return torch.zeros_like(output[0]), *output[1:]

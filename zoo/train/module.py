@@ -23,6 +23,7 @@ from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
+from zoo.lm.mlp import ChannelMixer
 from zoo.train.captured_step import CapturedForward, CapturedStep
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
@@ -147,7 +148,10 @@ class Pretraining(L.LightningModule):
             )
         if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
             raise UserError("context_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
-        for module in (*(part for part in self.model.modules() if isinstance(part, TokenMixer)), self.model):
+        modules = list(self.model.modules())
+        mixers = [part for part in modules if isinstance(part, TokenMixer)]
+        mlps = [part for part in modules if isinstance(part, ChannelMixer) and part.stateful]
+        for module in (*mixers, *mlps, self.model):
             if not takes_context_parallel(type(module)):
                 raise UserError(f"context_parallel: {type(module).__name__} works on whole sequences only.")
 
