@@ -132,6 +132,35 @@ class LayerNorm(Norm):
         return y.to(x.dtype)
 
 
+class HeadNorm(KeepsFp32):
+    """LayerNorm of each head o [B,T,heads,size], with a weight and a bias for each channel of each head: a GroupNorm.
+
+    Args:
+        heads: Number of heads.
+        size: Size of a head.
+        eps: Added inside the root.
+        start: Initial weight.
+    """
+
+    keep_fp32 = no_weight_decay = ("weight", "bias")
+
+    def __init__(self, heads: int, size: int, eps: float = 1e-5, start: float = 1.0):
+        super().__init__()
+        check_sizes({"heads": heads})
+        _check(size, eps)
+        self.eps, self.start = eps, start
+        self.weight, self.bias = (nn.Parameter(torch.empty(heads, size)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.weight, self.start)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, o: Tensor) -> Tensor:
+        y = F.layer_norm(kernels.at_least_fp32(o), o.shape[-1:], eps=self.eps)
+        return (y * self.weight + self.bias).to(o.dtype)
+
+
 class Output(KeepsFp32):
     """Layer between the recurrence and the output projection: o [...,size], gate [...,size] → [...,size].
 

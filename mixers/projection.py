@@ -1,6 +1,6 @@
 """Several linear maps of one input, fused into one matrix product."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,6 +89,60 @@ class OutputProjection(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         return kernels.linear(x, self.weight, self.bias)
+
+
+class OrthogonalLinear(Linear):
+    """A linear map without bias that starts orthogonal, as in RWKV-7 (arXiv 2503.14456).
+
+    Its rows or columns start orthonormal times gain · max(1, √(outputs / inputs)).
+
+    Args:
+        inputs: Size of the input.
+        outputs: Size of the output.
+        gain: Initial length of rows or columns; 0 starts at zero.
+    """
+
+    def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
+        self.gain = gain
+        super().__init__(inputs, outputs, bias=False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
+        if not self.gain:
+            nn.init.zeros_(self.weight)
+            return
+        weight = torch.empty_like(self.weight, dtype=torch.float32)  # there is no decomposition in bf16
+        nn.init.orthogonal_(weight, self.gain * max(1.0, len(weight) / weight.shape[1]) ** 0.5)
+        self.weight.copy_(weight)
+
+
+class LowRankLinear(nn.Module):
+    """f(x W₁) W₂, where W₁ starts at zero and W₂ orthogonal, times 0.1 (RWKV-7).
+
+    Args:
+        inputs: Size of the input.
+        rank: Size in between.
+        outputs: Size of the output.
+        activation: f, elementwise; None for none.
+    """
+
+    def __init__(self, inputs: int, rank: int, outputs: int, activation: Callable[[Tensor], Tensor] | None = None):
+        super().__init__()
+        self.down, self.up = OrthogonalLinear(inputs, rank, 0.0), OrthogonalLinear(rank, outputs, 0.1)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(x)
+        return self.up(y if self.activation is None else self.activation(y))
+
+
+class ZeroOutputProjection(OutputProjection):
+    """An output projection without bias that starts at zero, so that its layer at first adds nothing."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
 
 
 def split_heads(x: Tensor, heads: int) -> Tensor:

@@ -10,6 +10,7 @@ import mixers
 import zoo
 from mixers import Site
 from mixers.features import FeaturePath
+from mixers.norm import HeadNorm
 from zoo.data.batch import Batch
 from zoo.lm.stack import Uniform
 from zoo.train.module import Pretraining
@@ -17,12 +18,13 @@ from zoo.train.optim import Optimisation
 
 from .variants import CAUSAL
 
-FINE = {"A_log", "dt_bias", "D", "theta", "centre"}  # and the weights of norms and bounds, and biases of β
+# and the weights of norms and bounds, and biases of β
+FINE = {"A_log", "dt_bias", "D", "theta", "centre", "mix", "decay_bias", "rate_bias", "k_k", "k_a", "r_k"}
 
 
 def fine(module: nn.Module) -> dict[str, torch.dtype]:
     """Dtypes of the parameters that bf16 is too coarse for, found without asking the modules."""
-    norms = (mixers.RMSNorm, mixers.GatedRMSNorm, mixers.LowerBounds)
+    norms = (mixers.RMSNorm, mixers.GatedRMSNorm, HeadNorm, mixers.LowerBounds)
     return {
         f"{prefix}.{name}": parameter.dtype
         for prefix, part in module.named_modules()
@@ -85,6 +87,9 @@ def collate(rows: list[torch.Tensor]) -> Batch:
 @pytest.mark.parametrize(("name", "fused"), [*((name, None) for name in CAUSAL), ("Mamba2", False)])
 def test_a_training_step_in_bf16(name: str, fused: bool | None, tmp_path):
     learner = Pretraining(model(name), Optimisation(warmup_steps=0, learning_rate=1e-3, fused=fused))
+    with torch.no_grad():  # an output projection that starts at zero has no gradients before it
+        for parameter in learner.model.parameters():
+            parameter.add_(0.01 * torch.randn_like(parameter))
     before = {key: value.clone() for key, value in learner.model.state_dict().items()}
     trainer = L.Trainer(
         max_steps=1,

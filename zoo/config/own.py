@@ -15,7 +15,7 @@ from mixers.components import components
 from zoo.train.muon import Muon
 
 STACKS = (zoo.lm.H1, zoo.lm.H2, zoo.lm.Pattern, zoo.lm.Uniform)
-CHANNEL_MIXERS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.SwiGLU)
+CHANNEL_MIXERS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.RWKV7ChannelMix, zoo.lm.SwiGLU)
 ENDS = (zoo.lm.Inputs, zoo.lm.Patches, zoo.lm.Classifier)
 DATA = (
     *(zoo.data.Images, zoo.data.ListOps, zoo.data.MarkovChain, zoo.data.MixedText, zoo.data.MQAR, zoo.data.TextData),
