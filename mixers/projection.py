@@ -92,14 +92,12 @@ class OutputProjection(nn.Linear):
 
 
 class OrthogonalLinear(Linear):
-    """A linear map without bias that starts orthogonal, as in RWKV-7 (arXiv 2503.14456).
-
-    Its rows or columns start orthonormal times gain · max(1, √(outputs / inputs)).
+    """A linear map without bias whose rows start orthogonal, or its columns if there are more rows.
 
     Args:
         inputs: Size of the input.
         outputs: Size of the output.
-        gain: Initial length of rows or columns; 0 starts at zero.
+        gain: Initial length of these rows or columns.
     """
 
     def __init__(self, inputs: int, outputs: int, gain: float = 1.0):
@@ -110,12 +108,11 @@ class OrthogonalLinear(Linear):
     def reset_parameters(self) -> None:
         if self.weight.is_meta:
             return
-        if not self.gain:
+        if self.gain:
+            weight = torch.empty_like(self.weight, dtype=torch.float32)  # there is no decomposition in bf16
+            self.weight.copy_(nn.init.orthogonal_(weight, self.gain))
+        else:
             nn.init.zeros_(self.weight)
-            return
-        weight = torch.empty_like(self.weight, dtype=torch.float32)  # there is no decomposition in bf16
-        nn.init.orthogonal_(weight, self.gain * max(1.0, len(weight) / weight.shape[1]) ** 0.5)
-        self.weight.copy_(weight)
 
 
 class LowRankLinear(nn.Module):
