@@ -1,4 +1,4 @@
-"""KDA, Gated DeltaNet-2, Comba and Gated DeltaProduct with copied weights: outputs, and gradients of all weights.
+"""KDA, Gated DeltaNet-2, Comba, Gated DeltaProduct and RWKV-7 with copied weights: outputs, and all gradients.
 
 They are compared with layers written out around the naive recurrences of flash-linear-attention, KDA also with the
 layer of transformers, and Comba with the formula of the paper in fp64. Of the two naive functions of Comba, the one in
@@ -16,6 +16,7 @@ from torch import Tensor
 import kernels
 from mixers import (
     KDA,
+    RWKV7,
     BoundedChannelDecay,
     Comba,
     GatedDeltaNet,
@@ -25,6 +26,7 @@ from mixers import (
     Preconditioner,
     Site,
 )
+from mixers.two_layers import TwoLayers
 
 from .test_parity import LENGTHS, Oracle, Weights, compare, compare_with_formula, conv_silu, linear, rms, shaken
 
@@ -33,6 +35,7 @@ TOLERANCE = 3e-5  # the naive functions compute in fp32, too, and gradients of d
 SITE = Site(32, 4)
 SIZES = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}
 H, G, K, V = SIZES.values()
+RWKV7_SMALL = partial(RWKV7, head_dim=8, rate_rank=5, value_rank=3, gate_rank=6)
 
 
 def unit(x: Tensor) -> Tensor:
@@ -243,3 +246,42 @@ def test_comba(oracle: Oracle, paper: bool, length: int, unit_feedback: bool, ba
         return output(torch.stack(rows, 1), gate, w)
 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rwkv7(oracle: Oracle, length: int, backend: str):
+    naive = oracle("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence
+    both = shaken(TwoLayers(SITE, lower=RWKV7_SMALL, upper=RWKV7_SMALL))
+
+    def layer(x: Tensor, w: Weights, first: Tensor | None) -> tuple[Tensor, Tensor]:
+        def low_rank(y: Tensor, name: str) -> Tensor:
+            return F.linear(F.linear(y, w[f"{name}.down.weight"]), w[f"{name}.up.weight"])
+
+        before = F.pad(x, (0, 0, 1, 0))[:, :-1]
+        r, d, k, v, a, g = (torch.lerp(x, before, share) for share in w["mix"])
+        r, k, v = (F.linear(y, w[f"{name}_proj.weight"]) for y, name in ((r, "r"), (k, "k"), (v, "v")))
+        decay = F.linear(F.linear(d, w["decay.down.weight"]).tanh(), w["decay.up.weight"]) + w["decay_bias"]
+        decay = -(-F.softplus(-decay) - 0.5).exp()  # as the author writes it
+        if first is not None:
+            mixed = torch.lerp(x, before, w["mix"][3])
+            v = v + (first - v) * (low_rank(mixed, "value") + w["value_bias"]).sigmoid()
+        a = (low_rank(a, "rate") + w["rate_bias"]).sigmoid()
+        g = F.linear(F.linear(g, w["g.down.weight"]).sigmoid(), w["g.up.weight"])
+        direction, k = F.normalize((k * w["k_k"]).unflatten(-1, (4, 8)), dim=-1), k * (1 + (a - 1) * w["k_a"])
+        heads = [y.unflatten(-1, (4, 8)) for y in (r, k, v, a, decay)]
+        streams = (*heads[:3], -direction, direction * heads[3], heads[4])
+        o, _ = naive(*(y.transpose(1, 2).float() for y in streams))
+        o = 8**0.5 * o.transpose(1, 2).double()  # it divides queries by the root of their size
+        norm = F.group_norm(
+            o.flatten(0, 1).flatten(1), 4, w["o_norm.weight"].flatten(), w["o_norm.bias"].flatten(), 8e-5
+        )
+        own = (heads[0] * heads[1] * w["r_k"].view(4, 8)).sum(-1, keepdim=True) * heads[2]
+        return F.linear((norm.view(x.shape) + own.flatten(2)) * g, w["o_proj.weight"]), v if first is None else first
+
+    def formula(x: Tensor, w: Weights) -> Tensor:
+        lower, upper = ({name[6:]: p for name, p in w.items() if name.startswith(part)} for part in ("lower", "upper"))
+        y, first = layer(x, lower, None)
+        return layer(x + y, upper, first)[0]
+
+    compare_with_formula(both, formula, torch.randn(2, length, 32), backend, TOLERANCE)
