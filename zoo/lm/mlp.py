@@ -26,9 +26,7 @@ class ChannelMixer(nn.Module):
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> Any:
         """The state before the first token; device and dtype default to those of the parameters."""
-        raise kernels.UserError(
-            f"init_state: {type(self).__name__} does not have it; a stateful channel mixer needs it"
-        )
+        raise kernels.UserError(f"init_state: {type(self).__name__} is not stateful, or lacks it")
 
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of one sequence's state, as `TokenMixer.state_size` counts them."""
