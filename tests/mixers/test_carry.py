@@ -7,8 +7,10 @@ import pytest
 import torch
 
 import kernels
-from mixers import MLSTM, Expanded, LinearMixer, Site, TokenMixer
+from mixers import MLSTM, RWKV7, Expanded, LinearMixer, Site, TokenMixer
+from mixers.two_layers import TwoLayers
 
+from .test_parity import shaken
 from .variants import CAUSAL, Factory
 
 
@@ -16,8 +18,15 @@ def carries(mixer: TokenMixer) -> bool:
     return isinstance(mixer, LinearMixer) and mixer.init_carried(1, "cpu", torch.float32) != ()
 
 
+def rwkv7(site: Site) -> TwoLayers:
+    """RWKV-7 above another, away from zeros."""
+    build = partial(RWKV7, head_dim=16)
+    return shaken(TwoLayers(site, lower=build, upper=build))
+
+
 CARRYING: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() if carries(factory(Site(32, 4)))}
 CARRYING |= {f"{name}, subheads": partial(Expanded, mixer=factory, factor=2) for name, factory in CARRYING.items()}
+CARRYING["RWKV7 above another"] = rwkv7
 CARRYING["MLSTM with sigmoid gates"] = partial(MLSTM, input_bias=0.0, input_gate="sigmoid")
 
 

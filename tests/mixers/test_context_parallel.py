@@ -17,6 +17,8 @@ import kernels
 import mixers
 from mixers import ContextParallel
 from mixers.context_parallel import run_recurrence, run_selective_scan
+from mixers.two_layers import TwoLayers
+from tests.zoo.lm.test_rwkv7 import AsTokenMixer
 
 from .variants import CAUSAL, PRECONDITIONED
 
@@ -24,6 +26,8 @@ SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LENGTH = 24
 LONG_CONV = mixers.Features(8, activation="silu", norm="l2")  # reaches over a whole part of 6 tokens
 GDN = mixers.GatedDeltaNet
+RWKV7 = partial(mixers.RWKV7, head_dim=32)
+ABOVE_ANOTHER = partial(TwoLayers, lower=RWKV7, upper=RWKV7)
 CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     **CAUSAL,
     "TPE": mixers.TPE,
@@ -41,6 +45,8 @@ CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
         mixers.ForgettingAttention, num_kv_heads=1, shift=True, output=mixers.SigmoidGatedRMSNorm
     ),
     "latent attention without positions": partial(mixers.MultiheadLatentAttention, rotary=None, value_dim=20),
+    "RWKV7 above another": ABOVE_ANOTHER,
+    "RWKV7's channel mix": AsTokenMixer,
     "convolution over several parts": partial(GDN, qk=LONG_CONV),
     "subheads": partial(mixers.Expanded, mixer=GDN, factor=2),
     "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),
@@ -61,6 +67,8 @@ def compared(case: str, part: ContextParallel, patch: pytest.MonkeyPatch) -> dic
     """Largest difference to one process, by what differs: the own outputs, and gradients."""
     torch.manual_seed(0)
     mixer = CASES[case](SITE).double()
+    for parameter in mixer.parameters():  # an output projection that starts at zero would hide everything
+        parameter.data.add_(0.1 * torch.randn_like(parameter) if not parameter.any() else 0)
     x, dy = torch.randn(2, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
     named = {"x": x.requires_grad_(), **dict(mixer.named_parameters())}
     y, _ = mixer(x)
@@ -142,6 +150,7 @@ ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "GatedSlotAttention": mixers.GatedSlotAttention,
     **PRECONDITIONED,
     "window": partial(mixers.SlidingWindowAttention, window_size=256),
+    "RWKV7 above another": ABOVE_ANOTHER,
 }
 
 
@@ -155,6 +164,8 @@ def work_on_gpu(rank: int, folder: str) -> None:
     for case, build in ON_GPUS.items():
         torch.manual_seed(0)
         mixer = build(LARGE).to(device)
+        for parameter in mixer.parameters():
+            parameter.data.add_(0.1 * torch.randn_like(parameter) if not parameter.any() else 0)
         x, dy = (0.5 * torch.randn(2, 2, 4096, LARGE.hidden_size)).to(device)
         named, part = dict(mixer.named_parameters()), ContextParallel()
         with torch.autocast("cuda", torch.bfloat16):

@@ -20,7 +20,7 @@ from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder, fits
 from zoo.generation.generate import generate_tokens
 from zoo.lm import Pattern, PostNormBlock, RWKV7ChannelMix, Stack, SwiGLU, Uniform
-from zoo.lm.block import LayerState
+from zoo.lm.block import LayerState, mix_channels
 from zoo.lm.mlp import ChannelMixer
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
@@ -229,10 +229,9 @@ def test_mistakes_of_channel_mixers():
         model(mlp=Forgetful)(tokens())
     with pytest.raises(kernels.UserError, match=r"^init_state: SwiGLU is not stateful, or lacks it$"):
         SwiGLU(8).init_state(1)
-    lm = model(mlp=Whole, layers=1)
-    lm(tokens())
+    model(mlp=Whole, layers=1)(tokens())
     with pytest.raises(kernels.UserError, match=r"^context_parallel: Whole works on whole sequences only$"):
-        lm(tokens(), context_parallel=object())
+        mix_channels(Whole(8), torch.zeros(1, 2, 8), None, None, object())
 
 
 def test_a_channel_mixer_knows_its_site():

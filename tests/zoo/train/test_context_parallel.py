@@ -19,7 +19,7 @@ from tests.zoo.tiny import pretraining, trainer
 from zoo import LanguageModel
 from zoo import config as configs
 from zoo.data import TextData
-from zoo.lm import Uniform
+from zoo.lm import RWKV7ChannelMix, Uniform
 from zoo.train.module import Pretraining
 
 pytest_plugins = "tests.desk"
@@ -91,6 +91,13 @@ class Whole(TokenMixer):
         return x, state
 
 
+class WholeMLP(RWKV7ChannelMix):
+    """A channel mixer that reads earlier tokens, and knows nothing of parts."""
+
+    def forward(self, x: Tensor, state: Any = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Any]:
+        return super().forward(x, state, cu_seqlens=cu_seqlens)
+
+
 def test_what_else_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module = pretraining()
     module.context_parallel = 2
@@ -107,6 +114,9 @@ def test_what_else_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     run.datamodule = TextData()
     module.model.mixer = Whole()
     with pytest.raises(UserError, match="Whole works on whole sequences only"):
+        module.setup("fit")
+    module.model.mixer = WholeMLP(8)
+    with pytest.raises(UserError, match="WholeMLP works on whole sequences only"):
         module.setup("fit")
 
 

@@ -37,6 +37,7 @@ STACKS: dict[str, tuple[Any, ...]] = {
     ),
     "MLSTM": ("mlstm.yaml", *SMALL, "model.stack.mixer.mixer.init_args.input_bias=0"),
     "Mamba3": ("mamba3.yaml", *SMALL, "model.stack.mixer.mixer.init_args.head_dim=16"),
+    "RWKV7": ("rwkv7.yaml", *SMALL, "model.stack.mixer.mixer.init_args.head_dim=8"),
     "RetNet": ("retnet.yaml", *SMALL),
     "TNL": ("tnl.yaml", *SMALL),
     "transformer": ("transformer.yaml", *SMALL),

@@ -20,6 +20,7 @@ PRESERVING = [
     ("KDA, preconditioned", "expand"),
     ("MLSTM", "expand"),
     ("Mamba3", "expand"),
+    ("RWKV7", "expand"),
 ]
 GROWING = [(name, way) for name in ("GLA", "HGRN2", "GatedDeltaNet") for way in ("merge", "expand")] + PRESERVING[:1]
 GROWING += [("KDA", "merge"), ("KDA, preconditioned", "merge"), ("GatedDeltaProduct", "expand")]

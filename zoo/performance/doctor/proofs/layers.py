@@ -16,7 +16,7 @@ from zoo.config import build
 from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor.checks import Finding, as_finding, attempted
+from zoo.performance.doctor.checks import Finding, as_finding, attempted, registered
 from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
 from zoo.performance.op_calls import LENGTH
 
@@ -61,8 +61,7 @@ def built(label: str, dtype: str, device: torch.device) -> Layer:
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         if label in mixers.names():
-            entry = mixers.entry(label)
-            module: TokenMixer | LanguageModel = entry.mixer(SITE, **entry.tiny)
+            module: TokenMixer | LanguageModel = registered(label, SITE)
             x, other = torch.randn(2, 2, LENGTH, SITE.hidden_size, generator=generator).to(device, DTYPES[dtype])
         else:
             module = build(label, *(f"model.{key}={size}" for key, size in SIZES.items()))
