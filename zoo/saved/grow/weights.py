@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from kernels import UserError
 from mixers import Growth, growths
 from mixers.growth import Init
+from mixers.interface import streams_of
 from zoo.checkpoints.tensor_files import Spec, Weights
 from zoo.lm import LanguageModel
+from zoo.lm.block import mix
 from zoo.saved.public.tensors import ComputedWeights
 
 TOLERANCE = 1e-4  # of a layer's outputs with `preserve`, relative to their norm, in fp32
@@ -118,10 +120,23 @@ def _check_preserved(
     old.eval()
     new.eval()
     x = torch.randn(1, TOKENS, before.hidden_size, generator=torch.Generator().manual_seed(0))
-    expected, computed = old(x)[0], new(x)[0]
+    passed = _passed_below(before, layer, x)
+    expected, computed = (mix(mixer, x, None, None, None, passed)[0] for mixer in (old, new))
     old.to("meta")
     if not (computed - expected).norm() <= TOLERANCE * expected.norm():
         raise UserError(
             f"init: preserve is impossible for layer {layer}, as {type(old).__name__} with these arguments computes "
             "something else with a larger state; choose reinit or inherit"
         )
+
+
+def _passed_below(model: LanguageModel, layer: int, x: Tensor) -> Mapping[str, Tensor]:
+    """Random streams in the shapes that the layers below pass for such an input."""
+    passed: Mapping[str, Tensor] = {}
+    for mixer in model.mixers[:layer]:
+        if streams_of(mixer) and set(passed) != set(model.mixers[layer].site.passed):
+            mixer.to_empty(device="cpu")  # any weights give these shapes
+            *_, passed = mix(mixer, x, None, None, None, passed)
+            mixer.to("meta")
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(stream.shape, generator=generator) for name, stream in passed.items()}
