@@ -66,6 +66,7 @@ if TYPE_CHECKING:  # for editors and type checkers; `python docs/tables.py` writ
     from .mamba3 import Mamba3 as Mamba3
     from .mlstm import MLSTM as MLSTM
     from .retnet import RetNet as RetNet
+    from .rwkv7 import RWKV7 as RWKV7
     from .sliding_window import SlidingWindowAttention as SlidingWindowAttention
     from .tnl import TNL as TNL
 

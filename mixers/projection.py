@@ -109,7 +109,7 @@ class OrthogonalLinear(Linear):
         if self.weight.is_meta:
             return
         if self.gain:
-            weight = torch.empty_like(self.weight, dtype=torch.float32)  # there is no decomposition in bf16
+            weight = torch.empty_like(self.weight, dtype=torch.float32)  # a decomposition does not exist in bf16
             self.weight.copy_(nn.init.orthogonal_(weight, self.gain))
         else:
             nn.init.zeros_(self.weight)

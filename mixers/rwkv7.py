@@ -22,14 +22,14 @@ LARGEST_DECAY = math.exp(-0.5)  # of a log decay, negated
 
 
 @register(
-    recurrence="S_t = (diag(w_t) − (a_t ⊙ κ_t) κ_tᵀ) S_{t−1} + k_t v_tᵀ, y_t = norm(S_tᵀ r_t) + (r_t·(ρ ⊙ k_t)) v_t",
+    recurrence="S_t = (diag(w_t) − (a_t ⊙ κ_t) κ_tᵀ) S_{t−1} + k_t v_tᵀ,  y_t = norm(S_tᵀ r_t) + (r_t·(ρ ⊙ k_t)) v_t",
     paper="RWKV-7, arXiv 2503.14456",
     tiny={"head_dim": 32},
 )
 class RWKV7(LinearMixer):
     """S_t = (diag(w_t) − (a_t ⊙ κ_t) κ_tᵀ) S_{t−1} + k_t v_tᵀ, y_t = norm(S_tᵀ r_t) + (r_t·(ρ ⊙ k_t)) v_t.
 
-    The time mix of RWKV-7 (arXiv 2503.14456). Each projection reads its own mixture of a token and the previous one.
+    The time mix of RWKV-7 (arXiv 2503.14456). Each projection reads another mixture of a token and the previous one.
     κ is the direction of k, the rate a says how much of what the state holds for it is erased, and log w stays above
     −exp(−½). Values are mixed with those of the lowest layer of this kind, which passes them on (`FIRST_VALUE`). It
     starts as the author's training code does; W_o starts at zero.

@@ -419,7 +419,7 @@ class LanguageModel(nn.Module):
     def without_mixers(self) -> Iterator[None]:
         """Inside the ``with`` block all token mixers output zero, so that the model sees single tokens only.
 
-        A stateful channel mixer still sees the tokens that it reads by itself.
+        A stateful channel mixer still sees earlier tokens.
         """
         hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
         try:
