@@ -11,6 +11,7 @@ import torch
 import kernels
 import mixers
 from mixers import RWKV7, Expanded, Site
+from mixers.contract import CLAUSES
 from mixers.rwkv7 import FIRST_VALUE
 from mixers.two_layers import TwoLayers
 
@@ -101,6 +102,12 @@ def test_the_formula_and_its_finite_differences(factor: int, subheads: bool, bac
         ]
         expected = (ends[0] - ends[1]) / 2e-5
         assert (parameter.grad.numpy() * direction).sum() == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_other_ranks_keep_the_contract():
+    factory = partial(RWKV7, head_dim=16, rate_rank=5, value_rank=3, gate_rank=7, norm_eps=1e-3)
+    assert len(mixers.check_mixer(factory)) == 4 * len(CLAUSES)  # alone, above another, and expanded in two ways
 
 
 def test_the_first_values():

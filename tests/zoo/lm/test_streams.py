@@ -75,6 +75,27 @@ def test_a_stream_that_nobody_passes():
     zoo.LanguageModel(Uniform(Above), position=Below, **sizes)(tokens())
 
 
+def test_the_newest_stream_is_read():
+    lm = model(Uniform(Below), layers=3)
+    seen: list[Tensor] = []
+    for mixer in lm.mixers:
+        mixer.register_forward_pre_hook(lambda _, args, options: seen.append(options["passed"]), with_kwargs=True)
+        mixer.register_forward_hook(lambda _, args, output: seen.append(output[2]))
+    lm(tokens())
+    assert seen[0] == {}
+    for made, read in zip(seen[1::2], seen[2::2], strict=False):
+        assert read["input"] is made["input"]
+
+
+@torch.no_grad()
+def test_without_token_mixers_streams_still_pass():
+    lm = model()
+    with lm.without_mixers():
+        logits = lm(tokens())[0]
+    assert logits.isfinite().all()
+    assert not torch.allclose(logits, lm(tokens())[0])
+
+
 def test_gradients_reach_the_first_values_by_way_of_the_others():
     lm = model(Uniform(SMALL), layers=3)
     first = lm.mixers[0]
