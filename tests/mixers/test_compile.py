@@ -88,6 +88,9 @@ def test_a_step_of_decoding_is_one_graph():
 def test_on_a_device_packed_documents_are_part_of_the_graph(name: str, packed: bool):
     mixer, x = build(name).cuda(), torch.randn(1 if packed else 2, 150, 64, device="cuda", requires_grad=True)
     cu_seqlens = torch.tensor([0, 5, 5, 90, 150], dtype=torch.int32, device="cuda") if packed else None
+    with torch.no_grad():
+        for parameter in mixer.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)  # some start at zero, and stop gradients
     leaves, weight = [x, *mixer.parameters()], torch.randn_like(x)
     torch._dynamo.reset()
     graph = torch.compile(mixer, fullgraph=True)
