@@ -46,9 +46,9 @@ def test_no_bit_comes_from_the_future_or_from_other_documents(factory: Callable)
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("factory", CARRYING.values(), ids=CARRYING)
 def test_a_layer_on_a_device(factory: Callable, packed: bool, dtype: torch.dtype, tolerance: float):
-    mixer, x = factory(Site(128, 2)).double(), torch.randn(1, 333, 128, dtype=torch.float64, requires_grad=True)
+    mixer, (x, dy) = factory(Site(128, 2)).to(dtype).double(), torch.randn(2, 1, 333, 128).to(dtype).double()
     cu_seqlens = torch.tensor([0, 5, 5, 200, 333], dtype=torch.int32) if packed else None
-    dy, leaves = torch.randn_like(x), [x, *mixer.parameters()]
+    leaves = [x.requires_grad_(), *mixer.parameters()]
     expected = mixer(x, cu_seqlens=cu_seqlens)[0]
     gradients = torch.autograd.grad(expected, leaves, dy)
     mixer, x = mixer.cuda().to(dtype), x.detach().cuda().to(dtype).requires_grad_()
@@ -56,8 +56,11 @@ def test_a_layer_on_a_device(factory: Callable, packed: bool, dtype: torch.dtype
     y, _ = mixer(x, cu_seqlens=cu_seqlens)
     found = torch.autograd.grad(y, [x, *mixer.parameters()], dy.cuda().to(dtype))
     names = ("y", "x", *(name for name, _ in mixer.named_parameters()))
+    usual = gradients[0].norm()
     for name, one, other in zip(names, (y, *found), (expected, *gradients), strict=True):
-        assert (one.cpu().double() - other).norm() < tolerance * other.norm() * (1 if name == "y" else 5), name
+        # the bias of an exponential input gate is normalised away, and its gradient nearly zero
+        scale = other.norm() if other.norm() > 0.01 * usual else 0.1 * usual
+        assert (one.cpu().double() - other).norm() < tolerance * scale * (1 if name == "y" else 5), name
     with torch.no_grad():
         state, steps = mixer.init_state(1), []
         for t in range(5):
