@@ -355,7 +355,7 @@ def test_the_layout_of_preconditioned_models_is_tried_first(command: Command, de
         (
             "LA",
             {"qk": {"map": None}},
-            "fla_gla cannot hold this model: nothing instead of layers.1.mixer.q_features.map",
+            "fla_gla cannot hold this model: it always has layers.1.mixer.q_features.map (Rotary), which is missing",
         ),
         ("LA", {"head_dim": 8}, "fla_gla cannot hold this model: layers.1.mixer"),
         ("A", {}, "fla is for models with linear layers, and all of this one are attention"),

@@ -151,7 +151,9 @@ def difference(ours: nn.Module, other: nn.Module) -> str | None:
         for key in [*settings, *expected]:
             if settings.get(key) != expected.get(key):
                 return f"{f'{name}.{key}'.lstrip('.')} is {settings.get(key)} instead of {expected.get(key)}"
-    return f"nothing instead of {next(iter(theirs))}" if theirs else None
+    for name, module in theirs.items():
+        return f"it always has {name} ({type(module).__name__}), which is missing here"
+    return None
 
 
 def _settings(module: nn.Module) -> dict[str, Any]:
