@@ -21,18 +21,18 @@ STREAMS = ("v_first", "shared_k", "shared_v")  # arguments of `forward` that ano
 
 
 class FLALayer(Wrapped):
-    """A class of `fla.layers` as a token mixer, on a GPU. It needs the extra `fla`.
+    """A class of `fla.layers` as a token mixer. It requires a GPU and the extra `fla`.
 
-    hidden_size and layer_idx come from the model, everything else from `arguments`. Like any wrapped module, the layer
-    computes the past again at each step of decoding, so its state is its inputs. Packed documents are one call where
-    the layer takes `cu_seqlens`, and one call per document otherwise. It cannot be expanded, and cannot share sequences
-    among processes. `flops` counts its weights alone. Linear maps start as those of the rest of the model, everything
-    else as the layer initialises it.
+    hidden_size and layer_idx come from the model, all other arguments from `arguments`. Like any wrapped module, the
+    layer keeps its past inputs as the state and recomputes them at each decoding step. Packed documents take one call
+    if the layer supports `cu_seqlens`, and otherwise one call per document. Expansion and context parallelism are not
+    supported. `flops` counts the weights only. Linear maps are initialised like those of the rest of the model, all
+    other parameters by the layer.
 
     Args:
         site: Where the layer sits in the model.
         layer: Name of the class, such as GatedDeltaNet.
-        arguments: Arguments of its constructor by name.
+        arguments: Keyword arguments of its constructor.
     """
 
     def __init__(self, site: Site, *, layer: str, arguments: Mapping[str, Any] | None = None):
@@ -47,7 +47,7 @@ class FLALayer(Wrapped):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Copy the parameters and buffers of a new layer, since not all modules of these layers can be reset."""
+        """Copy parameters and buffers from a newly built layer, since some of its modules cannot be reset."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         if any(x.is_meta for x in tensors):
             return
@@ -60,16 +60,16 @@ class FLALayer(Wrapped):
         self, x: Tensor, state: WrappedState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, WrappedState | None]:
         if x.is_cpu and type(self.module).__module__.startswith("fla."):
-            raise kernels.UserError("layer: the kernels of flash-linear-attention need a GPU, and x is on the CPU")
+            raise kernels.UserError("layer: the kernels of flash-linear-attention require a GPU, but x is on the CPU")
         if cu_seqlens is None or state is not None or not self.packs:
             return super().forward(x, state, cu_seqlens=cu_seqlens)
         bounds = documents(cu_seqlens, x.shape[1], len(x)).bounds
-        if len({*bounds}) < len(bounds):  # its kernels take no empty documents
+        if len({*bounds}) < len(bounds):  # fla's kernels do not support empty documents
             cu_seqlens = cu_seqlens.unique_consecutive()
         return self.run(x, cu_seqlens=cu_seqlens), None
 
     def run(self, x: Tensor, **documents: Tensor) -> Any:
-        """Call the layer for x [B,T,hidden]; it returns y, or a tuple that begins with it."""
+        """Return the layer's output y for x [B,T,hidden]; some layers return a tuple that begins with y."""
         result = self.module(x, **documents)
         return result[0] if isinstance(result, tuple) else result
 
@@ -78,10 +78,10 @@ class FLALayer(Wrapped):
 
 
 def _constructor(name: str, site: Site, arguments: dict[str, Any]) -> Callable[[], nn.Module]:
-    """A function that builds one layer, after its arguments are checked.
+    """Check the arguments, and return a function that builds one layer.
 
     Raises:
-        UserError: The package lacks this layer or is missing, the layer cannot be a mixer, or it lacks an argument.
+        UserError: The package is missing or lacks this layer, the layer cannot be a mixer, or an argument is unknown.
     """
     try:
         layers = import_module("fla.layers")
@@ -95,7 +95,7 @@ def _constructor(name: str, site: Site, arguments: dict[str, Any]) -> Callable[[
     layer = getattr(layers, name)
     taken = inspect.signature(layer.forward).parameters
     if shared := [stream for stream in STREAMS if stream in taken]:
-        raise kernels.UserError(f"layer: {name} reads {shared[0]} of another layer, which a wrapped layer cannot")
+        raise kernels.UserError(f"layer: {name} reads {shared[0]} of another layer, which FLALayer does not support")
     parameters = inspect.signature(layer).parameters
     allowed = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD and n not in FROM_SITE]
     for key in arguments:
@@ -112,6 +112,6 @@ def _constructor(name: str, site: Site, arguments: dict[str, Any]) -> Callable[[
 def _built(name: str, layer: type[nn.Module], arguments: dict[str, Any]) -> nn.Module:
     try:
         return layer(**arguments)
-    except Exception as error:  # of another package, and about sizes that do not fit in most cases
+    except Exception as error:  # fla raises many types, mostly for sizes that do not fit
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise kernels.UserError(f"layer: {name} cannot be built with these arguments ({reason})") from error

@@ -25,27 +25,28 @@ from .registry import register
     tiny={"num_slots": 16},
 )
 class GatedSlotAttention(LinearMixer):
-    """y_t = S_tᵀ softmax(P_t q_t), P and S like S_t = diag(α_t) S_{t−1} + (1 − α_t) v_tᵀ (arXiv 2409.07146).
+    """y_t = S_tᵀ softmax(P_t q_t), with S_t = diag(α_t) S_{t−1} + (1 − α_t) v_tᵀ and P_t alike (arXiv 2409.07146).
 
-    A head has M slots, each with a key, which is a row of P, and a value, which is a row of S. Slot i keeps the share
-    α_i = σ(W_i x_t)^(1/8) of both and takes the rest from the token. Queries attend to the slots. These are two linear
-    recurrences whose decays lie on the slots, with a softmax between them. Each subhead has M slots and a softmax.
+    Each head has M slots. P holds their keys, and S their values, one row per slot. Slot i keeps the share
+    α_i = σ(W_i x_t)^(1/8) of its key and value, and takes the rest from the token. Queries attend to the slots. The
+    layer thus runs two linear recurrences with one decay per slot, and a softmax between them. Each subhead has M slots
+    and a softmax.
 
     Args:
         site: Where the layer sits in the model.
-        num_heads: Heads; the model's by default.
-        num_slots: Slots M of a head.
-        expand_k: Width of all keys over hidden_size.
-        expand_v: Width of all values over hidden_size.
+        num_heads: Number of heads; the model's by default.
+        num_slots: Number of slots M per head.
+        expand_k: Total width of the keys, relative to hidden_size.
+        expand_v: Total width of the values, relative to hidden_size.
         gate_normalizer: Divides log α; 8 makes the slots forget slowly.
         qk: Features of queries and keys.
         v: Features of values.
-        norm: The output norm, such as RMSNorm or SimpleRMSNorm, after a SiLU of the output.
+        norm: Output norm, such as RMSNorm or SimpleRMSNorm; it follows a SiLU.
         norm_eps: Added inside the root of the output norm.
     """
 
     decay_per_channel = True
-    scale: ClassVar[float | None] = 1.0  # of both passes
+    scale: ClassVar[float | None] = 1.0  # of both recurrences
 
     def __init__(
         self,
@@ -72,7 +73,7 @@ class GatedSlotAttention(LinearMixer):
         key_size, value_size = keys // num_heads, values // num_heads
         super().__init__(site, num_heads=num_heads, key_size=key_size, value_size=value_size, q=qk, k=qk, v=v)
         self.num_slots, self.gate_normalizer = num_slots, gate_normalizer
-        self.attention_gain, self.q_gain = self.q_gain, None  # the softmax of a query of zero is not zero
+        self.attention_gain, self.q_gain = self.q_gain, None  # applied after the softmax, which is not 0 for q = 0
         widths = {"q": keys, "k": keys, "v": values, "f": self.gate_heads * num_slots}
         self.in_proj = Projection(site.hidden_size, widths)
         self.g_norm, self.o_proj = norm(values, norm_eps), OutputProjection(values, site.hidden_size)
@@ -94,7 +95,7 @@ class GatedSlotAttention(LinearMixer):
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
     ) -> tuple[Streams, tuple[Tensor, ...]]:
-        """Turn queries and keys into attention to the slots, and what the token writes into each of them."""
+        """Replace queries by attention to the slots, and keys by the share 1 − α that each slot takes of a token."""
         assert s.log_decay is not None
         written = kernels.complement(s.log_decay, s.q.dtype)
         scores, keys = run_recurrence(

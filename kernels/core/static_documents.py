@@ -1,12 +1,12 @@
-"""Packed documents of a CUDA graph: boundaries and tables that stay in memory and are filled before each replay.
+"""Packed documents of a CUDA graph: static boundaries and tables that are filled before each replay.
 
-A graph has the sizes of its launches and the addresses of its tensors in it. So the boundaries are padded with empty
-documents at the end, up to a power of two of documents, and tables to the number of rows that so many documents can
-have. Padded rows hold no tokens, and nothing reads what kernels compute for them.
+A graph fixes the sizes of its launches and the addresses of its tensors. So the boundaries are padded with empty
+documents until their number is a power of two, and each table to the largest number of rows that so many documents can
+have. Rows of padding hold no tokens, and what kernels compute for them is never read.
 
-Where a launch depends on the boundaries themselves, it asks a question (`Documents.reaches`), whose answer becomes a
-property of the graph. A graph serves documents that give the same answers, and computes the same to the bit as calls
-with their own boundaries.
+A launch that depends on the longest document asks `Documents.reaches`, and the answer becomes a property of the graph.
+The graph serves all documents that give the same answers. Its results are bitwise equal to those of calls with the
+documents' own boundaries.
 """
 
 import weakref
@@ -20,38 +20,38 @@ from .documents import Documents, Made, SomeTables, documents, moved, remember, 
 
 
 class StaticDocuments(Documents):
-    """Documents whose tables stay in the same memory.
+    """Documents whose boundaries and tables stay at the same addresses.
 
     Args:
-        cu_seqlens: Memory for boundaries [N+1], which is filled.
-        present: The documents to begin with, at most N.
+        cu_seqlens: Memory for boundaries [N+1]; the constructor fills it.
+        present: The first documents, at most N.
     """
 
     bounded = True
 
     def __init__(self, cu_seqlens: Tensor, present: Documents):
         self.device, self._row = cu_seqlens.device, present.length
-        self._cu_seqlens = weakref.ref(cu_seqlens)  # `remember` keeps the documents as long as the boundaries
+        self._cu_seqlens = weakref.ref(cu_seqlens)  # weak: `remember` keeps self as long as the boundaries
         self._room, self._present = len(cu_seqlens) - 1, present
-        self._made: dict[Hashable, Any] = {}  # for the present documents
+        self._made: dict[Hashable, Any] = {}  # valid for the present documents
         self._plans: dict[Hashable, Any] = {}
         self._tables: dict[tuple[Any, ...], Any] = {}
-        self._answers: dict[int, bool] = {}  # by number of tokens
+        self._answers: dict[int, bool] = {}  # of `reaches`, by number of tokens
         self._longest_bound: int | None = None
         self._hold(present)
 
     def fits(self, others: Documents) -> bool:
-        """Return whether a graph that reads these tables computes the same as calls with these other documents."""
+        """Return whether a graph that reads these tables gives the results of calls with the other documents."""
         alike = others.length == self._row and rounded(len(others.spans)) == self._room
         return alike and all((others.longest >= tokens) == answer for tokens, answer in self._answers.items())
 
     def fill(self, present: Documents) -> None:
-        """Hold these documents, which fit, from now on. Nothing waits for the device."""
+        """Switch to documents that fit, without waiting for the device."""
         if present is self._present:
             return
         self._hold(present)
         for (make, *arguments), tables in self._tables.items():
-            # nested tables come first
+            # in order of creation, so nested tables come first
             torch._foreach_copy_(list(tables.tensors()), list(make(self, *arguments).tensors()))
 
     def _hold(self, present: Documents) -> None:
@@ -67,7 +67,7 @@ class StaticDocuments(Documents):
         """The present boundaries, padded, on the host.
 
         Raises:
-            RuntimeError: A graph is being captured, which would always use the present ones.
+            RuntimeError: A graph is being captured; all its replays would use the present boundaries.
         """
         if capturing(self.device):
             raise RuntimeError("the boundaries of packed documents are read on the host")
@@ -107,7 +107,7 @@ class StaticDocuments(Documents):
 
 
 def static_copy(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Boundaries that a graph may read, to be filled by `StaticDocuments.fill`; at first with these."""
+    """Return padded boundaries that a graph can read; `StaticDocuments.fill` replaces their contents."""
     present = documents(cu_seqlens, length)
     static = cu_seqlens.new_empty(rounded(len(present.spans)) + 1)
     remember(static, StaticDocuments(static, present))
@@ -115,7 +115,7 @@ def static_copy(cu_seqlens: Tensor, length: int) -> Tensor:
 
 
 def static_documents(cu_seqlens: Tensor, length: int) -> StaticDocuments:
-    """The documents of boundaries made by `static_copy`."""
+    """Return the documents of boundaries made by `static_copy`."""
     packed = documents(cu_seqlens, length)
     assert isinstance(packed, StaticDocuments)
     return packed

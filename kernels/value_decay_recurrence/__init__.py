@@ -1,4 +1,4 @@
-"""S_t = diag(exp g_t) S_{t−1} + v_t k_tᵀ, o_t = scale · S_t q_t: a decay for each value channel."""
+"""A recurrence with a decay per value channel: S_t = diag(exp g_t) S_{t−1} + v_t k_tᵀ, o_t = scale · S_t q_t."""
 
 from torch import Tensor
 
@@ -8,7 +8,7 @@ from . import chunk, reference, step
 
 
 def in_torch(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
-    """The implementation in PyTorch: a single step, or chunks."""
+    """Run the implementation in PyTorch: a single step, or chunks."""
     return (step if one_token(a) else chunk).forward(a, q)
 
 
@@ -34,15 +34,15 @@ def value_decay_recurrence(
 ) -> tuple[Tensor, Tensor | None]:
     """Run S_t = diag(exp g_t) S_{t−1} + v_t k_tᵀ and read o_t = scale · S_t q_t.
 
-    It is `linear_recurrence` with the decay on the other axis of the state: o_t = scale · Σ_{s≤t} (q_t·k_s)
-    exp(g_{s+1} + … + g_t) ⊙ v_s. The state has the decayed axis first, so that a decay scales its rows, as there.
+    It is `linear_recurrence` with the decay on the values instead of the keys: o_t = scale · Σ_{s≤t} (q_t·k_s)
+    exp(g_{s+1} + … + g_t) ⊙ v_s. As there, the decayed axis of the state is the first, so a decay scales rows.
 
     Args:
         q: Queries [B,T,H,K].
         k: Keys, shaped as q.
         v: Values [B,T,H,V].
-        log_decay: Per step and value channel, shaped as v; ≤ 0. −inf erases the channel before the token is written.
-            Positive ones are refused on a CPU, undefined elsewhere.
+        log_decay: g ≤ 0 per step and value channel, shaped as v. −inf erases the channel before the token is written.
+            Positive values raise an error on a CPU; on a GPU their results are undefined.
         scale: Factor on the output; K^-½ by default.
         initial_state: S_0 [B,H,V,K], or [N,…] with `cu_seqlens`; zeros by default.
         return_state: Whether to return the final states.
@@ -70,7 +70,7 @@ def value_decay_recurrence(
         if x.device != q.device:
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    # the decayed channels are those of keys there, so that keys and values exchange their roles
+    # `check` expects the decay on the key channels, so keys and values are exchanged
     exchanged = (v, v, k, log_decay, None, 1, scale, initial_state, cu_seqlens)
     a = check(*exchanged, per_channel=True, consume_state=consume_state)
     a.consume_state = a.consume_state and not q.requires_grad

@@ -4,9 +4,9 @@ With b the log decays summed inside a chunk, [C,V]:
 
     O_iv = e^{b_iv} (Q Sᵀ)_iv + Σ_{j ≤ i} (Q Kᵀ)_ij e^{b_iv − b_jv} V_jv      S ← diag(e^{b_C}) S + (V e^{b_C − b})ᵀ K
 
-The scores have no decay, so one product of them serves all channels: O = e^{b − r} ⊙ ((Q Kᵀ) (V ⊙ e^{r − b})). Where
-one reference point r does not serve a channel, its rows are computed by blocks. No bit of an output depends on later
-tokens.
+The scores Q Kᵀ have no decay, so one matrix product serves all channels: O = e^{b − r} ⊙ ((Q Kᵀ) (V ⊙ e^{r − b})). If
+the decays of a channel are too strong for one reference point r, its rows are computed block by block. No bit of an
+output depends on later tokens.
 """
 
 import torch
@@ -18,7 +18,7 @@ from ..linear_recurrence.chunk import BLOCK
 
 
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B,T,H,V] and the final states [N,H,V,K]; the keys of `a` are values here, and its values keys."""
+    """Return o [B,T,H,V] and the final states [N,H,V,K]; `a.k` holds the values, and `a.v` the keys."""
     with torch.autocast(a.v.device.type, enabled=False):
         c = Chunking(a)
         q, k, v = (c.keys(x).squeeze(3) for x in (q, a.v, a.k))  # [N,B,H,C,·]
@@ -36,8 +36,8 @@ def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _earlier(scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Σ_{j<i} scores_ij exp(b_i − b_j) ⊙ v_j of scores [...,C,C] below the diagonal, v and b [...,C,V] → [...,C,V]."""
-    if torch.compiler.is_compiling():  # which does not know the values
+    """Return Σ_{j<i} scores_ij exp(b_i − b_j) ⊙ v_j [...,C,V] of strictly lower triangular scores [...,C,C]."""
+    if torch.compiler.is_compiling():  # the branch below depends on values
         return _by_blocks(scores, v, b)
     f = factors(b, -2, v.dtype)
     o = f.up * (scores @ (v * f.down))
@@ -45,7 +45,10 @@ def _earlier(scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
 
 
 def _by_blocks(scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Return `_earlier` for any decay: relative to the row before a block for earlier blocks, by differences inside."""
+    """Return `_earlier` for decays of any strength.
+
+    Inside a block, decays are differences of b. Between blocks, the row before a block is the reference point.
+    """
     dtype, size, rows = v.dtype, b.shape[-2], []
     for start in range(0, size, BLOCK):
         stop = min(start + BLOCK, size)

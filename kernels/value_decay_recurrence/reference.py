@@ -8,7 +8,7 @@ from ..linear_recurrence.reference import spans
 
 
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B,T,H,V] and the final states [N,H,V,K]; the keys of `a` are values here, and its values keys."""
+    """Return o [B,T,H,V] and the final states [N,H,V,K]; `a.k` holds the values, and `a.v` the keys."""
     assert a.log_decay is not None
     q, k, v, log_decay = (at_least_fp32(x) for x in (q, a.v, a.k, a.log_decay))
     first, outputs, finals = a.first_state(), [], []

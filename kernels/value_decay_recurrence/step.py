@@ -8,7 +8,7 @@ from ..linear_recurrence.step import decayed, reused
 
 
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B,1,H,V] and the next states [B,H,V,K], for T = 1 without packed documents."""
+    """Return o [B,1,H,V] and the next states [B,H,V,K], for T = 1 without packed documents."""
     with torch.autocast(a.v.device.type, enabled=False):
         S, k, v = decayed(a), at_least_fp32(a.v)[:, 0], at_least_fp32(a.k)[:, 0]
         S = torch.addcmul(S, v[..., None], k[..., None, :], out=reused(a, S))

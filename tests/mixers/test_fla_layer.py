@@ -110,7 +110,7 @@ def test_what_comes_from_the_model():
             None,
             r"layer: fla.layers has no 'Sum'; did you mean 'Sums'\? \(known: Sums, SumsOfRows, Higher, OnGPU\)",
         ),
-        ("Higher", None, "layer: Higher reads v_first of another layer, which a wrapped layer cannot"),
+        ("Higher", None, "layer: Higher reads v_first of another layer, which FLALayer does not support"),
         ("Sums", {"widht": 6}, r"arguments: Sums takes no 'widht'; did you mean 'width'\? \(known: width\)"),
         ("Sums", {"hidden_size": 64}, "arguments: hidden_size of Sums comes from the model; leave it out"),
         ("Sums", {"width": 3}, r"layer: Sums cannot be built with these arguments \(ValueError: width 3 is odd\)"),
@@ -124,7 +124,7 @@ def test_mistakes_are_one_sentence(layer: str, arguments: dict | None, message: 
 @pytest.mark.usefixtures("layers")
 def test_what_it_cannot_do():
     mixer, x = FLALayer(SITE, layer="OnGPU"), torch.randn(1, 4, 64)
-    with pytest.raises(kernels.UserError, match=r"^layer: the kernels of flash-linear-attention need a GPU, "):
+    with pytest.raises(kernels.UserError, match=r"^layer: the kernels of flash-linear-attention require a GPU, "):
         mixer(x)
     assert not mixers.takes_context_parallel(FLALayer)
     with pytest.raises(kernels.UserError, match=r"^mixer: FLALayer has no matrix state to expand"):

@@ -1,4 +1,4 @@
-"""A training step as CUDA graphs: a step of hundreds of kernels then costs the host a few launches."""
+"""A training step as CUDA graphs, which replace hundreds of kernel launches by a few."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -21,10 +21,10 @@ log = logging.getLogger(__name__)
 
 Made = TypeVar("Made")
 Compute = Callable[..., tuple[Tensor, ...]]
-Key = tuple[tuple[torch.Size, torch.dtype], ...]  # of the inputs
-TOLERANCE = 1e-3  # relative difference of a replay from the eager step; some kernels add up in any order
+Key = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the inputs
+TOLERANCE = 1e-3  # relative, of a replay to the eager step; some kernels sum in varying order
 # Each shape costs an eager step, two captures, a replay and the memory of its graphs. Tasks of a few lengths have fewer
-# shapes than this; batches of arbitrary lengths would be captured for most of a run and hardly ever replayed.
+# shapes than this. With arbitrary lengths, most steps of a run would be captures, and replays would be rare.
 MOST_SHAPES = 8
 
 
@@ -32,10 +32,10 @@ class Recording(Protocol):
     """The interface of `zoo.generation.cuda_graph.Recorder`."""
 
     def rehearse(self, work: Callable[[], Made]) -> Made:
-        """Run what has to happen before a capture."""
+        """Run work that is required before a capture."""
 
     def record(self, step: Callable[[], Made]) -> Callable[[], Made]:
-        """Capture a step; the result of the replays is always in the same tensors."""
+        """Capture a step; all its replays write to the same tensors."""
 
 
 class _Pass(NamedTuple):
@@ -50,8 +50,8 @@ class _Shapes(NamedTuple):
 
     Attributes:
         inputs: Memory that the graphs read.
-        cu_seqlens: Likewise the boundaries of packed documents, made by `static_copy`; None without documents.
-        passes: By whether the backward pass writes the gradients; otherwise it adds to them.
+        cu_seqlens: Boundaries of packed documents that the graphs read, from `static_copy`; None without documents.
+        passes: Passes by `first`: True if the backward pass overwrites the gradients, False if it adds to them.
     """
 
     inputs: tuple[Tensor, ...]
@@ -78,26 +78,25 @@ class _Shapes(NamedTuple):
 
 
 class CapturedStep:
-    """A loss and its backward pass, the norm of the gradients, their clipping and AdamW's update, each as a CUDA graph.
+    """A loss and its backward pass, the gradient norm, clipping and the optimiser's update, each as a CUDA graph.
 
-    There is a graph for each part, so that whatever happens between the parts of an eager step happens between the
-    replays as well, with the same tensors: hooks of the loss, reading or changing gradients, skipping the update. Each
-    part is captured when it is first used, the passes once for each shape of the inputs; the gradients of all shapes
-    are in the same memory. To the shape of packed documents belong their number, rounded up to a power of two, and
-    whether they are long enough for other launches (`StaticDocuments`). The first `prepare` for a shape also runs the
-    step eagerly, drops what it computed, and compares the replay with it. What cannot be replayed runs eagerly, to the
-    same numbers: batches of other shapes than the first MOST_SHAPES, and every step if a part cannot be captured. The
-    log says so once.
+    Each part has a graph, so that code between the parts of an eager step also runs between the replays, on the same
+    tensors: hooks of the loss, callbacks that read or change gradients, a skipped update. Each part is captured when it
+    is first used, and the passes once for each shape of the inputs. All shapes share the memory of the gradients. The
+    shape of packed documents includes their number, rounded up to a power of two, and whether they are long enough for
+    other launches (`StaticDocuments`). The first `prepare` for a shape also runs the step eagerly, compares a replay
+    with it, and discards the gradients of both. Batches of other shapes than the first MOST_SHAPES run eagerly, with
+    the same results. If a part cannot be captured, every step runs eagerly. The log says so once.
 
     Args:
         compute: Inputs → a scalar loss, and further tensors without gradients. It must not wait for the device.
-        parameters: All parameters that `compute` uses. Gradients of trained ones get memory that stays the same.
+        parameters: All parameters that `compute` uses. The gradients of trained ones stay at the same addresses.
         recorder: Captures the parts; None for CUDA graphs.
         average: Averages the gradients over all processes, before their norm; None for one process.
         may_draw: Whether `compute` may draw random numbers on the device; False if it recomputes activations.
 
     Attributes:
-        refused: Why nothing is replayed; None while everything is.
+        refused: Reason why everything runs eagerly; None if nothing failed.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class CapturedStep:
         self._scale: Tensor | None = None  # gradient of the loss
         if self._average is not None:
             self._average.forget()
-        self._loss: Tensor | None = None  # with its history, from the capture of a forward pass to that of its backward
+        self._loss: Tensor | None = None  # with its autograd graph, between the captures of two passes
         self._exchange: Callable[[], None] | None = None
         self._norm: Callable[[], Tensor] | None = None
         self._clip: Callable[[], None] | None = None
@@ -134,11 +133,11 @@ class CapturedStep:
         self._settings: Any = None  # of the optimiser, when its update was captured
 
     def prepare(self, *inputs: Tensor, cu_seqlens: Tensor | None = None, first: bool = True) -> None:
-        """Capture the passes for such inputs unless that is done; to be called before each forward pass.
+        """Capture the passes for inputs of this shape unless that is done; call it before each forward pass.
 
         Args:
-            inputs: Of `compute`.
-            cu_seqlens, first: As for the call.
+            inputs: Inputs of `compute`.
+            cu_seqlens, first: As in `__call__`.
         """
         if self.refused is None and self._memory != _addresses(self._all):
             self.forget()  # parameters were moved, frozen or unfrozen
@@ -162,15 +161,15 @@ class CapturedStep:
         for parameter, gradient, value in zip(self._parameters, attached, values, strict=True):
             parameter.grad = gradient
             if gradient is not None and value is not None:
-                gradient.copy_(value)  # the check has written to the gradients, which all shapes share
+                gradient.copy_(value)  # the check overwrote the gradients, which all shapes share
 
     def __call__(self, *inputs: Tensor, cu_seqlens: Tensor | None = None, first: bool = True) -> tuple[Tensor, ...]:
-        """The loss, whose `backward` replays the backward pass, and the further results of `compute`.
+        """Return the loss, whose `backward` replays the backward pass, and the further results of `compute`.
 
         Args:
-            inputs: Of `compute`, [B,T,…] the first of them if documents are packed.
-            cu_seqlens: Boundaries [N+1] of packed documents, which `compute` takes by this name; None for none.
-            first: Whether the backward pass writes the gradients; False to add to them, as when they are accumulated.
+            inputs: Inputs of `compute`; the first is [B,T,…] if documents are packed.
+            cu_seqlens: Boundaries [N+1] of packed documents, passed to `compute` by this name; None without documents.
+            first: Whether the backward pass overwrites the gradients; False to accumulate them.
         """
         packed = _documents(inputs, cu_seqlens)
         shapes = self._serving(inputs, packed)
@@ -186,11 +185,11 @@ class CapturedStep:
         return self._compute(*inputs) if cu_seqlens is None else self._compute(*inputs, cu_seqlens=cu_seqlens)
 
     def _serving(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> _Shapes | None:
-        """The graphs for such inputs, if there are any."""
+        """Return the graphs for these inputs; None if there are none."""
         return next((shapes for shapes in self._shapes if shapes.serve(inputs, packed)), None)
 
     def _has_room(self) -> bool:
-        """Return whether a further shape is to be captured."""
+        """Return whether another shape may be captured; if not, say so once in the log."""
         if len(self._shapes) < MOST_SHAPES:
             return True
         if not self._odd_shapes_reported:
@@ -199,10 +198,10 @@ class CapturedStep:
         return False
 
     def _start(self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[_Shapes, Tensor]:
-        """Allocate the inputs, and run the step eagerly, for all that only the first run of a step does.
+        """Allocate the inputs, and run the step eagerly, so that one-time work precedes the capture.
 
         Returns:
-            The new shapes, and the loss and the norm of the gradients of the step with the boundaries of the batch.
+            The new shapes, and the loss and gradient norm of the eager step with the boundaries of the batch.
         """
         if not self._shapes:
             self._start_first()
@@ -222,7 +221,7 @@ class CapturedStep:
 
         with torch.enable_grad():
             before = _random_offset(self._device)
-            # with static boundaries, then with their own
+            # first with padded boundaries, then with those of the batch
             for boundaries in [None] if bounds is None else [bounds, cu_seqlens]:
                 with _random_numbers_kept(self._device):
                     expected = self._recorder.rehearse(partial(eager, boundaries))
@@ -234,7 +233,7 @@ class CapturedStep:
         return shapes, expected
 
     def _start_first(self) -> None:
-        """Allocate what the graphs of all shapes read."""
+        """Allocate the tensors that the graphs of all shapes share."""
         device = self._parameters[0].device
         self._device = device
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -246,7 +245,7 @@ class CapturedStep:
     def _record_pass(self, shapes: _Shapes, first: bool) -> _Pass:
         """Capture a forward pass, and the backward pass that writes the gradients, or adds to them."""
         assert self._recorder is not None
-        statics = list(self._gradients)  # none for the first shape, whose backward pass makes them
+        statics = list(self._gradients)  # empty for the first shape, whose backward pass allocates them
 
         def forward() -> tuple[Tensor, ...]:
             with torch.enable_grad(), casts_not_cached():
@@ -270,16 +269,16 @@ class CapturedStep:
         return passes
 
     def _move(self, statics: list[Tensor | None]) -> None:
-        """Copy new gradients to where the graphs of the first shape have them."""
+        """Copy new gradients to the memory of the first shape's graphs."""
         gradients = [parameter.grad for parameter in self._parameters]
         if [x is None for x in gradients] != [x is None for x in statics]:
-            raise RuntimeError("the parameters that have gradients differ between shapes of the batches")
+            raise RuntimeError("batches of different shapes give gradients to different parameters")
         torch._foreach_copy_([x for x in statics if x is not None], [x for x in gradients if x is not None])
         for parameter, static in zip(self._parameters, statics, strict=True):
             parameter.grad = static
 
     def _check(self, passes: _Pass, expected: Tensor) -> None:
-        """Raise a RuntimeError if a replay computes other numbers than the eager step."""
+        """Raise a RuntimeError if the loss or gradient norm of a replay differs from the eager step."""
         with _random_numbers_kept(self._device):
             loss = passes.forward()[0].clone()
             self._backward(passes, torch.ones_like(loss), True)
@@ -311,7 +310,7 @@ class CapturedStep:
             parameter.grad = static
 
     def _attach(self) -> None:
-        """Move gradients that are elsewhere, since an eager pass computed them, to where the graphs have them."""
+        """Copy gradients that an eager pass computed to the memory that the graphs use."""
         for parameter, static in zip(self._parameters, self._gradients, strict=True):
             if static is None or parameter.grad is static:
                 continue
@@ -322,13 +321,13 @@ class CapturedStep:
             parameter.grad = static
 
     def _attached(self) -> bool:
-        """Return whether the present gradients are those of the graphs."""
+        """Return whether the gradients are in the memory that the graphs use."""
         gradients = self._gradients if self._average is None else self._average.results
         pairs = zip(self._parameters, gradients, strict=True)
         return bool(self._gradients and gradients) and all(parameter.grad is static for parameter, static in pairs)
 
     def _exchanged(self) -> None:
-        """Replace the gradients by their means over all processes, each of which calls it once a step."""
+        """Replace the gradients by their means over all processes; each process calls it once a step."""
         assert self._average is not None
         own = [parameter.grad for parameter in self._parameters]
         self._average.allocate(own)
@@ -351,7 +350,7 @@ class CapturedStep:
         return 2 * passes + sum(part is not None for part in (self._exchange, self._norm, self._clip, self._update))
 
     def gradient_norm(self) -> Tensor:
-        """The total norm of the present gradients, a scalar; with several processes they are averaged before."""
+        """Return the total norm of the gradients, a scalar; with several processes, average them first."""
         if self._average is not None:
             self._exchanged()
         return self._present_norm()
@@ -365,7 +364,7 @@ class CapturedStep:
         return self._present_norm() if self._norm is None else self._norm().clone()
 
     def clip(self, max_norm: float, norm: Tensor) -> None:
-        """Scale the present gradients, whose total norm is `norm`, so that it is at most `max_norm`."""
+        """Scale the gradients, whose total norm is `norm`, to a norm of at most `max_norm`."""
         if not self._attached() or (self._clip is not None and max_norm != self._max_norm):
             clip([parameter for parameter in self._parameters if parameter.grad is not None], max_norm, norm)
             return
@@ -380,13 +379,13 @@ class CapturedStep:
         self._clip()
 
     def update(self, optimizer: AdamW | Muon) -> bool:
-        """Replay the update of an optimiser of these parameters; False if it has to be run eagerly."""
+        """Replay the optimiser's update and return True; return False if it has to run eagerly."""
         if not self._attached():
             return False
         if self._update is None:
             updated = [parameter for parameter in self._parameters if parameter.grad is not None]
             if not all(optimizer.state[parameter] for parameter in updated):
-                return False  # the first update makes the state
+                return False  # the first update allocates the optimiser's state
             self._settings = optimizer.settings()
             found_inf, optimizer.found_inf = optimizer.found_inf, self._found_inf
             self._update = self._recorded(lambda: optimizer.update(captured=True))
@@ -404,7 +403,7 @@ class CapturedStep:
         return True
 
     def _recorded(self, step: Callable[[], Made]) -> Callable[[], Made] | None:
-        """The replay of a step; None, and nothing is replayed from then on, if it cannot be captured."""
+        """Return the replay of a step; if it cannot be captured, return None and run everything eagerly from now on."""
         assert self._recorder is not None
         try:
             return self._recorder.record(step)
@@ -414,19 +413,19 @@ class CapturedStep:
 
 
 class CapturedForward:
-    """A function of tensors without gradients, such as the losses of a validation batch, as a CUDA graph.
+    """A CUDA graph of a function without gradients, such as the losses of a validation batch.
 
-    The graph is captured at the first call, and a replay compared with the eager result. Inputs of other shapes run
-    eagerly, and so does everything if the function cannot be captured; the log says so.
+    The graph is captured at the first call, and a replay is compared with the eager result. Inputs of other shapes run
+    eagerly. If the function cannot be captured, every call runs eagerly, and the log says so.
 
     Args:
         compute: Inputs → tensors. It must not wait for the device.
         parameters: All parameters that `compute` uses.
-        recorder: As for a `CapturedStep`, whose memory is shared if the recorder is the same.
+        recorder: As for a `CapturedStep`; graphs of the same recorder share memory.
         failed: Called if the function cannot be captured.
 
     Attributes:
-        refused: Why nothing is replayed; None while everything is.
+        refused: Reason why everything runs eagerly; None if nothing failed.
     """
 
     def __init__(
@@ -443,9 +442,9 @@ class CapturedForward:
         self._replay: Callable[[], tuple[Tensor, ...]] | None = None
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """The results, in memory of their own."""
+        """Return the results as new tensors."""
         if self.refused is None and self._memory != (memory := _addresses(self._parameters)):
-            self._memory, self._replay = memory, None  # it is the first call, or parameters were moved
+            self._memory, self._replay = memory, None  # first call, or parameters were moved
             self._prepare(inputs)
         if self._replay is None or _key(self._inputs or ()) != _key(inputs):
             return self._compute(*inputs)
@@ -470,7 +469,7 @@ class CapturedForward:
 
 
 class _Replay(torch.autograd.Function):
-    """The loss of a replayed forward pass, whose gradient starts the replay of the backward pass."""
+    """The loss of a replayed forward pass; its backward replays the captured backward pass."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, loss: Tensor, backward: Callable[[Tensor], None]) -> Tensor:
@@ -493,13 +492,13 @@ def _numbers(loss: Tensor, norm: Tensor) -> Tensor:
 
 @contextmanager
 def _random_numbers_kept(device: torch.device) -> Iterator[None]:
-    """Draw random numbers inside the block as if it had not been there."""
+    """Restore the state of the random numbers after the block."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         yield
 
 
 def _random_offset(device: torch.device) -> int:
-    """Position in the random numbers of a GPU; 0 on other devices."""
+    """Return the offset of the random generator of a GPU; 0 on other devices."""
     if device.type != "cuda":
         return 0
     index = torch.cuda.current_device() if device.index is None else device.index
@@ -511,7 +510,7 @@ def _addresses(parameters: Iterable[nn.Parameter]) -> list[tuple[int, bool]]:
 
 
 def _documents(inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> Documents | None:
-    """The documents that are packed into the row of the first input."""
+    """Return the documents that are packed into the first input; None if there are none."""
     return None if cu_seqlens is None else documents(cu_seqlens, inputs[0].shape[1], len(inputs[0]))
 
 

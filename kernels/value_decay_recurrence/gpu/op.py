@@ -1,8 +1,8 @@
 """The recurrence with a decay per value channel on a GPU.
 
-Its loss Σ_{j ≤ i} (q_i·k_j) Σ_c d_ic v_jc exp(b_ic − b_jc), for gradients d of its outputs, is symmetric in (q, k) and
-(d, v). So its gradients are results of the linear recurrence with queries d, keys v and values k: that of q is its
-output, and the others are its gradients where that of its output is q.
+For gradients d of its outputs, the loss Σ_{j ≤ i} (q_i·k_j) Σ_c d_ic v_jc exp(b_ic − b_jc) is symmetric in (q, k) and
+(d, v). So the linear recurrence with queries d, keys v and values k computes its gradients: the output of that
+recurrence is the gradient of q, and its backward pass from the output gradient q computes the others.
 """
 
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from ...linear_recurrence.gpu import op as exchanged
 from .. import step
 from .outputs import outputs
 
-SLICE = 32  # rows of a state that one program holds, where they have at most LONG channels; half of it otherwise
+SLICE = 32  # rows of the state per program; half as many if keys have more than LONG channels
 LONG = 128
 
 
@@ -38,14 +38,14 @@ class Arguments(NamedTuple):
 
 
 def empty(args: Arguments) -> tuple[Tensor, Tensor]:
-    """Uninitialised results."""
+    """Return uninitialised results."""
     (B, _, H, K), V = args.q.shape, args.v.shape[3]
     sequences = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     return new(args.v, dtype=torch.float32), new(args.v, sequences, H, V, K, dtype=torch.float32)
 
 
 def compute(args: Arguments) -> tuple[Tensor, Tensor]:
-    """o and the final states."""
+    """Return o and the final states."""
     o, last = empty(args)
     (_, T, H, K), V, wide = args.q.shape, args.v.shape[3], args.q.dtype == torch.float32
     block = min(SLICE if K <= LONG else SLICE // 2, max(16, next_power_of_2(V)))
@@ -61,14 +61,14 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor]:
         BV=block,
         WIDE=wide,
         PRECISION="tf32x3" if wide else "tf32",
-        warps=8 if K > 64 or wide else 4,  # four spill registers
+        warps=8 if K > 64 or wide else 4,  # four warps spill registers
         stages=1,
     )
     return o, last
 
 
 def differentiate(args: Arguments, needed: Any, o_grad: Tensor | None, state_grad: Tensor | None) -> Gradients:
-    """The gradients of all tensors but `cu_seqlens`."""
+    """Return the gradients of all tensors except `cu_seqlens`."""
     queries = torch.zeros_like(args.v) if o_grad is None else o_grad.to(args.v.dtype).contiguous()
     _, k, v, log_decay, state, cu_seqlens, scale = args
     call = exchanged.Arguments(queries, v, k, log_decay, None, state, cu_seqlens, scale, subheads=1, keep=False)
@@ -82,7 +82,7 @@ recurrence = register("value_decay_recurrence", compute, differentiate, empty, r
 
 
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
-    """o [B,T,H,V] and the final states [N,H,V,K]; the keys of `a` are values here, and its values keys."""
+    """Return o [B,T,H,V] and the final states [N,H,V,K]; `a.k` holds the values, and `a.v` the keys."""
     if one_token(a):
         return step.forward(a, q)
     k, v, g, state = a.v, a.k, a.log_decay, a.initial_state
@@ -92,12 +92,12 @@ def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
     largest_size = largest("linear_recurrence", q.dtype, q.device)
     (K, keys), (V, values) = (exchanged.equal_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
     more_keys, more_values = K - q.shape[3], V - v.shape[3]
-    if more_keys or more_values:  # channels of zeros, which change nothing
+    if more_keys or more_values:  # padding with zeros, which changes no result
         q, k = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys))
         v, g = F.pad(v, (0, more_values)), F.pad(g, (0, more_values))
         state = None if state is None else F.pad(state, (0, more_keys, 0, more_values))
     H, cut = q.shape[2], keys * values > 1
-    if cut:  # blocks of keys and of values become heads
+    if cut:  # each pair of a key block and a value block becomes a head
         q, k = (x.unflatten(3, (1, keys, -1)).expand(-1, -1, -1, values, -1, -1).flatten(2, 4) for x in (q, k))
         v, g = (x.unflatten(3, (values, 1, -1)).expand(-1, -1, -1, -1, keys, -1).flatten(2, 4) for x in (v, g))
         if state is not None:

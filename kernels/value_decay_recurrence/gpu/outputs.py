@@ -1,8 +1,8 @@
 """One pass over the chunks of a sequence, with a slice of the state in registers.
 
-As in `chunk.py`, one reference point serves the decays of a chunk where they are moderate. It is a whole number of
-powers of two, so that no bit of an output depends on later tokens. From the first token on that is too far from it, a
-channel is computed pair by pair.
+As in `chunk.py`, moderate decays of a chunk share one reference point per channel. It is 2 to the power of an integer,
+so that no bit of an output depends on later tokens. From the first token that has decayed too far from it, a channel is
+computed pair by pair.
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
@@ -14,20 +14,20 @@ import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
 
-REACH = tl.constexpr(76.0)  # factors up to 2^±76 keep all their digits, also in products of three parts
-BEYOND = tl.constexpr(100.0)  # factors that are not used stay finite
+REACH = tl.constexpr(76.0)  # factors up to 2^±76 lose no digits, even in products of three tf32 parts
+BEYOND = tl.constexpr(100.0)  # bound that keeps unused factors finite
 
 
 @triton.jit
 def decays(log_decay, t, stride, columns, valid, V: tl.constexpr, BV: tl.constexpr):
-    """Log decays in log2 units."""
+    """Return log decays in log2 units."""
     g = load_tile(log_decay, t, stride, columns, valid, V, BV)
     return tl.maximum(g * LOG2E, LEAST)
 
 
 @triton.jit
 def pair_by_pair(A, v, log_decay, t, stride, columns, length, V: tl.constexpr, BV: tl.constexpr):
-    """Σ_j A_ij exp(b_i − b_j) ⊙ v_j of a chunk whose tokens are t, from sums of decays between two tokens."""
+    """Return Σ_j A_ij exp(b_i − b_j) ⊙ v_j of the chunk at positions t, with each b_i − b_j summed directly."""
     r = tl.arange(0, CHUNK)
     distance = r[:, None] - r[None, :]
     o = tl.zeros([CHUNK, BV], tl.float32)
@@ -102,7 +102,7 @@ def outputs(
         decayed = Vv * (exp2(-rest) * exp2(-shift))
         O = tl.dot(A, decayed, input_precision=PRECISION) * (exp2(rest) * exp2(shift))
 
-        # the reference counts for the second half alone: it depends on tokens that the first half must not see
+        # the test of the first half ignores the anchor, which depends on later tokens
         reach = tl.where((r < CHUNK // 2)[:, None], b, b - anchor[None, :])
         if tl.min(tl.min(reach, 1), 0) < -REACH:
             beyond = tl.cumsum((reach < -REACH).to(tl.int32), 0) > 0

@@ -1,1 +1,1 @@
-"""Models with a modelling file of their own, for transformers' `trust_remote_code`."""
+"""Conversion of models into folders with a modelling file, for transformers' `trust_remote_code`."""

@@ -1,4 +1,4 @@
-"""Mixers as settings and tensors of the modelling file. A new mixer gets a function here and an entry in a table."""
+"""Mixers as settings and tensors of the modelling file. A new mixer needs a function and a table entry here."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -49,7 +49,7 @@ def _kda(mixer: mixers.KDA) -> Part:
 
 
 def _low_rank_output(mixer: mixers.KDA | mixers.GatedDeltaNet2) -> Part:
-    """Describe an output whose gate, if it has one, is a projection of low rank."""
+    """Describe an output with a low-rank gate, or with none."""
     if mixer.g_up is None:
         return output_part(mixer)
     return output_part(mixer, "in_proj.g", "g_up", bias=True) | Part({"gate_rank": mixer.g_up.in_features})
@@ -59,7 +59,7 @@ def _gated_deltanet2(mixer: mixers.GatedDeltaNet2) -> Part:
     subheads, repeats, size = mixer.subheads, mixer.num_heads // mixer.num_key_heads, mixer.subhead_size
 
     def repeated(x: Tensor) -> Tensor:
-        """Repeat rows of the subheads of key heads for all value heads."""
+        """Repeat the rows of each key head, with all its subheads, for its value heads."""
         return x.unflatten(0, (-1, subheads)).repeat_interleave(repeats, 0).flatten(0, 1)
 
     def channels(weight: Tensor) -> Tensor:

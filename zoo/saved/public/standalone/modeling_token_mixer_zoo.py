@@ -1,10 +1,10 @@
 """Language models of linear and softmax attention for transformers, in plain PyTorch.
 
 Load the folder of this file with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The entry
-`model` of config.json holds the keyword arguments of `stack`, and in them those of the modules; missing, unknown and
-misspelt ones are refused. The model is for inference: derived parameters, such as decay rates, are plain tensors.
+`model` of config.json holds the keyword arguments of `stack`, which contain those of the modules; missing, unknown and
+misspelt ones raise an error. The model is for inference: derived parameters, such as decay rates, are plain tensors.
 
-Letters: B batch, T time, H value heads, G key heads, S subheads of a head, R = H·S recurrences, K key size, V value
+Symbols: B batch, T time, H value heads, G key heads, S subheads of a head, R = H·S recurrences, K key size, V value
 size. Streams are [B,T,heads,size]. Log decays are at most 0. States are at least fp32.
 """
 
@@ -33,11 +33,11 @@ Positions = Literal["none", "rotary", "lrpe"]
 Expansions = Literal["head_wise", "low_rank", "dpfp", "lfm"]
 Decays = Literal["constant", "softplus", "sigmoid", "tied", "bounded"]
 EPS = 1e-6  # of the norms of queries and keys
-Past = list[Tensor]  # what a layer remembers; each tensor has one row per sequence
+Past = list[Tensor]  # the cache of a layer; each tensor has one row per sequence
 
 
 def build(make: Callable[..., Any], settings: Mapping[str, Any], *sizes: Any) -> Any:
-    """Return a module, made of its sizes and, as keyword arguments, its settings in config.json.
+    """Build a module from its sizes and, as keyword arguments, its settings in config.json.
 
     Raises:
         ValueError: A setting is missing, unknown or of another type; the message names it.
@@ -68,7 +68,7 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Run S_t = exp(g_t) S_{t−1} + k_t (v_t − S_{t−1}ᵀ exp(g_t) e_t)ᵀ and read o_t = S_tᵀ q_t, chunk by chunk.
 
-    Decays between two tokens of a chunk are sums, not differences of sums: exact, however fast a state decays.
+    The decay between two tokens of a chunk is a sum, not a difference of sums, so that fast decays are exact.
 
     Args:
         q: Queries [B,T,R,K].
@@ -105,14 +105,14 @@ def scores(a: Tensor, b: Tensor, decay: Tensor) -> Tensor:
 
 
 def projection(inputs: int, outputs: int, rank: int, bias: bool = False) -> nn.Module:
-    """Return a linear map; if `rank` is not 0, a product of two with so many numbers between them."""
+    """Return a linear map; if `rank` is not 0, a product of two maps of that rank."""
     if not rank:
         return nn.Linear(inputs, outputs, bias=bias)
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
 def parameter(*shape: int, fixed: bool = False) -> nn.Parameter:
-    """Return a parameter without values; a fixed one gets no gradients."""
+    """Return an uninitialised parameter; a fixed one has no gradient."""
     return nn.Parameter(torch.empty(shape), requires_grad=not fixed)
 
 
@@ -121,7 +121,7 @@ class Tokens(NamedTuple):
 
     length: int  # T
     positions: Tensor  # [B or 1,T], counted from the first token that is not padding
-    valid: Tensor | None  # [B,P+T], whether each of the P earlier and the T tokens is not padding; None if all are not
+    valid: Tensor | None  # [B,P+T], False for padding among P earlier and T new tokens; None without padding
 
     def masked(self, x: Tensor) -> Tensor:
         """Return x [B,T,…] with padding set to 0."""
@@ -129,9 +129,9 @@ class Tokens(NamedTuple):
 
 
 class Features(nn.Module):
-    """Short convolution of `conv` taps → activation → norm → map of positions, of each head [B,T,heads,size].
+    """Short convolution of `conv` taps → activation → norm → map of positions, for each head [B,T,heads,size].
 
-    rotary: pairs of the first `turning` entries turn by the angles `frequency`·t. lrpe: [cos(angle)·x, sin(angle)·x].
+    rotary: rotate pairs of the first `turning` entries by the angles `frequency`·t. lrpe: [cos(angle)·x, sin(angle)·x].
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Features(nn.Module):
         self.frequency = None if (shape := shapes[map]) is None else parameter(*shape, fixed=map == "rotary")
 
     def forward(self, x: Tensor, tokens: Tokens, history: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x and the last inputs of the convolution [B,taps,channels] → the stream, and the next last inputs."""
+        """Map x and the last inputs of the convolution [B,taps,channels] → the stream and the new last inputs."""
         shape, x = x.shape, tokens.masked(x).flatten(2)
         line = torch.cat([x.new_zeros(len(x), self.taps, self.channels) if history is None else history, x], 1)
         if self.conv_weight is not None:
@@ -168,7 +168,7 @@ class Features(nn.Module):
 
 
 class Expansion(nn.Module):
-    """Queries or keys [B,T,heads,size] `factor` times longer; `residual` puts the unchanged head in front."""
+    """Expand queries or keys [B,T,heads,size] by `factor`; `residual` prepends the unchanged head."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class Norm(nn.Module):
 
 
 class Decay(nn.Module):
-    """Log decays of recurrences, each one number or one `per_channel` of the key.
+    """Log decays of recurrences: one number each, or one per key channel (`per_channel`).
 
     `constant`: a tensor. `softplus`: −rate · softplus(a + bias), and `sigmoid`: −rate · σ(a + bias), of a projection a.
     `tied`: log σ(k) of the raw keys k, and `bounded`: log(b + (1 − b) σ(k)) with lower bounds b, stored as log odds.
@@ -243,7 +243,7 @@ class Decay(nn.Module):
         self.rate = parameter(recurrences) if projected else None
 
     def forward(self, x: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
-        """x [B,T,hidden] and keys [B,T,R,K] → log decays [B,T,R,1 or K], and step sizes, if they have any."""
+        """Map x [B,T,hidden] and keys [B,T,R,K] → log decays [B,T,R,1 or K], and step sizes or None."""
         if self.constant is not None:
             return self.constant[:, None].expand(*k.shape[:3], 1), None
         if self.proj is None or self.bias is None or self.rate is None:
@@ -260,9 +260,9 @@ class Decay(nn.Module):
 class Linear(nn.Module):
     """A layer with a matrix state: projections → expansion → features → gates → recurrence → norm, gate, projection.
 
-    `delta` is the delta rule: what a key held before is erased with the strength β = `delta`·σ(b); with
-    `erase_per_channel`, β has a number per key channel, and does not multiply what is written, but σ of a projection
-    does. `step_size`: the step sizes of the decay multiply what is written. `skip`: values are added to the output.
+    `delta` enables the delta rule: the old value of a key is erased, and the new one written, with strength
+    β = `delta`·σ(b). With `erase_per_channel`, β has a number per key channel and only erases; σ of a projection
+    multiplies the values. `step_size` multiplies the values by the decay's step sizes. `skip` adds them to the output.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class Linear(nn.Module):
         self.o_proj = nn.Linear(H * V, hidden_size, bias=False)
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
-        """x [B,T,hidden] and what the layer remembers → y [B,T,hidden], and what it then remembers."""
+        """Map x [B,T,hidden] and the layer's cache → y [B,T,hidden] and the new cache."""
         state, *histories = [None] * 4 if past is None else past
         streams, following = [], []
         for (name, size), history in zip(self.sizes.items(), histories, strict=True):
@@ -345,12 +345,12 @@ class Linear(nn.Module):
         return self.o_proj(o.to(x.dtype)), [state, *following]
 
     def _to_value_heads(self, x: Tensor) -> Tensor:
-        """[B,T,G·S,size] → [B,T,R,size]: what the value heads of each key head read."""
+        """Repeat key heads for their value heads, [B,T,G·S,size] → [B,T,R,size]."""
         return x.unflatten(2, (-1, self.subheads)).repeat_interleave(self.repeats, 2).flatten(2, 3)
 
 
 class Attention(nn.Module):
-    """Softmax attention over the last `window` tokens, or all; the cache has as many keys and values as that needs."""
+    """Softmax attention over the last `window` tokens, or all; the cache keeps only the keys and values of these."""
 
     def __init__(
         self,
@@ -376,7 +376,7 @@ class Attention(nn.Module):
         self.features = nn.ModuleDict({x: build(Features, features[x], heads[x], D) for x in heads})
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
-        """x [B,T,hidden] and what the layer remembers → y [B,T,hidden], and what it then remembers."""
+        """Map x [B,T,hidden] and the layer's cache → y [B,T,hidden] and the new cache."""
         q, k, v = self.q_norm(self.q_proj(x)), self.k_norm(self.k_proj(x)), self.v_proj(x)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))
         old_k, old_v, *histories = [None] * 4 if past is None else past
@@ -395,7 +395,7 @@ class Attention(nn.Module):
         return self.o_proj(o.flatten(2)), [k, v, q_history, k_history]
 
     def _mask(self, tokens: Tokens, keys: int) -> Tensor | None:
-        """Return which keys each token sees [B or 1,1,T,keys]; None if it sees itself and all before."""
+        """Return a mask of the keys that each token sees [B or 1,1,T,keys]; None for a plain causal mask."""
         T, window = tokens.length, keys if self.window is None else self.window
         if tokens.valid is None and keys <= window and T in (1, keys):
             return None
@@ -404,19 +404,19 @@ class Attention(nn.Module):
         seen = ((behind >= 0) & (behind < window))[None, None]
         if tokens.valid is None:
             return seen
-        # padding sees itself, since a softmax over no key is not a number
+        # padding sees itself, since a softmax over no keys is NaN
         return (seen & tokens.valid[:, None, None, -keys:]) | (behind == 0)
 
 
 class RunningSums(nn.Module):
-    """y_{t,c} = Σ_{s≤t} Σ_e weight_{c,e} exp(log_decay_e)^{t−s} x_{s,c}: positions in front of the first layer."""
+    """y_{t,c} = Σ_{s≤t} Σ_e weight_{c,e} exp(log_decay_e)^{t−s} x_{s,c}: positions before the first layer."""
 
     def __init__(self, hidden_size: int, size: int):
         super().__init__()
         self.weight, self.log_decay = parameter(hidden_size, size), parameter(size, fixed=True)
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
-        """x [B,T,hidden] and the sums [B,hidden,size] → y [B,T,hidden], and the next sums."""
+        """Map x [B,T,hidden] and the sums [B,hidden,size] → y [B,T,hidden] and the new sums."""
         weight, outputs = wide(self.weight), []
         state = weight.new_zeros(len(x), *weight.shape) if past is None else past[0]
         for part in wide(tokens.masked(x)).split(64, 1):
@@ -447,7 +447,7 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """A mixer and an MLP on the residual stream, with the norms before them or, with `post_norm`, after them.
 
-    `mixer` says, for people, where the settings come from.
+    `mixer` names the original mixer, for information only.
     """
 
     def __init__(
@@ -460,7 +460,7 @@ class Layer(nn.Module):
         self.mlp = None if mlp is None else build(MLP, mlp, hidden_size)
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
-        """x [B,T,hidden] and what the mixer remembers → both after the layer."""
+        """Map x [B,T,hidden] and the mixer's cache → x and the cache after the layer."""
         y, past = self.mixer(x if self.post_norm else self.mixer_norm(x), tokens, past)
         x = x + (self.mixer_norm(y) if self.post_norm else y)
         if self.mlp is None or self.mlp_norm is None:
@@ -471,9 +471,9 @@ class Layer(nn.Module):
 def stack(
     hidden_size: int, count: int, *, layers: list, order: list, position: int | None, norm: dict, mlp: dict | None
 ) -> tuple[nn.ModuleList, Norm]:
-    """All layers and the last norm; `order` has the number in `layers` of each layer's settings.
+    """Return all layers and the last norm; `order` has the index in `layers` of each layer's settings.
 
-    `position` is the number of running sums per channel in front of the first layer; None for none.
+    `position` is the number of running sums per channel before the first layer; None for none.
     """
     if len(order) != count or not {*order} <= {*range(len(layers))}:
         raise ValueError(
@@ -485,27 +485,27 @@ def stack(
 
 
 class ZooCache:
-    """The states, keys and values that a model remembers of the tokens that it read."""
+    """The cache of a model: the states, keys and values of all layers."""
 
     is_compileable = False
 
     def __init__(self) -> None:
-        self.pasts: list[Past] = []  # of each layer
-        self.valid: Tensor | None = None  # [B,P], whether a token is not padding
+        self.pasts: list[Past] = []  # one per layer
+        self.valid: Tensor | None = None  # [B,P], False for padding
         self.padded = False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens were read, padding included."""
+        """Return the number of tokens read, including padding."""
         return 0 if self.valid is None else self.valid.shape[1]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Replace the sequences by those of these numbers."""
+        """Replace the sequences by those at these indices."""
         self.pasts = [[x.index_select(0, beam_idx.to(x.device)) for x in past] for past in self.pasts]
         self.valid = None if self.valid is None else self.valid.index_select(0, beam_idx.to(self.valid.device))
 
 
 class ZooConfig(PretrainedConfig):
-    """The contents of config.json; `model` are the keyword arguments of `stack`."""
+    """The contents of config.json; `model` has the keyword arguments of `stack`."""
 
     model_type = "token_mixer_zoo"
 
@@ -525,7 +525,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
     _no_split_modules = ["Layer"]  # noqa: RUF012 (transformers wants lists and dicts)
     _tied_weights_keys = {"lm_head.weight": "embeddings.weight"}  # noqa: RUF012
     _is_stateful = True
-    # bf16 is too coarse for these: a decay near 1 would be 1
+    # bf16 is too coarse for these: a decay near 1 would round to 1
     _keep_in_fp32_modules_strict = ["norm", "decay", "frequency", "q_gain", "skip"]  # noqa: RUF012
 
     def __init__(self, config: ZooConfig):
@@ -537,7 +537,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return False  # `forward` makes the cache
+        return False  # `forward` creates the cache
 
     def forward(
         self,
@@ -550,10 +550,10 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
-        """tokens [B,T] → logits [B,T,vocab_size], with the arguments that models of transformers have.
+        """Map tokens [B,T] → logits [B,T,vocab_size], with the usual arguments of transformers' models.
 
-        `attention_mask` [B,P+T], after P tokens in the cache, is 0 for padding. With a cache it must be on the left,
-        since a state would decay.
+        `attention_mask` [B,P+T], after P tokens in the cache, is 0 for padding. With a cache, padding must be on the
+        left, since states would decay over padding on the right.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")

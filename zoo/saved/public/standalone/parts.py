@@ -33,7 +33,7 @@ class Rule:
 
     Attributes:
         sources: The names of the model's tensors.
-        compute: Function of these tensors; by default the only one of them.
+        compute: Function of these tensors; by default the identity of a single one.
     """
 
     sources: tuple[str, ...]
@@ -69,7 +69,7 @@ def wide(x: Tensor) -> Tensor:
 
 
 def copied(**names: str) -> dict[str, Rule]:
-    """Return rules for the weights of linear maps, by the maps' names: theirs → ours."""
+    """Return rules for weights of linear maps; arguments map names of the file to names of the model."""
     return {f"{theirs}.weight": Rule((f"{ours}.weight",)) for theirs, ours in names.items()}
 
 
@@ -79,7 +79,7 @@ def zeros_for(weight: Tensor) -> Tensor:
 
 
 def biased(theirs: str, ours: str, bias: bool) -> dict[str, Rule]:
-    """Return rules for a linear map and its bias, which is 0 if ours has none."""
+    """Return rules for a linear map and its bias, which is 0 if the model's map has none."""
     return copied(**{theirs: ours}) | {
         f"{theirs}.bias": Rule((f"{ours}.bias",)) if bias else Rule((f"{ours}.weight",), zeros_for)
     }
@@ -91,7 +91,7 @@ def rms_part(eps: float, groups: int, weight: Rule) -> Part:
 
 
 def norm_part(norm: nn.Module, name: str, ours: str, size: int, repeats: int = 1, groups: int = 1) -> Part:
-    """Describe a norm under a name; its weight of `size` serves `repeats` heads."""
+    """Describe the norm called `name`; its weight of `size` entries is repeated for `repeats` heads."""
     if type(norm) not in (mixers.RMSNorm, mixers.SimpleRMSNorm, mixers.ZeroCentredRMSNorm, mixers.LayerNorm):
         raise refusal(norm, "norm")
     assert isinstance(norm, mixers.Norm)
@@ -106,7 +106,7 @@ def norm_part(norm: nn.Module, name: str, ours: str, size: int, repeats: int = 1
 
 
 def features_part(paths: Mapping[str, FeaturePath]) -> Part:
-    """Describe the features of streams, by their names."""
+    """Describe the features of each stream, by its name."""
     settings, rules = {}, dict[str, Rule]()
     for stream, path in paths.items():
         spec, positions, kind, turning = path.spec, path.map, "none", 0
@@ -134,13 +134,13 @@ def features_part(paths: Mapping[str, FeaturePath]) -> Part:
 
 
 def _rotary(base: float, turning: int) -> Tensor:
-    """Return the angles by which pairs turn per token, [1,turning/2]."""
+    """Return the rotation angles per token of all pairs, [1,turning/2]."""
     pair = torch.arange(turning // 2, dtype=torch.float32)
     return (base ** (-2 * pair / turning))[None]
 
 
 def expansion_part(mixer: mixers.LinearMixer) -> Part:
-    """Describe the expansions of queries and keys, which are of one kind."""
+    """Describe the expansions of queries and keys, which have the same settings."""
     expansion = mixer.q_expand
     if expansion is None:
         return Part({"expansion": None})
@@ -163,7 +163,7 @@ def expansion_part(mixer: mixers.LinearMixer) -> Part:
 
 
 def linear_part(mixer: mixers.LinearMixer, q: str = "q", k: str = "k", v: str = "v", out: str = "o_proj") -> Part:
-    """Describe what all mixers with a matrix state have; q, k, v and out are the names of projections."""
+    """Describe the parts that all mixers with a matrix state share; q, k, v and out name the projections."""
     if mixer.preconditioner is not None:
         raise refusal(mixer.preconditioner, "preconditioner")
     settings = {
@@ -205,14 +205,14 @@ def discretised_part(decay: nn.Module, projection: str) -> Part:
 
 
 def channel_decay_part(decay: nn.Module, rank: int, repeated: Callable[[Tensor], Tensor] = lambda heads: heads) -> Part:
-    """Describe log decays per key channel, of `rank` numbers; `repeated` repeats heads for all value heads."""
+    """Describe log decays per key channel from `rank` numbers; `repeated` repeats key heads for value heads."""
     if type(decay) not in (mixers.ChannelDecay, mixers.BoundedChannelDecay):
         raise refusal(decay, "decay")
     assert isinstance(decay, mixers.ChannelDecay)
     bound, size = decay.lower_bound, decay.size
 
     def channels(x: Tensor, A_log: Tensor) -> Tensor:
-        """Repeat rows of channels, times the rates where σ is applied to them."""
+        """Repeat rows of channels; multiply them by the rates first if decays are bounded."""
         heads = x.unflatten(0, (-1, size))
         if bound is not None:
             rates = wide(A_log).exp().view(-1, *[1] * (heads.dim() - 1))
@@ -232,7 +232,7 @@ def channel_decay_part(decay: nn.Module, rank: int, repeated: Callable[[Tensor],
 
 
 def constant_part(decay: nn.Module) -> Part:
-    """Describe fixed decays; a subclass may choose them, but not how they are used."""
+    """Describe constant decays; a subclass may choose their values, but not override `forward`."""
     if not isinstance(decay, mixers.ConstantDecay) or type(decay).forward is not mixers.ConstantDecay.forward:
         raise refusal(decay, "decay")
     values = tuple(decay.log_decay)
@@ -249,14 +249,14 @@ def delta_part(beta: Strength) -> Part:
 
 
 def gate_part(activation: str, *names: str, bias: bool = False, before_norm: bool = False) -> Part:
-    """Describe an output gate by its projection, or by the two whose product it is."""
+    """Describe an output gate by its projection, or by the two projections of a low-rank gate."""
     theirs = ["g_proj"] if len(names) == 1 else ["g_proj.0", "g_proj.1"]
     first = copied(**dict(zip(theirs[:-1], names[:-1], strict=True)))
     return Part({"gate": activation, "gate_before_norm": before_norm}, first | biased(theirs[-1], names[-1], bias))
 
 
 def output_part(mixer: Any, *gate: str, bias: bool = False) -> Part:
-    """Describe `o_norm`, the norm and gate of each head; `gate` are the projections of the gate, if it has one."""
+    """Describe `o_norm`, the norm and gate of each head; `gate` names the projections of its gate, if any."""
     output, heads, size = mixer.o_norm, mixer.num_heads, mixer.value_size
     if type(output) is mixers.GateOnly:
         return gate_part("silu", *gate, bias=bias)

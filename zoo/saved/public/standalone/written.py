@@ -24,14 +24,14 @@ MODEL_TYPE = "token_mixer_zoo"
 
 
 def standalone(model: LanguageModel, weights: Weights) -> Exported:
-    """Return a model (on the meta device) in the terms of the modelling file.
+    """Return config, weights and code of a model (on the meta device) for the modelling file.
 
     Raises:
         UserError: The modelling file cannot compute a component of the model.
     """
     settings, rules = _model(model)
     if unused := sorted({*weights.specs}.difference(*(rule.sources for rule in rules.values()))):
-        raise UserError(f"to: transformers has no place for {', '.join(unused[:5])} of this model.")
+        raise UserError(f"to: transformers cannot hold the tensors {', '.join(unused[:5])} of this model.")
     config = {
         "architectures": ["ZooForCausalLM"],
         "auto_map": {"AutoConfig": f"{NAME}.ZooConfig", "AutoModelForCausalLM": f"{NAME}.ZooForCausalLM"},
@@ -86,7 +86,7 @@ def _mlp(mlp: nn.Module) -> Part:
 
 
 def _position(position: nn.Module | None) -> Part:
-    """Describe the running sums in front of the first layer, whose rates are fixed."""
+    """Describe the running sums before the first layer, which have constant rates."""
     if position is None:
         return Part({"position": None})
     if type(position) is not TPE:
@@ -97,7 +97,7 @@ def _position(position: nn.Module | None) -> Part:
 
 
 def _computed(weights: Weights, rules: Mapping[str, Rule]) -> Weights:
-    """Return the tensors of the rules, each computed when it is read."""
+    """Return the tensors of the rules; each is computed when it is read."""
 
     def spec(rule: Rule) -> Spec:
         specs = [weights.specs[source] for source in rule.sources]

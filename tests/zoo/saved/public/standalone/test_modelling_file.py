@@ -232,7 +232,7 @@ def test_no_tensor_is_left_behind():
     ours = build("retnet")
     tensors = {**ours.state_dict(), "layers.0.mixer.secret": torch.zeros(1)}
     with pytest.raises(
-        zoo.UserError, match=r"^to: transformers has no place for layers\.0\.mixer\.secret of this model"
+        zoo.UserError, match=r"^to: transformers cannot hold the tensors layers\.0\.mixer\.secret of this model"
     ):
         standalone(ours, TensorsInMemory(tensors))
 
