@@ -9,7 +9,7 @@ import kernels
 from kernels.core.elementwise import sigmoid, softplus, tanh
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .decay import start_steps
 from .norm import GateOnly, Output, RMSNorm
@@ -146,12 +146,8 @@ class Mamba3(LinearMixer):
         return s.replace(q=q, k=k, log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, angles))
 
     def carry(
-        self,
-        s: Streams,
-        carried: tuple[Tensor, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> tuple[Streams, Carried]:
         assert s.beta is not None
         assert s.log_decay is not None
         z, rest, angles = s.gate
@@ -168,7 +164,7 @@ class Mamba3(LinearMixer):
         last = (last_angles, last_k, last_v, last_written)
         return s, tuple(x for x in last if x is not None)
 
-    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         gates = self.gate_heads
         angles = torch.zeros(batch_size, gates, self.pairs, device=device, dtype=torch.float64)
         shapes = ((gates, self.subhead_size), (self.num_heads, self.value_size), (gates,))
