@@ -97,7 +97,6 @@ def explain(args: argparse.Namespace) -> list[Record]:
         scale=None,
         initial_state=None,
         cu_seqlens=None,
-        per_channel=True,
     )
     op = op_of(call) if args.op == "delta_rule" else sys.modules[kernels.linear_recurrence.__module__].OP
     if op.limits is not None and (reason := op.limits(call)) is not None:

@@ -29,6 +29,7 @@ from .shift import check_sequences
 from .state import History, Position, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
+Carried = tuple[Tensor, ...]  # what tokens leave for later ones besides the matrix of a LinearMixer [N,…]
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
 
@@ -225,7 +226,7 @@ class LinearState(NamedTuple):
     matrix: Tensor  # [N,H·S,K',V], at least fp32
     histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
     position: Position  # tokens seen [N], int64; empty where no feature map asks
-    carried: tuple[Tensor, ...] = ()  # what `carry` needs of earlier tokens [N,…], at least fp32
+    carried: Carried = ()  # what `carry` needs of earlier tokens [N,…], at least fp32
 
 
 class LinearMixer(TokenMixer):
@@ -386,7 +387,7 @@ class LinearMixer(TokenMixer):
         state: LinearState | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...], Tensor, tuple[Tensor, ...]]:
+    ) -> tuple[Streams, tuple[Tensor, ...], Tensor, Carried]:
         """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them."""
         q_product = k_product = None
         if self.q_expand is not None and self.k_expand is not None:
@@ -412,12 +413,8 @@ class LinearMixer(TokenMixer):
         return s, histories, following, carried
 
     def carry(
-        self,
-        s: Streams,
-        carried: tuple[Tensor, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> tuple[Streams, Carried]:
         """Refine the streams by what earlier tokens left besides the matrix, after the gates.
 
         By default, erase with the keys and write with preconditioned ones times β, if there is a preconditioner.
@@ -472,7 +469,7 @@ class LinearMixer(TokenMixer):
         """Shape [H·S,K',V] of the state of one sequence."""
         return self.gate_heads, self.k_features.out_size, self.v_features.out_size
 
-    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         """Return what `carry` receives before the first token; dtype is at least fp32."""
         if self.preconditioner is None:
             return ()

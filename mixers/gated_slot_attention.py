@@ -10,7 +10,7 @@ import kernels
 from kernels.core.elementwise import silu
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel, run_recurrence
 from .features import Features
 from .norm import Norm, RMSNorm
@@ -89,12 +89,8 @@ class GatedSlotAttention(LinearMixer):
         return s.replace(log_decay=split_heads(log_decay, self.gate_heads))
 
     def carry(
-        self,
-        s: Streams,
-        carried: tuple[Tensor, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> tuple[Streams, Carried]:
         """Replace queries by attention to the slots, and keys by the share 1 − α that each slot takes of a token."""
         assert s.log_decay is not None
         written = kernels.complement(s.log_decay, s.q.dtype)
@@ -120,7 +116,7 @@ class GatedSlotAttention(LinearMixer):
         heads, _, value_size = super().matrix_shape
         return heads, self.num_slots, value_size
 
-    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         shape = (batch_size, self.gate_heads, self.num_slots, self.k_features.out_size)
         return (torch.zeros(shape, device=device, dtype=dtype),)
 

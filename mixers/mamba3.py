@@ -9,15 +9,15 @@ import kernels
 from kernels.core.elementwise import sigmoid, softplus, tanh
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .decay import start_steps
 from .norm import GateOnly, Output, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
+from .rotation import cumulative_angles, rotate
 from .shift import check_sequences, shifted
-from .turning import running_turns, turn
 
 SLOWEST = 1e-4  # smallest rate A
 
@@ -73,7 +73,7 @@ class Mamba3(LinearMixer):
         head_dim: Value size V of a head.
         state_dim: Key size K, "the state size" of the paper.
         num_groups: Groups of heads that share B and C, apart from their biases.
-        rotary_fraction: Share of the channels of B and C that turn, above 0 and at most 1.
+        rotary_fraction: Share of the channels of B and C that are rotated, above 0 and at most 1.
         output: Gate and norm of the output of each head: GateOnly, GatedRMSNorm, or another Output.
         norm_eps: Added inside the root of the norms of B and C.
     """
@@ -142,37 +142,33 @@ class Mamba3(LinearMixer):
             self.to_value_heads(norm(y)) + bias.to(y.dtype)
             for norm, y, bias in ((self.q_norm, s.q, self.q_bias), (self.k_norm, s.k, self.k_bias))
         )
-        turns = tanh(kernels.at_least_fp32(angles))[:, :, None] * dt[..., None] / 2
-        return s.replace(q=q, k=k, log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, turns))
+        angles = tanh(kernels.at_least_fp32(angles))[:, :, None] * dt[..., None] / 2  # in full turns
+        return s.replace(q=q, k=k, log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, angles))
 
     def carry(
-        self,
-        s: Streams,
-        carried: tuple[Tensor, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> tuple[Streams, Carried]:
         assert s.beta is not None
         assert s.log_decay is not None
-        z, rest, turns = s.gate
+        z, rest, angles = s.gate
         past = carried or (None,) * 4
         check_sequences(past[0], s.v, cu_seqlens)
         where = (cu_seqlens, context_parallel)
-        turned, last_turn = running_turns(turns, past[0], *where)
-        q, k = turn(s.q, turned), turn(s.k, turned)
+        angles, last_angles = cumulative_angles(angles, past[0], *where)
+        q, k = rotate(s.q, angles), rotate(s.k, angles)
         own = (s.beta * (q * k).sum(-1, dtype=s.beta.dtype)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
         skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
         streams = zip((k, s.v, s.beta), past[1:], strict=True)
         (k, last_k), (v, last_v), (written, last_written) = (shifted(x, before, *where) for x, before in streams)
         s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
-        last = (last_turn, last_k, last_v, last_written)
+        last = (last_angles, last_k, last_v, last_written)
         return s, tuple(x for x in last if x is not None)
 
-    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         gates = self.gate_heads
-        turned = torch.zeros(batch_size, gates, self.pairs, device=device, dtype=torch.float64)
+        angles = torch.zeros(batch_size, gates, self.pairs, device=device, dtype=torch.float64)
         shapes = ((gates, self.subhead_size), (self.num_heads, self.value_size), (gates,))
-        return turned, *(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in shapes)
+        return angles, *(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in shapes)
 
     @property
     def recurrent_key_heads(self) -> int:

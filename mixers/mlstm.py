@@ -10,7 +10,7 @@ import kernels
 from kernels.core.elementwise import sigmoid, tanh
 
 from .arguments import check_finite, check_numbers
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
 from .features import Features
 from .precision import KeepsFp32
@@ -152,12 +152,8 @@ class MLSTM(LinearMixer):
         return s.replace(log_decay=F.logsigmoid(f), beta=i if self.stabilised else sigmoid(i))
 
     def carry(
-        self,
-        s: Streams,
-        carried: tuple[Tensor, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> tuple[Streams, Carried]:
         assert s.beta is not None
         assert s.log_decay is not None
         log_forget, log_input = s.log_decay, s.beta
@@ -176,7 +172,7 @@ class MLSTM(LinearMixer):
         floor = (-top).exp().to(log_input.dtype)[..., None]
         return s.replace(q=q, v=v, log_decay=log_decay, beta=beta, gate=(s.gate, floor)), (last,)
 
-    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         shape = (batch_size, self.gate_heads)
         return (torch.zeros(shape, device=device, dtype=torch.float64),) if self.stabilised else ()
 

@@ -10,7 +10,7 @@ import kernels
 from kernels.core.elementwise import rsqrt, sigmoid, tanh
 
 from .arguments import check_numbers, check_sizes, size_or
-from .base import LinearMixer, LinearState, Site, Streams, checked_input, checked_site
+from .base import Carried, LinearMixer, LinearState, Site, Streams, checked_input, checked_site
 from .context_parallel import ContextParallel
 from .norm import HeadNorm
 from .projection import LowRankLinear, OrthogonalLinear, ZeroOutputProjection, split_heads
@@ -171,12 +171,8 @@ class RWKV7(LinearMixer):
         return s.replace(k=k, log_decay=-LARGEST_DECAY * sigmoid(f), erase=erase, erase_write=write)
 
     def carry(
-        self,
-        s: Streams,
-        carried: tuple[Tensor, ...] | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...]]:
+        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+    ) -> tuple[Streams, Carried]:
         own = (kernels.at_least_fp32(s.q) * s.k * self.r_k.view(s.k.shape[2:])).sum(-1)
         own = own.unflatten(-1, (self.num_heads, self.subheads)).sum(-1, keepdim=True)
         return s.replace(gate=(s.gate, (own * s.v).to(s.v.dtype))), ()

@@ -29,7 +29,7 @@ from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
 from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, show, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.training import DOES_NOT_FIT, WARM_UP, Learner, timed, warmed
+from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
@@ -115,7 +115,7 @@ def _steps(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) ->
     model = models.build(parsed, to.precision, to.device)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=to.device)
     optim = configs.instantiate("optim", parsed)
-    learner = Learner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
+    learner = TimedLearner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
     row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(length)}
     if warmed(row, learner, bar):
         timed([(row, learner)], to.steps, bar)

@@ -11,7 +11,6 @@ import csv
 import gc
 import importlib
 import queue
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from zoo.lm.model import LanguageModel
 from zoo.performance import peers as others
 from zoo.performance.device import described, version
 from zoo.performance.model import build, check_options, compared, conditioned, learning, mean_loss, read
-from zoo.performance.training import DOES_NOT_FIT, Learner, timed, utilisation, warmed
+from zoo.performance.training import DOES_NOT_FIT, TimedLearner, timed, utilisation, warmed
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
 from zoo.train.module import best_precision
@@ -97,29 +96,6 @@ class Job(NamedTuple):
     model: str
     size: str
     cells: tuple[tuple[int, str], ...]
-
-
-class MicroBatches(Learner):
-    """A learner whose step has several forward and backward passes."""
-
-    number = 1
-
-    def step(self) -> None:
-        """Run a training step without synchronising."""
-        self.clock.mark()
-        for micro in range(self.number):
-            if self.captured is not None:
-                self.captured.prepare(first=micro == 0)
-                loss = self.captured(first=micro == 0)[0]
-            else:
-                loss = self.forward()
-            (loss / self.number).backward()
-        self.update()
-        self.clock.mark()
-
-    def step_ms(self) -> float:
-        """Return the median time of a step since the last call."""
-        return statistics.median(self.clock.between()[::2])  # the other intervals are between steps
 
 
 def config_of(model: str, size: str) -> list[str]:
@@ -223,21 +199,18 @@ def steps_of(model: nn.Module, job: Job, tokens: int, micro_batches: int, captur
     batch_size = tokens // micro_batches // to.length
     samples = torch.randint(ours.model.vocab_size, (batch_size, to.length + 1), device=to.device)
     optim, loss = configs.instantiate("optim", ours), _loss(model, samples)
-    learner = MicroBatches(model, optim, to.precision, "auto", loss, captured)
-    learner.number = micro_batches
+    learner = TimedLearner(model, optim, to.precision, "auto", loss, cuda_graph=captured, micro_batches=micro_batches)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     row: Row = {"parameters": parameters, "batch_size": batch_size, "micro_batches": micro_batches}
     with tqdm(disable=True) as bar:
         if not warmed(row, learner, bar):
             return row
-        learner.clock.between()
         steps = to.steps if parameters * tokens < LARGE else min(FEW_STEPS, to.steps)
         timed([(row, learner)], steps, bar)
     refused = None if learner.captured is None else learner.captured.refused
     if refused is not None:
         return row | {"note": DOES_NOT_FIT if "out of memory" in refused else f"not captured: {refused}"}
-    row |= {"steps": steps, "step_ms": learner.step_ms(), "peak_gib": learner.peak_gib}
-    row["tokens_per_second"] = 1e3 * tokens / row["step_ms"]
+    row |= {"steps": steps} | learner.measured(tokens)
     if isinstance(model, LanguageModel):
         flops = model.flops(to.length) / to.length
         row["mfu"] = utilisation(flops, row["tokens_per_second"], to.precision, to.device)

@@ -101,7 +101,6 @@ def check(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
-    per_channel: bool,
     beta_per_channel: bool = False,
     consume_state: bool = False,
     keep_states: bool | None = None,
@@ -134,7 +133,7 @@ def check(
         raise ValueError(f"v: {H} value heads are no multiple of the {key_heads // subheads} key heads")
     count = H * subheads
     if log_decay is not None:
-        allowed = [(count,), (B, T, count)] + ([(B, T, count, K)] if per_channel else [])
+        allowed = [(count,), (B, T, count), (B, T, count, K)]
         if tuple(log_decay.shape) not in allowed:
             raise ValueError(
                 f"log_decay: expected one of {', '.join(map(str, allowed))}, got shape {tuple(log_decay.shape)}"

@@ -141,7 +141,6 @@ def delta_rule(
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
     a = check(
         *args,
-        per_channel=True,
         beta_per_channel=True,
         consume_state=consume_state,
         keep_states=keep_states,

@@ -1,22 +1,23 @@
 """Launch configurations of the Triton kernels: block sizes, warps and stages, by architecture, head size and dtype.
 
-They come from a table, not from autotuning: the first call costs one compilation, and no launch depends on the length.
-Every entry was compiled ahead of time without large spills, and is tested on a device in outputs *and* gradients. Some
-that look harmless compute nonsense on Hopper: `miscompilations.py` lists them, and a test keeps them out of this table.
-Slices of 32 channels that are masked or whose rows are not aligned are wrong there, too
+They come from a table, `launches.csv`, and not from autotuning: the first call costs one compilation, and no launch
+depends on the length. Every entry was compiled ahead of time without large spills, and is tested on a device in outputs
+*and* gradients. Some that look harmless compute nonsense on Hopper: `miscompilations.py` lists them, and a test keeps
+them out of this table. Slices of 32 channels that are masked or whose rows are not aligned are wrong there, too
 (`linear_recurrence/gpu/op.py`). Entries of a file take precedence (`launch_file.py`).
 """
 
+import csv
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from . import launch_file
-from .device import HOPPER, OTHER, capability
+from .device import capability
 
 ANY = 1 << 30  # heads of any size
-HALF, SINGLE = 2, 4  # bytes per element
 
 
 class LaunchConfig(NamedTuple):
@@ -29,154 +30,19 @@ class LaunchConfig(NamedTuple):
     values: int = 0  # and of value channels
 
 
+def _built_in() -> dict[str, dict[tuple[int, int, int], LaunchConfig]]:
+    table: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {}
+    with Path(__file__).with_name("launches.csv").open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            key = int(row["capability"]), ANY if row["size"] == "any" else int(row["size"]), int(row["itemsize"])
+            numbers = {name: int(row[name]) for name in LaunchConfig._fields}
+            table.setdefault(row["kernel"], {})[key] = LaunchConfig(**numbers)
+    return table
+
+
 # kernel → (compute capability, largest head size that the entry serves, bytes per element). The size is the larger of K
 # and V; for the delta rule, values beyond its largest keys count as these, and for the general one it is K alone.
-TABLE: dict[str, dict[tuple[int, int, int], LaunchConfig]] = {
-    "linear_recurrence.carry": {
-        (HOPPER, 128, HALF): LaunchConfig(4, 2, block=64),
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=16),
-        (OTHER, 64, HALF): LaunchConfig(4, 2, block=32),
-        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
-    },
-    "linear_recurrence.local": {  # the pass without an output
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, block=128),
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=16),
-        (OTHER, 64, HALF): LaunchConfig(4, 2, block=32),
-        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
-    },
-    "linear_recurrence.head_scores": {
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=256),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=64),
-        (OTHER, 64, HALF): LaunchConfig(4, 2, block=64),
-        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=32),
-    },
-    "linear_recurrence.channel_scores": {
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=32),
-        (OTHER, 64, HALF): LaunchConfig(4, 2, block=16),
-        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
-    },
-    "linear_recurrence.channel_grads": {
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, block=32),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, block=16),
-        (OTHER, 64, HALF): LaunchConfig(4, 2, block=16),
-        (OTHER, 32, SINGLE): LaunchConfig(4, 2, block=16),
-    },
-    "linear_recurrence.step": {
-        (HOPPER, ANY, HALF): LaunchConfig(4, 2, block=64),
-        (HOPPER, ANY, SINGLE): LaunchConfig(4, 2, block=64),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, block=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, block=32),
-    },
-    "delta_rule.prepare": {
-        (HOPPER, 64, HALF): LaunchConfig(4, 2, keys=64),
-        (HOPPER, 128, HALF): LaunchConfig(4, 2, keys=128),
-        (HOPPER, 2048, HALF): LaunchConfig(4, 2, keys=128),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, keys=64),
-        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, keys=64),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=64),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, keys=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, keys=32),
-    },
-    "delta_rule.forward": {
-        (HOPPER, 64, HALF): LaunchConfig(4, 3, values=64),
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, values=32),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, values=32),
-        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, values=16),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, values=16),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
-    },
-    "delta_rule.backward": {
-        (HOPPER, 64, HALF): LaunchConfig(4, 3, values=64),
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, values=64),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, values=32),
-        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, values=16),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, values=16),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),  # two stages need 108 to 180 KiB of shared memory
-    },
-    "delta_rule.dq": {
-        (HOPPER, 64, HALF): LaunchConfig(4, 2, keys=64, values=64),
-        (HOPPER, 128, HALF): LaunchConfig(4, 2, keys=128, values=64),
-        (HOPPER, 2048, HALF): LaunchConfig(4, 2, keys=128, values=64),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, keys=64, values=32),
-        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, keys=64, values=32),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=64, values=32),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, keys=32, values=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
-    },
-    "delta_rule.dk": {
-        (HOPPER, 64, HALF): LaunchConfig(4, 2, keys=64, values=64),
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, keys=64, values=32),
-        (HOPPER, 2048, HALF): LaunchConfig(4, 2, keys=64, values=64),
-        (HOPPER, 64, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
-        (HOPPER, 128, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, keys=32, values=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, keys=32, values=32),
-    },
-    "delta_rule.long": {  # instead of both where the state stays in memory
-        (HOPPER, 2048, HALF): LaunchConfig(4, 3, keys=64, values=64),
-        (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=64, values=64),
-    },
-    "delta_rule.narrow": {  # instead of `forward` and `backward` where these would leave most of the device idle
-        (HOPPER, 64, HALF): LaunchConfig(4, 3, values=32),
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=32),
-    },
-    "general_delta_rule.prepare": {  # of chunks with moderate decays; steep ones have one launch
-        (HOPPER, 256, HALF): LaunchConfig(4, 3, keys=32),  # few registers: two programs per multiprocessor
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 3, keys=32),
-        (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, keys=32),
-    },
-    "general_delta_rule.scalar_prepare": {  # with one decay per head
-        (HOPPER, 128, HALF): LaunchConfig(4, 2, keys=128),
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, keys=64),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, keys=64),
-        (OTHER, ANY, HALF): LaunchConfig(4, 1, keys=64),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, keys=64),
-    },
-    "general_delta_rule.forward": {
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),  # transposed states of 64 rows stay in registers
-        (HOPPER, 256, HALF): LaunchConfig(4, 1, values=16),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
-        (OTHER, ANY, HALF): LaunchConfig(4, 1, values=16),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),
-    },
-    "general_delta_rule.backward": {
-        (HOPPER, 128, HALF): LaunchConfig(4, 3, values=64),
-        (HOPPER, 256, HALF): LaunchConfig(4, 1, values=16),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 1, values=16),
-        (OTHER, ANY, HALF): LaunchConfig(4, 1, values=16),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 1, values=16),
-    },
-    "general_delta_rule.narrow": {  # instead of `forward` where that would leave half of the device idle
-        (HOPPER, 128, HALF): LaunchConfig(4, 2, values=32),
-    },
-    "general_delta_rule.pairs": {
-        (HOPPER, 256, HALF): LaunchConfig(4, 2, values=128),
-        (HOPPER, 256, SINGLE): LaunchConfig(4, 2, values=32),
-        (OTHER, ANY, HALF): LaunchConfig(4, 2, values=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(4, 2, values=32),
-    },
-    "general_delta_rule.gradients": {
-        (HOPPER, 256, HALF): LaunchConfig(8, 1, keys=64, values=128),
-        (HOPPER, 256, SINGLE): LaunchConfig(8, 1, keys=64, values=32),
-        (OTHER, ANY, HALF): LaunchConfig(8, 1, keys=32, values=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(8, 1, keys=32, values=32),
-    },
-    "general_delta_rule.scalar_gradients": {
-        (HOPPER, 256, HALF): LaunchConfig(4, 1, keys=64, values=64),
-        (HOPPER, 256, SINGLE): LaunchConfig(8, 1, keys=64, values=32),
-        (OTHER, ANY, HALF): LaunchConfig(8, 1, keys=32, values=32),
-        (OTHER, ANY, SINGLE): LaunchConfig(8, 1, keys=32, values=32),
-    },
-}
+TABLE = _built_in()
 
 
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> LaunchConfig:

@@ -78,6 +78,20 @@ def segment_at(segments, segment):
 
 
 @triton.jit
+def of_program(segments, M: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The work of a program of a pass along time: a block of values of one of M recurrences, in a segment.
+
+    Returns the first value, the recurrence among those of all segments, the recurrence, and what `segment_at` returns.
+    """
+    BLOCKS: tl.constexpr = (V + BLOCK - 1) // BLOCK
+    column = (tl.program_id(0) % BLOCKS) * BLOCK
+    recurrence = tl.program_id(0) // BLOCKS
+    n, m = recurrence // M, recurrence % M
+    start, stop, first = segment_at(segments, n)
+    return column, recurrence, m, start, stop, first
+
+
+@triton.jit
 def tokens_at(x, token, stop, stride, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """Pointers and mask of the tile [64, BLOCK] that starts at a token and a column.
 

@@ -65,6 +65,6 @@ def linear_recurrence(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(*args, per_channel=True, consume_state=consume_state, keep_states=keep_states)
+    a = check(*args, consume_state=consume_state, keep_states=keep_states)
     o, state = OP(v, a)
     return o, state if return_state else None

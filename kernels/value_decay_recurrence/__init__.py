@@ -72,7 +72,7 @@ def value_decay_recurrence(
     scale = q.shape[3] ** -0.5 if scale is None else scale
     # `check` expects the decay on the key channels, so keys and values are exchanged
     exchanged = (v, v, k, log_decay, None, 1, scale, initial_state, cu_seqlens)
-    a = check(*exchanged, per_channel=True, consume_state=consume_state)
+    a = check(*exchanged, consume_state=consume_state)
     a.consume_state = a.consume_state and not q.requires_grad
     o, state = OP(v, a, q)
     return o, state if return_state else None

@@ -30,7 +30,7 @@ from .recurrences import inputs
 # compute capability, major and minor number in one → bytes of shared memory that one program can have
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 GATES = {name: ("none", "constant", "head", "channel") for name in ("linear_recurrence", "delta_rule")}
-LARGEST = {launch_table.HALF: 512, launch_table.SINGLE: 256}  # larger heads take the same launches, or none
+LARGEST = {2: 512, 4: 256}  # by bytes per element; larger heads take the same launches, or none
 
 
 class AbsentGPU:
@@ -96,7 +96,7 @@ def layer(name: str) -> None:
 
 def calls(architecture: int) -> Iterator[Callable[[], None]]:
     """Calls that together need every entry of the launch table for an architecture, and all other kernels."""
-    dtypes = {launch_table.HALF: torch.bfloat16, launch_table.SINGLE: torch.float32}
+    dtypes = {2: torch.bfloat16, 4: torch.float32}
     for name, gates in GATES.items():
         of_op = [sizes for kernel, sizes in launch_table.TABLE.items() if kernel.startswith(f"{name}.")]
         entries = {key[1:] for sizes in of_op for key in sizes if key[0] == architecture}

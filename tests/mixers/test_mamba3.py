@@ -12,7 +12,7 @@ import kernels
 import mixers
 from mixers import Expanded, GatedRMSNorm, Mamba3, Site
 from mixers.mamba3 import Trapezoid
-from mixers.turning import running_turns, turn
+from mixers.rotation import cumulative_angles, rotate
 
 from .test_parity import by_name, shaken
 
@@ -117,19 +117,19 @@ def test_angles_of_a_long_context_are_exact(bounds: list[int]):
     turns, before = torch.rand(1, 100_000, 1), torch.rand(len(bounds) - 1, 1, dtype=torch.float64)
     before = (before * 2**38).round() / 2**38
     packed = torch.tensor(bounds) if len(bounds) > 2 else None
-    total, last = running_turns(turns / 8, before, packed, None)
+    total, last = cumulative_angles(turns / 8, before, packed, None)
     for number, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
         assert torch.equal(last[number], (before[number] + (turns[0, start:stop] / 8).double().sum(0)).remainder(1))
         if stop == start:
             continue
-        piece, _ = running_turns(turns[:, start:stop] / 8, before[number : number + 1], None, None)
+        piece, _ = cumulative_angles(turns[:, start:stop] / 8, before[number : number + 1], None, None)
         assert torch.equal(piece, total[:, start:stop])
 
 
 def test_gradients_of_angles_stay_in_their_document():
     turns, bounds = torch.rand(1, 12, 2, dtype=torch.float64, requires_grad=True), [0, 3, 3, 11, 12]
     weight = torch.randn(1, 12, 2, dtype=torch.float64)
-    total, _ = running_turns(turns, None, torch.tensor(bounds), None)
+    total, _ = cumulative_angles(turns, None, torch.tensor(bounds), None)
     (found,) = torch.autograd.grad((total * weight).sum(), turns)
     parts = [weight[:, i:j].flip(1).cumsum(1).flip(1) for i, j in zip(bounds, bounds[1:], strict=False)]
     torch.testing.assert_close(found, torch.cat(parts, 1))
@@ -138,7 +138,7 @@ def test_gradients_of_angles_stay_in_their_document():
 def test_a_quarter_turn():
     x = torch.arange(1.0, 6.0).view(1, 1, 1, 5)
     expected = torch.tensor([-2.0, 1.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
-    torch.testing.assert_close(turn(x, torch.full((1, 1, 1, 1), 0.25)), expected)
+    torch.testing.assert_close(rotate(x, torch.full((1, 1, 1, 1), 0.25)), expected)
 
 
 def test_the_first_values_and_sizes():
@@ -170,7 +170,7 @@ def test_sizes_that_do_not_fit(arguments: dict, message: str):
 
 
 VARIANTS = {
-    "with groups, all of whose channels turn": partial(
+    "with groups, all of whose channels are rotated": partial(
         Mamba3, head_dim=16, state_dim=16, num_groups=4, rotary_fraction=1.0, output=mixers.GatedRMSNorm
     ),
     "without a gate": partial(Mamba3, head_dim=32, state_dim=7, expand=1, output=mixers.NormOnly),

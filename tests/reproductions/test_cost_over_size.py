@@ -15,7 +15,7 @@ from reproductions import cost_over_size as cost
 from tests.zoo.train.test_captured_step import Repeated
 from zoo import config as configs
 from zoo.performance.model import build, mean_loss, read
-from zoo.performance.training import DOES_NOT_FIT
+from zoo.performance.training import DOES_NOT_FIT, TimedLearner
 from zoo.train.captured_step import CapturedStep
 
 CPU = torch.device("cpu")
@@ -82,16 +82,20 @@ def test_a_step_in_micro_batches_is_a_step():
         torch.manual_seed(0)
         model = build(parsed, "32-true", CPU)
         parts = iter([*samples.chunk(number)] * 100)
-        learner = cost.MicroBatches(
-            model, configs.instantiate("optim", parsed), "32-true", "auto", lambda: mean_loss(model, next(parts))
+        learner = TimedLearner(
+            model,
+            configs.instantiate("optim", parsed),
+            "32-true",
+            "auto",
+            lambda: mean_loss(model, next(parts)),
+            micro_batches=number,
         )
-        learner.number = number
         if captured:
             step = CapturedStep(lambda: (mean_loss(model, samples[:4]),), model.parameters(), Repeated())
             learner.captured, learner.optimizer.replay = step, partial(step.update, learner.optimizer)
         for _ in range(3):
-            learner.step()
-        assert learner.step_ms() > 0
+            learner.step(learner.clock.mark)
+        assert learner.measured(samples.numel())["step_ms"] > 0
         return [parameter.detach().clone() for parameter in model.parameters()]
 
     once = trained(1, captured=False)

@@ -61,18 +61,6 @@ def shard_hashes(folder: Path, names: Sequence[str]) -> dict[str, list[Any]]:
     return {name: [(folder / name).stat().st_size, file_digest(folder / name)] for name in names}
 
 
-def sync(folder: Path) -> None:
-    """Wait until all files in a folder of shards are on the disk."""
-    for path in [*folder.rglob("*"), folder]:
-        if os.name == "nt" and path.is_dir():
-            continue  # Windows cannot sync folders
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
 def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
     """Raise a UserError unless the entry `shards` of the checkpoint `path` is valid: files in one folder next to it."""
     invalid = UserError(f"{path} is refused: its entry for shards is not as this project writes it.")

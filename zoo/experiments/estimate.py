@@ -2,9 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,11 +11,8 @@ from torch import Tensor
 
 from zoo.config.build import from_config, instantiate
 from zoo.experiments.definition import Run
-from zoo.train.adamw import AdamW
-from zoo.train.captured_step import CapturedStep
+from zoo.train.learner import Learner
 from zoo.train.metrics import total_loss
-from zoo.train.muon import Muon
-from zoo.train.optim import build_optimizer, clip, total_norm
 
 BUDGET_SECONDS = 20.0
 
@@ -47,10 +43,10 @@ def estimate(runs: Sequence[Run], jobs: int) -> Estimate | None:
         return None
     with _threads(max((os.cpu_count() or 1) // jobs, 1)):
         for run in runs:
-            step = training_step(run, torch.device("cuda" if gpus else "cpu"))
+            learner = learner_of(run, torch.device("cuda" if gpus else "cpu"))
             for _ in range(2):  # the first one compiles and allocates
                 start = time.perf_counter()
-                step()
+                learner.step()
                 if gpus:
                     torch.cuda.synchronize()
             seconds.append(time.perf_counter() - start)
@@ -62,7 +58,7 @@ def estimate(runs: Sequence[Run], jobs: int) -> Estimate | None:
 
 
 def steps_of(run: Run) -> int | None:
-    """The number of `training_step`s of a run; None if it has no sequences or no number of steps."""
+    """The number of a run's micro-batches; None if it has no sequences or no number of steps."""
     assert run.parsed is not None
     trainer, model = run.parsed.trainer, run.parsed.model
     data = instantiate("data", run.parsed)
@@ -77,37 +73,19 @@ def steps_of(run: Run) -> int | None:
     return int(trainer.max_steps * trainer.accumulate_grad_batches)
 
 
-def training_step(run: Run, device: torch.device) -> Callable[[], None]:
-    """A function that trains a run's model on a batch of random tokens, captured if the run is."""
+def learner_of(run: Run, device: torch.device) -> Learner:
+    """A learner of a run's model on a batch of random tokens, captured if the run is."""
     assert run.parsed is not None
     config, data = run.parsed.clone(), instantiate("data", run.parsed)
     config.model.vocab_size = config.model.vocab_size or getattr(data, "vocab_size", None) or 1024
-    model, optim = from_config(config, device), instantiate("optim", config)
-    optimizer = build_optimizer(model, optim)
+    model, on_gpu = from_config(config, device), device.type == "cuda"
     tokens = torch.randint(config.model.vocab_size, (data.batch_size, data.sequence_length), device=device)
-    parameters = [*model.parameters()]
 
-    def compute() -> tuple[Tensor]:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            return (total_loss(model, tokens, tokens) / tokens.numel(),)
+    def loss() -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
+            return total_loss(model, tokens, tokens) / tokens.numel()
 
-    captured = CapturedStep(compute, parameters) if config.cuda_graph and device.type == "cuda" else None
-    if captured is not None and isinstance(optimizer, AdamW | Muon):
-        optimizer.replay = partial(captured.update, optimizer)
-
-    def step() -> None:
-        if captured is not None:
-            captured.prepare()
-        (compute if captured is None else captured)()[0].backward()
-        if optim.gradient_clip is not None and captured is not None:
-            captured.clip(optim.gradient_clip, captured.gradient_norm())
-        elif optim.gradient_clip is not None:
-            trained = [parameter for parameter in parameters if parameter.grad is not None]
-            clip(trained, optim.gradient_clip, total_norm(x.grad for x in trained if x.grad is not None))
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-
-    return step
+    return Learner(model, instantiate("optim", config), loss, cuda_graph=config.cuda_graph and on_gpu)
 
 
 @contextmanager

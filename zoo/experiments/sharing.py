@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from zoo.experiments.definition import Run
-from zoo.experiments.estimate import steps_of, training_step
+from zoo.experiments.estimate import learner_of, steps_of
 
 CANDIDATES = (1, 2, 4, 8)  # runs on a GPU
 SECONDS = 2.0  # to time each candidate
@@ -142,7 +142,7 @@ def _serve(sources: tuple[str, ...], device: torch.device, parent: Any) -> None:
     """Send the memory that a run's steps take, then for each number of seconds the steps per second in them."""
     try:
         run = Run("trial", sources)
-        step = training_step(run._replace(parsed=run.read()), device)
+        step = learner_of(run._replace(parsed=run.read()), device).step
         for _ in range(2):
             step()
         parent.send(_memory(device))

@@ -38,7 +38,7 @@ def atomic_write(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    _sync_folder(path.parent)
+    sync(path.parent)  # makes the rename durable
 
 
 def atomic_link(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
@@ -59,7 +59,7 @@ def atomic_link(source: str | os.PathLike[str], target: str | os.PathLike[str]) 
         return
     os.replace(partial, target)
     partial.unlink(missing_ok=True)  # if both names already referred to the same file, the rename did nothing
-    _sync_folder(target.parent)
+    sync(target.parent)
 
 
 def _partial(path: Path) -> Path:
@@ -90,12 +90,18 @@ def _remove_abandoned(path: Path) -> None:
             continue  # already gone, or the process is another user's
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make the rename durable (not possible on Windows)."""
-    if os.name == "nt":
+def sync(path: Path) -> None:
+    """Wait until a file is on the disk, or the names in a folder, which Windows cannot sync."""
+    if os.name == "nt" and path.is_dir():
         return
-    descriptor = os.open(folder, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_all(folder: Path) -> None:
+    """Wait until a folder, and all that is in it, is on the disk."""
+    for path in [*folder.rglob("*"), folder]:
+        sync(path)

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,14 @@ from zoo.performance import peers as others
 from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, without
 from zoo.performance.device import described, pick_backend
 from zoo.performance.timing import Clock, process_age, synchronize
-from zoo.train.adamw import AdamW
 from zoo.train.callbacks.compiled_ahead import compile_ahead
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
-from zoo.train.captured_step import CapturedStep
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
+from zoo.train.learner import Learner
 from zoo.train.module import best_precision
-from zoo.train.muon import Muon
-from zoo.train.optim import Optimisation, build_optimizer, clip, total_norm
+from zoo.train.optim import Optimisation
 
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
@@ -143,7 +140,9 @@ def bench_training(
         if compile:  # as `compile: true` does
             for block, compiled in compiled_blocks(model):
                 block.forward = compiled
-        learner = Learner(model, optim, precision, backend, lambda: models.mean_loss(model, tokens), cuda_graph)
+        learner = TimedLearner(
+            model, optim, precision, backend, lambda: models.mean_loss(model, tokens), cuda_graph=cuda_graph
+        )
         learners = [(row, learner)] if warmed(row, learner, bar) else []
         # after the first step, whose time is to include compilation
         checked = models.conditioned(models.build(parsed, precision, where))
@@ -167,8 +166,12 @@ def bench_training(
     return report
 
 
-class Learner:
-    """A model with its optimiser and clock."""
+class TimedLearner(Learner):
+    """A learner with a clock, in the precision and with the backend of a benchmark.
+
+    Attributes:
+        peak_gib: Largest memory in use on a GPU; None until it is measured.
+    """
 
     def __init__(
         self,
@@ -177,70 +180,30 @@ class Learner:
         precision: str,
         backend: str,
         loss: Callable[[], Tensor],
+        *,
         cuda_graph: bool = False,
+        micro_batches: int = 1,
     ) -> None:
-        self.model, self.clip, self.loss = model, optim.gradient_clip, loss
-        self.precision, self.backend = precision, backend
-        self.optimizer = build_optimizer(model, optim)
         self.device = next(model.parameters()).device
         self.clock = Clock(self.device)
         self.peak_gib: float | None = None
-        self.captured: CapturedStep | None = None
-        if cuda_graph:
-            self.captured = CapturedStep(lambda: (self.forward(),), model.parameters())
-            if isinstance(self.optimizer, AdamW | Muon):
-                self.optimizer.replay = partial(self.captured.update, self.optimizer)
 
-    def prepare(self) -> None:
-        """Compile our kernels for a step."""
-        if isinstance(self.model, LanguageModel):
-            with models.running(self.precision, self.device, self.backend):
-                compile_ahead(self.model, self.loss)
+        def computed() -> Tensor:
+            with models.running(precision, self.device, backend):
+                return loss()
 
-    def forward(self) -> Tensor:
-        """Compute the loss."""
-        with models.running(self.precision, self.device, self.backend):
-            return self.loss()
-
-    def step(self) -> None:
-        """Run a training step without synchronising, so that the device stays busy while the host prepares the next."""
-        clock = self.clock
-        clock.mark()
-        if self.captured is not None:
-            self.captured.prepare()
-        loss = self.forward() if self.captured is None else self.captured()[0]
-        clock.mark()
-        loss.backward()
-        clock.mark()
-        self.update()
-        clock.mark()
-
-    def update(self) -> None:
-        """Clip the gradients, apply them and drop them."""
-        if self.clip is not None and self.captured is not None:
-            self.captured.clip(self.clip, self.captured.gradient_norm())
-        elif self.clip is not None:
-            parameters = list(self.model.parameters())
-            clip(parameters, self.clip, total_norm(p.grad for p in parameters if p.grad is not None))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-
-    def times(self) -> Sequence[Sequence[float]]:
-        """Milliseconds of forward, backward and optimiser in each step since the last call."""
-        between = self.clock.between()
-        return [between[part::4] for part in range(3)]  # the fourth interval is between two steps
+        super().__init__(model, optim, computed, cuda_graph=cuda_graph, micro_batches=micro_batches)
 
     def measured(self, tokens: int) -> dict[str, Any]:
-        """Medians over the steps since the last call, of `tokens` tokens each, and the most memory."""
-        times = self.times()
-        forward, backward, optimiser = map(statistics.median, times)
-        step = statistics.median(map(sum, zip(*times, strict=True)))
+        """Medians over the steps since the clock was last read, of `tokens` tokens each, and the most memory."""
+        intervals, parts = self.clock.between(), 2 * self.micro_batches
+        steps = [intervals[at : at + parts + 1] for at in range(0, len(intervals), parts + 2)]  # one more between steps
         return {
-            "step_ms": step,
-            "forward_ms": forward,
-            "backward_ms": backward,
-            "optimiser_ms": optimiser,
-            "tokens_per_second": tokens / step * 1e3,
+            "step_ms": (step_ms := statistics.median(map(sum, steps))),
+            "forward_ms": statistics.median(sum(step[:parts:2]) for step in steps),
+            "backward_ms": statistics.median(sum(step[1:parts:2]) for step in steps),
+            "optimiser_ms": statistics.median(step[parts] for step in steps),
+            "tokens_per_second": tokens / step_ms * 1e3,
             "peak_gib": self.peak_gib,
         }
 
@@ -251,7 +214,7 @@ def utilisation(flops: float | None, tokens_per_second: float, precision: str, d
     return None if peak is None or flops is None else TRAINING_FLOPS * flops * tokens_per_second / peak
 
 
-def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> bool:
+def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0) -> bool:
     """Run the first steps; False if out of memory.
 
     It records the time of the first, which implementations of our ops ran, and the memory beyond `before` bytes.
@@ -263,16 +226,17 @@ def warmed(row: dict[str, Any], learner: Learner, bar: Any, before: int = 0) -> 
     start = time.perf_counter()
     try:
         with kernels.implementations() as ran:
-            learner.prepare()
-            learner.step()
+            if isinstance(learner.model, LanguageModel):
+                compile_ahead(learner.model, learner.loss)
+            learner.step(learner.clock.mark)
         row["implementations"] = {op: sorted(names) for op, names in sorted(ran.items())}
         synchronize(learner.device)
         row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
         bar.update()
         for _ in range(WARM_UP):
-            learner.step()
+            learner.step(learner.clock.mark)
             bar.update()
-        learner.times()
+        learner.clock.between()
     except torch.OutOfMemoryError:
         row["note"] = DOES_NOT_FIT
         return False
@@ -289,7 +253,7 @@ def _peer(
     precision: str,
     tokens: Tensor,
     bar: Any,
-) -> list[tuple[dict[str, Any], Learner]]:
+) -> list[tuple[dict[str, Any], TimedLearner]]:
     """FLA's model, warmed up; nothing if it does not run."""
     before = torch.cuda.memory_allocated(tokens.device)
     try:
@@ -297,7 +261,7 @@ def _peer(
         row["model"], model = peer.name, peer.build()
         if precision.endswith("-true"):
             model = model.to(models.PRECISIONS[precision])
-        learner = Learner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
+        learner = TimedLearner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
         row["parameters"] = sum(p.numel() for p in model.parameters())
         done = warmed(row, learner, bar, before)
     except UserError:
@@ -309,9 +273,9 @@ def _peer(
     return [(row, learner)] if done else []
 
 
-def timed(learners: Sequence[tuple[dict[str, Any], Learner]], steps: int, bar: Any) -> None:
+def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any) -> None:
     """Run steps of all models, alternating."""
     for _ in range(steps):
         for _, learner in learners:
-            learner.step()
+            learner.step(learner.clock.mark)
             bar.update()

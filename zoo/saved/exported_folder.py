@@ -9,7 +9,7 @@ from typing import Any
 
 from kernels import UserError
 from zoo.checkpoints.tensor_files import Weights, write_tensor_files
-from zoo.checkpoints.zero_shards import sync
+from zoo.files.atomic import sync_all
 from zoo.files.hashing import digest, file_digest
 from zoo.files.links import open_to_read
 from zoo.files.output import replace_files
@@ -128,7 +128,7 @@ def write_folder(
             names = [*files, *write_tensor_files(weights, partial, max_bytes)]
             if hashed:
                 (partial / HASHES).write_bytes(hashes({name: partial / name for name in names}, signature))
-            sync(partial)
+            sync_all(partial)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror or error}") from error
 

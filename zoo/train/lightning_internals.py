@@ -59,8 +59,8 @@ def is_logged_step(trainer: L.Trainer) -> bool:
 
 def logs_steps(module: L.LightningModule) -> bool:
     """Return whether a hook is running in which, by default, Lightning logs a number of one step."""
-    levels = _FxValidator.functions.get(module._current_fx_name or "")
-    return levels is not None and levels["default_on_step"] and not levels["default_on_epoch"]
+    hook = module._current_fx_name
+    return hook is not None and _FxValidator.check_logging_and_get_default_levels(hook, None, None) == (True, False)
 
 
 def row_to_log(trainer: L.Trainer) -> dict[str, float]:

@@ -19,9 +19,8 @@ from zoo.checkpoints.zero_shards import (
     remove_unused_shards,
     shard_hashes,
     shard_names,
-    sync,
 )
-from zoo.files.atomic import atomic_write
+from zoo.files.atomic import atomic_write, sync_all
 
 
 @contextmanager
@@ -81,7 +80,7 @@ def save_with_shards(
     if strategy.is_global_zero:
         written = {key: checkpoint[key] for key in checkpoint if key not in left_out}
         with noted(failures):
-            sync(shards)
+            sync_all(shards)
             with atomic_write(path) as file:
                 save_sealed({**written, SHARDS: {"folder": name, "files": files, **described}}, file)
     all_succeeded(strategy, path, shards, failures)

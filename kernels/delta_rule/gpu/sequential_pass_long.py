@@ -10,7 +10,7 @@ a large device. The state lies where the final one is returned, so that it takes
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, of_program, store_state, store_tokens
 from .steps import load_last, store_last
 
 
@@ -52,11 +52,7 @@ def long_forward(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    column = (tl.program_id(0) % BLOCKS) * BV
-    recurrence = tl.program_id(0) // BLOCKS
-    n, m = recurrence // M, recurrence % M
-    start, stop, first = segment_at(segments, n)
+    column, recurrence, m, start, stop, first = of_program(segments, M, V, BV)
     keys: tl.constexpr = M // R  # heads of q and k
     values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E
@@ -134,11 +130,7 @@ def long_backward(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    column = (tl.program_id(0) % BLOCKS) * BV
-    recurrence = tl.program_id(0) // BLOCKS
-    n, m = recurrence // M, recurrence % M
-    start, stop, first = segment_at(segments, n)
+    column, recurrence, m, start, stop, first = of_program(segments, M, V, BV)
     keys: tl.constexpr = M // R  # heads of q and k
     values: tl.constexpr = M // E  # and of v
     head = (m // (E * R)) * E + m % E

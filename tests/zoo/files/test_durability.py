@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zoo.checkpoints.zero_shards import sync
 from zoo.data.text.progress import AppendedFile
 from zoo.evaluation.record import Records
+from zoo.files.atomic import sync_all
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def test_every_shard_and_folder_of_a_checkpoint(tmp_path: Path, synced: list[tup
     (tmp_path / "shards" / "deep").mkdir(parents=True)
     (tmp_path / "shards" / "a.pt").write_bytes(b"abc")
     (tmp_path / "shards" / "deep" / "b.pt").write_bytes(b"abcd")
-    sync(tmp_path / "shards")
+    sync_all(tmp_path / "shards")
     assert sorted(synced) == [("a.pt", 3), ("b.pt", 4), ("deep", -1), ("shards", -1)]
     assert synced[-1] == ("shards", -1)
 

@@ -14,6 +14,7 @@ from kernels.gpu.miscompilations import known_of, miscompiled
 from zoo.config.find import CONFIGS
 from zoo.data.text.cache import cache_folder
 from zoo.performance.doctor.checks import Finding, as_finding
+from zoo.train.devices import free_memory
 
 GIB = 2**30
 LEAST = {"memory": 2 * GIB, "GPU memory": 2 * GIB, "disk": GIB}  # bytes, for the smallest runs and their checkpoints
@@ -113,7 +114,7 @@ def compiler() -> Finding:
 
 def space(device: torch.device) -> Iterator[Finding]:
     """Free memory of the machine and the GPU, and free disk where runs and prepared data go."""
-    memory = _available()
+    memory = free_memory()
     if memory is not None:
         yield _enough("memory", "free", memory, LEAST["memory"])
     if device.type == "cuda":
@@ -128,13 +129,3 @@ def _enough(subject: str, check: str, free: int, least: int) -> Finding:
     enough = free >= least
     says = f"{free / GIB:,.1f} GiB" + ("" if enough else f" is less than {least / GIB:g} GiB")
     return as_finding(subject, check, enough, says, bytes=free)
-
-
-def _available() -> int | None:
-    """Bytes of memory that a process can get; None where Linux's account of it is missing."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in lines)
-    return int(fields["MemAvailable"].split()[0]) * 1024 if "MemAvailable" in fields else None

@@ -12,7 +12,7 @@ States before chunks, and their gradients, are stored as [V,K].
 import triton
 import triton.language as tl
 
-from ....gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, segment_at, store_state, store_tokens
+from ....gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, of_program, store_state, store_tokens
 from ..steps import load_last, store_last
 from .decays import strength_of
 
@@ -44,11 +44,7 @@ def scan_forward(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    column = (tl.program_id(0) % BLOCKS) * BV
-    recurrence = tl.program_id(0) // BLOCKS
-    n, m = recurrence // M, recurrence % M
-    start, stop, first = segment_at(segments, n)
+    column, recurrence, m, start, stop, first = of_program(segments, M, V, BV)
     values: tl.constexpr = M // E  # heads of v
     state = recurrence.to(tl.int64) * (K * V)
     r, ck = tl.arange(0, CHUNK), tl.arange(0, BK)
@@ -109,11 +105,7 @@ def scan_backward(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (V + BV - 1) // BV
-    column = (tl.program_id(0) % BLOCKS) * BV
-    recurrence = tl.program_id(0) // BLOCKS
-    n, m = recurrence // M, recurrence % M
-    start, stop, first = segment_at(segments, n)
+    column, recurrence, m, start, stop, first = of_program(segments, M, V, BV)
     values: tl.constexpr = M // E
     state = recurrence.to(tl.int64) * (K * V)
     ck = tl.arange(0, BK)

@@ -1,4 +1,4 @@
-"""Rotary embedding by angles that depend on the data, added up along time."""
+"""Rotations by angles that depend on the data and add up along time: data-dependent rotary embedding."""
 
 import math
 from typing import Any
@@ -16,21 +16,21 @@ from .shift import last_tokens, starting
 GRID = 2.0**38
 
 
-def running_turns(
-    turns: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+def cumulative_angles(
+    angles: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
 ) -> tuple[Tensor, Tensor | None]:
-    """Add up turns along time, modulo 1, with the exact same result in any batch, document or piece.
+    """Add up angles along time, modulo 1, with the exact same result in any batch, document or piece.
 
     Args:
-        turns: Share of a full turn that each token adds [B,T,…].
+        angles: Angles that each token adds [B,T,…], in full turns.
         before: Sum of the tokens before, in fp64 [N,…] (N = B without `cu_seqlens`); None for 0.
         cu_seqlens: Boundaries [N+1] of packed documents, or None.
-        context_parallel: Which part of each sequence `turns` is.
+        context_parallel: Which part of each sequence `angles` are.
 
     Returns:
-        Sums in [0, 1), in the shape and dtype of `turns`, and the last ones [N,…]; None without `before`.
+        Sums in [0, 1), in the shape and dtype of `angles`, and the last ones [N,…]; None without `before`.
     """
-    wide = turns.double()
+    wide = angles.double()
     wide = wide + ((wide.detach() * GRID).round() / GRID - wide.detach())
     total: Tensor = _RunningSum.apply(wide, cu_seqlens)
     if context_parallel is not None:
@@ -40,7 +40,7 @@ def running_turns(
         total = total + starting(total, before, cu_seqlens)[1]
     total = total.remainder(1)
     last = None if before is None else last_tokens(total, before, cu_seqlens)
-    return total.to(turns.dtype), last
+    return total.to(angles.dtype), last
 
 
 class _RunningSum(torch.autograd.Function):
@@ -68,11 +68,11 @@ class _RunningSum(torch.autograd.Function):
         return total[:, last] - total + gradient, None
 
 
-def turn(x: Tensor, turns: Tensor) -> Tensor:
-    """x [B,T,H,K] with its first pairs (0, 1), (2, 3), … rotated by `turns` [B,T,H,pairs] of a full turn each."""
-    pairs = turns.shape[-1]
-    angle = 2 * math.pi * turns
-    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Rotate the first pairs (0, 1), (2, 3), … of x [B,T,H,K] by `angles` [B,T,H,pairs], in full turns."""
+    pairs = angles.shape[-1]
+    radians = 2 * math.pi * angles
+    cos, sin = radians.cos().to(x.dtype), radians.sin().to(x.dtype)
     a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
-    turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    return torch.cat([turned, x[..., 2 * pairs :]], -1)
+    rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
+    return torch.cat([rotated, x[..., 2 * pairs :]], -1)
