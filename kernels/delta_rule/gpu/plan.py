@@ -69,6 +69,7 @@ class DeltaRule(Plan):
         count = 1 if self.long or self.deterministic else segments(self._room(max(1, rows) * self.M), chunks)
         self.segment = -(-chunks // count)
         self.most = 0 if count == 1 else rows * count if documents is None else 2 * count
+        self.programs = self.B  # before `place`, for fake tensors
 
     def place(self, packed: Documents | None) -> None:
         """Cut the sequences into segments; packed documents only if one of them is long."""

@@ -1,8 +1,8 @@
 """Language models of linear and softmax attention for transformers, in plain PyTorch.
 
 Load the folder of this file with `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)`. The entry
-`model` of config.json holds the keyword arguments of `stack`, which contain those of the modules; missing, unknown and
-misspelt ones raise an error. The model is for inference: derived parameters, such as decay rates, are plain tensors.
+`model` of config.json holds the keyword arguments of `stack`, which contain those of the modules; missing, unknown,
+misspelt and impossible ones raise an error. The model is for inference: derived parameters are plain tensors.
 
 Symbols: B batch, T time, H value heads, G key heads, S subheads of a head, R = H·S recurrences, K key size, V value
 size. Streams are [B,T,heads,size]. Log decays are at most 0. States are at least fp32.
@@ -33,6 +33,7 @@ Positions = Literal["none", "rotary", "lrpe"]
 Expansions = Literal["head_wise", "low_rank", "dpfp", "lfm"]
 Decays = Literal["constant", "softplus", "sigmoid", "tied", "bounded"]
 EPS = 1e-6  # of the norms of queries and keys
+MAY_BE_0 = ("conv", "turning", "rank", "gate_rank", "gates")  # all other whole numbers are sizes, at least 1
 Past = list[Tensor]  # the cache of a layer; each tensor has one row per sequence
 
 
@@ -40,9 +41,10 @@ def build(make: Callable[..., Any], settings: Mapping[str, Any], *sizes: Any) ->
     """Build a module from its sizes and, as keyword arguments, its settings in config.json.
 
     Raises:
-        ValueError: A setting is missing, unknown or of another type; the message names it.
+        ValueError: A setting is missing, unknown, of another type or out of range; the message names it.
     """
     parameters, name = inspect.signature(make).parameters.values(), make.__name__
+    require(isinstance(settings, Mapping), name, settings, "an object with settings")
     hints = {
         parameter.name: parameter.annotation for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
     }
@@ -55,7 +57,16 @@ def build(make: Callable[..., Any], settings: Mapping[str, Any], *sizes: Any) ->
         if not (type(value) in choices or value in choices or (float in choices and type(value) is int)):
             allowed = " or ".join(getattr(choice, "__name__", repr(choice)) for choice in choices)
             raise ValueError(f"config.json: {name}.{key} is {value!r}; it must be {allowed}")
+        if type(value) in (int, float):
+            least = int(float not in choices and key not in MAY_BE_0)
+            require(least <= value < float("inf"), f"{name}.{key}", value, f"a finite number of at least {least}")
     return make(*sizes, **settings)
+
+
+def require(condition: bool, name: str, value: object, allowed: str) -> None:
+    """Refuse a value of config.json unless the condition holds."""
+    if not condition:
+        raise ValueError(f"config.json: {name} is {value!r}; it must be {allowed}")
 
 
 def wide(x: Tensor) -> Tensor:
@@ -138,6 +149,8 @@ class Features(nn.Module):
         self, heads: int, size: int, *, conv: int, activation: Activation, norm: HeadNorm, map: Positions, turning: int
     ):
         super().__init__()
+        fits = turning % 2 == 0 and turning <= size
+        require(fits, "Features.turning", turning, f"an even number of at most {size}")
         self.channels, self.taps, self.out_size = heads * size, max(conv - 1, 0), size * (1 + (map == "lrpe"))
         self.activation, self.norm, self.map, self.turning = activation, norm, map, turning
         self.conv_weight = parameter(heads * size, 1, conv) if conv else None
@@ -165,6 +178,12 @@ class Features(nn.Module):
                 a, b = x[..., : self.turning].chunk(2, -1)
                 x = torch.cat([a * cos - b * sin, a * sin + b * cos, x[..., self.turning :]], -1)
         return x, line[:, line.shape[1] - self.taps :]
+
+
+def features_of(settings: Mapping[str, Any], sizes: Mapping[str, tuple[int, int]]) -> nn.ModuleDict:
+    """Return the features of streams, made of their numbers of heads and sizes."""
+    require(settings.keys() == sizes.keys(), "features", settings, f"an object with {', '.join(sizes)}")
+    return nn.ModuleDict({x: build(Features, settings[x], *sizes[x]) for x in sizes})
 
 
 class Expansion(nn.Module):
@@ -212,6 +231,7 @@ class Norm(nn.Module):
 
     def __init__(self, size: int, *, kind: Literal["rms", "layer"], eps: float, groups: int):
         super().__init__()
+        require(size % groups == 0, "Norm.groups", groups, f"a divisor of {size}")
         self.eps, self.groups, self.weight = eps, groups, parameter(size)
         self.bias = parameter(size) if kind == "layer" else None
 
@@ -289,6 +309,7 @@ class Linear(nn.Module):
         gate_before_norm: bool,
     ):
         super().__init__()
+        require(num_heads % num_key_heads == 0, "Linear.num_key_heads", num_key_heads, f"a divisor of {num_heads}")
         H, G, S, K, V, key = num_heads, num_key_heads, subheads, key_size, value_size, subhead_size
         self.repeats, self.subheads, self.subhead_size, self.scale = H // G, S, key, scale
         self.delta, self.step_size, self.gate_first = delta, step_size, gate_before_norm
@@ -299,7 +320,7 @@ class Linear(nn.Module):
         self.expand = nn.ModuleDict(wider)
         self.q_gain = parameter(G * S) if expansion is not None and expansion["residual"] else None
         sizes = {"q": (G * S, key), "k": (G * S, key), "v": (H, V)}
-        self.features = nn.ModuleDict({x: build(Features, features[x], *sizes[x]) for x in sizes})
+        self.features = features_of(features, sizes)
         self.decay = None if decay is None else build(Decay, decay, hidden_size, H * S, key)
         strengths = H * S * (key if erase_per_channel else 1)
         self.beta_proj = None if delta is None else nn.Linear(hidden_size, strengths)
@@ -367,13 +388,15 @@ class Attention(nn.Module):
     ):
         super().__init__()
         H, G, D = num_heads, num_key_heads, head_dim
-        self.num_heads, self.repeats, self.head_dim, self.window, heads = H, H // G, D, window, {"q": H, "k": G}
+        require(H % G == 0, "Attention.num_key_heads", G, f"a divisor of {H}")
+        require(gates % H == 0, "Attention.gates", gates, f"a multiple of {H}")
+        self.num_heads, self.repeats, self.head_dim, self.window = H, H // G, D, window
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden_size, n * D) for n in (H, G, G))
         self.g_proj = nn.Linear(hidden_size, gates) if gates else None
         self.o_proj = nn.Linear(H * D, hidden_size)
         self.q_norm = nn.Identity() if q_norm is None else build(Norm, q_norm, H * D)
         self.k_norm = nn.Identity() if k_norm is None else build(Norm, k_norm, G * D)
-        self.features = nn.ModuleDict({x: build(Features, features[x], heads[x], D) for x in heads})
+        self.features = features_of(features, {"q": (H, D), "k": (G, D)})
 
     def forward(self, x: Tensor, tokens: Tokens, past: Past | None) -> tuple[Tensor, Past]:
         """Map x [B,T,hidden] and the layer's cache → y [B,T,hidden] and the new cache."""
@@ -475,9 +498,10 @@ def stack(
 
     `position` is the number of running sums per channel before the first layer; None for none.
     """
-    if len(order) != count or not {*order} <= {*range(len(layers))}:
+    numbers = all(type(i) is int and 0 <= i < len(layers) for i in order)
+    if len(order) != count or not numbers:
         raise ValueError(
-            f"config.json: stack.order is {order}; it must have a number below {len(layers)} for each layer"
+            f"config.json: stack.order is {order}; it must have a number below {len(layers)} for each of {count} layers"
         )
     modules = [] if position is None else [RunningSums(hidden_size, position)]
     modules += [build(Layer, layers[i], hidden_size, norm, mlp) for i in order]
@@ -530,6 +554,9 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: ZooConfig):
         super().__init__(config)
+        for key in ("vocab_size", "hidden_size", "num_hidden_layers"):
+            size = getattr(config, key)
+            require(type(size) is int and size > 0, key, size, "a whole number of at least 1")
         self.embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers, self.norm = build(stack, config.model, config.hidden_size, config.num_hidden_layers)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

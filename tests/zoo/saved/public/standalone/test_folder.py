@@ -37,7 +37,7 @@ sys.path = [path for path in sys.path if not os.path.isdir(os.path.join(path or 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 folder, prompts = sys.argv[1], json.loads(sys.argv[2])
-tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True, padding_side="left")
 tokenizer.pad_token = tokenizer.eos_token
 model, report = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, output_loading_info=True)
 assert not any(report.values()), report
@@ -81,12 +81,14 @@ def test_it_loads_without_this_project(command: Command, desk: Path, oracle: Cal
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", LOAD, "theirs", json.dumps(PROMPTS)],
         cwd=desk,
+        stdin=subprocess.DEVNULL,
         env={**environment, "HF_HOME": str(desk / "cache"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
+    assert "Do you wish to run" not in ran.stdout + ran.stderr
     result = json.loads(ran.stdout.splitlines()[-1])
     tokenizer = zoo.load_tokenizer(desk / "ours")
     assert result["prompts"] == [tokenizer.encode(prompt) for prompt in PROMPTS]

@@ -3,6 +3,7 @@
 import ast
 import copy
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -176,7 +177,34 @@ def test_labels_and_the_last_logits(oracle: Oracle):
         (("layers", 0, "settings", "decay", "kind"), "softpls", "Decay.kind is 'softpls'; it must be 'constant' or "),
         (("layers", 0, "settings", "features", "q", "norm"), "l3", "Features.norm is 'l3'; it must be 'none' or 'l1' "),
         (("layers", 0, "kind"), "mamba", "Layer.kind is 'mamba'; it must be 'linear' or 'attention'"),
-        (("order",), [0, 2], r"stack.order is \[0, 2\]; it must have a number below 2 for each layer"),
+        (("order",), [0, 2], r"stack.order is \[0, 2\]; it must have a number below 2 for each of 2 layers"),
+        (("order",), [0.0, 1.0], r"stack.order is \[0.0, 1.0\]; it must have a number below 2 for each of 2 layers"),
+        (("order",), [[0], 1], r"stack.order is \[\[0\], 1\]; it must have a number below 2 for each of 2 layers"),
+        (("layers", 0), 5, "Layer is 5; it must be an object with settings"),
+        (("layers", 0, "settings", "features", "q"), 5, "Features is 5; it must be an object with settings"),
+        (
+            ("layers", 0, "settings", "features"),
+            {"q": {}},
+            r"features is \{'q': \{\}\}; it must be an object with q, k, v",
+        ),
+        (
+            ("layers", 0, "settings", "features", "q", "turning"),
+            3,
+            "Features.turning is 3; it must be an even number",
+        ),
+        (("layers", 0, "settings", "features", "q", "conv"), -1, "Features.conv is -1; it must be a finite number of "),
+        (
+            ("layers", 0, "settings", "num_heads"),
+            -2,
+            "Linear.num_heads is -2; it must be a finite number of at",
+        ),
+        (("layers", 0, "settings", "num_key_heads"), 0, "Linear.num_key_heads is 0; it must be a finite number of at "),
+        (("layers", 0, "settings", "num_key_heads"), 7, "Linear.num_key_heads is 7; it must be a divisor of "),
+        (("layers", 0, "settings", "scale"), math.nan, "Linear.scale is nan; it must be a finite number of at least 0"),
+        (("layers", 1, "settings", "window"), 0, "Attention.window is 0; it must be a finite number of at least 1"),
+        (("layers", 1, "settings", "gates"), 5, "Attention.gates is 5; it must be a multiple of "),
+        (("norm", "eps"), math.inf, "Norm.eps is inf; it must be a finite number of at least 0"),
+        (("norm", "groups"), 7, "Norm.groups is 7; it must be a divisor of "),
         (("norm", "eps"), None, "Norm.eps is missing"),
         (("mlps",), {}, "stack.mlps is unknown; choose from layers, order, position, norm, mlp"),
     ],
@@ -194,6 +222,15 @@ def test_settings_are_checked(path: tuple[Any, ...], value: object, message: str
         place[path[-1]] = value
     with pytest.raises(ValueError, match=f"^config.json: {message}"):
         modelling.ZooForCausalLM(modelling.ZooConfig(**config))
+
+
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size", "num_hidden_layers"])
+@pytest.mark.parametrize("value", [0, -64, "64", math.nan])
+def test_sizes_of_the_model_are_checked(key: str, value: object, oracle: Oracle):
+    oracle("transformers")
+    modelling, sizes = oracle(MODELLING), {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1}
+    with pytest.raises(ValueError, match=f"^config.json: {key} is {value!r}; it must be a whole number of at least 1"):
+        modelling.ZooForCausalLM(modelling.ZooConfig(**{**sizes, key: value}, model={}))
 
 
 class Doubled(FeatureMap):
@@ -250,4 +287,4 @@ def test_the_file_stands_alone():
     names = {alias.name for node in imports if isinstance(node, ast.Import) for alias in node.names}
     names |= {node.module or "." for node in imports if isinstance(node, ast.ImportFrom)}
     assert {name.partition(".")[0] for name in names} <= {"torch", "transformers", *sys.stdlib_module_names}
-    assert len(text.splitlines()) < 600
+    assert len(text.splitlines()) < 650
