@@ -45,9 +45,7 @@ def build(make: Callable[..., Any], settings: Mapping[str, Any], *sizes: Any) ->
     """
     parameters, name = inspect.signature(make).parameters.values(), make.__name__
     require(isinstance(settings, Mapping), name, settings, "an object with settings")
-    hints = {
-        parameter.name: parameter.annotation for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY
-    }
+    hints = {each.name: each.annotation for each in parameters if each.kind is each.KEYWORD_ONLY}
     for key in sorted(hints.keys() ^ settings.keys()):
         problem = "is missing" if key in hints else f"is unknown; choose from {', '.join(hints)}"
         raise ValueError(f"config.json: {name}.{key} {problem}")
@@ -79,18 +77,13 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Run S_t = exp(g_t) S_{t−1} + k_t (v_t − S_{t−1}ᵀ exp(g_t) e_t)ᵀ and read o_t = S_tᵀ q_t, chunk by chunk.
 
-    The decay between two tokens of a chunk is a sum, not a difference of sums, so that fast decays are exact.
+    Return o [B,T,R,V] and the last state. Decays between tokens are sums, not differences of sums, and thus exact.
 
     Args:
-        q: Queries [B,T,R,K].
-        k: Keys [B,T,R,K].
-        v: Values [B,T,R,V].
+        q, k, v: Queries and keys [B,T,R,K], values [B,T,R,V].
         log_decay: g, [B,T,R,1] or, per key channel, [B,T,R,K].
         erase: Erase keys e [B,T,R,K] of a delta rule; None for a linear recurrence.
         state: S_0 [B,R,K,V].
-
-    Returns:
-        o [B,T,R,V] and the last state.
     """
     q, k, v, g = (wide(x).transpose(1, 2) for x in (q, k, v, log_decay))
     e = None if erase is None else wide(erase).transpose(1, 2)
@@ -149,8 +142,7 @@ class Features(nn.Module):
         self, heads: int, size: int, *, conv: int, activation: Activation, norm: HeadNorm, map: Positions, turning: int
     ):
         super().__init__()
-        fits = turning % 2 == 0 and turning <= size
-        require(fits, "Features.turning", turning, f"an even number of at most {size}")
+        require(turning % 2 == 0 and turning <= size, "Features.turning", turning, f"an even number, at most {size}")
         self.channels, self.taps, self.out_size = heads * size, max(conv - 1, 0), size * (1 + (map == "lrpe"))
         self.activation, self.norm, self.map, self.turning = activation, norm, map, turning
         self.conv_weight = parameter(heads * size, 1, conv) if conv else None
@@ -319,11 +311,9 @@ class Linear(nn.Module):
         wider = {} if expansion is None else {x: build(Expansion, expansion, hidden_size, G, K) for x in "qk"}
         self.expand = nn.ModuleDict(wider)
         self.q_gain = parameter(G * S) if expansion is not None and expansion["residual"] else None
-        sizes = {"q": (G * S, key), "k": (G * S, key), "v": (H, V)}
-        self.features = features_of(features, sizes)
+        self.features = features_of(features, {"q": (G * S, key), "k": (G * S, key), "v": (H, V)})
         self.decay = None if decay is None else build(Decay, decay, hidden_size, H * S, key)
-        strengths = H * S * (key if erase_per_channel else 1)
-        self.beta_proj = None if delta is None else nn.Linear(hidden_size, strengths)
+        self.beta_proj = None if delta is None else nn.Linear(hidden_size, H * S * (key if erase_per_channel else 1))
         self.write_proj = nn.Linear(hidden_size, H * V, bias=False) if erase_per_channel else None
         self.skip = parameter(H) if skip else None
         self.norm = nn.Identity() if norm is None else build(Norm, norm, H * V)
@@ -468,10 +458,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """A mixer and an MLP on the residual stream, with the norms before them or, with `post_norm`, after them.
-
-    `mixer` names the original mixer, for information only.
-    """
+    """A mixer (`mixer` names the original) and an MLP, with the norms before them or, with `post_norm`, after them."""
 
     def __init__(
         self, hidden_size: int, norm: dict, mlp: dict | None, *, mixer: str, kind: Kind, settings: dict, post_norm: bool
@@ -494,15 +481,9 @@ class Layer(nn.Module):
 def stack(
     hidden_size: int, count: int, *, layers: list, order: list, position: int | None, norm: dict, mlp: dict | None
 ) -> tuple[nn.ModuleList, Norm]:
-    """Return all layers and the last norm; `order` has the index in `layers` of each layer's settings.
-
-    `position` is the number of running sums per channel before the first layer; None for none.
-    """
-    numbers = all(type(i) is int and 0 <= i < len(layers) for i in order)
-    if len(order) != count or not numbers:
-        raise ValueError(
-            f"config.json: stack.order is {order}; it must have a number below {len(layers)} for each of {count} layers"
-        )
+    """Return all layers, after `position` running sums per channel, and the last norm; `order` indexes `layers`."""
+    fits = len(order) == count and all(type(i) is int and 0 <= i < len(layers) for i in order)
+    require(fits, "stack.order", order, f"a list with a number below {len(layers)} for each of {count} layers")
     modules = [] if position is None else [RunningSums(hidden_size, position)]
     modules += [build(Layer, layers[i], hidden_size, norm, mlp) for i in order]
     return nn.ModuleList(modules), build(Norm, norm, hidden_size)
@@ -579,8 +560,7 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Map tokens [B,T] → logits [B,T,vocab_size], with the usual arguments of transformers' models.
 
-        `attention_mask` [B,P+T], after P tokens in the cache, is 0 for padding. With a cache, padding must be on the
-        left, since states would decay over padding on the right.
+        `attention_mask` [B,P+T], after P cached tokens, is 0 for padding, which must be on the left if a cache is used.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
@@ -596,11 +576,9 @@ class ZooForCausalLM(PreTrainedModel, GenerationMixin):
             cache.pasts = pasts
         x = self.norm(x)
         logits = self.lm_head(x[:, slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep])
-        output = CausalLMOutputWithPast(
-            loss=None if labels is None else self.loss_function(logits, labels, self.config.vocab_size),
-            logits=logits,
-            past_key_values=typing.cast(Any, cache) if use_cache else None,
-        )
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        kept: Any = cache if use_cache else None
+        output = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=kept)
         return output.to_tuple() if return_dict is False else output
 
     def _tokens(self, x: Tensor, attention_mask: Tensor | None, cache: ZooCache, use_cache: bool) -> Tokens:
