@@ -52,6 +52,7 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 """
 
 # errors of a disk, which are not bugs: full, over quota, read-only, no permission
+MEMORY_ERRORS = re.compile(r"tried to allocate [0-9]+ bytes|Tried to allocate [0-9.]+ [KMG]iB")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
@@ -208,6 +209,10 @@ def started() -> int:
         if error.errno not in DISK_ERRORS:
             raise
         message = f"{error.strerror}{'' if error.filename is None else f': {error.filename}'}"
+    except RuntimeError as error:
+        if (memory := MEMORY_ERRORS.search(str(error))) is None:
+            raise
+        message = f"not enough memory: PyTorch {memory[0]}; choose a smaller model, batch or sequence"
     if rank > 0:
         time.sleep(SAID_BY_ANOTHER)  # the first process makes most mistakes, too, says so, and ends the others
     sys.stderr.write(f"error: {printable(message)}\n")

@@ -134,6 +134,15 @@ def test_a_failed_start_does_not_use_up_the_name(command: Command):
 
 
 @pytest.mark.slow
+def test_too_little_memory_is_one_sentence(tmp_path: Path, shared_cache: Path):
+    process = start(tmp_path, shared_cache, "fit", "--config", "gla.yaml", "--model.hidden_size=99000000")
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert err.startswith("error: not enough memory: PyTorch tried to allocate ")
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "said"), [("1", "1 of"), ("1.0", "all"), ("3", "3 of")])
 def test_a_number_of_batches_is_no_fraction(command: Command, finished: Path, value: str, said: str) -> None:
     """`typing` may have turned Lightning's `Union[int, float]` round, by which 1 would be 1.0: all batches."""

@@ -16,6 +16,7 @@ OF_A_MODEL = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
     "modeling_token_mixer_zoo.py",
 )
+CARD = "README.md"  # the model card
 MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `report`
 
 
@@ -81,9 +82,14 @@ def _is_page(path: Path) -> bool:
 def replace_files(folder: Path, new: Path) -> None:
     """Move all files of a new folder into an old one, on the same file system, without the files of the old model.
 
-    Files that the old folder has besides a model stay.
+    Files that the old folder has besides a model stay; a README.md, which may have been edited, as README.old.md.
     """
     names = {path.name for path in new.iterdir()}
+    card = folder / CARD
+    if CARD in names and card.exists() and card.read_bytes() != (new / CARD).read_bytes():
+        numbers = ("old", *(f"old{number}" for number in range(2, 1000)))
+        free = (folder / f"README.{number}.md" for number in numbers)
+        os.replace(card, next(path for path in free if not path.exists()))
     for name in sorted(names):
         os.replace(new / name, folder / name)
     for path in sorted(folder.iterdir()):  # last, since until here an interruption leaves all that either model needs

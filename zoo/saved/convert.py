@@ -7,14 +7,13 @@ from pathlib import Path
 from kernels import UserError
 from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
-from zoo.files.output import check_output, check_shard_size
+from zoo.files.output import CARD, check_output, check_shard_size
 from zoo.files.safe_yaml import dump_yaml
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
 from zoo.saved.model import SavedModel
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
 from zoo.saved.public.folder import is_public
 from zoo.saved.public.import_export import exported
-from zoo.saved.public.model_card import NAME as CARD
 from zoo.saved.public.model_card import model_card
 from zoo.saved.public.tokenizer import stop_config, tokenizer_files
 
@@ -43,7 +42,8 @@ def convert(
             of models that fit no public layout; None for the format that `export` writes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
-        overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay.
+        overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay,
+            and another README.md becomes README.old.md.
 
     Returns:
         The folder.

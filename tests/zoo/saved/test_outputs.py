@@ -108,6 +108,21 @@ def test_nothing_of_the_old_model_is_left(command: Command, sources: Path):
     assert not (sources / "new" / "generation_config.json").exists()
 
 
+@pytest.mark.slow
+def test_an_edited_model_card_is_kept(command: Command, sources: Path):
+    arguments = ("convert", "--checkpoint=ours", "--to=fla", "--output=new")
+    assert command(*arguments).code == 0
+    card = sources / "new" / "README.md"
+    written = card.read_text(encoding="utf-8")
+    for edited in ("mine", "mine again"):
+        card.write_text(edited)
+        assert command(*arguments, "--overwrite").code == 0
+        assert card.read_text(encoding="utf-8") == written
+    assert command(*arguments, "--overwrite").code == 0  # the same card needs no copy
+    kept = {path.name: path.read_text() for path in card.parent.glob("README.*.md")}
+    assert kept == {"README.old.md": "mine", "README.old2.md": "mine again"}
+
+
 def test_a_page_of_somebody_else_is_not_replaced(command: Command, sources: Path):
     (sources / "page.html").write_text("<html>mine</html>")
     done = command("report", "run", "--output=page.html", "--overwrite")

@@ -10,7 +10,6 @@ from zoo.lm.size_table import mixer_names
 from zoo.saved.public.family import Exported
 from zoo.train.results import read_row
 
-NAME = "README.md"
 _CARD = """\
 ---
 library_name: transformers

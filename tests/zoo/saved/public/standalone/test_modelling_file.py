@@ -178,8 +178,16 @@ def test_labels_and_the_last_logits(oracle: Oracle):
         (("layers", 0, "settings", "features", "q", "norm"), "l3", "Features.norm is 'l3'; it must be 'none' or 'l1' "),
         (("layers", 0, "kind"), "mamba", "Layer.kind is 'mamba'; it must be 'linear' or 'attention'"),
         (("order",), [0, 2], r"stack.order is \[0, 2\]; it must be a list with a number below 2 for each of 2 layers"),
-        (("order",), [0.0, 1.0], r"stack.order is \[0.0, 1.0\]; it must be a list with a number below 2 for each of 2 layers"),
-        (("order",), [[0], 1], r"stack.order is \[\[0\], 1\]; it must be a list with a number below 2 for each of 2 layers"),
+        (
+            ("order",),
+            [0.0, 1.0],
+            r"stack.order is \[0.0, 1.0\]; it must be a list with a number below 2 for each of 2 layers",
+        ),
+        (
+            ("order",),
+            [[0], 1],
+            r"stack.order is \[\[0\], 1\]; it must be a list with a number below 2 for each of 2 layers",
+        ),
         (("layers", 0), 5, "Layer is 5; it must be an object with settings"),
         (("layers", 0, "settings", "features", "q"), 5, "Features is 5; it must be an object with settings"),
         (
