@@ -52,6 +52,7 @@ def at_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def seed() -> None:
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # what an earlier test ran in this process may have changed it
 
 
 @pytest.fixture(autouse=True)

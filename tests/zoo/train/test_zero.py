@@ -73,6 +73,7 @@ def train(folder: Path, **options: object) -> None:
 
 def train_with_zero(folder: Path, stage: int) -> None:
     """Train in a separate process, and record which files are synced and renamed, in order."""
+    torch.set_num_threads(1)  # a forked process does not have the OpenMP threads of its parent, and would wait for them
     done, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(descriptor: int) -> None:
