@@ -120,7 +120,7 @@ class Barriers:
     def wait(self, bar: Shared, phase: Any) -> None:
         """Return once the last phase of this parity is over."""
         with self.changed:
-            assert self.changed.wait_for(lambda: self.state[bar][2] % 2 != int(phase), timeout=60), "nobody arrives"
+            assert self.changed.wait_for(lambda: self.state[bar][2] % 2 != int(phase), timeout=300), "nobody arrives"
 
 
 def specialised(groups: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Any, registers: Any) -> None:

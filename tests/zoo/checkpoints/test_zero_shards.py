@@ -15,8 +15,8 @@ from zoo.checkpoints.zero_shards import (
     remove_unused_shards,
     shard_hashes,
     shard_names,
-    sync,
 )
+from zoo.files.atomic import sync_all
 
 
 def shards(folder: Path, step: int) -> str:
@@ -66,7 +66,7 @@ def test_nothing_is_removed_while_a_checkpoint_cannot_be_read(tmp_path: Path):
 
 def test_files_are_those_that_were_written(tmp_path: Path):
     name = shards(tmp_path, 1)
-    sync(tmp_path / name)
+    sync_all(tmp_path / name)
     entry, path, file = entry_of(tmp_path, name), tmp_path / "last.ckpt", tmp_path / name / "a.pt"
     sizes = {shard: size for shard, (size, _) in entry["files"].items()}
     assert sorted(sizes) == ["a.pt", "deep/b.pt"]
