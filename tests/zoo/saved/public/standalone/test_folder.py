@@ -137,14 +137,14 @@ def test_it_is_not_read_back(desk: Path):
 
 
 def test_a_later_model_replaces_it(desk: Path):
-    """With everything of it, also the modelling file."""
+    """With everything of it, also the modelling file; the model card may have been edited, and is kept."""
     public = {"class_path": "Uniform", "init_args": {"mixer": {"class_path": "GLA", "init_args": {"norm_eps": 1e-6}}}}
     model = zoo.build({"model": {**SIZES, "stack": public}})
     write_folder(desk / "gla", {CONFIG: dump_yaml(model.config)}, TensorsInMemory(model.state_dict()))
     zoo.convert(export("tnl", desk / "ours"), desk / "theirs", to="transformers")
     zoo.convert(desk / "gla", desk / "theirs", to="fla", overwrite=True)
     names = {file.name for file in (desk / "theirs").iterdir()}
-    assert names == {"README.md", "config.json", "model.safetensors"}
+    assert names == {"README.md", "README.old.md", "config.json", "model.safetensors"}
     weights = load_file(desk / "theirs" / "model.safetensors")
     assert any(re.search("gk_proj", name) for name in weights)
 
