@@ -58,6 +58,7 @@ class GeneralDeltaRule(Plan):
         super().__init__(dtype, device)
         (self.B, self.T, heads, self.K), (self.rows, self.H, self.V), self.E = q, v[1:], subheads
         self.steps = self.rows // self.T
+        self.size = self.K if self.K == 16 else max(self.K, 17)  # of the entries: masked blocks of 16 were not tested
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
         self.scale, self.gate, self.before, self.product = scale, gate, before, product
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
@@ -81,12 +82,12 @@ class GeneralDeltaRule(Plan):
 
     def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""
-        return launch(f"general_delta_rule.{kernel}", self.K, self.dtype, self.device)
+        return launch(f"general_delta_rule.{kernel}", self.size, self.dtype, self.device)
 
     def pass_entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a pass along time."""
         entry = self.entry(kernel)
-        narrow = optional("general_delta_rule.narrow", self.K, self.dtype, self.device)
+        narrow = optional("general_delta_rule.narrow", self.size, self.dtype, self.device)
         if kernel == "backward" or narrow is None or self.deterministic:
             return entry
         values = min(block(self.V), entry.values)
@@ -160,7 +161,8 @@ class GeneralDeltaRule(Plan):
     def _along_time(self, kernel: Any, entry: LaunchConfig) -> LaunchSpec:
         """One program per sequence, recurrence and block of values."""
         BV, stages = min(block(self.V), entry.values), entry.stages
-        sizes: dict[str, Any] = {"K": self.K, "V": self.V, "BK": key_block(self.K), "BV": BV, "DTYPE": self._dtype}
+        sizes: dict[str, Any] = {"K": self.K, "V": self.V, "BK": entry.keys or key_block(self.K), "BV": BV}
+        sizes["DTYPE"] = self._dtype
         programs = self.N * self.M * cdiv(self.V, BV)
         return self._spec(kernel, programs, **sizes, STAGES=stages, warps=entry.warps, stages=stages)
 
