@@ -10,10 +10,12 @@ the CSV when it is measured, and rows that the file has are not measured again, 
 import csv
 import gc
 import importlib
+import math
 import queue
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +32,7 @@ from zoo.lm.model import LanguageModel
 from zoo.performance import peers as others
 from zoo.performance.device import described, version
 from zoo.performance.model import build, check_options, compared, conditioned, learning, mean_loss, read
+from zoo.performance.timing import synchronize
 from zoo.performance.training import DOES_NOT_FIT, TimedLearner, timed, utilisation, warmed
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
@@ -55,7 +58,7 @@ SIZES = {
     "5M": Size(256, 2, 4096, (4, 4, 7)),
     "1.3B": Size(2048, 16, 32000, (21, 23, 45), 16384),
 }
-TOKENS = [32768, 8192, 131072]
+TOKENS = [8192, 32768, 131072]
 # the config, which of `Size.layers` it has, and how many layers have one of each kind
 MODELS = {
     "gated_deltanet": ("gated_deltanet.yaml", 0, 1),
@@ -67,8 +70,8 @@ MODELS = {
 # models of other libraries with the sizes of one of ours, and the steps at which they are measured
 PEERS = {"fla": "gated_deltanet", "llama": "attention"}
 POINTS = {"400M": 32768, "60M": 8192}
-LARGE = 2e13  # parameters times tokens of a step, from which fewer steps are timed
-FEW_STEPS = 3
+BUSY = 1.5  # times the host's time, from which a GPU is busy
+SECONDS = 1.0  # to time the steps of a cell
 KEY = ("model", "size", "tokens", "mode")
 COLUMNS = ["device", "torch", "triton", "library", *KEY, "parameters", "precision", "batch_size", "length"]
 COLUMNS += ["micro_batches", "steps", "step_ms", "tokens_per_second", "mfu", "peak_gib", "first_step_s", "note"]
@@ -114,11 +117,12 @@ def config_of(model: str, size: str) -> list[str]:
     return [name, *(f"model.{key}={value}" for key, value in overrides.items()), "optim.learning_rate=1e-4"]
 
 
-def problem(model: str, size: str, to: Settings) -> str | None:
-    """Return what is wrong in loss or gradients of the first layers; None if they are right."""
-    few = read([*config_of(model, size), f"model.num_layers={MODELS[model][2]}"])
-    first = conditioned(build(few, to.precision, to.device))
-    gate = compared(first, to.precision, "auto", learning)
+@cache
+def problem(model: str, precision: str, device: torch.device) -> str | None:
+    """Return what is wrong in loss or gradients of the first layers of a model of 60M; None if they are right."""
+    few = read([*config_of(model, "60M"), f"model.num_layers={MODELS[model][2]}"])
+    first = conditioned(build(few, precision, device))
+    gate = compared(first, precision, "auto", learning)
     return None if gate.passed else gate.says
 
 
@@ -161,11 +165,12 @@ def rows_of(job: Job, to: Settings) -> Iterator[Row]:
     about: Row = {key: value for key, value in described(to.device).items() if key in ("device", "torch", "triton")}
     about |= {"model": job.model, "size": job.size, "precision": to.precision, "length": to.length}
     about["library"] = f"{package} {version(package)}" if package and version(package) else package
-    model: nn.Module | None = None
+    meter: Meter | None = None
     try:
-        if package is None and (wrong := problem(job.model, job.size, to)):
+        if package is None and (wrong := problem(job.model, to.precision, to.device)):
             raise UserError(wrong)
         model = peer_of(job, to) if package else build(read(config_of(job.model, job.size)), to.precision, to.device)
+        meter = Meter(model, job, to)
     except UserError as error:
         about["note"] = str(error)
     except torch.OutOfMemoryError:
@@ -174,47 +179,108 @@ def rows_of(job: Job, to: Settings) -> Iterator[Row]:
         if to.over:
             return
         row = about | {"tokens": tokens, "mode": mode}
-        yield row if model is None else row | cell(model, job, tokens, mode == "captured", to)
+        yield row if meter is None else row | meter.row(tokens, mode)
 
 
-def cell(model: nn.Module, job: Job, tokens: int, captured: bool, to: Settings) -> Row:
-    """The numbers of a cell: of a step in micro-batches that fit; a note in place of times if none does."""
-    micro_batches = max(tokens // SIZES[job.size].micro_batch, 1)
-    row: Row = {}
-    for _ in range(3):
-        row = steps_of(model, job, tokens, micro_batches, captured, to)
-        model.zero_grad(set_to_none=True)
+class Meter:
+    """Measures the steps of one model.
+
+    Captured steps whose micro-batches have the size of the previous ones reuse their graphs. Eager steps are left out
+    where they only wait for the GPU: where a captured micro-batch takes `BUSY` times as long as the host needs for an
+    eager one. The host's time is at most that of the fastest eager micro-batch so far.
+
+    Args:
+        model: The model.
+        job: Its name and size.
+        to: Settings of all rows.
+    """
+
+    def __init__(self, model: nn.Module, job: Job, to: Settings) -> None:
+        self.model, self.to, self.micro_batch = model, to, SIZES[job.size].micro_batch
+        self._config = read(config_of(PEERS.get(job.model, job.model), job.size))
+        self._learner: TimedLearner | None = None  # with the graphs of micro-batches of `_batch_size` sequences
+        self._batch_size = 0
+        self._host_ms = math.inf  # upper bound of the host's time for a micro-batch in eager steps
+        self._captured_ms: dict[int, float] = {}  # of a micro-batch, by the tokens of a step
+
+    def row(self, tokens: int, mode: str) -> Row:
+        """The numbers of a cell: of a step in micro-batches that fit; a note in place of times if there are none."""
+        if mode == "eager" and (ratio := self._captured_ms.get(tokens, 0.0) / self._host_ms) > BUSY:
+            reason = f"a captured micro-batch takes {ratio:.1f} times as long as the host needs for an eager one"
+            return {"note": f"not measured; the GPU is busy: {reason}"}
+        row, fewest = Row(), max(tokens // self.micro_batch, 1)
+        for micro_batches in (fewest, 2 * fewest, 4 * fewest):
+            row = self._steps(tokens, micro_batches, captured=mode == "captured")
+            if row.get("note") != DOES_NOT_FIT or tokens // micro_batches < 2 * self.to.length:
+                break
+            self._free()
+        milliseconds = row.get("step_ms", math.inf) / row["micro_batches"]
+        if mode == "captured" and milliseconds < math.inf:
+            self._captured_ms[tokens] = milliseconds
+        elif mode == "eager":
+            self._host_ms = min(self._host_ms, milliseconds)
+        return row
+
+    def _steps(self, tokens: int, micro_batches: int, *, captured: bool) -> Row:
+        """Measure steps of so many micro-batches."""
+        batch_size = tokens // micro_batches // self.to.length
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        row: Row = {"parameters": parameters, "batch_size": batch_size, "micro_batches": micro_batches}
+        try:
+            learner = self._learner_of(row, batch_size, micro_batches, captured=captured)
+            if learner is None:
+                return row
+            self._time(row, learner)
+        except torch.OutOfMemoryError:
+            return row | {"note": DOES_NOT_FIT}
+        refused = None if learner.captured is None else learner.captured.refused
+        if refused is not None:
+            return row | {"note": DOES_NOT_FIT if "out of memory" in refused else f"not captured: {refused}"}
+        row |= learner.measured(tokens)
+        if isinstance(self.model, LanguageModel):
+            flops = self.model.flops(self.to.length) / self.to.length
+            row["mfu"] = utilisation(flops, row["tokens_per_second"], self.to.precision, self.to.device)
+        return row
+
+    def _learner_of(self, row: Row, batch_size: int, micro_batches: int, *, captured: bool) -> TimedLearner | None:
+        """A learner after its first steps; None if they do not fit into memory."""
+        with tqdm(disable=True) as bar:
+            if captured and self._learner is not None and batch_size == self._batch_size:
+                learner, learner.micro_batches = self._learner, micro_batches
+                learner.step(learner.clock.mark)
+                learner.clock.between()
+                return learner
+            self._free()
+            samples = torch.randint(
+                self._config.model.vocab_size, (batch_size, self.to.length + 1), device=self.to.device
+            )
+            optim, loss = configs.instantiate("optim", self._config), _loss(self.model, samples)
+            learner = TimedLearner(
+                self.model, optim, self.to.precision, "auto", loss, cuda_graph=captured, micro_batches=micro_batches
+            )
+            if not warmed(row, learner, bar, steps=1):
+                return None
+        if captured:
+            self._learner, self._batch_size = learner, batch_size
+        return learner
+
+    def _time(self, row: Row, learner: TimedLearner) -> None:
+        """Time steps for about `SECONDS`, at least two of them."""
+        with tqdm(disable=True) as bar:
+            start = time.perf_counter()
+            timed([(row, learner)], 1, bar)
+            synchronize(self.to.device)
+            steps = min(self.to.steps, max(2, int(SECONDS / (time.perf_counter() - start))))
+            timed([(row, learner)], steps - 1, bar)
+        row["steps"] = steps
+
+    def _free(self) -> None:
+        """Free the optimiser and the graphs of the last learner."""
+        self._learner = None
+        self.model.zero_grad(set_to_none=True)
         gc.collect()  # optimisers and graphs refer to each other
-        if to.device.type == "cuda":
+        if self.to.device.type == "cuda":
             torch.cuda.empty_cache()
-        if row.get("note") != DOES_NOT_FIT or tokens // micro_batches < 2 * to.length:
-            break
-        micro_batches *= 2
-    return row
-
-
-def steps_of(model: nn.Module, job: Job, tokens: int, micro_batches: int, captured: bool, to: Settings) -> Row:
-    """Measure the steps of a cell. As a separate function, it frees the optimiser and the graphs."""
-    ours = read(config_of(PEERS.get(job.model, job.model), job.size))
-    batch_size = tokens // micro_batches // to.length
-    samples = torch.randint(ours.model.vocab_size, (batch_size, to.length + 1), device=to.device)
-    optim, loss = configs.instantiate("optim", ours), _loss(model, samples)
-    learner = TimedLearner(model, optim, to.precision, "auto", loss, cuda_graph=captured, micro_batches=micro_batches)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    row: Row = {"parameters": parameters, "batch_size": batch_size, "micro_batches": micro_batches}
-    with tqdm(disable=True) as bar:
-        if not warmed(row, learner, bar):
-            return row
-        steps = to.steps if parameters * tokens < LARGE else min(FEW_STEPS, to.steps)
-        timed([(row, learner)], steps, bar)
-    refused = None if learner.captured is None else learner.captured.refused
-    if refused is not None:
-        return row | {"note": DOES_NOT_FIT if "out of memory" in refused else f"not captured: {refused}"}
-    row |= {"steps": steps} | learner.measured(tokens)
-    if isinstance(model, LanguageModel):
-        flops = model.flops(to.length) / to.length
-        row["mfu"] = utilisation(flops, row["tokens_per_second"], to.precision, to.device)
-    return row
 
 
 def _loss(model: nn.Module, samples: Tensor) -> Callable[[], Tensor]:
@@ -226,7 +292,7 @@ def _loss(model: nn.Module, samples: Tensor) -> Callable[[], Tensor]:
 
 def jobs_of(names: Sequence[str], sizes: Sequence[str], tokens: Sequence[int], modes: Sequence[str]) -> Iterator[Job]:
     """All jobs in their order: FLA's, whose kernels are tuned for minutes, then ours, the important sizes first."""
-    cells = tuple((number, mode) for number in tokens for mode in modes)
+    cells = tuple((number, mode) for number in sorted(tokens) for mode in modes)
     for name in (name for name in ("fla", "llama") if name in names):
         for size, number in POINTS.items():
             if size in sizes:
@@ -240,7 +306,7 @@ def cost_over_size(
     sizes: list[str] | None = None,
     tokens: list[int] | None = None,
     length: int = 2048,
-    steps: int = 5,
+    steps: int = 8,
     precision: str | None = None,
     device: str | None = None,
     seconds: float | None = None,
@@ -254,7 +320,7 @@ def cost_over_size(
         sizes: Of 5M, 20M, 60M, 150M, 400M, 1.3B; null for all.
         tokens: Tokens of a step, multiples of the length; null for 8192, 32768 and 131072.
         length: Tokens in a sequence.
-        steps: Number of steps to time, after three; fewer for the largest models and steps.
+        steps: Largest number of steps to time, after two; slow steps are timed for about a second, at least twice.
         precision: 32-true, bf16-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
         device: cpu or cuda; null for all visible GPUs if there are any. On a CPU nothing is captured.
         seconds: When to stop, in seconds from the start; null for no limit.
@@ -280,7 +346,7 @@ def cost_over_size(
     done, target = _done(Path(file)), Path(file)
     jobs = [
         job._replace(cells=left)
-        for job in jobs_of(names, sizes, tokens, ["eager", "captured"] if on_gpu else ["eager"])
+        for job in jobs_of(names, sizes, tokens, ["captured", "eager"] if on_gpu else ["eager"])
         if (left := tuple(cell for cell in job.cells if (job.model, job.size, str(cell[0]), cell[1]) not in done))
     ]
     gpus = [torch.device("cuda", number) for number in range(torch.cuda.device_count() if on_gpu else 0)]

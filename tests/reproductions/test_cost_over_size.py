@@ -20,6 +20,7 @@ from zoo.train.captured_step import CapturedStep
 
 CPU = torch.device("cpu")
 SMALL = cost.Size(16, 1, 32, (1, 1, 1), 32)
+SETTINGS = cost.Settings("32-true", 16, 2, CPU, None)
 
 
 @pytest.fixture(autouse=True)
@@ -58,19 +59,66 @@ def test_nothing_is_measured_when_the_time_is_over(tmp_path: Path):
     assert not (tmp_path / "cost.csv").exists()
 
 
-@pytest.mark.slow
+def meter(*cells: tuple[int, str]) -> cost.Meter:
+    """A meter of the smallest model, without a GPU."""
+    parsed = read(cost.config_of("gla", "60M"))
+    return cost.Meter(build(parsed, "32-true", CPU), cost.Job("gla", "60M", cells), SETTINGS)
+
+
 def test_a_cell_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
-    """Smaller micro-batches are tried, down to one sequence, and the row says that none fits."""
-    tried: list[int] = []
+    """Smaller micro-batches are tried, down to one sequence, and the row says that none fits; other cells go on."""
+    tried, short = [], True
 
-    def steps_of(model: object, job: object, tokens: int, micro_batches: int, *rest: object) -> dict:
-        tried.append(micro_batches)
-        return {"micro_batches": micro_batches, "note": DOES_NOT_FIT}
+    def warmed(row: dict, learner: TimedLearner, *rest: object, **named: object) -> bool:
+        tried.append(learner.micro_batches)
+        row |= {"note": DOES_NOT_FIT} if short else {}
+        return not short
 
-    monkeypatch.setattr(cost, "steps_of", steps_of)
-    settings = cost.Settings("32-true", 16, 2, CPU, None)
-    (row,) = cost.rows_of(cost.Job("gla", "60M", ((64, "eager"),)), settings)
-    assert (tried, row["note"], row["model"]) == ([2, 4], DOES_NOT_FIT, "gla")
+    monkeypatch.setattr(cost, "warmed", warmed)
+    measuring = meter()
+    row = measuring.row(64, "eager")
+    assert (tried, row["note"], row["micro_batches"]) == ([2, 4], DOES_NOT_FIT, 4)
+    short = False
+    assert measuring.row(32, "eager")["step_ms"] > 0
+
+
+def test_memory_that_runs_out_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(cost, "warmed", lambda *_, **__: True)
+    monkeypatch.setattr(cost, "timed", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    assert meter().row(16, "eager")["note"] == DOES_NOT_FIT
+
+
+def test_eager_steps_are_left_out_where_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch):
+    """Captured micro-batches take 1, 2 and 8 ms, eager ones at least 3 ms."""
+    measured = {(16, "captured"): 1.0, (16, "eager"): 3.0, (32, "captured"): 2.0, (32, "eager"): 3.1}
+    measured |= {(64, "captured"): 16.0}
+
+    def steps(self: cost.Meter, tokens: int, micro_batches: int, *, captured: bool) -> dict:
+        return {"micro_batches": micro_batches, "step_ms": measured[tokens, "captured" if captured else "eager"]}
+
+    monkeypatch.setattr(cost.Meter, "_steps", steps)
+    measuring = meter()
+    rows = {cell: measuring.row(*cell) for cell in [*measured, (64, "eager")]}
+    assert {cell: row.get("step_ms") for cell, row in rows.items()} == measured | {(64, "eager"): None}
+    assert rows[64, "eager"]["note"].startswith("not measured; the GPU is busy: a captured micro-batch takes 2.7 times")
+
+
+def test_graphs_are_reused_by_micro_batches_of_one_size(monkeypatch: pytest.MonkeyPatch):
+    """Steps of one and of two micro-batches of 32 tokens have one learner."""
+    first_steps, learner = [], cost.TimedLearner
+
+    class Captured(learner):  # in repeated steps, in place of graphs
+        def __init__(self, model: torch.nn.Module, *args: object, cuda_graph: bool, **named: object) -> None:
+            super().__init__(model, *args, cuda_graph=False, **named)
+            self.captured = CapturedStep(lambda: (self.loss(),), model.parameters(), Repeated())
+            first_steps.append(self)
+
+    monkeypatch.setattr(cost, "TimedLearner", Captured)
+    measuring = meter()
+    rows = [measuring.row(tokens, "captured") for tokens in (32, 64, 16)]
+    assert [row["micro_batches"] for row in rows] == [1, 2, 1]
+    assert all(row["tokens_per_second"] > 0 for row in rows)
+    assert len(first_steps) == 2
 
 
 def test_a_step_in_micro_batches_is_a_step():

@@ -214,8 +214,8 @@ def utilisation(flops: float | None, tokens_per_second: float, precision: str, d
     return None if peak is None or flops is None else TRAINING_FLOPS * flops * tokens_per_second / peak
 
 
-def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0) -> bool:
-    """Run the first steps; False if out of memory.
+def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0, steps: int = WARM_UP) -> bool:
+    """Run the first step and `steps` more; False if out of memory.
 
     It records the time of the first, which implementations of our ops ran, and the memory beyond `before` bytes.
     """
@@ -233,7 +233,7 @@ def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0
         synchronize(learner.device)
         row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
         bar.update()
-        for _ in range(WARM_UP):
+        for _ in range(steps):
             learner.step(learner.clock.mark)
             bar.update()
         learner.clock.between()
