@@ -58,6 +58,11 @@ class _Shapes(NamedTuple):
     cu_seqlens: Tensor | None
     passes: dict[bool, _Pass]
 
+    @classmethod
+    def copied(cls, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> "_Shapes":
+        """Return the shapes of new tensors and a padded copy of the boundaries, without passes."""
+        return cls(inputs, None if cu_seqlens is None else static_copy(cu_seqlens, inputs[0].shape[1]), {})
+
     @property
     def documents(self) -> StaticDocuments | None:
         return None if self.cu_seqlens is None else static_documents(self.cu_seqlens, self.inputs[0].shape[1])
@@ -174,15 +179,12 @@ class CapturedStep:
         packed = _documents(inputs, cu_seqlens)
         shapes = self._serving(inputs, packed)
         if shapes is None or first not in shapes.passes:
-            return self._eager(inputs, cu_seqlens)
+            return _eager(self._compute, inputs, cu_seqlens)
         shapes.fill(inputs, packed)
         passes = shapes.passes[first]
         loss, *others = passes.forward()
         replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(passes, gradient, first))
         return replayed, *(x.clone() for x in others)
-
-    def _eager(self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
-        return self._compute(*inputs) if cu_seqlens is None else self._compute(*inputs, cu_seqlens=cu_seqlens)
 
     def _serving(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> _Shapes | None:
         """Return the graphs for these inputs; None if there are none."""
@@ -206,14 +208,13 @@ class CapturedStep:
         if not self._shapes:
             self._start_first()
         assert self._recorder is not None
-        bounds = None if cu_seqlens is None else static_copy(cu_seqlens, inputs[0].shape[1])
-        shapes = _Shapes(tuple(x.detach().clone() for x in inputs), bounds, {})
+        shapes = _Shapes.copied(tuple(x.detach().clone() for x in inputs), cu_seqlens)
         self._shapes.append(shapes)
 
         def eager(cu_seqlens: Tensor | None) -> Tensor:
             self._drop_gradients()
             with casts_not_cached():
-                loss = self._eager(shapes.inputs, cu_seqlens)[0]
+                loss = _eager(self._compute, shapes.inputs, cu_seqlens)[0]
             loss.backward()
             if self._scale is None:
                 self._scale = torch.ones_like(loss)
@@ -222,7 +223,7 @@ class CapturedStep:
         with torch.enable_grad():
             before = _random_offset(self._device)
             # first with padded boundaries, then with those of the batch
-            for boundaries in [None] if bounds is None else [bounds, cu_seqlens]:
+            for boundaries in [None] if cu_seqlens is None else [shapes.cu_seqlens, cu_seqlens]:
                 with _random_numbers_kept(self._device):
                     expected = self._recorder.rehearse(partial(eager, boundaries))
                     if not self._may_draw and _random_offset(self._device) != before:
@@ -249,7 +250,7 @@ class CapturedStep:
 
         def forward() -> tuple[Tensor, ...]:
             with torch.enable_grad(), casts_not_cached():
-                loss, *others = self._eager(shapes.inputs, shapes.cu_seqlens)
+                loss, *others = _eager(self._compute, shapes.inputs, shapes.cu_seqlens)
             self._loss = loss
             return loss.detach(), *others
 
@@ -413,13 +414,14 @@ class CapturedStep:
 
 
 class CapturedForward:
-    """A CUDA graph of a function without gradients, such as the losses of a validation batch.
+    """CUDA graphs of a function without gradients, such as the losses of a validation batch.
 
-    The graph is captured at the first call, and a replay is compared with the eager result. Inputs of other shapes run
-    eagerly. If the function cannot be captured, every call runs eagerly, and the log says so.
+    A graph is captured at the first call for each shape of the inputs and packed documents, as by a `CapturedStep`, and
+    a replay is compared with the eager result. Inputs of other shapes than the first MOST_SHAPES run eagerly. If the
+    function cannot be captured, every call runs eagerly, and the log says so.
 
     Args:
-        compute: Inputs → tensors. It must not wait for the device.
+        compute: Inputs, and `cu_seqlens` if documents are packed → tensors. It must not wait for the device.
         parameters: All parameters that `compute` uses.
         recorder: As for a `CapturedStep`; graphs of the same recorder share memory.
         failed: Called if the function cannot be captured.
@@ -437,35 +439,46 @@ class CapturedForward:
     ) -> None:
         self._compute, self._parameters, self._recorder, self._failed = compute, list(parameters), recorder, failed
         self.refused: str | None = None
-        self._memory: list[tuple[int, bool]] | None = None
-        self._inputs: tuple[Tensor, ...] | None = None
-        self._replay: Callable[[], tuple[Tensor, ...]] | None = None
+        self._memory = _addresses(self._parameters)
+        self._graphs: list[tuple[_Shapes, Callable[[], tuple[Tensor, ...]]]] = []
 
-    def __call__(self, *inputs: Tensor) -> tuple[Tensor, ...]:
-        """Return the results as new tensors."""
-        if self.refused is None and self._memory != (memory := _addresses(self._parameters)):
-            self._memory, self._replay = memory, None  # first call, or parameters were moved
-            self._prepare(inputs)
-        if self._replay is None or _key(self._inputs or ()) != _key(inputs):
-            return self._compute(*inputs)
-        for static, x in zip(self._inputs or (), inputs, strict=True):
-            static.copy_(x)
-        return tuple(x.clone() for x in self._replay())
+    def __call__(self, *inputs: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return the results as new tensors; the arguments are those of a `CapturedStep`."""
+        if self._memory != (memory := _addresses(self._parameters)):
+            self._memory, self._graphs = memory, []  # parameters were moved
+        packed = _documents(inputs, cu_seqlens)
+        graph = next((each for each in self._graphs if each[0].serve(inputs, packed)), None)
+        if graph is None and self.refused is None and len(self._graphs) < MOST_SHAPES:
+            graph = self._capture(inputs, cu_seqlens)
+        if graph is None:
+            return _eager(self._compute, inputs, cu_seqlens)
+        shapes, replay = graph
+        shapes.fill(inputs, packed)
+        return tuple(x.clone() for x in replay())
 
-    def _prepare(self, inputs: tuple[Tensor, ...]) -> None:
+    def _capture(
+        self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None
+    ) -> tuple[_Shapes, Callable[[], tuple[Tensor, ...]]] | None:
+        """Capture and check a graph for inputs of this shape; return None if that fails."""
         with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
-            self._inputs = static = tuple(x.clone() for x in inputs)
+            shapes = _Shapes.copied(tuple(x.clone() for x in inputs), cu_seqlens)
+            step = partial(_eager, self._compute, shapes.inputs)
             try:
-                expected = self._recorder.rehearse(lambda: self._compute(*static))
-                replay = self._recorder.record(lambda: self._compute(*static))
+                # first with padded boundaries, then with those of the batch
+                expected = self._recorder.rehearse(partial(step, shapes.cu_seqlens))
+                expected = expected if cu_seqlens is None else self._recorder.rehearse(partial(step, cu_seqlens))
+                replay = self._recorder.record(partial(step, shapes.cu_seqlens))
                 pairs = zip(replay(), expected, strict=True)
                 if not all(torch.allclose(x.float(), y.float(), rtol=TOLERANCE, equal_nan=True) for x, y in pairs):
                     raise RuntimeError("a replay has other results than the eager forward pass")
-                self._replay = replay
             except RuntimeError as error:
+                self._graphs.clear()
                 self._failed()
                 self.refused = _one_line(error)
                 log.warning("cuda_graph: validation runs eagerly: %s", self.refused)
+                return None
+        self._graphs.append((shapes, replay))
+        return self._graphs[-1]
 
 
 class _Replay(torch.autograd.Function):
@@ -480,6 +493,10 @@ class _Replay(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.replay(gradient)
         return None, None, None
+
+
+def _eager(compute: Compute, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    return compute(*inputs) if cu_seqlens is None else compute(*inputs, cu_seqlens=cu_seqlens)
 
 
 def _norm(gradients: Iterable[Tensor | None]) -> Tensor:

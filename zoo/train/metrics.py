@@ -60,7 +60,7 @@ def label_scores(
     those of `total_loss` and, for a `LanguageModel`, of that method.
     """
     if every_token and isinstance(model, LanguageModel):
-        losses, correct, _ = model.token_losses(tokens, labels, every_token=True)
+        losses, correct, _ = model.token_losses(tokens, labels, cu_seqlens=cu_seqlens, every_token=True)
         return losses, correct
     shared = {} if context_parallel is None else {"context_parallel": context_parallel}
     if hasattr(model, "token_losses"):

@@ -3,6 +3,7 @@
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import lightning as L
@@ -25,6 +26,7 @@ from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
 from zoo.train.captured_step import CapturedForward, CapturedStep
+from zoo.train.copy_stream import CopyStream
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
@@ -103,6 +105,7 @@ class Pretraining(L.LightningModule):
         self._tokens_before_step = 0
         self._refreshes, self._refreshed = True, 0.0  # whether numbers are logged in this step; when they were last
         self._unlabelled = False  # whether a batch had no labels; the first is reported
+        self._copies: CopyStream | None = None  # of batches to the device
 
     def setup(self, stage: str) -> None:
         """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
@@ -178,7 +181,10 @@ class Pretraining(L.LightningModule):
             self._unlabelled = not (batch.labels != NO_LOSS).any()
             if self._unlabelled:
                 log.warning("data: a batch has no label but %d, so that nothing is learned from it", NO_LOSS)
-        moved: Batch = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if self._copies is None:
+            self._copies = CopyStream(device)
+        move = partial(super().transfer_batch_to_device, batch, device, dataloader_idx)
+        moved = self._copies.copied(batch, move)
         if batch.cu_seqlens is not None and moved.cu_seqlens is not None:
             copied(moved.cu_seqlens, batch.cu_seqlens)
         return moved
@@ -288,10 +294,13 @@ class Pretraining(L.LightningModule):
         """Add a batch to the metrics of a validation or test."""
         batch = self._local_part(batch)
         labels, task = batch.labels, dataloader_idx if self.tasks else 0
-        if self.captured_scores is None or batch.cu_seqlens is not None:
+        of_sequences = (
+            batch.cu_seqlens is not None and labels.shape != batch.tokens.shape
+        )  # as many as there are packed
+        if self.captured_scores is None or of_sequences:
             losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
         else:
-            losses, correct = self.captured_scores(batch.tokens, labels)
+            losses, correct = self.captured_scores(batch.tokens, labels, cu_seqlens=batch.cu_seqlens)
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
             return

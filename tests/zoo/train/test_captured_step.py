@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kernels.core.documents import documents
 from tests.zoo.tiny import TinyModel, batch
 from zoo.train import captured_step
 from zoo.train.adamw import AdamW
@@ -256,24 +257,53 @@ def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.Lo
 
 
 def test_a_captured_forward_pass_follows_the_weights(caplog: pytest.LogCaptureFixture):
+    """Of batches of two shapes, before and after the weights are moved."""
     model, recorder = TinyModel(), Repeated()
 
     def losses(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return label_scores(model, tokens, labels)
 
     captured = CapturedForward(losses, model.parameters(), recorder)
-    for number in range(4):
+    for number in range(6):
         tokens, labels, _ = batch(number)
-        tokens, labels = tokens[: 4 - number // 3], labels[: 4 - number // 3]
+        tokens, labels = tokens[: 4 - number % 2], labels[: 4 - number % 2]
         with torch.inference_mode():
             pairs = list(zip(captured(tokens, labels), losses(tokens, labels), strict=True))
         assert all(torch.equal(x, y) for x, y in pairs)
         with torch.no_grad():
             model.mixer_weight.mul_(2)
-        if number == 1:
+        if number == 3:
             model.mixer_weight.data = model.mixer_weight.data.clone()
-    assert recorder.recorded == 2
+    assert recorder.recorded == 4
     assert caplog.messages == []
+
+
+def test_a_captured_forward_pass_takes_packed_documents():
+    """Boundaries are rounded up to one, two and four documents; more shapes than may be captured run eagerly."""
+    recorder, seen = Repeated(), []
+
+    def compute(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, ...]:
+        seen.append(len(cu_seqlens))
+        return (x * documents(cu_seqlens, x.shape[1]).owner,)
+
+    captured = CapturedForward(compute, [], recorder)
+    for bounds in ([0, 16], [0, 3, 16], [0, 11, 16], [0, 2, 4, 16], [0, 2, 4, 5, 16], [0, 16]):
+        x, cu_seqlens = torch.randn(1, 16), torch.tensor(bounds, dtype=torch.int32)
+        with torch.inference_mode():
+            (scaled,) = captured(x, cu_seqlens=cu_seqlens)
+        assert torch.equal(scaled, x * documents(cu_seqlens, 16).owner)
+    assert captured.refused is None
+    assert recorder.recorded == 3
+    assert seen[-1] == 2  # the last replay reads padded boundaries
+    assert set(seen) == {2, 3, 4, 5}
+
+
+def test_forward_passes_of_many_shapes_run_eagerly(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(captured_step, "MOST_SHAPES", 2)
+    recorder = Repeated()
+    captured = CapturedForward(lambda x: (x + 1,), [], recorder)
+    assert [captured(torch.zeros(n))[0].sum().item() for n in (1, 2, 3, 2)] == [1, 2, 3, 2]
+    assert recorder.recorded == 2
 
 
 def test_a_forward_pass_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogCaptureFixture):

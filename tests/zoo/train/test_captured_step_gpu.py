@@ -17,6 +17,7 @@ from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.callbacks.throughput import Throughput
 from zoo.train.captured_step import CapturedStep
 from zoo.train.module import Pretraining
 from zoo.train.muon import Muon
@@ -216,10 +217,11 @@ def test_packed_documents_are_captured(case: str, tmp_path: Path, caplog: pytest
         captured, losses, _ = fitted(tmp_path / "captured", config, *again, watch, **options)
     assert [line for line in caplog.messages if line.startswith("cuda_graph")] == []
     assert watch.step.refused is None
+    assert watch.scores.refused is None
     assert watch.step.parts >= 5
     assert losses == expected
     same(eager, captured)
-    assert captured.loss_by_position == eager.loss_by_position
+    assert captured.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6)
 
 
 def test_packed_steps_do_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -275,3 +277,32 @@ def test_a_step_that_waits_for_the_device_runs_eagerly(tmp_path: Path, caplog: p
     assert len(lines) == 1
     assert lines[0].startswith("cuda_graph: the training step runs eagerly: ")
     assert losses == pytest.approx(expected, rel=1e-2)
+
+
+class NoWaiting(L.Callback):
+    """Makes everything fail that waits for the GPU between the starts of two steps."""
+
+    def __init__(self, first: int, last: int) -> None:
+        self.first, self.last, self.checked = first, last, 0
+
+    def on_train_batch_start(self, trainer: L.Trainer, *_: Any) -> None:
+        self.checked += self.first <= trainer.global_step < self.last
+        checks = self.first <= trainer.global_step < self.last
+        torch.cuda.set_sync_debug_mode("error" if checks else "default")
+
+    def on_exception(self, *_: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("loader", [Rows, Mixed])
+def test_steps_that_are_not_logged_do_not_wait_for_the_device(loader: type[ResumableLoader], tmp_path: Path):
+    """The whole loop: batches, hooks, guard, metrics."""
+    torch.manual_seed(0)
+    module = Pretraining(configs.build("gated_deltanet.yaml", *SIZES), Optimisation(), config={"model": {}})
+    watch, checks = Seen(), NoWaiting(8, 18)
+    options = {"accelerator": "gpu", "devices": 1, "precision": "bf16-mixed", "log_every_n_steps": 100}
+    callbacks = [StepTimes(), LossGuard(), Throughput(), watch, checks]
+    run = trainer(tmp_path, callbacks, max_steps=20, checkpoints=Checkpoints(), val_check_interval=100, **options)
+    run.fit(module, loader(400), loader(2))
+    assert watch.step.refused is None
+    assert checks.checked == 10

@@ -54,9 +54,9 @@ class CapturedSteps(Callback):
             with trainer.precision_plugin.train_step_context():
                 return pl_module.losses(tokens, labels, cu_seqlens)
 
-        def scores(tokens: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
+        def scores(tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, ...]:
             with trainer.precision_plugin.val_step_context():
-                return label_scores(pl_module.model, tokens, labels, every_token=True)
+                return label_scores(pl_module.model, tokens, labels, cu_seqlens, every_token=True)
 
         recorder = Recorder(pl_module.device) if self._recorder is None else self._recorder
         parameters = list(pl_module.model.parameters())

@@ -9,7 +9,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.zoo.tiny import VOCAB, LossLog, ResumableLoader, pretraining, trainer, validation_loader
+from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, pretraining, trainer, validation_loader
 from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
 from zoo.lm.classifier import Classifier
@@ -133,10 +133,14 @@ class Packed(ResumableLoader):
 
 
 class Seen(CapturedSteps):
-    """Remembers the number of graphs, which are dropped at the end."""
+    """Remembers the graphs, which are dropped at the end."""
+
+    def __init__(self, recorder: Repeated) -> None:
+        super().__init__(recorder)
+        self.recorder = recorder
 
     def on_train_end(self, trainer: L.Trainer, pl_module: Any) -> None:
-        self.parts = pl_module.captured.parts
+        self.parts, self.scores = pl_module.captured.parts, pl_module.captured_scores
 
 
 @pytest.mark.parametrize("batches", [1, 3])
@@ -147,13 +151,16 @@ def test_packed_documents_are_captured(batches: int, tmp_path: Path, caplog: pyt
         module, log = pretraining(dropout=0.2), LossLog()
         run = trainer(tmp_path / name, [log, *callbacks], max_steps=10, accumulate_grad_batches=batches)
         with caplog.at_level(logging.WARNING):
-            run.fit(module, Packed(60), validation_loader())
+            run.fit(module, Packed(60), Batches(*Packed(6)))
         found.append((module, log.losses))
     (eager, expected), (captured, losses) = found
     assert [line for line in lines(caplog) if "passes are captured" not in line] == []
     assert losses == expected
     # norm and clipping, and passes for one, two and up to four documents
     assert watch.parts == 2 + 2 * 3 * (1 if batches == 1 else 2)
+    assert watch.scores.refused is None
+    assert watch.recorder.recorded == watch.parts + 3  # validation
+    assert captured.loss_by_position == eager.loss_by_position
     same(eager, captured)
 
 
