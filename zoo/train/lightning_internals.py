@@ -100,9 +100,14 @@ def signal_connector(trainer: L.Trainer) -> Any:
 
 
 def replace_signal_connector(trainer: L.Trainer, new: Callable[[L.Trainer], "SignalConnector"]) -> None:
-    """Replace the trainer's signal handlers, unless others than Lightning's were chosen."""
+    """Replace the trainer's signal handlers, unless others than Lightning's were chosen.
+
+    Lightning's need a broadcast before each batch, for which every process waits for its GPU; others do not.
+    """
     if type(trainer._signal_connector) is _SignalConnector:
         trainer._signal_connector = new(trainer)
+        loop: Any = trainer.fit_loop.epoch_loop
+        loop._broadcast_sigterm_tensor = lambda: None
 
 
 class SignalConnector(_SignalConnector):

@@ -136,14 +136,20 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     shapes, all_reduce = [], dist.all_reduce
+    broadcasts, broadcast = [], dist.broadcast
 
     def counted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if x.is_floating_point():  # signals are agreed upon at each step, and nobody waits for that
             shapes.append(list(x.shape))
         return all_reduce(x, *args, **kwargs)
 
+    def noted(x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        broadcasts.append(list(x.shape))
+        return broadcast(x, *args, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_reduce", counted)
+        patch.setattr(dist, "broadcast", noted)
         train(Path(folder, "two"), rank, 2)
     with pytest.MonkeyPatch.context() as patch:
         clock.of(rank, patch)
@@ -152,6 +158,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     train_corrupted(Path(folder, "corrupted"), rank)
     train_captured(Path(folder), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
+    Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
     dist.destroy_process_group()
 
 
@@ -210,6 +217,7 @@ def test_captured_steps_average_the_gradients(found: Path) -> None:
 def test_processes_wait_for_it_only_where_it_is_logged(found: Path) -> None:
     for rank in range(2):
         assert json.loads((found / f"sums-{rank}.json").read_text()).count([2]) == STEPS // EVERY
+        assert json.loads((found / f"broadcasts-{rank}.json").read_text()) == []
 
 
 def test_how_long_the_others_are_waited_for(found: Path) -> None:
