@@ -252,13 +252,17 @@ def _add_keys_of_models(parser: Parser) -> None:
         "Recompute every N-th block in the backward pass, to save memory; 1: all.",
     )
     invariant = "Whether a sequence has the same results in every batch; null for ZOO_DETERMINISTIC, or false."
+    captured = (
+        "Capture the training steps as CUDA graphs; without a GPU they run as usual. Null does so unless a callback "
+        "from outside this project is called within a step."
+    )
     shared = "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp."
     for key, kind, default, purpose in (
         ("seed_everything", bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
         ("backend", backend, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
         ("deterministic_kernels", bool | None, None, invariant),
         ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
-        ("cuda_graph", bool, False, "Capture the training steps as CUDA graphs; without a GPU they run as usual."),
+        ("cuda_graph", bool | None, False, captured),
         ("activation_checkpointing", int | None, None, every),
         ("context_parallel", int, 1, shared),
     ):

@@ -85,7 +85,7 @@ def learner_of(run: Run, device: torch.device) -> Learner:
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             return total_loss(model, tokens, tokens) / tokens.numel()
 
-    return Learner(model, instantiate("optim", config), loss, cuda_graph=config.cuda_graph and on_gpu)
+    return Learner(model, instantiate("optim", config), loss, cuda_graph=config.cuda_graph is not False and on_gpu)
 
 
 @contextmanager

@@ -200,8 +200,8 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
         if config.deterministic_kernels:
             raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
         built.append(CompiledBlocks())
-    if config.cuda_graph:
-        built.append(CapturedSteps())
+    if config.cuda_graph or (config.cuda_graph is None and not config.compile):
+        built.append(CapturedSteps(automatic=config.cuda_graph is None))
     if (interval := config.activation_checkpointing) is not None:
         built.append(CheckpointedBlocks(interval))
     return sorted(built, key=lambda callback: callback.order)

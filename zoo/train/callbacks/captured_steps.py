@@ -1,4 +1,4 @@
-"""`cuda_graph: true`: training steps are captured as CUDA graphs and replayed."""
+"""`cuda_graph`: training steps are captured as CUDA graphs and replayed."""
 
 import logging
 from contextlib import ExitStack
@@ -24,6 +24,9 @@ from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
 
+HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward", "on_after_backward")
+HOOKS = (*HOOKS, "on_before_optimizer_step")
+
 
 class CapturedSteps(Callback):
     """Captures the parts of a training step as CUDA graphs at the first step, and replays them from then on.
@@ -34,18 +37,22 @@ class CapturedSteps(Callback):
 
     Args:
         recorder: Captures the parts, on any device; None for CUDA graphs.
+        automatic: Whether a run without a GPU is silently eager, and a run with other hooks within a step is eager.
     """
 
     order = 97  # after callbacks that replace the forward functions of blocks, and those that compile kernels
 
-    def __init__(self, recorder: Recording | None = None) -> None:
-        self._recorder = recorder
+    def __init__(self, recorder: Recording | None = None, *, automatic: bool = False) -> None:
+        self._recorder, self._automatic = recorder, automatic
         self._entered = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Set up the capture, unless this run cannot be captured."""
         reason = no_graphs(pl_module.device) if self._recorder is None else None
-        if (reason := reason or obstacle(trainer, pl_module.model)) is not None:
+        if reason is not None and self._automatic:
+            return
+        hook = hook_within_step(trainer) if self._automatic else None
+        if (reason := reason or obstacle(trainer, pl_module.model) or hook) is not None:
             log.warning("cuda_graph: the training step runs eagerly: %s", reason)
             return
         recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
@@ -113,6 +120,16 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
         return "trainer.detect_anomaly reads every gradient on the host"
     if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
+    return None
+
+
+def hook_within_step(trainer: L.Trainer) -> str | None:
+    """Return which hook within a step, from zeroing the gradients to the update, comes from elsewhere; None if none."""
+    for part in (*trainer.callbacks, trainer.lightning_module):
+        for name in HOOKS:
+            method = getattr(part, name, None)
+            if getattr(method, "__module__", "").partition(".")[0] not in ("", "lightning", __name__.partition(".")[0]):
+                return f"{type(part).__name__}.{name} is called within it; cuda_graph: true calls it between replays"
     return None
 
 

@@ -188,6 +188,50 @@ def test_what_a_replay_would_leave_out_is_not_captured(tmp_path: Path, caplog: p
     ]
 
 
+@pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
+def test_automatic_capture_leaves_runs_with_other_hooks_eager(
+    hook: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """One line names the hook; `cuda_graph: true` captures the run."""
+    other, recorder = type("Other", (L.Callback,), {hook: lambda *_: None}), Repeated()
+    with caplog.at_level(logging.WARNING):
+        run = trainer(tmp_path / "automatic", [other(), LossGuard(), CapturedSteps(recorder, automatic=True)])
+        run.fit(pretraining(), ResumableLoader(8))
+    reason = f"Other.{hook} is called within it; cuda_graph: true calls it between replays"
+    assert lines(caplog) == [f"cuda_graph: the training step runs eagerly: {reason}"]
+    assert recorder.recorded == 0
+    trainer(tmp_path / "true", [other(), CapturedSteps(recorder)]).fit(pretraining(), ResumableLoader(8))
+    assert recorder.recorded > 0
+
+
+def test_automatic_capture_sees_hooks_of_modules_and_instances(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    class Module(Pretraining):
+        def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+            super().backward(loss, *args, **kwargs)
+
+    plain, recorder = pretraining(), Repeated()
+    module = Module(plain.model, plain.optim, config=plain.config)
+    hooks = L.pytorch.callbacks.LambdaCallback(on_before_backward=lambda *_: None)
+    with caplog.at_level(logging.WARNING):
+        for name, each, callbacks in (("module", module, []), ("lambda", pretraining(), [hooks])):
+            run = trainer(tmp_path / name, [*callbacks, CapturedSteps(recorder, automatic=True)])
+            run.fit(each, ResumableLoader(8))
+    named = [line.split(": ")[2].split()[0] for line in lines(caplog)]
+    assert named == ["Module.backward", "LambdaCallback.on_before_backward"]
+
+
+def test_automatic_capture(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """It captures a run with this project's callbacks and hooks around the step, and is silent on a CPU."""
+    around = type("Around", (L.Callback,), {"on_train_batch_end": lambda *_: None})
+    recorder = Repeated()
+    with caplog.at_level(logging.WARNING):
+        for each in (recorder, None):
+            run = trainer(tmp_path / str(each is None), [around(), LossGuard(), CapturedSteps(each, automatic=True)])
+            run.fit(pretraining(), ResumableLoader(8))
+    assert recorder.recorded > 0
+    assert [line for line in lines(caplog) if "passes are captured" not in line] == []
+
+
 def test_an_optimiser_that_is_not_captured_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.WARNING):
         module = pretraining(optimizer=lambda groups, lr: torch.optim.SGD(groups, lr))
