@@ -66,7 +66,7 @@ def meter(*cells: tuple[int, str]) -> cost.Meter:
 
 
 def test_a_cell_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
-    """Smaller micro-batches are tried, down to one sequence, and the row says that none fits; other cells go on."""
+    """Smaller micro-batches are tried, down to one sequence, and the row says that none fits. Others are measured."""
     tried, short = [], True
 
     def warmed(row: dict, learner: TimedLearner, *rest: object, **named: object) -> bool:

@@ -1,4 +1,4 @@
-"""Batches on their way to a GPU, beside its computation."""
+"""Copies of batches to a GPU, concurrent with its computation."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ class CopyStream:
     page-locked memory. In a separate stream a copy starts immediately.
 
     Args:
-        device: Device of the copies; on a CPU there is no other stream.
+        device: Device of the copies. On a CPU, batches are copied without a stream.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -294,9 +294,8 @@ class Pretraining(L.LightningModule):
         """Add a batch to the metrics of a validation or test."""
         batch = self._local_part(batch)
         labels, task = batch.labels, dataloader_idx if self.tasks else 0
-        of_sequences = (
-            batch.cu_seqlens is not None and labels.shape != batch.tokens.shape
-        )  # as many as there are packed
+        # labels of packed sequences: their number changes from batch to batch
+        of_sequences = batch.cu_seqlens is not None and labels.shape != batch.tokens.shape
         if self.captured_scores is None or of_sequences:
             losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
         else:

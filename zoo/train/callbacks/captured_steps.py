@@ -24,8 +24,14 @@ from zoo.train.muon import Muon
 
 log = logging.getLogger(__name__)
 
-HOOKS = ("on_before_zero_grad", "optimizer_zero_grad", "on_before_backward", "backward", "on_after_backward")
-HOOKS = (*HOOKS, "on_before_optimizer_step")
+HOOKS = (  # of callbacks and modules, within a step
+    "on_before_zero_grad",
+    "optimizer_zero_grad",
+    "on_before_backward",
+    "backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+)
 
 
 class CapturedSteps(Callback):
