@@ -113,7 +113,9 @@ def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.de
         device: Device of its parameters.
     """
     models = importlib.import_module("fla.models")
-    architecture, config = _same_mixers(model) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
+    architecture, config = (
+        _same_mixers(model) or _similar(model, sizes) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
+    )
     kind = getattr(models, architecture)
 
     def build() -> nn.Module:
@@ -135,17 +137,67 @@ def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
+# models that `convert` does not write, by our mixer: FLA's class, and the keys of its config that describe the mixer
+_SIMILAR: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
+    "RWKV7": (
+        "RWKV7ForCausalLM",
+        # null for the same ranks as ours
+        lambda mixer: (
+            {"head_dim": mixer.key_size}
+            | dict.fromkeys((f"{part}_low_rank_dim" for part in ("decay", "gate", "a", "v")), None)
+        ),
+    ),
+    "GatedSlotAttention": (
+        "GSAForCausalLM",
+        lambda mixer: {"num_heads": mixer.num_heads, "num_slots": mixer.num_slots},
+    ),
+    "ForgettingAttention": (
+        "ForgettingTransformerForCausalLM",
+        lambda mixer: {
+            "num_heads": mixer.num_heads,
+            "num_kv_heads": mixer.num_kv_heads,
+            "qk_norm": mixer.q_norm is not None,
+            "use_output_gate": mixer.o_norm is not None and mixer.o_norm.gated,
+        },
+    ),
+    "MultiheadLatentAttention": (
+        "MLAForCausalLM",
+        lambda mixer: {
+            "num_heads": mixer.num_heads,
+            "q_lora_rank": None if mixer.q_norm is None else mixer.q_up.in_features,
+            "kv_lora_rank": mixer.kv_rank,
+            "qk_rope_head_dim": mixer.rope_dim,
+            "qk_nope_head_dim": mixer.head_dim,
+            "qk_head_dim": mixer.head_dim + mixer.rope_dim,
+            "v_head_dim": mixer.value_dim,
+        },
+    ),
+}
+
+
+def _similar(model: LanguageModel, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The class of FLA's model of a similar mixer of the same sizes, and its config; None if it has none."""
+    kinds = {type(mixer).__name__ for mixer in model.mixers}
+    if len(kinds) > 1 or not (kinds <= {*_SIMILAR}):
+        return None
+    architecture, keys = _SIMILAR[kinds.pop()]
+    return architecture, _around(sizes) | keys(model.mixers[0])
+
+
 def _gated_deltanet(model: LanguageModel, sizes: dict[str, Any]) -> dict[str, Any]:
     """The config of FLA's Gated DeltaNet with the keys and values of the model's first mixer, if it has any."""
     heads, mixer = sizes["num_heads"], model.mixers[0]
     keys = getattr(mixer, "subhead_size", sizes["hidden_size"] // heads)
+    of_mixer = {"num_heads": heads, "head_dim": keys, "expand_v": getattr(mixer, "value_size", keys) / keys}
+    return _around(sizes) | of_mixer
+
+
+def _around(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The keys of FLA's configs that describe what is around the mixers."""
     return {
         "hidden_size": sizes["hidden_size"],
         "num_hidden_layers": sizes["num_layers"],
         "vocab_size": sizes["vocab_size"],
         "intermediate_size": sizes["intermediate_size"],
-        "num_heads": heads,
-        "head_dim": keys,
-        "expand_v": getattr(mixer, "value_size", keys) / keys,
         "tie_word_embeddings": sizes["tie_embeddings"],
     }
