@@ -191,8 +191,7 @@ def started() -> int:
     try:
         import mixers
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
-        sys.stderr.write(f"error: {printable(str(error))}\n")
-        return 2
+        sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError
     from zoo.runs.folder import launched
     from zoo.train.signals import end_with_parent

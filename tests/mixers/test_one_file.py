@@ -114,7 +114,7 @@ def test_a_file_that_cannot_be_a_mixer_is_one_sentence(copy: Path, text: str, se
         )
     finally:
         file.unlink()
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert sentence in done.stderr
     assert "Traceback" not in done.stderr

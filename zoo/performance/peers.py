@@ -20,6 +20,7 @@ from zoo.performance.device import version
 from zoo.performance.op_calls import Tensors
 from zoo.performance.peer_ops import PEERS, PeerOp
 from zoo.saved.public.families import FAMILIES
+from zoo.saved.public.families.similar import SIMILAR
 
 Peer = Callable[[Tensors], Tensor]
 
@@ -137,50 +138,12 @@ def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
-# models that `convert` does not write, by our mixer: FLA's class, and the keys of its config that describe the mixer
-_SIMILAR: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "RWKV7": (
-        "RWKV7ForCausalLM",
-        # null for the same ranks as ours
-        lambda mixer: (
-            {"head_dim": mixer.key_size}
-            | dict.fromkeys((f"{part}_low_rank_dim" for part in ("decay", "gate", "a", "v")), None)
-        ),
-    ),
-    "GatedSlotAttention": (
-        "GSAForCausalLM",
-        lambda mixer: {"num_heads": mixer.num_heads, "num_slots": mixer.num_slots},
-    ),
-    "ForgettingAttention": (
-        "ForgettingTransformerForCausalLM",
-        lambda mixer: {
-            "num_heads": mixer.num_heads,
-            "num_kv_heads": mixer.num_kv_heads,
-            "qk_norm": mixer.q_norm is not None,
-            "use_output_gate": mixer.o_norm is not None and mixer.o_norm.gated,
-        },
-    ),
-    "MultiheadLatentAttention": (
-        "MLAForCausalLM",
-        lambda mixer: {
-            "num_heads": mixer.num_heads,
-            "q_lora_rank": None if mixer.q_norm is None else mixer.q_up.in_features,
-            "kv_lora_rank": mixer.kv_rank,
-            "qk_rope_head_dim": mixer.rope_dim,
-            "qk_nope_head_dim": mixer.head_dim,
-            "qk_head_dim": mixer.head_dim + mixer.rope_dim,
-            "v_head_dim": mixer.value_dim,
-        },
-    ),
-}
-
-
 def _similar(model: LanguageModel, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The class of FLA's model of a similar mixer of the same sizes, and its config; None if it has none."""
     kinds = {type(mixer).__name__ for mixer in model.mixers}
-    if len(kinds) > 1 or not (kinds <= {*_SIMILAR}):
+    if len(kinds) > 1 or not kinds <= {*SIMILAR}:
         return None
-    architecture, keys = _SIMILAR[kinds.pop()]
+    architecture, keys = SIMILAR[kinds.pop()]
     return architecture, _around(sizes) | keys(model.mixers[0])
 
 
