@@ -190,8 +190,8 @@ def started() -> int:
         return run(sys.argv[1:])
     try:
         import mixers
-    except ImportError as error:  # another package named `kernels` is in the way
-        sys.exit(f"error: {error}")
+    except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
+        sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError
     from zoo.runs.folder import launched
     from zoo.train.signals import end_with_parent

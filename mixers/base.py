@@ -153,6 +153,9 @@ class TokenMixer(KeepsFp32):
         """The state before the first token; device and dtype default to those of the parameters."""
         raise self._lacks("init_state", "decoding starts from the state that it returns")
 
+    def check_device(self, device: torch.device) -> None:
+        """Raise a UserError if the layer cannot run on a device; called before a run starts. By default it can."""
+
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 

@@ -59,14 +59,20 @@ class FLALayer(Wrapped):
     def forward(  # type: ignore[override]
         self, x: Tensor, state: WrappedState | None = None, *, cu_seqlens: Tensor | None = None
     ) -> tuple[Tensor, WrappedState | None]:
-        if x.is_cpu and type(self.module).__module__.startswith("fla."):
-            raise kernels.UserError("layer: the kernels of flash-linear-attention require a GPU, but x is on the CPU")
+        self.check_device(x.device)
         if cu_seqlens is None or state is not None or not self.packs:
             return super().forward(x, state, cu_seqlens=cu_seqlens)
         bounds = documents(cu_seqlens, x.shape[1], len(x)).bounds
         if len({*bounds}) < len(bounds):  # fla's kernels do not support empty documents
             cu_seqlens = cu_seqlens.unique_consecutive()
         return self.run(x, cu_seqlens=cu_seqlens), None
+
+    def check_device(self, device: torch.device) -> None:
+        if device.type == "cpu" and type(self.module).__module__.startswith("fla."):
+            name = type(self.module).__name__
+            raise kernels.UserError(
+                f"layer: the kernels of flash-linear-attention require a GPU, but {name} is on the CPU"
+            )
 
     def run(self, x: Tensor, **documents: Tensor) -> Any:
         """Return the layer's output y for x [B,T,hidden]; some layers return a tuple that begins with y."""

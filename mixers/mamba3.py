@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.elementwise import sigmoid, softplus, tanh
+from kernels.core.recompute import remake
 
 from .arguments import check_numbers, check_sizes
 from .base import Carried, LinearMixer, Site, Streams, checked_site
@@ -50,6 +51,16 @@ class Trapezoid(KeepsFp32):
         dt = softplus(a + self.dt_bias)
         rate = torch.where(r >= 0, 1 + r, 1 / (1 - r.clamp(max=0)))
         return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
+
+
+def _shifted(
+    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Tensor | None]:
+    """`shifted`, whose result is recomputed in the backward pass unless that would communicate."""
+    previous, last = shifted(x, before, cu_seqlens, context_parallel)
+    if context_parallel is None:
+        previous = remake(previous, lambda x: shifted(x, before, cu_seqlens)[0], x)
+    return previous, last
 
 
 @register(
@@ -138,12 +149,20 @@ class Mamba3(LinearMixer):
         assert s.log_decay is not None
         z, trap, angles = s.gate
         log_decay, dt, share = self.decay(s.beta, s.log_decay, trap)
-        q, k = (
-            self.to_value_heads(norm(y)) + bias.to(y.dtype)
-            for norm, y, bias in ((self.q_norm, s.q, self.q_bias), (self.k_norm, s.k, self.k_bias))
-        )
+        q, k = self._biased(self.q_norm(s.q), self.q_bias), self._biased(self.k_norm(s.k), self.k_bias)
         angles = tanh(kernels.at_least_fp32(angles))[:, :, None] * dt[..., None] / 2  # in full turns
         return s.replace(q=q, k=k, log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, angles))
+
+    def _biased(self, x: Tensor, bias: Tensor) -> Tensor:
+        """Normed queries or keys of groups [B,T,G·E,K] → those of all heads, with their biases [B,T,H·E,K].
+
+        They are recomputed in the backward pass, as they are larger than x by the number of heads of a group.
+        """
+
+        def compute(x: Tensor, bias: Tensor) -> Tensor:
+            return self.to_value_heads(x) + bias.to(x.dtype)
+
+        return remake(compute(x, bias), compute, x, bias)
 
     def carry(
         self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
@@ -158,8 +177,9 @@ class Mamba3(LinearMixer):
         q, k = rotate(s.q, angles), rotate(s.k, angles)
         own = (s.beta * (q * k).sum(-1, dtype=s.beta.dtype)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
         skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
-        streams = zip((k, s.v, s.beta), past[1:], strict=True)
-        (k, last_k), (v, last_v), (written, last_written) = (shifted(x, before, *where) for x, before in streams)
+        (k, last_k), (v, last_v), (written, last_written) = (
+            _shifted(x, before, *where) for x, before in zip((k, s.v, s.beta), past[1:], strict=True)
+        )
         s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
         last = (last_angles, last_k, last_v, last_written)
         return s, tuple(x for x in last if x is not None)

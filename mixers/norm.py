@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.elementwise import silu
+from kernels.core.recompute import remake
 
 from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
@@ -243,7 +244,7 @@ class NormOnly(Output):
 
 
 class GateOnly(Output):
-    """o · SiLU(gate) without a norm.
+    """o · SiLU(gate) without a norm. Inside `recomputing()` the result is not saved by what follows.
 
     Args:
         size: Size of the last axis.
@@ -255,4 +256,5 @@ class GateOnly(Output):
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
-        return o * silu(gate)
+        factor = remake(silu(gate), silu, gate)
+        return remake(o * factor, torch.mul, o, factor)

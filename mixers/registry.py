@@ -39,13 +39,13 @@ def register(*, recurrence: str, paper: str, tiny: Mapping[str, Any] | None = No
         tiny: Constructor arguments for a meaningful test at hidden size 64.
 
     Raises:
-        ValueError: The name belongs to another class.
+        UserError: The name belongs to another class.
     """
 
     def add(mixer: type[M]) -> type[M]:
         previous = _entries.get(mixer.__name__)
         if previous is not None and previous.mixer.__module__ != mixer.__module__:
-            raise ValueError(f"mixer: the name {mixer.__name__!r} is taken by {previous.mixer.__module__}")
+            raise UserError(f"mixer: the name {mixer.__name__!r} is taken by {previous.mixer.__module__}")
         _entries[mixer.__name__] = Entry(mixer, recurrence, paper, tiny or {})
         return mixer
 
@@ -61,10 +61,18 @@ def import_mixers(package: str, path: Iterable[str]) -> dict[str, type[TokenMixe
 
     Returns:
         The mixers that the package registers, by name.
+
+    Raises:
+        ImportError: A file is not valid Python, or the name of its mixer is taken.
     """
     for module in pkgutil.iter_modules(path, f"{package}."):
-        if not module.ispkg:
-            importlib.import_module(module.name)
+        try:
+            if not module.ispkg:
+                importlib.import_module(module.name)
+        except SyntaxError as error:
+            raise ImportError(f"{error.filename}, line {error.lineno}: {error.msg}") from None
+        except UserError as error:
+            raise ImportError(f"{module.name}: {str(error).removeprefix('mixer: ')}") from None
     return {name: each.mixer for name, each in _entries.items() if each.mixer.__module__.startswith(f"{package}.")}
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.documents import places
+from kernels.core.recompute import remake
 
 from .context_parallel import ContextParallel
 from .shift import last_tokens, starting
@@ -69,10 +70,44 @@ class _RunningSum(torch.autograd.Function):
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the first pairs (0, 1), (2, 3), … of x [B,T,H,K] by `angles` [B,T,H,pairs], in full turns."""
+    """Rotate the first pairs (0, 1), (2, 3), … of x [B,T,H,K] by `angles` [B,T,H,pairs], in full turns.
+
+    Inside `recomputing()` the result is not saved by what follows.
+    """
+    return remake(_Rotation.apply(x, angles), _rotated, x, angles)
+
+
+def _rotated(x: Tensor, angles: Tensor) -> Tensor:
     pairs = angles.shape[-1]
+    return torch.cat([torch.stack(_turned(x, angles), -1).flatten(-2), x[..., 2 * pairs :]], -1)
+
+
+def _turned(x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and second numbers of the rotated pairs."""
     radians = 2 * math.pi * angles
     cos, sin = radians.cos().to(x.dtype), radians.sin().to(x.dtype)
-    a, b = x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
-    rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
-    return torch.cat([rotated, x[..., 2 * pairs :]], -1)
+    a, b = _pairs(x, angles)
+    return a * cos - b * sin, a * sin + b * cos
+
+
+def _pairs(x: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
+    pairs = angles.shape[-1]
+    return x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
+
+
+class _Rotation(torch.autograd.Function):
+    """`_rotated`, which saves its arguments alone; autograd would save cosines, sines and halves of x as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        ctx.save_for_backward(x, angles)
+        return _rotated(x, angles)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, angles = ctx.saved_tensors
+        dx, dangles = _rotated(dy, -angles), None
+        if ctx.needs_input_grad[1]:
+            (a, b), (da, db) = _turned(x, angles), _pairs(dy, angles)
+            dangles = 2 * math.pi * (db * a - da * b).to(angles.dtype)
+        return dx, dangles

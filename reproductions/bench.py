@@ -47,28 +47,20 @@ class Settings(NamedTuple):
     steps: int
 
 
-def checked(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> dict[str, Any]:
-    """The gate of a row: whether loss and gradients are right in the first few layers. A note if they are not.
-
-    Args:
-        config: Its configs and overrides.
-        parsed: The same, parsed.
-        to: Precision, backend and device.
-        layers: As many as have one of each kind.
-    """
+def checked(parsed: Any, to: Settings) -> dict[str, Any]:
+    """The gate of a row: whether loss and gradients are right in the lowest layers of each kind, with a note if not."""
     if note := occupied(to.device):
         return {"note": note}
     try:
-        gate = _gate(config, parsed, to, layers)
+        gate = _gate(parsed, to)
     except torch.OutOfMemoryError:
         return {"note": DOES_NOT_FIT}
     return {"gate": gate.record()} | ({} if gate.passed else {"note": gate.says})
 
 
-def _gate(config: Sequence[str], parsed: Any, to: Settings, layers: int) -> Gate:
+def _gate(parsed: Any, to: Settings) -> Gate:
     """The comparison of `checked`."""
-    few = models.read([*config, "model.nominal_size=null", f"model.num_layers={min(parsed.model.num_layers, layers)}"])
-    model = models.conditioned(models.build(few, to.precision, to.device))
+    model = models.conditioned(models.lowest_layers(models.build(parsed, to.precision, to.device)))
     return models.compared(model, to.precision, to.backend, models.learning)
 
 
@@ -139,7 +131,6 @@ PAPER = {
     "subheads_of_long_head": {"8": 15722 / 9569, "16": 6554 / 2933},
     "kernel_tflops": {"attention": 213, "gla": 21, "gated_deltanet": 25},
 }
-EXPANDED_LAYERS = 2  # all layers are alike
 
 
 class Case(NamedTuple):
@@ -252,7 +243,7 @@ def bench_expansion(
 ) -> Report:
     """Time training steps of models with expanded states, compared with the same models without expansion.
 
-    Each model is measured alone, after its loss and gradients are checked in two of its layers; that of E = 1 first and
+    Each model is measured alone, after its loss and gradients are checked in its lowest layers; that of E = 1 first and
     last, and the others are compared with the mean of both.
 
     Args:
@@ -332,7 +323,7 @@ def _cases(name: str, items: list[str], factors: Sequence[int], forms: Sequence[
 def _row(case: Case, parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -> dict[str, Any]:
     """The measurements of one model."""
     row = {"model": case.model, "factor": case.factor, "form": case.form}
-    row |= checked(case.config, parsed, to, EXPANDED_LAYERS)
+    row |= checked(parsed, to)
     return row if "note" in row else row | trained(parsed, to, length, batch_size, bar)
 
 
@@ -371,7 +362,6 @@ OVER_LENGTH = {
     "mamba1": (["mamba1.yaml", _RECIPE], "mamba"),
 }
 OVER_LENGTH_SIZES = ("0.4b", "1.3b")
-OVER_LENGTH_LAYERS = 6  # each kind of layer of all hybrids
 LENGTHS = [2048, 4096, 8192, 16384]
 
 
@@ -437,7 +427,7 @@ def bench_length(
     """Time training steps of models at several lengths of their sequences.
 
     A step has the same number of tokens at each length. Each model is measured alone, after its loss and gradients are
-    checked in its first layers.
+    checked in its lowest layers of each kind.
 
     Args:
         config: One model, as configs and `key=value` overrides, in place of `mixers` and `size`.
@@ -476,13 +466,13 @@ def bench_length(
     about = {**described(where), "tokens": tokens, "precision": precision}
     report, each = LengthReport(Path(folder), about), 1 + WARM_UP + steps
     with tqdm(total=len(items_by_name) * len(lengths) * each, desc="length", unit=" steps", dynamic_ncols=True) as bar:
-        for name, items in items_by_name.items():
-            gate = checked(items, parsed[name], settings, OVER_LENGTH_LAYERS)
+        for name, one in parsed.items():
+            gate = checked(one, settings)
             for length in lengths:
                 bar.set_postfix_str(f"{name} {length}")
                 row = {"model": name, "length": length, "batch_size": tokens // length, **gate}
                 if "note" not in gate:
-                    row |= trained(parsed[name], settings, length, tokens // length, bar)
+                    row |= trained(one, settings, length, tokens // length, bar)
                 report.rows.append(row)
                 bar.update(len(report.rows) * each - bar.n)  # also where it did not fit
     return report

@@ -75,6 +75,14 @@ def test_the_runs_of_a_sweep_build(name: str):
     }
 
 
+def test_sweeps_of_state_tracking_have_one_protocol():
+    delta, newer = (load_config(f"sweep/state_tracking{name}.yaml") for name in ("", "_newer"))
+    models = [sweep["axes"].pop("model") for sweep in (delta, newer)]
+    assert delta == newer
+    reference = "Gated DeltaNet, β to 2"
+    assert models[0][reference] == models[1][reference]
+
+
 @pytest.mark.parametrize("name", SWEEPS)
 def test_at_least_three_seeds_are_behind_each_number(name: str):
     names = [run.name for run in unchecked_runs(name)]

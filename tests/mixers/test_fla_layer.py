@@ -2,6 +2,7 @@
 
 import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ from torch import Tensor, nn
 
 import kernels
 import mixers
-from mixers import FLALayer, GatedDeltaNet, Site
+import zoo
+from mixers import DeltaNet, FLALayer, Site
 
 from .test_parity import Oracle
 
@@ -131,6 +133,16 @@ def test_what_it_cannot_do():
         mixers.Expanded(SITE, mixer=partial(FLALayer, layer="Sums"), factor=2)
 
 
+@pytest.mark.usefixtures("layers")
+def test_a_run_on_a_cpu_is_refused_before_it_has_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    stack = {"mixer": {"class_path": "FLALayer", "init_args": {"layer": "OnGPU"}}}
+    config = {"model": {"stack": {"class_path": "Uniform", "init_args": stack}}, "trainer": {"accelerator": "cpu"}}
+    with pytest.raises(kernels.UserError, match=r"^layer: the kernels of flash-linear-attention require a GPU, "):
+        zoo.fit(config, "model.vocab_size=8", "data=MarkovChain", "data.vocab_size=8")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "fla.layers", None)
     with pytest.raises(kernels.UserError, match=r"^layer: needs flash-linear-attention \(.*\); pip install "):
@@ -155,20 +167,28 @@ def test_every_layer_of_the_package_is_built_or_refused(oracle: Oracle):
     assert all(needs[name] in sentence for name, sentence in refused.items())
 
 
-def theirs_and_ours() -> tuple[FLALayer, GatedDeltaNet]:
-    """Gated DeltaNet of both packages, with equal weights."""
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch):
+    """FLA's kernels run in the first configuration that they offer: tuning each of them takes minutes."""
+    tuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    prune = tuner.prune_configs
+    monkeypatch.setattr(tuner, "prune_configs", lambda self, arguments: prune(self, arguments)[:1])
+
+
+def theirs_and_ours() -> tuple[FLALayer, DeltaNet]:
+    """DeltaNet of both packages, with equal weights. It has the fewest kernels of the delta rules."""
     site = Site(hidden_size=128, num_heads=2)
-    theirs = FLALayer(site, layer="GatedDeltaNet", arguments={"num_heads": 2, "head_dim": 64, "expand_v": 1})
-    ours, weights = GatedDeltaNet(site), theirs.module.state_dict()
-    names = {f"in_proj.{n}.weight": f"{n}_proj.weight" for n in "qkvgab"}
+    theirs = FLALayer(site, layer="DeltaNet", arguments={"num_heads": 2})
+    ours, weights = DeltaNet(site), theirs.module.state_dict()
+    names = {f"in_proj.{n}.weight": f"{n}_proj.weight" for n in "qkvb"}
     names |= {f"{n}_features.weight": f"{n}_conv1d.weight" for n in "qkv"}
-    names |= {n: n.removeprefix("decay.") for n in ("decay.A_log", "decay.dt_bias", "o_norm.weight", "o_proj.weight")}
+    names |= {n: n for n in ("o_norm.weight", "o_proj.weight")}
     ours.load_state_dict({name: weights[other] for name, other in names.items()})
     return theirs, ours
 
 
 @pytest.mark.parity
-def test_weights_of_gated_deltanet_are_equal_in_number(oracle: Oracle):
+def test_weights_of_deltanet_are_equal_in_number(oracle: Oracle):
     oracle("fla.layers")
     theirs, ours = theirs_and_ours()
     assert sum(p.numel() for p in theirs.parameters()) == sum(p.numel() for p in ours.parameters())
@@ -176,8 +196,9 @@ def test_weights_of_gated_deltanet_are_equal_in_number(oracle: Oracle):
 
 @pytest.mark.gpu
 @pytest.mark.parity
+@pytest.mark.usefixtures("untuned")
 @pytest.mark.parametrize("packed", [False, True])
-def test_gated_deltanet_of_both_packages(oracle: Oracle, packed: bool):
+def test_deltanet_of_both_packages(oracle: Oracle, packed: bool):
     oracle("fla.layers")
     theirs, ours = (each.cuda() for each in theirs_and_ours())
     cu_seqlens = torch.tensor([0, 70, 70, 200, 333], dtype=torch.int32, device="cuda") if packed else None
@@ -195,6 +216,7 @@ def test_gated_deltanet_of_both_packages(oracle: Oracle, packed: bool):
 
 @pytest.mark.gpu
 @pytest.mark.parity
+@pytest.mark.usefixtures("untuned")
 def test_a_layer_decodes_is_causal_and_learns(oracle: Oracle):
     oracle("fla.layers")
     mixer, x = theirs_and_ours()[0].cuda(), torch.randn(2, 100, 128, device="cuda")

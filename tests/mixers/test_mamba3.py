@@ -12,7 +12,7 @@ import kernels
 import mixers
 from mixers import Expanded, GatedRMSNorm, Mamba3, Site
 from mixers.mamba3 import Trapezoid
-from mixers.rotation import cumulative_angles, rotate
+from mixers.rotation import _rotated, cumulative_angles, rotate
 
 from .test_parity import by_name, shaken
 
@@ -133,6 +133,28 @@ def test_gradients_of_angles_stay_in_their_document():
     (found,) = torch.autograd.grad((total * weight).sum(), turns)
     parts = [weight[:, i:j].flip(1).cumsum(1).flip(1) for i, j in zip(bounds, bounds[1:], strict=False)]
     torch.testing.assert_close(found, torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize("bounds", [None, [0, 5, 5, 70]])
+def test_keys_are_recomputed_with_the_same_gradients(bounds: list[int] | None, monkeypatch: pytest.MonkeyPatch):
+    mixer, x = SMALL(SITE), torch.randn(1, 70, 32, requires_grad=True)
+    cu_seqlens, calls = None if bounds is None else torch.tensor(bounds), []
+    monkeypatch.setattr("mixers.rotation._rotated", lambda *args: calls.append(args) or _rotated(*args))
+
+    def gradients(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])
+
+    expected = gradients(mixer(x, cu_seqlens=cu_seqlens)[0])
+    assert len(calls) == 4  # queries and keys, forward and backward
+    with kernels.recomputing():
+        y = mixer(x, cu_seqlens=cu_seqlens)[0]
+    assert all(torch.equal(one, other) for one, other in zip(gradients(y), expected, strict=True))
+    assert len(calls) == 10  # and once more each
+
+
+def test_a_rotation_and_its_gradients():
+    x, angles = torch.randn(2, 3, 2, 7, dtype=torch.float64), torch.rand(2, 3, 2, 2, dtype=torch.float64)
+    assert torch.autograd.gradcheck(rotate, (x.requires_grad_(), angles.requires_grad_()))
 
 
 def test_a_quarter_turn():

@@ -96,3 +96,25 @@ def test_a_new_mixer_is_tested(copy: Path):
     files = [f"tests/mixers/test_{name}.py" for name in ("contract", "arguments", "decoding", "growth", "registry")]
     options = ["-q", "-k", "Newcomer or newcomer", "-p", "no:cacheprovider", "-m", "not nightly"]
     assert " passed" in python(copy, "-m", "pytest", *options, *files, "tests/test_configs.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("x = (", "mixers/aside.py, line 1: '(' was never closed"),
+        (MIXER.replace("class Newcomer(", "class KDA("), "the name 'KDA' is taken by mixers."),
+    ],
+)
+def test_a_file_that_cannot_be_a_mixer_is_one_sentence(copy: Path, text: str, sentence: str):
+    file = copy / "mixers" / "aside.py"
+    file.write_text(text.partition("class MergedNewcomer")[0], encoding="utf-8")
+    try:
+        done = subprocess.run(
+            [sys.executable, "cli.py", "mixers"], cwd=copy, capture_output=True, text=True, check=False
+        )
+    finally:
+        file.unlink()
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert sentence in done.stderr
+    assert "Traceback" not in done.stderr

@@ -98,7 +98,6 @@ def test_models_over_length_have_configs(mixer: str, size: str):
     base, overlay = bench.OVER_LENGTH[mixer]
     parsed = models.read([*base, f"gated_delta_networks/{overlay}-{size}.yaml"])
     assert parsed.model.vocab_size == 32000
-    assert parsed.model.num_layers >= bench.OVER_LENGTH_LAYERS
 
 
 @pytest.mark.parametrize(

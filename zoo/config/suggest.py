@@ -58,7 +58,10 @@ def suggestions(key: str, group: str, keys: Iterable[str]) -> list[str]:
     if places := _places(leaf, group, keys):
         return places
     leaves = {other.rpartition(".")[2] for other in keys}
-    return [place for other in similar(leaf, leaves, cutoff=0.8) for place in _places(other, group, keys)]
+    close = [place for other in similar(leaf, leaves, cutoff=0.8) for place in _places(other, group, keys)]
+    top = group.partition(".")[0]
+    # elsewhere a longer name means something else: the `decay` of a mixer, and optim.decay_fraction
+    return [place for place in close if place.startswith(top) or not place.rpartition(".")[2].startswith(leaf)]
 
 
 def _places(leaf: str, group: str, keys: Iterable[str]) -> list[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 from kernels import Option, UserError
@@ -69,6 +69,29 @@ def running(precision: str, device: torch.device, backend: str = "auto") -> Iter
 def mean_loss(model: LanguageModel, tokens: Tensor) -> Tensor:
     """Mean loss of the next token, as training computes it; tokens [B,T+1]."""
     return total_loss(model, tokens[:, :-1], tokens[:, 1:]) / tokens[:, 1:].numel()
+
+
+def lowest_layers(model: LanguageModel) -> LanguageModel:
+    """Remove the layers above the lowest ones of each kind, for a check that takes time in proportion to the layers.
+
+    Layers are of one kind if their modules have equal classes and settings, and parameters of equal shapes, so that
+    they run the same kernels. At least two layers remain.
+    """
+    kinds = [_kind(layer) for layer in model.layers]
+    del model.layers[max(2, 1 + max(map(kinds.index, kinds))) :]
+    return model
+
+
+def _kind(layer: nn.Module) -> list[Any]:
+    """Classes, settings and shapes of parameters; no fractions, as some layers have decays that depend on the depth."""
+    return [
+        (
+            type(part),
+            {name: value for name, value in vars(part).items() if isinstance(value, str | int | None)},
+            [parameter.shape for parameter in part.parameters(recurse=False)],
+        )
+        for part in layer.modules()
+    ]
 
 
 def conditioned(model: LanguageModel) -> LanguageModel:

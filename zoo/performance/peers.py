@@ -20,6 +20,7 @@ from zoo.performance.device import version
 from zoo.performance.op_calls import Tensors
 from zoo.performance.peer_ops import PEERS, PeerOp
 from zoo.saved.public.families import FAMILIES
+from zoo.saved.public.families.similar import SIMILAR
 
 Peer = Callable[[Tensors], Tensor]
 
@@ -113,7 +114,9 @@ def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.de
         device: Device of its parameters.
     """
     models = importlib.import_module("fla.models")
-    architecture, config = _same_mixers(model) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
+    architecture, config = (
+        _same_mixers(model) or _similar(model, sizes) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
+    )
     kind = getattr(models, architecture)
 
     def build() -> nn.Module:
@@ -135,17 +138,29 @@ def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
     return None
 
 
+def _similar(model: LanguageModel, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
+    """The class of FLA's model of a similar mixer of the same sizes, and its config; None if it has none."""
+    kinds = {type(mixer).__name__ for mixer in model.mixers}
+    if len(kinds) > 1 or not kinds <= {*SIMILAR}:
+        return None
+    architecture, keys = SIMILAR[kinds.pop()]
+    return architecture, _around(sizes) | keys(model.mixers[0])
+
+
 def _gated_deltanet(model: LanguageModel, sizes: dict[str, Any]) -> dict[str, Any]:
     """The config of FLA's Gated DeltaNet with the keys and values of the model's first mixer, if it has any."""
     heads, mixer = sizes["num_heads"], model.mixers[0]
     keys = getattr(mixer, "subhead_size", sizes["hidden_size"] // heads)
+    of_mixer = {"num_heads": heads, "head_dim": keys, "expand_v": getattr(mixer, "value_size", keys) / keys}
+    return _around(sizes) | of_mixer
+
+
+def _around(sizes: dict[str, Any]) -> dict[str, Any]:
+    """The keys of FLA's configs that describe what is around the mixers."""
     return {
         "hidden_size": sizes["hidden_size"],
         "num_hidden_layers": sizes["num_layers"],
         "vocab_size": sizes["vocab_size"],
         "intermediate_size": sizes["intermediate_size"],
-        "num_heads": heads,
-        "head_dim": keys,
-        "expand_v": getattr(mixer, "value_size", keys) / keys,
         "tie_word_embeddings": sizes["tie_embeddings"],
     }

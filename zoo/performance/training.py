@@ -85,6 +85,8 @@ def bench_training(
 ) -> Report:
     """Time training steps of a model on random tokens, after checking its loss and gradients.
 
+    The check computes the lowest layers of each kind, since the fp32 loops are slow.
+
     Args:
         config: Configs and `key=value` overrides, in order.
         batch_size: Sequences in a step; null for the config's.
@@ -145,7 +147,7 @@ def bench_training(
         )
         learners = [(row, learner)] if warmed(row, learner, bar) else []
         # after the first step, whose time is to include compilation
-        checked = models.conditioned(models.build(parsed, precision, where))
+        checked = models.conditioned(models.lowest_layers(models.build(parsed, precision, where)))
         gate = models.compared(checked, precision, backend, models.learning)
         bar.update()
         row["gate"] = gate.record()

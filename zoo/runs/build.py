@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrateg
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import Option, UserError, is_deterministic
+from mixers import TokenMixer
 from zoo import config as configs
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
@@ -89,6 +90,10 @@ def parts(config: Namespace) -> Parts:
     config.model.vocab_size = configs.vocabulary(config, datamodule)
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
+    if config.trainer.accelerator == "cpu" or not torch.accelerator.is_available():
+        for part in model.modules():
+            if isinstance(part, TokenMixer):
+                part.check_device(torch.device("cpu"))
     if model.head is not None and model.head.num_classes < (classes := datamodule.num_classes):
         raise UserError(f"model.head.num_classes: {model.head.num_classes} are fewer than the {classes} of the data")
     size = config.context_parallel

@@ -171,17 +171,52 @@ def test_the_peer_has_the_sizes_of_our_heads():
         ("gated_deltaproduct.yaml", "gated_deltaproduct", {"GatedDeltaProduct"}),
         ("gated_deltanet2.yaml", "gated_deltanet", {"GatedDeltaNet"}),  # of which it has no model
         ("transformer.yaml", "gated_deltanet", {"GatedDeltaNet"}),  # without linear layers
+        ("rwkv7.yaml", "rwkv7", {"RWKV7Attention"}),
+        ("gated_slot_attention.yaml", "gsa", {"GatedSlotAttention"}),
+        ("forgetting_attention.yaml", "forgetting_transformer", {"ForgettingAttention"}),
     ],
 )
 def test_the_peer_has_our_mixers(config: str, name: str, mixers: set[str]):
     pytest.importorskip("fla")
-    parsed = models.read([config, *PLAIN, "model.num_layers=4"])
+    parsed = models.read([config, *PLAIN, "model.num_layers=4", "model.hidden_size=64"])
     ours = models.build(parsed, "32-true", torch.device("meta"))
     peer = language_model(ours, configs.to_dict(parsed)["model"], torch.device("meta"))
     assert peer.name == f"fla {name}"
     theirs = peer.build()
     assert {type(layer.attn).__name__ for layer in theirs.model.layers} == mixers
     assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.15)
+
+
+def test_the_peer_of_latent_attention_has_its_sizes(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pytest.importorskip("fla.layers.mla"), "flash_attn_func", len)  # flash-attn is not installed
+    parsed = models.read(["multihead_latent_attention.yaml", *PLAIN])
+    ours = models.build(parsed, "32-true", torch.device("meta"))
+    theirs = language_model(ours, configs.to_dict(parsed)["model"], torch.device("meta")).build()
+    assert sum(p.numel() for p in theirs.parameters()) == ours.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("config", "kept"),
+    [("gla.yaml", 2), ("rwkv7.yaml", 2), ("tnl.yaml", 2), ("gdn_h2.yaml", 3), ("kda_hybrid.yaml", 4)],
+)
+def test_the_lowest_layers_have_all_kinds(config: str, kept: int):
+    parsed = models.read([config, *PLAIN, "model.num_layers=8", "model.hidden_size=64"])
+    model = models.build(parsed, "32-true", torch.device("cpu"))
+    kinds = {type(mixer) for mixer in model.mixers}
+    lowest = models.lowest_layers(model)
+    assert len(lowest.layers) == kept
+    assert {type(mixer) for mixer in lowest.mixers} == kinds
+    assert models.learning(lowest)["loss"].isfinite()
+
+
+def test_windows_of_two_sizes_are_two_kinds_of_layers():
+    pattern = {"pattern": "abac", "mixers": {"a": "GLA"}}
+    for name, window in (("b", 8), ("c", 16)):
+        pattern["mixers"][name] = {"class_path": "SlidingWindowAttention", "init_args": {"window_size": window}}
+    stack = json.dumps({"class_path": "Pattern", "init_args": pattern})
+    parsed = models.read(["gla.yaml", *PLAIN, "model.num_layers=8", f"model.stack={stack}"])
+    model = models.build(parsed, "32-true", torch.device("meta"))
+    assert len(models.lowest_layers(model).layers) == 4
 
 
 @pytest.mark.parametrize("works", [True, False])
