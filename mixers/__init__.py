@@ -16,7 +16,7 @@ from .decay import (
     Mamba2Discretisation,
     alibi_slopes,
 )
-from .expanded import Expanded
+from .expanded import Expanded, MixerFactory
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
 from .features import LRPE, FeatureMap, Features, Rotary
 from .fla_layer import FLALayer
@@ -105,6 +105,7 @@ __all__ = [
     "LowRank",
     "LowerBounds",
     "Mamba2Discretisation",
+    "MixerFactory",
     "Norm",
     "NormOnly",
     "Output",

@@ -1,6 +1,6 @@
 """Mixing in both directions, for models that classify whole sequences."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,7 @@ import kernels
 from kernels.core.documents import places
 
 from .base import Site, State, TokenMixer, checked_site
+from .expanded import MixerFactory
 from .hgrn2 import HGRN2
 from .registry import register
 
@@ -31,7 +32,7 @@ class Bidirectional(TokenMixer):
 
     causal = False
 
-    def __init__(self, site: Site, *, mixer: Callable[[Site], TokenMixer] = HGRN2):
+    def __init__(self, site: Site, *, mixer: MixerFactory = HGRN2):
         site = checked_site(site, type(self))
         super().__init__()
         inner = site._replace(passed=())  # streams of lower layers end here

@@ -4,7 +4,7 @@
 call it in a test; for registered mixers the tests of this project do.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ import kernels
 
 from .base import TUTORIAL, LinearMixer, Site, TokenMixer
 from .counting import counted_flops
-from .expanded import Expanded
+from .expanded import Expanded, MixerFactory
 from .interface import checked_result, placed, streams_of
 from .state import remembered
 from .two_layers import TwoLayers
@@ -33,11 +33,8 @@ class ContractError(AssertionError):
     """A mixer breaks the contract; the message lists every broken clause."""
 
 
-Factory = Callable[[Site], TokenMixer]
-
-
 def check_mixer(
-    factory: Factory, *, site: Site = TINY, expanded: bool = True, below: Factory | None = None
+    factory: MixerFactory, *, site: Site = TINY, expanded: bool = True, below: MixerFactory | None = None
 ) -> list[str]:
     """Check that `factory(site)` is a token mixer.
 
@@ -58,13 +55,13 @@ def check_mixer(
     """
     if below is not None:
         factory = partial(TwoLayers, lower=below, upper=factory)
-    variants: dict[str, Factory] = {"": factory}
+    variants: dict[str, MixerFactory] = {"": factory}
     built = _with_interface(factory, site)
     if streams_of(built):
         variants["above itself: "] = partial(TwoLayers, lower=factory, upper=factory)
     if expanded and isinstance(built, LinearMixer) and built.site.expand is None:
         for subheads in (True, False):
-            wrapped = partial(Expanded, mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]
+            wrapped = Expanded(mixer=factory, factor=2, subheads=subheads)  # type: ignore[arg-type]
             variants[f"expanded {'with' if subheads else 'without'} subheads: "] = wrapped
     passed, broken = [], []
     for prefix, variant in variants.items():
@@ -124,7 +121,7 @@ def _told(what: str) -> Iterator[None]:
         raise ContractError(f"{what} ({reason})") from error
 
 
-def shapes_and_dtypes(factory: Factory, site: Site) -> None:
+def shapes_and_dtypes(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site, torch.float32)
     y, state = mixer(x)
     _expect(y.dtype == x.dtype, f"x in {x.dtype} became {y.dtype}")
@@ -135,7 +132,7 @@ def shapes_and_dtypes(factory: Factory, site: Site) -> None:
     _expect(all(isinstance(leaf, Tensor) for leaf in tree_leaves(state)), "the state holds something besides tensors")
 
 
-def causality(factory: Factory, site: Site) -> None:
+def causality(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     y, other = mixer(x)[0], x.clone()
     other[:, 11:] += 1
@@ -144,7 +141,7 @@ def causality(factory: Factory, site: Site) -> None:
     _expect(not torch.allclose(z[:, 12:], y[:, 12:]), "the past has no effect on the outputs")
 
 
-def mixes_both_ways(factory: Factory, site: Site) -> None:
+def mixes_both_ways(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     y, other = mixer(x)[0], x.clone()
     other[:, 11] += 1
@@ -153,7 +150,7 @@ def mixes_both_ways(factory: Factory, site: Site) -> None:
         _expect(not torch.allclose(z[:, outputs], y[:, outputs]), f"the {side} has no effect on the outputs")
 
 
-def takes_no_state(factory: Factory, site: Site) -> None:
+def takes_no_state(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     for what, call in {"init_state": lambda: mixer.init_state(1), "forward": lambda: mixer(x, ())}.items():
         try:
@@ -163,7 +160,7 @@ def takes_no_state(factory: Factory, site: Site) -> None:
         raise ContractError(f"{what} must raise a UserError, as it has no state")
 
 
-def whole_is_pieces_is_tokens(factory: Factory, site: Site) -> None:
+def whole_is_pieces_is_tokens(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     y, _ = mixer(x)
     fresh_y, state = mixer(x, mixer.init_state(len(x)))
@@ -178,7 +175,7 @@ def whole_is_pieces_is_tokens(factory: Factory, site: Site) -> None:
             _close(a, b, f"states in {name}")
 
 
-def packed_documents_are_separate(factory: Factory, site: Site) -> None:
+def packed_documents_are_separate(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     x, documents = x[:1], list(zip(CUTS, CUTS[1:], strict=False))
     cu_seqlens = torch.tensor(CUTS, dtype=torch.int32)
@@ -201,7 +198,7 @@ def packed_documents_are_separate(factory: Factory, site: Site) -> None:
     _close(continued, torch.cat(outputs, 1), "outputs of packed documents that continue")
 
 
-def every_parameter_has_a_gradient(factory: Factory, site: Site) -> None:
+def every_parameter_has_a_gradient(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site, torch.float32)
     (mixer(x)[0] * torch.randn_like(x)).sum().backward()
     for name, parameter in mixer.named_parameters():
@@ -212,7 +209,7 @@ def every_parameter_has_a_gradient(factory: Factory, site: Site) -> None:
         _expect(bool(gradient.any()), f"{name} has a gradient of zero")
 
 
-def state_size_is_true(factory: Factory, site: Site) -> None:
+def state_size_is_true(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     size = _counted(mixer.init_state(1))
     _, after = mixer(x[:1], mixer.init_state(1))
@@ -229,7 +226,7 @@ def state_size_is_true(factory: Factory, site: Site) -> None:
         _expect(grown > size, "constant_state is False, but the state does not grow")
 
 
-def bf16_is_close_to_fp32(factory: Factory, site: Site) -> None:
+def bf16_is_close_to_fp32(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site, torch.float32)
     with torch.no_grad():
         y, y_step = mixer(x)[0], _step(mixer, x)
@@ -245,7 +242,7 @@ def bf16_is_close_to_fp32(factory: Factory, site: Site) -> None:
     _expect(error < BF16_TOLERANCE, f"relative error {error:.3f} under autocast, allowed {BF16_TOLERANCE}")
 
 
-def meta_device(factory: Factory, site: Site) -> None:
+def meta_device(factory: MixerFactory, site: Site) -> None:
     with torch.device("meta"):
         mixer = factory(site)
     tensors = [*mixer.named_parameters(), *mixer.named_buffers()]
@@ -262,7 +259,7 @@ def meta_device(factory: Factory, site: Site) -> None:
         _expect(bool(tensor.isfinite().all()), f"{name} is not filled by reset_parameters()")
 
 
-def state_dict_round_trip(factory: Factory, site: Site) -> None:
+def state_dict_round_trip(factory: MixerFactory, site: Site) -> None:
     mixer, x = _build(factory, site)
     other, _ = _build(factory, site, seed=1)
     _expect(not torch.equal(other(x)[0], mixer(x)[0]), "the outputs do not depend on the parameters")
@@ -270,7 +267,7 @@ def state_dict_round_trip(factory: Factory, site: Site) -> None:
     _expect(torch.equal(other(x)[0], mixer(x)[0]), "a loaded copy gives other outputs")
 
 
-def flops_are_what_is_counted(factory: Factory, site: Site) -> None:
+def flops_are_what_is_counted(factory: MixerFactory, site: Site) -> None:
     mixer, _ = _build(factory, site)  # in fp64, whose exponents are large enough for one path to serve all tokens
     for length in (64, 256):
         x = torch.randn(1, length, site.hidden_size, dtype=torch.float64)
@@ -306,7 +303,7 @@ def _step(mixer: TokenMixer, x: Tensor) -> Tensor:
 
 
 def _build(
-    factory: Factory, site: Site, dtype: torch.dtype = torch.float64, seed: int = 0
+    factory: MixerFactory, site: Site, dtype: torch.dtype = torch.float64, seed: int = 0
 ) -> tuple[TokenMixer, Tensor]:
     """A mixer with reproducible parameters away from special values such as 0 and 1, and an input."""
     with torch.random.fork_rng(devices=[]):

@@ -6,18 +6,17 @@ from typing import get_args
 import kernels
 
 from .arguments import check_sizes
-from .base import LinearMixer, Site, checked_site
+from .base import LinearMixer, Site, TokenMixer, checked_site
 from .expansion import Expand, Expansion, HeadWise, Recomputed
 
 
-class Expanded(LinearMixer):
-    """Any LinearMixer with a recurrent state `factor` times larger (Liu et al., section 4).
+class Expanded:
+    """A factory of a LinearMixer whose recurrent state is `factor` times larger (Liu et al., section 4).
 
-    A factory that reads like a class: it builds the inner mixer at a site with `expand` set, without a wrapper at run
-    time. With `factor: 1` it builds the inner mixer unchanged.
+    Called with a site, it builds the inner mixer there with `expand` set, without a wrapper at run time. With
+    `factor: 1` it builds the inner mixer unchanged.
 
     Args:
-        site: Where the layer sits in the model.
         mixer: The mixer to expand.
         factor: E, how many times larger the state becomes.
         subheads: Whether to split an expanded head into E subheads of the original key size, with shared values, wider
@@ -31,30 +30,34 @@ class Expanded(LinearMixer):
             well, and `false` keeps everything.
     """
 
-    def __new__(  # type: ignore[misc]
-        cls,
-        site: Site,
+    def __init__(
+        self,
+        mixer: "Callable[[Site], LinearMixer] | Expanded",
         *,
-        mixer: Callable[[Site], LinearMixer],
         factor: int = 1,
         subheads: bool = True,
         expansion: Callable[[int, int, int, int], Expansion] = HeadWise,
         residual: bool = False,
         recompute: bool | Recomputed = True,
-    ) -> LinearMixer:
-        site = checked_site(site, cls)
+    ):
         check_sizes({"factor": factor})
         if residual and not subheads:
             raise kernels.UserError("residual: true needs subheads, one of which is the unchanged head")
         if recompute not in (True, False, *get_args(Recomputed)):
             raise kernels.UserError(f"recompute: {recompute!r} must be true, queries, states or false")
-        if site.expand is not None:
+        self._mixer = mixer
+        self._expand = Expand(factor, factor if subheads else 1, expansion, residual, recompute) if factor > 1 else None
+
+    def __call__(self, site: Site) -> LinearMixer:
+        """Build the mixer at a site."""
+        if checked_site(site, Expanded).expand is not None:
             raise kernels.UserError("mixer: an Expanded inside an Expanded; multiply the factors instead")
-        if factor > 1:
-            site = site._replace(expand=Expand(factor, factor if subheads else 1, expansion, residual, recompute))
-        built = mixer(site)
+        built = self._mixer(site if self._expand is None else site._replace(expand=self._expand))
         if not isinstance(built, LinearMixer):
             raise kernels.UserError(
                 f"mixer: {type(built).__name__} has no matrix state to expand; Expanded takes a LinearMixer"
             )
         return built
+
+
+MixerFactory = Callable[[Site], TokenMixer] | Expanded  # how an argument of a class in a config names a mixer

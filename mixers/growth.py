@@ -23,7 +23,7 @@ class Growth:
     Attributes:
         grows: The class of mixers that grow in this way; its subclasses do, too.
         way: What users call it.
-        around: A class that is put around the mixer and takes the new arguments; None if the mixer takes them itself.
+        around: A class of factories around the mixer that takes the new arguments; None if the mixer takes them itself.
         renewed: Names of the parameters that `reinit` draws anew, or beginnings of names; the others are inherited.
         renews_norm: Whether `reinit` also resets the norm in front of the mixer.
 

@@ -1,6 +1,5 @@
 """Two layers as one mixer, of which the upper one reads what the lower one passes."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +7,7 @@ from torch import Tensor
 
 from .base import Site, State, TokenMixer, checked_site
 from .context_parallel import ContextParallel
+from .expanded import MixerFactory
 from .interface import checked_streams, placed
 
 
@@ -22,7 +22,7 @@ class TwoLayers(TokenMixer):
         upper: The mixer above it.
     """
 
-    def __init__(self, site: Site, *, lower: Callable[[Site], TokenMixer], upper: Callable[[Site], TokenMixer]):
+    def __init__(self, site: Site, *, lower: MixerFactory, upper: MixerFactory):
         super().__init__()
         self.site = checked_site(site, type(self))
         self.lower = placed(lower(site), site)

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -28,12 +28,10 @@ def wrong(made: Iterable[type], allowed: Mapping[str, tuple[Any, ...]]) -> Itera
         allowed: Values that are wrong in general, but mean something for an argument: `Class.argument` or `argument`.
     """
     for cls in made:
-        # `Expanded` is a factory that reads like a class
-        constructor: Callable[..., Any] = cls.__init__ if cls.__new__ is object.__new__ else cls.__new__
-        hints = get_type_hints(constructor)
+        hints = get_type_hints(cls.__init__)
         for name in inspect.signature(cls).parameters:
-            known = kinds(hints.get(name))
-            values = WRONG_SIZES if known == (int,) else WRONG_NUMBERS if known == (float,) else ()
+            expected_names = kinds(hints.get(name))
+            values = WRONG_SIZES if expected_names == (int,) else WRONG_NUMBERS if expected_names == (float,) else ()
             meant = (*allowed.get(name, ()), *allowed.get(f"{cls.__name__}.{name}", ()))
             for value in values:
                 if not any(value is good or (type(value) is type(good) and value == good) for good in meant):
@@ -45,7 +43,7 @@ def named(case: Any) -> str:
     return case.__name__ if isinstance(case, type) else str(case)
 
 
-def refuses(cls: type, name: str, value: Any, given: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
+def refuses(cls: type, name: str, value: Any, arguments: Mapping[str, Any], also: tuple[str, ...] = ()) -> None:
     """One sentence that begins with the argument's name and has the value.
 
     Args:
@@ -56,7 +54,7 @@ def refuses(cls: type, name: str, value: Any, given: Mapping[str, Any], also: tu
         also: Arguments that need a value even though they have a default.
     """
     parameters = inspect.signature(cls).parameters.values()
-    needed = {p.name: given[p.name] for p in parameters if p.default is p.empty or p.name in also}
+    needed = {p.name: arguments[p.name] for p in parameters if p.default is p.empty or p.name in also}
     cls(**needed)
     with pytest.raises(UserError) as caught:
         cls(**{**needed, name: value})

@@ -21,7 +21,7 @@ MADE = sorted(
     {mixers.get(name) for name in mixers.names()}
     | {each for each in PUBLIC if issubclass(each, nn.Module) and each.__module__.startswith("mixers.")}
     - {mixers.KeepsFp32, mixers.TokenMixer, mixers.Norm, mixers.Output, mixers.Projection, mixers.OutputProjection}
-    | {mixers.Features},
+    | {mixers.Features, mixers.Expanded},
     key=lambda each: each.__name__,
 )
 GIVEN: dict[str, Any] = {

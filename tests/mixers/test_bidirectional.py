@@ -58,14 +58,14 @@ def test_there_is_no_state():
 
 
 def test_expansion_and_parts_of_sequences():
-    expanded = Bidirectional(SITE, mixer=partial(Expanded, mixer=GatedDeltaNet, factor=4))
+    expanded = Bidirectional(SITE, mixer=Expanded(mixer=GatedDeltaNet, factor=4))
     assert expanded.state_size() == 4 * Bidirectional(SITE, mixer=GatedDeltaNet).state_size()
     with pytest.raises(UserError, match="Bidirectional has no matrix state to expand"):
-        Expanded(SITE, mixer=Bidirectional, factor=4)
+        Expanded(mixer=Bidirectional, factor=4)(SITE)
     assert not mixers.takes_context_parallel(Bidirectional)
 
 
-@pytest.mark.parametrize("inner", [SoftmaxAttention, partial(Expanded, mixer=GatedDeltaNet, factor=2)])
+@pytest.mark.parametrize("inner", [SoftmaxAttention, Expanded(mixer=GatedDeltaNet, factor=2)])
 def test_it_keeps_the_contract_around_other_mixers(inner):
     passed = mixers.check_mixer(partial(Bidirectional, mixer=inner))
     assert "mixes both ways" in passed

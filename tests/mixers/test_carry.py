@@ -25,7 +25,7 @@ def rwkv7(site: Site) -> TwoLayers:
 
 
 CARRYING: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() if carries(factory(Site(32, 4)))}
-CARRYING |= {f"{name}, subheads": partial(Expanded, mixer=factory, factor=2) for name, factory in CARRYING.items()}
+CARRYING |= {f"{name}, subheads": Expanded(mixer=factory, factor=2) for name, factory in CARRYING.items()}
 CARRYING["RWKV7 above another"] = rwkv7
 CARRYING["MLSTM with sigmoid gates"] = partial(MLSTM, input_bias=0.0, input_gate="sigmoid")
 

@@ -116,7 +116,7 @@ def test_tnl_with_one_layer():
 @pytest.mark.parametrize("subheads", [True, False])
 def test_tnl_expanded(subheads: bool):
     # ALiBi runs over all subheads
-    found = decays(Expanded(Site(32, 2), mixer=TNL, factor=4, subheads=subheads))
+    found = decays(Expanded(mixer=TNL, factor=4, subheads=subheads)(Site(32, 2)))
     assert found == pytest.approx([-slope * (1 + 1e-5) for slope in SLOPES[8 if subheads else 2]])
 
 
@@ -129,12 +129,12 @@ def test_retnet():
 @pytest.mark.parametrize("factor", [2, 4, 8])
 def test_subheads_keep_the_range_of_retnet(factor: int):
     plain = decays(RetNet(Site(32, 4)))
-    found = decays(Expanded(Site(32, 4), mixer=RetNet, factor=factor))
+    found = decays(Expanded(mixer=RetNet, factor=factor)(Site(32, 4)))
     assert len(found) == 4 * factor
     assert found[::factor] == plain  # the first subhead of each head is the head that was
     assert found == sorted(found)
     assert math.log(1 - 2 ** (-5 - 4)) > found[-1] >= plain[-1]
-    assert decays(Expanded(Site(32, 4), mixer=RetNet, factor=factor, subheads=False)) == plain
+    assert decays(Expanded(mixer=RetNet, factor=factor, subheads=False)(Site(32, 4))) == plain
 
 
 def test_tnls_other_slopes_are_a_component():

@@ -48,11 +48,11 @@ CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "RWKV7 above another": ABOVE_ANOTHER,
     "RWKV7's channel mix": AsTokenMixer,
     "convolution over several parts": partial(GDN, qk=LONG_CONV),
-    "subheads": partial(mixers.Expanded, mixer=GDN, factor=2),
-    "wide keys": partial(mixers.Expanded, mixer=mixers.GLA, factor=2, subheads=False),
+    "subheads": mixers.Expanded(mixer=GDN, factor=2),
+    "wide keys": mixers.Expanded(mixer=mixers.GLA, factor=2, subheads=False),
     "matrices of a diagonal recurrence": mixers.GLA,
-    "computed again": partial(mixers.Expanded, mixer=GDN, factor=2),
-    **{f"{name}, subheads": partial(mixers.Expanded, mixer=each, factor=2) for name, each in PRECONDITIONED.items()},
+    "computed again": mixers.Expanded(mixer=GDN, factor=2),
+    **{f"{name}, subheads": mixers.Expanded(mixer=each, factor=2) for name, each in PRECONDITIONED.items()},
 }
 
 
@@ -144,7 +144,7 @@ LARGE = mixers.Site(hidden_size=512, num_heads=4, layer=1, num_layers=3)
 ON_GPUS: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "Gated DeltaNet, 256 columns": partial(GDN, head_dim=128),
     "Gated DeltaNet, long values": partial(GDN, head_dim=128, value_dim=256),
-    "subheads": partial(mixers.Expanded, mixer=GDN, factor=4),
+    "subheads": mixers.Expanded(mixer=GDN, factor=4),
     **{name: mixers.get(name) for name in ("Mamba2", "GLA", "Mamba1", "CosFormer2", "SoftmaxAttention")},
     **{name: mixers.get(name) for name in ("KDA", "GatedDeltaNet2", "Comba", "GatedDeltaProduct", "MLSTM", "Mamba3")},
     "GatedSlotAttention": mixers.GatedSlotAttention,

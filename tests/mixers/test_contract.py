@@ -17,10 +17,8 @@ from .variants import PRECONDITIONED, REGISTERED
 LINEAR = [name for name in REGISTERED if issubclass(mixers.get(name), LinearMixer)]
 VARIANTS = {
     **REGISTERED,
-    **{f"{name}, subheads": partial(Expanded, mixer=REGISTERED[name], factor=2) for name in LINEAR},
-    **{
-        f"{name}, one long head": partial(Expanded, mixer=REGISTERED[name], factor=2, subheads=False) for name in LINEAR
-    },
+    **{f"{name}, subheads": Expanded(mixer=REGISTERED[name], factor=2) for name in LINEAR},
+    **{f"{name}, one long head": Expanded(mixer=REGISTERED[name], factor=2, subheads=False) for name in LINEAR},
 }
 ARGUMENTS = {
     "more value heads than key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24),

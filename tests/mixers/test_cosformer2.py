@@ -48,12 +48,12 @@ def test_theta_stays_shared_from_the_meta_device():
 def test_features_double_the_state():
     assert CosFormer2(SITE).state_size() == 4 * 16 * 8
     assert CosFormer2(SITE, qk=Features(activation="silu")).state_size() == 4 * 8 * 8
-    assert Expanded(SITE, mixer=CosFormer2, factor=4).state_size() == 4 * CosFormer2(SITE).state_size()
+    assert Expanded(mixer=CosFormer2, factor=4)(SITE).state_size() == 4 * CosFormer2(SITE).state_size()
 
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_only_differences_of_positions_count(factor: int):
-    mixer = shaken(Expanded(SITE, mixer=CosFormer2, factor=factor))
+    mixer = shaken(Expanded(mixer=CosFormer2, factor=factor)(SITE))
     x = torch.randn(1, 12, 32, dtype=torch.float64)
     y, _ = mixer(x)
     late = mixer.init_state(1)._replace(position=torch.tensor([1000]))

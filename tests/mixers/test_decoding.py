@@ -1,6 +1,5 @@
 """A batch that is decoded token by token, each row from where it stands."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from .variants import CAUSAL, Factory
 
 FACTORIES: dict[str, Factory] = {**CAUSAL, "TPE": mixers.TPE}
 FACTORIES |= {
-    f"{name}, expanded": partial(Expanded, mixer=factory, factor=2)
+    f"{name}, expanded": Expanded(mixer=factory, factor=2)
     for name, factory in list(FACTORIES.items())
     if isinstance(factory(Site(64, 2)), LinearMixer)
 }

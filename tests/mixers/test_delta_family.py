@@ -301,7 +301,7 @@ def test_sizes_of_heads(make: Callable[..., LinearMixer]):
 def test_residual_subheads_start_as_the_mixer_without_them(make: Callable[..., LinearMixer]):
     torch.manual_seed(1)
     plain = make(SITE, **SIZES).double()
-    larger = mixers.Expanded(SITE, mixer=partial(make, **SIZES), factor=3, residual=True).double()
+    larger = mixers.Expanded(mixer=partial(make, **SIZES), factor=3, residual=True)(SITE).double()
     growth = next(growth for growth in mixers.growths(plain) if growth.way == "expand")
     fresh = larger.state_dict()
     for name, old in plain.state_dict().items():

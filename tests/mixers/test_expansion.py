@@ -43,7 +43,7 @@ def test_factor_one_is_the_mixer_itself(name: str, subheads: bool):
     torch.manual_seed(1)
     plain = MIXERS[name](SITE)
     torch.manual_seed(1)
-    expanded = Expanded(SITE, mixer=MIXERS[name], factor=1, subheads=subheads)
+    expanded = Expanded(mixer=MIXERS[name], factor=1, subheads=subheads)(SITE)
     assert type(expanded) is type(plain)
     assert expanded.state_dict().keys() == plain.state_dict().keys()
     x = torch.randn(1, 10, 64)
@@ -51,14 +51,14 @@ def test_factor_one_is_the_mixer_itself(name: str, subheads: bool):
 
 
 def test_the_default_factor_is_one():
-    assert Expanded(SITE, mixer=GatedDeltaNet).state_size() == GatedDeltaNet(SITE).state_size()
+    assert Expanded(mixer=GatedDeltaNet)(SITE).state_size() == GatedDeltaNet(SITE).state_size()
 
 
 @pytest.mark.parametrize("subheads", [True, False])
 @pytest.mark.parametrize("factor", [2, 3, 8])
 @pytest.mark.parametrize("name", MIXERS)
 def test_the_state_is_factor_times_larger(name: str, factor: int, subheads: bool):
-    plain, expanded = MIXERS[name](SITE), Expanded(SITE, mixer=MIXERS[name], factor=factor, subheads=subheads)
+    plain, expanded = MIXERS[name](SITE), Expanded(mixer=MIXERS[name], factor=factor, subheads=subheads)(SITE)
     assert expanded.state_size() == factor * plain.state_size()
     rows, heads, K, V = plain.init_state(1).matrix.shape
     wanted = (rows, heads * factor, K, V) if subheads else (rows, heads, factor * K, V)
@@ -71,7 +71,7 @@ def test_the_state_is_factor_times_larger(name: str, factor: int, subheads: bool
 def test_parameter_shapes(name: str, subheads: bool):
     """W [K,E·K] per key head for queries and keys; gates widen with subheads alone; values do not change."""
     E, plain = 4, MIXERS[name](SITE)
-    expanded = Expanded(SITE, mixer=MIXERS[name], factor=E, subheads=subheads)
+    expanded = Expanded(mixer=MIXERS[name], factor=E, subheads=subheads)(SITE)
     G, K, H = plain.num_key_heads, plain.key_size, plain.num_heads
     found = {n: tuple(p.shape) for n, p in expanded.state_dict().items()}
     wanted = {n: tuple(p.shape) for n, p in plain.state_dict().items()}
@@ -90,7 +90,7 @@ def test_parameter_shapes(name: str, subheads: bool):
 @pytest.mark.parametrize("subheads", [True, False])
 @pytest.mark.parametrize("name", MIXERS)
 def test_token_by_token_is_the_whole(name: str, subheads: bool):
-    mixer = Expanded(SITE, mixer=MIXERS[name], factor=3, subheads=subheads).double()
+    mixer = Expanded(mixer=MIXERS[name], factor=3, subheads=subheads)(SITE).double()
     x = torch.randn(2, 70, 64, dtype=torch.float64)
     y, _ = mixer(x)
     state, outputs = mixer.init_state(2), []
@@ -155,7 +155,7 @@ def test_dpfp():
 
 def test_dpfp_by_an_odd_factor():
     with pytest.raises(mixers.UserError, match=r"^factor: DPFP expands by even factors, not by 3"):
-        Expanded(SITE, mixer=GatedDeltaNet, factor=3, expansion=DPFP)
+        Expanded(mixer=GatedDeltaNet, factor=3, expansion=DPFP)(SITE)
 
 
 def test_lfm():
@@ -171,14 +171,14 @@ def test_lfm():
 @pytest.mark.parametrize("expansion", [LowRank, DPFP, LFM])
 @pytest.mark.parametrize("name", MIXERS)
 def test_every_expansion_keeps_the_contract(name: str, expansion: type[Expansion], subheads: bool):
-    factory = partial(Expanded, mixer=MIXERS[name], factor=2, subheads=subheads, expansion=expansion)
+    factory = Expanded(mixer=MIXERS[name], factor=2, subheads=subheads, expansion=expansion)
     assert len(mixers.check_mixer(factory)) == len(CLAUSES)
 
 
 @pytest.mark.parametrize("expansion", [HeadWise, LowRank, LFM])
 @pytest.mark.parametrize("subheads", [True, False])
 def test_gradients_reach_every_part_of_an_expansion(expansion: type[Expansion], subheads: bool):
-    mixer = Expanded(SITE, mixer=GatedDeltaNet, factor=4, subheads=subheads, expansion=expansion)
+    mixer = Expanded(mixer=GatedDeltaNet, factor=4, subheads=subheads, expansion=expansion)(SITE)
     mixer(torch.randn(2, 40, 64))[0].square().sum().backward()
     found = {name: p.grad for name, p in mixer.named_parameters() if "_expand." in name}
     assert len(found) == 4 if expansion is LowRank else 2
@@ -192,7 +192,7 @@ def test_gradients_reach_every_part_of_an_expansion(expansion: type[Expansion], 
 def _pair(mixer: object, factor: int = 4) -> tuple[mixers.LinearMixer, mixers.LinearMixer]:
     """The same layer with and without subheads, in fp64, with the same weights where the shapes agree."""
     with_subheads, long_head = (
-        Expanded(SITE, mixer=mixer, factor=factor, subheads=subheads).double() for subheads in (True, False)
+        Expanded(mixer=mixer, factor=factor, subheads=subheads)(SITE).double() for subheads in (True, False)
     )
     own = long_head.state_dict()
     shared = {n: p for n, p in with_subheads.state_dict().items() if n in own and p.shape == own[n].shape}
@@ -253,7 +253,7 @@ def test_an_expansion_by_a_user():
         def forward(self, stream: Tensor, x: Tensor) -> Tensor:
             return stream.repeat_interleave(self.factor, -1)
 
-    factory = partial(Expanded, mixer=GatedDeltaNet, factor=2, expansion=Repeat)
+    factory = Expanded(mixer=GatedDeltaNet, factor=2, expansion=Repeat)
     mixers.check_mixer(factory)
     assert not [name for name, _ in factory(SITE).named_parameters() if "expand" in name]
 
@@ -271,12 +271,12 @@ def test_an_expansion_by_a_user_with_parameters_in_fp32():
         def forward(self, stream: Tensor, x: Tensor) -> Tensor:
             return torch.cat([stream * scale for scale in self.scale], -1)
 
-    mixers.check_mixer(partial(Expanded, mixer=GatedDeltaNet, factor=2, expansion=Scaled))
+    mixers.check_mixer(Expanded(mixer=GatedDeltaNet, factor=2, expansion=Scaled))
 
 
 def test_factors_below_one():
     with pytest.raises(mixers.UserError, match=r"^factor: 0 must be at least 1"):
-        Expanded(SITE, mixer=GatedDeltaNet, factor=0)
+        Expanded(mixer=GatedDeltaNet, factor=0)(SITE)
 
 
 @pytest.mark.parametrize(
@@ -289,32 +289,32 @@ def test_factors_below_one():
     ],
 )
 def test_which_streams_are_kept(recompute: Any, kept: tuple[bool, bool, bool | None]):
-    built = Expanded(SITE, mixer=GatedDeltaNet, factor=2, recompute=recompute)
+    built = Expanded(mixer=GatedDeltaNet, factor=2, recompute=recompute)(SITE)
     assert (built.q_features.kept, built.k_features.kept, built.keep_states) == kept
 
 
 def test_unknown_recompute():
     with pytest.raises(mixers.UserError, match=r"^recompute: 'keys' must be true, queries, states or false"):
-        Expanded(SITE, mixer=GatedDeltaNet, factor=2, recompute="keys")
+        Expanded(mixer=GatedDeltaNet, factor=2, recompute="keys")(SITE)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_expanded_inside_expanded(factor: int):
-    inner = partial(Expanded, mixer=GatedDeltaNet, factor=factor)
+    inner = Expanded(mixer=GatedDeltaNet, factor=factor)
     with pytest.raises(mixers.UserError, match=r"^mixer: an Expanded inside an Expanded"):
-        Expanded(SITE, mixer=inner, factor=2)
+        Expanded(mixer=inner, factor=2)(SITE)
 
 
 @pytest.mark.parametrize("factor", [1, 2])
 def test_attention_has_nothing_to_expand(factor: int):
     with pytest.raises(mixers.UserError, match=r"^mixer: SlidingWindowAttention has no matrix state"):
-        Expanded(SITE, mixer=SlidingWindowAttention, factor=factor)
+        Expanded(mixer=SlidingWindowAttention, factor=factor)(SITE)
 
 
 @pytest.mark.parametrize("expansion", [HeadWise, LowRank, LFM])
 @pytest.mark.parametrize("mixer", [GatedDeltaNet, GLA, Mamba2])
 def test_with_a_residual_it_starts_as_the_mixer_itself(mixer: type[mixers.LinearMixer], expansion: type[Expansion]):
-    expanded = Expanded(SITE, mixer=mixer, factor=3, residual=True, expansion=expansion)
+    expanded = Expanded(mixer=mixer, factor=3, residual=True, expansion=expansion)(SITE)
     changed = [0.0] * 2
     for step in range(2):
         x = torch.randn(2, 30, 64)
@@ -329,7 +329,7 @@ def test_with_a_residual_it_starts_as_the_mixer_itself(mixer: type[mixers.Linear
 
 
 def test_gains_stay_exact_and_do_not_decay():
-    mixer = Expanded(SITE, mixer=GatedDeltaNet, factor=4, residual=True).bfloat16()
+    mixer = Expanded(mixer=GatedDeltaNet, factor=4, residual=True)(SITE).bfloat16()
     assert mixer.q_gain.weight.dtype == torch.float32
     assert mixer.q_gain.weight.shape == (2, 3)
     assert mixer.q_gain.no_weight_decay == ("weight",)
@@ -338,7 +338,7 @@ def test_gains_stay_exact_and_do_not_decay():
 
 def test_a_residual_needs_subheads():
     with pytest.raises(mixers.UserError, match=r"^residual: true needs subheads, one of which is the unchanged head"):
-        Expanded(SITE, mixer=GatedDeltaNet, factor=2, subheads=False, residual=True)
+        Expanded(mixer=GatedDeltaNet, factor=2, subheads=False, residual=True)(SITE)
 
 
 class Keeping(torch.autograd.Function):
@@ -352,7 +352,7 @@ class Keeping(torch.autograd.Function):
 
 def kept(mixer: Callable[[Site], LinearMixer], factor: int, patch: pytest.MonkeyPatch) -> float:
     """What a layer keeps for its backward pass, in numbers per number of its input."""
-    made = Expanded(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2), mixer=mixer, factor=factor)
+    made = Expanded(mixer=mixer, factor=factor)(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2))
     patch.setattr(made, "recurrence", lambda q, k, v, *, log_decay, **_: (Keeping.apply(q, k, v, log_decay), None))
     x = torch.randn(1, 256, 64, requires_grad=True)
     with torch.profiler.profile(profile_memory=True) as profile, kernels.recomputing():
@@ -374,7 +374,7 @@ def test_streams_and_gates_of_an_expansion_are_computed_again(
 
 @pytest.mark.parametrize("mixer", [GLA, partial(HGRN2, head_dim=32)])
 def test_what_is_computed_again_has_the_same_gradients(mixer: Callable[[Site], LinearMixer]):
-    made = Expanded(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2), mixer=mixer, factor=3)
+    made = Expanded(mixer=mixer, factor=3)(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2))
     x = torch.randn(2, 70, 64, requires_grad=True)
     given = [x, *made.parameters()]
     found = []

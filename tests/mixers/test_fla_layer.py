@@ -130,7 +130,7 @@ def test_what_it_cannot_do():
         mixer(x)
     assert not mixers.takes_context_parallel(FLALayer)
     with pytest.raises(kernels.UserError, match=r"^mixer: FLALayer has no matrix state to expand"):
-        mixers.Expanded(SITE, mixer=partial(FLALayer, layer="Sums"), factor=2)
+        mixers.Expanded(mixer=partial(FLALayer, layer="Sums"), factor=2)(SITE)
 
 
 @pytest.mark.usefixtures("layers")

@@ -55,7 +55,7 @@ def test_mistakes():
     with pytest.raises(mixers.UserError, match=r"^num_kv_heads: 3 does not divide num_heads 4$"):
         ForgettingAttention(SITE, num_kv_heads=3)
     with pytest.raises(mixers.UserError, match=r"^mixer: ForgettingAttention has no matrix state to expand; .*$"):
-        mixers.Expanded(SITE, mixer=ForgettingAttention, factor=2)
+        mixers.Expanded(mixer=ForgettingAttention, factor=2)(SITE)
 
 
 VARIANTS = {

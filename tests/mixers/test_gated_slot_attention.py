@@ -41,7 +41,7 @@ def formula(x: Tensor, w: dict[str, Tensor], mixer: GatedSlotAttention) -> Tenso
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("length", [1, 70])
 def test_the_formula(length: int, factor: int):
-    mixer = Expanded(SITE, mixer=partial(GatedSlotAttention, num_slots=5, expand_k=0.5), factor=factor).double()
+    mixer = Expanded(mixer=partial(GatedSlotAttention, num_slots=5, expand_k=0.5), factor=factor)(SITE).double()
     with torch.no_grad():
         mixer.in_proj.weight.mul_(4)
     x, dy = torch.randn(2, 2, length, 32, dtype=torch.float64).unbind()
@@ -71,8 +71,8 @@ def test_sizes():
     mixer = GatedSlotAttention(Site(64, 4))
     assert mixer.matrix_shape == (4, 64, 16)
     assert mixer.state_size() == 4 * 64 * (16 + 16)
-    assert Expanded(Site(64, 4), mixer=GatedSlotAttention, factor=2).state_size() == 2 * mixer.state_size()
-    one_head = Expanded(Site(64, 4), mixer=GatedSlotAttention, factor=2, subheads=False)
+    assert Expanded(mixer=GatedSlotAttention, factor=2)(Site(64, 4)).state_size() == 2 * mixer.state_size()
+    one_head = Expanded(mixer=GatedSlotAttention, factor=2, subheads=False)(Site(64, 4))
     assert one_head.state_size() == 4 * 64 * (32 + 16)
 
 

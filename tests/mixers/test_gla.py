@@ -30,7 +30,7 @@ CONV = Features(4, activation="silu")
 @pytest.mark.parametrize("subheads", [True, False])
 def test_parameters_as_published(factor: int, num_layers: int, parameters: int, state: int, subheads: bool):
     gla = partial(GLA, expand_k=1, qk=CONV, v=CONV)
-    stack = Uniform(partial(Expanded, mixer=gla, factor=factor, subheads=subheads))
+    stack = Uniform(Expanded(mixer=gla, factor=factor, subheads=subheads))
     with torch.device("meta"):
         model = zoo.LanguageModel(
             stack, vocab_size=32000, hidden_size=1024, num_heads=8, num_layers=num_layers, intermediate_size=2816

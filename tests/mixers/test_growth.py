@@ -60,9 +60,8 @@ def test_the_arguments_of_each_way_make_the_state_so_many_times_larger(name: str
     for growth in growths(before):
         times = factor or growth.default_factor()
         arguments = growth.arguments(times, "reinit")
-        after = (
-            growth.around(SITE, mixer=factory, **arguments) if growth.around else partial(factory, **arguments)(SITE)
-        )
+        larger = growth.around(mixer=factory, **arguments) if growth.around else partial(factory, **arguments)
+        after = larger(SITE)
         sizes = [math.prod(mixer.init_state(1).matrix.shape) for mixer in (before, after)]
         assert sizes[1] == times * sizes[0]
         fresh = after.state_dict()
@@ -87,7 +86,7 @@ def test_the_ways_of_mixers():
         "GatedDeltaProduct": ["merge", "expand"],
         "Mamba2": ["widen", "expand"],
     }
-    assert growths(SlidingWindowAttention(SITE)) == growths(Expanded(SITE, mixer=GLA, factor=2)) == []
+    assert growths(SlidingWindowAttention(SITE)) == growths(Expanded(mixer=GLA, factor=2)(SITE)) == []
 
 
 @torch.no_grad()
@@ -98,7 +97,7 @@ def test_preserved_subheads_compute_what_the_heads_did(name: str):
     for parameter in before.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     growth = growths(before)[-1]
-    after = Expanded(SITE, mixer=factory, **growth.arguments(2, "preserve"))
+    after = Expanded(mixer=factory, **growth.arguments(2, "preserve"))(SITE)
     fresh = after.state_dict()
     for part, old in before.state_dict().items():
         same = old.shape == fresh[part].shape
@@ -172,6 +171,6 @@ def test_a_mixer_of_ones_own_says_how_it_grows():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", LINEAR | MIXERS)
 def test_residual_subheads_keep_the_contract(name: str):
-    factory = partial(Expanded, mixer=(LINEAR | MIXERS)[name], factor=3, residual=True)
+    factory = Expanded(mixer=(LINEAR | MIXERS)[name], factor=3, residual=True)
     places = 2 if factory(SITE).passes else 1  # alone, and above another
     assert len(mixers.check_mixer(factory)) == places * len(CLAUSES)

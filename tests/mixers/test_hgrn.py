@@ -179,7 +179,7 @@ def test_one_layer_has_nothing_to_bound(name: str):
 
 
 def test_different_expansions_have_bounds_of_their_own():
-    wide = partial(Expanded, mixer=MIXERS["HGRN2"], factor=2)
+    wide = Expanded(mixer=MIXERS["HGRN2"], factor=2)
     found = [mixer.lower_bounds for mixer in model(H1(MIXERS["HGRN2"], wide), num_layers=6).mixers]
     assert found[2] is found[4] is not None
     assert found[1] is found[3] is found[5] is not None

@@ -69,7 +69,7 @@ def formula(x: np.ndarray, w: Weights, mixer: Mamba3) -> np.ndarray:
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("factor", [1, 2])
 def test_the_formula_and_its_finite_differences(factor: int, backend: str):
-    mixer = shaken(Expanded(SITE, mixer=SMALL, factor=factor).double())
+    mixer = shaken(Expanded(mixer=SMALL, factor=factor)(SITE).double())
     with torch.no_grad():
         mixer.in_proj.weight.mul_(3)
         mixer.decay.dt_bias.add_(4)

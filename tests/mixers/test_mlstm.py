@@ -88,7 +88,7 @@ def formula(x: np.ndarray, w: Weights, mixer: MLSTM, cap: float) -> np.ndarray:
 @pytest.mark.parametrize("factor", [1, 2])
 @pytest.mark.parametrize("bias", [-3.0, 2.0])  # normalisers below and above 1
 def test_the_formula_and_its_finite_differences(bias: float, factor: int):
-    mixer = Expanded(SITE, mixer=partial(MLSTM, input_bias=bias, gate_cap=5.0), factor=factor).double()
+    mixer = Expanded(mixer=partial(MLSTM, input_bias=bias, gate_cap=5.0), factor=factor)(SITE).double()
     with torch.no_grad():
         mixer.in_proj.weight.mul_(2)
         mixer.gate.forget_bias.sub_(3)

@@ -47,7 +47,7 @@ def test_entries_fill_the_table(name: str):
 
 def test_dotted_paths():
     assert mixers.get("mixers.mamba2.Mamba2") is mixers.Mamba2
-    assert mixers.get("mixers.Expanded") is mixers.Expanded
+    assert mixers.get("mixers.GLA") is mixers.GLA
 
 
 @pytest.mark.parametrize(

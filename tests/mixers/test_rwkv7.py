@@ -82,7 +82,7 @@ def both_layers(x: np.ndarray, w: Weights, both: TwoLayers) -> np.ndarray:
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize(("factor", "subheads"), [(1, True), (2, True), (2, False)])
 def test_the_formula_and_its_finite_differences(factor: int, subheads: bool, backend: str):
-    build = partial(Expanded, mixer=SMALL, factor=factor, subheads=subheads)
+    build = Expanded(mixer=SMALL, factor=factor, subheads=subheads)
     both = shaken(TwoLayers(SITE, lower=build, upper=build).double())
     with torch.no_grad():
         for mixer in (both.lower, both.upper):

@@ -31,7 +31,7 @@ SAME = {
 
 def both(factory, factor: int) -> tuple[LinearMixer, LinearMixer]:
     """With and without subheads, with the same weights."""
-    cut, long = (Expanded(SITE, mixer=factory, factor=factor, subheads=s).double() for s in (True, False))
+    cut, long = (Expanded(mixer=factory, factor=factor, subheads=s)(SITE).double() for s in (True, False))
     with torch.no_grad():
         for parameter in cut.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
@@ -64,8 +64,8 @@ def test_the_norm_removes_the_scale(name: str):
 @pytest.mark.parametrize("mixer", [GatedDeltaNet, DeltaNet, RetNet])
 def test_gates_and_norms_per_subhead_are_another_function(mixer):
     x = torch.randn(1, 20, 32, dtype=torch.float64)
-    with_subheads = Expanded(SITE, mixer=mixer, factor=2).double()
-    without = Expanded(SITE, mixer=mixer, factor=2, subheads=False).double()
+    with_subheads = Expanded(mixer=mixer, factor=2)(SITE).double()
+    without = Expanded(mixer=mixer, factor=2, subheads=False)(SITE).double()
     # gates widen with subheads: what has no part in the other keeps its own values
     taken = {n: x for n, x in with_subheads.state_dict().items() if x.shape == without.state_dict()[n].shape}
     without.load_state_dict(taken, strict=False)

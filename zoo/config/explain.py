@@ -167,7 +167,7 @@ class Explainer:
                 return missing(key)
         # for a component, the parser takes any function at first
         for key, hint, value in (suspect for suspect in self._suspects if not isinstance(suspect, str)):
-            if component(hint) is not None and isinstance(_path(value), str):
+            if any(map(component, alternatives(hint))) and isinstance(_path(value), str):
                 return _wrong_value(key, hint, value)
         return None
 
@@ -241,7 +241,7 @@ def _wrong_value(key: str, hint: Any, value: Any) -> str:
     words = [*dict.fromkeys(str(word) for option in literals for word in get_args(option))]
     bases = [base for option in options if (base := component(option)) is not None]
     if bases and isinstance(path := _path(value), str):
-        return _wrong_class(bases[0], path, key, words)
+        return _wrong_class(bases, path, key, words)
     if bases and isinstance(value, dict):
         return f"{key}: no class is named of which {', '.join(value)} is an argument; write --{key}=CLASS before"
     kinds = [*dict.fromkeys(_in_words(option) for option in options if option not in literals)]
@@ -264,12 +264,12 @@ def _in_words(hint: Any) -> str:
     return "a list" if issubclass(origin, Iterable) else _with_article(origin.__name__)
 
 
-def _wrong_class(base: type, path: str, key: str, words: list[str]) -> str:
-    """The sentence for a path that is not a class derived from `base`, nor one of the words."""
+def _wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> str:
+    """The sentence for a path that is not a class derived from one of `bases`, nor one of the words."""
     module, _, name = path.rpartition(".")
-    needed = _with_article(base.__name__)
+    needed = _with_article(bases[0].__name__)
     if not module:
-        return _wrong_name(base, path, key, words)
+        return _wrong_name(bases, path, key, words)
     try:
         imported = importlib.import_module(module)
         value = getattr(imported, name)
@@ -290,12 +290,15 @@ def _wrong_class(base: type, path: str, key: str, words: list[str]) -> str:
     return f"{key}: {path!r} is not {needed}; write its dotted path, package.module.Class"
 
 
-def _wrong_name(base: type, name: str, key: str, words: list[str]) -> str:
+def _wrong_name(bases: list[type], name: str, key: str, words: list[str]) -> str:
     """As `_wrong_class`, but for a name without a module."""
+    base = bases[0]
     if len(classes := _classes(name, base)) > 1:
         paths = ", ".join(sorted(f"{cls.__module__}.{cls.__name__}" for cls in classes))
         return f"{key}: {name} is the name of several classes; write one of {paths}"
-    fitting = sorted({cls.__name__ for cls in subclasses(base) or {base} if not inspect.isabstract(cls)})
+    fitting = sorted(
+        {cls.__name__ for each in bases for cls in subclasses(each) or {each} if not inspect.isabstract(cls)}
+    )
     if name in mixers.names() or any(cls.__name__ == name for cls in subclasses(base.__mro__[-2])):
         purpose = re.split(r"[.:]", inspect.getdoc(base) or "")[0]
         start = f"{key}: {name} does not fit here, where {_with_article(base.__name__)} is needed"

@@ -24,7 +24,8 @@ MOVED = {
     "zoo.stack": "zoo.lm",
     "zoo.strategy": "zoo.train.zero",
 }
-MOVED_CLASSES = {"mixers.expansion.Expanded": "mixers.expanded.Expanded"}  # out of a module that stays
+# classes that left a module that stays, and one whose path the parser keeps as it is written
+MOVED_CLASSES = dict.fromkeys(("mixers.expansion.Expanded", "mixers.expanded.Expanded"), "mixers.Expanded")
 
 
 def up_to_date(config: Mapping[str, Any]) -> dict[str, Any]:

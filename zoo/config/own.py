@@ -26,7 +26,7 @@ TASKS = (
     *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
     zoo.data.WordProblem,
 )
-COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, *components(), *DATA, *TASKS, Muon)
+COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, mixers.Expanded, *components(), *DATA, *TASKS, Muon)
 _PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
 
 

@@ -1,8 +1,6 @@
 """Descriptions of mixers for the terminal: a table of all of them, and a page about one."""
 
 import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 from docstring_parser import parse
@@ -13,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 import mixers
-from mixers import Expanded, LinearMixer, Site, TokenMixer
+from mixers import Expanded, LinearMixer, MixerFactory, Site
 from zoo.display import new_table
 from zoo.lm.creation import created_on
 
@@ -34,7 +32,7 @@ class Measures(NamedTuple):
     mflops: float
 
 
-def measures(mixer: Callable[[Site], TokenMixer], site: Site, length: int) -> Measures:
+def measures(mixer: MixerFactory, site: Site, length: int) -> Measures:
     """Return the sizes of a layer at `site` for sequences of `length` tokens."""
     with created_on("meta"):
         built = mixer(site)
@@ -74,7 +72,7 @@ def page(name: str, site: Site, length: int) -> Group:
     sizes.add_row("not expanded", *_cells(measures(mixer, site, length)))
     if issubclass(mixer, LinearMixer):
         for factor in (2, 4, 8):
-            expanded = partial(Expanded, mixer=mixer, factor=factor)
+            expanded = Expanded(mixer=mixer, factor=factor)
             sizes.add_row(f"Expanded, factor {factor}", *_cells(measures(expanded, site, length)))
     description = "\n\n".join(filter(None, (docstring.short_description, docstring.long_description)))
     paragraphs = (" ".join(paragraph.split()) for paragraph in description.split("\n\n"))  # a terminal wraps them anew

@@ -1,9 +1,7 @@
 """Stacks: the mixer of each layer, by depth. A stack is a factory itself: site in, mixer out."""
 
-from collections.abc import Callable
-
 from kernels import UserError
-from mixers import Site, TokenMixer
+from mixers import MixerFactory, Site, TokenMixer
 
 
 class Stack:
@@ -28,7 +26,7 @@ class Pattern(Stack):
             OLMo-Hybrid, LLLA with A, attention after OLMo 3.
     """
 
-    def __init__(self, pattern: str, mixers: dict[str, Callable[[Site], TokenMixer]], post_norm: str = ""):
+    def __init__(self, pattern: str, mixers: dict[str, MixerFactory], post_norm: str = ""):
         missing, unused = sorted(set(pattern) - set(mixers)), sorted(set(mixers) - set(pattern))
         if not pattern or missing or unused:
             reason = "is empty" if not pattern else f"has no mixer for {missing}" if missing else f"never uses {unused}"
@@ -54,7 +52,7 @@ class Uniform(Pattern):
         mixer: The mixer of every layer.
     """
 
-    def __init__(self, mixer: Callable[[Site], TokenMixer]):
+    def __init__(self, mixer: MixerFactory):
         super().__init__("A", {"A": mixer})
 
 
@@ -66,7 +64,7 @@ class H1(Pattern):
         second: The mixer of layers 1, 3, 5 …
     """
 
-    def __init__(self, first: Callable[[Site], TokenMixer], second: Callable[[Site], TokenMixer]):
+    def __init__(self, first: MixerFactory, second: MixerFactory):
         super().__init__("AB", {"A": first, "B": second})
 
 
@@ -81,8 +79,8 @@ class H2(Pattern):
 
     def __init__(
         self,
-        first: Callable[[Site], TokenMixer],
-        second: Callable[[Site], TokenMixer],
-        third: Callable[[Site], TokenMixer],
+        first: MixerFactory,
+        second: MixerFactory,
+        third: MixerFactory,
     ):
         super().__init__("ABC", {"A": first, "B": second, "C": third})

@@ -8,7 +8,7 @@ from mixers import Expanded, GatedDeltaNet, Mamba2, SlidingWindowAttention, Soft
 from zoo.generation.read import AT_ONCE, read
 from zoo.lm import H2, LanguageModel, Uniform
 
-HYBRID = H2(Mamba2, partial(Expanded, mixer=GatedDeltaNet, factor=2), partial(SlidingWindowAttention, window_size=8))
+HYBRID = H2(Mamba2, Expanded(mixer=GatedDeltaNet, factor=2), partial(SlidingWindowAttention, window_size=8))
 
 
 @pytest.fixture(scope="module", params=[Uniform(SoftmaxAttention), HYBRID], ids=["attention", "hybrid"])

@@ -30,7 +30,7 @@ class Probe(nn.Module):
         inner = partial(GatedDeltaNet, head_dim=8, value_dim=16, decay=None, **features)
         self.keys, self.values = nn.Embedding(KEYS, WIDTH), nn.Embedding(VALUES + 1, WIDTH)  # the last: none
         self.before, self.after = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.mixer = Expanded(Site(WIDTH, num_heads=1), mixer=inner, factor=factor)
+        self.mixer = Expanded(mixer=inner, factor=factor)(Site(WIDTH, num_heads=1))
         self.head = nn.Linear(WIDTH, VALUES, bias=False)
         for table in (self.keys, self.values):
             nn.init.normal_(table.weight, std=0.02)
