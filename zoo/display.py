@@ -68,7 +68,7 @@ class _Lines:
 
 def bar_settings() -> dict[str, Any]:
     """Return tqdm's arguments for a bar on a terminal, or for a line per interval where stderr is not a terminal."""
-    if "ipykernel" in sys.modules:  # a notebook has bars of its own, and its stderr is not a terminal
+    if "ipykernel" in sys.modules:  # a notebook has other bars, and its stderr is not a terminal
         return {}
     if sys.stderr.isatty():
         # no percentage and no rate, which leaves room for the bar next to what is said about it
@@ -84,7 +84,7 @@ def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> "tqd
 
 
 def new_figure(width: float, height: float, dpi: int = 110) -> "Figure":
-    """Return a figure without panels, in inches; not by pyplot, so that there is no global state and no display."""
+    """Return a figure without panels, in inches, made without pyplot, which needs global state and a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

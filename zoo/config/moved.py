@@ -24,7 +24,7 @@ MOVED = {
     "zoo.stack": "zoo.lm",
     "zoo.strategy": "zoo.train.zero",
 }
-# classes that left a module that stays, and one whose path the parser keeps as it is written
+# classes that left a module that stays, and one whose path the parser does not shorten
 MOVED_CLASSES = dict.fromkeys(("mixers.expansion.Expanded", "mixers.expanded.Expanded"), "mixers.Expanded")
 
 

@@ -5,7 +5,7 @@ from itertools import takewhile
 
 from mixers import similar
 
-# last part of a key, as others call it → as it is called here; of several, the first that exists
+# last part of a key in other projects → its name here; of several, the first that exists
 _ALIASES = {
     ("lr",): ("learning_rate",),
     ("wd",): ("weight_decay",),

@@ -26,7 +26,7 @@ def file_digest(path: str | os.PathLike[str]) -> str:
 
 
 def combined(digests: Sequence[str]) -> str:
-    """The hash of several files from those of each, in order; that of one file is its own."""
+    """The hash of several files from those of each, in order; for one file, the hash of that file."""
     return digests[0] if len(digests) == 1 else digest("".join(digests).encode())
 
 

@@ -131,7 +131,7 @@ def parse_samples(data: bytes) -> str:
 
 
 def parse_picture(data: bytes) -> str:
-    """Return the PNG of a sweep as a data URL; a UserError if it is no PNG, or has something after its end."""
+    """Return the PNG of a sweep as a data URL; a UserError if it is not a PNG, or has something after its end."""
     if not (data.startswith(PNG) and data.endswith(PNG_END) and data.count(PNG_END) == 1):
         raise UserError("sweep.png is not a PNG, so it is not in this page")
     return f"data:image/png;base64,{base64.b64encode(data).decode()}"

@@ -63,7 +63,7 @@ def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:
 
 
 def portable(path: str | Path) -> str:
-    """A path as it is named from the working folder, or its last three parts, which say nothing about this machine."""
+    """A path relative to the working folder, or its last three parts, which say nothing about this machine."""
     path = Path(path)
     if not path.is_absolute():
         return str(path)

@@ -77,7 +77,7 @@ Proof = Callable[[Subject], Finding]
 
 
 def subjects(device: torch.device) -> Iterator[Subject]:
-    """All calls of ops on a device: with each implementation that is no loop, in each dtype."""
+    """All calls of ops on a device: with each implementation but the loops, in each dtype."""
     for size in SIZES[device.type]:
         for case in cases(size):
             for backend in op_of(case.op).implementations:
