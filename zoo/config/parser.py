@@ -72,6 +72,9 @@ set_loader(_MODE, lambda text: _whole(_LOAD(text)), exceptions=(yaml.YAMLError,)
 # single values are read without the loader (tried with jsonargparse 4.53, whose function this is)
 _read_value = jsonargparse._typehints.basic_json_or_yaml_load
 jsonargparse._typehints.basic_json_or_yaml_load = lambda text: _whole(_read_value(text))
+# Each component that may be null, or of one of two kinds, would be parsed twice, to see whether its defaults fit only
+# the other kind. No component here fits two kinds.
+jsonargparse._typehints.sub_defaults_invalidate_value = lambda *_: False
 
 
 class ConfigFile(ActionConfigFile):

@@ -14,7 +14,7 @@ from mixers import Expanded, Growth, TokenMixer, did_you_mean, growths
 from mixers.growth import INITS, Init
 from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
-from zoo.config import from_config, parse_model, verified
+from zoo.config import from_config, parse_model, to_dict
 from zoo.files.output import check_output, check_shard_size
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm import LanguageModel
@@ -120,7 +120,7 @@ def grown_config(
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
-    model = verified(parse_model({"model": model}))["model"]
+    model = to_dict(parse_model({"model": model}))["model"]
     change, how = {}, {}
     for layer, growth in layers.items():
         arguments = growth.arguments(factor or growth.default_factor(), init)
