@@ -58,14 +58,14 @@ def commands_of(text: str, languages: Collection[str] = SHELLS) -> list[list[str
     """
     lines = [line for language, block in FENCED.findall(text) if language in languages for line in _lines(block)]
     lines += [" ".join(code.split()) for code in INLINE.findall(FENCED.sub("", text))]
-    found = [piece for line in lines for piece in _pieces(line)]
-    return [list(piece) for piece in dict.fromkeys(map(tuple, found))]
+    actual = [piece for line in lines for piece in _pieces(line)]
+    return [list(piece) for piece in dict.fromkeys(map(tuple, actual))]
 
 
 def _lines(block: str) -> list[str]:
     """The lines of a block: continued ones are one line, and what the block assigns to variables is filled in."""
     lines = re.sub(r"\\\n\s*", " ", block).splitlines()
-    values = dict(found for line in lines for found in re.findall(r"^(\w+)=(\S+)", line))
+    values = dict(actual for line in lines for actual in re.findall(r"^(\w+)=(\S+)", line))
     return [re.sub(r"\$\{?(\w+)\}?", lambda name: values.get(name[1], name[0]), line) for line in lines]
 
 
@@ -182,10 +182,10 @@ def check_options(arguments: list[str]) -> None:
     """
     verb = _verb(arguments)
     function, positional = FUNCTIONS[verb]
-    given = arguments[len(verb.split()) :]
-    if "--help" in given:
+    rest = arguments[len(verb.split()) :]
+    if "--help" in rest:
         return
-    _, options = arguments_of(function, given, verb, positional=positional)
+    _, options = arguments_of(function, rest, verb, positional=positional)
     if verb == "evaluate" and options["tasks"] != "list":
         names = options["tasks"] if isinstance(options["tasks"], list) else options["tasks"].split(",")
         assert tasks_of(names, Options(data=options["data"]))
@@ -197,31 +197,31 @@ def _verb(arguments: list[str]) -> str:
 
 def check_tool(arguments: list[str]) -> None:
     """Assert that files, tests, markers, extras and modules exist that a command of pytest, pip or Python names."""
-    program, *given = arguments
+    program, *rest = arguments
     if program == "pytest":
-        _check_pytest(given)
+        _check_pytest(rest)
     elif program == "pip":
-        for extra in re.findall(r"\[([\w,]+)\]", " ".join(given)):
+        for extra in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
             assert {*extra.split(",")} <= PYPROJECT["project"]["optional-dependencies"].keys(), extra
-    elif given[:1] == ["-m"]:
-        assert importlib.util.find_spec(given[1]) is not None, given[1]
-    elif given[:1] == ["reproductions/bench.py"]:
-        items, _ = arguments_of(bench.KINDS[given[1]], given[2:], given[1], Keys(KEYS, lambda parser: None))
+    elif rest[:1] == ["-m"]:
+        assert importlib.util.find_spec(rest[1]) is not None, rest[1]
+    elif rest[:1] == ["reproductions/bench.py"]:
+        items, _ = arguments_of(bench.KINDS[rest[1]], rest[2:], rest[1], Keys(KEYS, lambda parser: None))
         for item in items:
             assert "=" in item or find_config(item)
-    elif given[:1] == ["reproductions/cost_over_size.py"]:
-        arguments_of(cost_over_size.cost_over_size, given[1:], "cost_over_size")
-    elif given and given[0].endswith(".py"):
-        source = (ROOT / given[0]).read_text()  # raises if there is no such file
-        for option in (argument.partition("=")[0] for argument in given[1:] if argument.startswith("--")):
-            assert f'"{option}"' in source, f"{given[0]} has no {option}"
-        for path in (argument for argument in given[1:] if not argument.startswith(("--", "runs/"))):  # runs of readers
+    elif rest[:1] == ["reproductions/cost_over_size.py"]:
+        arguments_of(cost_over_size.cost_over_size, rest[1:], "cost_over_size")
+    elif rest and rest[0].endswith(".py"):
+        source = (ROOT / rest[0]).read_text()  # raises if there is no such file
+        for option in (argument.partition("=")[0] for argument in rest[1:] if argument.startswith("--")):
+            assert f'"{option}"' in source, f"{rest[0]} has no {option}"
+        for path in (argument for argument in rest[1:] if not argument.startswith(("--", "runs/"))):  # runs of readers
             assert (ROOT / path).exists(), path
 
 
-def _check_pytest(given: list[str]) -> None:
+def _check_pytest(rest: list[str]) -> None:
     markers = {line.partition(":")[0] for line in PYPROJECT["tool"]["pytest"]["ini_options"]["markers"]}
-    words = iter(given)
+    words = iter(rest)
     for word in words:
         if word == "-m":
             assert {*re.findall(r"\w+", next(words))} <= markers | {"and", "or", "not"}

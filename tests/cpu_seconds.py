@@ -24,13 +24,13 @@ def cpu_seconds() -> float:
 
 def _children() -> list[str]:
     tasks = Path("/proc/self/task")
-    found: list[str] = []
+    actual: list[str] = []
     for task in tasks.iterdir() if tasks.is_dir() else ():
         try:
-            found += (task / "children").read_text().split()
+            actual += (task / "children").read_text().split()
         except OSError:  # a thread that has just ended
             continue
-    return found
+    return actual
 
 
 def _used(number: str) -> float:

@@ -216,8 +216,8 @@ def public(module) -> Iterator[object]:
 
 def modules(package) -> Iterator:
     yield package
-    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-        yield importlib.import_module(found.name)
+    for actual in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        yield importlib.import_module(actual.name)
 
 
 @pytest.mark.parametrize("package", [kernels, mixers], ids=lambda package: package.__name__)

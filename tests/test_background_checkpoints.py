@@ -69,6 +69,6 @@ def test_it_continues_bitwise(tmp_path: Path, shared_cache: Path) -> None:
         without = ("--trainer.callbacks=null",)
         assert cli.run(["fit", "--resume", "killed", *without]) == 0
     assert losses(run) == losses(whole)
-    found, expected = (json.loads((folder / "results.json").read_text()) for folder in (run, whole))
-    assert found["val_loss"] == expected["val_loss"]
+    actual, expected = (json.loads((folder / "results.json").read_text()) for folder in (run, whole))
+    assert actual["val_loss"] == expected["val_loss"]
     assert {path.name for path in (run / "checkpoints").iterdir()} == {"last.ckpt", "best.ckpt"}

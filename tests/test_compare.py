@@ -40,8 +40,8 @@ def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     assert [row["run"] for row in rows] == ["gdn_h2", "gla"]
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 5000
     written = (tmp_path / "out" / "gla" / "metrics.jsonl").stat().st_mtime_ns
-    again = command("compare", *configs, *TINY, f"--folder={tmp_path}/out")
-    assert again.code == 0
+    repeated = command("compare", *configs, *TINY, f"--folder={tmp_path}/out")
+    assert repeated.code == 0
     assert (tmp_path / "out" / "gla" / "metrics.jsonl").stat().st_mtime_ns == written
 
 

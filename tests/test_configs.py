@@ -154,9 +154,9 @@ def test_heads_that_a_mixer_does_not_choose_are_refused_in_one_sentence(name: st
 @pytest.mark.parametrize("name", WHOLE)
 def test_every_recurrent_mixer_ships_expandable(name: str):
     """`factor` is one key of every config, so that one override is the whole ablation."""
-    found = list(slots(resolved(name)["model"]["stack"]))
-    assert found
-    for cls, around, arguments in found:
+    actual = list(slots(resolved(name)["model"]["stack"]))
+    assert actual
+    for cls, around, arguments in actual:
         if cls is Expanded:
             assert arguments["factor"] == 1
         elif issubclass(cls, LinearMixer):
@@ -184,10 +184,10 @@ def test_printed_configs_can_be_read_back(name: str, command: Command, desk: Pat
     printed = command("fit", "--config", name, "--print_config")
     assert printed.code == 0, printed.err
     (desk / "printed.yaml").write_text(printed.out)
-    again = command("fit", "--config", "printed.yaml", "--print_config")
-    assert again.out == printed.out
-    given = CONTENTS[name]["data"]
-    for key, value in given.get("init_args", given).items():
+    repeated = command("fit", "--config", "printed.yaml", "--print_config")
+    assert repeated.out == printed.out
+    inputs = CONTENTS[name]["data"]
+    for key, value in inputs.get("init_args", inputs).items():
         shown_value = yaml.safe_load(printed.out)["data"]["init_args"][key]
         assert shown_value == value or key == "tasks", key  # a task shows its weight too
 
@@ -197,9 +197,9 @@ def test_a_written_config_can_be_read_back(tmp_path: Path):
     """What a run keeps of itself, nulls included: `mlp: null` must not turn into the default."""
     config = configs.read("mamba2.yaml", "model.stack.mixer.factor=2")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(config)))
-    again = configs.read(tmp_path / "config.yaml")
-    assert configs.to_dict(again) == configs.to_dict(config)
-    assert again.model.mlp is None
+    repeated = configs.read(tmp_path / "config.yaml")
+    assert configs.to_dict(repeated) == configs.to_dict(config)
+    assert repeated.model.mlp is None
     assert configs.to_dict(configs.parse(configs.to_dict(config))) == configs.to_dict(config)
 
 

@@ -232,10 +232,12 @@ def test_plain_python_leaves_a_checkpoint_that_can_be_loaded(desk: Path, finishe
     assert torch.equal(loaded(tokens)[0], model.eval()(tokens)[0])
     assert zoo.load_tokenizer(checkpoint).to_json() == tokenizer.to_json()
     assert command("generate", f"--checkpoint={checkpoint}", "--prompt=def", "--max_new_tokens=2").code == 0
-    again = L.Trainer(
+    repeated = L.Trainer(
         max_steps=1, accelerator="cpu", logger=False, enable_progress_bar=False, default_root_dir=desk / "2"
     )
-    again.fit(Pretraining(loaded.train(), Optimisation(warmup_steps=1), tokenizer), Text(tokenizer).train_dataloader())
+    repeated.fit(
+        Pretraining(loaded.train(), Optimisation(warmup_steps=1), tokenizer), Text(tokenizer).train_dataloader()
+    )
     (checkpoint,) = (desk / "2" / "checkpoints").glob("*.ckpt")
     assert zoo.load(checkpoint).num_layers == 2
 

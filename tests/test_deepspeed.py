@@ -169,9 +169,9 @@ def test_two_processes_train_as_one(run: str, tolerance: float, desk: Path, requ
     )
     assert len(norms) == len(expected) >= 4
     assert norms[:3] == pytest.approx(expected[:3], rel=10 * tolerance)  # the fourth is spoiled in bf16
-    found = results(desk / "runs" / run)
-    assert (found["devices"], found["status"], found["tokens_seen"]) == (2, "complete", len(one) * 2 * 16)
-    assert found["parameters"] == results(alone)["parameters"]
+    actual = results(desk / "runs" / run)
+    assert (actual["devices"], actual["status"], actual["tokens_seen"]) == (2, "complete", len(one) * 2 * 16)
+    assert actual["parameters"] == results(alone)["parameters"]
 
 
 def test_the_size_at_the_start_is_of_whole_parameters(desk: Path):

@@ -72,9 +72,9 @@ def test_all_that_surrounds_a_step(tmp_path: Path, shared_cache: Path) -> None:
     assert surrounded == pytest.approx(plain, rel=2e-2)
     run = tmp_path / "runs" / "all"
     assert (run / "profile" / "trace.json.gz").is_file()
-    found = {name for row in read_metrics(run / "metrics.jsonl") for name in row}
+    actual = {name for row in read_metrics(run / "metrics.jsonl") for name in row}
     parts = {f"seconds_{part}" for part in ("data", "forward", "backward", "optimizer", "other")}
-    assert parts | {"peak_memory_gib", "tokens_per_second", "gradient_norm"} <= found
+    assert parts | {"peak_memory_gib", "tokens_per_second", "gradient_norm"} <= actual
 
 
 def test_captured_steps_are_the_eager_ones(tmp_path: Path, shared_cache: Path) -> None:

@@ -33,7 +33,7 @@ DECIMAL = re.compile(r"(?<![\w.])\d*\.\d+(?![.\d]*\.\d)(?!\d)")
 def mentioned(page: Path, pattern: str) -> list[str]:
     """What a page names in backticks, outside of blocks of code; `my_…` is the reader's own."""
     prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return [found for found in re.findall(pattern, prose) if "my_" not in found and "MY_" not in found]
+    return [actual for actual in re.findall(pattern, prose) if "my_" not in actual and "MY_" not in actual]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -29,8 +29,8 @@ FOUND = {
 }
 COMMANDS = {
     f"{page.name}: {' '.join(words)}": words
-    for page, found in FOUND.items()
-    for words in found
+    for page, actual in FOUND.items()
+    for words in actual
     if words[-1] != "…"  # of a command that is only begun
 }
 OURS = {name: words[2:] for name, words in COMMANDS.items() if words[1:2] == ["cli.py"] and len(words) > 2}

@@ -55,14 +55,14 @@ def prepared(tmp_path_factory: pytest.TempPathFactory, finished: Path, shared_ca
 
 def contents(folder: Path, without: list[Path]) -> dict[str, tuple[int, bytes | str]]:
     """Path → mode, and content or target, of everything in a folder but for some paths."""
-    found: dict[str, tuple[int, bytes | str]] = {}
+    actual: dict[str, tuple[int, bytes | str]] = {}
     for path in sorted(folder.rglob("*")):
         if any(path == other or other in path.parents for other in without):
             continue
         mode = path.lstat().st_mode
         content = os.readlink(path) if path.is_symlink() else path.read_bytes() if stat.S_ISREG(mode) else ""
-        found[str(path.relative_to(folder))] = mode, content
-    return found
+        actual[str(path.relative_to(folder))] = mode, content
+    return actual
 
 
 def meet(case: Case, prepared: Path, cache: Path, folder: Path, cpu_seconds: int = CPU_SECONDS) -> None:

@@ -134,7 +134,7 @@ class Chain:
 
     def processes(self) -> list[int]:
         """All processes that the chain has started and that run."""
-        found = []
+        actual = []
         for entry in Path("/proc").iterdir():
             try:
                 if not entry.name.isdigit():
@@ -143,10 +143,10 @@ class Chain:
                 # a forked process keeps the environment of the fork server there; what that starts has its own
                 mine = f"{MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
                 if state != "Z" and (mine or int(session) in self.sessions):
-                    found.append(int(entry.name))
+                    actual.append(int(entry.name))
             except OSError:
                 continue  # it has ended
-        return found
+        return actual
 
     sessions: tuple[int, ...] = ()
 
@@ -236,10 +236,10 @@ def outcome(run: Path) -> dict[str, object]:
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Callable:
     """`whole(variant)` → the outcome of an uninterrupted run, and the seconds that it takes."""
-    known: dict[str, tuple[dict[str, object], float]] = {}
+    finished: dict[str, tuple[dict[str, object], float]] = {}
 
     def run(variant: str) -> tuple[dict[str, object], float]:
-        if variant not in known:
+        if variant not in finished:
             folder = tmp_path_factory.mktemp("whole")
             with sitting_at(folder, shared_cache):
                 chain = Chain(folder, variant, shared_cache, 0)
@@ -248,8 +248,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Calla
                 start = time.monotonic()
                 number = chain.start(*RUN, *VARIANTS[variant].options, "--run", variant)
                 assert chain.end(number) == 0, chain.told("the whole run failed")
-            known[variant] = outcome(folder / "runs" / variant), time.monotonic() - start
-        return known[variant]
+            finished[variant] = outcome(folder / "runs" / variant), time.monotonic() - start
+        return finished[variant]
 
     return run
 
@@ -273,9 +273,9 @@ def test_a_run_survives(
             assert stops > 0, chain.told("no signal came inside the run")
         else:
             chain.survive(command, chain.after(seconds))
-    found = outcome(run)
+    actual = outcome(run)
     for what, value in expected.items():
-        assert found[what] == value, chain.told(f"other {what}")
+        assert actual[what] == value, chain.told(f"other {what}")
 
 
 TEXT = "".join(f"line {number} of the text, {number * number}\n" for number in range(60_000))
@@ -320,7 +320,7 @@ def test_tokenising_survives(seed: int, tmp_path: Path) -> None:
 def test_an_evaluation_survives(seed: int, finished: Path, tmp_path: Path, shared_cache: Path) -> None:
     """Its rows are those of an evaluation that was not stopped, each once."""
     shutil.copytree(finished / "runs", tmp_path / "runs")
-    found = []
+    actual = []
     for name in ("whole", "killed"):
         with sitting_at(tmp_path, shared_cache):
             chain = Chain(tmp_path, name, shared_cache, seed)
@@ -336,8 +336,8 @@ def test_an_evaluation_survives(seed: int, finished: Path, tmp_path: Path, share
                 stops = chain.survive(lambda command=command: command, chain.at_progress(cells, final), kills=2)
                 assert stops > 0, chain.told("no signal came inside the evaluation")
         records = [json.loads(line) for line in (tmp_path / name / "rows.jsonl").read_text().splitlines()]
-        found.append(sorted(json.dumps([record["what"], record["rows"]], sort_keys=True) for record in records))
-    assert found[0] == found[1], chain.told("other rows")
+        actual.append(sorted(json.dumps([record["what"], record["rows"]], sort_keys=True) for record in records))
+    assert actual[0] == actual[1], chain.told("other rows")
 
 
 SWEEP = """

@@ -130,8 +130,8 @@ def test_epochs_give_the_schedule_its_length(command: Command, desk: Path):
     (desk / "runs/again/checkpoints").mkdir(parents=True)
     checkpoint.rename(desk / "runs/again/checkpoints/last.ckpt")
     assert command("fit", "--ckpt_path=runs/again").code == 0
-    again = json.loads((desk / "runs/again/results.json").read_text())
-    assert (again["steps"], again["val_loss"]) == (4, results["val_loss"])
+    repeated = json.loads((desk / "runs/again/results.json").read_text())
+    assert (repeated["steps"], repeated["val_loss"]) == (4, results["val_loss"])
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def is_private(name: str) -> bool:
 
 def private_imports(tree: ast.AST) -> set[str]:
     """Private names and modules that are imported from Lightning."""
-    found = set()
+    actual = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -44,13 +44,13 @@ def private_imports(tree: ast.AST) -> set[str]:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
-        found |= {n for n in names if n.split(".")[0] == "lightning" and any(map(is_private, n.split(".")))}
-    return found
+        actual |= {n for n in names if n.split(".")[0] == "lightning" and any(map(is_private, n.split(".")))}
+    return actual
 
 
 def private_of_parts(tree: ast.AST) -> set[str]:
     """Private attributes of the parts of a trainer: `trainer._results`, `loop._should_check_val_epoch()`."""
-    found = set()
+    actual = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner, name = node.value, node.attr
@@ -60,8 +60,8 @@ def private_of_parts(tree: ast.AST) -> set[str]:
             continue
         part = ast.unparse(owner).rpartition(".")[2]
         if part in PARTS and isinstance(name, str) and is_private(name):
-            found.add(f"{part}.{name}")
-    return found
+            actual.add(f"{part}.{name}")
+    return actual
 
 
 def private_of_self(tree: ast.AST) -> set[str]:
@@ -80,12 +80,12 @@ def names_of(cls: type) -> set[str]:
 
 def shared_with_lightning(module: ModuleType) -> set[str]:
     """Private names of classes of a module that a base class of Lightning has, too."""
-    found = set()
+    actual = set()
     for cls in vars(module).values():
         if inspect.isclass(cls) and cls.__module__ == module.__name__:
             bases = [base for base in cls.__mro__ if base.__module__.split(".")[0] == lightning.__name__]
-            found |= {f"{cls.__name__}.{name}" for base in bases for name in names_of(cls) & names_of(base)}
-    return found
+            actual |= {f"{cls.__name__}.{name}" for base in bases for name in names_of(cls) & names_of(base)}
+    return actual
 
 
 def uses(tree: ast.AST) -> Iterable[str]:
@@ -103,7 +103,7 @@ def test_no_class_shares_a_private_name_with_a_base_class_of_lightning():
     """Neither to use it, nor by accident."""
     deriving = [f for f in FILES if f.startswith("zoo/") and f != ALLOWED and "lightning" in (ROOT / f).read_text()]
     names = [file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in deriving]
-    shared = {name: found for name in names if (found := shared_with_lightning(importlib.import_module(name)))}
+    shared = {name: actual for name in names if (actual := shared_with_lightning(importlib.import_module(name)))}
     assert not shared
     assert shared_with_lightning(importlib.import_module("zoo.train.lightning_internals"))  # the search finds some
 

@@ -75,8 +75,8 @@ def test_a_logger_lies_in_the_run_and_is_continued(logger_config: Path, command:
     assert "val_loss" in (logger_config / "runs" / "one" / "validation.log").read_text()
     assert log.read_text() == before
     assert not list(logger_config.glob("{run}*"))
-    again = command("fit", "--config", "runs/one/config.yaml", "--run", "two", "--trainer.max_steps=1")
-    assert again.code == 0, again.err
+    repeated = command("fit", "--config", "runs/one/config.yaml", "--run", "two", "--trainer.max_steps=1")
+    assert repeated.code == 0, repeated.err
     assert (logger_config / "runs" / "two" / "log-of-two.log").is_file()
     with open(logger_config / "runs" / "one" / "metrics.csv") as file:
         table = list(csv.DictReader(file))
@@ -99,10 +99,10 @@ def test_a_missing_package_is_one_sentence(logger_config: Path, command: Command
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_the_overlays_name_the_run(name: str):
     config = for_run(read("gdn_h2.yaml", f"train/{name}.yaml"), Path("runs/first"))
-    given = config.trainer.logger.init_args
-    assert given.save_dir == "runs/first"
-    assert name == "tensorboard" or (given.name, given.id) == ("first", "first")
-    assert "{" not in str(vars(given).values())
+    arguments = config.trainer.logger.init_args
+    assert arguments.save_dir == "runs/first"
+    assert name == "tensorboard" or (arguments.name, arguments.id) == ("first", "first")
+    assert "{" not in str(vars(arguments).values())
     assert f"--config train/{name}.yaml" in (CONFIGS / "train" / f"{name}.yaml").read_text()
 
 

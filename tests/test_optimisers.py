@@ -72,8 +72,8 @@ def test_a_continued_run_is_the_whole_one(command: Command, desk: Path, name: st
     assert done.code == 0, done.err
     assert rows(cut) == {step: rows(whole)[step] for step in (1, 2, 3)}  # 1 is in the checkpoint
     saved = yaml.safe_load((whole / "config.yaml").read_text())["optim"]
-    again = yaml.safe_load((cut / "config.yaml").read_text())["optim"]
-    assert saved == again
+    repeated = yaml.safe_load((cut / "config.yaml").read_text())["optim"]
+    assert saved == repeated
     assert isinstance(saved["optimizer"] or saved["schedule"], dict)
 
 

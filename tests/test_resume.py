@@ -99,11 +99,11 @@ def test_resume_is_exact(number: signal.Signals, desks: Path, shared_cache: Path
     assert continued == list(range(saved, STEPS))  # from where it was saved, not from the start
     assert losses(run) == losses(whole)  # bitwise: JSON keeps every digit of an fp32 number
     assert len(set(losses(whole).values())) == STEPS
-    found, expected = (json.loads((folder / "results.json").read_text()) for folder in (run, whole))
-    assert found["status"] == "complete"
+    actual, expected = (json.loads((folder / "results.json").read_text()) for folder in (run, whole))
+    assert actual["status"] == "complete"
     for name in ("steps", "tokens_seen", "val_loss", "val_loss_by_position", "val_loss_mixers_zeroed", "bigram_loss"):
-        assert found[name] == expected[name], name
-    assert found.keys() == expected.keys()
+        assert actual[name] == expected[name], name
+    assert actual.keys() == expected.keys()
 
 
 @pytest.mark.slow
@@ -141,7 +141,7 @@ def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Pa
     (tmp_path / "killed" / "results.json").unlink()
     with sitting_at(tmp_path, shared_cache):
         assert cli.run(["fit", "--resume", "killed"]) == 0
-    found = json.loads((tmp_path / "killed" / "results.json").read_text())
+    actual = json.loads((tmp_path / "killed" / "results.json").read_text())
     for name in (
         "run",
         "tokens_per_second",
@@ -149,6 +149,6 @@ def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Pa
         "wall_seconds",
         "blake2b",
     ):  # other folder; nothing was trained; later; of them
-        del found[name], whole[name]
-    assert found == whole
+        del actual[name], whole[name]
+    assert actual == whole
     assert losses(tmp_path / "killed") == losses(desks / "runs" / "whole")

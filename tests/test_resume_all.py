@@ -75,8 +75,8 @@ def test_a_config_resumes_bitwise(name: str, tmp_path: Path, shared_cache: Path)
     assert losses(stopped) == losses(whole)  # bitwise: JSON keeps every digit of an fp32 number
     assert [step for step, _ in losses(stopped)] == [*range(STEPS)], "no step was done twice"
     assert len({loss for _, loss in losses(whole)}) == STEPS
-    found, kept = weights(stopped), weights(whole)
-    assert found.keys() == kept.keys()
-    assert [key for key in kept if not torch.equal(found[key], kept[key])] == []
+    actual, kept = weights(stopped), weights(whole)
+    assert actual.keys() == kept.keys()
+    assert [key for key in kept if not torch.equal(actual[key], kept[key])] == []
     results, wanted = (json.loads((run / "results.json").read_text()) for run in (stopped, whole))
     assert results["val_loss"] == wanted["val_loss"]

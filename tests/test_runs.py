@@ -289,7 +289,7 @@ def test_a_data_class_has_its_own_defaults(name: str, desk: Path):
         "own.Numbers": {"vocab_size": 64, "sequence_length": 32, "batch_size": 4},
     }[name]
     for sources in ((f"data={name}",), (f"{{data: {{class_path: {name}}}}}",)):
-        found = read("gla.yaml", *sources).data.init_args
-        assert {key: found[key] for key in wanted} == wanted
+        actual = read("gla.yaml", *sources).data.init_args
+        assert {key: actual[key] for key in wanted} == wanted
         for order in (("data.batch_size=6", *sources), (*sources, "data.batch_size=6")):
             assert read("gla.yaml", *order).data.init_args.batch_size == 6

@@ -49,8 +49,8 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
     assert rows[0]["val_loss"][:5] in first.out
     assert (folder / "sweep.png").stat().st_size > 5000
     before = (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns
-    again = command("sweep", "--config", "small.yaml", *options)
-    assert again.code == 0
+    repeated = command("sweep", "--config", "small.yaml", *options)
+    assert repeated.code == 0
     assert (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns == before
     other = command("sweep", "--config", "small.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=2")
     assert other.code == 2

@@ -673,8 +673,8 @@ def own(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (desk / "my.yaml").write_text("trainer: {callbacks: [{class_path: my_callback.Mine}]}\ndata: {path: my.txt}\n")
     for name in ("my_mixer", "my_callback"):
         monkeypatch.delitem(sys.modules, name, raising=False)
-    given = ("--config", "my.yaml", "--model.stack.second=my_mixer.MyMixer", "--data.vocab_size=300")
-    done = command(*FIT, *given, "--run", "mine")
+    inputs = ("--config", "my.yaml", "--model.stack.second=my_mixer.MyMixer", "--data.vocab_size=300")
+    done = command(*FIT, *inputs, "--run", "mine")
     assert done.code == 0, done.err
     for name in ("my_mixer", "my_callback"):
         monkeypatch.delitem(sys.modules, name)

@@ -38,8 +38,8 @@ LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 def links(file: Path) -> list[tuple[bool, str]]:
     """(whether it is a picture, its target) of each link within the repository."""
-    found = LINK.findall(re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL))
-    return [(mark == "!", target.partition("#")[0]) for mark, target in found if "://" not in target]
+    actual = LINK.findall(re.sub(r"^```.*?^```$", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL))
+    return [(mark == "!", target.partition("#")[0]) for mark, target in actual if "://" not in target]
 
 
 def run(folder: Path, cache: Path, script: str, *arguments: str, python: str | None = None) -> str:
@@ -130,8 +130,8 @@ def test_it_runs_and_makes_its_pictures(file: Path, tmp_path: Path, shared_cache
 @pytest.mark.parametrize("file", NIGHTLY, ids=lambda file: file.stem)
 def test_its_commands_parse_and_its_names_exist(file: Path, command: Command, finished: Path, desk: Path):
     names: dict[str, Any] = {}
-    found: list[Block] = blocks(file, small=True)
-    for block in found:
+    actual: list[Block] = blocks(file, small=True)
+    for block in actual:
         if of_file := FILE.match(block.code):
             (desk / of_file[1]).parent.mkdir(exist_ok=True)
             (desk / of_file[1]).write_text(block.code[of_file.end() :])

@@ -75,14 +75,14 @@ def recurrence(
 ) -> None:
     """One call of a recurrence with matrix states: training, or without gradients if there is one token."""
     made = inputs(T, gate=gate, G=2, R=2, E=E, K=size // E, V=size, documents=documents, dtype=torch.float32)
-    given = {n: x.to(dtype) if n in "qkv" else x for n, x in made.items()}
+    arguments = {n: x.to(dtype) if n in "qkv" else x for n, x in made.items()}
     op = partial(getattr(kernels, name), subheads=E, return_state=True)
     if T == 1:
         with torch.no_grad():
-            op(**given)
+            op(**arguments)
     else:
-        leaves = [x.requires_grad_() for x in given.values() if x.is_floating_point()]
-        train(lambda: op(**given), leaves)
+        leaves = [x.requires_grad_() for x in arguments.values() if x.is_floating_point()]
+        train(lambda: op(**arguments), leaves)
 
 
 def layer(name: str) -> None:
@@ -117,15 +117,15 @@ def main(architecture: int) -> None:
     driver.set_active(AbsentGPU(architecture))
     compiler = Compiler()
     JITFunction.__getitem__ = lambda kernel, grid: partial(compiler.compile, kernel)  # type: ignore[method-assign]
-    known = gpu.HOPPER if architecture // 10 == gpu.HOPPER else gpu.OTHER
-    gpu._capability = lambda device: known  # type: ignore[assignment]
+    capability = gpu.HOPPER if architecture // 10 == gpu.HOPPER else gpu.OTHER
+    gpu._capability = lambda device: capability  # type: ignore[assignment]
     backend: Any = sys.modules["kernels.core.backend"]
     backend._no_triton = lambda device, fp64, limits: limits  # although tensors are on the CPU
     # nothing is computed, so the values of decays are those that the memory had
     for name in ("kernels.core.recurrence", "kernels.selective_scan.arguments"):
         sys.modules[name].check_decay = lambda log_decay: None  # type: ignore[attr-defined]
     with kernels.backend("triton"), contextlib.redirect_stdout(sys.stderr):
-        for call in calls(known):
+        for call in calls(capability):
             with contextlib.suppress(kernels.UserError):  # of what the kernels do not take, and PyTorch computes
                 call()
     sys.stdout.write(json.dumps([*compiler.launches.values()], indent=1))

@@ -32,9 +32,9 @@ def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
         done.add(key)
         return patch(function)
 
-    def launch(self: Any, *given: Any, **named: Any) -> None:
+    def launch(self: Any, *arguments: Any, **named: Any) -> None:
         done.clear()
-        start(self, *given, **named)
+        start(self, *arguments, **named)
 
     monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
@@ -75,13 +75,13 @@ def inside_arguments(masks_of_bools: None, monkeypatch: pytest.MonkeyPatch) -> N
 
     memory: dict[str, tuple[int, int]] = {}  # of the tensors of the launch that is under way: first byte, one past last
 
-    def launched(self: Any, given: tuple[Any, ...], named: dict[str, Any], *, start: Callable[..., Any]) -> Any:
+    def launched(self: Any, arguments: tuple[Any, ...], named: dict[str, Any], *, start: Callable[..., Any]) -> Any:
         memory.clear()
-        for name, x in (*zip(self.arg_names, given, strict=False), *named.items()):
+        for name, x in (*zip(self.arg_names, arguments, strict=False), *named.items()):
             if isinstance(x, torch.Tensor) and x.numel():
                 reach = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
                 memory[name] = x.data_ptr(), x.data_ptr() + (reach + 1) * x.element_size()
-        return start(self, given, named)
+        return start(self, arguments, named)
 
     def check(at: Any, mask: Any) -> None:
         touched = at.data[mask.data.astype(bool)]
@@ -100,8 +100,8 @@ def inside_arguments(masks_of_bools: None, monkeypatch: pytest.MonkeyPatch) -> N
         check(at, mask)
         return do(self, at, value, mask, *rest)
 
-    def bound(function: Callable[..., Any], **known: Any) -> Callable[..., Any]:
-        return lambda self, *given: function(self, *given, **known)
+    def bound(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return lambda self, *arguments: function(self, *arguments, **options)
 
     monkeypatch.setattr(GridExecutor, "_init_args_hst", bound(launched, start=GridExecutor._init_args_hst))
     for name, function in (("create_masked_load", load), ("create_masked_store", store)):

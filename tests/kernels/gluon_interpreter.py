@@ -48,8 +48,8 @@ class Pointer:
         """What is there, `other` where the mask is False."""
         wanted = torch.ones_like(self.at, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, self.at.shape)
         assert bool(((self.at >= 0) & (self.at < self.memory.numel()))[wanted].all()), "outside of the tensor"
-        found = self.memory.view(-1)[torch.where(wanted, self.at, 0)]
-        return value(torch.where(wanted, found, torch.full_like(found, other)))
+        actual = self.memory.view(-1)[torch.where(wanted, self.at, 0)]
+        return value(torch.where(wanted, actual, torch.full_like(actual, other)))
 
     def store(self, x: Any, mask: Tensor | None = None) -> None:
         """Put it there where the mask is True."""
@@ -126,7 +126,7 @@ class Barriers:
 def specialised(groups: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Any, registers: Any) -> None:
     """`warp_specialize`: all groups of warps at the same time."""
     with ThreadPoolExecutor(len(groups)) as pool:
-        for done in [pool.submit(function, *given) for function, given in groups]:
+        for done in [pool.submit(function, *arguments) for function, arguments in groups]:
             done.result()
 
 
@@ -146,17 +146,17 @@ def copy(to: Shared, source: Pointer, mask: Tensor | None = None) -> None:
     to.tensor.copy_(source.load(mask))
 
 
-def in_lanes(instructions: str, *given: Tensor) -> Tensor:
+def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     """What PTX makes of tiles of 16 columns, whose blocks of 16 rows have a warp each and 8 numbers in each lane.
 
     It may move numbers between lanes, and add products. The layout is that of a matrix product's results.
     """
     lane, i = torch.arange(32)[:, None], torch.arange(8)
     at = (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8)
-    results = torch.zeros_like(given[0])
+    results = torch.zeros_like(arguments[0])
     for block in range(0, len(results), 16):
-        names = [f"${8 + i}" for i in range(8 * len(given))]
-        numbers = torch.cat([x[block : block + 16][at] for x in given], 1)
+        names = [f"${8 + i}" for i in range(8 * len(arguments))]
+        numbers = torch.cat([x[block : block + 16][at] for x in arguments], 1)
         registers = dict(zip(names, numbers.unbind(1), strict=True))
         for line in instructions.strip("{} ").split(";")[1:-1]:
             operation, *operands = line.replace(",", " ").split()
@@ -174,19 +174,19 @@ def in_lanes(instructions: str, *given: Tensor) -> Tensor:
     return value(results)
 
 
-def in_line(asm: str, names: str, given: list[Tensor], **options: Any) -> Tensor:
+def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Tensor:
     """What a line of PTX computes."""
     if "shfl" in asm:
-        return in_lanes(asm, *given)
-    return given[0].tanh() if "tanh" in asm else given[0]
+        return in_lanes(asm, *arguments)
+    return arguments[0].tanh() if "tanh" in asm else arguments[0]
 
 
 def of_values(f: Callable[..., Tensor]) -> Any:
     """The same function of numbers as well."""
-    return staticmethod(lambda *given: f(*map(value, given)))
+    return staticmethod(lambda *arguments: f(*map(value, arguments)))
 
 
-def nothing(*given: Any, **options: Any) -> Any:
+def nothing(*arguments: Any, **options: Any) -> Any:
     """A layout, a barrier, or part of the order of copies."""
     return None
 
@@ -262,8 +262,8 @@ class Kernel:
         self.function, self.language = function, language
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def run(*given: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
-            pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in given]
+        def run(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
+            pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in arguments]
             for self.language.program in range(grid[0]):
                 self.function(*pointers, **constants)
 

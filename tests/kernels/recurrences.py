@@ -97,19 +97,19 @@ def inputs(
     B, H = (B, G * R) if documents is None else (1, G * R)
     q, k, v = torch.randn(B, T, G * E, K), torch.randn(B, T, G * E, K), torch.randn(B, T, H, V)
     k = F.normalize(k.abs() if correlated else k, dim=-1)
-    found = {"q": q, "k": k, "v": v}
+    actual = {"q": q, "k": k, "v": v}
     shape = {"none": None, "constant": (H * E,), "head": (B, T, H * E), "channel": (B, T, H * E, K)}[gate]
     if shape is not None:
-        found["log_decay"] = DECAYS[decay](torch.rand(shape))
+        actual["log_decay"] = DECAYS[decay](torch.rand(shape))
     if beta is not None:
-        found["beta"] = torch.rand(B, T, H * E) if beta == "random" else torch.full((B, T, H * E), float(beta))
+        actual["beta"] = torch.rand(B, T, H * E) if beta == "random" else torch.full((B, T, H * E), float(beta))
     rows = B if documents is None else len(documents) - 1
     if state:
-        found["initial_state"] = torch.randn(rows, H * E, K, V)
-    found = {name: x.to(dtype) for name, x in found.items()}
+        actual["initial_state"] = torch.randn(rows, H * E, K, V)
+    actual = {name: x.to(dtype) for name, x in actual.items()}
     if documents is not None:
-        found["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
-    return found
+        actual["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+    return actual
 
 
 def results(
@@ -132,23 +132,23 @@ def results(
     leaves = {name: x.detach().requires_grad_() for name, x in arguments.items() if x.is_floating_point()}
     with kernels.backend(backend):
         o, state = op(**{**arguments, **leaves}, return_state=True, **options)
-    found = {"o": o, "state": state}
+    actual = {"o": o, "state": state}
     generator = torch.Generator().manual_seed(1)
     # the same numbers whatever the dtype of the results: rounding them would be an error of its own
-    arriving = {n: torch.randn(x.shape, generator=generator).bfloat16().to(x) for n, x in found.items()}
-    loss = sum((found[name] * arriving[name]).sum() for name in through)
+    arriving = {n: torch.randn(x.shape, generator=generator).bfloat16().to(x) for n, x in actual.items()}
+    loss = sum((actual[name] * arriving[name]).sum() for name in through)
     # an argument that has no influence, such as q on the state, has a gradient of zero
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    found.update({f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)})
-    return {name: x.detach() for name, x in found.items()}
+    actual.update({f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)})
+    return {name: x.detach() for name, x in actual.items()}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float | None = None) -> None:
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float | None = None) -> None:
     """Each result, relative to its norm; the tolerance defaults to that of the state's dtype."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     tolerance = tolerance or TOLERANCE[expected["state"].dtype]
     for name, x in expected.items():
-        y = found[name]
+        y = actual[name]
         assert (y.shape, y.dtype) == (x.shape, x.dtype), name
         assert y.isfinite().all(), f"{name} is not finite"
         error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())

@@ -29,7 +29,7 @@ def test_forward_and_backward_are_those_of_fp32_up_to_rounding(device: str, back
     made = torch.Generator().manual_seed(0)
     x, y = (torch.randn(5, 16, generator=made).bfloat16().to(device) for _ in range(2))
     w, b = (torch.rand(16, generator=made).to(device) for _ in range(2))
-    found = []
+    actual = []
     for kind in (torch.bfloat16, torch.float32):
         leaves = [z.detach().to(kind).clone().requires_grad_() for z in (x, y)]
         fine = [z.clone().requires_grad_() for z in (w, b)]
@@ -39,7 +39,7 @@ def test_forward_and_backward_are_those_of_fp32_up_to_rounding(device: str, back
         assert out.dtype == (torch.float32 if op == "discretise" else kind)
         gradients = [z.grad for z in (*leaves, *fine) if z.grad is not None]
         assert all(z.grad is None or z.grad.dtype == z.dtype for z in (*leaves, *fine))
-        found.append([out, *gradients])
-    assert len(found[0]) == len(found[1]) >= 3
-    for low, high in zip(*found, strict=True):
+        actual.append([out, *gradients])
+    assert len(actual[0]) == len(actual[1]) >= 3
+    for low, high in zip(*actual, strict=True):
         assert (low.float() - high).norm() < 0.02 * high.norm()

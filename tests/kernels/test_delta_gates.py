@@ -19,7 +19,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     module = pytest.importorskip("kernels.delta_gates.gpu.op")
     allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> dict[str, Tensor]:
@@ -97,12 +97,12 @@ def test_decays_per_channel_in_triton(shape: tuple[int, ...], rank: int, bias: b
 def test_decays_per_channel_alone(backend: str):
     a = per_channel(2, 7, 3, 5)
     leaves = [a[name].requires_grad_() for name in ("a", "A_log", "dt_bias")]
-    found = []
+    actual = []
     for one in (backend, "reference"):
         with kernels.backend(one):
             y = channel_decay(*leaves)
-        found.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
-    torch.testing.assert_close(*found)
+        actual.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
@@ -126,9 +126,9 @@ def test_triton(shape: tuple[int, ...], bias: bool, through: str):
 def test_columns_of_a_projection_in_half_precision():
     fused = torch.randn(2, 30, 20).bfloat16()
     a = inputs(8) | {"a": fused[..., 3:11], "b": fused[..., 11:19]}
-    found, expected = results(a, "triton"), results(a, "reference")
-    assert [x.dtype for x in found.values()] == [x.dtype for x in expected.values()]
-    assert_close(found, expected, 1e-2)
+    actual, expected = results(a, "triton"), results(a, "reference")
+    assert [x.dtype for x in actual.values()] == [x.dtype for x in expected.values()]
+    assert_close(actual, expected, 1e-2)
 
 
 @interpreted
@@ -136,10 +136,10 @@ def test_columns_of_a_projection_in_half_precision():
 def test_parameters_of_different_precision(low: tuple[str, ...]):
     a = inputs(2, 70, 8)
     a |= {name: a[name].bfloat16() for name in low}
-    found, expected = results(a, "triton"), results(a, "reference")
+    actual, expected = results(a, "triton"), results(a, "reference")
     for name in low:
-        assert found.pop(name).dtype == expected.pop(name).dtype == torch.bfloat16
-    assert_close(found, expected, 1e-5)
+        assert actual.pop(name).dtype == expected.pop(name).dtype == torch.bfloat16
+    assert_close(actual, expected, 1e-5)
 
 
 @pytest.mark.slow
@@ -149,13 +149,13 @@ def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPat
     a = inputs(3, 4, bias=bias)
     results(a, "triton")
     monkeypatch.undo()
-    given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, 0.0, False))
+    arguments = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, 2.0, 0.0, False))
     a = per_channel(3, 4, 2, bias=bias)
-    given = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 2.0, 0.0, False))
-    given[3:] = None, None
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, 1.0, -5.0, False))
+    arguments = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, 2.0, 0.0, False))
+    arguments[3:] = None, None
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, 1.0, -5.0, False))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_inputs_of_two_shapes():
 def test_on_device(rows: tuple[int, ...], bias: bool, dtype: torch.dtype):
     a = inputs(*rows, 48, dtype=dtype, bias=bias)
     exact = {name: x.float() for name, x in a.items()}
-    found, expected = results(a, "triton"), results(exact, "reference")
-    assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
-    again = results(a, "triton")
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    actual, expected = results(a, "triton"), results(exact, "reference")
+    assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    repeated = results(a, "triton")
+    assert all(torch.equal(actual[name], repeated[name]) for name in actual)
 
 
 @pytest.mark.gpu
@@ -209,7 +209,7 @@ def test_decays_per_channel_on_device(shape: tuple[int, ...], dtype: torch.dtype
     exact = {name: x.float() for name, x in a.items()}
     for lower_bound in (None, -5.0):
         how = ("both", 1.0, lower_bound)
-        found, expected = results(a, "triton", *how), results(exact, "reference", *how)
-        assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
-        again = results(a, "triton", *how)
-        assert all(torch.equal(found[name], again[name]) for name in found)
+        actual, expected = results(a, "triton", *how), results(exact, "reference", *how)
+        assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+        repeated = results(a, "triton", *how)
+        assert all(torch.equal(actual[name], repeated[name]) for name in actual)

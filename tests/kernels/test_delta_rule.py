@@ -69,9 +69,9 @@ def test_one_key_repeated(gate: str, dtype: torch.dtype):
     # the hardest system of all: with β = 1 only the latest value is remembered under the key
     a = inputs(200, gate=gate, beta=1, dtype=dtype)
     a["k"] = a["k"][:, :1].expand_as(a["k"]).contiguous()
-    found = run(a)
-    assert_same(found, run(a, backend="reference"))
-    answer = (a["k"][:, -1, :, None] @ found["state"])[:, :, 0]
+    actual = run(a)
+    assert_same(actual, run(a, backend="reference"))
+    answer = (a["k"][:, -1, :, None] @ actual["state"])[:, :, 0]
     torch.testing.assert_close(answer, a["v"][:, -1], atol=1e-5, rtol=1e-5)
 
 

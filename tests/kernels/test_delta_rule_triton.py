@@ -41,16 +41,16 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read. And what a test has patched must not be remembered."""
     plan.of_rows.cache_clear()
     allocate = plan.Plan.new
-    monkeypatch.setattr(plan.Plan, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(plan.Plan, "new", lambda *passed, **options: allocate(*passed, **options).fill_(torch.nan))
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:
     """The results on Triton, after they have been compared with the loop in fp32."""
-    found = results(kernels.delta_rule, a, backend="triton", **options)
+    actual = results(kernels.delta_rule, a, backend="triton", **options)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
     expected = results(kernels.delta_rule, exact, backend="reference", **options)
-    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, tolerance)
-    return found
+    assert_same(actual, {name: x.to(actual[name].dtype) for name, x in expected.items()}, tolerance)
+    return actual
 
 
 def small(T: int, **options: Any) -> dict[str, Tensor]:
@@ -66,15 +66,15 @@ def test_lengths(length: int, gate: str):
 @pytest.mark.slow
 @interpreted
 def test_what_is_kept_for_the_gradients_changes_only_memory(monkeypatch: pytest.MonkeyPatch):
-    a, found, saved = small(130, gate="head", E=2), [], []
+    a, actual, saved = small(130, gate="head", E=2), [], []
     for keep, few in ((True, 0), (False, 32), (False, 31)):  # its keys have 32 channels in all subheads
         monkeypatch.setattr(gpu_op, "FEW_ENOUGH", few)
         numbers: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, n=numbers: n.append(x.numel()) or x, lambda x: x):
-            found.append(agree(a, subheads=2, keep_states=keep))
+            actual.append(agree(a, subheads=2, keep_states=keep))
         saved.append(sum(numbers))
-    for each in found[1:]:
-        assert all(torch.equal(x, found[0][name]) for name, x in each.items())
+    for each in actual[1:]:
+        assert all(torch.equal(x, actual[0][name]) for name, x in each.items())
     assert saved[0] > saved[1] > saved[2]
 
 
@@ -96,9 +96,9 @@ def test_rows():
 @pytest.mark.parametrize(("gate", "state"), [("none", True), ("constant", False), ("head", True)])
 def test_packed_documents(gate: str, state: bool):
     a = small(130, gate=gate, decay="mixed", R=2, documents=PACKED, state=state)
-    found = agree(a)
+    actual = agree(a)
     if state:
-        assert torch.equal(found["state"][3], a["initial_state"][3])  # an empty document changes nothing
+        assert torch.equal(actual["state"][3], a["initial_state"][3])  # an empty document changes nothing
 
 
 @pytest.mark.slow
@@ -120,13 +120,13 @@ def test_large_beta(beta: float, correlated: bool):
 @interpreted
 def test_beta_of_zero_has_a_gradient():
     a = small(70, beta=0)
-    found = results(kernels.delta_rule, a, backend="triton")
+    actual = results(kernels.delta_rule, a, backend="triton")
     expected = results(kernels.delta_rule, a, backend="reference")
     for name in ("k", "v"):  # nothing is written: only β can change that
         assert not expected.pop(f"gradient of {name}").any()
-        assert found.pop(f"gradient of {name}").abs().max() < 1e-12
+        assert actual.pop(f"gradient of {name}").abs().max() < 1e-12
     assert expected["gradient of beta"].any()
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 @interpreted
@@ -163,11 +163,11 @@ def rounded(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
 def test_a_state_that_stays_in_memory(length: int, K: int, V: int, documents: list[int] | None, gate: str, state: bool):
     options = {"documents": documents, "gate": gate, "decay": "mixed" if state else "mild", "state": state}
     a = rounded(small(length, K=K, V=V, E=2, **options), torch.bfloat16)
-    found = agree(a, tolerance=3e-2, subheads=2)
+    actual = agree(a, tolerance=3e-2, subheads=2)
     with torch.no_grad(), kernels.backend("triton"):
         o, end = kernels.delta_rule(**a, subheads=2, return_state=True)
-    assert torch.equal(o, found["o"])
-    assert torch.equal(end, found["state"])
+    assert torch.equal(o, actual["o"])
+    assert torch.equal(end, actual["state"])
 
 
 @pytest.mark.slow
@@ -194,8 +194,8 @@ def test_longer_values_take_the_same_launch():
 @interpreted
 @pytest.mark.parametrize("through", ["o", "state"])
 def test_gradient_through_one_result(through: str):
-    found = agree(small(66), through=(through,))
-    assert bool(found["gradient of q"].any()) == (through == "o")
+    actual = agree(small(66), through=(through,))
+    assert bool(actual["gradient of q"].any()) == (through == "o")
 
 
 @pytest.mark.slow
@@ -220,7 +220,7 @@ def test_everything_in_bf16():
 )
 def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     # as where few and long sequences would leave a device idle; the last segment is shorter
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3)
     a = small(300, K=K, V=V, gate=gate, decay="mixed" if K == 24 else "mild", correlated=True, state=state)
     agree(a)
 
@@ -229,7 +229,7 @@ def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.Mo
 @interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
 def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 2)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 2)
     a = small(520, G=2, K=24, V=20, correlated=True, dtype=torch.float32)
     a["log_decay"] -= torch.tensor([0.0, 0.6])
     a["k"] *= length  # beyond 1.4, a strong β enlarges what it replaces
@@ -253,16 +253,16 @@ def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pyte
 )
 def test_segments_of_documents(documents: list[int], gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     # as where a few long documents would leave a device idle
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 6)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 6)
     monkeypatch.setattr(gpu_plan, "FEWEST_SEGMENTS", 2)
     cuts, combine = [], gpu_plan.DeltaRule.combine
-    monkeypatch.setattr(gpu_plan.DeltaRule, "combine", lambda to, *given: cuts.append(to.cut) or combine(to, *given))
+    monkeypatch.setattr(gpu_plan.DeltaRule, "combine", lambda to, *passed: cuts.append(to.cut) or combine(to, *passed))
     a = small(documents[-1], K=24, V=20, gate=gate, decay="mixed", documents=documents, state=state, R=2)
-    found = agree(a)
+    actual = agree(a)
     assert len(cuts) == 2  # forward and backward
     assert all(cuts)
     if state and 0 in torch.tensor(documents).diff():
-        assert torch.equal(found["state"][0], a["initial_state"][0])
+        assert torch.equal(actual["state"][0], a["initial_state"][0])
 
 
 def test_documents_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch):
@@ -297,11 +297,11 @@ def test_documents_are_cut_where_it_pays(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("gate", GATES)
 def test_one_token_without_gradient(gate: str):
     a = small(1, B=2, G=2, R=2, E=3, K=24, V=40, gate=gate, state=gate != "constant")
-    found = []
+    actual = []
     for backend in ("triton", "reference"):
         with torch.no_grad(), kernels.backend(backend):
-            found.append(kernels.delta_rule(**a, subheads=3, return_state=True))
-    for x, y in zip(*found, strict=True):
+            actual.append(kernels.delta_rule(**a, subheads=3, return_state=True))
+    for x, y in zip(*actual, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -314,8 +314,8 @@ def test_views_of_one_projection(length: int):
     beta, decay = fused[..., 48:].split(1, -1)
     views = {"q": q, "k": k, "v": v, "beta": beta, "log_decay": -decay}
     copies = {name: x.contiguous() for name, x in views.items()}
-    found, expected = (results(kernels.delta_rule, x, backend="triton") for x in (views, copies))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = (results(kernels.delta_rule, x, backend="triton") for x in (views, copies))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
     with torch.no_grad(), kernels.backend("triton"):  # at one token, another kernel
         assert torch.equal(kernels.delta_rule(**views)[0], kernels.delta_rule(**copies)[0])
 
@@ -354,9 +354,9 @@ def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
 @interpreted
 def test_the_ops_are_registered_properly():
     a = small(3)
-    given = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True, False))
-    one = [x.detach() if x is given[-1] else x.detach()[:, :1] for x in given]
+    passed = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*passed, None, 1, 0.25, True, False))
+    one = [x.detach() if x is passed[-1] else x.detach()[:, :1] for x in passed]
     torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule_step, (*one, 1, 0.25))
 
 
@@ -382,14 +382,14 @@ def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: Any) -> di
 
 
 def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype, **options: Any) -> None:
-    found = results(kernels.delta_rule, a, backend="triton", **options)
+    actual = results(kernels.delta_rule, a, backend="triton", **options)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
     expected = results(kernels.delta_rule, exact, backend="torch", **options)
     for name, x in expected.items():
         if not x.any():  # of what a reset erases
-            assert not found[name].any(), name
+            assert not actual[name].any(), name
             continue
-        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        error = float((actual[name].double() - x.double()).norm() / x.double().norm())
         bf16 = 5e-3 if name in ("o", "state") else 1e-2
         assert error <= (1e-5 if dtype == torch.float32 else bf16), f"{name}: {error:.2g}"
 
@@ -401,15 +401,15 @@ def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest
     narrow = TABLE["delta_rule.narrow"].get((9, size, itemsize))
     if passes == "narrow" and narrow is None:
         pytest.skip("there is no narrow launch")
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3 if passes == "cut" else 1)
-    monkeypatch.setattr(gpu_plan, "fitting", lambda *given: 2 if passes == "narrow" else 1)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3 if passes == "cut" else 1)
+    monkeypatch.setattr(gpu_plan, "fitting", lambda *passed: 2 if passes == "narrow" else 1)
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
     agree_on_device(a, dtype)
     expected = results(kernels.delta_rule, a, backend="triton")
     for _ in range(50):  # no atomics: a difference would be a race
-        found = results(kernels.delta_rule, a, backend="triton")
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        actual = results(kernels.delta_rule, a, backend="triton")
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.gpu
@@ -442,8 +442,8 @@ def test_programs_that_share_multiprocessors(options: dict[str, Any], gate: str)
     agree_on_device(a, torch.bfloat16)
     expected = results(kernels.delta_rule, a, backend="triton")
     for _ in range(20):  # what one program does while another waits differs from run to run
-        found = results(kernels.delta_rule, a, backend="triton")
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        actual = results(kernels.delta_rule, a, backend="triton")
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.gpu
@@ -464,15 +464,15 @@ def test_programs_that_share_multiprocessors(options: dict[str, Any], gate: str)
 def test_all_gradients_in_one_pass(options: dict[str, Any], cut: bool, gate: str, monkeypatch: pytest.MonkeyPatch):
     # as exact as three passes, which have limits of their own, and equal bits in each run
     if cut:
-        monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
+        monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3)
     a, E = on_device(**options, K=128, V=128, gate=gate), options.get("E", 1)
-    found = []
+    actual = []
     for full in (2, *[0] * 20):
         plan.of_rows.cache_clear()
         monkeypatch.setattr(gpu_select, "FULL", full)
-        again = {name: x.clone() for name, x in a.items()}  # plans of documents are cached with their boundaries
-        found.append(results(kernels.delta_rule, again, backend="triton", subheads=E))
-    three, one, *others = found
+        repeated = {name: x.clone() for name, x in a.items()}  # plans of documents are cached with their boundaries
+        actual.append(results(kernels.delta_rule, repeated, backend="triton", subheads=E))
+    three, one, *others = actual
     assert all(torch.equal(each[name], one[name]) for each in others for name in one)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
     for name, x in results(kernels.delta_rule, exact, backend="torch", subheads=E).items():
@@ -530,8 +530,8 @@ def test_resets_step_by_step(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_plan.DeltaRule, "backward_path", "one_pass")
     a = inputs(130, B=1, G=2, K=128, V=128, gate="head", dtype=torch.float32)
     a["log_decay"][:, [0, 31, 63, 64, 65, 100, 101]] = -torch.inf
-    found = agree(a)
-    assert not found["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
+    actual = agree(a)
+    assert not actual["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
 
 
 @pytest.mark.gpu
@@ -540,26 +540,26 @@ def test_resets_on_a_device(K: int):
     a = on_device(1100, B=4, G=16, K=K, V=128, gate="head")
     a["log_decay"][:, [0, 31, 63, 64, 65, 100, 101]] = -torch.inf
     agree_on_device(a, torch.bfloat16)
-    found = results(kernels.delta_rule, a, backend="triton")["gradient of log_decay"]
-    assert not found[a["log_decay"] == -torch.inf].any()
+    actual = results(kernels.delta_rule, a, backend="triton")["gradient of log_decay"]
+    assert not actual[a["log_decay"] == -torch.inf].any()
 
 
 @interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
 def test_bounds_step_by_step(length: float, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 2)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 2)
     a = inputs(400, B=1, G=1, K=128, V=16, dtype=torch.float32, gate="head", decay="strong")
     a["k"] *= length
     q, k, v, beta, decay = (a[name] for name in ("q", "k", "v", "beta", "log_decay"))
-    found = []
+    actual = []
     for path in ("prepare", "hopper_prepare"):
         plan.of_rows.cache_clear()
         monkeypatch.setattr(gpu_plan.DeltaRule, "prepare_path", path)
         monkeypatch.setattr(Case, "gluon_backward", False)
         to = gpu_op.Arguments(q, k, v, beta, None, None, None, 1, 1.0, gpu_op.ALL).plan
-        found.append(gpu_op.prepared(to, q, k, beta, decay)[3])
-    torch.testing.assert_close(*found)
+        actual.append(gpu_op.prepared(to, q, k, beta, decay)[3])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.slow
@@ -589,9 +589,9 @@ def test_when_sequences_are_halved(
     shape = torch.Size([B, T, H, 128])
     bounds = None if documents is None else torch.arange(documents + 1) * (T // documents)
     sizes = (shape, shape, 1, 1.0, torch.bfloat16, torch.device("cpu"), documents)
-    found = gpu_plan.DeltaRule.of(bounds, T, *sizes)
-    assert found.halved == halved
-    assert (found.backward_path != "three_passes") == whole
+    actual = gpu_plan.DeltaRule.of(bounds, T, *sizes)
+    assert actual.halved == halved
+    assert (actual.backward_path != "three_passes") == whole
 
 
 @pytest.mark.slow
@@ -626,7 +626,7 @@ def test_steps_step_by_step(steps: int, path: str, options: dict[str, Any], monk
 @pytest.mark.slow
 @interpreted
 def test_steps_of_tokens_in_segments(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3)
     agree(arguments(100, form="beta", steps=3, B=1, G=1, K=24, V=20, decay="mixed", dtype=torch.float32), steps=3)
 
 
@@ -700,23 +700,23 @@ def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
         agree_on_device(a, dtype)
         expected = results(kernels.delta_rule, a, backend="triton")
         for _ in range(20):  # no atomics: a difference would be a race
-            found = results(kernels.delta_rule, a, backend="triton")
-            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            actual = results(kernels.delta_rule, a, backend="triton")
+            assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("K", "V"), LONG + IN_MEMORY)
 def test_long_keys_and_values_in_subheads_and_segments(K: int, V: int, monkeypatch: pytest.MonkeyPatch):
     agree_on_device(on_device(500, G=2, E=4, K=K, V=V), torch.bfloat16, subheads=4)  # states are recomputed
-    monkeypatch.setattr(gpu_plan, "segments", lambda *given: 3)
+    monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3)
     agree_on_device(on_device(1000, G=2, K=K, V=V, decay="mixed"), torch.bfloat16)
 
 
 @pytest.mark.gpu
 def test_on_device_the_ops_are_registered_properly_and_compile():
     a = on_device(130, G=2, K=64, V=64)
-    given = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*given, None, 1, 0.25, True, False))
+    passed = [a[name].requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*passed, None, 1, 0.25, True, False))
     compiled = torch.compile(kernels.delta_rule, fullgraph=True)
     for x, y in zip(compiled(**a, return_state=True), kernels.delta_rule(**a, return_state=True), strict=True):
         assert torch.equal(x, y)

@@ -16,7 +16,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     module = pytest.importorskip("kernels.delta_gates.gpu.op")
     allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -38,9 +38,9 @@ def results(a: dict[str, Tensor], backend: str, through: str = "both") -> dict[s
     return {"log_decay": log_decay.detach(), "dt": dt.detach(), **dict(zip(a, gradients, strict=True))}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
     for name, x in expected.items():
-        error = float((found[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-30))
+        error = float((actual[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-30))
         assert error <= limit, f"{name}: {error:.2g}"
 
 
@@ -68,9 +68,9 @@ def test_triton(shape: tuple[int, ...], through: str):
 def test_a_view_in_half_precision():
     fused = torch.randn(2, 30, 20).bfloat16()
     a = {"a": fused[..., 3:11], "A_log": torch.randn(8), "dt_bias": torch.randn(8)}
-    found, expected = results(a, "triton"), results(a, "reference")
-    assert [x.dtype for x in found.values()] == [x.dtype for x in expected.values()]
-    assert_close(found, expected, 1e-2)
+    actual, expected = results(a, "triton"), results(a, "reference")
+    assert [x.dtype for x in actual.values()] == [x.dtype for x in expected.values()]
+    assert_close(actual, expected, 1e-2)
 
 
 @interpreted
@@ -78,18 +78,18 @@ def test_a_view_in_half_precision():
 def test_parameters_of_different_precision(low: str):
     a = inputs(2, 70, 8)
     a[low] = a[low].bfloat16()
-    found, expected = results(a, "triton"), results(a, "reference")
-    assert found[low].dtype == torch.bfloat16
-    del found[low], expected[low]
-    assert_close(found, expected, 1e-5)
+    actual, expected = results(a, "triton"), results(a, "reference")
+    assert actual[low].dtype == torch.bfloat16
+    del actual[low], expected[low]
+    assert_close(actual, expected, 1e-5)
 
 
 @interpreted
 def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
-    given = [x.requires_grad_() for x in inputs(3, 4).values()]
+    arguments = [x.requires_grad_() for x in inputs(3, 4).values()]
     results(inputs(3, 4), "triton")
     monkeypatch.undo()
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*given, None, None, 1.0, 0.0, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, None, None, 1.0, 0.0, False))
 
 
 def test_misfits():
@@ -102,7 +102,7 @@ def test_misfits():
 def test_on_device(dtype: torch.dtype):
     a = inputs(4, 4097, 48, dtype=dtype)
     exact = {name: x.float() for name, x in a.items()}
-    found, expected = results(a, "triton"), results(exact, "reference")
-    assert_close(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
-    again = results(a, "triton")
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    actual, expected = results(a, "triton"), results(exact, "reference")
+    assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
+    repeated = results(a, "triton")
+    assert all(torch.equal(actual[name], repeated[name]) for name in actual)

@@ -36,36 +36,36 @@ def stream(B: int, T: int, heads: int, subheads: int, **how: Any) -> dict[str, A
         "product": torch.randn(heads, 128, subheads * 128) * 128**-0.5,
         "weight": torch.rand(C, 1, 4) - 0.5,
     }
-    given = {name: x.bfloat16().to(DEVICE) for name, x in tensors.items()}
-    return {**given, "subheads": subheads, "activation": "silu", "norm": "none", **how}
+    arguments = {name: x.bfloat16().to(DEVICE) for name, x in tensors.items()}
+    return {**arguments, "subheads": subheads, "activation": "silu", "norm": "none", **how}
 
 
-def results(given: dict[str, Any], backend: str) -> dict[str, Tensor]:
+def results(arguments: dict[str, Any], backend: str) -> dict[str, Tensor]:
     """The features, and the gradients of all tensors."""
-    leaves = {name: x.detach().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
+    leaves = {name: x.detach().requires_grad_() for name, x in arguments.items() if isinstance(x, Tensor)}
     with kernels.backend(backend):
-        ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**given, **leaves})])
+        ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**arguments, **leaves})])
     arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(y)
     return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
 
 
-def compare(given: dict[str, Any]) -> None:
+def compare(arguments: dict[str, Any]) -> None:
     """Against PyTorch in fp32, relative to the norm of each result; and that a repeat has the same bits."""
-    exact = {name: x.float() if isinstance(x, Tensor) else x for name, x in given.items()}
-    expected, found = results(exact, "torch"), results(given, "triton")
+    exact = {name: x.float() if isinstance(x, Tensor) else x for name, x in arguments.items()}
+    expected, actual = results(exact, "torch"), results(arguments, "triton")
     for name, x in expected.items():
-        y = found[name]
+        y = actual[name]
         assert (y.shape, y.dtype) == (x.shape, torch.bfloat16), name
         assert float((y.float() - x).norm()) <= TOLERANCE * float(x.norm()), name
     for _ in range(10 if DEVICE == "cuda" else 1):
-        again = results(given, "triton")
-        assert all(torch.equal(x, again[name]) for name, x in found.items())
+        again = results(arguments, "triton")
+        assert all(torch.equal(x, again[name]) for name, x in actual.items())
 
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     allocate = expanded.new
-    monkeypatch.setattr(expanded, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(expanded, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 @pytest.fixture
@@ -96,19 +96,19 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
 @without_a_gpu
 @pytest.mark.parametrize(("again", "kept", "launches"), [(False, False, 2), (True, False, 3), (True, True, 2)])
 def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
-    given, readout = stream(1, 70, 1, 1), torch.randn(128, 3).bfloat16()
+    arguments, readout = stream(1, 70, 1, 1), torch.randn(128, 3).bfloat16()
     calls, prepared = [], expanded.prepared
     monkeypatch.setattr(expanded, "prepared", lambda *how: calls.append(how) or prepared(*how))
-    found = []
+    actual = []
     for recomputing in (again, False):
-        leaves = {name: x.clone().requires_grad_() for name, x in given.items() if isinstance(x, Tensor)}
+        leaves = {name: x.clone().requires_grad_() for name, x in arguments.items() if isinstance(x, Tensor)}
         weight = readout.clone().requires_grad_()  # its gradient needs the features
         with kernels.backend("triton"), kernels.recomputing(recomputing):
-            ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**given, **leaves}, kept=kept)])
+            ((y, _),) = kernels.features_together([kernels.FeatureStream(**{**arguments, **leaves}, kept=kept)])
             loss = (y @ weight).float().square().sum()
-        found.append(torch.autograd.grad(loss, [*leaves.values(), weight]))
+        actual.append(torch.autograd.grad(loss, [*leaves.values(), weight]))
     assert len(calls) == launches + 2
-    assert all(torch.equal(x, z) for x, z in zip(*found, strict=True))
+    assert all(torch.equal(x, z) for x, z in zip(*actual, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -128,10 +128,10 @@ def test_computed_again_or_kept(again: bool, kept: bool, launches: int, gluon: N
 )
 def test_what_takes_a_product_of_its_own(other: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(expanded, "runs_gluon", lambda device: True)
-    given = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in stream(1, 70, 1, 1).items()}
-    assert expanded.fits(kernels.FeatureStream(**given))
-    assert not expanded.fits(kernels.FeatureStream(**{**given, **other}))
-    assert not expanded.fits(kernels.FeatureStream(given["x"], given["weight"]))
+    arguments = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in stream(1, 70, 1, 1).items()}
+    assert expanded.fits(kernels.FeatureStream(**arguments))
+    assert not expanded.fits(kernels.FeatureStream(**{**arguments, **other}))
+    assert not expanded.fits(kernels.FeatureStream(arguments["x"], arguments["weight"]))
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])

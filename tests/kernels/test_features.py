@@ -47,32 +47,32 @@ def results(a: Arguments, backend: str, **options: Any) -> Arguments:
     leaves = {name: x.detach().requires_grad_() for name, x in a.items() if x.is_floating_point()}
     with kernels.backend(backend):
         y, history = kernels.features(**{**a, **leaves}, return_history=True, **options)
-    found = {"y": y, "history": history}
+    actual = {"y": y, "history": history}
     generator = torch.Generator(y.device).manual_seed(1)
-    arriving = [torch.randn(x.shape, generator=generator, device=x.device).bfloat16() for x in found.values()]
-    loss = sum((x * g.to(x)).sum() for x, g in zip(found.values(), arriving, strict=True))
+    arriving = [torch.randn(x.shape, generator=generator, device=x.device).bfloat16() for x in actual.values()]
+    loss = sum((x * g.to(x)).sum() for x, g in zip(actual.values(), arriving, strict=True))
     gradients = torch.autograd.grad(loss, list(leaves.values()), materialize_grads=True)
-    found.update({f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)})
-    return {name: x.detach() for name, x in found.items()}
+    actual.update({f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)})
+    return {name: x.detach() for name, x in actual.items()}
 
 
-def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], output: float, gradient: float) -> None:
+def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], output: float, gradient: float) -> None:
     """Each result, relative to its norm."""
     for name, x in expected.items():
-        assert found[name].shape == x.shape, name
-        assert found[name].isfinite().all(), f"{name} is not finite"
-        error, norm = float((found[name].double() - x.double()).norm()), float(x.double().norm())
+        assert actual[name].shape == x.shape, name
+        assert actual[name].isfinite().all(), f"{name} is not finite"
+        error, norm = float((actual[name].double() - x.double()).norm()), float(x.double().norm())
         allowed = gradient if name.startswith("gradient") else output
         assert error <= allowed * norm, f"{name}: error {error:.2g} at norm {norm:.2g}, allowed {allowed:g} of it"
 
 
 def agree(a: Arguments, backend: str, output: float = 1e-5, gradient: float = 1e-5, **options: Any) -> Arguments:
     """The results of a backend, after they have been compared with the loop in fp64."""
-    found = results(a, backend, **options)
+    actual = results(a, backend, **options)
     exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
-    assert found["y"].dtype == a["x"].dtype
-    assert_same(found, results(exact, "reference", **options), output, gradient)
-    return found
+    assert actual["y"].dtype == a["x"].dtype
+    assert_same(actual, results(exact, "reference", **options), output, gradient)
+    return actual
 
 
 @pytest.mark.parametrize("documents", [None, PACKED])
@@ -132,8 +132,8 @@ def test_one_graph():
 
     order = [a[name] for name in ("x", "weight", "bias", "history")]
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(g(*order), leaves) for g in (compiled, f))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (torch.autograd.grad(g(*order), leaves) for g in (compiled, f))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(

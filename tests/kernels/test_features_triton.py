@@ -24,7 +24,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     allocate = gpu_op.new
     for module in (gpu_op, token):
-        monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+        monkeypatch.setattr(
+            module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan)
+        )
 
 
 @pytest.fixture
@@ -56,8 +58,8 @@ def test_features_of_an_expansion_are_computed_again(expanded: bool):
             y, z = run()
     assert (z.grad_fn._saved_self.data_ptr() != y.data_ptr()) is expanded
     for _ in range(2):
-        found = torch.autograd.grad(z.sum(), (x, expansion, taps), retain_graph=True)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = torch.autograd.grad(z.sum(), (x, expansion, taps), retain_graph=True)
+        assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 @pytest.mark.slow
@@ -100,9 +102,9 @@ def test_without_bias_or_history(bias: bool, history: bool):
 @pytest.mark.parametrize("history", [True, False])
 def test_packed_documents(W: int, history: bool):
     a = single(20, W=W, history=history, documents=PACKED)
-    found = agree(a, "triton", activation="silu", norm="l2")
+    actual = agree(a, "triton", activation="silu", norm="l2")
     if history:
-        assert torch.equal(found["history"][0], a["history"][0])  # an empty document changes nothing
+        assert torch.equal(actual["history"][0], a["history"][0])  # an empty document changes nothing
 
 
 @interpreted
@@ -132,9 +134,9 @@ def test_many_channels_without_a_norm():
 def test_half_precision(dtype: torch.dtype):
     a = single(9, heads=2, size=16)
     a["x"], a["history"] = a["x"].to(dtype), a["history"].to(dtype)  # and weights in fp32, as under autocast
-    found = agree(a, "triton", 5e-3, 1e-2, activation="silu", norm="l2")
-    assert found["history"].dtype == found["gradient of x"].dtype == dtype
-    assert found["gradient of weight"].dtype == torch.float32
+    actual = agree(a, "triton", 5e-3, 1e-2, activation="silu", norm="l2")
+    assert actual["history"].dtype == actual["gradient of x"].dtype == dtype
+    assert actual["gradient of weight"].dtype == torch.float32
 
 
 @interpreted
@@ -142,14 +144,14 @@ def test_half_precision(dtype: torch.dtype):
 def test_a_history_keeps_its_dtype(wanted: bool):
     a = single(5)
     a["x"], a["history"] = a["x"].bfloat16(), a["history"].bfloat16().float()
-    found = []
+    actual = []
     for history in (a["history"], a["history"].bfloat16()):
         with torch.set_grad_enabled(wanted), kernels.backend("triton"):
-            given = {**a, "history": history.requires_grad_(wanted)}
-            found.append(kernels.features(**given, activation="silu", return_history=True))
-            assert found[-1][1].dtype == history.dtype
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1].float())
+            arguments = {**a, "history": history.requires_grad_(wanted)}
+            actual.append(kernels.features(**arguments, activation="silu", return_history=True))
+            assert actual[-1][1].dtype == history.dtype
+    assert torch.equal(actual[0][0], actual[1][0])
+    assert torch.equal(actual[0][1], actual[1][1].float())
 
 
 @pytest.mark.slow
@@ -160,19 +162,19 @@ def test_views_of_one_projection(norm: str):
     fused, a = torch.randn(2, 9, 20), single(9)
     every_fourth, apart = fused.unflatten(-1, (2, 10))[..., ::4], fused.unflatten(-1, (4, 5))[:, :, 1:3, 1:4]
     for x in (fused[..., 5:11].unflatten(-1, (2, 3)), every_fourth, apart):
-        given = {**a, "x": x}
-        found = results(given, "triton", activation="silu", norm=norm)
-        expected = results({**given, "x": x.contiguous()}, "triton", activation="silu", norm=norm)
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        arguments = {**a, "x": x}
+        actual = results(arguments, "triton", activation="silu", norm=norm)
+        expected = results({**arguments, "x": x.contiguous()}, "triton", activation="silu", norm=norm)
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
     # a gradient may be a view as well
     x = a.pop("x").requires_grad_()
-    given = []
+    arguments = []
     for strided in (True, False):
         with kernels.backend("triton"):
             y, _ = kernels.features(x, **a, norm=norm)
         arriving = fused[..., 5:11].unflatten(-1, (2, 3))
-        given.append(torch.autograd.grad(y, x, arriving if strided else arriving.contiguous())[0])
-    assert torch.equal(*given)
+        arguments.append(torch.autograd.grad(y, x, arriving if strided else arriving.contiguous())[0])
+    assert torch.equal(*arguments)
 
 
 @interpreted
@@ -185,9 +187,9 @@ def test_continuing_without_gradient_is_one_launch(T: int, history: bool, monkey
             expected = kernels.features(**a, activation="silu", norm="l2", return_history=True)
         monkeypatch.setattr(gpu_op, "continued", None)
         with kernels.backend("triton"):
-            found = kernels.features(**a, activation="silu", norm="l2", return_history=True)
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(found[1], expected[1])
+            actual = kernels.features(**a, activation="silu", norm="l2", return_history=True)
+    torch.testing.assert_close(actual, expected)
+    assert torch.equal(actual[1], expected[1])
 
 
 THREE = [
@@ -199,28 +201,28 @@ THREE = [
 
 def streams(wanted: list[dict[str, Any]], T: int, **options: Any) -> list[dict[str, Any]]:
     """Arguments of `features` for each; x is a part of a larger tensor."""
-    given = []
+    arguments = []
     for about in wanted:
         stages = {name: about[name] for name in ("activation", "norm")}
         a = single(T, **{name: x for name, x in about.items() if name not in stages}, **options)
         x = torch.cat([a["x"].flatten(2), a["x"].new_zeros(*a["x"].shape[:2], 2)], -1)
         a["x"] = x[..., :-2].unflatten(2, a["x"].shape[2:])
-        given.append({**a, **stages, "return_history": True})
-    return given
+        arguments.append({**a, **stages, "return_history": True})
+    return arguments
 
 
-def every(given: list[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    return kernels.features_together([kernels.FeatureStream(**a) for a in given])
+def every(arguments: list[dict[str, Any]]) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+    return kernels.features_together([kernels.FeatureStream(**a) for a in arguments])
 
 
-def together(given: list[dict[str, Any]], backend: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+def together(arguments: list[dict[str, Any]], backend: str) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
     with kernels.backend(backend):
-        return every(given)
+        return every(arguments)
 
 
-def same(*found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+def same(*actual: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
     """Whether all have the same bits."""
-    first, *rest = ([x for pair in each for x in pair] for each in found)
+    first, *rest = ([x for pair in each for x in pair] for each in actual)
     return all(torch.equal(x, y) for each in rest for x, y in zip(first, each, strict=True))
 
 
@@ -228,16 +230,16 @@ def same(*found: list[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
 @interpreted
 @pytest.mark.parametrize("chosen", [(0, 1), (0, 0, 2), (2, 1, 0)], ids=str)
 def test_one_token_of_several_streams_is_one_launch(chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch):
-    given = streams([THREE[i] for i in chosen], 1, B=3)
+    arguments = streams([THREE[i] for i in chosen], 1, B=3)
     with torch.no_grad():
-        alone = [together([a], "triton")[0] for a in given]
-        expected = together(given, "reference")
+        alone = [together([a], "triton")[0] for a in arguments]
+        expected = together(arguments, "reference")
         monkeypatch.setattr(gpu_op, "run", None)
-        found = together(given, "triton")
+        actual = together(arguments, "triton")
         with kernels.backend("triton"):  # outside: what chooses cannot be traced
-            compiled = torch.compile(every, backend="aot_eager", fullgraph=True)(given)
-    torch.testing.assert_close(found, expected)
-    assert same(found, alone, compiled)
+            compiled = torch.compile(every, backend="aot_eager", fullgraph=True)(arguments)
+    torch.testing.assert_close(actual, expected)
+    assert same(actual, alone, compiled)
 
 
 def gates(B: int, M: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -261,9 +263,9 @@ def channel_gates(B: int, M: int, K: int, R: int, dtype: torch.dtype = torch.flo
     return inputs | ({"up": torch.randn(M * K, R, generator=generator).to(dtype)} if R else {})
 
 
-def with_gates(given: list[dict[str, Any]], inputs: dict[str, Any]) -> list[Any]:
+def with_gates(arguments: list[dict[str, Any]], inputs: dict[str, Any]) -> list[Any]:
     streams, both = kernels.features_and_gates(
-        [kernels.FeatureStream(**a) for a in given], kernels.GateInputs(**inputs, largest=2.0)
+        [kernels.FeatureStream(**a) for a in arguments], kernels.GateInputs(**inputs, largest=2.0)
     )
     return [*streams, both]
 
@@ -280,66 +282,68 @@ def test_the_gates_of_a_token_in_the_same_launch(
     sizes: tuple[int, ...], lower_bound: float | None, chosen: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ):
     torch.compiler.reset()  # so many sizes reach its limit
-    given = streams([THREE[i] for i in chosen], 1, B=3)
+    arguments = streams([THREE[i] for i in chosen], 1, B=3)
     inputs: dict[str, Any] = gates(3, *sizes) if len(sizes) == 1 else channel_gates(3, *sizes)
     inputs["lower_bound"] = lower_bound
     with torch.no_grad():
         with kernels.backend("reference"):
-            expected = with_gates(given, inputs)
+            expected = with_gates(arguments, inputs)
         monkeypatch.setattr(gpu_op, "run", None)
         monkeypatch.setattr(import_module("kernels.delta_gates.gpu.op"), "gates", None)
         with kernels.backend("triton"):
-            found = with_gates(given, inputs)
-            compiled = torch.compile(with_gates, backend="aot_eager", fullgraph=True)(given, inputs)
-    torch.testing.assert_close(found, expected)
-    assert same(found, compiled)
+            actual = with_gates(arguments, inputs)
+            compiled = torch.compile(with_gates, backend="aot_eager", fullgraph=True)(arguments, inputs)
+    torch.testing.assert_close(actual, expected)
+    assert same(actual, compiled)
 
 
 @interpreted
 def test_a_weight_of_another_dtype_is_multiplied_before_the_launch():
-    given, inputs = streams(THREE, 1, B=2), channel_gates(2, 3, 4, 6)
+    arguments, inputs = streams(THREE, 1, B=2), channel_gates(2, 3, 4, 6)
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         with kernels.backend("torch"):
-            expected = with_gates(given, inputs)
+            expected = with_gates(arguments, inputs)
         with kernels.backend("triton"):
-            found = with_gates(given, inputs)
-    torch.testing.assert_close(found[-1], expected[-1])
+            actual = with_gates(arguments, inputs)
+    torch.testing.assert_close(actual[-1], expected[-1])
 
 
 @interpreted
 @pytest.mark.parametrize("rank", [0, 6])
 def test_gates_beside_streams_that_are_launched_alone(rank: int):
-    given, inputs = streams(THREE, 2), channel_gates(1, 4, 3, 6) if rank else gates(1, 4)
+    arguments, inputs = streams(THREE, 2), channel_gates(1, 4, 3, 6) if rank else gates(1, 4)
     with kernels.backend("triton"):
-        found = with_gates(given, inputs)
+        actual = with_gates(arguments, inputs)
     with kernels.backend("reference"):
-        torch.testing.assert_close(found, with_gates(given, inputs))
+        torch.testing.assert_close(actual, with_gates(arguments, inputs))
 
 
 @interpreted
 def test_histories_that_may_be_written_are():
-    given = streams([THREE[0], THREE[1], THREE[0]], 1, B=2)
-    given[1]["history"] = given[1]["history"].transpose(0, 1).contiguous().transpose(0, 1)  # cannot be used as it lies
+    arguments = streams([THREE[0], THREE[1], THREE[0]], 1, B=2)
+    arguments[1]["history"] = (
+        arguments[1]["history"].transpose(0, 1).contiguous().transpose(0, 1)
+    )  # cannot be used as it lies
     with torch.no_grad():
-        expected = together(given, "reference")
-        own = [{**a, "history": a["history"].clone() if i == 0 else a["history"]} for i, a in enumerate(given)]
+        expected = together(arguments, "reference")
+        own = [{**a, "history": a["history"].clone() if i == 0 else a["history"]} for i, a in enumerate(arguments)]
         kept = [a["history"].clone() for a in own]
-        found = together([{**a, "consume_history": i < 2} for i, a in enumerate(own)], "triton")
-    torch.testing.assert_close(found, expected)
-    assert found[0][1] is own[0]["history"]
+        actual = together([{**a, "consume_history": i < 2} for i, a in enumerate(own)], "triton")
+    torch.testing.assert_close(actual, expected)
+    assert actual[0][1] is own[0]["history"]
     assert all(torch.equal(a["history"], before) for a, before in zip(own[1:], kept[1:], strict=True))
 
 
 @interpreted
 @pytest.mark.parametrize("case", ["two tokens", "a gradient", "four streams", "no convolution", "no history"])
 def test_other_streams_are_launched_one_by_one(case: str):
-    given = streams([*THREE, THREE[0]] if case == "four streams" else THREE, 2 if case == "two tokens" else 1)
+    arguments = streams([*THREE, THREE[0]] if case == "four streams" else THREE, 2 if case == "two tokens" else 1)
     if case == "no convolution":
-        given[0] = {"x": given[0]["x"], "activation": "silu", "norm": "l2", "return_history": True}
+        arguments[0] = {"x": arguments[0]["x"], "activation": "silu", "norm": "l2", "return_history": True}
     elif case == "no history":
-        given[1]["return_history"] = False
-    given[0]["x"].requires_grad_(case == "a gradient")
-    torch.testing.assert_close(together(given, "triton"), together(given, "reference"))
+        arguments[1]["return_history"] = False
+    arguments[0]["x"].requires_grad_(case == "a gradient")
+    torch.testing.assert_close(together(arguments, "triton"), together(arguments, "reference"))
 
 
 @pytest.mark.gpu
@@ -349,26 +353,29 @@ def test_one_token_on_a_device(B: int, size: int):
     heads = 1024 // size
     qk = {"heads": heads, "size": size, "activation": "silu", "norm": "l2", "bias": False}
     torch.compiler.reset()  # so many sizes reach its limit
-    given = streams([qk, qk, {**qk, "size": 2 * size, "norm": "none"}], 1, B=B, dtype=torch.bfloat16)
-    given = [{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in a.items()} for a in given]
+    arguments = streams([qk, qk, {**qk, "size": 2 * size, "norm": "none"}], 1, B=B, dtype=torch.bfloat16)
+    arguments = [{name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in a.items()} for a in arguments]
     with torch.no_grad():
-        found = together(given, "triton")
-        again = together(given, "triton")
-        alone = [together([a], "triton")[0] for a in given]
+        actual = together(arguments, "triton")
+        repeated = together(arguments, "triton")
+        alone = [together([a], "triton")[0] for a in arguments]
         with kernels.backend("triton"):
-            compiled = torch.compile(every, fullgraph=True)(given)
-    assert same(found, again, alone, compiled)
+            compiled = torch.compile(every, fullgraph=True)(arguments)
+    assert same(actual, repeated, alone, compiled)
     for on_host in (gates(B, heads, torch.bfloat16), channel_gates(B, heads, size, 0, torch.bfloat16)):
         inputs = {name: x.cuda() for name, x in on_host.items()}
         with torch.no_grad(), kernels.backend("triton"):
-            beside, compiled = with_gates(given, inputs), torch.compile(with_gates, fullgraph=True)(given, inputs)
+            beside, compiled = (
+                with_gates(arguments, inputs),
+                torch.compile(with_gates, fullgraph=True)(arguments, inputs),
+            )
             alone = kernels.delta_gates(**inputs, largest=2.0)
-        assert same(beside, [*found, alone], compiled)
+        assert same(beside, [*actual, alone], compiled)
     inputs = {name: x.cuda() for name, x in channel_gates(B, heads, size, 128, torch.bfloat16).items()}
     with torch.no_grad(), kernels.backend("triton"):
-        beside, compiled = with_gates(given, inputs), torch.compile(with_gates, fullgraph=True)(given, inputs)
+        beside, compiled = with_gates(arguments, inputs), torch.compile(with_gates, fullgraph=True)(arguments, inputs)
         alone = kernels.delta_gates(**inputs, largest=2.0)
-    assert same(beside[:-1], found)
+    assert same(beside[:-1], actual)
     assert same(beside, compiled)
     # sums in another order round the inputs of the decays to another bf16 now and then
     torch.testing.assert_close(beside[-1], alone, rtol=2e-2, atol=2e-2)
@@ -419,22 +426,22 @@ def test_a_short_convolution_alone():
     y, history = [], []
     for backend in ("triton", "reference"):
         with kernels.backend(backend):
-            found = kernels.short_conv(**a, return_history=True)
-        y.append(found[0])
-        history.append(found[1])
+            actual = kernels.short_conv(**a, return_history=True)
+        y.append(actual[0])
+        history.append(actual[1])
     torch.testing.assert_close(*y)
     assert torch.equal(*history)
 
 
 def registered(a: Arguments) -> None:
     """The checks of PyTorch for both ops."""
-    given = [a["x"], a["weight"], a["bias"], a["history"]]
-    leaves = [x.detach().requires_grad_() for x in given]
+    arguments = [a["x"], a["weight"], a["bias"], a["history"]]
+    leaves = [x.detach().requires_grad_() for x in arguments]
     how = ("silu", "l2")
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (*leaves, None, *how, False))
     torch.library.opcheck(torch.ops.token_mixer_zoo.features, (leaves[0], None, None, None, None, *how, False))
-    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*given, None, *how, False))
-    one, how = [a["x"][:, :1], *given[1:3]], ("silu relu", "l2 none")
+    torch.library.opcheck(torch.ops.token_mixer_zoo.features_step, (*arguments, None, *how, False))
+    one, how = [a["x"][:, :1], *arguments[1:3]], ("silu relu", "l2 none")
     histories = [a["history"].clone(), a["history"].clone()]
     M, K, R = 3, 2, 5
     per_head = [*(a["x"].new_ones(size) for size in ((2, 1, M), (M,), (M,), (2, 1, M), (M,))), None]
@@ -460,11 +467,11 @@ def test_compiles_as_one_graph(documents: list[int] | None):
     leaves = [x.requires_grad_() for x in a.values() if x.is_floating_point()]
     with kernels.backend("triton"):
         compiled = torch.compile(kernels.features, fullgraph=True, backend="aot_eager")
-        found = []
+        actual = []
         for run in (compiled, kernels.features):
             y, history = run(**a, activation="silu", norm="l2", return_history=True)
-            found.append((y, history, *torch.autograd.grad(y.sum() + history.sum(), leaves)))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+            actual.append((y, history, *torch.autograd.grad(y.sum() + history.sum(), leaves)))
+    assert all(torch.equal(x, y) for x, y in zip(*actual, strict=True))
 
 
 def on_device(T: int, dtype: torch.dtype = torch.bfloat16, *, view: bool = True, **options: Any) -> Arguments:
@@ -521,25 +528,25 @@ def test_a_stride_may_be_one_unit(kernel: str):
 )
 def test_real_sizes(options: dict[str, Any], stages: tuple[str, str], dtype: torch.dtype):
     a, (activation, norm) = on_device(**options, dtype=dtype), stages
-    found = results(a, "triton", activation=activation, norm=norm)
+    actual = results(a, "triton", activation=activation, norm=norm)
     exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
     expected = results(exact, "torch", activation=activation, norm=norm)
-    assert_same(found, expected, *((1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)))
+    assert_same(actual, expected, *((1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)))
     for _ in range(10):  # no atomics: a difference would be a race
-        again = results(a, "triton", activation=activation, norm=norm)
-        assert all(torch.equal(again[name], found[name]) for name in found)
+        repeated = results(a, "triton", activation=activation, norm=norm)
+        assert all(torch.equal(repeated[name], actual[name]) for name in actual)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("T", "B"), [(1, 1), (1, 64), (1001, 2)])
 def test_continuing_on_device(T: int, B: int):
     a = on_device(T, B=B, heads=8, size=128)
-    found = []
+    actual = []
     for backend in ("triton", "torch"):
         with torch.no_grad(), kernels.backend(backend):
-            found.append(kernels.features(**a, activation="silu", norm="l2", return_history=True))
-    torch.testing.assert_close(found[0][0], found[1][0], atol=3e-2, rtol=3e-2)
-    assert torch.equal(found[0][1], found[1][1])
+            actual.append(kernels.features(**a, activation="silu", norm="l2", return_history=True))
+    torch.testing.assert_close(actual[0][0], actual[1][0], atol=3e-2, rtol=3e-2)
+    assert torch.equal(actual[0][1], actual[1][1])
 
 
 @pytest.mark.gpu

@@ -45,9 +45,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_calls_in_its_terms(options: dict[str, int], gate: str, documents: list[int] | None, state: bool):
     a = inputs(200 if documents else 5, gate=gate, documents=documents, state=state, dtype=torch.float32, **options)
     with kernels.implementations() as ran:
-        found = results(kernels.delta_rule, a, backend="flashqla", subheads=options["E"])
+        actual = results(kernels.delta_rule, a, backend="flashqla", subheads=options["E"])
     assert "flashqla" in ran["delta_rule"]
-    assert_same(found, results(kernels.delta_rule, a, backend="reference", subheads=options["E"]))
+    assert_same(actual, results(kernels.delta_rule, a, backend="reference", subheads=options["E"]))
 
 
 class Keeping(torch.autograd.Function):
@@ -71,7 +71,7 @@ def test_repeated_heads_are_repeated_again_for_the_gradients(R: int, longer: int
         return stand_in(*map(Keeping.apply, streams[:3]), *streams[3:], **options)
 
     made, repeat = [], flashqla.repeated
-    monkeypatch.setattr(flashqla, "repeated", lambda *given: made.append(given[0].shape) or repeat(*given))
+    monkeypatch.setattr(flashqla, "repeated", lambda *arguments: made.append(arguments[0].shape) or repeat(*arguments))
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=keeping))
     a = inputs(70, R=R, E=3, state=False, dtype=torch.float32)
     leaves = [a[name].requires_grad_() for name in "qkv"]
@@ -83,9 +83,9 @@ def test_repeated_heads_are_repeated_again_for_the_gradients(R: int, longer: int
 
     expected, once = gradients(), len(made)
     with kernels.recomputing():
-        found = gradients()
+        actual = gradients()
     assert (once, len(made)) == (longer, 3 * longer)
-    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 
 @pytest.mark.usefixtures("installed")
@@ -169,11 +169,11 @@ def on_device(T: int, **options: Any) -> dict[str, Tensor]:
 def test_real_calls(options: dict[str, Any], gate: str):
     pytest.importorskip("flash_qla")
     a, subheads = on_device(**options, gate=gate), options.get("E", 1)
-    found = results(kernels.delta_rule, a, backend="flashqla", subheads=subheads)
+    actual = results(kernels.delta_rule, a, backend="flashqla", subheads=subheads)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
     for name, x in results(kernels.delta_rule, exact, backend="torch", subheads=subheads).items():
-        error = float((found[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-30))
+        error = float((actual[name].double() - x.double()).norm() / x.double().norm().clamp(min=1e-30))
         assert error <= (5e-3 if name in ("o", "state") else 1e-2), f"{name}: {error:.2g}"
     for _ in range(5):
-        again = results(kernels.delta_rule, a, backend="flashqla", subheads=subheads)
-        assert all(torch.equal(again[name], x) for name, x in found.items())
+        repeated = results(kernels.delta_rule, a, backend="flashqla", subheads=subheads)
+        assert all(torch.equal(repeated[name], x) for name, x in actual.items())

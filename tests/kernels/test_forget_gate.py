@@ -67,13 +67,13 @@ def test_triton_takes_parts_of_a_projection_and_extreme_gates(poison: None):
     whole = torch.randn(2, 30, 20).requires_grad_()
     extreme = torch.tensor([-200.0, -90.0, 90.0, 200.0])
     odds = torch.tensor([-200.0, -1.0, 0.0, 1.0, 2.0, 3.0, 90.0, 200.0])
-    found = []
+    actual = []
     for backend in ("triton", "torch"):
         part, rest = whole.split([8, 12], -1)
         with kernels.backend(backend):
             y = kernels.forget_gate(part + 0, odds=odds) + kernels.forget_gate(part, bias=extreme.repeat(2))
-        found.append([y, *torch.autograd.grad(y.sin().sum() + rest.sum(), whole)])
-    for x, expected in zip(*found, strict=True):
+        actual.append([y, *torch.autograd.grad(y.sin().sum() + rest.sum(), whole)])
+    for x, expected in zip(*actual, strict=True):
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=2e-6)
 
 
@@ -83,13 +83,13 @@ def test_triton_takes_parts_of_a_projection_and_extreme_gates(poison: None):
 def test_triton_on_device(given: tuple[str, ...], shape: tuple[int, ...]):
     a = {name: x.cuda() for name, x in inputs(*shape).items() if name in given}
     expected = results({name: x.double() for name, x in a.items()}, "torch", 0.25)
-    found = results(a, "triton", 0.25)
-    for name, x in found.items():
+    actual = results(a, "triton", 0.25)
+    for name, x in actual.items():
         torch.testing.assert_close(
             x, expected[name].float(), rtol=1e-4, atol=1e-4 if name in ("bias", "odds") else 1e-5
         )
-    again = results(a, "triton", 0.25)
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    repeated = results(a, "triton", 0.25)
+    assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
 
 
 def low_rank(rank: int, size: int, rows: tuple[int, ...] = (2, 70)) -> dict[str, Tensor]:
@@ -127,14 +127,14 @@ def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_low_rank_of_a_part_of_a_projection_is_computed_again(low_rank_poison: None):
     whole = torch.randn(2, 30, 20).requires_grad_()
     a = low_rank(8, 24)
-    found = []
-    for backend, again in (("triton", True), ("triton", False), ("torch", False)):
-        with kernels.backend(backend), kernels.recomputing(again):
+    actual = []
+    for backend, repeated in (("triton", True), ("triton", False), ("torch", False)):
+        with kernels.backend(backend), kernels.recomputing(repeated):
             part, rest = whole.split([8, 12], -1)
             y = kernels.low_rank_forget_gate(part, a["weight"], a["bias"]).sin()
-        found.append([y, *torch.autograd.grad(y.sum() + rest.sum(), whole)])
-    assert all(torch.equal(x, z) for x, z in zip(found[0], found[1], strict=True))
-    for x, z in zip(found[0], found[2], strict=True):
+        actual.append([y, *torch.autograd.grad(y.sum() + rest.sum(), whole)])
+    assert all(torch.equal(x, z) for x, z in zip(actual[0], actual[1], strict=True))
+    for x, z in zip(actual[0], actual[2], strict=True):
         torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-5)
 
 
@@ -163,22 +163,22 @@ def test_what_does_not_fit_a_low_rank(wrong: dict[str, Any], said: str):
 def test_low_rank_on_device(rank: int, size: int, dtype: torch.dtype):
     a = {name: x.cuda() if name == "bias" else x.cuda().to(dtype) for name, x in low_rank(rank, size, (3, 777)).items()}
     expected = low_rank_results({name: x.double() for name, x in a.items()}, "torch")
-    found, again = (low_rank_results(a, "triton") for _ in range(2))
-    for name, x in found.items():
+    actual, repeated = (low_rank_results(a, "triton") for _ in range(2))
+    for name, x in actual.items():
         error = (x.double() - expected[name]).norm() / expected[name].norm()
         assert error <= (1e-5 if dtype == torch.float32 else 5e-3), name
-        assert torch.equal(x, again[name])
+        assert torch.equal(x, repeated[name])
 
 
 def test_half_precision_makes_fp32():
     a = inputs(3, 4, 6, dtype=torch.bfloat16)
-    found = results(a, "torch")
+    actual = results(a, "torch")
     expected = results({name: x.float() for name, x in a.items()}, "torch")
-    assert found["y"].dtype == torch.float32
-    assert torch.equal(found["y"], expected["y"])
-    assert found["x"].dtype == torch.bfloat16
-    assert torch.equal(found["x"], expected["x"].bfloat16())
-    assert torch.equal(found["odds"], expected["odds"])
+    assert actual["y"].dtype == torch.float32
+    assert torch.equal(actual["y"], expected["y"])
+    assert actual["x"].dtype == torch.bfloat16
+    assert torch.equal(actual["x"], expected["x"].bfloat16())
+    assert torch.equal(actual["odds"], expected["odds"])
 
 
 def test_the_complement():
@@ -205,8 +205,8 @@ def test_the_results_are_computed_again_instead_of_saved():
     sines = [node for node, _ in y.grad_fn.next_functions]
     for x, sine in zip((log_decay, k), sines, strict=True):
         assert sine._saved_self.data_ptr() != x.data_ptr()  # made anew for whoever reads it
-    found = torch.autograd.grad(y.sum(), list(a.values()))
-    assert all(torch.equal(x, z) for x, z in zip(found, expected, strict=True))
+    actual = torch.autograd.grad(y.sum(), list(a.values()))
+    assert all(torch.equal(x, z) for x, z in zip(actual, expected, strict=True))
 
 
 @pytest.mark.parametrize("wrong", [{"bias": torch.zeros(3)}, {"odds": torch.zeros(2, 4)}])

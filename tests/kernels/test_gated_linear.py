@@ -23,7 +23,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     module = pytest.importorskip("kernels.gated_linear.gpu.op")
     allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given: allocate(*given).fill_(torch.nan))
+    monkeypatch.setattr(module, "new", lambda *arguments: allocate(*arguments).fill_(torch.nan))
 
 
 def results(a: dict[str, Tensor], backend: str, activation: Any = "silu") -> dict[str, Tensor]:
@@ -36,10 +36,10 @@ def results(a: dict[str, Tensor], backend: str, activation: Any = "silu") -> dic
     return {"y": y.detach(), **dict(zip(a, gradients, strict=True))}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
     for name, x in expected.items():
-        assert found[name].shape == x.shape
-        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        assert actual[name].shape == x.shape
+        error = float((actual[name].double() - x.double()).norm() / x.double().norm())
         assert error <= limit, f"{name}: {error:.2g}"
 
 
@@ -68,21 +68,21 @@ def test_views():
 
 @interpreted
 def test_a_frozen_weight():
-    a, found = inputs(4, 5), {}
+    a, actual = inputs(4, 5), {}
     for backend in ("triton", "reference"):
         gate_up = a["gate_up"].detach().requires_grad_()
         with kernels.backend(backend):
             kernels.gated_linear(gate_up, a["weight"]).sum().backward()
-        found[backend] = {"gate_up": gate_up.grad}
-    assert_close(found["triton"], found["reference"], 1e-5)
+        actual[backend] = {"gate_up": gate_up.grad}
+    assert_close(actual["triton"], actual["reference"], 1e-5)
 
 
 @interpreted
 def test_the_op_is_registered_properly():
     results(inputs(2, 3), "triton")
-    given = [x.requires_grad_() for x in inputs(3, 4).values()]
+    arguments = [x.requires_grad_() for x in inputs(3, 4).values()]
     for keep in (True, False):
-        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*given, "silu", keep, False))
+        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*arguments, "silu", keep, False))
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -97,8 +97,8 @@ def test_the_product_is_kept_for_a_weight_or_computed_again(again: bool, learns:
             y = kernels.gated_linear(**a)
         expected = kernels.gated_linear(**a)
     assert kept == [a["gate_up"].numel(), a["weight"].numel(), 3 * 40 if learns and not again else 0]
-    found, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (y, expected))
-    assert all(torch.equal(x, z) for x, z in zip(found, wanted, strict=True))
+    actual, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (y, expected))
+    assert all(torch.equal(x, z) for x, z in zip(actual, wanted, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -124,10 +124,10 @@ def test_on_device(again: bool, activation: str, mixed: bool):
     if mixed:
         a["weight"] = a["weight"].float()
     with torch.autocast("cuda", torch.bfloat16, enabled=mixed), kernels.recomputing(again):
-        found = results(a, "triton", activation)
-    assert found["weight"].dtype == a["weight"].dtype
-    assert_close({"y": found["y"]}, {"y": expected["y"]}, 5e-3)
-    assert_close(found, expected, 1e-2)
+        actual = results(a, "triton", activation)
+    assert actual["weight"].dtype == a["weight"].dtype
+    assert_close({"y": actual["y"]}, {"y": expected["y"]}, 5e-3)
+    assert_close(actual, expected, 1e-2)
     with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
         again = results(a, "triton", activation)
-    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert all(torch.equal(actual[name], again[name]) for name in actual)

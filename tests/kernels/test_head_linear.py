@@ -42,10 +42,10 @@ LIMITS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-3}
 @pytest.mark.parametrize("dtype", LIMITS)
 def test_it_is_one_map_for_each_head(shape: tuple[int, ...], dtype: torch.dtype):
     x, weight = leaves(*shape, dtype=dtype)
-    for found, expected in zip(results(kernels.head_linear, x, weight), results(loop, x, weight), strict=True):
-        assert found.dtype == dtype
-        assert found.is_contiguous()
-        error = (found.double() - expected.double()).norm() / expected.double().norm()
+    for actual, expected in zip(results(kernels.head_linear, x, weight), results(loop, x, weight), strict=True):
+        assert actual.dtype == dtype
+        assert actual.is_contiguous()
+        error = (actual.double() - expected.double()).norm() / expected.double().norm()
         assert error <= LIMITS[dtype]
 
 
@@ -79,8 +79,8 @@ def test_the_result_is_computed_again_instead_of_saved():
         z = y.sin()
     assert z.grad_fn._saved_self.data_ptr() != y.data_ptr()  # made anew for whoever reads it
     dy = torch.randn(z.shape, generator=torch.Generator().manual_seed(1)).to(z)
-    for found, wanted in zip([z, *torch.autograd.grad(z, (x, weight), dy)], expected, strict=True):
-        assert torch.equal(found, wanted)
+    for actual, wanted in zip([z, *torch.autograd.grad(z, (x, weight), dy)], expected, strict=True):
+        assert torch.equal(actual, wanted)
 
 
 @pytest.mark.parametrize(
@@ -98,5 +98,7 @@ def test_shapes_that_do_not_fit(sizes: tuple[tuple[int, ...], tuple[int, ...]], 
 def test_compiled():
     x, weight = leaves(2, 5, 3, 4, 12)
     run = torch.compile(lambda x, w: kernels.head_linear(x, w).sin(), fullgraph=True, backend="aot_eager")
-    for found, expected in zip(results(run, x, weight), results(lambda x, w: loop(x, w).sin(), x, weight), strict=True):
-        torch.testing.assert_close(found, expected)
+    for actual, expected in zip(
+        results(run, x, weight), results(lambda x, w: loop(x, w).sin(), x, weight), strict=True
+    ):
+        torch.testing.assert_close(actual, expected)

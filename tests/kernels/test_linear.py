@@ -17,7 +17,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     module = pytest.importorskip("kernels.linear.gpu.op")
     allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def inputs(rows: int, I: int, O: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
@@ -26,8 +26,8 @@ def inputs(rows: int, I: int, O: int, dtype: torch.dtype = torch.float32, device
     return [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
 
 
-def error(found: Tensor, expected: Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.slow
@@ -54,11 +54,11 @@ def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: tor
 def test_the_gated_product_in_the_same_launch(rows: int, activation: str, device: str):
     gate_up, weight, _ = inputs(rows, 2 * 150, 37, torch.bfloat16, device)
     weight = weight[:, :150].contiguous()
-    found = {}
+    actual = {}
     for backend in ("triton", "reference"):
         with kernels.backend(backend):
-            found[backend] = kernels.gated_linear(gate_up, weight, activation=activation)
-    assert error(found["triton"], found["reference"]) <= 1e-2
+            actual[backend] = kernels.gated_linear(gate_up, weight, activation=activation)
+    assert error(actual["triton"], actual["reference"]) <= 1e-2
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -66,8 +66,8 @@ def test_rows_that_are_cut_out(device: str):
     x, weight, _ = inputs(2, 60, 7, device=device)
     wide = torch.cat([x, x], -1)[..., 30:90]
     with torch.no_grad(), kernels.backend("triton"):
-        found = kernels.linear(wide, weight[:, :60])
-    assert error(found, F.linear(wide, weight)) <= 1e-6
+        actual = kernels.linear(wide, weight[:, :60])
+    assert error(actual, F.linear(wide, weight)) <= 1e-6
 
 
 def test_the_op_is_registered_properly():
@@ -115,9 +115,9 @@ def test_on_device(rows: int, I: int, O: int):
     x, weight, bias = inputs(rows, I, O, torch.bfloat16, "cuda")
     expected = F.linear(x.double(), weight.double(), bias.double())
     with kernels.backend("triton"):
-        found = kernels.linear(x, weight, bias)
-        assert error(found, expected) <= 4e-3
-        assert all(torch.equal(kernels.linear(x, weight, bias), found) for _ in range(5))
+        actual = kernels.linear(x, weight, bias)
+        assert error(actual, expected) <= 4e-3
+        assert all(torch.equal(kernels.linear(x, weight, bias), actual) for _ in range(5))
         gated = kernels.gated_linear(torch.cat([x, x], -1), weight)
     with kernels.backend("reference"):
         assert error(gated, kernels.gated_linear(torch.cat([x, x], -1).float(), weight.float())) <= 6e-3

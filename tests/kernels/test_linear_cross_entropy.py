@@ -30,9 +30,9 @@ def results(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "torch", *
     return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5):
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5):
     for name, y in expected.items():
-        difference = (found[name].double() - y.double()).norm()
+        difference = (actual[name].double() - y.double()).norm()
         assert difference <= tolerance * y.double().norm(), f"{name} is off by {difference / y.double().norm():.1e}"
 
 
@@ -55,16 +55,16 @@ def test_by_hand():
 @pytest.mark.parametrize("N", [0, 1, 50])
 def test_backends_agree(N: int, dtype: torch.dtype):
     a = inputs(N, dtype=dtype)
-    found = results(*a)
-    assert found["loss"].dtype == dtype
-    assert_same(found, exact(a))
+    actual = results(*a)
+    assert actual["loss"].dtype == dtype
+    assert_same(actual, exact(a))
 
 
 def test_gradients():
     x, weight, labels = inputs(7, D=3, V=5, dtype=torch.float64)
     x.requires_grad_()
     weight.requires_grad_()
-    torch.autograd.gradcheck(lambda *given: kernels.linear_cross_entropy(*given, labels), (x, weight))
+    torch.autograd.gradcheck(lambda *passed: kernels.linear_cross_entropy(*passed, labels), (x, weight))
 
 
 def test_the_torch_backend_is_the_loss_of_the_logits_bitwise():
@@ -123,10 +123,10 @@ def test_another_ignored_label(backend: str):
 def test_under_autocast_the_dtypes_may_differ(backend: str):
     x, weight, labels = inputs(40)
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = results(x.bfloat16(), weight, labels, backend)
-    assert found["loss"].dtype == found["dweight"].dtype == torch.float32
-    assert found["dx"].dtype == torch.bfloat16
-    assert_same(found, exact([x, weight, labels]), 2e-2)
+        actual = results(x.bfloat16(), weight, labels, backend)
+    assert actual["loss"].dtype == actual["dweight"].dtype == torch.float32
+    assert actual["dx"].dtype == torch.bfloat16
+    assert_same(actual, exact([x, weight, labels]), 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def op(monkeypatch: pytest.MonkeyPatch):
     from kernels.linear_cross_entropy.gpu import op as gpu_op
 
     allocate = gpu_op.new
-    monkeypatch.setattr(gpu_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(gpu_op, "new", lambda *passed, **options: allocate(*passed, **options).fill_(torch.nan))
     return gpu_op
 
 
@@ -179,9 +179,9 @@ def op(monkeypatch: pytest.MonkeyPatch):
 def test_kernels(N: int, V: int, dtype: torch.dtype, op, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(op, "LOGITS", 8 * V)  # 23 rows: three unequal parts
     a = inputs(N, V=V, dtype=dtype)
-    found = results(*a, backend="triton")
-    assert found["loss"].dtype == torch.float32
-    assert_same(found, exact(a), 1e-5 if dtype == torch.float32 else 1e-2)
+    actual = results(*a, backend="triton")
+    assert actual["loss"].dtype == torch.float32
+    assert_same(actual, exact(a), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @interpreted
@@ -212,10 +212,10 @@ def test_nothing_is_ignored_and_everything_is(op):
 def test_kernels_make_a_wrong_label_visible(label: int, op):
     x, weight, labels = inputs(12)
     labels[3] = label
-    found = results(x, weight, labels, backend="triton")
-    assert found["loss"].isnan()
-    assert found["dx"][3].isnan().all()
-    assert found["dweight"].isnan().all()
+    actual = results(x, weight, labels, backend="triton")
+    assert actual["loss"].isnan()
+    assert actual["dx"][3].isnan().all()
+    assert actual["dweight"].isnan().all()
 
 
 @interpreted
@@ -223,7 +223,7 @@ def test_what_is_not_wanted_is_not_computed(op, monkeypatch: pytest.MonkeyPatch)
     x, weight, labels = inputs(12)
     whole = results(x, weight, labels, backend="triton")
     called = []
-    monkeypatch.setattr(op, "add_product", lambda *given, f=op.add_product: called.append(1) or f(*given))
+    monkeypatch.setattr(op, "add_product", lambda *passed, f=op.add_product: called.append(1) or f(*passed))
     with kernels.backend("triton"):
         loss = kernels.linear_cross_entropy(x.requires_grad_(), weight, labels)
         (dx,) = torch.autograd.grad(0.1 * loss, x)
@@ -243,10 +243,10 @@ def test_the_gradient_of_fp32_weights_is_summed_in_fp32(op, monkeypatch: pytest.
     monkeypatch.setattr(op, "LOGITS", 8 * 61)
     x, weight, labels = inputs(64, dtype=torch.bfloat16)
     with torch.autocast(DEVICE, torch.bfloat16):
-        found = results(x, weight.float(), labels, backend="triton")["dweight"]
-    assert found.dtype == torch.float32
-    assert not torch.equal(found, found.bfloat16().float())  # the product of bf16 tensors was not rounded to bf16
-    assert_same({"dweight": found}, {"dweight": exact([x, weight, labels])["dweight"]}, 1e-2)
+        actual = results(x, weight.float(), labels, backend="triton")["dweight"]
+    assert actual.dtype == torch.float32
+    assert not torch.equal(actual, actual.bfloat16().float())  # the product of bf16 tensors was not rounded to bf16
+    assert_same({"dweight": actual}, {"dweight": exact([x, weight, labels])["dweight"]}, 1e-2)
 
 
 @interpreted
@@ -282,11 +282,11 @@ def test_one_graph_under_autocast(op):
     x, weight, labels = inputs(9)
     compiled = torch.compile(kernels.linear_cross_entropy, fullgraph=True, backend="aot_eager")
     with kernels.backend("triton"), torch.autocast(DEVICE, torch.bfloat16):
-        found = [
+        actual = [
             f(x.requires_grad_(), weight.requires_grad_(), labels) for f in (compiled, kernels.linear_cross_entropy)
         ]
-    assert torch.equal(*found)
-    (dx,), (dx_usual,) = (torch.autograd.grad(loss, x) for loss in found)
+    assert torch.equal(*actual)
+    (dx,), (dx_usual,) = (torch.autograd.grad(loss, x) for loss in actual)
     assert torch.equal(dx, dx_usual)
 
 
@@ -295,12 +295,12 @@ def test_one_graph_under_autocast(op):
 @pytest.mark.parametrize(("N", "D", "V"), [(20000, 1024, 32000), (1000, 256, 50257), (333, 128, 61)])
 def test_on_device(N: int, D: int, V: int, dtype: torch.dtype):
     a = inputs(N, D, V, dtype, scale=D**-0.5)
-    found = results(*a, backend="triton")
+    actual = results(*a, backend="triton")
     expected = results(*(y.float() if y.is_floating_point() else y for y in a), backend="reference")
-    assert_same(found, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert_same(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4)
     for _ in range(20):
-        again = results(*a, backend="triton")
-        assert all(torch.equal(again[name], y) for name, y in found.items())
+        repeated = results(*a, backend="triton")
+        assert all(torch.equal(repeated[name], y) for name, y in actual.items())
 
 
 @pytest.mark.gpu
@@ -320,6 +320,6 @@ def test_on_device_under_autocast_the_memory_is_one_part_of_the_logits():
 def test_on_device_a_wrong_label_is_visible():
     x, weight, labels = inputs(50, dtype=torch.bfloat16)
     labels[7] = 61
-    found = results(x, weight, labels, "auto")
-    assert found["loss"].isnan()
-    assert found["dx"][7].isnan().all()
+    actual = results(x, weight, labels, "auto")
+    assert actual["loss"].isnan()
+    assert actual["dx"][7].isnan().all()

@@ -70,12 +70,12 @@ def test_decays_around_what_one_reference_point_takes(total: float, at_once: boo
 @pytest.mark.parametrize("gate", GATES)
 def test_beta_at_its_ends(gate: str, beta: float | None):
     a = inputs(65, gate=gate, beta=beta, R=3, dtype=torch.float32)
-    found = run(a)
-    assert_same(found, run(a, backend="reference"))
+    actual = run(a)
+    assert_same(actual, run(a, backend="reference"))
     if beta == 1:
         del a["beta"]
         expected = run(a)
-        assert_same({name: found[name] for name in expected}, expected)
+        assert_same({name: actual[name] for name in expected}, expected)
 
 
 @pytest.mark.parametrize("gate", ["none", "constant", "head"])

@@ -31,8 +31,8 @@ without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they
 
 
 def small(T: int, gate: str = "channel", **options: Any) -> dict[str, torch.Tensor]:
-    given = {"B": 1, "G": 1, "K": 128, "V": 128, "beta": None, "dtype": torch.float32, **options}
-    return inputs(T, gate=gate, **given)
+    arguments = {"B": 1, "G": 1, "K": 128, "V": 128, "beta": None, "dtype": torch.float32, **options}
+    return inputs(T, gate=gate, **arguments)
 
 
 @pytest.fixture
@@ -75,8 +75,8 @@ def test_segments(documents: list[int] | None, gluon: None, short_segments: None
 
 
 def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None:
-    again, kept = (run(a, backend="triton", subheads=E, keep_states=keep) for keep in (False, True))
-    assert all(torch.equal(kept[name], again[name]) for name in again)
+    repeated, kept = (run(a, backend="triton", subheads=E, keep_states=keep) for keep in (False, True))
+    assert all(torch.equal(kept[name], repeated[name]) for name in repeated)
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
     """The states before all chunks are computed by the outputs, and by the gradients unless they are kept."""
     passes = []
     states = one_pass._states
-    monkeypatch.setattr(one_pass, "_states", lambda *given: passes.append(given) or states(*given))
+    monkeypatch.setattr(one_pass, "_states", lambda *arguments: passes.append(arguments) or states(*arguments))
     run(small(130), backend="triton", keep_states=keep)
     assert len(passes) == (not keep)
 
@@ -164,8 +164,8 @@ def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
 def test_registered_as_it_should_be(length: int, keep: bool, gluon: None, short_segments: None):
     a = small(length)
     tensors = [a[name].requires_grad_() for name in ("q", "k", "v", "log_decay")]
-    given = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1, keep, False)
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, given)
+    arguments = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1, keep, False)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, arguments)
 
 
 @pytest.fixture
@@ -253,8 +253,8 @@ def test_one_pass_is_for_what_fills_half_of_a_gpu(B: int, H: int, T: int, whole:
     x = torch.empty(B, T, H, 128, dtype=torch.bfloat16, device="meta")
     sizes = (x.shape, x.stride(), x.stride(), x.shape, x.stride(), x.dtype, torch.device("cpu"))
     for backward in (False, True):
-        found = gpu_plan.LinearRecurrence(*sizes, "head", False, 1.0, 1, backward, backward)
-        assert (found.path == "hopper_scalar_decay") == (whole and backward)
+        actual = gpu_plan.LinearRecurrence(*sizes, "head", False, 1.0, 1, backward, backward)
+        assert (actual.path == "hopper_scalar_decay") == (whole and backward)
 
 
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
@@ -293,8 +293,8 @@ def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], f
 
 def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]) -> None:
     types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32", "left_out": "*i8"}
-    given = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
-    assert shared_memory(module, kernel, given, types) <= MOST
+    arguments = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
+    assert shared_memory(module, kernel, arguments, types) <= MOST
 
 
 ON_DEVICE: list[dict[str, Any]] = [
@@ -320,8 +320,8 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     same_with_states_kept_or_not(a, E)
     first = run(a, backend="triton", subheads=E)
     for _ in range(20):  # no atomics: a difference would be a race
-        again = run(a, backend="triton", subheads=E)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        repeated = run(a, backend="triton", subheads=E)
+        assert all(torch.equal(first[name], repeated[name]) for name in first)
 
 
 @pytest.mark.gpu
@@ -332,8 +332,8 @@ def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch)
     a = with_resets(small(1100, gate, G=2))
     a = {n: x.bfloat16() if n in rounded else x for n, x in a.items()}
     compare(a, tolerance=1e-2, reference="torch")
-    found = run({n: x.cuda() for n, x in a.items()}, backend="triton")["gradient of log_decay"]
-    assert not found[a["log_decay"].cuda() == -torch.inf].any()
+    actual = run({n: x.cuda() for n, x in a.items()}, backend="triton")["gradient of log_decay"]
+    assert not actual[a["log_decay"].cuda() == -torch.inf].any()
 
 
 @pytest.mark.gpu

@@ -47,9 +47,9 @@ def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "ref
     """Outputs, states and all gradients against the fp32 loop, relative to the norm of each result."""
     a = {name: x.to(DEVICE) for name, x in a.items()}
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
-    found, expected = run(a, backend="triton", **options), run(exact, backend=reference, **options)
+    actual, expected = run(a, backend="triton", **options), run(exact, backend=reference, **options)
     for name, x in expected.items():
-        y = found[name]
+        y = actual[name]
         assert y.shape == x.shape, name
         assert y.dtype == (a["v"].dtype if name == "o" else a.get(name.removeprefix("gradient of "), x).dtype), name
         assert y.isfinite().all(), f"{name} is not finite"
@@ -151,11 +151,11 @@ def test_gradient_of_a_strong_constant_decay(decays: tuple[float, float], docume
     a = {name: x.to(DEVICE) for name, x in a.items()} | {"log_decay": torch.tensor(decays, device=DEVICE)}
     exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
     name = "gradient of log_decay"
-    found, expected = (
+    actual, expected = (
         run(arguments, backend=backend, through=("o",))[name]
         for arguments, backend in ((a, "triton"), (exact, "reference"))
     )
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=2e-5 * float(expected.norm()))
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=2e-5 * float(expected.norm()))
 
 
 @pytest.mark.slow
@@ -271,8 +271,8 @@ def test_one_graph(gate: str, documents: list[int] | None):
 
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
     with kernels.backend("triton"):
-        found, expected = (torch.autograd.grad(f(**a), list(a.values())) for f in (compiled, loss))
-    for x, y in zip(found, expected, strict=True):
+        actual, expected = (torch.autograd.grad(f(**a), list(a.values())) for f in (compiled, loss))
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
@@ -341,8 +341,8 @@ def test_device_gates_without_gradients(gate: str, K: int, V: int, beta: str | N
     compare(a, tolerance=1e-2, reference="torch", **gates)
     first = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
     for _ in range(20):
-        again = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        repeated = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
+        assert all(torch.equal(first[name], repeated[name]) for name in first)
 
 
 @pytest.mark.gpu
@@ -372,5 +372,5 @@ def test_device_repeats_bitwise(dtype: torch.dtype, K: int, V: int, gate: str):
     a = {n: x.cuda() for n, x in realistic(3000, gate, dtype, B=2, G=8, K=K, V=V).items()}
     first = run(a, backend="triton")
     for _ in range(50):
-        again = run(a, backend="triton")
-        assert all(torch.equal(first[name], again[name]) for name in first)
+        repeated = run(a, backend="triton")
+        assert all(torch.equal(first[name], repeated[name]) for name in first)

@@ -51,27 +51,27 @@ def made(name: str, T: int, strength: str = "mild", **sizes: object) -> dict[str
 def errors(name: str, a: dict[str, Tensor], **options: object) -> dict[str, float]:
     """Of every result on Triton relative to the chunkwise form in fp32, after a second run gave the same bits."""
     run = partial(results, GATED[name][0], **options)
-    found, again = run(a, backend="triton"), run(a, backend="triton")
-    assert all(torch.equal(found[key], again[key]) for key in found)
+    actual, repeated = run(a, backend="triton"), run(a, backend="triton")
+    assert all(torch.equal(actual[key], repeated[key]) for key in actual)
     expected = run({key: x.float() for key, x in a.items()}, backend="torch")
-    return {key: float((found[key].double() - x.double()).norm() / x.double().norm()) for key, x in expected.items()}
+    return {key: float((actual[key].double() - x.double()).norm() / x.double().norm()) for key, x in expected.items()}
 
 
 @pytest.mark.parametrize("strength", STRENGTHS)
 @pytest.mark.parametrize("name", GATED)
 def test_gradients_of_gates(name: str, strength: str):
     # a transposed product: every gradient, at the sizes at which it was wrong
-    found = errors(name, made(name, 4096, strength, B=4, G=8, K=128, V=128))
-    assert found.pop("gradient of log_decay") <= 2e-2
-    assert max(found.values()) <= 1e-2, found
+    actual = errors(name, made(name, 4096, strength, B=4, G=8, K=128, V=128))
+    assert actual.pop("gradient of log_decay") <= 2e-2
+    assert max(actual.values()) <= 1e-2, actual
 
 
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("beta", ["random", 1, 2])
 def test_chunks_of_64_with_four_warps(beta: str | float, size: int):
     # dk and dβ, with keys that are hard to tell apart
-    found = errors("delta_rule", made("delta_rule", 1024, B=2, G=8, K=size, V=size, beta=beta))
-    assert max(found.values()) <= 1e-2, found
+    actual = errors("delta_rule", made("delta_rule", 1024, B=2, G=8, K=size, V=size, beta=beta))
+    assert max(actual.values()) <= 1e-2, actual
 
 
 @pytest.mark.parametrize("name", GATED)
@@ -80,8 +80,8 @@ def test_bits_repeat_when_the_device_is_full(name: str):
     run = partial(results, GATED[name][0], a, backend="triton")
     expected = run()
     for _ in range(20):
-        found = run()
-        assert all(torch.equal(found[key], expected[key]) for key in found)
+        actual = run()
+        assert all(torch.equal(actual[key], expected[key]) for key in actual)
 
 
 @pytest.mark.parametrize("shape", ["ramp", "random"])

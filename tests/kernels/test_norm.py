@@ -53,8 +53,8 @@ def test_bf16_is_computed_in_fp32():
     assert torch.equal(kernels.rms_norm(x, weight), kernels.rms_norm(exact[0], exact[2]).bfloat16())
     for first, activation in itertools.product((True, False), ("silu", "sigmoid")):
         how = {"gate_first": first, "activation": activation}
-        found = kernels.gated_rms_norm(x, gate, weight, **how)
-        assert torch.equal(found, kernels.gated_rms_norm(*exact, **how).bfloat16())
+        actual = kernels.gated_rms_norm(x, gate, weight, **how)
+        assert torch.equal(actual, kernels.gated_rms_norm(*exact, **how).bfloat16())
 
 
 def test_weights_may_have_another_dtype():
@@ -92,5 +92,5 @@ def test_one_graph():
         return kernels.gated_rms_norm(x, gate, weight).sin().sum()
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(g(*leaves), leaves) for g in (compiled, f))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (torch.autograd.grad(g(*leaves), leaves) for g in (compiled, f))
+    torch.testing.assert_close(actual, expected)

@@ -23,7 +23,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     allocate = gpu_op.new
-    monkeypatch.setattr(gpu_op, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(gpu_op, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:
@@ -57,14 +57,14 @@ def agree(
     a: Arguments, output: float = 1e-5, gradient: float = 1e-5, *, backend: str = "reference", **options: Any
 ) -> Arguments:
     """The results on Triton, after they have been compared in fp64, relative to their norms."""
-    found = results(a, "triton", **options)
+    actual = results(a, "triton", **options)
     expected = results({name: x.double() for name, x in a.items()}, backend, **options)
     for name, x in expected.items():
-        assert found[name].dtype == a[name.rpartition(" ")[2] if name != "y" else "x"].dtype
-        assert found[name].isfinite().all(), f"{name} is not finite"
-        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        assert actual[name].dtype == a[name.rpartition(" ")[2] if name != "y" else "x"].dtype
+        assert actual[name].isfinite().all(), f"{name} is not finite"
+        error = float((actual[name].double() - x.double()).norm() / x.double().norm())
         assert error <= (output if name == "y" else gradient), f"{name}: {error:.2g}"
-    return found
+    return actual
 
 
 @interpreted
@@ -109,10 +109,10 @@ def test_views_of_one_projection(gate: str):
         "every other": (x, fused[..., :48].unflatten(-1, (3, 16))[..., ::2]),
         "one row": (x[0, 0, 0], fused[0, 0, 5:13]),
     }
-    for name, (given, gates) in views.items():
-        found = results({"x": given, "gate": gates, "weight": weight}, "triton", gate)
-        expected = results({"x": given.contiguous(), "gate": gates.contiguous(), "weight": weight}, "triton", gate)
-        assert all(torch.equal(found[n], expected[n]) for n in expected), name
+    for name, (arguments, gates) in views.items():
+        actual = results({"x": arguments, "gate": gates, "weight": weight}, "triton", gate)
+        expected = results({"x": arguments.contiguous(), "gate": gates.contiguous(), "weight": weight}, "triton", gate)
+        assert all(torch.equal(actual[n], expected[n]) for n in expected), name
 
 
 @interpreted
@@ -121,15 +121,15 @@ def test_gradients_may_be_views():
     with kernels.backend("triton"):
         y = kernels.rms_norm(x)
     arriving = torch.randn(8, 4).T
-    found = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in (arriving, arriving.contiguous())]
-    assert torch.equal(*found)
+    actual = [torch.autograd.grad(y, x, g, retain_graph=True)[0] for g in (arriving, arriving.contiguous())]
+    assert torch.equal(*actual)
 
 
 @interpreted
 def test_zeros_stay_zero():
-    found = results({"x": torch.zeros(2, 8), "gate": torch.randn(2, 8)}, "triton")
-    assert not found["y"].any()
-    assert all(x.isfinite().all() for x in found.values())
+    actual = results({"x": torch.zeros(2, 8), "gate": torch.randn(2, 8)}, "triton")
+    assert not actual["y"].any()
+    assert all(x.isfinite().all() for x in actual.values())
 
 
 @interpreted
@@ -142,9 +142,11 @@ def test_what_the_kernels_cannot_take():
 
 def registered(a: Arguments) -> None:
     x, gate, weight = (p.requires_grad_() for p in a.values())
-    for given in ((x, gate, weight), (x, None, None)):
+    for arguments in ((x, gate, weight), (x, None, None)):
         for options in ((True, "silu"), (False, "sigmoid")):
-            torch.library.opcheck(torch.ops.token_mixer_zoo.rms_norm, (*given, 1e-5, *options, torch.float32, False))
+            torch.library.opcheck(
+                torch.ops.token_mixer_zoo.rms_norm, (*arguments, 1e-5, *options, torch.float32, False)
+            )
 
 
 @pytest.mark.slow
@@ -159,11 +161,11 @@ def test_compiles_as_one_graph():
     a = {name: x.requires_grad_() for name, x in inputs(2, 3, 8).items()}
     with kernels.backend("triton"):
         compiled = torch.compile(kernels.gated_rms_norm, fullgraph=True, backend="aot_eager")
-        found = []
+        actual = []
         for run in (compiled, kernels.gated_rms_norm):
             y = run(**a)
-            found.append((y, *torch.autograd.grad(y.sum(), list(a.values()))))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+            actual.append((y, *torch.autograd.grad(y.sum(), list(a.values()))))
+    assert all(torch.equal(x, y) for x, y in zip(*actual, strict=True))
 
 
 def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16, gate: str = "last") -> Arguments:
@@ -184,10 +186,10 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16, gate: str = "las
 )
 def test_real_sizes(shape: tuple[int, ...], gate: str, dtype: torch.dtype):
     a, limits = on_device(*shape, dtype=dtype, gate=gate), (1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)
-    found = agree(a, *limits, backend="torch", gate=gate)
+    actual = agree(a, *limits, backend="torch", gate=gate)
     for _ in range(20):  # no atomics: a difference would be a race
-        again = results(a, "triton", gate)
-        assert all(torch.equal(again[name], found[name]) for name in found)
+        repeated = results(a, "triton", gate)
+        assert all(torch.equal(repeated[name], actual[name]) for name in actual)
 
 
 @pytest.mark.gpu
@@ -201,7 +203,7 @@ def test_on_device_the_op_is_registered_properly_and_compiles(monkeypatch: pytes
 
 def added(dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "both") -> dict[str, dict[str, Tensor]]:
     """The sum, its norm, and all gradients, on Triton and in fp32."""
-    found = {}
+    actual = {}
     x, y, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(other), torch.randn(shape[-1])
     weights = torch.randn(2, *shape).bfloat16()
     for backend in ("triton", "reference"):
@@ -213,8 +215,8 @@ def added(dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "b
         loss = sum((w.to(DEVICE) * r.float()).sum() for w, r in zip(weights, results, strict=False))
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
         names = ("total", "h", "x", "y", "weight")
-        found[backend] = dict(zip(names, (total.detach(), h.detach(), *gradients), strict=True))
-    return found
+        actual[backend] = dict(zip(names, (total.detach(), h.detach(), *gradients), strict=True))
+    return actual
 
 
 @pytest.mark.slow
@@ -222,31 +224,31 @@ def added(dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "b
 @pytest.mark.parametrize("through", ["both", "sum", "norm"])
 @pytest.mark.parametrize("shape", [(3, 7), (2, 5, 64), (1, 3000)])
 def test_with_an_addition(shape: tuple[int, ...], through: str):
-    found = added(torch.float32, torch.float32, *shape, through=through)
-    for name, x in found["reference"].items():
-        torch.testing.assert_close(found["triton"][name], x, atol=1e-5, rtol=1e-5)
+    actual = added(torch.float32, torch.float32, *shape, through=through)
+    for name, x in actual["reference"].items():
+        torch.testing.assert_close(actual["triton"][name], x, atol=1e-5, rtol=1e-5)
 
 
 @interpreted
 def test_with_an_addition_of_lower_precision():
-    found = added(torch.float32, torch.bfloat16, 4, 50)
-    assert [x.dtype for x in found["triton"].values()] == [torch.float32] * 3 + [torch.bfloat16, torch.float32]
-    for name, x in found["reference"].items():
-        torch.testing.assert_close(found["triton"][name].float(), x, atol=1e-2 if name == "y" else 1e-5, rtol=1e-2)
+    actual = added(torch.float32, torch.bfloat16, 4, 50)
+    assert [x.dtype for x in actual["triton"].values()] == [torch.float32] * 3 + [torch.bfloat16, torch.float32]
+    for name, x in actual["reference"].items():
+        torch.testing.assert_close(actual["triton"][name].float(), x, atol=1e-2 if name == "y" else 1e-5, rtol=1e-2)
 
 
 @interpreted
 def test_with_an_addition_in_a_chain():
     # the gradient of the sum is that of both its terms: nobody may change it for one of them
-    found = []
+    actual = []
     for backend in ("triton", "torch"):
         x = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)).requires_grad_()
         total, y = x, x.sin()
         with kernels.backend(backend):
             for _ in range(3):
                 total, y = kernels.add_rms_norm(total, y)
-        found.append(torch.autograd.grad((total * y).sum(), x)[0])
-    torch.testing.assert_close(*found)
+        actual.append(torch.autograd.grad((total * y).sum(), x)[0])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.gpu

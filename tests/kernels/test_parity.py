@@ -27,16 +27,16 @@ def compare(
     arguments: Mapping[str, Tensor],
 ) -> None:
     """Outputs, final states, and the gradients of all arguments through both."""
-    found = []
+    actual = []
     for run in (ours, theirs):
         leaves = {name: x.detach().clone().requires_grad_() for name, x in arguments.items()}
         o, state = run(**leaves)
         generator = torch.Generator().manual_seed(2)
         loss = sum((x * torch.randn(x.shape, generator=generator)).sum() for x in (o, state))
         gradients = torch.autograd.grad(loss, list(leaves.values()))
-        found.append({"o": o, "state": state, **dict(zip(leaves, gradients, strict=True))})
-    for name, expected in found[1].items():
-        error = float((found[0][name] - expected).detach().norm() / expected.detach().norm())
+        actual.append({"o": o, "state": state, **dict(zip(leaves, gradients, strict=True))})
+    for name, expected in actual[1].items():
+        error = float((actual[0][name] - expected).detach().norm() / expected.detach().norm())
         assert error < TOLERANCE, f"{name}: relative error {error:.2g}"
 
 

@@ -43,9 +43,9 @@ def results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
     return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
 
 
-def agree(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    for name, x in found.items():
-        assert x.dtype == (torch.float32 if name in ("beta", "centre") else found["y"].dtype)
+def agree(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    for name, x in actual.items():
+        assert x.dtype == (torch.float32 if name in ("beta", "centre") else actual["y"].dtype)
         torch.testing.assert_close(x.double(), expected[name].double(), rtol=tolerance, atol=tolerance)
 
 
@@ -84,12 +84,12 @@ def test_triton_takes_parts_of_larger_tensors(poison: None):
 def test_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float):
     a = inputs(*shape, dtype=dtype, device="cuda")
     a["curvature"] += 1e-2
-    found = results(a, "triton")
+    actual = results(a, "triton")
     expected = results({name: x.double() for name, x in a.items()}, "torch")
-    for name, x in found.items():
+    for name, x in actual.items():
         assert (x.double() - expected[name]).norm() < tolerance * expected[name].norm(), name
-    again = results(a, "triton")
-    assert all(torch.equal(x, again[name]) for name, x in found.items())
+    repeated = results(a, "triton")
+    assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
 
 
 @pytest.mark.parametrize(

@@ -70,19 +70,19 @@ def test_any_decay(case: Case, decay: str, dtype: torch.dtype, request: pytest.F
 )
 def test_packed_documents(case: Case, state: bool, beta: str | None):
     a = inputs(200, gate=case.gate, decay="mixed", beta=beta, G=1, R=2, E=2, documents=PACKED, state=state)
-    found = results(case.op, a, subheads=2)
-    assert_same(found, results(case.op, a, subheads=2, backend="reference"))
+    actual = results(case.op, a, subheads=2)
+    assert_same(actual, results(case.op, a, subheads=2, backend="reference"))
     # … and each document alone gives the same
     del a["cu_seqlens"]
     for n, (i, j) in enumerate(pairwise(PACKED)):
         first = a["initial_state"][n : n + 1] if state else torch.zeros(1, 4, 8, 6, dtype=torch.float64)
         if i == j:
-            assert torch.equal(found["state"][n : n + 1], first)
+            assert torch.equal(actual["state"][n : n + 1], first)
             continue
         alone = {name: x if x.dim() == 1 else x[:, i:j] for name, x in a.items()}
         o, S = case.op(**{**alone, "initial_state": first}, subheads=2, return_state=True)
-        torch.testing.assert_close(found["o"][:, i:j], o)
-        torch.testing.assert_close(found["state"][n : n + 1], S)
+        torch.testing.assert_close(actual["o"][:, i:j], o)
+        torch.testing.assert_close(actual["state"][n : n + 1], S)
 
 
 @each_case
@@ -95,10 +95,10 @@ def test_documents_of_whole_chunks(case: Case):
 @each_case
 def test_gradient_through_the_state_alone(case: Case):
     a = inputs(70, gate=case.gate, E=2)
-    found = results(case.op, a, subheads=2, through=("state",))
-    assert_same(found, results(case.op, a, subheads=2, through=("state",), backend="reference"))
-    assert not found["gradient of q"].any()
-    assert all(found[f"gradient of {name}"].any() for name in a if name != "q")
+    actual = results(case.op, a, subheads=2, through=("state",))
+    assert_same(actual, results(case.op, a, subheads=2, through=("state",), backend="reference"))
+    assert not actual["gradient of q"].any()
+    assert all(actual[f"gradient of {name}"].any() for name in a if name != "q")
 
 
 @each_case
@@ -106,11 +106,11 @@ def test_bf16_inputs(case: Case):
     # gates and states stay in fp32, as mixers make them
     a = inputs(130, gate=case.gate, decay="mixed", R=2, E=2, dtype=torch.float32)
     a.update({name: a[name].bfloat16() for name in "qkv"})
-    found, expected = results(case.op, a, subheads=2), results(case.op, a, subheads=2, backend="reference")
-    assert (found["o"].dtype, found["state"].dtype) == (torch.bfloat16, torch.float32)
-    assert_same({"state": found["state"]}, {"state": expected["state"]})
+    actual, expected = results(case.op, a, subheads=2), results(case.op, a, subheads=2, backend="reference")
+    assert (actual["o"].dtype, actual["state"].dtype) == (torch.bfloat16, torch.float32)
+    assert_same({"state": actual["state"]}, {"state": expected["state"]})
     # both compute in fp32: what differs is a last bit of bf16 here and there
-    assert_same(found, expected, tolerance=1e-3)
+    assert_same(actual, expected, tolerance=1e-3)
 
 
 @pytest.mark.pairwise
@@ -148,11 +148,11 @@ def test_shared_keys_are_repeated_keys(case: Case):
     repeated = dict(a)
     for name in "qk":
         repeated[name] = a[name].unflatten(2, (G, E)).repeat_interleave(R, 2).flatten(2, 3)
-    found, expected = results(case.op, a, subheads=E), results(case.op, repeated, subheads=E)
+    actual, expected = results(case.op, a, subheads=E), results(case.op, repeated, subheads=E)
     for name in "qk":
         gradient = expected[f"gradient of {name}"].unflatten(2, (G, R, E)).sum(3).flatten(2, 3)
         expected[f"gradient of {name}"] = gradient
-    assert_same(found, expected)
+    assert_same(actual, expected)
 
 
 @each_case

@@ -30,19 +30,19 @@ def inputs(
 ) -> dict[str, Tensor]:
     """Arguments of a scan; with `documents` of one row, and without `rate` of one state per channel."""
     B, N = B if documents is None else 1, N if rate else 1
-    found = {"x": torch.randn(B, T, D), "log_decay": DECAYS[decay](torch.rand(B, T, D))}
+    actual = {"x": torch.randn(B, T, D), "log_decay": DECAYS[decay](torch.rand(B, T, D))}
     if rate:
-        found["rate"] = 0.1 + torch.rand(D, N)
+        actual["rate"] = 0.1 + torch.rand(D, N)
     if b:
-        found["b"] = torch.randn(B, T, N)
+        actual["b"] = torch.randn(B, T, N)
     if c != "ones":
-        found["c"] = torch.randn((B, T, N) if c == "each step" else (D, N))
+        actual["c"] = torch.randn((B, T, N) if c == "each step" else (D, N))
     if state:
-        found["initial_state"] = torch.randn(B if documents is None else len(documents) - 1, D, N)
-    found = {name: x.to(dtype) for name, x in found.items()}
+        actual["initial_state"] = torch.randn(B if documents is None else len(documents) - 1, D, N)
+    actual = {name: x.to(dtype) for name, x in actual.items()}
     if documents is not None:
-        found["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
-    return found
+        actual["cu_seqlens"] = torch.tensor(documents, dtype=torch.int32)
+    return actual
 
 
 def matrix_form(x, log_decay, rate, b, c, initial_state) -> tuple[Tensor, Tensor]:
@@ -132,19 +132,19 @@ def test_without_decay_it_is_a_sum():
 @pytest.mark.parametrize("rate", [True, False])
 def test_packed_documents(rate: bool, c: str, state: bool):
     a = inputs(200, rate=rate, c=c, documents=PACKED, state=state)
-    found = run(a)
-    assert_same(found, run(a, backend="reference"))
+    actual = run(a)
+    assert_same(actual, run(a, backend="reference"))
     # … and each document alone gives the same
     del a["cu_seqlens"]
     for n, (i, j) in enumerate(pairwise(PACKED)):
-        first = a["initial_state"][n : n + 1] if state else torch.zeros_like(found["state"][n : n + 1])
+        first = a["initial_state"][n : n + 1] if state else torch.zeros_like(actual["state"][n : n + 1])
         if i == j:
-            assert torch.equal(found["state"][n : n + 1], first)
+            assert torch.equal(actual["state"][n : n + 1], first)
             continue
         alone = {name: x[:, i:j] if x.dim() == 3 and x.shape[0] == 1 else x for name, x in a.items()}
         y, h = kernels.selective_scan(**{**alone, "initial_state": first}, return_state=True)
-        torch.testing.assert_close(found["o"][:, i:j], y)
-        torch.testing.assert_close(found["state"][n : n + 1], h)
+        torch.testing.assert_close(actual["o"][:, i:j], y)
+        torch.testing.assert_close(actual["state"][n : n + 1], h)
 
 
 @pytest.mark.parametrize("documents", [[0, 64], [0, 16, 64], [0, 0, 64], [0, 64, 64]])
@@ -155,10 +155,10 @@ def test_few_documents(documents: list[int]):
 
 def test_gradient_through_the_state_alone():
     a = inputs(40)
-    found = run(a, through=("state",))
-    assert_same(found, run(a, through=("state",), backend="reference"))
-    assert not found["gradient of c"].any()
-    assert all(found[f"gradient of {name}"].any() for name in a if name != "c")
+    actual = run(a, through=("state",))
+    assert_same(actual, run(a, through=("state",), backend="reference"))
+    assert not actual["gradient of c"].any()
+    assert all(actual[f"gradient of {name}"].any() for name in a if name != "c")
 
 
 @pytest.mark.parametrize("c", READ_OUTS)
@@ -166,11 +166,11 @@ def test_bf16_inputs(c: str):
     # decays and states stay in fp32, as mixers make them
     a = inputs(63, c=c, dtype=torch.float32)
     a.update({name: a[name].bfloat16() for name in "xbc" if name in a})
-    found, expected = run(a), run(a, backend="reference")
-    assert (found["o"].dtype, found["state"].dtype) == (torch.bfloat16, torch.float32)
-    assert_same({"state": found["state"]}, {"state": expected["state"]})
+    actual, expected = run(a), run(a, backend="reference")
+    assert (actual["o"].dtype, actual["state"].dtype) == (torch.bfloat16, torch.float32)
+    assert_same({"state": actual["state"]}, {"state": expected["state"]})
     # both compute in fp32: what differs is a last bit of bf16 here and there
-    assert_same(found, expected, tolerance=1e-3)
+    assert_same(actual, expected, tolerance=1e-3)
 
 
 @pytest.mark.parametrize("c", ["each step", "constant"])

@@ -30,7 +30,9 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     plan.of_rows.cache_clear()
     allocate = plan.Plan.new
-    monkeypatch.setattr(plan.Plan, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(
+        plan.Plan, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan)
+    )
 
 
 @pytest.fixture
@@ -42,11 +44,11 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:
     """The results on Triton, after they have been compared with the loop in fp32."""
-    found = run(a, backend="triton", **options)
+    actual = run(a, backend="triton", **options)
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
     expected = run(exact, backend="reference", **options)
-    assert_same(found, {name: x.to(found[name].dtype) for name, x in expected.items()}, tolerance)
-    return found
+    assert_same(actual, {name: x.to(actual[name].dtype) for name, x in expected.items()}, tolerance)
+    return actual
 
 
 @pytest.mark.slow
@@ -90,9 +92,9 @@ def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):
 @pytest.mark.parametrize(("state", "c"), [(True, "each step"), (False, "constant")])
 def test_packed_documents(state: bool, c: str, short_chunks: None):
     a = small(53, documents=PACKED, state=state, c=c, decay="mixed")
-    found = agree(a)
+    actual = agree(a)
     if state:
-        assert torch.equal(found["state"][3], a["initial_state"][3])  # an empty document changes nothing
+        assert torch.equal(actual["state"][3], a["initial_state"][3])  # an empty document changes nothing
 
 
 @pytest.mark.slow
@@ -107,8 +109,8 @@ def test_any_decay(decay: str, short_chunks: None):
 @interpreted
 @pytest.mark.parametrize("through", ["o", "state"])
 def test_gradient_through_one_result(through: str, short_chunks: None):
-    found = agree(small(18), through=(through,))
-    assert bool(found["gradient of c"].any()) == (through == "o")
+    actual = agree(small(18), through=(through,))
+    assert bool(actual["gradient of c"].any()) == (through == "o")
 
 
 @pytest.mark.slow
@@ -126,10 +128,10 @@ def test_half_precision(dtype: torch.dtype, tolerance: float, short_chunks: None
 def test_one_argument_in_fp64(name: str):
     a = small(3)
     a[name] = a[name].double()
-    found, expected = run(a, backend="triton"), run(a)
-    assert found[f"gradient of {name}"].dtype == torch.float64
+    actual, expected = run(a, backend="triton"), run(a)
+    assert actual[f"gradient of {name}"].dtype == torch.float64
     for key, x in expected.items():  # states are fp32 on Triton, whatever they are made of
-        torch.testing.assert_close(found[key], x, atol=1e-5, rtol=1e-5, check_dtype=key != "state")
+        torch.testing.assert_close(actual[key], x, atol=1e-5, rtol=1e-5, check_dtype=key != "state")
 
 
 @interpreted
@@ -159,8 +161,8 @@ def test_views_of_one_projection(short_chunks: None):
     x, decay, b, c = fused.split([4, 4, 3, 3], -1)
     views = {"x": x, "log_decay": -decay, "rate": torch.rand(3, 4).mT, "b": b, "c": c}
     copies = {name: x.contiguous() for name, x in views.items()}
-    found, expected = (run(x, backend="triton") for x in (views, copies))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = (run(x, backend="triton") for x in (views, copies))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @interpreted
@@ -176,11 +178,11 @@ def test_arguments_stay_as_they_were_and_bits_repeat(short_chunks: None):
 def test_only_what_is_needed_is_computed():
     a = small(3)
     a["x"].requires_grad_()
-    found = []
+    actual = []
     for backend in ("triton", "reference"):
         with kernels.backend(backend):
-            found.append(torch.autograd.grad(kernels.selective_scan(**a)[0].square().sum(), a["x"])[0])
-    torch.testing.assert_close(*found)
+            actual.append(torch.autograd.grad(kernels.selective_scan(**a)[0].square().sum(), a["x"])[0])
+    torch.testing.assert_close(*actual)
 
 
 @pytest.mark.slow
@@ -188,8 +190,8 @@ def test_only_what_is_needed_is_computed():
 @pytest.mark.parametrize("length", [2, 18])
 def test_the_op_is_registered_properly(length: int, short_chunks: None):
     a = small(length)
-    given = [a[name].requires_grad_() for name in ARGUMENTS]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None, False))
+    arguments = [a[name].requires_grad_() for name in ARGUMENTS]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*arguments, None, False))
 
 
 @pytest.mark.slow
@@ -200,11 +202,11 @@ def test_compiles_as_one_graph(documents: list[int] | None, short_chunks: None):
     leaves = [x.requires_grad_() for x in a.values() if x.is_floating_point()]
     with kernels.backend("triton"):
         compiled = torch.compile(kernels.selective_scan, fullgraph=True, backend="aot_eager")
-        found = []
+        actual = []
         for call in (compiled, kernels.selective_scan):
             y, state = call(**a, return_state=True)
-            found.append((y, state, *torch.autograd.grad(y.sum() + state.sum(), leaves)))
-    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+            actual.append((y, state, *torch.autograd.grad(y.sum() + state.sum(), leaves)))
+    assert all(torch.equal(x, y) for x, y in zip(*actual, strict=True))
 
 
 def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> dict[str, Tensor]:
@@ -214,13 +216,13 @@ def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: object) ->
 
 
 def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    found = run(a, backend="triton")
+    actual = run(a, backend="triton")
     expected = run({n: x.float() if x.is_floating_point() else x for n, x in a.items()})
     for name, x in expected.items():
-        error = float((found[name].double() - x.double()).norm() / x.double().norm())
+        error = float((actual[name].double() - x.double()).norm() / x.double().norm())
         # all is computed in fp32: what differs in bf16 is how results are rounded
         assert error <= (2e-5 if dtype == torch.float32 else 5e-3), f"{name}: {error:.2g}"
-    return found
+    return actual
 
 
 @pytest.mark.gpu
@@ -242,15 +244,15 @@ def test_real_sizes(options: dict, dtype: torch.dtype):
     a = on_device(**options, dtype=dtype)
     expected = agree_on_device(a, dtype)
     for _ in range(20):  # no atomics: a difference would be a race
-        found = run(a, backend="triton")
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
+        actual = run(a, backend="triton")
+        assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.gpu
 def test_on_device_the_op_is_registered_properly_and_compiles():
     a = on_device(130, D=64, N=16)
-    given = [a[name].requires_grad_() for name in ARGUMENTS]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*given, None, False))
+    arguments = [a[name].requires_grad_() for name in ARGUMENTS]
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*arguments, None, False))
     compiled = torch.compile(kernels.selective_scan, fullgraph=True)
     for x, y in zip(compiled(**a, return_state=True), kernels.selective_scan(**a, return_state=True), strict=True):
         assert torch.equal(x, y)

@@ -34,9 +34,9 @@ def test_against_a_loop(length: int, width: int, bias: bool):
     torch.testing.assert_close(y, expected)
     assert torch.equal(history, torch.cat([a["history"], a["x"]], 1)[:, length:])
     arriving = torch.randn_like(y)
-    found = torch.autograd.grad((y * arriving).sum(), list(a.values()), materialize_grads=True)
+    actual = torch.autograd.grad((y * arriving).sum(), list(a.values()), materialize_grads=True)
     wanted = torch.autograd.grad((expected * arriving).sum(), list(a.values()), materialize_grads=True)
-    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(actual, wanted)
 
 
 def test_history_defaults_to_zeros_and_is_only_given_on_request():
@@ -78,8 +78,8 @@ def test_packed_documents(width: int, given: bool):
     torch.testing.assert_close(y, torch.cat(outputs, 1))
     torch.testing.assert_close(history, torch.cat(tails))
     arriving = torch.randn_like(y)
-    found, expected = (torch.autograd.grad((o * arriving).sum(), x)[0] for o in (y, torch.cat(outputs, 1)))
-    torch.testing.assert_close(found, expected)
+    actual, expected = (torch.autograd.grad((o * arriving).sum(), x)[0] for o in (y, torch.cat(outputs, 1)))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_dtypes():

@@ -16,7 +16,7 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """What nobody wrote must not be read."""
     module = pytest.importorskip("kernels.sigmoid_gate.gpu.op")
     allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def results(gate: Tensor, x: Tensor | None, backend: str) -> list[Tensor]:

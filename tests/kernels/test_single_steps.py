@@ -68,9 +68,9 @@ def test_a_state_that_cannot_be_written_to_is_only_read(op: str, backend: str, k
         }[kind]
     before = a["initial_state"].clone()
     expected = run(op, a | {"initial_state": before.float()}, "reference")
-    found = run(op, a, backend, consume_state=True)
-    torch.testing.assert_close(found, expected)
-    assert found[1].dtype == torch.float32
+    actual = run(op, a, backend, consume_state=True)
+    torch.testing.assert_close(actual, expected)
+    assert actual[1].dtype == torch.float32
     assert torch.equal(a["initial_state"], before)
 
 
@@ -98,5 +98,5 @@ def test_the_ops_are_registered_properly():
     from kernels.linear_recurrence.gpu import step as gpu_step  # noqa: F401
 
     a = arguments("beta", "head")
-    given = (a["q"], a["k"], a["v"], a["log_decay"], a["beta"], a["initial_state"], 0.5, E)
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence_step, given)
+    inputs = (a["q"], a["k"], a["v"], a["log_decay"], a["beta"], a["initial_state"], 0.5, E)
+    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence_step, inputs)

@@ -248,9 +248,9 @@ def test_padded_documents_change_no_bit(op: str, cut: bool, where: str, request:
         else:
             graphs.append(prepared(bounds, device))
         there = (fitting or graphs[-1:])[0]
-        found, expected = (run.func(run.args[0], {**a, "cu_seqlens": x}, **run.keywords) for x in (there, own))
+        actual, expected = (run.func(run.args[0], {**a, "cu_seqlens": x}, **run.keywords) for x in (there, own))
         for name, x in expected.items():
-            assert name == "state" or torch.equal(found[name], x), (name, bounds)
+            assert name == "state" or torch.equal(actual[name], x), (name, bounds)
     assert hits > 0
 
 
@@ -283,8 +283,8 @@ def test_plans_of_padded_documents_are_those_of_the_documents(length: int, heads
                     yield linear.layout.segments[linear.layout.segments[:, 1] > 0].tolist()
                 yield delta.layout.segments[delta.layout.segments[:, 1] > 0].tolist()
 
-            for found, expected in zip(plans(there), plans(own), strict=True):
-                assert found == expected
+            for actual, expected in zip(plans(there), plans(own), strict=True):
+                assert actual == expected
         assert len(graphs) < 20
 
 

@@ -85,19 +85,19 @@ def test_decays_around_what_one_reference_point_takes(total: float, at_once: boo
 @pytest.mark.parametrize("state", [True, False])
 def test_packed_documents(state: bool):
     a = inputs(200, decay="mixed", documents=PACKED, state=state)
-    found = run(a)
-    assert_same(found, run(a, backend="reference"))
+    actual = run(a)
+    assert_same(actual, run(a, backend="reference"))
     # … and each document alone gives the same
     del a["cu_seqlens"]
     for n, (i, j) in enumerate(pairwise(PACKED)):
         first = a["initial_state"][n : n + 1] if state else torch.zeros(1, 3, 6, 8, dtype=torch.float64)
         if i == j:
-            assert torch.equal(found["state"][n : n + 1], first)
+            assert torch.equal(actual["state"][n : n + 1], first)
             continue
         alone = {name: x[:, i:j] for name, x in a.items()}
         o, S = kernels.value_decay_recurrence(**{**alone, "initial_state": first}, return_state=True)
-        torch.testing.assert_close(found["o"][:, i:j], o)
-        torch.testing.assert_close(found["state"][n : n + 1], S)
+        torch.testing.assert_close(actual["o"][:, i:j], o)
+        torch.testing.assert_close(actual["state"][n : n + 1], S)
 
 
 @pytest.mark.parametrize("bounds", [[0, 64, 130], [0, 1, 66, 67, 130], list(range(131))])
@@ -116,20 +116,20 @@ def test_whole_is_pieces(bounds: list[int]):
 def test_a_reset_erases_channels_and_passes_no_gradient():
     a = inputs(100, dtype=torch.float32)
     a["log_decay"][:, [30, 64], :, 2:] = -math.inf
-    found = run(a)
+    actual = run(a)
     expected = run(a, backend="reference")
-    for name in found.keys() - {"gradient of log_decay"}:  # that of the loop is not finite at a reset
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
-    assert found["gradient of log_decay"].isfinite().all()
-    assert not found["gradient of log_decay"][:, :31, :, 2:][:, 30].any()
+    for name in actual.keys() - {"gradient of log_decay"}:  # that of the loop is not finite at a reset
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-5)
+    assert actual["gradient of log_decay"].isfinite().all()
+    assert not actual["gradient of log_decay"][:, :31, :, 2:][:, 30].any()
 
 
 def test_outputs_in_bf16_are_scores_in_fp32():
     a = inputs(130, dtype=torch.float32)
     a.update({name: a[name].bfloat16() for name in "qkv"})
-    found = run(a)
-    assert found["o"].dtype == found["state"].dtype == torch.float32
-    assert_same({n: found[n] for n in ("o", "state")}, {n: run(a, backend="reference")[n] for n in ("o", "state")})
+    actual = run(a)
+    assert actual["o"].dtype == actual["state"].dtype == torch.float32
+    assert_same({n: actual[n] for n in ("o", "state")}, {n: run(a, backend="reference")[n] for n in ("o", "state")})
 
 
 @pytest.mark.parametrize("length", [1, 70])
@@ -137,17 +137,17 @@ def test_autocast_changes_nothing(length: int):
     a = inputs(length, dtype=torch.float32)
     expected = kernels.value_decay_recurrence(**a, return_state=True)
     with torch.autocast("cpu", torch.bfloat16):
-        found = kernels.value_decay_recurrence(**a, return_state=True)
-    assert all(map(torch.equal, found, expected))
+        actual = kernels.value_decay_recurrence(**a, return_state=True)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_a_step_may_overwrite_the_state():
     a = inputs(1)
     expected = kernels.value_decay_recurrence(**a, return_state=True)
     state = a["initial_state"]
-    found = kernels.value_decay_recurrence(**a, return_state=True, consume_state=True)
-    assert found[1].data_ptr() == state.data_ptr()
-    torch.testing.assert_close(found, expected)
+    actual = kernels.value_decay_recurrence(**a, return_state=True, consume_state=True)
+    assert actual[1].data_ptr() == state.data_ptr()
+    torch.testing.assert_close(actual, expected)
     a["initial_state"], q = torch.randn_like(state), a.pop("q").requires_grad_()
     kept = a["initial_state"].clone()
     kernels.value_decay_recurrence(q, **a, return_state=True, consume_state=True)

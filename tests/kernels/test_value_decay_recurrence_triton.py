@@ -30,9 +30,9 @@ def compare(a: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Outputs, states and all gradients against the fp32 loop, relative to the norm of each result."""
     a = {name: x.to(DEVICE) for name, x in a.items()}
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
-    found, expected = run(a, backend="triton"), run(exact, backend="reference")
+    actual, expected = run(a, backend="triton"), run(exact, backend="reference")
     for name, x in expected.items():
-        y = found[name]
+        y = actual[name]
         assert (y.shape, y.dtype) == (x.shape, a.get(name.removeprefix("gradient of "), x).dtype), name
         assert y.isfinite().all(), f"{name} is not finite"
         error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())

@@ -38,10 +38,10 @@ def inputs(T: int, S: int | None = None, *, B: int = 2, H: int = 4, Hkv: int = 2
     return {name: torch.randn(s, dtype=torch.float64).to(dtype) for name, s in shape.items()}
 
 
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]):
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]):
     for name, x in expected.items():
-        assert found[name].isfinite().all(), name
-        torch.testing.assert_close(found[name], x, msg=lambda text, name=name: f"{name}: {text}")
+        assert actual[name].isfinite().all(), name
+        torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -80,12 +80,12 @@ def test_key_heads_are_shared_in_order(heads: tuple[int, int]):
 def test_packed_documents(window: int | None):
     a = inputs(150, B=1)
     options = {"window_size": window, "cu_seqlens": torch.tensor(PACKED)}
-    found = attend(a, **options)
-    assert_same(found, attend(a, "reference", **options))
+    actual = attend(a, **options)
+    assert_same(actual, attend(a, "reference", **options))
     for i, j in pairwise(PACKED):
         if j > i:
             alone = kernels.window_attention(**{name: x[:, i:j] for name, x in a.items()}, window_size=window)
-            torch.testing.assert_close(found["o"][:, i:j], alone)
+            torch.testing.assert_close(actual["o"][:, i:j], alone)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 200])
@@ -95,9 +95,9 @@ def test_more_keys_than_queries_continue(new: int, window: int | None):
     a = inputs(90)
     whole = kernels.window_attention(**a, window_size=window)
     late = {**a, "q": a["q"][:, -new:]}
-    found = attend(late, window_size=window)
-    torch.testing.assert_close(found["o"], whole[:, -new:])
-    assert_same(found, attend(late, "reference", window_size=window))
+    actual = attend(late, window_size=window)
+    torch.testing.assert_close(actual["o"], whole[:, -new:])
+    assert_same(actual, attend(late, "reference", window_size=window))
 
 
 @pytest.mark.parametrize("window", [None, 4, 64])
@@ -106,11 +106,11 @@ def test_first_key(length: int, window: int | None):
     # rows with all keys, some keys, the last key only, and none at all
     a = inputs(length, 12, B=4)
     options = {"window_size": window, "first_key": torch.tensor([0, 5, 11, 12])}
-    found = attend(a, **options)
-    assert_same(found, attend(a, "reference", **options))
-    assert not found["o"][3].any()
+    actual = attend(a, **options)
+    assert_same(actual, attend(a, "reference", **options))
+    assert not actual["o"][3].any()
     shorter = {name: x[1:2, 5:] if name in "kv" else x[1:2, max(0, length - 7) :] for name, x in a.items()}
-    torch.testing.assert_close(found["o"][1:2, -7:], kernels.window_attention(**shorter, window_size=window))
+    torch.testing.assert_close(actual["o"][1:2, -7:], kernels.window_attention(**shorter, window_size=window))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
@@ -140,12 +140,12 @@ def test_decays(length: int, window: int | None):
 def test_decays_of_packed_documents(window: int | None):
     a = decayed(inputs(150, B=1))
     options = {"window_size": window, "cu_seqlens": torch.tensor(PACKED)}
-    found = attend(a, **options)
-    assert_same(found, attend(a, "reference", **options))
+    actual = attend(a, **options)
+    assert_same(actual, attend(a, "reference", **options))
     for i, j in pairwise(PACKED):
         if j > i:
             alone = kernels.window_attention(**{name: x[:, i:j] for name, x in a.items()}, window_size=window)
-            torch.testing.assert_close(found["o"][:, i:j], alone)
+            torch.testing.assert_close(actual["o"][:, i:j], alone)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -194,11 +194,11 @@ def test_values_of_another_size(size: int, window: int | None, decaying: bool):
 
 
 def test_a_query_before_the_first_key_is_zero_with_finite_gradients():
-    found = attend(inputs(6, B=1), first_key=torch.tensor([4]))
-    assert not found["o"][0, :4].any()
-    assert found["o"][0, 4:].any()
-    assert not found["dq"][0, :4].any()
-    assert not found["dk"][0, :4].any()
+    actual = attend(inputs(6, B=1), first_key=torch.tensor([4]))
+    assert not actual["o"][0, :4].any()
+    assert actual["o"][0, 4:].any()
+    assert not actual["dq"][0, :4].any()
+    assert not actual["dk"][0, :4].any()
 
 
 def test_bf16():
@@ -331,12 +331,12 @@ def same_as_blocks_of_scores(name: str, a: Attention, tolerance: float = 1e-5):
     learning, leaves = a.q.requires_grad, learned(a)
     assert CANDIDATES[name].serves(a)
     o, expected = (CANDIDATES[n].forward(a) for n in (name, "chunk"))
-    found = [o]
+    actual = [o]
     if learning:
         arriving = torch.randn_like(o)
-        found += torch.autograd.grad(o, leaves, arriving)
+        actual += torch.autograd.grad(o, leaves, arriving)
         expected = [expected, *torch.autograd.grad(expected, leaves, arriving)]
-    for x, y in zip(found, expected if learning else [expected], strict=True):
+    for x, y in zip(actual, expected if learning else [expected], strict=True):
         assert (x - y).norm() <= tolerance * (1 + y.norm())
 
 
@@ -477,9 +477,9 @@ def test_on_device(name: str, options: dict):
     arriving = torch.randn_like(o)
     exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
     expected = CANDIDATES["chunk"].forward(exact)
-    found = [o, *torch.autograd.grad(o, (a.q, a.k, a.v), arriving)]
+    actual = [o, *torch.autograd.grad(o, (a.q, a.k, a.v), arriving)]
     expected = [expected, *torch.autograd.grad(expected, (exact.q, exact.k, exact.v), arriving.float())]
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert x.isfinite().all()
         assert (x - y).norm() <= 1e-2 * y.norm()
 
@@ -493,11 +493,11 @@ def test_on_device(name: str, options: dict):
 def test_on_device_with_decays(options: dict):
     a = leaves(decaying(call(**{**HALF, "T": 3001, "D": 64, **options})))
     exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
-    found, expected = candidates.forward(a), CANDIDATES["chunk"].forward(exact)
-    arriving = torch.randn_like(found)
-    found = [found, *torch.autograd.grad(found, learned(a), arriving)]
+    actual, expected = candidates.forward(a), CANDIDATES["chunk"].forward(exact)
+    arriving = torch.randn_like(actual)
+    actual = [actual, *torch.autograd.grad(actual, learned(a), arriving)]
     expected = [expected, *torch.autograd.grad(expected, learned(exact), arriving.float())]
-    for x, y in zip(found, expected, strict=True):
+    for x, y in zip(actual, expected, strict=True):
         assert x.isfinite().all()
         assert (x - y).norm() <= 1e-2 * y.norm()
 

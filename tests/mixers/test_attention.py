@@ -132,8 +132,8 @@ def by_hand(x: Tensor, w: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
     q, k = (y.unflatten(-1, (-1, 8)) if wide else y for y in (q, k))
     rotary = options.get("qk", Features(map=Rotary)).map
     if rotary is not None:
-        given = getattr(rotary, "keywords", {})
-        q, k = (turned(y, given.get("base", 1e4), int(8 * given.get("fraction", 1))) for y in (q, k))
+        inputs = getattr(rotary, "keywords", {})
+        q, k = (turned(y, inputs.get("base", 1e4), int(8 * inputs.get("fraction", 1))) for y in (q, k))
     outputs = []
     for head in range(4):
         scores = q[:, head] @ k[:, head // 2].T / math.sqrt(8)
@@ -184,9 +184,9 @@ def test_options_are_the_formula(options: dict[str, Any]):
     with torch.no_grad():  # gradients under the names of the parts
         for parameter in mixer.parameters():
             parameter.copy_(parameter.grad)
-    found = {"x": dx, **mixer.state_dict()}
+    actual = {"x": dx, **mixer.state_dict()}
     wanted = torch.autograd.grad(expected, [x, *parts.values()], dy)
-    for (name, gradient), by_formula in zip(found.items(), wanted, strict=True):
+    for (name, gradient), by_formula in zip(actual.items(), wanted, strict=True):
         assert torch.allclose(gradient, by_formula, rtol=1e-4, atol=1e-5), name
 
 

@@ -54,10 +54,10 @@ def test_a_layer_on_a_device(factory: Callable, packed: bool, dtype: torch.dtype
     mixer, x = mixer.cuda().to(dtype), x.detach().cuda().to(dtype).requires_grad_()
     cu_seqlens = None if cu_seqlens is None else cu_seqlens.cuda()
     y, _ = mixer(x, cu_seqlens=cu_seqlens)
-    found = torch.autograd.grad(y, [x, *mixer.parameters()], dy.cuda().to(dtype))
+    actual = torch.autograd.grad(y, [x, *mixer.parameters()], dy.cuda().to(dtype))
     names = ("y", "x", *(name for name, _ in mixer.named_parameters()))
     usual = gradients[0].norm()
-    for name, one, other in zip(names, (y, *found), (expected, *gradients), strict=True):
+    for name, one, other in zip(names, (y, *actual), (expected, *gradients), strict=True):
         # the bias of an exponential input gate is normalised away, and its gradient nearly zero
         scale = other.norm() if other.norm() > 0.01 * usual else 0.1 * usual
         assert (one.cpu().double() - other).norm() < tolerance * scale * (1 if name == "y" else 5), name

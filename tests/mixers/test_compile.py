@@ -39,8 +39,8 @@ def test_a_layer_is_one_graph(name: str, backend: str):
     (y, state), (z, _) = graph(x), mixer(x)
     assert state is None
     torch.testing.assert_close(y, z)
-    found, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
@@ -62,9 +62,9 @@ def test_where_packed_tokens_stand_needs_no_host(dtype: torch.dtype):
     graph = compiled(positions, fullgraph=True)
     for bounds in ([0, 0, 4, 4, 11, 12], [0, 1, 2, 3, 12, 12]):
         cu_seqlens = torch.tensor(bounds, dtype=dtype)
-        for found, expected in zip(graph(x, offset, cu_seqlens), positions(x, offset, cu_seqlens), strict=True):
-            assert torch.equal(found, expected)
-            assert found.dtype == torch.int64
+        for actual, expected in zip(graph(x, offset, cu_seqlens), positions(x, offset, cu_seqlens), strict=True):
+            assert torch.equal(actual, expected)
+            assert actual.dtype == torch.int64
         owner, place = compiled(places, fullgraph=True)(cu_seqlens, 12)
         assert torch.equal(owner, documents(cu_seqlens, 12).owner)
         assert torch.equal(place, documents(cu_seqlens, 12).positions)
@@ -96,6 +96,6 @@ def test_on_a_device_packed_documents_are_part_of_the_graph(name: str, packed: b
     graph = torch.compile(mixer, fullgraph=True)
     y, z = graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0]
     torch.testing.assert_close(y, z, rtol=1e-3, atol=1e-3)
-    found, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
+    for one, other in zip(actual, expected, strict=True):
         assert float((one - other).norm() / other.norm()) < 5e-3

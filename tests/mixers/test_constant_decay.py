@@ -35,9 +35,9 @@ def test_a_constant_stays_in_fp32():
     # 1 − 2⁻⁹ in bf16 is one: nothing would ever be forgotten
     values = [math.log1p(-(2.0**-9)), -0.3]
     decay = ConstantDecay(values).bfloat16()
-    found = decay(torch.zeros(1, dtype=torch.bfloat16))
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found, torch.tensor(values))
+    actual = decay(torch.zeros(1, dtype=torch.bfloat16))
+    assert actual.dtype == torch.float32
+    torch.testing.assert_close(actual, torch.tensor(values))
     assert decay(torch.zeros(1, dtype=torch.float64)).tolist() == values
     assert decay(torch.zeros(1, device="meta")).is_meta
 
@@ -69,9 +69,9 @@ def test_a_constant_is_checked_again_after_a_change_in_place(op: Callable):
     decay = torch.tensor([-0.1, -0.2])
     before = op(q, k, v, beta=beta, log_decay=decay)[0]
     decay[1] = -3
-    found = op(q, k, v, beta=beta, log_decay=decay)[0]
-    assert torch.equal(found, op(q, k, v, beta=beta, log_decay=decay.clone())[0])
-    assert not torch.equal(found, before)
+    actual = op(q, k, v, beta=beta, log_decay=decay)[0]
+    assert torch.equal(actual, op(q, k, v, beta=beta, log_decay=decay.clone())[0])
+    assert not torch.equal(actual, before)
     decay[0] = 1
     with pytest.raises(ValueError, match=r"^log_decay: must be ≤ 0, got 1$"):
         op(q, k, v, beta=beta, log_decay=decay)
@@ -104,8 +104,8 @@ def decays(mixer: TNL | RetNet) -> list[float]:
 @pytest.mark.parametrize("heads", [4, 6])
 def test_tnl_forgets_less_with_every_layer(heads: int):
     for layer, depth in ((0, 1 + 1e-5), (1, 2 / 3 + 1e-5), (2, 1 / 3 + 1e-5), (3, 1e-5)):
-        found = decays(TNL(Site(8 * heads, heads, layer, 4)))
-        assert found == pytest.approx([-slope * depth for slope in SLOPES[heads]])
+        actual = decays(TNL(Site(8 * heads, heads, layer, 4)))
+        assert actual == pytest.approx([-slope * depth for slope in SLOPES[heads]])
 
 
 def test_tnl_with_one_layer():
@@ -116,8 +116,8 @@ def test_tnl_with_one_layer():
 @pytest.mark.parametrize("subheads", [True, False])
 def test_tnl_expanded(subheads: bool):
     # ALiBi runs over all subheads
-    found = decays(Expanded(mixer=TNL, factor=4, subheads=subheads)(Site(32, 2)))
-    assert found == pytest.approx([-slope * (1 + 1e-5) for slope in SLOPES[8 if subheads else 2]])
+    actual = decays(Expanded(mixer=TNL, factor=4, subheads=subheads)(Site(32, 2)))
+    assert actual == pytest.approx([-slope * (1 + 1e-5) for slope in SLOPES[8 if subheads else 2]])
 
 
 def test_retnet():
@@ -129,16 +129,16 @@ def test_retnet():
 @pytest.mark.parametrize("factor", [2, 4, 8])
 def test_subheads_keep_the_range_of_retnet(factor: int):
     plain = decays(RetNet(Site(32, 4)))
-    found = decays(Expanded(mixer=RetNet, factor=factor)(Site(32, 4)))
-    assert len(found) == 4 * factor
-    assert found[::factor] == plain  # the first subhead of each head is the head that was
-    assert found == sorted(found)
-    assert math.log(1 - 2 ** (-5 - 4)) > found[-1] >= plain[-1]
+    actual = decays(Expanded(mixer=RetNet, factor=factor)(Site(32, 4)))
+    assert len(actual) == 4 * factor
+    assert actual[::factor] == plain  # the first subhead of each head is the head that was
+    assert actual == sorted(actual)
+    assert math.log(1 - 2 ** (-5 - 4)) > actual[-1] >= plain[-1]
     assert decays(Expanded(mixer=RetNet, factor=factor, subheads=False)(Site(32, 4))) == plain
 
 
 def test_tnls_other_slopes_are_a_component():
     """flash-linear-attention's reading: linear in the head, none for head 0, falling with the layer to 1/L of it."""
     site = Site(32, 4, layer=1, num_layers=4)
-    found = TNL(site, decay=LayerwiseLinear).decay(torch.zeros(1))
-    torch.testing.assert_close(found, torch.tensor([0.0, -1.5, -3.0, -4.5]))
+    actual = TNL(site, decay=LayerwiseLinear).decay(torch.zeros(1))
+    torch.testing.assert_close(actual, torch.tensor([0.0, -1.5, -3.0, -4.5]))

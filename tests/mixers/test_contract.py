@@ -296,9 +296,9 @@ class CountsHeadsInsteadOfGates(GatedDeltaNet):
 @pytest.mark.slow
 def test_gates_sized_by_heads_break_with_subheads_alone():
     mixers.check_mixer(CountsHeadsInsteadOfGates, expanded=False)
-    found = broken_clauses(CountsHeadsInsteadOfGates)
-    assert "expanded with causality" in found
-    assert all(name.startswith("expanded with ") for name in found)
+    actual = broken_clauses(CountsHeadsInsteadOfGates)
+    assert "expanded with causality" in actual
+    assert all(name.startswith("expanded with ") for name in actual)
 
 
 def test_something_else_than_a_mixer():

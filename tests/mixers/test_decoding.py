@@ -84,8 +84,8 @@ def test_gradients_flow_through_steps(name: str):
         y, state = mixer(x[:, t : t + 1], state)
         outputs.append(y)
     leaves = list(mixer.parameters())
-    found, expected = (torch.autograd.grad(y.square().sum(), leaves) for y in (torch.cat(outputs, 1), mixer(x)[0]))
-    for one, other in zip(found, expected, strict=True):
+    actual, expected = (torch.autograd.grad(y.square().sum(), leaves) for y in (torch.cat(outputs, 1), mixer(x)[0]))
+    for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other)
 
 

@@ -73,7 +73,7 @@ def test_parameter_shapes(name: str, subheads: bool):
     E, plain = 4, MIXERS[name](SITE)
     expanded = Expanded(mixer=MIXERS[name], factor=E, subheads=subheads)(SITE)
     G, K, H = plain.num_key_heads, plain.key_size, plain.num_heads
-    found = {n: tuple(p.shape) for n, p in expanded.state_dict().items()}
+    actual = {n: tuple(p.shape) for n, p in expanded.state_dict().items()}
     wanted = {n: tuple(p.shape) for n, p in plain.state_dict().items()}
     wanted |= {"q_expand.weight": (G, K, E * K), "k_expand.weight": (G, K, E * K)}
     wanted |= {"q_features.weight": (G * E * K, 1, 4), "k_features.weight": (G * E * K, 1, 4)}
@@ -83,7 +83,7 @@ def test_parameter_shapes(name: str, subheads: bool):
         gates = ["in_proj.dt.weight"] if name == "Mamba2" else ["in_proj.a.weight", "in_proj.b.weight"]
         wanted |= {gate: (H * E, 64) for gate in gates}
         wanted |= {"decay.A_log": (H * E,), "decay.dt_bias": (H * E,)}
-    assert found == wanted
+    assert actual == wanted
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_every_expansion_keeps_the_contract(name: str, expansion: type[Expansion
 def test_gradients_reach_every_part_of_an_expansion(expansion: type[Expansion], subheads: bool):
     mixer = Expanded(mixer=GatedDeltaNet, factor=4, subheads=subheads, expansion=expansion)(SITE)
     mixer(torch.randn(2, 40, 64))[0].square().sum().backward()
-    found = {name: p.grad for name, p in mixer.named_parameters() if "_expand." in name}
-    assert len(found) == 4 if expansion is LowRank else 2
-    for name, grad in found.items():
+    actual = {name: p.grad for name, p in mixer.named_parameters() if "_expand." in name}
+    assert len(actual) == 4 if expansion is LowRank else 2
+    for name, grad in actual.items():
         assert grad is not None, name
         if expansion is HeadWise:  # each W_i: of each head, and in it the block of each subhead
             assert (grad.view(2, 32, 4, 32).abs().amax((1, 3)) > 0).all(), name
@@ -376,10 +376,10 @@ def test_streams_and_gates_of_an_expansion_are_computed_again(
 def test_what_is_computed_again_has_the_same_gradients(mixer: Callable[[Site], LinearMixer]):
     made = Expanded(mixer=mixer, factor=3)(Site(hidden_size=64, num_heads=2, layer=1, num_layers=2))
     x = torch.randn(2, 70, 64, requires_grad=True)
-    given = [x, *made.parameters()]
-    found = []
+    arguments = [x, *made.parameters()]
+    actual = []
     for allowed in (False, True):
         with kernels.recomputing(allowed):
             y, _ = made(x)
-        found.append(torch.autograd.grad(y.square().sum(), given))
-    assert all(torch.equal(again, saved) for again, saved in zip(*found, strict=True))
+        actual.append(torch.autograd.grad(y.square().sum(), arguments))
+    assert all(torch.equal(repeated, saved) for repeated, saved in zip(*actual, strict=True))

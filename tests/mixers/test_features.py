@@ -160,9 +160,9 @@ def test_lrpe_makes_its_angles_in_fp32():
     with torch.no_grad():
         lrpe.theta.copy_(lrpe.theta.bfloat16())
     exact = lrpe.double()(x.double(), torch.tensor([[10001]]))
-    found = lrpe.bfloat16()(x.bfloat16(), torch.tensor([[10001]]))
-    assert found.dtype == torch.bfloat16
-    assert (found.double() - exact).norm() < 0.02 * exact.norm()
+    actual = lrpe.bfloat16()(x.bfloat16(), torch.tensor([[10001]]))
+    assert actual.dtype == torch.bfloat16
+    assert (actual.double() - exact).norm() < 0.02 * exact.norm()
 
 
 @pytest.mark.parametrize("norm", ["none", "l1", "l2"])

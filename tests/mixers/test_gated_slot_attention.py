@@ -52,8 +52,8 @@ def test_the_formula(length: int, factor: int):
     expected = torch.autograd.grad(expected, [x, *weights.values()], dy)
     (of_x,) = torch.autograd.grad(y, x, dy, retain_graph=True)
     y.backward(dy)
-    found = [of_x, *by_name(mixer, lambda p: p.grad).values()]
-    torch.testing.assert_close(found, list(expected), rtol=1e-6, atol=1e-9)
+    actual = [of_x, *by_name(mixer, lambda p: p.grad).values()]
+    torch.testing.assert_close(actual, list(expected), rtol=1e-6, atol=1e-9)
 
 
 def test_gates_of_any_size():

@@ -29,32 +29,32 @@ def bounds(of: zoo.LanguageModel) -> list[LowerBounds]:
 
 
 def assert_shared(of: zoo.LanguageModel) -> None:
-    assert len({id(found) for found in bounds(of)}) == 1
+    assert len({id(actual) for actual in bounds(of)}) == 1
     assert len([name for name, _ in of.named_parameters() if "lower_bounds" in name]) == 1
 
 
 @each_mixer
 def test_all_layers_share_one_matrix(name: str):
-    found = model(name)
-    assert_shared(found)
-    assert bounds(found)[0].weight.shape == (4, 16)
+    actual = model(name)
+    assert_shared(actual)
+    assert bounds(actual)[0].weight.shape == (4, 16)
     separate = [MIXERS[name](Site(16, 2, layer, 4)) for layer in range(4)]
     once = sum(p.numel() for mixer in separate for p in mixer.parameters()) - 2 * 4 * 16
-    assert sum(p.numel() for p in torch.nn.ModuleList(found.mixers).parameters()) == once
+    assert sum(p.numel() for p in torch.nn.ModuleList(actual.mixers).parameters()) == once
 
 
 @each_mixer
 def test_they_stay_shared_from_the_meta_device(name: str):
     with torch.device("meta"):
-        found = model(name)
-    found.to_empty(device="cpu")
+        actual = model(name)
+    actual.to_empty(device="cpu")
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in actual.parameters():
             parameter.fill_(torch.nan)
-    found.reset_parameters()
-    assert_shared(found)
-    assert torch.equal(bounds(found)[0].weight, torch.zeros(4, 16))
-    assert found(torch.zeros(1, 3, dtype=torch.int64))[0].isfinite().all()
+    actual.reset_parameters()
+    assert_shared(actual)
+    assert torch.equal(bounds(actual)[0].weight, torch.zeros(4, 16))
+    assert actual(torch.zeros(1, 3, dtype=torch.int64))[0].isfinite().all()
 
 
 @each_mixer
@@ -88,22 +88,22 @@ def lowest(bounds: LowerBounds, layer: int) -> torch.Tensor:
 
 
 def test_bounds_rise_with_the_layer():
-    found = LowerBounds(5, 3)
-    by_layer = torch.stack([lowest(found, layer) for layer in range(5)])
+    actual = LowerBounds(5, 3)
+    by_layer = torch.stack([lowest(actual, layer) for layer in range(5)])
     torch.testing.assert_close(by_layer, (torch.arange(5) / 5)[:, None].expand(5, 3))  # as they start
     with torch.no_grad():
-        found.weight.normal_(std=3)
-    by_layer = torch.stack([lowest(found, layer) for layer in range(5)])
+        actual.weight.normal_(std=3)
+    by_layer = torch.stack([lowest(actual, layer) for layer in range(5)])
     assert (by_layer.diff(dim=0) > 0).all()
     assert (by_layer < 1).all()
-    share = found.weight.softmax(0)
+    share = actual.weight.softmax(0)
     torch.testing.assert_close(by_layer, share.cumsum(0) - share[:1])
 
 
 @pytest.mark.parametrize("layers", [2, 5])
 def test_bounds_can_start_higher(layers: int):
-    found = LowerBounds(layers, 3, high=0.98)
-    by_layer = torch.stack([lowest(found, layer) for layer in range(layers)])
+    actual = LowerBounds(layers, 3, high=0.98)
+    by_layer = torch.stack([lowest(actual, layer) for layer in range(layers)])
     torch.testing.assert_close(by_layer, torch.linspace(0, 0.98, layers)[:, None].expand(layers, 3))
 
 
@@ -115,10 +115,10 @@ def test_a_bound_outside_of_its_range_is_refused(high: float):
 
 def test_gates_learn_what_is_left():
     # lb + (1 − lb) σ(f), from lb to one
-    found, f = LowerBounds(4, 1), torch.linspace(-9, 9, 19)[:, None]
+    actual, f = LowerBounds(4, 1), torch.linspace(-9, 9, 19)[:, None]
     for layer in range(4):
         expected = layer / 4 + (1 - layer / 4) * f.sigmoid()
-        torch.testing.assert_close(found.log_forget(f, layer).exp(), expected)
+        torch.testing.assert_close(actual.log_forget(f, layer).exp(), expected)
 
 
 @pytest.mark.parametrize("layer", range(4))
@@ -126,14 +126,14 @@ def test_gates_learn_what_is_left():
 @pytest.mark.parametrize("row", range(4))
 def test_gradients_are_finite_wherever_the_bounds_go(row: int, size: float, layer: int):
     # a bound so near to zero or one that fp32 has no number between
-    found, f = LowerBounds(4, 1), torch.tensor([[-200.0], [-3.0], [0.0], [3.0], [200.0]], requires_grad=True)
+    actual, f = LowerBounds(4, 1), torch.tensor([[-200.0], [-3.0], [0.0], [3.0], [200.0]], requires_grad=True)
     with torch.no_grad():
-        found.weight[row] = size
-    log_forget = found.log_forget(f, layer)
+        actual.weight[row] = size
+    log_forget = actual.log_forget(f, layer)
     assert log_forget.max() < 1e-6
     log_forget.sum().backward()
     assert f.grad.isfinite().all()
-    assert found.weight.grad is None if layer == 0 else found.weight.grad.isfinite().all()
+    assert actual.weight.grad is None if layer == 0 else actual.weight.grad.isfinite().all()
 
 
 def test_a_gate_that_forgets_almost_nothing_writes_exactly_what_is_left():
@@ -151,12 +151,12 @@ def test_a_gate_that_forgets_almost_nothing_writes_exactly_what_is_left():
 
 @each_mixer
 def test_a_model_trains_its_bounds(name: str):
-    found = model(name, initializer_range=0.2)
-    logits, _ = found(torch.randint(11, (2, 9)))
+    actual = model(name, initializer_range=0.2)
+    logits, _ = actual(torch.randint(11, (2, 9)))
     (logits * torch.randn_like(logits)).sum().backward()
-    for parameter in found.parameters():
+    for parameter in actual.parameters():
         assert parameter.grad.isfinite().all()
-    assert bounds(found)[0].weight.grad.any()
+    assert bounds(actual)[0].weight.grad.any()
 
 
 @each_mixer
@@ -180,15 +180,15 @@ def test_one_layer_has_nothing_to_bound(name: str):
 
 def test_different_expansions_have_bounds_of_their_own():
     wide = Expanded(mixer=MIXERS["HGRN2"], factor=2)
-    found = [mixer.lower_bounds for mixer in model(H1(MIXERS["HGRN2"], wide), num_layers=6).mixers]
-    assert found[2] is found[4] is not None
-    assert found[1] is found[3] is found[5] is not None
-    assert [b.weight.shape for b in found[1:3]] == [(6, 32), (6, 16)]
+    actual = [mixer.lower_bounds for mixer in model(H1(MIXERS["HGRN2"], wide), num_layers=6).mixers]
+    assert actual[2] is actual[4] is not None
+    assert actual[1] is actual[3] is actual[5] is not None
+    assert [b.weight.shape for b in actual[1:3]] == [(6, 32), (6, 16)]
 
 
 def test_other_mixers_in_between_do_not_matter():
-    found = model(H1(mixers.GatedDeltaNet, MIXERS["HGRN2"])).mixers
-    assert found[1].lower_bounds is found[3].lower_bounds
+    actual = model(H1(mixers.GatedDeltaNet, MIXERS["HGRN2"])).mixers
+    assert actual[1].lower_bounds is actual[3].lower_bounds
 
 
 @pytest.mark.parametrize("layer", [0, 2])

@@ -130,9 +130,9 @@ def test_gradients_of_angles_stay_in_their_document():
     turns, bounds = torch.rand(1, 12, 2, dtype=torch.float64, requires_grad=True), [0, 3, 3, 11, 12]
     weight = torch.randn(1, 12, 2, dtype=torch.float64)
     total, _ = cumulative_angles(turns, None, torch.tensor(bounds), None)
-    (found,) = torch.autograd.grad((total * weight).sum(), turns)
+    (actual,) = torch.autograd.grad((total * weight).sum(), turns)
     parts = [weight[:, i:j].flip(1).cumsum(1).flip(1) for i, j in zip(bounds, bounds[1:], strict=False)]
-    torch.testing.assert_close(found, torch.cat(parts, 1))
+    torch.testing.assert_close(actual, torch.cat(parts, 1))
 
 
 @pytest.mark.parametrize("bounds", [None, [0, 5, 5, 70]])

@@ -18,9 +18,9 @@ def outputs(mixer: mixers.TokenMixer) -> torch.Tensor:
 @pytest.mark.parametrize("name", WITH_NORM_EPS)
 def test_the_output_norms_eps_is_an_argument(name: str):
     entry = mixers.entry(name)
-    given = [entry.mixer(Site(64, 2, layer=1, num_layers=2), **entry.tiny, norm_eps=eps) for eps in (1e-5, 1e12)]
-    assert outputs(given[0]).abs().max() > 1e-3
-    assert outputs(given[1]).abs().max() < 1e-4
+    arguments = [entry.mixer(Site(64, 2, layer=1, num_layers=2), **entry.tiny, norm_eps=eps) for eps in (1e-5, 1e12)]
+    assert outputs(arguments[0]).abs().max() > 1e-3
+    assert outputs(arguments[1]).abs().max() < 1e-4
 
 
 def test_gated_deltanet_has_it_in_its_output():
@@ -40,8 +40,8 @@ def test_norms_are_the_formula(norm: type[mixers.RMSNorm], first: int):
     weight, x = layer.weight.detach().clone().requires_grad_(), x.requires_grad_()
     total, added = layer(x, y)
     assert torch.equal(total, x + y)
-    for given, h in ((x, layer(x)), (x + y, added)):
-        expected = given / (given.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (first + weight)
+    for arguments, h in ((x, layer(x)), (x + y, added)):
+        expected = arguments / (arguments.square().mean(-1, keepdim=True) + 1e-3).sqrt() * (first + weight)
         torch.testing.assert_close(h, expected)
         for a, b in zip(
             torch.autograd.grad(h, [x, layer.weight], dy), torch.autograd.grad(expected, [x, weight], dy), strict=True
@@ -92,8 +92,8 @@ def test_a_layer_norm_in_low_precision():
 @pytest.mark.parametrize("norm", ["SimpleRMSNorm", "LayerNorm"])
 def test_a_config_chooses_the_norm(norm: str):
     built = zoo.build("gla.yaml", "model.vocab_size=64", "model.num_layers=2", f"model.norm={norm}")
-    found = [type(part).__name__ for block in built.layers for part in (block.mixer_norm, block.mlp_norm)]
-    assert {*found, type(built.norm).__name__} == {norm}
+    actual = [type(part).__name__ for block in built.layers for part in (block.mixer_norm, block.mlp_norm)]
+    assert {*actual, type(built.norm).__name__} == {norm}
     logits, _ = built(torch.arange(9)[None])
     logits.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in built.parameters())
@@ -112,7 +112,7 @@ def test_hgrn2_without_a_weight_in_its_norm():
 
 def test_a_zero_centred_weight_keeps_its_bits():
     layer = mixers.ZeroCentredRMSNorm(8)
-    given = {"weight": torch.full((8,), 1e-9)}  # 1 + w would round to 1
-    layer.load_state_dict(given)
-    assert torch.equal(layer.state_dict()["weight"], given["weight"])
+    arguments = {"weight": torch.full((8,), 1e-9)}  # 1 + w would round to 1
+    layer.load_state_dict(arguments)
+    assert torch.equal(layer.state_dict()["weight"], arguments["weight"])
     assert layer.bfloat16().weight.dtype == torch.float32

@@ -54,23 +54,23 @@ def shaken(module: nn.Module) -> nn.Module:
 
 def by_name(mixer: nn.Module, of: Callable[[Tensor], Tensor | None]) -> dict[str, Tensor | None]:
     """Something of each parameter; a fused matrix is cut like its state dict."""
-    found = {name: of(parameter) for name, parameter in mixer.named_parameters()}
+    actual = {name: of(parameter) for name, parameter in mixer.named_parameters()}
     for name, module in mixer.named_modules():
         if isinstance(module, mixers.Projection):
-            parts = found.pop(f"{name}.weight").split(list(module.widths.values()))
-            found |= {f"{name}.{part}.weight": x for part, x in zip(module.widths, parts, strict=True)}
-    return found
+            parts = actual.pop(f"{name}.weight").split(list(module.widths.values()))
+            actual |= {f"{name}.{part}.weight": x for part, x in zip(module.widths, parts, strict=True)}
+    return actual
 
 
 def agree(
-    found: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float = TOLERANCE
+    actual: Mapping[str, Tensor | None], expected: Mapping[str, Tensor | None], tolerance: float = TOLERANCE
 ) -> None:
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, right in expected.items():
         if right is None:  # a parameter that has no part in it
-            assert found[name] is None, name
+            assert actual[name] is None, name
             continue
-        error, norm = float((found[name].double() - right.double()).detach().norm()), float(right.detach().norm())
+        error, norm = float((actual[name].double() - right.double()).detach().norm()), float(right.detach().norm())
         # a single token has gradients of zero: those of the decay, and of attention's queries and keys
         assert error <= tolerance * norm + ZERO, f"{name}: error {error:.2g} at norm {norm:.2g}"
 
@@ -98,11 +98,11 @@ def compare(
     y, z = ours(our_x)[0], call_theirs(their_x)
     (y * arriving).sum().backward()
     (z * arriving).sum().backward()
-    found, expected = {"y": y, "gradient of x": our_x.grad}, {"y": z, "gradient of x": their_x.grad}
+    actual, expected = {"y": y, "gradient of x": our_x.grad}, {"y": z, "gradient of x": their_x.grad}
     gradients = by_name(ours, lambda parameter: parameter.grad)
     for name, parameter in theirs.named_parameters():
-        expected[name], found[name] = parameter.grad, pairs[name](gradients.__getitem__)
-    agree(found, expected, tolerance)
+        expected[name], actual[name] = parameter.grad, pairs[name](gradients.__getitem__)
+    agree(actual, expected, tolerance)
 
 
 Weights = Mapping[str, Tensor]
@@ -132,8 +132,8 @@ def compare_with_formula(
     z, arriving = formula(their_x, leaves), torch.randn_like(x)
     (y * arriving).sum().backward()
     gradients = torch.autograd.grad((z * arriving).sum(), [their_x, *leaves.values()], allow_unused=True)
-    found = {"y": y, "gradient of x": our_x.grad, **by_name(ours, lambda parameter: parameter.grad)}
-    agree(found, {"y": z, **dict(zip(["gradient of x", *leaves], gradients, strict=True))}, tolerance)
+    actual = {"y": y, "gradient of x": our_x.grad, **by_name(ours, lambda parameter: parameter.grad)}
+    agree(actual, {"y": z, **dict(zip(["gradient of x", *leaves], gradients, strict=True))}, tolerance)
 
 
 def linear(x: Tensor, weights: Weights, *names: str) -> list[Tensor]:

@@ -88,9 +88,9 @@ class Detached(Below):
 def test_a_broken_stream_is_caught(lower: type, broken: set[str]):
     with pytest.raises(ContractError) as caught:
         check(Above, below=lower)
-    found = {line.partition(": ")[0] for line in str(caught.value).splitlines()}
-    assert found
-    assert found <= broken
+    actual = {line.partition(": ")[0] for line in str(caught.value).splitlines()}
+    assert actual
+    assert actual <= broken
 
 
 def answering(result: object) -> type[Below]:

@@ -31,9 +31,9 @@ def test_columns_that_a_product_lacks_change_nothing(bias: bool, monkeypatch: py
 
     expected = results()
     monkeypatch.setattr(projection, "lacking", lambda x, columns: -columns % 8)
-    found = results()
-    assert found[0].stride() == (3 * 24, 24, 1)
-    for y, z in zip(found, expected, strict=True):
+    actual = results()
+    assert actual[0].stride() == (3 * 24, 24, 1)
+    for y, z in zip(actual, expected, strict=True):
         torch.testing.assert_close(y, z)
 
 
@@ -50,8 +50,8 @@ def test_rows_of_whole_units_on_a_gpu():
 
 def test_a_state_dict_goes_by_names():
     model = nn.Sequential(nn.Linear(6, 6), Projection(6, WIDTHS))
-    found = {name: tuple(x.shape) for name, x in model.state_dict().items() if name.startswith("1.")}
-    assert found == {"1.q.weight": (4, 6), "1.k.weight": (4, 6), "1.v.weight": (10, 6)}
+    actual = {name: tuple(x.shape) for name, x in model.state_dict().items() if name.startswith("1.")}
+    assert actual == {"1.q.weight": (4, 6), "1.k.weight": (4, 6), "1.v.weight": (10, 6)}
     # no view of the fused matrix: a file would hold all of it three times
     sizes = {len(x.untyped_storage()) for name, x in model.state_dict().items() if name.startswith("1.")}
     assert sizes == {4 * 4 * 6, 4 * 10 * 6}

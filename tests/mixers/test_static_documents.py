@@ -36,7 +36,7 @@ def test_padded_boundaries_change_no_result(name: str, where: str):
     for bounds in ROWS:
         own = torch.tensor(bounds, dtype=torch.int32, device=where)
         static.static_documents(there, 21).fill(documents(own, 21))
-        for found, expected in zip(results(mixer, x, there), results(mixer, x, own), strict=True):
+        for actual, expected in zip(results(mixer, x, there), results(mixer, x, own), strict=True):
             if where == "cuda":
-                assert torch.equal(found, expected)
-            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+                assert torch.equal(actual, expected)
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)

@@ -111,9 +111,9 @@ def measured(folder: Path, **given: Any) -> Measured:
 
 
 def test_numbers_come_from_their_file(tmp_path: Path):
-    found = measured(tmp_path, where={"learning.rate": ".1"})
-    assert found.numbers(tmp_path) == {("small",): [2.0, 2.5], ("large",): [1.0, 1.25]}
-    assert [*found.table(tmp_path)] == [
+    actual = measured(tmp_path, where={"learning.rate": ".1"})
+    assert actual.numbers(tmp_path) == {("small",): [2.0, 2.5], ("large",): [1.0, 1.25]}
+    assert [*actual.table(tmp_path)] == [
         "| model | val loss, rate .1: median | all seeds |",
         "|---|---|---|",
         "| small | 2.250 | 2.000 2.500 |",
@@ -130,9 +130,9 @@ def test_numbers_of_a_benchmark(tmp_path: Path):
         "kind,device,model,length,note,speed",
         "length,gpu,b,8,does not fit,",
     ]
-    found = Measured("bench.csv", ["model"], "speed", across="length")
-    assert found.numbers(tmp_path) == {("b", "8"): [], ("a", "8"): [2000.4], ("a", "16"): [9.5, 10.5]}
-    assert [*found.table(tmp_path)] == [
+    actual = Measured("bench.csv", ["model"], "speed", across="length")
+    assert actual.numbers(tmp_path) == {("b", "8"): [], ("a", "8"): [2000.4], ("a", "16"): [9.5, 10.5]}
+    assert [*actual.table(tmp_path)] == [
         "Speed:",
         "",
         "| model | length 8 | length 16 |",

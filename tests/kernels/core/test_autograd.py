@@ -136,13 +136,13 @@ def test_only_what_arrives_and_what_is_wanted():
 
 @pytest.mark.parametrize("needs", [(True, True), (False, True)])
 def test_one_graph(needs: tuple[bool, bool]):
-    given = leaf(*needs)
-    wanted = [x for x in given if x.requires_grad]
+    arguments = leaf(*needs)
+    wanted = [x for x in arguments if x.requires_grad]
 
     def f(a: Tensor, b: Tensor) -> Tensor:
         return toy(a, b, None, 2.0)[0].sin().sum()
 
     compiled = torch.compile(f, fullgraph=True, backend="aot_eager")
-    found, expected = (torch.autograd.grad(g(*given), wanted) for g in (compiled, f))
-    for x, y in zip(found, expected, strict=True):
+    actual, expected = (torch.autograd.grad(g(*arguments), wanted) for g in (compiled, f))
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)

@@ -37,9 +37,9 @@ def ran(name: str) -> str:
 @pytest.mark.parametrize("name", ["auto", "torch", "reference"])
 def test_backends_run(name: str, op: str):
     with kernels.backend(name):
-        found = OPS[op]()
-    assert isinstance(found, Tensor)
-    torch.testing.assert_close(found, OPS[op]())
+        actual = OPS[op]()
+    assert isinstance(actual, Tensor)
+    torch.testing.assert_close(actual, OPS[op]())
 
 
 @pytest.mark.parametrize("name", ["torch", "reference"])
@@ -233,8 +233,8 @@ def test_long_values_do_not_fall_back(caplog: pytest.LogCaptureFixture, monkeypa
     """Each on a GPU that is made up: the sizes of Gated DeltaNet 1.3B and H1 1.3B, and long values."""
     served = []
     for op in ("delta_rule", "linear_recurrence"):
-        known = sys.modules[f"kernels.{op}"].OP.implementations
-        monkeypatch.setitem(known, "triton", lambda a: served.append(a.v.shape) or (a.v, a.v))
+        implementations = sys.modules[f"kernels.{op}"].OP.implementations
+        monkeypatch.setitem(implementations, "triton", lambda a: served.append(a.v.shape) or (a.v, a.v))
     monkeypatch.setattr(sys.modules["kernels.core.backend"], "_importable", lambda: True)
     sizes = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024)]
     with FakeTensorMode(), torch.device("cuda"):
@@ -251,15 +251,15 @@ def test_long_values_do_not_fall_back(caplog: pytest.LogCaptureFixture, monkeypa
 def test_what_ran_is_told(compiled: bool):
     q, v = torch.randn(1, 4, 2, 8), torch.randn(1, 4, 2, 8)
     run = torch.compile(kernels.linear_recurrence, backend="eager") if compiled else kernels.linear_recurrence
-    with kernels.implementations() as found:
+    with kernels.implementations() as actual:
         run(q, q, v)
         with kernels.backend("reference"), kernels.implementations() as inner:
             kernels.rms_norm(q)
             kernels.linear_recurrence(q, q, v)
-    assert found == {"linear_recurrence": {"torch"}}
+    assert actual == {"linear_recurrence": {"torch"}}
     assert inner == {"linear_recurrence": {"reference"}, "rms_norm": {"reference"}}
     kernels.rms_norm(q)
-    assert "rms_norm" not in found  # afterwards, nothing is noted
+    assert "rms_norm" not in actual  # afterwards, nothing is noted
 
 
 def test_nothing_is_said_where_nothing_falls_back(caplog: pytest.LogCaptureFixture):

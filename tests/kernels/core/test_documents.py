@@ -13,10 +13,10 @@ from ..places import PLACES
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_owner_and_positions(dtype: torch.dtype):
-    found = kernels.documents(torch.tensor([0, 0, 3, 3, 5, 6, 6], dtype=dtype), 6)
-    assert found.spans == [(0, 0), (0, 3), (3, 3), (3, 5), (5, 6), (6, 6)]
-    assert found.owner.tolist() == [1, 1, 1, 3, 3, 4]
-    assert found.positions.tolist() == [0, 1, 2, 0, 1, 0]
+    actual = kernels.documents(torch.tensor([0, 0, 3, 3, 5, 6, 6], dtype=dtype), 6)
+    assert actual.spans == [(0, 0), (0, 3), (3, 3), (3, 5), (5, 6), (6, 6)]
+    assert actual.owner.tolist() == [1, 1, 1, 3, 3, 4]
+    assert actual.positions.tolist() == [0, 1, 2, 0, 1, 0]
 
 
 def test_values_are_read_once_per_tensor():
@@ -94,9 +94,9 @@ def test_a_change_in_place_moves_the_boundaries(
         bounds = torch.tensor([0, 2, 3, 9])
         before = op(bounds)
         CHANGES[change](bounds, later)
-        found, expected = op(bounds), op(later.clone())
-    assert torch.equal(found, expected)
-    assert not torch.equal(found, before)
+        actual, expected = op(bounds), op(later.clone())
+    assert torch.equal(actual, expected)
+    assert not torch.equal(actual, before)
 
 
 @pytest.mark.parametrize("where", PLACES)
@@ -128,10 +128,10 @@ def test_a_wrong_change_in_place_is_refused():
 def test_boundaries_on_a_device_are_not_read_again(monkeypatch: pytest.MonkeyPatch):
     """A stand-in for a device: a tensor whose values cannot be read."""
     bounds = torch.tensor([0, 2, 5])
-    known = kernels.documents(bounds, 5)
+    documents = kernels.documents(bounds, 5)
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda x: False))
     monkeypatch.setattr(Tensor, "tolist", lambda x: pytest.fail("read again"))
-    assert kernels.documents(bounds, 5) is known
+    assert kernels.documents(bounds, 5) is documents
     monkeypatch.undo()
     bounds[1] = 3
     monkeypatch.setattr(Tensor, "is_cpu", property(lambda x: False))

@@ -23,24 +23,24 @@ def leaves() -> list[Tensor]:
     return [torch.randn(size).requires_grad_() for size in ((3, 50, 16), (3, 50, 16), (16,), *[(16, 16)] * 3)]
 
 
-def gradients(y: Tensor, given: list[Tensor], retain: bool = False) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y.square().sum(), given, retain_graph=retain)
+def gradients(y: Tensor, arguments: list[Tensor], retain: bool = False) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(y.square().sum(), arguments, retain_graph=retain)
 
 
 def test_same_gradients_from_less(monkeypatch: pytest.MonkeyPatch):
-    given = leaves()
-    expected = block(*given[:3], given[3:])
+    arguments = leaves()
+    expected = block(*arguments[:3], arguments[3:])
     made, run = [], norm.OP.implementations["torch"]
     for op in (norm.OP, norm.GATED):
         monkeypatch.setitem(op.implementations, "torch", lambda *a: made.append(a) or run(*a))
     with kernels.recomputing():
-        y = block(*given[:3], given[3:])
+        y = block(*arguments[:3], arguments[3:])
     assert torch.equal(y, expected)
     assert len(made) == 2
-    usual = gradients(expected, given)
+    usual = gradients(expected, arguments)
     for times in (4, 6):  # each once in each pass, though the first has two users
-        found = gradients(y, given, retain=True)
-        assert all(torch.equal(x, z) for x, z in zip(found, usual, strict=True))
+        actual = gradients(y, arguments, retain=True)
+        assert all(torch.equal(x, z) for x, z in zip(actual, usual, strict=True))
         assert len(made) == times
 
 
@@ -51,8 +51,8 @@ def test_what_is_made_of_recomputed_results_keeps_none_of_them(monkeypatch: pyte
         inner = kernels.rms_norm(x)
         return inner, F.linear(kernels.rms_norm(inner, weight), first)
 
-    given = [x, weight, first]
-    expected = gradients(run()[1], given)
+    arguments = [x, weight, first]
+    expected = gradients(run()[1], arguments)
     made, compute = [], norm.OP.implementations["torch"]
     monkeypatch.setitem(norm.OP.implementations, "torch", lambda *a: made.append(a) or compute(*a))
     with kernels.recomputing():
@@ -62,7 +62,7 @@ def test_what_is_made_of_recomputed_results_keeps_none_of_them(monkeypatch: pyte
     holders = [t for t in ordinary if t.data_ptr() == inner.data_ptr()]
     assert len(holders) == 1  # `inner` itself
     for times in (2, 4):  # each of the two once in each pass
-        assert all(torch.equal(a, b) for a, b in zip(gradients(y, given, retain=True), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(y, arguments, retain=True), expected, strict=True))
         assert len(made) == times
 
 

@@ -79,14 +79,14 @@ def run(name: str, a: dict[str, Tensor], backend: str, since: int = 0) -> dict[s
     loss = (o * arriving[0])[:, since:].sum() + (state * arriving[1]).sum()
     wanted = {n: x for n, x in leaves.items() if x.requires_grad}
     gradients = torch.autograd.grad(loss, list(wanted.values()), materialize_grads=True)
-    found = {"o": o, "state": state, **{f"gradient of {n}": g for n, g in zip(wanted, gradients, strict=True)}}
-    return {n: x.detach().cpu() for n, x in found.items()}
+    actual = {"o": o, "state": state, **{f"gradient of {n}": g for n, g in zip(wanted, gradients, strict=True)}}
+    return {n: x.detach().cpu() for n, x in actual.items()}
 
 
-def close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
+def close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5) -> None:
     """Each result relative to its norm; where it has tokens, those of each third of a chunk by themselves."""
     for name, x in expected.items():
-        y = found[name]
+        y = actual[name]
         assert y.isfinite().all(), f"{name} is not finite"
         pieces = [(x, y)]
         if x.dim() > 2 and x.shape[1] == T and name != "gradient of log_decay":  # whose terms cancel
@@ -138,9 +138,9 @@ def test_packed_documents(name: str, where: str, backend: str):
 def test_constants(name: str, backend: str, packed: list[int] | None):
     a = arguments(name, dtype=torch.float32, documents=packed, G=4)
     reset(a, "constant")
-    found, expected = run(name, a, backend), run(name, a, "reference")
-    close(found, expected)
-    assert not found["gradient of log_decay"][:3].any()
+    actual, expected = run(name, a, backend), run(name, a, "reference")
+    close(actual, expected)
+    assert not actual["gradient of log_decay"][:3].any()
 
 
 @pytest.mark.slow
@@ -154,8 +154,8 @@ def test_nothing_passes(name: str, where: str, backend: str):
     """Gradients before a reset are exactly 0, and results behind it have the same bits whatever was before."""
     a, (at,) = arguments(name, dtype=torch.float32), RESETS[where]
     reset(a, where)
-    found = run(name, a, backend, since=at)
-    for n, g in found.items():
+    actual = run(name, a, backend, since=at)
+    for n, g in actual.items():
         if n == "gradient of initial_state":
             assert not g.any(), n
         elif n.startswith("gradient") and g.dim() > 2 and g.shape[1] == T:
@@ -173,7 +173,7 @@ def test_nothing_passes(name: str, where: str, backend: str):
     values = other["x" if name == "scan" else "v"]
     values[:, :at] *= 1e18
     other["initial_state"] *= 1e18
-    assert torch.equal(run(name, other, backend)["o"][:, at:], found["o"][:, at:])
+    assert torch.equal(run(name, other, backend)["o"][:, at:], actual["o"][:, at:])
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference", TRITON])
@@ -184,10 +184,10 @@ def test_a_single_token(name: str, backend: str):
     a["log_decay"].fill_(-math.inf)
     op = OPS[name][0]
     with torch.no_grad(), kernels.backend(backend):
-        found = op(**{n: x.to(DEVICE) for n, x in a.items()}, return_state=True)
+        actual = op(**{n: x.to(DEVICE) for n, x in a.items()}, return_state=True)
     with torch.no_grad(), kernels.backend("reference"):
         expected = op(**expected_state, return_state=True)
-    torch.testing.assert_close([x.cpu() for x in found], list(expected))
+    torch.testing.assert_close([x.cpu() for x in actual], list(expected))
     if backend != "triton" or name != "scan":
         gradients = run(name, a, backend)
         assert not gradients["gradient of log_decay"].any()
@@ -201,11 +201,11 @@ def test_a_state_that_never_decays(backend: str):
     a = arguments("scan", dtype=torch.float32)
     a["rate"][:, 0] = 0
     reset(a, "adjacent")
-    found = run("scan", a, backend)
-    assert all(x.isfinite().all() for x in found.values())
+    actual = run("scan", a, backend)
+    assert all(x.isfinite().all() for x in actual.values())
     a["log_decay"] = a["log_decay"].clamp(min=-1e4)
     expected = run("scan", a, "reference")
-    close({n: found[n] for n in ("o", "state")}, {n: expected[n] for n in ("o", "state")})
+    close({n: actual[n] for n in ("o", "state")}, {n: expected[n] for n in ("o", "state")})
 
 
 @pytest.mark.parametrize("name", [*PER_STEP, "linear_constant", "delta_constant"])

@@ -34,15 +34,15 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[int
     """The name and the grid of every launch, none of which runs."""
     from triton.runtime.interpreter import GridExecutor
 
-    found: list[tuple[str, tuple[int, ...]]] = []
+    actual: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(
-        GridExecutor, "__call__", lambda self, *given, **named: found.append((self.fn.__name__, self.grid))
+        GridExecutor, "__call__", lambda self, *arguments, **named: actual.append((self.fn.__name__, self.grid))
     )
     plan.of_rows.cache_clear()
-    yield found
+    yield actual
     plan.of_rows.cache_clear()
-    assert found
-    for name, grid in found:
+    assert actual
+    for name, grid in actual:
         assert all(0 < size <= most for size, most in zip(grid, LIMITS, strict=False)), f"{name}: {grid}"
 
 
@@ -85,7 +85,7 @@ def test_recurrences(op: Callable, gate: str, T: int, B: int, H: int, grids: lis
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_recurrences_in_segments(gate: str, grids: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear_plan, "BLOCK", 64)
-    monkeypatch.setattr(linear_plan, "filling", lambda *given: 1 << 30)
+    monkeypatch.setattr(linear_plan, "filling", lambda *arguments: 1 << 30)
     with kernels.backend("triton"):
         for B, H in MANY:
             recurrence(kernels.linear_recurrence, gate, 130, B, H, beta=False)
@@ -94,7 +94,7 @@ def test_recurrences_in_segments(gate: str, grids: list, monkeypatch: pytest.Mon
 
 @without_a_gpu
 def test_the_delta_rule_in_segments(grids: list, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(delta_plan, "segments", lambda *given: 2)
+    monkeypatch.setattr(delta_plan, "segments", lambda *arguments: 2)
     with kernels.backend("triton"):
         for B, H in MANY:
             recurrence(kernels.delta_rule, "head", 130, B, H)
@@ -165,8 +165,8 @@ def step(op: Callable, gate: str, states: int) -> None:
         with kernels.backend("torch"):
             expected = run(**{name: x.float() for name, x in a.items()})
         with kernels.backend("triton"):
-            found = run(**a), run(**{**a, "initial_state": a["initial_state"].clone()}, consume_state=True)
-    for o, state in found:
+            actual = run(**a), run(**{**a, "initial_state": a["initial_state"].clone()}, consume_state=True)
+    for o, state in actual:
         torch.testing.assert_close(o.float(), expected[0], atol=2e-2, rtol=2e-2)
         torch.testing.assert_close(state, expected[1], atol=1e-4, rtol=1e-4)
 
@@ -191,8 +191,8 @@ def test_a_step_of_many_rows(rows: int):
     ]
     with torch.no_grad():
         for one in steps:
-            found = []
+            actual = []
             for backend in ("triton", "torch"):
                 with kernels.backend(backend):
-                    found.append(one())
-            torch.testing.assert_close(*found, atol=1e-4, rtol=1e-4)
+                    actual.append(one())
+            torch.testing.assert_close(*actual, atol=1e-4, rtol=1e-4)

@@ -75,12 +75,12 @@ def test_a_prepared_launch_knows_what_the_compiler_does(checked: bool, monkeypat
     compiled: list[object] = []
     started: list[object] = []
 
-    def compile_(*given, **constants):
+    def compile_(*arguments, **constants):
         compiled.append(object())
         return compiled[-1], ()
 
     monkeypatch.setattr(enqueue_module, "enqueue", compile_)
-    monkeypatch.setattr(enqueue_module, "_start", lambda kernel, *given: started.append(kernel))
+    monkeypatch.setattr(enqueue_module, "_start", lambda kernel, *arguments: started.append(kernel))
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: -1)
     memory = torch.zeros(64)
     others = [(y, z) for y in (None, memory[:2], memory[3:]) for z in (None, memory)]
@@ -105,7 +105,7 @@ class Compiled:
     def __init__(self):
         self.done: list[str] = []
 
-    def warmup(self, *given, grid, **constants):
+    def warmup(self, *arguments, grid, **constants):
         self.done.append("compiled")
         return self
 
@@ -114,7 +114,7 @@ class Compiled:
         self.done.append("loaded")
 
     def __getitem__(self, grid):
-        return lambda *given, **constants: self.done.append("launched")
+        return lambda *arguments, **constants: self.done.append("launched")
 
 
 def test_kernels_are_compiled_ahead_once_and_not_launched(monkeypatch: pytest.MonkeyPatch):
@@ -146,12 +146,12 @@ def test_new_kernels_are_compiled_side_by_side_and_then_launched_in_order(monkey
     meeting = Barrier(2, timeout=10)  # passed only by two compilations at the same time
 
     class Slow(Compiled):
-        def warmup(self, *given, grid, **constants):
+        def warmup(self, *arguments, grid, **constants):
             meeting.wait()
-            return super().warmup(*given, grid=grid, **constants)
+            return super().warmup(*arguments, grid=grid, **constants)
 
         def __getitem__(self, grid):
-            return lambda *given, **constants: done.append(f"launched after {len(self.done)}")
+            return lambda *arguments, **constants: done.append(f"launched after {len(self.done)}")
 
     first, second = Slow(), Slow()
     x = SimpleNamespace(get_device=lambda: 0, data_ptr=lambda: 0, dtype=torch.float32, is_cuda=True)
@@ -279,21 +279,21 @@ def test_what_we_know_of_the_launcher(monkeypatch: pytest.MonkeyPatch):
         def __init__(self, name: str):
             self.name = name
 
-        def launch_metadata(self, grid, stream, *given):
+        def launch_metadata(self, grid, stream, *arguments):
             return None
 
         @property
         def run(self):
-            return lambda *given: heard.update({self.name: given})
+            return lambda *arguments: heard.update({self.name: arguments})
 
     device = SimpleNamespace(get_current_device=lambda: 0, get_current_stream=lambda device: 5)
     monkeypatch.setattr(driver, "_active", device, raising=False)
     kernel = JITFunction(scale.fn)
     x = torch.zeros(16)
     bound = {"x": x, "bias": None, "out": x, "size": 16, "factor": 0.5, "ADD": False, "BLOCK": 16}
-    caches = ({"key": Compiled("theirs")}, {}, None, None, lambda *given, **options: (bound, [], None))
+    caches = ({"key": Compiled("theirs")}, {}, None, None, lambda *arguments, **options: (bound, [], None))
     kernel.device_caches = {0: caches}
-    monkeypatch.setattr("triton.runtime.jit.compute_cache_key", lambda *given: "key")
+    monkeypatch.setattr("triton.runtime.jit.compute_cache_key", lambda *arguments: "key")
     kernel.run(grid=(3,), warmup=False)
     monkeypatch.setattr(enqueue_module, "DIRECT", True)  # with newer versions, too, for which it is not used yet
     at = x.data_ptr()

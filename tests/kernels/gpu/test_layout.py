@@ -13,22 +13,22 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("bounds", [[0, 300], [0, 0, 5, 300, 301, 640, 640], [0, 64, 128, 1000]])
 def test_pieces_hold_all_tokens_of_their_sequence(bounds: list[int], segment: int):
     packed = documents(torch.tensor(bounds), bounds[-1])
-    found = layout(packed, 1, bounds[-1], 64, 128, segment, CPU)
-    for table in (found.chunks, found.blocks, found.segments):
+    actual = layout(packed, 1, bounds[-1], 64, 128, segment, CPU)
+    for table in (actual.chunks, actual.blocks, actual.segments):
         begin, tokens = table[:, 0].long(), table[:, 1].long()
         covered = torch.cat([torch.arange(b, b + n) for b, n in zip(begin.tolist(), tokens.tolist(), strict=True)])
         assert torch.equal(covered.sort().values, torch.arange(bounds[-1]))
-    for (first, count), (start, stop) in zip(found.sequences.tolist(), packed.spans, strict=True):
-        mine = found.segments[first : first + count]
+    for (first, count), (start, stop) in zip(actual.sequences.tolist(), packed.spans, strict=True):
+        mine = actual.segments[first : first + count]
         assert mine[0, 0] == start
         assert mine[:, 1].sum() == stop - start
         assert count == max(1, -(-(stop - start) // segment))
-        assert (count > 1) == (first < found.cut)  # those that are cut come first
+        assert (count > 1) == (first < actual.cut)  # those that are cut come first
         if stop > start:
-            assert torch.equal(mine[:, 0], found.chunks[mine[:, 2].long(), 0])
-            assert torch.equal(mine[:, 0], found.blocks[mine[:, 3].long(), 0])
-    if not found.cut:
-        assert found.sequences[:, 0].tolist() == list(range(len(packed.spans)))
+            assert torch.equal(mine[:, 0], actual.chunks[mine[:, 2].long(), 0])
+            assert torch.equal(mine[:, 0], actual.blocks[mine[:, 3].long(), 0])
+    if not actual.cut:
+        assert actual.sequences[:, 0].tolist() == list(range(len(packed.spans)))
 
 
 def test_rows_are_documents_of_one_length():

@@ -96,13 +96,13 @@ def test_documents_and_their_tables_go_with_the_boundaries(plan: type[Plan]):
         SelectiveScan: (shape[:3], 4, "each", 2, bf16, device),
     }
     boundaries = torch.tensor([0, 30, 100])
-    found = weakref.ref(plan.of(boundaries, 100, *sizes[plan]))
+    actual = weakref.ref(plan.of(boundaries, 100, *sizes[plan]))
     gc.collect()
     gc.disable()
     try:
-        assert found() is not None
+        assert actual() is not None
         del boundaries
-        assert found() is None
+        assert actual() is None
     finally:
         gc.enable()
 

@@ -12,10 +12,10 @@ from ..places import PLACES
 @pytest.mark.parametrize(("n", "R", "C"), [(1, 1, 1), (3, 5, 7), (512, 1, 9), (1100, 4, 6)])
 def test_parts_are_added_up(n: int, R: int, C: int, dtype: torch.dtype, where: str, monkeypatch: pytest.MonkeyPatch):
     allocate = sums.new
-    monkeypatch.setattr(sums, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
+    monkeypatch.setattr(sums, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
     parts = torch.randn(n, R, C, device=where)
-    found = sums.add_parts(parts, dtype)
+    actual = sums.add_parts(parts, dtype)
     expected = parts.double().sum(0).T
-    assert (found.shape, found.dtype) == ((C, R), dtype)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-4)
-    assert torch.equal(found, sums.add_parts(parts, dtype))
+    assert (actual.shape, actual.dtype) == ((C, R), dtype)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5 if dtype == torch.float32 else 8e-3, atol=1e-4)
+    assert torch.equal(actual, sums.add_parts(parts, dtype))

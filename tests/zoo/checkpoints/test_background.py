@@ -107,16 +107,16 @@ def alike(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, dict[in
 def test_they_are_those_of_their_steps_although_training_went_on(alike):
     here, there, _, slow = alike
     assert max(slow.behind) >= 2
-    expected, found = saved(here), saved(there)
-    assert list(found) == ["best.ckpt", "last.ckpt", "step-00000006.ckpt", "step-00000012.ckpt"]
-    for name, checkpoint in found.items():
+    expected, actual = saved(here), saved(there)
+    assert list(actual) == ["best.ckpt", "last.ckpt", "step-00000006.ckpt", "step-00000012.ckpt"]
+    for name, checkpoint in actual.items():
         assert checkpoint["global_step"] == expected[name]["global_step"]
         states = [each["optimizer_states"][0]["state"] for each in (checkpoint, expected[name])]
         pairs = [(checkpoint["state_dict"], expected[name]["state_dict"])]
         pairs += [(own, states[1][number]) for number, own in states[0].items()]
         for own, other in pairs:
             assert all(torch.equal(tensor, other[key]) for key, tensor in own.items())
-    assert found["step-00000006.ckpt"]["global_step"] == 6
+    assert actual["step-00000006.ckpt"]["global_step"] == 6
 
 
 def test_a_run_continues_from_them_bitwise(alike, tmp_path):
@@ -150,9 +150,9 @@ def test_a_full_disk_is_told(full, last, tmp_path, monkeypatch):
     with pytest.raises(UserError, match="cannot be written: No space left on device; the one saved there before is"):
         fit(tmp_path, [Watch()], every_n_steps=12, max_steps=11)
     assert steps[-1] == (8 if full == 6 else 11)
-    found = saved(tmp_path)
-    assert found["last.ckpt"]["global_step"] == last
-    assert f"step-{full:08d}.ckpt" not in found
+    actual = saved(tmp_path)
+    assert actual["last.ckpt"]["global_step"] == last
+    assert f"step-{full:08d}.ckpt" not in actual
 
 
 def test_a_full_disk_and_a_bug_are_both_told(tmp_path, monkeypatch, capfd):

@@ -24,9 +24,9 @@ from ...commands import ROOT
 
 
 def modules(package: ModuleType) -> Iterator[ModuleType]:
-    for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        if not found.name.endswith("__main__"):
-            yield importlib.import_module(found.name)
+    for actual in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        if not actual.name.endswith("__main__"):
+            yield importlib.import_module(actual.name)
 
 
 def parts_of(hint: Any) -> Iterator[Any]:
@@ -36,8 +36,8 @@ def parts_of(hint: Any) -> Iterator[Any]:
 
 
 def bases_of(cls: type) -> set[type]:
-    found = {component(part) for hint in hints(cls).values() for part in parts_of(hint) if not isinstance(part, list)}
-    return {base for base in found if base is not None and not getattr(base, "_is_protocol", False)}
+    actual = {component(part) for hint in hints(cls).values() for part in parts_of(hint) if not isinstance(part, list)}
+    return {base for base in actual if base is not None and not getattr(base, "_is_protocol", False)}
 
 
 ABSTRACT = {"Associative", "Expansion", "FeatureMap", "LinearMixer", "Norm", "Output", "ResumableData"}
@@ -70,8 +70,8 @@ def test_the_table_has_every_component():
     program = "import json; from tests.zoo.config.test_own import missing; print(json.dumps(missing()))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found.keys() <= ABSTRACT | MADE, found
+    actual = json.loads(done.stdout.splitlines()[-1])
+    assert actual.keys() <= ABSTRACT | MADE, actual
 
 
 def test_names_are_those_of_one_class():

@@ -29,8 +29,8 @@ def test_each_pass_is_a_permutation(size: int):
     order = shuffled(np.arange(3 * size), size, seed=5)
     for epoch in range(3):
         assert sorted(order[epoch * size : (epoch + 1) * size]) == list(range(size))
-    again = np.concatenate([shuffled(np.array([p]), size, seed=5) for p in range(min(3 * size, 50))])
-    assert again.tolist() == order[:50].tolist()
+    repeated = np.concatenate([shuffled(np.array([p]), size, seed=5) for p in range(min(3 * size, 50))])
+    assert repeated.tolist() == order[:50].tolist()
 
 
 def test_passes_and_seeds_differ_and_look_random():

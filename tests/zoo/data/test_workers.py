@@ -47,15 +47,15 @@ class Stop(L.Callback):
 
 def alive(group: int) -> list[int]:
     """The processes of a group that have not ended."""
-    found = []
+    actual = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             state, _, of_group = (folder / "stat").read_text().rpartition(")")[2].split()[:3]
         except OSError:  # it has just ended
             continue
         if int(of_group) == group and state != "Z":
-            found.append(int(folder.name))
-    return found
+            actual.append(int(folder.name))
+    return actual
 
 
 def wait_until_none_is(group: int, seconds: float) -> list[int]:

@@ -31,9 +31,9 @@ def done(finished: Path, desk: Path) -> str:
 
 @pytest.mark.slow
 def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> None:
-    found = command("evaluate", "--checkpoint", done, "--tasks=perplexity", "--lengths=[32,96]", "--samples=4")
-    assert found.code == 0, found.err
-    assert "perplexity" in found.out
+    actual = command("evaluate", "--checkpoint", done, "--tasks=perplexity", "--lengths=[32,96]", "--samples=4")
+    assert actual.code == 0, actual.err
+    assert "perplexity" in actual.out
     folder = desk / "evaluations" / "done"
     names = {path.name for path in folder.iterdir()}
     assert names == {
@@ -111,8 +111,8 @@ def test_several_models_side_by_side_and_nothing_measured_twice(
     with open("both/rows.jsonl", "a") as file:
         file.write('{"key": "half a li')  # as a killed process leaves it
     arguments = ["--checkpoint", done, "--checkpoint", "copy", "--tasks=perplexity", "--lengths=[32,96]", "--samples=4"]
-    found = command("evaluate", *arguments, "--output=both", "--device=cpu")
-    assert found.code == 0, found.err
+    actual = command("evaluate", *arguments, "--output=both", "--device=cpu")
+    assert actual.code == 0, actual.err
     assert [(name, cell["length"]) for name, cell in measured[2:]] == [("copy", 32), ("copy", 96)]
     lines = [json.loads(line) for line in Path("both/rows.jsonl").read_text().splitlines()]
     assert len(lines) == 4
@@ -127,7 +127,7 @@ def test_several_models_side_by_side_and_nothing_measured_twice(
 @pytest.mark.slow
 def test_a_cell_counts_whatever_else_was_evaluated(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
-    monkeypatch.setattr(Perplexity, "run", lambda *given: pytest.fail("it was measured again"))
+    monkeypatch.setattr(Perplexity, "run", lambda *inputs: pytest.fail("it was measured again"))
     assert zoo.evaluate(done, **{**OPTIONS, "lengths": [96]}, output="out", verbose=False) == both[2:]
 
 
@@ -162,9 +162,9 @@ def test_seeds_are_shown_as_one_model(done: str, desk: Path, command: Command) -
     for name in ("mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"):
         shutil.copytree(done, desk / "runs" / name)
     options = ["--tasks=perplexity", "--lengths=[32,96]", "--samples=4", "--device=cpu", "--output=out"]
-    found = command("evaluate", "--checkpoint=runs/mixer=*", *options, "--average_seeds=true")
-    assert found.code == 0, found.err
-    assert re.findall(r"mixer=\w\S*", found.out) == ["mixer=a", "mixer=b"]
+    actual = command("evaluate", "--checkpoint=runs/mixer=*", *options, "--average_seeds=true")
+    assert actual.code == 0, actual.err
+    assert re.findall(r"mixer=\w\S*", actual.out) == ["mixer=a", "mixer=b"]
     rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", average_seeds=True, verbose=False)
     assert {row["model"] for row in rows} == {"mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"}
 
@@ -199,10 +199,10 @@ def test_many_heatmaps_are_in_several_rows() -> None:
 
 
 def test_the_list_of_tasks(command: Command) -> None:
-    found = command("evaluate", "--tasks=list")
-    assert found.code == 0, found.err
-    assert "perplexity" in found.out
-    assert "a tokenizer" in found.out
+    actual = command("evaluate", "--tasks=list")
+    assert actual.code == 0, actual.err
+    assert "perplexity" in actual.out
+    assert "a tokenizer" in actual.out
 
 
 def lines(shown: Table) -> list[str]:

@@ -52,11 +52,11 @@ def test_log_likelihoods(
     with torch.no_grad():
         likeliest = model(torch.tensor([requests[3][0]]))[0][0, -1].argmax().item()
     requests.append((requests[3][0], [likeliest]))
-    for found, request in zip(subject.log_likelihoods(requests), requests, strict=True):
+    for actual, request in zip(subject.log_likelihoods(requests), requests, strict=True):
         expected, greedy = direct(model, *request)
-        assert found.log_likelihood == pytest.approx(expected, abs=1e-4)
-        assert found.greedy == greedy
-    assert found.greedy
+        assert actual.log_likelihood == pytest.approx(expected, abs=1e-4)
+        assert actual.greedy == greedy
+    assert actual.greedy
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_log_likelihoods(
 def test_continuations(model: LanguageModel, batch_tokens: int | None) -> None:
     subject = LoadedModel("tiny", model, ByteTokenizer(), batch_tokens=batch_tokens)
     prompts = [tokens(length, length) for length in (20, 3, 20, 11)]
-    for found, prompt in zip(subject.continuations(prompts, 6), prompts, strict=True):
+    for actual, prompt in zip(subject.continuations(prompts, 6), prompts, strict=True):
         expected = list(prompt)
         for _ in range(6):
             with torch.no_grad():
@@ -72,7 +72,7 @@ def test_continuations(model: LanguageModel, batch_tokens: int | None) -> None:
             if following == ByteTokenizer.eos_id:
                 break
             expected.append(following)
-        assert found == expected[len(prompt) :]
+        assert actual == expected[len(prompt) :]
 
 
 def test_a_continuation_stops_before_the_end_token(model: LanguageModel) -> None:

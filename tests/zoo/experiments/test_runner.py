@@ -110,8 +110,8 @@ def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
 def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     file = tmp_path / "runs.json"
-    known = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
-    file.write_text(json.dumps(known))  # as earlier versions did
+    unsealed = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
+    file.write_text(json.dumps(unsealed))  # as earlier versions did
     assert Runner(FAKE, tmp_path).run(runs()) == []
     assert len(calls(tmp_path)) == len(ALL)
 
@@ -199,11 +199,11 @@ def test_jobs_share_the_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_the_report(tmp_path: Path):
     Runner(FAKE, tmp_path, jobs=3).run(runs()[:-1])
-    found = results.outcomes(runs(), tmp_path)
-    cells = results.cells(SWEEP, found)
+    actual = results.outcomes(runs(), tmp_path)
+    cells = results.cells(SWEEP, actual)
     assert [cell.median for cell in cells] == pytest.approx([2.905, 2.805, 2.6])
     assert [len(cell.values) for cell in cells] == [2, 2, 1]
-    results.write(SWEEP, found, tmp_path)
+    results.write(SWEEP, actual, tmp_path)
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [row["name"] for row in rows] == ALL
@@ -216,12 +216,12 @@ def test_the_report(tmp_path: Path):
 def test_controls_are_in_the_report(tmp_path: Path):
     sweep = Sweep("gated_deltanet.yaml", axes={"model.num_heads": [1]}, controls={"deep": "model.num_layers=7"})
     pair = sweep.runs()
-    found = [results.Outcome(run, {"val_loss": 1.0, "status": "complete"}) for run in pair]
-    results.write(sweep, found, tmp_path)
+    actual = [results.Outcome(run, {"val_loss": 1.0, "status": "complete"}) for run in pair]
+    results.write(sweep, actual, tmp_path)
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["model.num_heads"], row["control"]) for row in rows] == [("1", ""), ("", "deep")]
-    axes = results.figure(sweep, found).axes[0]
+    axes = results.figure(sweep, actual).axes[0]
     assert [line.get_label() for line in axes.get_lines()].count("deep") == 1
 
 
@@ -229,19 +229,19 @@ def test_controls_are_in_the_report(tmp_path: Path):
 def test_the_best_learning_rate_stands_for_a_cell(tmp_path: Path):
     sweep = Sweep("gated_deltanet.yaml", axes={"model.num_heads": [1]}, learning_rates=[0.1, 0.2])
     both = sweep.runs()
-    found = [
+    actual = [
         results.Outcome(run, {"val_loss": loss, "status": "complete"})
         for run, loss in zip(both, (2.0, 1.0), strict=True)
     ]
-    (cell,) = results.cells(sweep, found)
+    (cell,) = results.cells(sweep, actual)
     assert (cell.learning_rate, cell.values) == (0.2, [1.0])
-    found = [
+    actual = [
         results.Outcome(run, {"val_loss": loss, "status": "complete"})
         for run, loss in zip(both, (2.0, None), strict=True)
     ]
-    (cell,) = results.cells(sweep, found)  # a diverged run is no winner
+    (cell,) = results.cells(sweep, actual)  # a diverged run is no winner
     assert (cell.learning_rate, cell.values) == (0.1, [2.0])
-    (cell,) = results.cells(replace(sweep, mode="max"), found)  # also where the highest value is best
+    (cell,) = results.cells(replace(sweep, mode="max"), actual)  # also where the highest value is best
     assert (cell.learning_rate, cell.values) == (0.1, [2.0])
 
 
@@ -256,14 +256,14 @@ def test_a_learning_rate_that_passes_the_gates_goes_before_a_better_one_that_fai
         gates=[Gate(["val_accuracy_by_task.pairs_4"], at_least=0.95)],
     )
     numbers = {(0.1, 0): (0.9, 1.0), (0.1, 1): (0.8, 0.1), (0.2, 0): (0.6, 1.0), (0.2, 1): (0.5, 1.0)}
-    found = []
+    actual = []
     for run in sweep.runs():
         accuracy, easy = numbers[run.learning_rate, run.seed]
         row = {"val_accuracy": accuracy, "val_accuracy_by_task": {"pairs_4": easy}, "status": "complete"}
-        found.append(results.Outcome(run, row))
-    (cell,) = results.cells(sweep, found)
+        actual.append(results.Outcome(run, row))
+    (cell,) = results.cells(sweep, actual)
     assert (cell.learning_rate, cell.values) == (0.2, [0.6, 0.5])
-    assert results.failures(sweep, found) == []
+    assert results.failures(sweep, actual) == []
 
 
 @pytest.mark.slow
@@ -310,11 +310,11 @@ def gated(tmp_path: Path) -> tuple[Sweep, list[results.Outcome]]:
 
 
 def test_what_fails_a_gate_is_named_and_marked(gated, tmp_path: Path):
-    sweep, found = gated
-    (failure,) = results.failures(sweep, found)
+    sweep, actual = gated
+    (failure,) = results.failures(sweep, actual)
     assert failure == ("3", "3, seed 1: val_accuracy_by_task.pairs_4 is 0.9, below 0.95")
     console = Console(width=200, record=True)
-    console.print(results.write(sweep, found, tmp_path))
+    console.print(results.write(sweep, actual, tmp_path))
     lines = [line.split() for line in console.export_text().splitlines()]
     assert [line[-1] for line in lines if line and line[-1] in ("passed", "failed")] == ["passed", "failed", "passed"]
     with (tmp_path / "sweep.csv").open() as file:
@@ -324,23 +324,23 @@ def test_what_fails_a_gate_is_named_and_marked(gated, tmp_path: Path):
 
 
 def test_a_narrow_terminal_cuts_no_label(gated):
-    sweep, found = gated
+    sweep, actual = gated
     console = Console(width=80, record=True)
-    console.print(results.table(sweep, found, console.width))
+    console.print(results.table(sweep, actual, console.width))
     text = console.export_text()
     assert "…" not in text
     assert all(word in text for word in ("num_heads", "deep", "median", "passed", "sweep.csv"))
 
 
 def test_a_run_that_lacks_the_number_of_a_gate_fails_it(gated):
-    sweep, found = gated
-    found[4] = found[4]._replace(row={"status": "complete", "val_accuracy": 0.5, "pairs_at_50": 1, "pairs_at_90": 1})
-    assert ("deep", "deep, seed 0: val_accuracy_by_task.pairs_4 is missing") in results.failures(sweep, found)
+    sweep, actual = gated
+    actual[4] = actual[4]._replace(row={"status": "complete", "val_accuracy": 0.5, "pairs_at_50": 1, "pairs_at_90": 1})
+    assert ("deep", "deep, seed 0: val_accuracy_by_task.pairs_4 is missing") in results.failures(sweep, actual)
 
 
 def test_further_numbers_have_columns_and_panels(gated, tmp_path: Path):
-    sweep, found = gated
-    shown = results.write(sweep, found, tmp_path)
+    sweep, actual = gated
+    shown = results.write(sweep, actual, tmp_path)
     headers = [str(column.header) for column in shown.columns]
     assert headers.index("pairs at 90") == headers.index("pairs at 50") + 1
     at_50 = list(shown.columns[headers.index("pairs at 50")].cells)
@@ -348,7 +348,7 @@ def test_further_numbers_have_columns_and_panels(gated, tmp_path: Path):
     with (tmp_path / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [float(row["pairs_at_50"]) for row in rows[:5]] == pytest.approx([32, 32, 32, 32, float("inf")])
-    assert [axes.get_ylabel() for axes in results.figure(sweep, found).axes] == [
+    assert [axes.get_ylabel() for axes in results.figure(sweep, actual).axes] == [
         "val accuracy",
         "pairs at 50",
         "pairs at 90",

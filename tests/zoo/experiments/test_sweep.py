@@ -68,10 +68,10 @@ def test_overlays_by_label_file_and_inline():
         "variant=inline,seed=0",
         "variant=several,seed=0",
     ]
-    found = [run.read().model for run in runs]
-    assert [m.stack.init_args.mixer.init_args.factor for m in found] == [1, 4, 1, 4]
-    assert [m.num_heads for m in found] == [3, 3, 1, 1]
-    assert [m.num_layers for m in found] == [6, 6, 6, 2]
+    actual = [run.read().model for run in runs]
+    assert [m.stack.init_args.mixer.init_args.factor for m in actual] == [1, 4, 1, 4]
+    assert [m.num_heads for m in actual] == [3, 3, 1, 1]
+    assert [m.num_layers for m in actual] == [6, 6, 6, 2]
 
 
 def test_a_list_of_files_is_labelled_by_their_names():

@@ -22,7 +22,7 @@ def aliases(levels: int) -> str:
 
 def test_an_alias_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch):
     assert len(parse_yaml(aliases(4), "config")) == 4  # 10 + 100 + 1,000 + 10,000
-    monkeypatch.setattr("zoo.files.safe_yaml.yaml.load", lambda *given, **more: pytest.fail("objects were built"))
+    monkeypatch.setattr("zoo.files.safe_yaml.yaml.load", lambda *arguments, **more: pytest.fail("objects were built"))
     for levels in (5, 6, 20):
         with pytest.raises(UserError, match=f"config has more than {MOST_NODES:,} values"):
             parse_yaml(aliases(levels), "config")

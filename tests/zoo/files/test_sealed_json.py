@@ -54,10 +54,10 @@ def test_no_flipped_bit_and_no_cut_is_believed(required: bool):
     flips = (whole[:i] + bytes([whole[i] ^ 1 << bit]) + whole[i + 1 :] for i in range(len(whole)) for bit in range(8))
     for damaged in (*flips, *(whole[:length] for length in range(len(whole)))):
         try:
-            found = unsealed(damaged, "a.json", required=required)
+            actual = unsealed(damaged, "a.json", required=required)
         except UserError:
             continue
-        assert found == CONTENT  # only white space was changed
+        assert actual == CONTENT  # only white space was changed
 
 
 def test_what_was_there_stays_if_the_new_content_cannot_be_written(tmp_path: Path):

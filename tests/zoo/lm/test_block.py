@@ -47,8 +47,8 @@ def test_norms_before_and_after_in_one_model(model: zoo.LanguageModel):
     tokens = torch.randint(64, (2, 11))
     logits, expected = model(tokens)[0], by_hand(model, tokens)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
-    found, wanted = (torch.autograd.grad(y.square().sum(), list(model.parameters())) for y in (logits, expected))
-    for (name, _), a, b in zip(model.named_parameters(), found, wanted, strict=True):
+    actual, wanted = (torch.autograd.grad(y.square().sum(), list(model.parameters())) for y in (logits, expected))
+    for (name, _), a, b in zip(model.named_parameters(), actual, wanted, strict=True):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max())), name
 
 
@@ -93,4 +93,4 @@ def test_what_is_not_computed_again_is_kept():
         kept.append(torch.cuda.memory_allocated() - before)
         gradients.append(torch.autograd.grad(loss, list(built.parameters())))
     assert kept[2] > 1.1 * kept[1]
-    assert all(torch.equal(again, saved) for again, saved in zip(*gradients[1:], strict=True))
+    assert all(torch.equal(repeated, saved) for repeated, saved in zip(*gradients[1:], strict=True))

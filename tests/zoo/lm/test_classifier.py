@@ -74,9 +74,9 @@ def test_losses_are_those_of_the_logits(packed: bool):
     expected = token_losses(logits, labels)
     torch.testing.assert_close(model.loss(row, labels, bounds), expected.sum())
     with torch.no_grad():
-        found = model.token_losses(row, labels, cu_seqlens=bounds)
-    torch.testing.assert_close(found.losses, expected)
-    assert torch.equal(found.correct, logits.argmax(-1) == labels)
+        actual = model.token_losses(row, labels, cu_seqlens=bounds)
+    torch.testing.assert_close(actual.losses, expected)
+    assert torch.equal(actual.correct, logits.argmax(-1) == labels)
     model.loss(row, labels, bounds).backward()
     assert model.head.weight.grad.any()
 

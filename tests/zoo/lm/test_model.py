@@ -112,20 +112,20 @@ def test_its_loss_is_that_of_its_logits_bitwise(tied: bool, packed: bool):
     bounds = torch.tensor([0, 4, LENGTH]) if packed else None
     tokens, labels = torch.randint(VOCAB, (2, 1 if packed else 2, LENGTH))
     labels[0, 3:6] = -100
-    found, expected = (
+    actual, expected = (
         (loss, torch.autograd.grad(loss, list(model.parameters())))
         for loss in (
             model.loss(tokens, labels, bounds),
             token_losses(model(tokens, cu_seqlens=bounds)[0], labels).sum(),
         )
     )
-    assert torch.equal(found[0], expected[0])
-    assert all(torch.equal(x, y) for x, y in zip(found[1], expected[1], strict=True))
+    assert torch.equal(actual[0], expected[0])
+    assert all(torch.equal(x, y) for x, y in zip(actual[1], expected[1], strict=True))
 
 
 def test_forward_gives_logits_and_loss_the_loss(model: zoo.LanguageModel, tokens: Tensor):
     shapes = []
-    with model.register_forward_hook(lambda *given: shapes.append(given[-1][0].shape)):
+    with model.register_forward_hook(lambda *arguments: shapes.append(arguments[-1][0].shape)):
         assert model.loss(tokens, tokens).shape == ()
         model(tokens, model.init_state(2))
     assert shapes == [(2, LENGTH, VOCAB)]  # nothing else comes out of `forward`

@@ -55,10 +55,10 @@ def test_states_are_saved_joined_and_taken(name: str, tmp_path) -> None:
     joined = zoo.join_states(states)
     branched = zoo.take_states(joined, [2, 0, 2])  # before the joined state is consumed
     assert {len(leaf) for leaf in tree_leaves(zoo.take_states(joined, [])) if leaf.dim() > 1} == {0}
-    found, _ = model(following, joined)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    found, _ = model(following[[2, 0, 2]], branched)
-    torch.testing.assert_close(found, expected[[2, 0, 2]], rtol=1e-4, atol=1e-4)
+    actual, _ = model(following, joined)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+    actual, _ = model(following[[2, 0, 2]], branched)
+    torch.testing.assert_close(actual, expected[[2, 0, 2]], rtol=1e-4, atol=1e-4)
 
 
 def test_a_state_of_another_model_is_refused(tmp_path) -> None:

@@ -101,9 +101,9 @@ def test_gradients_reach_the_first_values_by_way_of_the_others():
     first = lm.mixers[0]
     with torch.no_grad():
         first.o_proj.weight.zero_()  # so that its own output depends on nothing
-    found = gradients(lm)
-    assert found["layers.0.mixer.v_proj.weight"].abs().sum() > 0
-    assert not found["layers.0.mixer.r_proj.weight"].any()
+    actual = gradients(lm)
+    assert actual["layers.0.mixer.v_proj.weight"].abs().sum() > 0
+    assert not actual["layers.0.mixer.r_proj.weight"].any()
 
 
 @torch.no_grad()
@@ -119,10 +119,10 @@ def test_tokens_one_by_one_and_packed_documents():
     packed, states = lm(x[:1], lm.init_state(4), cu_seqlens=torch.tensor(bounds))
     spans = [(i, j) for i, j in zip(bounds, bounds[1:], strict=False) if j > i]
     torch.testing.assert_close(packed, torch.cat([lm(x[:1, i:j])[0] for i, j in spans], 1))
-    again, _ = lm(x[:1, :4], states, cu_seqlens=torch.tensor([0, 1, 2, 3, 4]))
+    repeated, _ = lm(x[:1, :4], states, cu_seqlens=torch.tensor([0, 1, 2, 3, 4]))
     for row, (i, j) in enumerate(zip(bounds, bounds[1:], strict=False)):
         both = torch.cat([x[:1, i:j], x[:1, row : row + 1]], 1)
-        torch.testing.assert_close(again[:, row], lm(both)[0][:, -1])
+        torch.testing.assert_close(repeated[:, row], lm(both)[0][:, -1])
 
 
 @torch.no_grad()
@@ -197,10 +197,10 @@ def test_checkpointed_blocks_have_the_same_gradients(documents: bool):
     for every in (1, 2):
         for block, forward in CheckpointedBlocks(every).replaced(lm):
             block.forward = forward
-        again = gradients(lm, **options)
+        repeated = gradients(lm, **options)
         for block in lm.layers:
             block.__dict__.pop("forward", None)
-        assert [name for name in expected if not torch.equal(expected[name], again[name])] == []
+        assert [name for name in expected if not torch.equal(expected[name], repeated[name])] == []
 
 
 @pytest.mark.slow

@@ -392,15 +392,15 @@ def test_training(command, desk):
         "bench", "training", "--config", "gated_deltanet.yaml", *SMALL, "--batch_size=2", "--length", "40", "--steps=2"
     )
     assert done.code == 0, done.err
-    found = record(desk / "runs/bench-training")
-    (row,) = found["rows"]
+    actual = record(desk / "runs/bench-training")
+    (row,) = actual["rows"]
     parts = row["forward_ms"] + row["backward_ms"] + row["optimiser_ms"]
     assert row["step_ms"] == pytest.approx(parts, rel=0.5)
     assert row["tokens_per_second"] == pytest.approx(2 * 40 / row["step_ms"] * 1e3)
     assert 0 < row["first_step_s"] < row["ready_s"]
     assert row["mfu"] is None
-    assert found["length"] == 40
-    assert found["model"]["num_layers"] == 2
+    assert actual["length"] == 40
+    assert actual["model"]["num_layers"] == 2
     assert "gated_deltanet" in done.out
     assert row["implementations"]["delta_rule"] == row["implementations"]["rms_norm"] == ["torch"]
     assert "path" in done.out

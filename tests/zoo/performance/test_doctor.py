@@ -97,8 +97,8 @@ def test_documents_that_see_their_neighbours(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
     def fault(run):
-        def noisy(*given: Tensor):
-            log_decay, dt = run(*given)
+        def noisy(*inputs: Tensor):
+            log_decay, dt = run(*inputs)
             return log_decay, dt * (1 + 1e-6 * torch.rand(()))
 
         return noisy
@@ -112,7 +112,7 @@ def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.slow
 def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch):
     def fault(run):
-        def broken(*given):
+        def broken(*inputs):
             raise RuntimeError("no kernel image is available for execution on the device\nand more")
 
         return broken
@@ -146,8 +146,10 @@ def test_a_launch_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch):
 
 def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
     installed = {"torch": "2.1.0+cpu", "rich": "99.0"}
-    known = importlib.metadata.version
-    monkeypatch.setattr(sys.modules[packages.__module__], "version", lambda name: installed.get(name) or known(name))
+    installed_version = importlib.metadata.version
+    monkeypatch.setattr(
+        sys.modules[packages.__module__], "version", lambda name: installed.get(name) or installed_version(name)
+    )
     finding = packages()
     assert finding.status == "failed"
     assert "torch 2.1.0+cpu is installed, and >=2.11 is needed" in finding.says
@@ -196,6 +198,6 @@ def test_ops_and_mixers_are_examined_side_by_side():
 @pytest.mark.gpu
 def test_two_minutes_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    found = zoo.doctor(verbose=False)
-    assert not found.failed, found.failures
-    assert found.seconds < 120
+    actual = zoo.doctor(verbose=False)
+    assert not actual.failed, actual.failures
+    assert actual.seconds < 120

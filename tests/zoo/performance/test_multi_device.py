@@ -90,14 +90,14 @@ def measured(
 )
 def test_two_processes_are_measured_and_train_as_one(measured: tuple[Report, list[str]]):
     report, ways = measured
-    found = record(report.folder)
+    actual = record(report.folder)
     assert not report.failed
-    assert [(row["way"], row["devices"]) for row in found["rows"]] == [
+    assert [(row["way"], row["devices"]) for row in actual["rows"]] == [
         ("one device", 1),
         *((way, 2) for way in ways),
     ]
-    base, *others = found["rows"]
-    for row in found["rows"]:
+    base, *others = actual["rows"]
+    for row in actual["rows"]:
         assert "note" not in row
         tokens = 2 * 32 * (2 if row["way"] in ("ddp", "zero2") else 1)
         assert row["tokens_per_second"] == pytest.approx(tokens / row["step_ms"] * 1e3)
@@ -113,7 +113,7 @@ def test_two_processes_are_measured_and_train_as_one(measured: tuple[Report, lis
         assert row["gate"]["passed"]
         assert 0 <= row["loss_difference"] <= 1e-4
         assert f"--config train/{row['way']}.yaml" in row["command"]
-    (reference,) = found["references"]
+    (reference,) = actual["references"]
     assert "--trainer.accumulate_grad_batches=2" in reference["command"]
     assert reference["losses"] == pytest.approx(others[0]["losses"], rel=1e-4)
     assert reference["losses"] != pytest.approx(base["losses"], rel=1e-3)  # which are of other samples
@@ -141,25 +141,25 @@ def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     goes(fake, ddp_2={"slower": 0.1})
     done = command(*OPTIONS, "--ways=[ddp]", "--devices=[4,2]", "--steps=20")
     assert done.code == 0, done.err
-    found = record(fake / "runs/bench-scaling")
-    speeds = [(row["devices"], row["tokens_per_second"], row["efficiency"]) for row in found["rows"]]
+    actual = record(fake / "runs/bench-scaling")
+    speeds = [(row["devices"], row["tokens_per_second"], row["efficiency"]) for row in actual["rows"]]
     assert speeds == [
         (1, pytest.approx(1000), pytest.approx(1)),
         (2, pytest.approx(1000), pytest.approx(0.5)),
         (4, pytest.approx(4000), pytest.approx(1)),
     ]
-    batches = [row["command"].partition("--data.batch_size=")[2].split()[0] for row in found["rows"]]
+    batches = [row["command"].partition("--data.batch_size=")[2].split()[0] for row in actual["rows"]]
     assert batches == ["8", "16", "32"]  # the config has 8
-    assert [row["devices"] for row in found["references"]] == [2, 4]
-    assert len(ScalingReport(fake, found, found["rows"]).picture().axes[0].lines) == 2
-    assert [row["communication_ms"] for row in found["rows"]] == [None, pytest.approx(20), pytest.approx(20)]
+    assert [row["devices"] for row in actual["references"]] == [2, 4]
+    assert len(ScalingReport(fake, actual, actual["rows"]).picture().axes[0].lines) == 2
+    assert [row["communication_ms"] for row in actual["rows"]] == [None, pytest.approx(20), pytest.approx(20)]
     assert "waits" in done.out
     assert "GiB" not in done.out
-    again = command(*OPTIONS, "--ways=[ddp]", "--devices=[2]", "--curves=false")
-    assert again.code == 0, again.err
-    found = record(fake / "runs/bench-scaling")
-    assert found["references"] == []
-    assert found["rows"][1]["loss_difference"] is None
+    repeated = command(*OPTIONS, "--ways=[ddp]", "--devices=[2]", "--curves=false")
+    assert repeated.code == 0, repeated.err
+    actual = record(fake / "runs/bench-scaling")
+    assert actual["references"] == []
+    assert actual["rows"][1]["loss_difference"] is None
     assert not (fake / "runs/bench-scaling/fits/ddp-4").exists()
 
 
@@ -171,12 +171,12 @@ def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.Monk
     options = [option for option in OPTIONS if option != "--accelerator=cpu"]
     done = command(*options, "--ways=[ddp,zero3]", "--precision=bf16-mixed")
     assert done.code == 0, done.err
-    found = record(fake / "runs/bench-scaling")
-    assert found["device"] == "A GPU"
-    assert [row["devices"] for row in found["rows"]] == [1, 2, 2, 4, 4]
-    assert all(row["peak_gib"] == 3.0 for row in found["rows"])
-    assert all("--trainer.accelerator=gpu" in row["command"] for row in found["rows"])
-    assert len(ScalingReport(fake, found, found["rows"]).picture().axes) == 2
+    actual = record(fake / "runs/bench-scaling")
+    assert actual["device"] == "A GPU"
+    assert [row["devices"] for row in actual["rows"]] == [1, 2, 2, 4, 4]
+    assert all(row["peak_gib"] == 3.0 for row in actual["rows"])
+    assert all("--trainer.accelerator=gpu" in row["command"] for row in actual["rows"])
+    assert len(ScalingReport(fake, actual, actual["rows"]).picture().axes) == 2
     assert "GiB" in done.out
     assert "devices: 8 is more than the GPUs of this machine, 5" in command(*options, "--devices=[8]").err
 
@@ -256,8 +256,8 @@ cli.main()
     assert bench.wait(timeout=60) == 130
     for process in json.loads(file.read_text()):
         until(lambda process=process: not alive(process))
-    found = record(fake / "runs/bench-scaling")
-    assert [row["way"] for row in found["rows"]] == ["one device"]  # what was measured stays
+    actual = record(fake / "runs/bench-scaling")
+    assert [row["way"] for row in actual["rows"]] == ["one device"]  # what was measured stays
 
 
 def until(done: Any) -> None:

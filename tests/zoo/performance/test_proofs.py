@@ -37,15 +37,25 @@ def statuses(each: ops.Subject) -> dict[str, str]:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("gate", ["constant decay", "decay per head", "decay per channel"])
 def test_a_recurrence_is_causal_to_the_bit(gate: str, dtype: str):
-    found = ops.causal(subject(f"linear_recurrence ({gate}, 32)", dtype))
-    assert (found.status, found.says) == ("passed", "exact")
-    assert found.numbers["outputs"] > 10_000
+    actual = ops.causal(subject(f"linear_recurrence ({gate}, 32)", dtype))
+    assert (actual.status, actual.says) == ("passed", "exact")
+    assert actual.numbers["outputs"] > 10_000
 
 
 def test_what_is_proved_of_an_op():
-    found = statuses(subject("linear_recurrence (decay per channel, 32)"))
-    assert list(found) == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one token", "repeats", "memory"]
-    assert set(found.values()) <= {"passed", "noted"}
+    actual = statuses(subject("linear_recurrence (decay per channel, 32)"))
+    assert list(actual) == [
+        "causal",
+        "rows",
+        "packed",
+        "invariant",
+        "pieces",
+        "gates",
+        "one token",
+        "repeats",
+        "memory",
+    ]
+    assert set(actual.values()) <= {"passed", "noted"}
     assert list(ops.proofs(subject("linear (few rows, 32)"))) == ["repeats", "memory"]  # it has no axis of tokens
     assert ops.pieces(subject("selective_scan (32)")).status == "passed"  # it has no keys
 
@@ -54,7 +64,7 @@ def test_what_is_proved_of_an_op():
 def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
     """With two calls of ops and two layers."""
     few = [job for job in jobs(CPU) if job.kind in ("ops", "layers") and job.number in (4, 5)]
-    monkeypatch.setattr(doctor, "jobs", lambda *given: few)
+    monkeypatch.setattr(doctor, "jobs", lambda *inputs: few)
     done = command("doctor", "--proofs=true", "--output=proofs.json")
     assert done.code == 0, done.out
     record = json.loads(Path("proofs.json").read_text())
@@ -200,8 +210,8 @@ def test_a_mixer_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch):
     assert layers.causal(layer).status == "passed"
     forward = type(layer.module).forward
 
-    def ahead(mixer: Any, x: Tensor, *given: Any, **options: Any) -> Any:
-        y, state = forward(mixer, x, *given, **options)
+    def ahead(mixer: Any, x: Tensor, *inputs: Any, **options: Any) -> Any:
+        y, state = forward(mixer, x, *inputs, **options)
         return y + 1e-6 * x.roll(-1, 1), state
 
     monkeypatch.setattr(type(layer.module), "forward", ahead)
@@ -219,7 +229,7 @@ def test_red_zones_keep_results():
         base = torch.empty_like(y).requires_grad_() * 1
         base[:, 2] = y[:, 2]  # its gradient is a view of a new tensor
         assert torch.equal(torch.autograd.grad(base.sum(), base, allow_unused=True)[0], torch.ones_like(y))
-    written, wrong = inside_red_zones(lambda given: {"sum": given["x"] + given["y"]}, {"x": x, "y": y})
+    written, wrong = inside_red_zones(lambda inputs: {"sum": inputs["x"] + inputs["y"]}, {"x": x, "y": y})
     assert (written, wrong) == (0, [])
 
 
@@ -285,7 +295,7 @@ def test_a_fault_of_a_peer_is_noted(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 def test_proofs_on_a_gpu():
-    found = zoo.doctor(verbose=False, proofs=True)
-    assert not found.failed, found.failures
-    causal = [each for kind in ("ops", "layers") for each in found.proofs[kind] if each.check == "causal"]
+    actual = zoo.doctor(verbose=False, proofs=True)
+    assert not actual.failed, actual.failures
+    causal = [each for kind in ("ops", "layers") for each in actual.proofs[kind] if each.check == "causal"]
     assert {each.status for each in causal} == {"passed"}

@@ -175,12 +175,12 @@ def test_a_broken_file_is_explained_in_a_sentence(content, words: str, hopper: N
 
 def test_candidates_differ_in_one_number_and_are_allowed():
     entry = {"keys": 0, "values": 64, "warps": 4, "stages": 2}
-    found = around(entry)
-    assert found[0] == entry
-    assert {e["values"] for e in found} == {32, 64, 128}
-    assert {e["warps"] for e in found} == {2, 4, 8}
-    assert {e["stages"] for e in found} == {1, 2, 3, 4}
-    for other in found[1:]:
+    actual = around(entry)
+    assert actual[0] == entry
+    assert {e["values"] for e in actual} == {32, 64, 128}
+    assert {e["warps"] for e in actual} == {2, 4, 8}
+    assert {e["stages"] for e in actual} == {1, 2, 3, 4}
+    for other in actual[1:]:
         assert sum(other[name] != entry[name] for name in entry) == 1
         assert all(other[name] in launch_file.ALLOWED[name] for name in other)
     assert {e["block"] for e in around({"block": 256, "warps": 4, "stages": 2})} == {128, 256}
@@ -289,11 +289,11 @@ class Processes:
             assert not tune.is_cut(target, GPU) or target.kernel.startswith("linear")
             self.files.append(json.loads(Path(task["file"]).read_text())["entries"])
             return {"wrong": "illegal memory access" if task["entry"]["warps"] == 8 else None}
-        found = {}
+        actual = {}
         for key, file in task["files"].items():
             with launch_file.launch_file(file):
-                found[key] = self.time(tune.present(target, GPU) if file else None)
-        return {"ms": found}
+                actual[key] = self.time(tune.present(target, GPU) if file else None)
+        return {"ms": actual}
 
 
 def tuned(targets, time, folder: Path) -> tuple[Tuner, dict[str, Any]]:
@@ -303,8 +303,8 @@ def tuned(targets, time, folder: Path) -> tuple[Tuner, dict[str, Any]]:
 
 
 def test_kernels_by_op_by_name_and_by_both():
-    def kernels(given: str) -> list[str]:
-        return [target.kernel for target in _targets(given, [64], "bf16")]
+    def kernels(inputs: str) -> list[str]:
+        return [target.kernel for target in _targets(inputs, [64], "bf16")]
 
     assert kernels("local") == ["linear_recurrence.local"]
     assert kernels("delta_rule.narrow,dq,delta_rule.dq") == ["delta_rule.narrow", "delta_rule.dq"]
@@ -438,10 +438,10 @@ def test_every_file_is_in_force_when_its_graph_is_recorded(checked, monkeypatch:
     monkeypatch.setattr(tune, "as_graph", as_graph)
     files = {"0": "first.json", "3": "second.json", ALONE: None}
     with launch_file.launch_file("another.json"):
-        found = tune.times(Target("delta_rule.dq", 64, 4), files, 0.001, torch.device("cpu"))
+        actual = tune.times(Target("delta_rule.dq", 64, 4), files, 0.001, torch.device("cpu"))
     assert recorded == ["first.json", "second.json", None]
-    assert found.keys() == files.keys()
-    assert all(ms > 0 for ms in found.values())
+    assert actual.keys() == files.keys()
+    assert all(ms > 0 for ms in actual.values())
 
 
 def test_a_process_that_dies_is_a_remark(monkeypatch: pytest.MonkeyPatch):
@@ -449,7 +449,7 @@ def test_a_process_that_dies_is_a_remark(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys, "executable", "/bin/false")
     assert tune.in_process(task) == {"wrong": "exit code 1"}
     monkeypatch.undo()
-    monkeypatch.setattr(subprocess, "run", lambda *given, timeout, **_: expire(timeout))
+    monkeypatch.setattr(subprocess, "run", lambda *inputs, timeout, **_: expire(timeout))
     assert "longer than" in tune.in_process(task)["wrong"]
 
 
@@ -492,9 +492,9 @@ def test_present_entries_pass_their_check_on_device(kernel: str, tmp_path: Path)
     assert entry is not None
     file = written(tmp_path, {**target._asdict(), **entry}, capability=torch.cuda.get_device_capability())
     assert tune.in_process({"target": target, "entry": entry, "file": file}) == {"wrong": None}
-    found = tune.in_process({"target": target, "files": {"0": file, ALONE: None}, "seconds": 0.2})
-    assert set(found["ms"]) == {"0", ALONE}
-    assert all(0 < ms < 1000 for ms in found["ms"].values())
+    actual = tune.in_process({"target": target, "files": {"0": file, ALONE: None}, "seconds": 0.2})
+    assert set(actual["ms"]) == {"0", ALONE}
+    assert all(0 < ms < 1000 for ms in actual["ms"].values())
 
 
 @pytest.mark.parametrize("size", [64, 128, 256])

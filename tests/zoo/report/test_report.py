@@ -277,9 +277,9 @@ def test_a_browser_shows_it(folders: list[str], tmp_path: Path):
     )
     said = [line for line in browser.stderr.splitlines() if "CONSOLE" in line]
     assert not [line for line in said if not re.search(r"\[bokeh [\d.]+\] (setting log level|document idle)", line)]
-    found = re.search(r"<title>(\{.*?\})</title>", browser.stdout)
-    assert found, browser.stdout[-500:]
-    looks = json.loads(html.unescape(found.group(1)))
+    actual = re.search(r"<title>(\{.*?\})</title>", browser.stdout)
+    assert actual, browser.stdout[-500:]
+    looks = json.loads(html.unescape(actual.group(1)))
     assert len(looks["seen"]) == 6
     assert all(looks["seen"]), looks
     assert min(looks["tall"][:2] + looks["tall"][3:]) > 100

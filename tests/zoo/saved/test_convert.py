@@ -91,9 +91,11 @@ def test_there_and_back_in_shards(command: Command, desk: Path):
     assert all(file.stat().st_size < 24_000 for file in shards)
     done = command("convert", "--checkpoint", "ours", "--to=fla", "--output", "back")
     assert done.code == 0, done.err
-    found = load_file(desk / "back" / "model.safetensors")
-    assert found.keys() == weights.keys()
-    assert all(torch.equal(found[name], weights[name]) and found[name].dtype == weights[name].dtype for name in found)
+    actual = load_file(desk / "back" / "model.safetensors")
+    assert actual.keys() == weights.keys()
+    assert all(
+        torch.equal(actual[name], weights[name]) and actual[name].dtype == weights[name].dtype for name in actual
+    )
     config = json.loads((desk / "back" / "config.json").read_text())
     assert (config["architectures"], config["dtype"], config["eos_token_id"]) == (["GLAForCausalLM"], "bfloat16", 256)
     assert zoo.load_tokenizer("back").encode("a<done>") == zoo.load_tokenizer("theirs").encode("a<done>")

@@ -27,9 +27,9 @@ def test_an_exported_run_is_the_run(command: Command, finished: Path, desk: Path
         "tokenizer.json",
     ]
     expected = zoo.load(run).state_dict()
-    for found in (load_file(desk / "exported" / "model.safetensors"), zoo.load(desk / "exported").state_dict()):
-        assert found.keys() == expected.keys()
-        assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+    for actual in (load_file(desk / "exported" / "model.safetensors"), zoo.load(desk / "exported").state_dict()):
+        assert actual.keys() == expected.keys()
+        assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
     assert zoo.load_tokenizer(desk / "exported").to_json() == zoo.load_tokenizer(run).to_json()
 
 

@@ -15,9 +15,9 @@ PUBLISHED = {"hoffmann": CHINCHILLA, "replication": CHINCHILLA_REPLICATED}
 
 @pytest.mark.parametrize("truth", PUBLISHED.values(), ids=PUBLISHED)
 def test_constants_come_back_without_noise(truth: Parametric):
-    found = fit_parametric(points_of(ladder(truth)))
-    assert found[:5] == pytest.approx(truth[:5], rel=1e-3)
-    for part, expected in zip(found.laws(6.0), truth.laws(6.0), strict=True):
+    actual = fit_parametric(points_of(ladder(truth)))
+    assert actual[:5] == pytest.approx(truth[:5], rel=1e-3)
+    for part, expected in zip(actual.laws(6.0), truth.laws(6.0), strict=True):
         assert part == pytest.approx(expected, rel=1e-3)
 
 
@@ -53,10 +53,10 @@ def test_a_mean_in_place_of_the_sum_stops_early():
         return float(huber.mean())
 
     early = minimize(mean, [5.0, 5.0, 0.5, 0.5, 0.5], method="L-BFGS-B").x
-    found = fit_parametric(points)
+    actual = fit_parametric(points)
     assert abs(early[3] - CHINCHILLA.alpha) > 0.02  # that is the trap
-    assert found.alpha == pytest.approx(CHINCHILLA.alpha, abs=1e-4)
-    assert found.objective < 1e-3
+    assert actual.alpha == pytest.approx(CHINCHILLA.alpha, abs=1e-4)
+    assert actual.objective < 1e-3
 
 
 def test_the_optima_that_chinchilla_prints():

@@ -134,8 +134,8 @@ def test_what_bench_has_not_measured(command, desk: Path, record: dict, expected
     ],
 )
 def test_a_mistake_is_one_sentence(command, arguments: list[str], expected: str) -> None:
-    given = arguments if any("mixers" in argument for argument in arguments) else ["--mixers=gla", *arguments]
-    done = command("scaling", "plan", *given)
+    inputs = arguments if any("mixers" in argument for argument in arguments) else ["--mixers=gla", *arguments]
+    done = command("scaling", "plan", *inputs)
     assert (done.code, len(done.err.splitlines())) == (2, 1), done.err
     assert expected in done.err
     assert not Path("ladder").exists()

@@ -96,11 +96,11 @@ def test_a_data_set_of_its_own_for_tests():
 def test_resume_at_any_batch():
     data = Images(Pictures, batch_size=4)
     whole = some(data, 20)  # more than a pass
-    again = Images(Pictures, batch_size=4, num_workers=1)
-    again.load_state_dict({**data.state_dict(), "position": 4 * 13})
-    for found, expected in zip(some(again, 4), whole[13:17], strict=True):
-        assert torch.equal(found.tokens, expected.tokens)
-        assert torch.equal(found.labels, expected.labels)
+    repeated = Images(Pictures, batch_size=4, num_workers=1)
+    repeated.load_state_dict({**data.state_dict(), "position": 4 * 13})
+    for actual, expected in zip(some(repeated, 4), whole[13:17], strict=True):
+        assert torch.equal(actual.tokens, expected.tokens)
+        assert torch.equal(actual.labels, expected.labels)
     with pytest.raises(UserError, match=r"data.dataset is Pictures of 40 .*, but the checkpoint .* Pictures of 40 "):
         Images(lambda: Pictures(seed=1), batch_size=4).load_state_dict(data.state_dict())
 

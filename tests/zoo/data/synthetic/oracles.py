@@ -48,8 +48,8 @@ def in_context(noise_tokens: int = 0) -> Oracle:
     def answers(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
         top = vocab_size - noise_tokens
         kind = ["key" if token < top // 2 else "value" if token < top else "noise" for token in tokens]
-        known: dict[tuple[int, ...], list[int]] = {}
-        found: dict[int, int] = {}
+        values: dict[tuple[int, ...], list[int]] = {}
+        actual: dict[int, int] = {}
         t = 0
         while t < len(tokens):
             if kind[t] == "noise":
@@ -59,13 +59,13 @@ def in_context(noise_tokens: int = 0) -> Oracle:
             while t < len(tokens) and kind[t] == "key":
                 t += 1
             key, at = tuple(tokens[start:t]), t
-            value = known.get(key, [])
+            value = values.get(key, [])
             for offset, token in enumerate(value):
-                found[at - 1 + offset] = token
+                actual[at - 1 + offset] = token
             while t < len(tokens) and kind[t] == "value":
                 t += 1
-            known.setdefault(key, list(tokens[at:t]))
-        return {at: token for at, token in found.items() if at < len(tokens)}
+            values.setdefault(key, list(tokens[at:t]))
+        return {at: token for at, token in actual.items() if at < len(tokens)}
 
     return answers
 

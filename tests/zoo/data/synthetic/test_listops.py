@@ -31,13 +31,13 @@ def value_of(words: list[str]) -> int:
         start = max(place for place in range(stop) if words[place].startswith("["))
         values = sorted(int(word) for word in words[start + 1 : stop])
         middle = len(values) // 2
-        found = {
+        actual = {
             "[MIN": values[0],
             "[MAX": values[-1],
             "[MED": values[middle] if len(values) % 2 else (values[middle - 1] + values[middle]) // 2,
             "[SM": sum(values) % 10,
         }[words[start]]
-        words[start : stop + 1] = [str(found)]
+        words[start : stop + 1] = [str(actual)]
     (result,) = words
     return int(result)
 
@@ -65,15 +65,15 @@ def arguments_of(words: list[str]) -> list[int]:
 def test_labels_are_the_values_of_the_lists(sizes: dict):
     data = ListOps(**sizes)
     batch = data.train.batch(range(300))
-    found = lists(batch)
-    assert batch.labels[0].tolist() == [value_of(words) for words in found]
-    lengths = [len(words) for words in found]
+    actual = lists(batch)
+    assert batch.labels[0].tolist() == [value_of(words) for words in actual]
+    lengths = [len(words) for words in actual]
     assert data.min_length <= min(lengths)
     assert max(lengths) <= data.max_length == data.sequence_length
-    assert max(map(depth_of, found)) == data.max_depth
-    counts = [count for words in found for count in arguments_of(words)]
+    assert max(map(depth_of, actual)) == data.max_depth
+    counts = [count for words in actual for count in arguments_of(words)]
     assert (min(counts), max(counts)) == (2, data.max_args)
-    assert {word for words in found for word in words} == {*WORDS}
+    assert {word for words in actual for word in words} == {*WORDS}
     assert np.bincount(batch.labels[0], minlength=10).max() < 90  # of 300: no class can be guessed
 
 
@@ -111,10 +111,10 @@ def test_resume_at_any_batch():
     data = ListOps(**SMALL)
     whole = some(data, 5)
     for step in range(3):
-        again = ListOps(**SMALL, num_workers=2 if step == 2 else 0)
-        again.load_state_dict({**data.state_dict(), "position": 4 * step})
-        for found, expected in zip(some(again, 2), whole[step : step + 2], strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        repeated = ListOps(**SMALL, num_workers=2 if step == 2 else 0)
+        repeated.load_state_dict({**data.state_dict(), "position": 4 * step})
+        for actual, expected in zip(some(repeated, 2), whole[step : step + 2], strict=True):
+            assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
     with pytest.raises(UserError, match=r"data.max_args is 4, but the checkpoint was trained with 5"):
         ListOps(**{**SMALL, "max_args": 4}).load_state_dict(data.state_dict())
 

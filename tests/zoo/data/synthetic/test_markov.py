@@ -87,9 +87,9 @@ def test_resume_at_any_batch():
     whole = some(data, 6)
     assert data.state_dict()["position"] == 24
     for step in range(4):
-        again = MarkovChain(**SMALL, num_workers=2 if step == 3 else 0)
-        again.load_state_dict({**data.state_dict(), "position": 4 * step})
-        assert same(some(again, 2), whole[step : step + 2])
+        repeated = MarkovChain(**SMALL, num_workers=2 if step == 3 else 0)
+        repeated.load_state_dict({**data.state_dict(), "position": 4 * step})
+        assert same(some(repeated, 2), whole[step : step + 2])
     with pytest.raises(UserError, match=r"data.successors is 3, but the checkpoint was trained with 4"):
         MarkovChain(**SMALL, successors=3).load_state_dict(data.state_dict())
 
@@ -116,7 +116,7 @@ def test_devices_share_a_batch_and_one_device_makes_it_of_smaller_ones():
 
 def test_long_sequences_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch):
     samples, sizes = MarkovChain(vocab_size=32_000, sequence_length=2**18).train, []
-    monkeypatch.setattr(markov, "random_bits", lambda *given: sizes.append(given[1]) or random_bits(*given))
+    monkeypatch.setattr(markov, "random_bits", lambda *inputs: sizes.append(inputs[1]) or random_bits(*inputs))
     assert samples.batch([3]).tokens.shape == (1, 2**18)
     assert sizes == [2**18 + 1]
 
@@ -142,6 +142,6 @@ def test_a_model_learns_it(command: Command, desk: Path):
     optim = ("--optim.learning_rate=1e-2", "--optim.warmup_steps=5")
     done = command("fit", "--config", "gated_deltanet.yaml", *sizes, *data, *trainer, *optim, "--run", "chain")
     assert done.code == 0, done.err
-    found = json.loads((desk / "runs/chain/results.json").read_text())
-    assert math.log(4) - 0.02 < found["val_loss"] < 1.7 < math.log(16)
-    assert found["bigram_loss"] == pytest.approx(math.log(4))
+    actual = json.loads((desk / "runs/chain/results.json").read_text())
+    assert math.log(4) - 0.02 < actual["val_loss"] < 1.7 < math.log(16)
+    assert actual["bigram_loss"] == pytest.approx(math.log(4))

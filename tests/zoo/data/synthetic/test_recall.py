@@ -112,10 +112,10 @@ def test_resume_at_any_batch(tasks: list[RecallTask], train_samples: int | None)
     whole = some(data, 12)
     assert data.state_dict()["position"] == 96
     for step in range(10):
-        again = MQAR(**arguments, num_workers=2 if step == 5 else 0)
-        again.load_state_dict({**data.state_dict(), "position": 8 * step})
-        assert same(some(again, 2), whole[step : step + 2])
-        assert again.state_dict() == {**data.state_dict(), "position": 8 * (step + 2)}
+        repeated = MQAR(**arguments, num_workers=2 if step == 5 else 0)
+        repeated.load_state_dict({**data.state_dict(), "position": 8 * step})
+        assert same(some(repeated, 2), whole[step : step + 2])
+        assert repeated.state_dict() == {**data.state_dict(), "position": 8 * (step + 2)}
 
 
 @pytest.mark.parametrize("train_samples", [None, 40])

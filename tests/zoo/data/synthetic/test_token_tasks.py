@@ -83,8 +83,8 @@ def test_a_sample_is_a_function_of_seed_split_and_number(name: str):
 def test_samples_never_change():
     """Runs of any age are continued by these functions."""
     shapes = (StackedRecall(3), CompositionalRecall(24, 4), ForgettingRecall(12, 2, 1), InContextRecall(12, noise=0.2))
-    found = [TokenTasks([task], 26).samples(task, 1, "train").batch([1000]).tokens[0].tolist() for task in shapes]
-    assert found == FROZEN
+    actual = [TokenTasks([task], 26).samples(task, 1, "train").batch([1000]).tokens[0].tolist() for task in shapes]
+    assert actual == FROZEN
 
 
 FROZEN = [
@@ -157,9 +157,9 @@ def test_several_tasks_are_mixed_resumed_and_named():
     assert data.validation_names == ["SelectiveCopy_length_16_copied_2", "InContextRecall_length_24"]
     whole = some(data, 20)
     assert {batch.tokens.shape[1] for batch in whole} == {16, 24}
-    again = TokenTasks(**arguments)
-    again.load_state_dict({**data.state_dict(), "position": 40})
-    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(some(again, 10), whole[10:], strict=True))
+    repeated = TokenTasks(**arguments)
+    repeated.load_state_dict({**data.state_dict(), "position": 40})
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(some(repeated, 10), whole[10:], strict=True))
     other = TokenTasks(**{**arguments, "tasks": [SelectiveCopy(16, 3, weight=3.0), InContextRecall(24)]})
     with pytest.raises(UserError, match=r"data\.tasks is .*, but the checkpoint was trained with"):
         other.load_state_dict(data.state_dict())

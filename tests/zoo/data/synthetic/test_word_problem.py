@@ -25,13 +25,13 @@ def test_the_tables_are_groups(group: Group):
 def test_which_groups_they_are():
     assert (multiplication("parity") == [[0, 1], [1, 0]]).all()
     for group, orders in {"S3": {1: 1, 2: 3, 3: 2}, "A5": {1: 1, 2: 15, 3: 20, 5: 24}}.items():
-        table, found = multiplication(group), []
+        table, actual = multiplication(group), []
         for element in range(len(table)):
             power, order = element, 1
             while power:
                 power, order = table[element, power], order + 1
-            found.append(order)
-        assert {order: found.count(order) for order in set(found)} == orders
+            actual.append(order)
+        assert {order: actual.count(order) for order in set(actual)} == orders
         assert not (table == table.T).all()
     assert elements("S3")[:3] == ((0, 1, 2), (0, 2, 1), (1, 0, 2))
 

@@ -46,19 +46,19 @@ def both(request: pytest.FixtureRequest, tmp_path: Path, oracle: Callable[[str],
 
 def test_log_likelihoods(both: tuple[Any, Any]) -> None:
     pairs = [("Open a jar", " Turn"), (LONG, " and then some"), ("", "Turn it"), ("Open a ", "jar")]
-    expected, found = (lm.loglikelihood(instances("loglikelihood", *pairs)) for lm in both)
-    for theirs, ours in zip(expected, found, strict=True):
+    expected, actual = (lm.loglikelihood(instances("loglikelihood", *pairs)) for lm in both)
+    for theirs, ours in zip(expected, actual, strict=True):
         assert ours == (pytest.approx(theirs[0], abs=1e-4), theirs[1])
-    expected, found = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,), ("a",))) for lm in both)
-    assert found == pytest.approx(expected, abs=1e-3, rel=1e-6)
+    expected, actual = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,), ("a",))) for lm in both)
+    assert actual == pytest.approx(expected, abs=1e-3, rel=1e-6)
 
 
 def test_greedy_answers(both: tuple[Any, Any]) -> None:
     arguments = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     prompts = [(text, dict(arguments)) for text in (*TEXTS, LONG)]
-    expected, found = (lm.generate_until(instances("generate_until", *prompts)) for lm in both)
-    assert found == expected
-    assert any(found)
+    expected, actual = (lm.generate_until(instances("generate_until", *prompts)) for lm in both)
+    assert actual == expected
+    assert any(actual)
 
 
 def test_a_task_over_local_files(both: tuple[Any, Any], data: Callable[..., Path]) -> None:

@@ -40,15 +40,15 @@ def direct(subject: LoadedModel, context: list[int], continuation: list[int]) ->
     with torch.no_grad():
         logits, _ = subject.model(torch.tensor([context + continuation]))
     labels = torch.tensor(continuation)
-    found = logits[0, len(context) - 1 : -1].double().log_softmax(-1)
-    return found.gather(-1, labels[:, None]).sum().item(), bool((found.argmax(-1) == labels).all())
+    actual = logits[0, len(context) - 1 : -1].double().log_softmax(-1)
+    return actual.gather(-1, labels[:, None]).sum().item(), bool((actual.argmax(-1) == labels).all())
 
 
 def test_log_likelihoods_are_the_models(subject: LoadedModel, subject_lm: Any) -> None:
     encode, eos = subject.tokenizer.encode, subject.tokenizer.eos_id
     pairs = [("Open a jar", " Turn"), (LONG, " and then some"), ("", "Turn it"), ("Open a ", "jar"), (" ", "jar")]
-    found = subject_lm(subject).loglikelihood(instances("loglikelihood", *pairs))
-    for (context, continuation), answer in zip(pairs, found, strict=True):
+    actual = subject_lm(subject).loglikelihood(instances("loglikelihood", *pairs))
+    for (context, continuation), answer in zip(pairs, actual, strict=True):
         whole, start = encode(context + continuation), encode(context.rstrip(" ")) or [eos]
         rest = whole if start == [eos] else whole[len(start) :]
         expected = direct(subject, start, rest)
@@ -80,9 +80,9 @@ def test_tasks_over_local_files_give_the_models_numbers(subject: LoadedModel, da
         context, choices = f"Question: {doc['goal']}\nAnswer:", [doc["sol1"], doc["sol2"]]
         start = len(encode(context))
         whole = [encode(f"{context} {choice}") for choice in choices]
-        found = [direct(subject, tokens[:start], tokens[start:])[0] for tokens in whole]
-        right["acc"] += found.index(max(found)) == doc["label"]
-        by_length = [score / len(choice) for score, choice in zip(found, choices, strict=True)]
+        actual = [direct(subject, tokens[:start], tokens[start:])[0] for tokens in whole]
+        right["acc"] += actual.index(max(actual)) == doc["label"]
+        by_length = [score / len(choice) for score, choice in zip(actual, choices, strict=True)]
         right["acc_norm"] += by_length.index(max(by_length)) == doc["label"]
     task = lm_eval_task("piqa")(Options(data=str(folder)))
     (cell,) = task.cells(subject)
@@ -92,8 +92,8 @@ def test_tasks_over_local_files_give_the_models_numbers(subject: LoadedModel, da
 
 
 def test_rolling_log_likelihood_is_that_of_the_whole_text(subject: LoadedModel, subject_lm: Any) -> None:
-    found = subject_lm(subject).loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,), ("a cat",)))
-    for text, answer in zip((LONG, "a cat"), found, strict=True):
+    actual = subject_lm(subject).loglikelihood_rolling(instances("loglikelihood_rolling", (LONG,), ("a cat",)))
+    for text, answer in zip((LONG, "a cat"), actual, strict=True):
         tokens = subject.tokenizer.encode(text)
         assert answer == pytest.approx(direct(subject, [subject.tokenizer.eos_id], tokens)[0], rel=1e-5, abs=1e-4)
 
@@ -119,8 +119,8 @@ def test_answers_end_before_their_stop_strings(subject_lm: Any) -> None:
         ("c", {"until": [], "max_gen_toks": 6}),
         ("d", {"until": "e", "max_gen_toks": 48, "temperature": 1.0, "do_sample": False}),
     )
-    found = subject_lm(asked).generate_until(requests)
-    assert found == [" forty-two, a", " forty-two, b", " forty", " forty-two, d\nand. Mor"]
+    actual = subject_lm(asked).generate_until(requests)
+    assert actual == [" forty-two, a", " forty-two, b", " forty", " forty-two, d\nand. Mor"]
 
 
 def test_answers_are_not_sampled(subject_lm: Any) -> None:

@@ -81,10 +81,10 @@ def test_presets_run_their_tasks() -> None:
 
 
 def test_the_list_of_tasks_has_them(command: Command) -> None:
-    found = command("evaluate", "--tasks=list")
-    assert found.code == 0, found.err
-    assert all(name in found.out for name in (*PRESETS, "lm_eval/piqa", "lm_eval/nq_cloze_twice", "lm_eval/NAME"))
-    assert "data: piqa.jsonl (baber/piqa, validation)" in found.out
+    actual = command("evaluate", "--tasks=list")
+    assert actual.code == 0, actual.err
+    assert all(name in actual.out for name in (*PRESETS, "lm_eval/piqa", "lm_eval/nq_cloze_twice", "lm_eval/NAME"))
+    assert "data: piqa.jsonl (baber/piqa, validation)" in actual.out
 
 
 def test_what_lm_eval_lacks_is_said() -> None:

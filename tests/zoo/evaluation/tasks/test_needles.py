@@ -63,16 +63,16 @@ def test_a_value_with_one_wrong_digit_is_wrong(character: int, tokenizer: Tokeni
 @pytest.mark.slow
 def test_without_depths_a_needle_may_be_anywhere(tokenizers: dict[str, Tokenizer]):
     """One of forty depths, the first and the last sentence included, all about equally often."""
-    task, found = task_of("passkey"), []
+    task, actual = task_of("passkey"), []
     tokenizer = tokenizers["small"]
     for number in range(400):
         ids, value = task.sample(tokenizer, {"length": 400}, number)
         haystack = tokenizer.decode(ids).removeprefix(task.wording.head).rpartition("\n")[0]
         before, _, after = haystack.partition(f"The pass key is {value}.")
-        found.append(len(before) / (len(before) + len(after.partition("is the pass key.")[2])))
-    assert min(found) == 0
-    assert max(found) == 1
-    assert sum(found) / len(found) == pytest.approx(0.5, abs=0.06)  # four standard errors
+        actual.append(len(before) / (len(before) + len(after.partition("is the pass key.")[2])))
+    assert min(actual) == 0
+    assert max(actual) == 1
+    assert sum(actual) / len(actual) == pytest.approx(0.5, abs=0.06)  # four standard errors
 
 
 @pytest.mark.slow
@@ -111,10 +111,10 @@ def test_an_answer_that_the_users_text_knows_is_not_in_the_haystack(tmp_path: Pa
     (_, _, value), *_ = prompts_of("s_niah_2", tokenizer, lengths=(500,), samples=1)
     told = "".join(f"It is told that {value} is the answer to question {i}. Nobody knows. " for i in range(50))
     (tmp_path / "told.txt").write_text(told)
-    ((_, prompt, again),) = prompts_of(
+    ((_, prompt, repeated),) = prompts_of(
         "s_niah_2", tokenizer, lengths=(500,), samples=1, haystack=str(tmp_path / "told.txt")
     )
-    assert value == again
+    assert value == repeated
     assert prompt.count(value) == 1
     assert prompt.count("Nobody knows. ") > 20
 

@@ -44,11 +44,11 @@ def test_every_document_of_the_stream_ends_by_its_end_token(tmp_path: Path, toke
     rows = [task.run(subject, cell)[0] for cell in task.cells(subject)]
     assert [row["value"] for row in rows] == [torch.tensor(2.0).double().exp().item()] * 2
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    known = [[*start, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
+    sequences = [[*start, *tokenizer.encode(text), tokenizer.eos_id] for text in texts]
     for batch in subject.batches:
         stream: Tensor = torch.cat([batch.tokens.flatten(), batch.labels.flatten()[-1:]])
         assert torch.equal(batch.tokens.flatten()[1:], batch.labels.flatten()[:-1])
         *whole, last = cut(stream.tolist(), tokenizer.eos_id)
         assert len(whole) > 2
-        assert all(document in known for document in whole)
-        assert any(document[: len(last)] == last for document in known)
+        assert all(document in sequences for document in whole)
+        assert any(document[: len(last)] == last for document in sequences)

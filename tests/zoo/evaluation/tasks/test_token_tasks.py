@@ -114,16 +114,16 @@ def test_an_oracle_answers_everything_and_a_guess_is_chance(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_are_functions_of_the_seed(name: str):
     def seen(seed: int) -> list[list[int]]:
-        found: list[list[int]] = []
+        actual: list[list[int]] = []
         task = made(name, seed=seed, samples=3)
 
         def listen(tokens: Sequence[int], vocab_size: int) -> dict[int, int]:
-            found.append(list(tokens))
+            actual.append(list(tokens))
             return {}
 
         subject = Answering(NAMES[name], listen)
         task.run(subject, task.cells(subject)[0])
-        return found
+        return actual
 
     assert seen(0) == seen(0) != seen(1)
     assert len(seen(0)) == 3

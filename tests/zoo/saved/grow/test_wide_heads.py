@@ -30,8 +30,8 @@ def test_one_head_of_the_merged_1_3b_model(dtype: torch.dtype, tolerance: float,
     assert (mixer.key_size, mixer.value_size) == (1024, 2048)
     expected = {name: tensor.detach().clone() for name, tensor in results(mixer, x, "reference").items()}
     with caplog.at_level(logging.WARNING):
-        found = results(mixer.to(dtype), x.to(dtype), "auto")
+        actual = results(mixer.to(dtype), x.to(dtype), "auto")
     for name, wanted in expected.items():
-        error = (found[name].float() - wanted).norm() / wanted.norm()
+        error = (actual[name].float() - wanted).norm() / wanted.norm()
         assert error <= tolerance, f"{name}: {error:.2g}"
     assert not [record for record in caplog.records if record.name == "kernels.core.backend"], "it fell back to PyTorch"
