@@ -192,8 +192,8 @@ def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.P
 def not_written(path: str | os.PathLike[str], error: OSError) -> UserError:
     """The error to raise if a checkpoint cannot be written: the disk is full, read-only or gone."""
     reason = error.strerror or " ".join(str(error).split())
-    kept = "the one saved there before is kept" if Path(path).exists() else "none was saved there before"
-    return UserError(f"the checkpoint {path} cannot be written: {reason}; {kept}.")
+    earlier = "the one saved there before is kept" if Path(path).exists() else "none was saved there before"
+    return UserError(f"the checkpoint {path} cannot be written: {reason}; {earlier}.")
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

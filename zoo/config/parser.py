@@ -64,8 +64,8 @@ def _whole(value: Any) -> Any:
         return {key: _whole(each) for key, each in value.items()}
     if isinstance(value, list):
         return [_whole(each) for each in value]
-    whole = isinstance(value, float) and 1 < abs(value) < 1 << 53 and value.is_integer()
-    return int(value) if whole else value
+    integral = isinstance(value, float) and 1 < abs(value) < 1 << 53 and value.is_integer()
+    return int(value) if integral else value
 
 
 set_loader(_MODE, lambda text: _whole(_LOAD(text)), exceptions=(yaml.YAMLError,))

@@ -30,8 +30,8 @@ def forget_unfinished(trainer: L.Trainer, loops: dict[str, Any]) -> None:
     if ahead := unfinished_batches(trainer):
         batches = progress["epoch_loop.batch_progress"]
         for counters in (batches["total"], batches["current"]):
-            whole = counters["ready"] - ahead
-            counters.update(ready=whole, started=whole, processed=whole, completed=whole)
+            finished = counters["ready"] - ahead
+            counters.update(dict.fromkeys(("ready", "started", "processed", "completed"), finished))
         batches["is_last_batch"] = False
     validation = progress["epoch_loop.val_loop.batch_progress"]
     for counters in (validation["total"], validation["current"]):

@@ -56,11 +56,11 @@ class Records:
 
     def _read(self) -> Iterator[dict[str, Any]]:
         content = self.file.read_bytes()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):  # killed while it wrote
+        end = content.rfind(b"\n") + 1
+        if end < len(content):  # killed while it wrote
             with open_in_place(self.file, "r+b") as file:
-                file.truncate(whole)
-        for number, line in enumerate(content[:whole].splitlines(), start=1):
+                file.truncate(end)
+        for number, line in enumerate(content[:end].splitlines(), start=1):
             try:
                 record = json.loads(line)
                 if record["key"] != key_of(record["what"]) or not isinstance(record["rows"], list):

@@ -43,8 +43,8 @@ class RunBars:
         self._width = min(max((len(run.name) for run in runs), default=0), MAX_NAME)
         self._folder, self._failed, self._due = folder, 0, 0.0
         self._running: dict[str, _Shown] = {}
-        whole = {"bar_format": "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"} if sys.stderr.isatty() else {}
-        self._all = progress_bar(total=len(runs), initial=done, desc="runs", unit="", **whole)
+        options = {"bar_format": "{desc} {n_fmt}/{total_fmt} |{bar}| {elapsed}{postfix}"} if sys.stderr.isatty() else {}
+        self._all = progress_bar(total=len(runs), initial=done, desc="runs", unit="", **options)
         self._say()
 
     def __enter__(self) -> Self:

@@ -148,16 +148,16 @@ def _recurrences(draw: Draw, size: int) -> Iterator[OpCall]:
         "decay per head": {"log_decay": decay(*HEADED)},
         "decay per channel": {"log_decay": decay(*HEADED, size)},
     }
-    kept = ("log_decay", "beta", "initial_state")
+    in_fp32 = ("log_decay", "beta", "initial_state")
     for variant, gate in gates.items():
-        yield OpCall("linear_recurrence", variant, size, streams() | gate, kept=kept)
+        yield OpCall("linear_recurrence", variant, size, streams() | gate, kept=in_fp32)
     state = {"initial_state": draw(ROWS, HEADS, size, size)}
     for variant in ("no decay", "decay per head", "decay per channel"):
         beta = {"beta": draw(*HEADED).sigmoid()}
-        yield OpCall("delta_rule", variant, size, streams() | beta | gates[variant] | state, kept=kept)
+        yield OpCall("delta_rule", variant, size, streams() | beta | gates[variant] | state, kept=in_fp32)
     erase = {"erase": 0.5 * F.normalize(draw(*HEADED, size), dim=-1)}
     tensors = streams() | erase | gates["decay per channel"] | state
-    yield OpCall("delta_rule", "erase keys", size, tensors, {"read_before": True}, kept)
+    yield OpCall("delta_rule", "erase keys", size, tensors, {"read_before": True}, in_fp32)
 
 
 def _value_decay(draw: Draw, size: int) -> Iterator[OpCall]:
@@ -169,8 +169,8 @@ def _value_decay(draw: Draw, size: int) -> Iterator[OpCall]:
 def _scan(draw: Draw, size: int) -> Iterator[OpCall]:
     x, log_decay = draw(ROWS, LENGTH, size), F.logsigmoid(draw(ROWS, LENGTH, size)) / 4
     states = {"rate": draw(size, 8).exp(), "b": draw(ROWS, LENGTH, 8), "c": draw(ROWS, LENGTH, 8)}
-    kept = ("log_decay", "rate")
-    yield OpCall("selective_scan", "", size, {"x": x, "log_decay": log_decay, **states}, kept=kept)
+    in_fp32 = ("log_decay", "rate")
+    yield OpCall("selective_scan", "", size, {"x": x, "log_decay": log_decay, **states}, kept=in_fp32)
 
 
 def _attention(draw: Draw, size: int) -> Iterator[OpCall]:
@@ -195,8 +195,8 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     both = inputs | {"b": draw(ROWS, LENGTH, HEADS), "bias": draw(HEADS)}
     yield OpCall("delta_gates", "", size, both, {"largest": 2.0}, kept=("A_log", "dt_bias", "bias"))
     both = {name: x[:, :1] if x.dim() > 1 else x for name, x in both.items()}
-    kept = ("A_log", "dt_bias", "bias")
-    yield OpCall("features_and_gates", "one token", size, one | weights | both, kept=kept, call=_decoded_with_gates)
+    in_fp32 = ("A_log", "dt_bias", "bias")
+    yield OpCall("features_and_gates", "one token", size, one | weights | both, kept=in_fp32, call=_decoded_with_gates)
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}

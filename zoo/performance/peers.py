@@ -130,9 +130,9 @@ def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.de
 def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
     """The class of FLA's model of the same mixers, and its config; None if it has none."""
     kinds = {type(mixer).__name__ for mixer in model.mixers}
-    whole = all(getattr(mixer, "subheads", 1) == 1 for mixer in model.mixers)
+    without_subheads = all(getattr(mixer, "subheads", 1) == 1 for mixer in model.mixers)
     for family in FAMILIES:
-        if family.target == "fla" and whole and kinds <= family.mixers:
+        if family.target == "fla" and without_subheads and kinds <= family.mixers:
             with suppress(UserError):  # as for models of attention alone
                 return family.architecture, family.write(model)
     return None

@@ -65,9 +65,9 @@ def remarks(laws: Sequence[Law]) -> list[str]:
     lines = []
     for law in laws:
         if law.optima is not None and (reasons := {why: n for why, n in law.optima.left_out.items() if n}):
-            kept = len(law.optima.flops)
+            number = len(law.optima.flops)
             listed = ", ".join(f"{count} since {why}" for why, count in reasons.items())
-            lines.append(f"{law.mixer}: {kept} amounts of compute have an optimum; without: {listed}")
+            lines.append(f"{law.mixer}: {number} amounts of compute have an optimum; without: {listed}")
         if law.offset is not None:
             power, with_offset = law.offset.errors
             better = "with an offset" if with_offset < power else "without an offset"

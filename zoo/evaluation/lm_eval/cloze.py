@@ -79,7 +79,7 @@ def shortened(doc: Document, tokenizer: Tokenizer, length: int, readings: int = 
     places = [at for answer in answers(doc) if (at := document.lower().find(answer.lower())) >= 0]
     middle = len(tokenizer.encode(document[: min(places)])) if places else 0
     start = max(0, min(middle - room // 2, len(tokens) - room))
-    kept = tokenizer.decode(tokens[start : start + room])
+    passage = tokenizer.decode(tokens[start : start + room])
     if "text" in doc:
-        return {**doc, "text": f"{kept.strip()} {question}", "context": ""}
-    return {**doc, "context": kept}
+        return {**doc, "text": f"{passage.strip()} {question}", "context": ""}
+    return {**doc, "context": passage}

@@ -69,8 +69,8 @@ class Perplexity(Task):
         spread = 1.96 * each.std().item() / math.sqrt(number) if number > 1 else 0.0
         mean = each.mean().item()
         low, value, high = (math.exp(mean + offset) for offset in (-spread, 0, spread))
-        whole = {"metric": "perplexity", "value": value, "low": low, "high": high, "count": losses.numel()}
-        rows = [cell | whole]
+        overall = {"metric": "perplexity", "value": value, "low": low, "high": high, "count": losses.numel()}
+        rows = [cell | overall]
         for start, end in ranges(length):
             part = losses[:, start:end]
             rows.append({**cell, "position": end, "metric": "loss", "value": part.mean().item(), "count": part.numel()})

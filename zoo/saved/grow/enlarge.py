@@ -101,9 +101,9 @@ def statex(
     after = from_config(parse_model({"model": config}), "meta")
     sizes = _size(before), _size(after)
     grown = grown_weights(after, before, weights, growing, init, seed)
-    whole = {**saved.config, "model": config}
-    signature = sign(whole) if saved.is_trusted else None
-    texts = {CONFIG: dump_yaml(whole)}
+    run_config = {**saved.config, "model": config}
+    signature = sign(run_config) if saved.is_trusted else None
+    texts = {CONFIG: dump_yaml(run_config)}
     if saved.tokenizer is not None:
         texts[TOKENIZER] = saved.tokenizer.to_json()
     write_folder(folder, texts, grown, max_shard_size, hashed=True, signature=signature)
