@@ -255,8 +255,7 @@ def test_with_an_addition_in_a_chain():
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32])
 def test_with_an_addition_on_device(other: torch.dtype):
     # the residual stream in fp32 or bf16, what is added in bf16
-    actual = added(other, torch.bfloat16, 4, 1000, 1024)
-    assert torch.equal(actual["triton"]["y"], actual["triton"]["x"].bfloat16())
-    for name, x in actual["reference"].items():
-        error = float((actual["triton"][name].double() - x.double()).norm() / x.double().norm())
+    found = added(other, torch.bfloat16, 4, 1000, 1024)
+    for name, x in found["reference"].items():
+        error = float((found["triton"][name].double() - x.double()).norm() / x.double().norm())
         assert error <= (5e-3 if name in ("total", "h") else 1e-2), f"{name}: {error:.2g}"

@@ -70,7 +70,6 @@ def backward(
     dtotal,  # [rows, D]: another gradient of x, to be added
     dx,  # [rows, D], like dgate
     dgate,
-    copied,  # [rows, D]: dx in another dtype
     dweight,  # [programs, D]: to be summed over the programs
     rows,
     x_outer,
@@ -117,10 +116,7 @@ def backward(
             du *= opened
         if dtotal is not None:
             du += load(dtotal, dense, inside)
-        rounded = du.to(dx.dtype.element_ty)
-        tl.store(dx + dense, rounded, mask=inside)
-        if copied is not None:
-            tl.store(copied + dense, rounded.to(copied.dtype.element_ty), mask=inside)
+        tl.store(dx + dense, du.to(dx.dtype.element_ty), mask=inside)
         if GATE != "none":
             tl.store(dgate + dense, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
     if weight is not None:

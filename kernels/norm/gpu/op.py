@@ -77,25 +77,23 @@ def _compute(args: Arguments) -> tuple[Tensor]:
 
 
 def differentiate_rows(
-    args: Arguments, dy: Tensor, dtotal: Tensor | None = None, copy: torch.dtype | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """The gradients of x (with `dtotal` added), of the gate and of the weight; and that of x in the dtype `copy`."""
+    args: Arguments, dy: Tensor, dtotal: Tensor | None = None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The gradients of x (with `dtotal` added), of the gate and of the weight."""
     x, gate, weight, eps, *_ = args
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
     dx, dgate = new(x), None if gate is None else new(gate)
-    copied = None if copy in (None, x.dtype) else new(x, dtype=copy)
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
     queue = launch(x.device, *sizes(args), x_outer, gate_outer, eps)
     parts = None if weight is None else new(x, queue.programs, 1, x.shape[-1], dtype=torch.float32)
-    queue(x, gate, weight, dy.contiguous(), dtotal, dx, dgate, copied, parts)
+    queue(x, gate, weight, dy.contiguous(), dtotal, dx, dgate, parts)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
-    return dx, dgate, dweight, dx if copied is None else copied
+    return dx, dgate, dweight
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    dx, dgate, dweight, _ = differentiate_rows(args, dy)
-    return {"x": dx, "gate": dgate, "weight": dweight}
+    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, dy), strict=True))
 
 
 rms_norm = register("rms_norm", _compute, _differentiate, lambda args: (new(args.x, dtype=args.dtype),))
@@ -131,8 +129,8 @@ class Added(torch.autograd.Function):
         if dh is None:
             return dtotal, None if dtotal is None else dtotal.to(ctx.other), None, None, None
         args = Arguments(total, None, weight, ctx.eps, gate_first=False, activation="silu", dtype=dh.dtype)
-        dx, _, dweight, dy = differentiate_rows(args, dh, dtotal, ctx.other)
-        return dx, dy, dweight, None, None
+        dx, _, dweight = differentiate_rows(args, dh, dtotal)
+        return dx, dx.to(ctx.other), dweight, None, None
 
 
 def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
