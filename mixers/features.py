@@ -112,7 +112,8 @@ class FeaturePath(nn.Module):
             if product is not None:  # its results are what other parts of the sequence need
                 x, product = kernels.head_linear(x, product).view(*x.shape[:2], self.heads, -1), None
             context_parallel.check(history, cu_seqlens)
-            history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
+            flat, history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
+            x = flat.view(x.shape)
         return kernels.FeatureStream(
             x,
             self.weight,

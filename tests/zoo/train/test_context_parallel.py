@@ -25,6 +25,8 @@ from zoo.train.module import Pretraining
 pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
+SHARED = ("--trainer.devices=2", "--trainer.strategy=ddp", "--context_parallel=2")
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
@@ -32,7 +34,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path
     folder = tmp_path_factory.mktemp("sequences")
     with sitting_at(folder, shared_cache):
         pass  # writes tiny.yaml
-    options = ("--trainer.devices=2", "--trainer.strategy=ddp", "--context_parallel=2", "--activation_checkpointing=1")
+    options = (*SHARED, "--activation_checkpointing=1")
     process = start(folder, shared_cache, *FIT, "--run", "shared", *options, OMP_NUM_THREADS="1", ZOO_RUN="")
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
@@ -58,6 +60,30 @@ def test_they_evaluate_as_one(shared: Path, finished: Path) -> None:
     assert two["devices"] == 2
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-5)
     assert two["val_loss_by_position"] == pytest.approx(one["val_loss_by_position"], rel=1e-5)
+
+
+def test_packed_documents_train_as_in_one(tmp_path: Path, shared_cache: Path) -> None:
+    lines = (json.dumps({"text": " ".join(f"{i} times {j} is {i * j}." for j in range(i % 7 + 1))}) for i in range(900))
+    (tmp_path / "documents.jsonl").write_text("\n".join(lines))
+    # rows of 99 tokens, whose parts of 50 and 49 begin within documents
+    data = (
+        "--data.path=documents.jsonl",
+        "--data.packing=documents",
+        "--data.sequence_length=33",
+        "--data.batch_size=3",
+    )
+    with sitting_at(tmp_path, shared_cache):
+        assert cli.run([*FIT, *data, "--run", "one"]) == 0
+        process = start(tmp_path, shared_cache, *FIT, *data, "--run", "two", *SHARED, OMP_NUM_THREADS="1", ZOO_RUN="")
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    one, two = tmp_path / "runs/one", tmp_path / "runs/two"
+    names = ("train_loss", "gradient_norm", "tokens")
+    for step, expected in zip(numbers(two, *names), numbers(one, *names), strict=True):
+        assert step == pytest.approx(expected, rel=1e-5)
+    evaluations = [json.loads((run / "results.json").read_text()) for run in (one, two)]
+    for name in ("val_loss", "val_loss_by_position"):
+        assert evaluations[1][name] == pytest.approx(evaluations[0][name], rel=1e-5, nan_ok=True)
 
 
 def test_their_checkpoint_is_read_by_one(shared: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
