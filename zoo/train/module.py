@@ -148,11 +148,13 @@ class Pretraining(L.LightningModule):
         number, trainer = self.context_parallel, self.trainer
         if stage == "predict":
             raise UserError("context_parallel: predict reads whole sequences; set context_parallel=1.")
-        replicated = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        if not replicated or trainer.world_size % number:
+        strategy = trainer.strategy
+        sharded = isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+        if sharded or not isinstance(strategy, DDPStrategy | ModelParallelStrategy) or trainer.world_size % number:
+            name = "ZeRO 3" if sharded else type(strategy).__name__
             raise UserError(
-                f"context_parallel is {number}; it needs trainer.strategy=ddp and a multiple of {number} processes, "
-                f"not {trainer.world_size} with {type(trainer.strategy).__name__}."
+                f"context_parallel is {number}; it needs DDP, ZeRO 1 or 2, or FSDP2 (such as trainer.strategy=ddp), "
+                f"and a multiple of {number} processes, not {trainer.world_size} with {name}."
             )
         if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
             raise UserError("context_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
