@@ -173,13 +173,19 @@ class ContextParallel:
             earlier, streams = [x[:, :count] for x in both], [x[:, count:] for x in both]
         return streams, earlier
 
-    def history(self, x: Tensor, size: int) -> tuple[Tensor, Tensor | None]:
-        """A stream [B,T,C], to be used in place of x, and the tokens before its sequences or documents [N,size,C]."""
-        (x,), (earlier,) = self.before([x], size)
+    def histories(self, streams: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Exchange the inputs [B,T,C] of convolutions that read so many earlier tokens each, as `before` does.
+
+        Returns:
+            The streams, and the tokens before each sequence or document [N,size,C], with zeros where there are none;
+            None for a part that begins a sequence or document.
+        """
+        here, earlier = self.before(streams, max(sizes))
         if not self.offset:
-            return x, None
+            return here, [None for _ in here]
         others = 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 2
-        return x, F.pad(earlier, (0, 0, size - earlier.shape[1], 0, 0, others))
+        last = [x[:, max(x.shape[1] - size, 0) :] for x, size in zip(earlier, sizes, strict=True)]
+        return here, [F.pad(x, (0, 0, size - x.shape[1], 0, 0, others)) for x, size in zip(last, sizes, strict=True)]
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The mean loss over all processes of the group, of which this one has `count` with the sum `total`.
@@ -344,7 +350,7 @@ def run_recurrence(
     size = (v.shape[3], k.shape[3]) if run is kernels.value_decay_recurrence else (k.shape[3], v.shape[3])
     rows = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
     heads = v.shape[2] * gates.get("subheads", 1)
-    zeros = v.new_zeros(rows, heads, *size, dtype=torch.promote_types(v.dtype, torch.float32))
+    zeros = v.new_zeros(1, dtype=torch.promote_types(v.dtype, torch.float32)).expand(rows, heads, *size)
     inputs = [x for x in gates.values() if isinstance(x, Tensor)]
 
     def continued(state: Tensor) -> tuple[Tensor, Tensor]:
@@ -374,7 +380,7 @@ def run_selective_scan(
     context_parallel.check(initial_state, cu_seqlens)
     rows = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     size = 1 if rate is None else rate.shape[1]
-    zeros = x.new_zeros(rows, x.shape[2], size, dtype=torch.promote_types(x.dtype, torch.float32))
+    zeros = x.new_zeros(1, dtype=torch.promote_types(x.dtype, torch.float32)).expand(rows, x.shape[2], size)
 
     def continued(state: Tensor) -> tuple[Tensor, Tensor]:
         y, last = scan(initial_state=None if state is zeros else state, return_state=True)
