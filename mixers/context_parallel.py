@@ -162,7 +162,7 @@ class ContextParallel:
         count, sent = min(size, self.offset), min(size, self._next_offset)
         length = streams[0].shape[1]
         earlier = [x[:, :0] for x in streams]
-        if sent and sent <= length:  # first, so that the next part need not wait for the one before this
+        if sent and sent <= length:  # first, as the next part does not need those of the part before
             streams = list(_HandOnTails.apply(self, sent, *streams))
         if count:
             like = [x.new_empty(1).expand(x.shape[0], count, *x.shape[2:]) for x in streams]
@@ -295,7 +295,7 @@ class _Exchange(AbstractContextManager[None]):
         _EXCHANGE.reset(self._tokens.pop())
 
     def next(self) -> list[Tensor]:
-        """What was received next."""
+        """The tensors of the next message."""
         self.position += 1
         return self.received[self.position - 1]
 

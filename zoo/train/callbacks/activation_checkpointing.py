@@ -49,8 +49,8 @@ def _checkpointed(forward: Forward, *inputs: Any) -> Any:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the forward pass and of its repetition: equal kernels, and no second exchange between processes."""
-    (first, again), (exchanging, repeating) = same_backend(), exchanged_once()
-    return _Both(first, exchanging), _Both(again, repeating)
+    (forward, recomputation), (exchange, repetition) = same_backend(), exchanged_once()
+    return _Both(forward, exchange), _Both(recomputation, repetition)
 
 
 class _Both(AbstractContextManager[None]):
