@@ -27,7 +27,7 @@ LENGTH = 25  # three processes hold 9, 8 and 8 tokens, and two 13 and 12
 LAYOUTS: dict[str, list[int] | None] = {  # boundaries of packed documents
     "whole sequences": None,
     "a document over all parts": [0, 0, 4, LENGTH],
-    "one that begins with a part, and one before a part": [0, 9, 9, 10, 16, LENGTH, LENGTH],
+    "documents that begin with a part, and before one": [0, 9, 9, 10, 16, 20, LENGTH, LENGTH],
 }
 LONG_CONV = mixers.Features(12, activation="silu", norm="l2")  # reaches over a whole part
 GDN = mixers.GatedDeltaNet
