@@ -546,10 +546,12 @@ def positions(
         owner, place = places(cu_seqlens, length)
         counts = cu_seqlens.diff().to(torch.int64)
         start = torch.zeros_like(counts) if offset is None else offset
+        if context_parallel is not None:
+            start[0] = context_parallel.offset
         return (place + start[owner])[None], start + counts
     time = torch.arange(length, device=x.device)
     if offset is None and context_parallel is not None:
-        offset = time.new_tensor([context_parallel.rank * length])
+        offset = time.new_full([1], context_parallel.offset)
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)
     return offset[:, None] + time, offset + length

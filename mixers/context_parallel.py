@@ -1,18 +1,27 @@
-"""Context parallelism: every process holds one part of each sequence, and only what crosses a boundary is sent.
+"""Context parallelism: every process holds one part of each sequence, and continues what the part before it left.
 
-A convolution needs the last inputs of the earlier parts, attention needs their keys and values, positions count from
-the start of the sequence, and a recurrence, which is linear in its state, needs the state they leave behind:
-S_out = A·S_in + L. All processes compute their A and L at the same time, gather those of the others in one exchange,
-and combine them into the state before their own part (LASP, arXiv 2404.02882; LASP-2, arXiv 2502.07563).
+A recurrence needs the state before its part, a convolution the last inputs, attention the keys and values that its
+window reaches, and a position the number of tokens before it. Each process hands this on to the next one as soon as it
+has it, and the gradient comes back the same way. So every recurrence runs once, process r is r recurrences behind the
+first one, in all layers together, and a message is on its way while its sender computes the next layer. (To combine
+summaries of all parts, as LASP-2 does, arXiv 2502.07563, runs each recurrence twice and waits for all in each layer.)
+Where a packed document begins with a part, nothing is sent.
 
 A mixer receives a `ContextParallel` as an argument of `forward` and passes it to everything that looks along time:
 convolutions (`FeaturePath`), `positions`, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
-differentiable. All processes must run the same layers in the same order, forward and backward.
+differentiable. All processes must run the same layers in the same order; the backward pass runs them in reverse.
 """
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from copy import copy
+from functools import partial
 from inspect import signature
-from typing import Any
+from itertools import accumulate, pairwise
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,79 +29,163 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.resets import LEAST_ALONE
+from kernels.core.documents import copied, documents, moved
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
-DIAGONAL = (kernels.linear_recurrence, kernels.value_decay_recurrence)  # whose decays scale the rows of a state
+Outputs = TypeVar("Outputs")
+IN_FLIGHT = 16  # messages that a process may be ahead of the next one, which bounds the memory that they hold
 
 
 class ContextParallel:
-    """The part of each sequence that this process holds: part `rank` of `count` parts of equal length.
+    """The processes that share each sequence, and, after `of`, the part that this process holds.
 
     Args:
-        group: The processes that share each sequence, in the order of their parts; None for all processes.
+        group: The processes, in the order of their parts; None for all.
+
+    Attributes:
+        rank: Number of this process, and of its part.
+        count: Number of processes.
+        cu_seqlens: Boundaries of the documents in this part, its ends included; None for rows that are not packed.
+        offset: Number of tokens before this part of the sequence or document that its first token belongs to.
+        longest: Number of tokens of the longest sequence or document, over all parts.
     """
+
+    cu_seqlens: Tensor | None
+    offset: int
+    longest: int
+    _next_offset: int  # `offset` of the next part
+    _starts: list[int]  # of all parts, and the length of the row
+    _bounds: list[int]  # `cu_seqlens` on the host
+    _like: Tensor | None  # has the dtype and device of `cu_seqlens`
+    _longer: dict[int, Tensor]  # results of `longer_documents`
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
-        """Raise a UserError if there is a state or packed documents, which only one process can have."""
-        if state is not None:
-            raise kernels.UserError("context_parallel: a state can be continued by one process only")
-        if cu_seqlens is not None:
-            raise kernels.UserError(
-                "context_parallel: packed documents cannot be shared by several processes; "
-                "train with data.packing=windows, or with context_parallel=1"
-            )
-
-    def take(self, x: Tensor) -> Tensor:
-        """This process's part [B,T/count,…] of x [B,T,…].
-
-        Raises:
-            UserError: T cannot be divided into parts of equal length.
-        """
-        if x.shape[1] % self.count:
-            raise kernels.UserError(
-                f"context_parallel: {self.count} processes cannot share {x.shape[1]} tokens equally; "
-                "choose a sequence length that is a multiple"
-            )
-        return x.chunk(self.count, 1)[self.rank]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """x of all processes, stacked [count,…]; the shapes must be the same."""
-        return _Gather.apply(x, self)
-
-    def before(self, x: Tensor, size: int) -> Tensor:
-        """The last `size` tokens of a stream before this part, whose tokens are x [B,T,…]; fewer near the start."""
-        length = x.shape[1]
-        count = min(size, length)
-        tails = self.gather(x[:, length - count :])
-        # the first process keeps none, but takes part, since the others wait for it in the backward pass
-        earlier = tails[: self.rank].transpose(0, 1).flatten(1, 2)
-        return earlier[:, max(0, earlier.shape[1] - size) :]
-
-    def history(self, x: Tensor, size: int) -> Tensor:
-        """`before` for a stream x [B,T,C], padded in front with zeros to [B,size,C]."""
-        earlier = self.before(x, size)
-        return F.pad(earlier, (0, 0, size - earlier.shape[1], 0))
-
-    def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
-        """The state before this part, [B,H,K,V].
+    def of(self, length: int, cu_seqlens: Tensor | None = None) -> Self:
+        """Return the parts of rows of `length` tokens, whose lengths differ by at most one token.
 
         Args:
-            transition: A of this part, which maps the state before it to the state after it: a factor for each row
-                [B,H,K,1], or a matrix [B,H,K,K].
-            local: L, the state after this part when it starts from zero [B,H,K,V].
+            length: Tokens of all parts together.
+            cu_seqlens: Boundaries [N+1] of documents packed into one row, anywhere in it; documents may be empty.
+
+        Raises:
+            UserError: There are fewer tokens than processes.
+            ValueError: `cu_seqlens` are not the boundaries of a row of `length` tokens.
         """
-        columns = transition.shape[-1]
-        with torch.autocast(local.device.type, enabled=False):  # states are fp32
-            parts = self.gather(torch.cat([transition, local], -1))
-            state = parts[:0, ..., columns:].sum(0)
-            for part in parts[: self.rank].unbind():
-                over, added = part[..., :columns], part[..., columns:]
-                state = (over * state if columns == 1 else over @ state) + added
-        return state
+        if length < self.count:
+            raise kernels.UserError(
+                f"context_parallel: {self.count} processes cannot share {length} tokens; each needs at least one"
+            )
+        part, (each, more) = copy(self), divmod(length, self.count)
+        part._starts = list(accumulate((each + (i < more) for i in range(self.count)), initial=0))
+        bounds = [0, length] if cu_seqlens is None else documents(cu_seqlens, length).bounds
+        offsets = [start - bounds[bisect_right(bounds, start) - 1] for start in part._starts[:-1]]
+        part.offset, part._next_offset = offsets[self.rank], [*offsets, 0][self.rank + 1]
+        part.longest = max(stop - start for start, stop in pairwise(bounds))
+        start, stop = part._starts[self.rank : self.rank + 2]
+        inner = sorted({bound - start for bound in bounds if start < bound < stop})
+        part._bounds, part._like, part._longer = [0, *inner, stop - start], cu_seqlens, {}
+        part.cu_seqlens = part.longer_documents(0)
+        return part
+
+    def take(self, x: Tensor) -> Tensor:
+        """This process's part of x [B,T,…]."""
+        start, stop = self._starts[self.rank : self.rank + 2]
+        return x[:, start:stop]
+
+    def longer_documents(self, tokens: int) -> Tensor | None:
+        """Return `cu_seqlens` for a row that has so many more tokens in front; None for rows that are not packed."""
+        like = self._like
+        if like is not None and tokens not in self._longer:
+            with torch.inference_mode(False):  # the boundaries of such a tensor would be read again on every call
+                bounds = torch.tensor([0, *(bound + tokens for bound in self._bounds[1:])], dtype=like.dtype)
+                self._longer[tokens] = copied(moved(bounds, like.device), bounds)
+        return self._longer.get(tokens)
+
+    def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
+        """Raise a UserError if there is a state, no length, or if only one of part and call has packed documents."""
+        if not hasattr(self, "offset"):
+            raise kernels.UserError("context_parallel: pass what ContextParallel.of(length, cu_seqlens) returns")
+        if state is not None:
+            raise kernels.UserError("context_parallel: a state can be continued by one process only")
+        if (cu_seqlens is None) != (self.cu_seqlens is None):
+            raise kernels.UserError(
+                "cu_seqlens: must be those of the part; ContextParallel.of(length, cu_seqlens).cu_seqlens has them"
+            )
+
+    def continued(
+        self, run: Callable[[Tensor], tuple[Outputs, Tensor]], zeros: Tensor, inputs: Sequence[Tensor | None]
+    ) -> Outputs:
+        """Run something from the state that the part before this one left, and hand its last state on to the next.
+
+        Args:
+            run: The states before the first token of each sequence or document → outputs, and the states after the
+                last one. If a gradient is needed, the outputs are one tensor.
+            zeros: The states at the start of each sequence or document [N,…].
+            inputs: All that the outputs depend on: a gradient is handed back if one of them needs one.
+
+        Returns:
+            The outputs of `run`.
+        """
+        used = [x for x in inputs if x is not None]
+        state, packed = zeros, self.cu_seqlens is not None
+        if self.offset:
+            first = zeros[:1] if packed else zeros
+            (state,) = _Receive.apply(self, [first], *used)
+            state = torch.cat([state, zeros[1:]]) if packed and len(zeros) > 1 else state
+        outputs, last = run(state)
+        if self._next_offset:
+            last = last[-1:] if packed else last
+            if torch.is_grad_enabled() and any(x.requires_grad for x in used):
+                return _HandOn.apply(self, outputs, last)
+            self.put([last], self.rank + 1)
+        return outputs
+
+    def before(self, streams: Sequence[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Exchange the last tokens of streams [B,T,…]; those of one dtype in one message.
+
+        Returns:
+            The streams, to be used in place of the arguments, and for each its last `size` tokens before this part
+            [B,n,…]: n is smaller where the sequence or document of the first token of the part began later.
+        """
+        here, earlier = list(streams), list(streams)
+        for dtype in dict.fromkeys(x.dtype for x in streams):
+            places = [i for i, x in enumerate(streams) if x.dtype == dtype]
+            for i, new, old in zip(places, *self._before([streams[i] for i in places], size), strict=True):
+                here[i], earlier[i] = new, old
+        return here, earlier
+
+    def _before(self, streams: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+        """`before` for streams of one dtype."""
+        count, sent = min(size, self.offset), min(size, self._next_offset)
+        length = streams[0].shape[1]
+        earlier = [x[:, :0] for x in streams]
+        if sent and sent <= length:  # first, as the next part does not need those of the part before
+            streams = list(_HandOnTails.apply(self, sent, *streams))
+        if count:
+            like = [x.new_empty(1).expand(x.shape[0], count, *x.shape[2:]) for x in streams]
+            earlier = list(_Receive.apply(self, like, *streams))
+        if sent > length:
+            both = [torch.cat(pair, 1) for pair in zip(earlier, streams, strict=True)]
+            both = list(_HandOnTails.apply(self, sent, *both))
+            earlier, streams = [x[:, :count] for x in both], [x[:, count:] for x in both]
+        return streams, earlier
+
+    def histories(self, streams: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Exchange the inputs [B,T,C] of convolutions that read so many earlier tokens each, as `before` does.
+
+        Returns:
+            The streams, and the tokens before each sequence or document [N,size,C], with zeros where there are none;
+            None for a part that begins a sequence or document.
+        """
+        here, earlier = self.before(streams, max(sizes))
+        if not self.offset:
+            return here, [None for _ in here]
+        others = 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 2
+        last = [x[:, max(x.shape[1] - size, 0) :] for x, size in zip(earlier, sizes, strict=True)]
+        return here, [F.pad(x, (0, 0, size - x.shape[1], 0, 0, others)) for x, size in zip(last, sizes, strict=True)]
 
     def mean(self, total: Tensor, count: Tensor) -> Tensor:
         """The mean loss over all processes of the group, of which this one has `count` with the sum `total`.
@@ -106,29 +199,117 @@ class ContextParallel:
         local = total * (self.count / number.clamp(min=1))
         return local - local.detach() + together / number.clamp(min=1)
 
+    def put(self, tensors: Sequence[Tensor], rank: int) -> None:
+        """Send tensors of one dtype to a neighbour, without waiting until they arrive."""
+        exchange = _EXCHANGE.get()
+        if exchange is not None and exchange.repeats:
+            return
+        message = torch.cat([x.detach().flatten() for x in tensors]) if len(tensors) > 1 else tensors[0].detach()
+        message = message.contiguous()
+        work = dist.isend(message, group=self.group, group_dst=rank)
+        assert work is not None
+        self._sent.append((work, message))
+        while self._sent and (len(self._sent) > IN_FLIGHT or self._sent[0][0].is_completed()):
+            self._sent.popleft()[0].wait()
 
-class _Gather(torch.autograd.Function):
-    """All-gather; in the backward pass each process receives the sum of the gradients of its tensor."""
+    def finish(self) -> None:
+        """Wait until all messages have arrived; a process that ends before takes them with it."""
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def get(self, like: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Receive tensors of the shapes and the dtype of `like` from a neighbour."""
+        exchange = _EXCHANGE.get()
+        if exchange is not None and exchange.repeats:
+            return exchange.next()
+        message = like[0].new_empty(sum(x.numel() for x in like))
+        work = dist.irecv(message, group=self.group, group_src=rank)
+        assert work is not None
+        work.wait()
+        tensors = [x.view(y.shape) for x, y in zip(message.split([x.numel() for x in like]), like, strict=True)]
+        if exchange is not None:
+            exchange.received.append(tensors)
+        return tensors
+
+
+class _Receive(torch.autograd.Function):
+    """Tensors of the part before; gradients go back there. Those of `inputs` only tell whether one is needed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, parallel: ContextParallel) -> Tensor:
-        ctx.parallel = parallel
-        parts = x.new_empty(parallel.count * len(x), *x.shape[1:])
-        dist.all_gather_into_tensor(parts, x.contiguous(), group=parallel.group)
-        return parts.unflatten(0, (parallel.count, len(x)))
+    def forward(ctx: Any, parallel: ContextParallel, like: Sequence[Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.parallel, ctx.inputs = parallel, len(inputs)
+        return tuple(parallel.get(like, parallel.rank - 1))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        parallel: ContextParallel = ctx.parallel
-        total = kernels.at_least_fp32(gradient).contiguous()
-        if dist.get_backend(parallel.group) == "nccl":
-            local = torch.empty_like(total[0])
-            dist.reduce_scatter_tensor(local, total.flatten(0, 1), group=parallel.group)
-        else:  # not every communication library can reduce and scatter
-            total = total.clone()
-            dist.all_reduce(total, group=parallel.group)
-            local = total[parallel.rank]
-        return local.to(gradient.dtype), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        ctx.parallel.put(gradients, ctx.parallel.rank - 1)
+        return (None,) * (2 + ctx.inputs)
+
+
+class _HandOn(torch.autograd.Function):
+    """Outputs unchanged; a state is sent to the next part, whose gradient comes back from there."""
+
+    @staticmethod
+    def forward(ctx: Any, parallel: ContextParallel, outputs: Tensor, state: Tensor) -> Tensor:
+        ctx.parallel, ctx.like = parallel, state.new_empty(1).expand(state.shape)
+        parallel.put([state], parallel.rank + 1)
+        return outputs.view_as(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, Tensor]:
+        (of_state,) = ctx.parallel.get([ctx.like], ctx.parallel.rank + 1)
+        return None, gradient, of_state
+
+
+class _HandOnTails(torch.autograd.Function):
+    """Streams [B,T,…] unchanged; their last tokens are sent to the next part, whose gradients come back from there."""
+
+    @staticmethod
+    def forward(ctx: Any, parallel: ContextParallel, size: int, *streams: Tensor) -> tuple[Tensor, ...]:
+        tails = [x[:, x.shape[1] - size :] for x in streams]
+        ctx.parallel, ctx.like = parallel, [x.new_empty(1).expand(x.shape) for x in tails]
+        parallel.put(tails, parallel.rank + 1)
+        return tuple(x.view_as(x) for x in streams)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        tails = ctx.parallel.get(ctx.like, ctx.parallel.rank + 1)
+        cut = gradients[0].shape[1] - tails[0].shape[1]
+        # a copy, since a gradient may be used elsewhere, too
+        sums = [torch.cat([x[:, :cut], x[:, cut:] + tail], 1) for x, tail in zip(gradients, tails, strict=True)]
+        return None, None, *sums
+
+
+class _Exchange(AbstractContextManager[None]):
+    """The first pass through a block, or its repetition, which reads what the first one received."""
+
+    def __init__(self, received: list[list[Tensor]], repeats: bool):
+        self.received, self.repeats, self.position = received, repeats, 0
+        self._tokens: list[Token[_Exchange | None]] = []
+
+    def __enter__(self) -> None:
+        self.position = 0
+        self._tokens.append(_EXCHANGE.set(self))
+
+    def __exit__(self, *error: Any) -> None:
+        _EXCHANGE.reset(self._tokens.pop())
+
+    def next(self) -> list[Tensor]:
+        """The tensors of the next message."""
+        self.position += 1
+        return self.received[self.position - 1]
+
+
+_EXCHANGE: ContextVar[_Exchange | None] = ContextVar("exchange", default=None)
+
+
+def exchanged_once() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts for a forward pass and its repetition in the backward pass, which reads what the first one received.
+
+    They are for `torch.utils.checkpoint`. Without them, each part would wait for the repetition in the part before.
+    """
+    received: list[list[Tensor]] = []
+    return _Exchange(received, False), _Exchange(received, True)
 
 
 def takes_context_parallel(module: type[nn.Module]) -> bool:
@@ -147,55 +328,37 @@ def run_recurrence(
     cu_seqlens: Tensor | None,
     context_parallel: ContextParallel | None,
     consume_state: bool = False,
+    return_state: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Apply `run`, a recurrence that is linear in its state, to whole sequences or to a part of each.
-
-    A part needs the recurrence twice: once from a state of zero, and once from the state before this part.
+    """Apply `run`, a recurrence of a matrix, to whole sequences or to a part of each.
 
     Args:
         run: kernels.linear_recurrence, kernels.delta_rule, or another with their arguments.
-        q, k, v, initial_state, cu_seqlens, consume_state, options: Arguments of `run`.
+        q, k, v, initial_state, cu_seqlens, consume_state, return_state, options: Arguments of `run`.
         gates: Its arguments log_decay, beta, subheads and scale; of the delta rule erase, read_before and steps, too.
         context_parallel: Which part of each sequence this is; None for whole sequences.
 
     Returns:
         o [B,T,H,V], and the final states or None.
     """
-    if context_parallel is not None:
-        context_parallel.check(initial_state, cu_seqlens)
-        transition, local = (_diagonal if run in DIAGONAL else _matrix)(run, q.detach(), k, v, gates)
-        initial_state, consume_state = context_parallel.first_state(transition, local), False
-    settings = dict(initial_state=initial_state, cu_seqlens=cu_seqlens, consume_state=consume_state, **options)
-    return run(q, k, v, **gates, **settings)
+    settings = dict(gates, cu_seqlens=cu_seqlens, **options)
+    if context_parallel is None:
+        settings |= dict(initial_state=initial_state, return_state=return_state, consume_state=consume_state)
+        return run(q, k, v, **settings)
+    context_parallel.check(initial_state, cu_seqlens)
+    size = (v.shape[3], k.shape[3]) if run is kernels.value_decay_recurrence else (k.shape[3], v.shape[3])
+    rows = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
+    heads = v.shape[2] * gates.get("subheads", 1)
+    zeros = v.new_zeros(1, dtype=torch.promote_types(v.dtype, torch.float32)).expand(rows, heads, *size)
+    inputs = [x for x in gates.values() if isinstance(x, Tensor)]
 
+    def continued(state: Tensor) -> tuple[Tensor, Tensor]:
+        o, last = run(q, k, v, **settings, initial_state=None if state is zeros else state, return_state=True)
+        assert last is not None
+        return o, last
 
-def _diagonal(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A [B,H,K,1] and L [B,H,K,V] of a recurrence whose transition is diagonal."""
-    _, local = run(q, k, v, **gates, return_state=True)
-    assert local is not None
-    decay = gates["log_decay"]
-    if decay is None:
-        total = local.new_zeros(1)
-    elif decay.dim() == 1:
-        total = decay.to(local.dtype) * v.shape[1]
-    else:
-        total = decay.to(local.dtype).sum(1)
-    if decay is None or decay.dim() < 4:
-        total = total[..., None]
-    return total.exp()[..., None].expand(*local.shape[:3], 1), local
-
-
-def _matrix(run: Recurrence, q: Tensor, k: Tensor, v: Tensor, gates: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """A [B,H,K,K] and L [B,H,K,V] of any linear recurrence: columns of the state without values are multiplied by A."""
-    (B, _, H, V), K = v.shape, k.shape[3]
-    state_dtype = torch.promote_types(v.dtype, torch.float32)
-    identity = torch.eye(K, device=v.device, dtype=state_dtype).expand(B, H * gates["subheads"], K, K)
-    zeros = v.new_zeros(1).expand(*v.shape[:3], K)
-    start = F.pad(identity, (V, 0))
-    _, both = run(q, k, torch.cat([v, zeros], -1), **gates, initial_state=start, return_state=True)
-    assert both is not None
-    return both[..., V:], both[..., :V]
+    return context_parallel.continued(continued, zeros, [q, k, v, *inputs]), None
 
 
 def run_selective_scan(
@@ -210,14 +373,18 @@ def run_selective_scan(
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """`kernels.selective_scan`, with its arguments, over whole sequences, or twice over a part of each."""
-    if context_parallel is not None:
-        context_parallel.check(initial_state, cu_seqlens)
-        _, local = kernels.selective_scan(x, log_decay, rate, b, c, return_state=True)
-        assert local is not None
-        total = log_decay.to(local.dtype).clamp(min=LEAST_ALONE).sum(1)[..., None]
-        transition = (total if rate is None else total * rate).exp()
-        initial_state = context_parallel.first_state(transition[..., None], local[..., None])[..., 0]
-    return kernels.selective_scan(
-        x, log_decay, rate, b, c, initial_state=initial_state, return_state=return_state, cu_seqlens=cu_seqlens
-    )
+    """`kernels.selective_scan`, with its arguments, over whole sequences or a part of each."""
+    scan = partial(kernels.selective_scan, x, log_decay, rate, b, c, cu_seqlens=cu_seqlens)
+    if context_parallel is None:
+        return scan(initial_state=initial_state, return_state=return_state)
+    context_parallel.check(initial_state, cu_seqlens)
+    rows = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
+    size = 1 if rate is None else rate.shape[1]
+    zeros = x.new_zeros(1, dtype=torch.promote_types(x.dtype, torch.float32)).expand(rows, x.shape[2], size)
+
+    def continued(state: Tensor) -> tuple[Tensor, Tensor]:
+        y, last = scan(initial_state=None if state is zeros else state, return_state=True)
+        assert last is not None
+        return y, last
+
+    return context_parallel.continued(continued, zeros, [x, log_decay, rate, b, c]), None

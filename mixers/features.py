@@ -104,15 +104,9 @@ class FeaturePath(nn.Module):
         product: Tensor | None,
         history: Tensor | None,
         cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
+        return_history: bool,
     ) -> kernels.FeatureStream:
         """The arguments of `kernels.features_together` for x [B,T,heads,size], or for the x [B,T,G,K] of a product."""
-        return_history = history is not None
-        if self.spec.conv > 1 and context_parallel is not None:
-            if product is not None:  # its results are what other parts of the sequence need
-                x, product = kernels.head_linear(x, product).view(*x.shape[:2], self.heads, -1), None
-            context_parallel.check(history, cu_seqlens)
-            history = context_parallel.history(x.flatten(2), self.spec.conv - 1)
         return kernels.FeatureStream(
             x,
             self.weight,
@@ -143,10 +137,12 @@ def together(
 
     Each head of a stream with a product [G,K,N] is multiplied by its matrix first.
     """
-    inputs = [
-        path.stream(x, product, history, cu_seqlens, context_parallel)
-        for path, x, product, history in zip(paths, streams, products or [None] * len(paths), histories, strict=True)
-    ]
+    streams, histories, products = list(streams), list(histories), list(products or [None] * len(paths))
+    returned = [history is not None for history in histories]
+    if context_parallel is not None:
+        _continue_parts(paths, streams, histories, products, cu_seqlens, context_parallel)
+    arguments = zip(paths, streams, products, histories, returned, strict=True)
+    inputs = [path.stream(x, product, history, cu_seqlens, back) for path, x, product, history, back in arguments]
     made, done = (
         (kernels.features_together(inputs), None) if gates is None else kernels.features_and_gates(inputs, gates)
     )
@@ -155,6 +151,28 @@ def together(
         for path, (y, history) in zip(paths, made, strict=True)
     ]
     return mapped, done
+
+
+def _continue_parts(
+    paths: Sequence[FeaturePath],
+    streams: list[Tensor],
+    histories: list[Tensor | None],
+    products: list[Tensor | None],
+    cu_seqlens: Tensor | None,
+    context_parallel: ContextParallel,
+) -> None:
+    """Give all convolutions the last inputs of the parts before this one, in one exchange."""
+    places = [i for i, path in enumerate(paths) if path.spec.conv > 1]
+    for i in places:
+        context_parallel.check(histories[i], cu_seqlens)
+        if (product := products[i]) is not None:  # its results are what other parts of the sequence need
+            x, products[i] = streams[i], None
+            streams[i] = kernels.head_linear(x, product).view(*x.shape[:2], paths[i].heads, -1)
+    if places:
+        taps = [paths[i].spec.conv - 1 for i in places]
+        exchanged = context_parallel.histories([streams[i].flatten(2) for i in places], taps)
+        for i, x, history in zip(places, *exchanged, strict=True):
+            streams[i], histories[i] = x.view(streams[i].shape), history
 
 
 class Rotary(FeatureMap):

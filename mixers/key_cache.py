@@ -5,6 +5,7 @@ A stream is a tensor [B,T,…] with an entry for each token, such as keys, value
 streams, and by name what `kernels.window_attention` calls `first_key` and `cu_seqlens`.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -29,25 +30,14 @@ def attend(
     """Attend within whole sequences, or from a part of each back to earlier parts, as far as the window reaches."""
     if context_parallel is None:
         return run(q, *streams, cu_seqlens=cu_seqlens)
-    length = q.shape[1]
-    reach = context_parallel.count * length if window_size is None else window_size - 1
-    streams = _with_earlier_parts(streams, reach, context_parallel)
+    context_parallel.check(None, cu_seqlens)
+    reach = sys.maxsize if window_size is None else window_size - 1
+    here, earlier = context_parallel.before(streams, reach)
+    longer = [torch.cat(both, 1) for both in zip(earlier, here, strict=True)]
     # the fastest kernels need as many queries as keys, so pad the queries and drop their outputs
-    extra = streams[0].shape[1] - length
-    return run(F.pad(q, (0, 0, 0, 0, extra, 0)), *streams)[:, extra:]
-
-
-def _with_earlier_parts(streams: Sequence[Tensor], reach: int, part: ContextParallel) -> list[Tensor]:
-    """The streams with up to `reach` earlier tokens in front; those of one dtype are exchanged together."""
-    longer = list(streams)
-    for dtype in dict.fromkeys(x.dtype for x in streams):
-        places = [i for i, x in enumerate(streams) if x.dtype == dtype]
-        rows = [streams[i].flatten(2) for i in places]
-        new = torch.cat(rows, -1)
-        whole = torch.cat([part.before(new, reach), new], 1)
-        for i, x in zip(places, whole.split([row.shape[2] for row in rows], -1), strict=True):
-            longer[i] = x.reshape(*x.shape[:2], *streams[i].shape[2:])
-    return longer
+    extra = earlier[0].shape[1]
+    padded = F.pad(q, (0, 0, 0, 0, extra, 0))
+    return run(padded, *longer, cu_seqlens=context_parallel.longer_documents(extra))[:, extra:]
 
 
 def attend_to_cache(

@@ -36,12 +36,26 @@ def cumulative_angles(
     total: Tensor = _RunningSum.apply(wide, cu_seqlens)
     if context_parallel is not None:
         context_parallel.check(before, cu_seqlens)
-        total = total + context_parallel.gather(total[:, -1])[: context_parallel.rank].sum(0)[:, None]
+        total = _after_earlier_parts(total, cu_seqlens, context_parallel)
     if before is not None:
         total = total + starting(total, before, cu_seqlens)[1]
     total = total.remainder(1)
     last = None if before is None else last_tokens(total, before, cu_seqlens)
     return total.to(angles.dtype), last
+
+
+def _after_earlier_parts(total: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel) -> Tensor:
+    """Sums [B,T,…] within a part, with those of the parts before for the sequences that began there."""
+
+    def continued(first: Tensor) -> tuple[Tensor, Tensor]:
+        before = first[:, None]
+        if cu_seqlens is not None:
+            owner, _ = places(cu_seqlens, total.shape[1])
+            before = before * (owner == 0).view(-1, *[1] * (total.dim() - 2))
+        whole = total + before
+        return whole, whole[:, -1]
+
+    return context_parallel.continued(continued, torch.zeros_like(total[:, 0]), [total])
 
 
 class _RunningSum(torch.autograd.Function):

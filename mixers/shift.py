@@ -69,8 +69,12 @@ def shifted(
     check_sequences(before, x, cu_seqlens)
     if context_parallel is not None:
         context_parallel.check(before, cu_seqlens)
-        first = context_parallel.history(x.flatten(2), 1).view(x[:, :1].shape)
-        return torch.cat([first, x[:, :-1]], 1), None
+        (x,), (earlier,) = context_parallel.before([x], 1)
+        previous = torch.cat([earlier if earlier.shape[1] else torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
+        if cu_seqlens is not None:
+            inner = cu_seqlens[1:-1].long()  # where documents begin within this part
+            previous = previous.index_fill(1, inner, 0)
+        return previous, None
     past = x.new_zeros(sequences(x, cu_seqlens), *x.shape[2:]) if before is None else before
     starts, first = starting(x, past, cu_seqlens)
     previous = torch.where(starts, first, x.roll(1, 1))

@@ -40,16 +40,16 @@ def stabiliser(
     # the differences of sums over thousands of tokens need more digits than fp32 has
     f, i = f.double(), i.double()
     check_sequences(before, i, cu_seqlens)
-    if context_parallel is not None:
-        context_parallel.check(before, cu_seqlens)
-    if before is None:
-        before = f.new_zeros(sequences(i, cu_seqlens), f.shape[2])
-    if context_parallel is not None:
-        parts = context_parallel.gather(torch.stack([f.sum(1), running_max(f, i)[:, -1]]))
-        for total, largest in parts[: context_parallel.rank].unbind():
-            before = torch.maximum(before + total, largest)
-    starts, first = starting(i, before, cu_seqlens)
-    m = running_max(f.masked_fill(starts, -torch.inf), torch.where(starts, torch.maximum(i, f + first), i))
-    previous, last = shifted(m, before, cu_seqlens)
-    assert last is not None
-    return m, previous, last
+    zeros = f.new_zeros(sequences(i, cu_seqlens), f.shape[2])
+
+    def continued(before: Tensor) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+        starts, first = starting(i, before, cu_seqlens)
+        m = running_max(f.masked_fill(starts, -torch.inf), torch.where(starts, torch.maximum(i, f + first), i))
+        previous, last = shifted(m, before, cu_seqlens)
+        assert last is not None
+        return (m, previous, last), last
+
+    if context_parallel is None:
+        return continued(zeros if before is None else before)[0]
+    context_parallel.check(before, cu_seqlens)
+    return context_parallel.continued(continued, zeros, [])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import cli
 import zoo
@@ -137,6 +138,40 @@ def desk(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     shutil.copytree(folder / "runs" / "2", alone, ignore=shutil.ignore_patterns("seen-*"))
     shutil.copy(alone / "checkpoints" / "step-00000004.ckpt", alone / "checkpoints" / "last.ckpt")
     return folder
+
+
+GRADIENTS = """
+from pathlib import Path
+import lightning as L
+import torch
+from deepspeed.utils import safe_get_full_grad
+
+class Gradients(L.Callback):
+    def on_after_backward(self, trainer, module):
+        if (trainer.fit_loop.batch_idx + 1) % trainer.accumulate_grad_batches == 0:
+            gradients = {name: safe_get_full_grad(parameter).clone() for name, parameter in module.named_parameters()}
+            name = f"gradients-{trainer.global_step}-{trainer.global_rank}.pt"
+            torch.save(gradients, Path(trainer.default_root_dir) / name)
+"""
+
+
+def test_zero_2_accumulates_and_clips_as_ddp_does(desk: Path, shared_cache: Path) -> None:
+    """In gradients and weights; DeepSpeed's issue 7718 reports other gradients."""
+    (desk / "gradients.py").write_text(GRADIENTS)
+    (desk / "gradients.yaml").write_text("trainer: {callbacks: {class_path: gradients.Gradients}}\n")
+    options = ("--config", "gradients.yaml", "--trainer.accumulate_grad_batches=3", "--trainer.max_steps=4")
+    ways = {"ddp": ("--trainer.devices=2", "--trainer.strategy=ddp"), "zero-2": zero(2)}
+    base = (*FIT, "--config", "setting.yaml")
+    commands = [((*base, *way, *options, "--run", f"accumulated-{name}"), {}) for name, way in ways.items()]
+    for code, said in together(desk, shared_cache, *commands):
+        assert code == 0, said
+    ddp, zero_2 = (desk / "runs" / f"accumulated-{name}" for name in ways)
+    for step in range(4):
+        expected, gradients = (torch.load(run / f"gradients-{step}-1.pt") for run in (ddp, zero_2))
+        assert nn.utils.get_total_norm(expected.values()) > 0.5  # so it is clipped
+        torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-6)
+    weights, others = (zoo.load(run).state_dict() for run in (zero_2, ddp))
+    torch.testing.assert_close(weights, others, rtol=0, atol=1e-5)
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -13,25 +14,29 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-import kernels
 import mixers
 from mixers import ContextParallel
-from mixers.context_parallel import run_recurrence, run_selective_scan
+from mixers.context_parallel import exchanged_once
 from mixers.two_layers import TwoLayers
 from tests.zoo.lm.test_rwkv7 import AsTokenMixer
 
 from .variants import CAUSAL, PRECONDITIONED
 
 SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
-LENGTH = 24
-LONG_CONV = mixers.Features(8, activation="silu", norm="l2")  # reaches over a whole part of 6 tokens
+LENGTH = 25  # three processes hold 9, 8 and 8 tokens, and two 13 and 12
+LAYOUTS: dict[str, list[int] | None] = {  # boundaries of packed documents
+    "whole sequences": None,
+    "a document over all parts": [0, 0, 4, LENGTH],
+    "documents that begin with a part, and before one": [0, 9, 9, 10, 16, 20, LENGTH, LENGTH],
+}
+LONG_CONV = mixers.Features(12, activation="silu", norm="l2")  # reaches over a whole part
 GDN = mixers.GatedDeltaNet
 RWKV7 = partial(mixers.RWKV7, head_dim=32)
 ABOVE_ANOTHER = partial(TwoLayers, lower=RWKV7, upper=RWKV7)
 CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     **CAUSAL,
     "TPE": mixers.TPE,
-    "window over several parts": partial(mixers.SlidingWindowAttention, window_size=10, num_kv_heads=1),
+    "window over several parts": partial(mixers.SlidingWindowAttention, window_size=12, num_kv_heads=1),
     "a norm over all heads, partly rotary, and a gate": partial(
         mixers.SoftmaxAttention,
         num_kv_heads=1,
@@ -50,56 +55,88 @@ CASES: dict[str, Callable[[mixers.Site], mixers.TokenMixer]] = {
     "convolution over several parts": partial(GDN, qk=LONG_CONV),
     "subheads": mixers.Expanded(mixer=GDN, factor=2),
     "wide keys": mixers.Expanded(mixer=mixers.GLA, factor=2, subheads=False),
-    "matrices of a diagonal recurrence": mixers.GLA,
     "computed again": mixers.Expanded(mixer=GDN, factor=2),
+    "computed again, exchanged once": partial(mixers.MLSTM, qk=LONG_CONV),
     **{f"{name}, subheads": mixers.Expanded(mixer=each, factor=2) for name, each in PRECONDITIONED.items()},
 }
 
 
 def mixed(case: str, mixer: mixers.TokenMixer, x: Tensor, part: ContextParallel) -> Tensor:
     """What a mixer makes of a part of each sequence."""
-    if case == "computed again":  # in the backward pass, by PyTorch's own means
-        return checkpoint(mixer, x, use_reentrant=False, context_parallel=part)[0]
-    return mixer(x, context_parallel=part)[0]
+    options = {"cu_seqlens": part.cu_seqlens, "context_parallel": part}
+    if case.startswith("computed again"):  # in the backward pass
+        contexts = {"context_fn": exchanged_once} if "once" in case else {}
+        return checkpoint(mixer, x, use_reentrant=False, **contexts, **options)[0]
+    return mixer(x, **options)[0]
 
 
-def compared(case: str, part: ContextParallel, patch: pytest.MonkeyPatch) -> dict[str, float]:
-    """Largest difference to one process, by what differs: the own outputs, and gradients."""
+def built(case: str) -> mixers.TokenMixer:
+    """A mixer in fp64 without zeros, behind which an output projection would hide everything."""
     torch.manual_seed(0)
     mixer = CASES[case](SITE).double()
-    for parameter in mixer.parameters():  # an output projection that starts at zero would hide everything
+    for parameter in mixer.parameters():
         parameter.data.add_(0.1 * torch.randn_like(parameter) if not parameter.any() else 0)
-    x, dy = torch.randn(2, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
-    named = {"x": x.requires_grad_(), **dict(mixer.named_parameters())}
-    y, _ = mixer(x)
-    gradients = torch.autograd.grad(y, list(named.values()), dy)
-    if case == "matrices of a diagonal recurrence":
-        patch.setattr(type(mixer), "recurrence", staticmethod(lambda *a, **b: kernels.linear_recurrence(*a, **b)))
+    return mixer
+
+
+def in_pieces(copies: list[mixers.TokenMixer], x: Tensor, bounds: list[int]) -> list[tuple[int, slice, Tensor]]:
+    """Each part by another copy of a mixer, which continues the states of the copy before: copy, place and output."""
+    parts = [each.tolist() for each in torch.arange(LENGTH).tensor_split(len(copies))]
+    pieces = []
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        state = copies[0].init_state(len(x))
+        for number, (mixer, part) in enumerate(zip(copies, parts, strict=True)):
+            place = slice(max(start, part[0]), min(stop, part[-1] + 1))
+            if place.start < place.stop:
+                y, state = mixer(x[:, place], state)
+                pieces.append((number, place, y))
+    return pieces
+
+
+def compared(case: str, layout: str, sharing: ContextParallel) -> dict[str, float]:
+    """Largest differences to one process: of the outputs of this part, and of the gradients that this process has."""
+    mixer, bounds = built(case), LAYOUTS[layout]
+    cu_seqlens = None if bounds is None else torch.tensor(bounds)
+    x, dy = torch.randn(2, 2 if bounds is None else 1, LENGTH, SITE.hidden_size, dtype=torch.float64)
+    y, _ = mixer(x.requires_grad_(), cu_seqlens=cu_seqlens)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    copies = [deepcopy(mixer) for _ in range(sharing.count)]
+    pieces = in_pieces(copies, x, bounds or [0, LENGTH])
+    outputs, gradients = [y for *_, y in pieces], [dy[:, place] for _, place, _ in pieces]
+    expected = torch.autograd.grad(outputs, list(copies[sharing.rank].parameters()), gradients, allow_unused=True)
+
+    part = sharing.of(LENGTH, cu_seqlens)
     own = mixed(case, mixer, part.take(x), part)
-    summed = torch.autograd.grad(own, list(named.values()), part.take(dy))
-    for gradient in summed:
-        dist.all_reduce(gradient)
-    together = zip(named, summed, gradients, strict=True)
-    return {"y": float((own.detach() - part.take(y).detach()).abs().max())} | {
-        name: float((gradient - whole).abs().max()) for name, gradient, whole in together
-    }
+    named = {"x": x, **dict(mixer.named_parameters())}
+    found = torch.autograd.grad(own, list(named.values()), part.take(dy))
+    pairs = zip(found, (torch.where(part_of(part, x), dx, 0), *expected), strict=True)
+    errors = [float((gradient - (0 if other is None else other)).abs().max()) for gradient, other in pairs]
+    return {"y": float((own - part.take(y)).detach().abs().max()), **dict(zip(named, errors, strict=True))}
+
+
+def part_of(part: ContextParallel, x: Tensor) -> Tensor:
+    """Whether a token of x is in this part [1,T,1]."""
+    here = torch.zeros(1, x.shape[1], 1, dtype=torch.bool)
+    part.take(here).fill_(True)
+    return here
 
 
 def trained(rank: int, count: int) -> dict[str, float]:
-    """The same of the loss of pairs of processes, each with a batch of its own and other numbers of labels."""
-    group, _ = dist.new_subgroups(2)
-    part = ContextParallel(group)
+    """The same of the loss of groups of processes, each with a batch of its own and other numbers of labels."""
+    size = 2 if count % 2 == 0 else count
+    group, _ = dist.new_subgroups(size)
+    part = ContextParallel(group).of(LENGTH)
     torch.manual_seed(0)
     mixer = mixers.GLA(SITE).double()
-    batches = torch.randn(count // 2, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
-    labelled = torch.rand(count // 2, 2, LENGTH) > 0.4
+    batches = torch.randn(count // size, 2, LENGTH, SITE.hidden_size, dtype=torch.float64)
+    labelled = torch.rand(count // size, 2, LENGTH) > 0.4
     pairs = zip(batches, labelled, strict=True)
     means = [(mixer(x)[0].square().mean(-1) * here).sum() / here.sum() for x, here in pairs]
     expected = torch.autograd.grad(sum(means) / len(means), list(mixer.parameters()))
-    x, here = part.take(batches[rank // 2]), part.take(labelled[rank // 2])
+    x, here = part.take(batches[rank // size]), part.take(labelled[rank // size])
     loss = part.mean((mixer(x, context_parallel=part)[0].square().mean(-1) * here).sum(), here.sum())
     gradients = torch.autograd.grad(loss, list(mixer.parameters()))
-    errors = {"loss": abs(loss.item() - means[rank // 2].item())}
+    errors = {"loss": abs(loss.item() - means[rank // size].item())}
     for number, (own, whole) in enumerate(zip(gradients, expected, strict=True)):
         dist.all_reduce(own)
         errors[f"gradient {number}"] = float((own / count - whole).abs().max())
@@ -111,17 +148,18 @@ def work(rank: int, count: int, folder: str) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
-    found = {}
-    for case in CASES:
-        with pytest.MonkeyPatch.context() as patch:
-            found[case] = compared(case, ContextParallel(), patch)
-    found["training"] = trained(rank, count)
+    sharing = ContextParallel()
+    found = {case: {layout: compared(case, layout, sharing) for layout in LAYOUTS} for case in CASES}
+    found["training"] = {"groups": trained(rank, count)}
+    sharing.finish()
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(2, marks=pytest.mark.nightly), 4], ids=lambda count: f"{count} processes"
+    scope="module",
+    params=[pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)],
+    ids=lambda count: f"{count} processes",
 )
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     """What each process found."""
@@ -134,9 +172,10 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, "training"])
 def test_parts_are_the_whole(found: list[dict], case: str) -> None:
-    for rank, errors in enumerate(found):
-        for name, error in errors[case].items():
-            assert error < 1e-9, f"{name} in process {rank}"
+    for rank, layouts in enumerate(found):
+        for layout, errors in layouts[case].items():
+            for name, error in errors.items():
+                assert error < 1e-9, f"{name} in process {rank}, {layout}"
 
 
 LARGE = mixers.Site(hidden_size=512, num_heads=4, layer=1, num_layers=3)
@@ -160,23 +199,26 @@ def work_on_gpu(rank: int, folder: str) -> None:
     torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    found = {}
+    found, sharing = {}, ContextParallel()
+    packed = torch.tensor([0, 100, 1900, 1900, 2300, 4095], dtype=torch.int32, device=device)
     for case, build in ON_GPUS.items():
         torch.manual_seed(0)
         mixer = build(LARGE).to(device)
         for parameter in mixer.parameters():
             parameter.data.add_(0.1 * torch.randn_like(parameter) if not parameter.any() else 0)
-        x, dy = (0.5 * torch.randn(2, 2, 4096, LARGE.hidden_size)).to(device)
-        named, part = dict(mixer.named_parameters()), ContextParallel()
-        with torch.autocast("cuda", torch.bfloat16):
-            y, _ = mixer(x)
-            own, _ = mixer(part.take(x), context_parallel=part)
-        gradients = torch.autograd.grad(y, list(named.values()), dy.to(y.dtype))
-        summed = torch.autograd.grad(own, list(named.values()), part.take(dy).to(y.dtype))
-        for gradient in summed:
-            dist.all_reduce(gradient)
-        pairs = {"y": (own, part.take(y)), **dict(zip(named, zip(summed, gradients, strict=True), strict=True))}
-        found[case] = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
+        for layout, cu_seqlens in (("whole", None), ("packed", packed)):
+            rows, length = (2, 4096) if cu_seqlens is None else (1, 4095)
+            x, dy = (0.5 * torch.randn(2, rows, length, LARGE.hidden_size)).to(device)
+            named, part = dict(mixer.named_parameters()), sharing.of(length, cu_seqlens)
+            with torch.autocast("cuda", torch.bfloat16):
+                y, _ = mixer(x, cu_seqlens=cu_seqlens)
+                own, _ = mixer(part.take(x), cu_seqlens=part.cu_seqlens, context_parallel=part)
+            gradients = torch.autograd.grad(y, list(named.values()), dy.to(y.dtype))
+            summed = torch.autograd.grad(own, list(named.values()), part.take(dy).to(y.dtype))
+            for gradient in summed:
+                dist.all_reduce(gradient)
+            pairs = {"y": (own, part.take(y)), **dict(zip(named, zip(summed, gradients, strict=True), strict=True))}
+            found[f"{case}, {layout}"] = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
@@ -199,20 +241,46 @@ def alone(tmp_path: Path) -> Iterator[ContextParallel]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["GLA", "Mamba1", "SoftmaxAttention"])
-def test_what_cannot_be_shared(name: str, alone: ContextParallel) -> None:
-    x, mixer = torch.randn(1, 4, SITE.hidden_size), mixers.get(name)(SITE)
-    with pytest.raises(mixers.UserError, match="packed documents cannot be shared"):
-        mixer(x, cu_seqlens=torch.tensor([0, 2, 4]), context_parallel=alone)
+@pytest.mark.parametrize("name", ["GLA", "Mamba1", "SoftmaxAttention", "Mamba3", "MLSTM", "RWKV7"])
+def test_a_state_cannot_be_shared(name: str, alone: ContextParallel) -> None:
+    x, mixer = torch.randn(1, 4, SITE.hidden_size), CAUSAL[name](SITE)
     with pytest.raises(mixers.UserError, match="a state can be continued by one process only"):
-        mixer(x, mixer.init_state(1), context_parallel=alone)
+        mixer(x, mixer.init_state(1), context_parallel=alone.of(4))
     mixer(x, mixer.init_state(1))
 
 
-def test_parts_have_the_same_length(alone: ContextParallel) -> None:
+def test_boundaries_are_those_of_the_part(alone: ContextParallel) -> None:
+    x, mixer, cu_seqlens = torch.randn(1, 4, SITE.hidden_size), mixers.GLA(SITE), torch.tensor([0, 2, 4])
+    part = alone.of(4, cu_seqlens)
+    for wrong in ({"context_parallel": part}, {"context_parallel": alone.of(4), "cu_seqlens": cu_seqlens}):
+        with pytest.raises(mixers.UserError, match="cu_seqlens: must be those of the part"):
+            mixer(x, **wrong)
+    with pytest.raises(mixers.UserError, match=r"pass what ContextParallel\.of"):
+        mixer(x, context_parallel=alone)
+
+
+@pytest.mark.parametrize("length", [3, 4, 5, 100])
+def test_parts_are_as_long_as_each_other(length: int, alone: ContextParallel) -> None:
+    x, parts = torch.arange(length)[None], []
     alone.count = 3
-    with pytest.raises(mixers.UserError, match="3 processes cannot share 4 tokens equally"):
-        alone.take(torch.randn(1, 4))
+    for alone.rank in range(3):
+        parts.append(alone.of(length).take(x)[0])
+    assert [each.tolist() for each in parts] == [each.tolist() for each in x[0].tensor_split(3)]
+
+
+def test_documents_of_each_part(alone: ContextParallel) -> None:
+    alone.count, cu_seqlens, found = 3, torch.tensor([0, 0, 3, 6, 10, 10, 12], dtype=torch.int32), []
+    for alone.rank in range(3):
+        part = alone.of(12, cu_seqlens)
+        assert part.cu_seqlens.dtype == torch.int32
+        found.append((part.cu_seqlens.tolist(), part.offset, part.longest))
+    assert found == [([0, 3, 4], 0, 4), ([0, 2, 4], 1, 4), ([0, 2, 4], 2, 4)]
+
+
+def test_each_process_needs_a_token(alone: ContextParallel) -> None:
+    alone.count = 3
+    with pytest.raises(mixers.UserError, match="3 processes cannot share 2 tokens; each needs at least one"):
+        alone.of(2)
 
 
 def test_the_signature_says_who_works_on_parts() -> None:
@@ -222,55 +290,3 @@ def test_the_signature_says_who_works_on_parts() -> None:
 
     assert all(mixers.takes_context_parallel(mixers.get(name)) for name in mixers.names() if mixers.get(name).causal)
     assert not mixers.takes_context_parallel(Whole)
-
-
-class Alone(ContextParallel):
-    """A part whose state before it is known, instead of gathered."""
-
-    def __init__(self, before: Tensor):
-        self.before_it, self.summary = before, ()
-
-    def first_state(self, transition: Tensor, local: Tensor) -> Tensor:
-        self.summary = transition, local
-        return self.before_it
-
-
-@pytest.mark.parametrize("at", [0, 5, 11])
-@pytest.mark.parametrize("shape", [(4,), (2, 12, 4), (2, 12, 4, 8)])
-@pytest.mark.parametrize("op", [kernels.linear_recurrence, kernels.delta_rule])
-def test_a_part_with_a_reset_forgets_what_was_before(op: Callable, shape: tuple[int, ...], at: int):
-    q, k, v = torch.randn(3, 2, 12, 4, 8, dtype=torch.float64).unbind()
-    decay, beta = -torch.rand(shape, dtype=torch.float64), torch.rand(2, 12, 4, dtype=torch.float64)
-    decay[(slice(None), at) if len(shape) > 1 else ...] = -torch.inf
-    k = torch.nn.functional.normalize(k, dim=-1)
-    leaves = [x.requires_grad_() for x in (q, k, v, decay, beta)]
-    before = torch.randn(2, 4, 8, 8, dtype=torch.float64)
-    part, gates = Alone(before), {"log_decay": decay, "beta": beta}
-    all_gates = {**gates, "subheads": 1, "scale": None}
-    options = {"initial_state": None, "cu_seqlens": None, "return_state": True}
-    o, state = run_recurrence(op, q, k, v, gates=all_gates, **options, context_parallel=part)
-    expected, last = op(q, k, v, **gates, initial_state=before, return_state=True)
-    torch.testing.assert_close((o, state), (expected, last))
-    transition, local = part.summary
-    assert not transition.any()
-    torch.testing.assert_close(local, last)
-    gradients = torch.autograd.grad(o.sum() + transition.sum() + local.sum(), leaves)
-    assert all(g.isfinite().all() for g in gradients)
-    assert not gradients[3][decay == -torch.inf].any()
-
-
-@pytest.mark.parametrize("rate", [False, True])
-def test_a_part_of_a_scan_with_a_reset_forgets_what_was_before(rate: bool):
-    x, decay = torch.randn(2, 12, 4, dtype=torch.float64), -torch.rand(2, 12, 4, dtype=torch.float64)
-    decay[:, 5] = -torch.inf
-    rates = torch.rand(4, 3, dtype=torch.float64) if rate else None
-    before = torch.randn(2, 4, 3 if rate else 1, dtype=torch.float64)
-    part, leaves = Alone(before[..., None]), [each.requires_grad_() for each in (x, decay, rates) if each is not None]
-    found = run_selective_scan(x, decay, rates, return_state=True, context_parallel=part)
-    expected = kernels.selective_scan(x, decay, rates, initial_state=before, return_state=True)
-    torch.testing.assert_close(found, expected)
-    transition, _ = part.summary
-    assert not transition.any()
-    gradients = torch.autograd.grad(found[0].sum() + transition.sum(), leaves)
-    assert all(g.isfinite().all() for g in gradients)
-    assert not gradients[1][:, 5].any()

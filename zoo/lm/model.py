@@ -219,10 +219,11 @@ class LanguageModel(nn.Module):
             tokens: [B,T].
             state: From `init_state` or an earlier call; None to train.
             cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1).
-            context_parallel: Which part of each sequence `tokens` is; None for whole sequences.
+            context_parallel: Which part of each sequence `tokens` is; `cu_seqlens` are then those of the part. None for
+                whole sequences.
 
         Raises:
-            UserError: With `context_parallel`: a mixer works on whole sequences only, or there is a state or documents.
+            UserError: With `context_parallel`: a mixer works on whole sequences only, or there is a state.
         """
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         return self.logits(x), state

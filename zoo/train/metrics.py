@@ -111,11 +111,21 @@ class ContextLoss(Means):
         super().__init__(buckets)
         self.context_length, self.buckets = context_length, buckets
 
-    def update(self, losses: Tensor, labels: Tensor, cu_seqlens: Tensor | None) -> None:
-        """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None."""
-        position, _ = positions(labels, None, cu_seqlens)
+    def update(
+        self,
+        losses: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None = None,
+    ) -> None:
+        """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None.
+
+        With `context_parallel` they are a part of each sequence.
+        """
+        position, _ = positions(labels, None, cu_seqlens, context_parallel)
         if self.context_length is None:
-            self.context_length = int(position.max()) + 1
+            longest = None if context_parallel is None else context_parallel.longest
+            self.context_length = int(position.max()) + 1 if longest is None else longest
         bucket = (position * self.buckets // self.context_length).clamp(max=self.buckets - 1).expand_as(labels)
         counted = (labels != NO_LOSS).flatten()[:, None]
         in_bucket = (bucket.flatten()[:, None] == torch.arange(self.buckets, device=bucket.device)) & counted

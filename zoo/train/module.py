@@ -9,7 +9,6 @@ from typing import Any, get_args
 import lightning as L
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -98,7 +97,8 @@ class Pretraining(L.LightningModule):
         self.context_parallel = context_parallel
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
-        self._part: ContextParallel | None = None  # this process's part of each sequence; None for whole sequences
+        self._sharing: ContextParallel | None = None  # with whom this process shares sequences; None for nobody
+        self._part: ContextParallel | None = None  # this process's part of the batch; None for whole sequences
         self.train_loss: Tensor | None = None  # of the last step, in all processes; None if they did not exchange it
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
@@ -115,10 +115,10 @@ class Pretraining(L.LightningModule):
         Raises:
             UserError: Context parallelism is not possible here, or the weights or the names to train do not fit.
         """
-        if self.context_parallel > 1 and self._part is None:
+        if self.context_parallel > 1 and self._sharing is None:
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
-            self._part = ContextParallel(group)
+            self._sharing = ContextParallel(group)
         if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
@@ -127,6 +127,11 @@ class Pretraining(L.LightningModule):
             load_weights(self.model, self.optim.initial_weights)
         if stage == "fit" and self.optim.train_only is not None:
             freeze_others(self.model, self.optim.train_only)
+
+    def teardown(self, stage: str) -> None:
+        """Let other processes receive what this one has sent."""
+        if self._sharing is not None:
+            self._sharing.finish()
 
     def configure_model(self) -> None:
         """Shard the parameters block by block if the strategy is Lightning's for FSDP2 (`zoo.train.fsdp2`)."""
@@ -143,11 +148,13 @@ class Pretraining(L.LightningModule):
         number, trainer = self.context_parallel, self.trainer
         if stage == "predict":
             raise UserError("context_parallel: predict reads whole sequences; set context_parallel=1.")
-        replicated = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        if not replicated or trainer.world_size % number:
+        strategy = trainer.strategy
+        sharded = isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+        if sharded or not isinstance(strategy, DDPStrategy | ModelParallelStrategy) or trainer.world_size % number:
+            name = "ZeRO 3" if sharded else type(strategy).__name__
             raise UserError(
-                f"context_parallel is {number}; it needs trainer.strategy=ddp and a multiple of {number} processes, "
-                f"not {trainer.world_size} with {type(trainer.strategy).__name__}."
+                f"context_parallel is {number}; it needs DDP, ZeRO 1 or 2, or FSDP2 (such as trainer.strategy=ddp), "
+                f"and a multiple of {number} processes, not {trainer.world_size} with {name}."
             )
         if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
             raise UserError("context_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
@@ -194,13 +201,14 @@ class Pretraining(L.LightningModule):
 
         It also logs `train_loss`, the mean over the whole step in all processes.
         """
+        tokens = batch.tokens.shape[:2].numel() * self.trainer.world_size // self.context_parallel
         batch = self._local_part(batch)
         if self.captured is None:
             loss, total, count = self.losses(batch.tokens, batch.labels, batch.cu_seqlens)
         else:
             first = batch_idx % self.trainer.accumulate_grad_batches == 0
             loss, total, count = self.captured(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, first=first)
-        self.tokens_seen += batch.tokens.shape[:2].numel() * self.trainer.world_size  # a patch of an image is one
+        self.tokens_seen += tokens  # a patch of an image is one
         self._log_loss(total, count, batch_idx)
         self.log("tokens", self.tokens_seen)
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
@@ -266,11 +274,12 @@ class Pretraining(L.LightningModule):
 
     def _local_part(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""
-        if self._part is None:
-            # a validation in inference mode moves it to the device there
-            return batch if batch.cu_seqlens is None else batch._replace(cu_seqlens=tracked(batch.cu_seqlens))
-        self._part.check(None, batch.cu_seqlens)
-        return Batch(self._part.take(batch.tokens), self._part.take(batch.labels), None)
+        if batch.cu_seqlens is not None:  # a validation in inference mode moves it to the device there
+            batch = batch._replace(cu_seqlens=tracked(batch.cu_seqlens))
+        if self._sharing is None:
+            return batch
+        self._part = part = self._sharing.of(batch.tokens.shape[1], batch.cu_seqlens)
+        return Batch(part.take(batch.tokens), part.take(batch.labels), part.cu_seqlens)
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
@@ -305,14 +314,10 @@ class Pretraining(L.LightningModule):
             return
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
-        if self._part is not None:  # padded to the whole sequence by tokens without labels, for their positions
-            length, rank, number = labels.shape[1], self._part.rank, self._part.count
-            padding = (rank * length, (number - 1 - rank) * length)
-            losses, labels = F.pad(losses, padding), F.pad(labels, padding, value=NO_LOSS)
         bounds = batch.cu_seqlens
         if batch.labels.shape[1] != batch.tokens.shape[1]:  # the label of a whole sequence has no position in it
             losses, labels, bounds = losses.view(-1, 1), labels.reshape(-1, 1), None
-        self.context_loss.update(losses, labels, bounds)
+        self.context_loss.update(losses, labels, bounds, self._part)
 
     test_step = validation_step
 

@@ -25,6 +25,8 @@ from zoo.train.module import Pretraining
 pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
+SHARED = ("--trainer.devices=2", "--trainer.strategy=ddp", "--context_parallel=2")
+
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
@@ -32,7 +34,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path
     folder = tmp_path_factory.mktemp("sequences")
     with sitting_at(folder, shared_cache):
         pass  # writes tiny.yaml
-    options = ("--trainer.devices=2", "--trainer.strategy=ddp", "--context_parallel=2", "--activation_checkpointing=1")
+    options = (*SHARED, "--activation_checkpointing=1")
     process = start(folder, shared_cache, *FIT, "--run", "shared", *options, OMP_NUM_THREADS="1", ZOO_RUN="")
     _, err = process.communicate(timeout=240)
     assert process.returncode == 0, err
@@ -60,6 +62,47 @@ def test_they_evaluate_as_one(shared: Path, finished: Path) -> None:
     assert two["val_loss_by_position"] == pytest.approx(one["val_loss_by_position"], rel=1e-5)
 
 
+# rows of 99 tokens, whose parts of 50 and 49 begin within documents
+PACKED = ("--data.path=documents.jsonl", "--data.packing=documents", "--data.sequence_length=33", "--data.batch_size=3")
+STRATEGIES = {
+    "ddp": (),
+    "ddp, accumulated": ("--trainer.accumulate_grad_batches=2", "--data.batch_size=1"),
+    "zero1": ("--trainer.strategy={class_path: zoo.train.zero.Zero, init_args: {stage: 1}}",),
+    "zero2": ("--trainer.strategy={class_path: zoo.train.zero.Zero, init_args: {stage: 2}}",),
+    "fsdp2": ("--trainer.strategy={class_path: zoo.train.fsdp2.FSDP2}", "--activation_checkpointing=1"),
+}
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a corpus of short documents."""
+    folder = tmp_path_factory.mktemp("packed")
+    texts = (" ".join(f"{i} times {j} is {i * j}." for j in range(i % 7 + 1)) for i in range(900))
+    (folder / "documents.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    return folder
+
+
+@pytest.mark.parametrize(
+    "strategy", ["ddp", *(pytest.param(name, marks=pytest.mark.nightly) for name in [*STRATEGIES][1:])]
+)
+def test_packed_documents_train_as_in_one(strategy: str, packed: Path, shared_cache: Path) -> None:
+    options = STRATEGIES[strategy]
+    accumulated = [each for each in options if not each.startswith("--trainer.strategy")]
+    with sitting_at(packed, shared_cache):
+        assert cli.run([*FIT, *PACKED, *accumulated, "--run", f"one {strategy}"]) == 0
+        command = (*FIT, *PACKED, *SHARED, *options, "--run", f"two {strategy}")
+        process = start(packed, shared_cache, *command, OMP_NUM_THREADS="1", ZOO_RUN="")
+        _, err = process.communicate(timeout=240)
+    assert process.returncode == 0, err
+    one, two = (packed / "runs" / f"{number} {strategy}" for number in ("one", "two"))
+    names = ("train_loss", "gradient_norm", "tokens")
+    for step, expected in zip(numbers(two, *names), numbers(one, *names), strict=True):
+        assert step == pytest.approx(expected, rel=1e-5)
+    evaluations = [json.loads((run / "results.json").read_text()) for run in (one, two)]
+    for name in ("val_loss", "val_loss_by_position"):
+        assert evaluations[1][name] == pytest.approx(evaluations[0][name], rel=1e-5, nan_ok=True)
+
+
 def test_their_checkpoint_is_read_by_one(shared: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     alone = ("--trainer.devices=1", "--trainer.strategy=auto", "--context_parallel=1")
     with sitting_at(shared.parents[1], shared_cache):
@@ -71,7 +114,10 @@ def test_their_checkpoint_is_read_by_one(shared: Path, shared_cache: Path, capsy
     ("options", "message"),
     [
         (("--context_parallel=0",), "context_parallel is 0; it must be at least 1"),
-        (("--context_parallel=2",), "needs trainer.strategy=ddp and a multiple of 2 processes, not 1"),
+        (
+            ("--context_parallel=2",),
+            "needs DDP, ZeRO 1 or 2, or FSDP2 (such as trainer.strategy=ddp), and a multiple of 2",
+        ),
         (("--context_parallel=2", "--compile=true"), "cannot share sequences of compiled blocks"),
     ],
 )
@@ -102,8 +148,9 @@ def test_what_else_cannot_be_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     module = pretraining()
     module.context_parallel = 2
     divided = SimpleNamespace(strategy=DeepSpeedStrategy.__new__(DeepSpeedStrategy), world_size=2)
+    divided.strategy.config = {"zero_optimization": {"stage": 3}}
     monkeypatch.setattr(Pretraining, "trainer", divided)
-    with pytest.raises(UserError, match="not 2 with DeepSpeedStrategy"):  # although that is a DDPStrategy, too
+    with pytest.raises(UserError, match="not 2 with ZeRO 3"):  # although that is a DDPStrategy, too
         module.setup("fit")
     run = trainer(tmp_path, strategy="ddp", devices=2)
     monkeypatch.setattr(Pretraining, "trainer", run)

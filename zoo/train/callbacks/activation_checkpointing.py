@@ -1,6 +1,7 @@
 """`activation_checkpointing`: less memory in training, at the price of a second forward pass of some blocks."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels import UserError, recomputing, same_backend
+from mixers.context_parallel import exchanged_once
 from zoo.train.callbacks.training_forward import Forward, TrainingForward
 
 
@@ -41,8 +43,29 @@ def _checkpointed(forward: Forward, *inputs: Any) -> Any:
     # the random state is restored, so that dropout repeats; `CapturedStep` refuses to capture steps that need it
     restored = not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
     return checkpoint(
-        _as_a_whole, forward, *inputs, use_reentrant=False, context_fn=same_backend, preserve_rng_state=restored
+        _as_a_whole, forward, *inputs, use_reentrant=False, context_fn=_contexts, preserve_rng_state=restored
     )
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the forward pass and of its repetition: equal kernels, and no second exchange between processes."""
+    (forward, recomputation), (exchange, repetition) = same_backend(), exchanged_once()
+    return _Both(forward, exchange), _Both(recomputation, repetition)
+
+
+class _Both(AbstractContextManager[None]):
+    """Two context managers as one, which every backward pass through a checkpoint enters anew."""
+
+    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
 
 
 def _as_a_whole(forward: Forward, *inputs: Any) -> Any:
