@@ -51,15 +51,15 @@ def imported(folder: PublicFolder) -> Imported:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
-    tensors = folder.tensors()
-    check_sizes(model, tensors.specs, f"checkpoint: {path}")
+    theirs = folder.weights
+    check_sizes(model, theirs.specs, f"checkpoint: {path}")
     try:
         ours = on_meta(model)
     except UserError as error:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
         raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
-    return Imported(model, TensorMap(family, ours).as_ours(tensors, path), tensors.files)
+    return Imported(model, TensorMap(family, ours).as_ours(theirs, path), folder.files)
 
 
 def family_of(config: dict[str, Any], folder: Path) -> Family:

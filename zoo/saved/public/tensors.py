@@ -18,7 +18,7 @@ from zoo.checkpoints.tensor_files import Spec, Weights
 
 
 class Place(NamedTuple):
-    """Where a rule applies: the shapes of our model's tensors by name, and the layer and its mixer if it is of one."""
+    """A model in which a rule applies, by the shapes of its tensors; for a rule of layers, one layer and its mixer."""
 
     shapes: Mapping[str, tuple[int, ...]]
     layer: int | None = None

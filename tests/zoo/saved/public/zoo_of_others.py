@@ -16,6 +16,7 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97}
 FLA = {**SIZES, "intermediate_size": 96, "norm_eps": 1e-4}
 LLAMA = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-4}
 WINDOW = {"num_heads": 4, "num_kv_heads": 2, "window_size": 6}  # of the attention of hybrids
+RWKV7 = {"head_dim": 32, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "v_low_rank_dim": 4, "gate_low_rank_dim": 6}
 # name → package, config class, its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
@@ -128,6 +129,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "fla",
         "RetNetConfig",
         {**FLA, "num_heads": 2, "use_short_conv": True, "expand_v": 1.0, "tie_word_embeddings": True},
+    ),
+    "rwkv7": ("fla", "RWKV7Config", {**FLA, **RWKV7, "fuse_norm": False}),
+    "rwkv7, tied": (
+        "fla",
+        "RWKV7Config",
+        {**FLA, **RWKV7, "norm_first": False, "tie_word_embeddings": True, "decay_low_rank_dim": None}
+        | {"a_low_rank_dim": None, "v_low_rank_dim": None, "gate_low_rank_dim": None, "intermediate_size": None},
     ),
     "fla mamba2": ("fla", "Mamba2Config", {**SIZES, "head_dim": 16, "state_size": 16, "n_groups": 2, "norm_eps": 1e-4}),
     "mamba": ("transformers", "MambaConfig", {**SIZES, "layer_norm_epsilon": 1e-4}),

@@ -264,6 +264,7 @@ class Twice(Expansion):
         ({"stack": uniform("GatedDeltaNet", preconditioner="Preconditioner")}, "the preconditioner Preconditioner"),
         ({"stack": uniform("GLA"), "head": component("Classifier", num_classes=3)}, "the head Classifier"),
         ({"stack": uniform("GLA"), "position": "GLA"}, "the position GLA"),
+        ({"stack": uniform("GLA"), "embedding_norm": True}, "the norm of embeddings RMSNorm"),
         ({"stack": expanded("GLA", 2, expansion=f"{__name__}.Twice")}, "the expansion Twice"),
     ],
 )
