@@ -167,6 +167,13 @@ def refusal(key: str, value: object, allowed: str) -> UserError:
     return UserError(f"config.json: {key} is {_shown(value)}; our mixers can do {allowed}.")
 
 
+def experts(layer: int, key: str, value: object) -> UserError:
+    """The error to raise for a layer that a key makes a mixture of experts."""
+    return UserError(
+        f"config.json: {key} is {_shown(value)}, so layer {layer} is a mixture of experts; ours are dense."
+    )
+
+
 def check_kind(key: str, value: object, default: object) -> None:
     """Refuse a number, or yes or no, of another kind than its default; null is allowed."""
     if value is None or not isinstance(default, bool | int | float):

@@ -13,7 +13,7 @@ from zoo.checkpoints.tensor_files import Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.families import FAMILIES, MISSING
+from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import Exported, Family, Target, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
@@ -72,11 +72,6 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
         raise UserError(
             f"checkpoint: {folder} was written by convert with to={STANDALONE}, which cannot be read back; "
             "use the run, checkpoint or exported folder that it was converted from."
-        )
-    if isinstance(kind, str) and kind in MISSING:
-        raise UserError(
-            f"checkpoint: {folder} has the model_type {kind}, which cannot be read yet: some of its layers are "
-            f"{MISSING[kind]}, for which this version has no mixer."
         )
     model_types = sorted({name for family in FAMILIES for name in family.model_types})
     hint = did_you_mean(kind, model_types) if isinstance(kind, str) else ""

@@ -7,7 +7,19 @@ from typing import Any
 from mixers import GatedDeltaNet, SoftmaxAttention
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import llama
-from zoo.saved.public.family import TIED, Config, Family, component, keys_of, mlp_size, model_of, refusal, words
+from zoo.saved.public.family import (
+    TIED,
+    Config,
+    Family,
+    Spec,
+    component,
+    experts,
+    keys_of,
+    mlp_size,
+    model_of,
+    refusal,
+    words,
+)
 from zoo.saved.public.tensors import Recut, Rows, Rule, rows
 
 _LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
@@ -17,7 +29,7 @@ _OPTIONS = dict(rms_norm_eps=1e-6, attention_bias=False, layer_types=None, linea
 _KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **llama.ROTARY_KEYS}
 
 
-def _in_layer(
+def in_layer(
     theirs: str, *ours: str, per: str | None = None, of: str | None = None, aliases: Sequence[str] = ()
 ) -> Rows:
     """The rule of a tensor of a layer, without what comes before in the names."""
@@ -28,14 +40,14 @@ def _in_layer(
 def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     """The rules of tensors of one kind of mixer (theirs → ours)."""
     place = "self_attn" if of == _FULL else "linear_attn"
-    return tuple(_in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
+    return tuple(in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
 
 
 def _biased(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.{part}": f"{ours}.{part}" for part in ("weight", "bias")}
 
 
-_MLP = tuple(_in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
+_MLP = tuple(in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
 _ATTENTION = _in_mixer(
     _FULL,
     {
@@ -54,7 +66,6 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
     taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]
     if taps < 1:
         raise refusal("linear_conv_kernel_dim", taps, "1 or more")
-    letters = _letters(config)
     mixers = {
         "A": component(
             _FULL,
@@ -76,8 +87,8 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
             **linear,
         ),
     }
-    stack = component("Pattern", pattern=letters, mixers={letter: mixers[letter] for letter in sorted(set(letters))})
-    if post_norm and "A" in letters:
+    stack = pattern_of(_kinds_of(config), mixers)
+    if post_norm and "A" in stack["init_args"]["mixers"]:
         stack["init_args"]["post_norm"] = "A"
     sizes = {"num_heads": config["num_attention_heads"], "intermediate_size": config["intermediate_size"]}
     return model_of(config, config["rms_norm_eps"], stack, **sizes)
@@ -89,16 +100,22 @@ def _kinds_of(config: Config) -> list[str]:
     if types is None:
         every = config.get("full_attention_interval", 4)
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    if len(types) != count or set(types) - set(_KINDS):
-        raise refusal("layer_types", types, f"{' and '.join(_KINDS)}, one of them for each of the {count} layers")
+    check_kinds(types, count)
     return types
 
 
-def _letters(config: Config) -> str:
-    """A letter for the kind of each layer, up to where they repeat."""
-    letters = "".join(_KINDS[kind] for kind in _kinds_of(config))
+def check_kinds(types: Any, count: int) -> None:
+    """Refuse `layer_types` that are not a kind of each of `count` layers."""
+    if len(types) != count or set(types) - set(_KINDS):
+        raise refusal("layer_types", types, f"{' and '.join(_KINDS)}, one of them for each of the {count} layers")
+
+
+def pattern_of(types: Sequence[str], mixers: Mapping[str, Spec]) -> Spec:
+    """Our stack for the kinds of layers, whose mixers have the letters L (linear) and A (full attention)."""
+    letters = "".join(_KINDS[kind] for kind in types)
     period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
-    return letters[:period]
+    used = {letter: mixers[letter] for letter in sorted(set(letters))}
+    return component("Pattern", pattern=letters[:period], mixers=used)
 
 
 def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]]) -> dict[str, Any]:
@@ -133,16 +150,16 @@ _QWEN_KEYS: dict[str, Any] = (
     | _KEYS
 )
 _GATED_QUERIES = tuple(
-    _in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
+    in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
     for part in ("weight", "bias")
 )
 _QWEN_LAYER: tuple[Rows, ...] = (
-    _in_layer("input_layernorm.weight", "mixer_norm.weight"),
-    _in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
+    in_layer("input_layernorm.weight", "mixer_norm.weight"),
+    in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
     *_MLP,
     *_GATED_QUERIES,
     *_ATTENTION,
-    _in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
+    in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
     *_GATES,
     *_in_mixer(_LINEAR, {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}),
 )
@@ -151,7 +168,7 @@ _QWEN_LAYER: tuple[Rows, ...] = (
 def _projection(theirs: str, streams: str, per: str | None = None) -> Rows:
     """One projection of the Gated DeltaNet that holds several of our streams."""
     ours = (f"mixer.in_proj.{stream}.weight" for stream in streams)
-    return _in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, per=per, of=_LINEAR)
+    return in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, per=per, of=_LINEAR)
 
 
 def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -188,7 +205,7 @@ def _qwen3_next(config: Config) -> dict[str, Any]:
     dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % every == 0} - set(dense)
     if config["num_experts"] != 0 and sparse:
-        raise refusal("num_experts", config["num_experts"], "0, as they have no experts")
+        raise experts(min(sparse), "num_experts", config["num_experts"])
     return _qwen(config)
 
 
@@ -229,7 +246,7 @@ def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
 
 def _olmo_norm(theirs: str, ours: str, of: str, *aliases: str) -> Rows:
     """A norm of a layer, which some versions of transformers write under other names."""
-    return _in_layer(f"{theirs}.weight", f"{ours}.weight", of=of, aliases=[f"{alias}.weight" for alias in aliases])
+    return in_layer(f"{theirs}.weight", f"{ours}.weight", of=of, aliases=[f"{alias}.weight" for alias in aliases])
 
 
 # keys whose values follow from others where config.json leaves them out
