@@ -1,7 +1,7 @@
 """A family of public checkpoints: its config in our terms and back, and its table of tensors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -130,6 +130,16 @@ class Exported(NamedTuple):
 def component(name: str, **arguments: Any) -> Spec:
     """A component in a config."""
     return {"class_path": name, "init_args": arguments}
+
+
+def pattern_of(kinds: Sequence[str], mixers: Mapping[str, tuple[str, Spec]]) -> Spec:
+    """Our stack for the kind of each layer; `mixers` has a letter and the mixer of each kind."""
+    letters = "".join(mixers[kind][0] for kind in kinds)
+    if len(set(letters)) == 1:
+        return component("Uniform", mixer=mixers[kinds[0]][1])
+    period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
+    used = {letter: mixer for letter, mixer in sorted(mixers.values()) if letter in letters}
+    return component("Pattern", pattern=letters[:period], mixers=used)
 
 
 def model_of(config: Config, eps: float, stack: Spec, **others: Any) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
+from .zoo_of_others import LLAMA3, SCALED
+
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
 # relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
 TOLERANCE = 3e-5
@@ -45,6 +47,7 @@ KIMI = {
     **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
 }
 TURNING = {"rope_type": "default", "rope_theta": 5e5}
+YARN = {"rope_type": "yarn", **SCALED}
 # the family's name without hf_, and the config of a small model of theirs
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", NEXT),
@@ -53,6 +56,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next, half of a head turns": (
         "qwen3_next",
         {**NEXT, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_next, yarn for half of a head": (
+        "qwen3_next",
+        {**NEXT, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
     ),
     "qwen3_next, another order": (
         "qwen3_next",
@@ -67,6 +74,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo_hybrid",
         {**OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
+    "olmo_hybrid, llama 3": ("olmo_hybrid", {**OLMO, "rope_parameters": SCALED | LLAMA3}),
     "olmo_hybrid, all else": (
         "olmo_hybrid",
         {
@@ -359,8 +367,13 @@ def folder_of(tmp_path: Path, **config: Any) -> Path:
     [
         ({"num_experts": 8}, "num_experts is 8, so layer 0 is a mixture of experts; ours are dense"),
         ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; our mixers can do "silu"'),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_parameters is .*yarn.*; .* \"default\""),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .*linear"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_parameters is .*dynamic.*; our mixers can do null, or the rope_type default, linear, llama3, yarn",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "new": 1}}, "rope_scaling is .*; .* linear with factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "a"}}, 'rope_scaling.factor is "a"; our mixers can do numbers'),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope_scaling lacks low_freq_factor, which llama3 needs"),
         ({"rope_theta": None}, "rope_theta is null; our mixers can do a number"),
         ({"layer_types": ["linear_attention"] * 3}, r"layer_types is .*one of them for each of the 4 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*sliding.*linear_attention and full_attention"),

@@ -7,26 +7,27 @@ from typing import Any
 from mixers import GatedDeltaNet, SoftmaxAttention
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import llama
+from zoo.saved.public.families.rotary import ROTARY_KEYS, rotary_keys, rotary_map
 from zoo.saved.public.family import (
     TIED,
     Config,
     Family,
-    Spec,
     component,
     experts,
     keys_of,
     mlp_size,
     model_of,
+    pattern_of,
     refusal,
     words,
 )
 from zoo.saved.public.tensors import Recut, Rows, Rule, rows
 
 _LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
-_KINDS = {"linear_attention": "L", "full_attention": "A"}
+KINDS = {"linear_attention": "L", "full_attention": "A"}
 _COMMON: Any = {"target": "huggingface", "mixers": frozenset({_LINEAR, _FULL})}
 _OPTIONS = dict(rms_norm_eps=1e-6, attention_bias=False, layer_types=None, linear_conv_kernel_dim=4)
-_KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **llama.ROTARY_KEYS}
+_KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **ROTARY_KEYS}
 
 
 def in_layer(
@@ -67,16 +68,16 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
     if taps < 1:
         raise refusal("linear_conv_kernel_dim", taps, "1 or more")
     mixers = {
-        "A": component(
+        "full_attention": component(
             _FULL,
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
-            qk={"map": llama.rotary_map(config)},
+            qk={"map": rotary_map(config)},
             bias=bias,
             output_bias=bias,
             **full,
         ),
-        "L": component(
+        "linear_attention": component(
             _LINEAR,
             num_heads=config["linear_num_value_heads"],
             num_key_heads=config["linear_num_key_heads"],
@@ -87,9 +88,9 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
             **linear,
         ),
     }
-    stack = pattern_of(_kinds_of(config), mixers)
-    if post_norm and "A" in stack["init_args"]["mixers"]:
-        stack["init_args"]["post_norm"] = "A"
+    stack = pattern_of(_kinds_of(config), {kind: (KINDS[kind], mixer) for kind, mixer in mixers.items()})
+    if post_norm:
+        stack["init_args"]["post_norm"] = KINDS["full_attention"]
     sizes = {"num_heads": config["num_attention_heads"], "intermediate_size": config["intermediate_size"]}
     return model_of(config, config["rms_norm_eps"], stack, **sizes)
 
@@ -106,16 +107,8 @@ def _kinds_of(config: Config) -> list[str]:
 
 def check_kinds(types: Any, count: int) -> None:
     """Refuse `layer_types` that are not a kind of each of `count` layers."""
-    if len(types) != count or set(types) - set(_KINDS):
-        raise refusal("layer_types", types, f"{' and '.join(_KINDS)}, one of them for each of the {count} layers")
-
-
-def pattern_of(types: Sequence[str], mixers: Mapping[str, Spec]) -> Spec:
-    """Our stack for the kinds of layers, whose mixers have the letters L (linear) and A (full attention)."""
-    letters = "".join(_KINDS[kind] for kind in types)
-    period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
-    used = {letter: mixers[letter] for letter in sorted(set(letters))}
-    return component("Pattern", pattern=letters[:period], mixers=used)
+    if len(types) != count or set(types) - set(KINDS):
+        raise refusal("layer_types", types, f"{' and '.join(KINDS)}, one of them for each of the {count} layers")
 
 
 def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]]) -> dict[str, Any]:
@@ -147,7 +140,7 @@ def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], di
 _QWEN_KEYS: dict[str, Any] = (
     dict(num_attention_heads=16, head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4)
     | dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
-    | _KEYS
+    | {**_KEYS, "max_position_embeddings": 32768}
 )
 _GATED_QUERIES = tuple(
     in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
@@ -182,7 +175,7 @@ def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _qwen(config: Config) -> dict[str, Any]:
-    if llama.rotary_map(config) is None:
+    if rotary_map(config) is None:
         raise refusal("rope_theta", None, "a number")
     eps = config["rms_norm_eps"]
     norm = component("ZeroCentredRMSNorm", eps=eps)
@@ -196,7 +189,7 @@ def _qwen(config: Config) -> dict[str, Any]:
 
 def _qwen_keys(model: LanguageModel) -> dict[str, Any]:
     def of_attention(full: SoftmaxAttention) -> dict[str, Any]:
-        return {"head_dim": full.head_dim, **llama.rotary_keys(full.q_features.map, partial=True)}
+        return {"head_dim": full.head_dim, **rotary_keys(full.q_features.map, partial=True)}
 
     return _keys_of(model, of_attention)
 
@@ -237,7 +230,7 @@ def _olmo(config: Config) -> dict[str, Any]:
 
 
 def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
-    keys = _keys_of(model, lambda full: llama.rotary_keys(full.q_features.map))
+    keys = _keys_of(model, lambda full: rotary_keys(full.q_features.map))
     betas = [mixer.beta.most for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)]
     # where these keys are missing, transformers takes default ids, which may be outside of our vocabulary
     tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -312,7 +305,7 @@ FAMILIES = (
         architecture="OlmoHybridForCausalLM",
         keys={**_KEYS, **dict.fromkeys(sorted(_OLMO_DERIVED))}
         | dict(vocab_size=100352, hidden_size=3840, intermediate_size=11008, num_hidden_layers=32)
-        | dict(num_attention_heads=30, linear_allow_neg_eigval=True),
+        | dict(num_attention_heads=30, linear_allow_neg_eigval=True, max_position_embeddings=65536),
         fixed=llama.FIXED,
         harmless=llama.HARMLESS
         | words("linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min"),

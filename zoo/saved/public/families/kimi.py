@@ -6,7 +6,7 @@ from typing import Any
 from mixers import KDA, MultiheadLatentAttention
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import llama
-from zoo.saved.public.families.hybrids import check_kinds, in_layer, pattern_of
+from zoo.saved.public.families.hybrids import KINDS, check_kinds, in_layer
 from zoo.saved.public.family import (
     TIED,
     Config,
@@ -17,6 +17,7 @@ from zoo.saved.public.family import (
     keys_of,
     mlp_size,
     model_of,
+    pattern_of,
     refusal,
     words,
 )
@@ -50,7 +51,7 @@ def _to_ours(config: Config) -> dict[str, Any]:
     config = _with_linear_config(config)
     features = {"conv": config["linear_conv_kernel_dim"], "activation": "silu"}
     mixers = {
-        "L": component(
+        "linear_attention": component(
             _LINEAR,
             num_heads=config["linear_num_heads"],
             head_dim=config["linear_head_dim"],
@@ -59,7 +60,7 @@ def _to_ours(config: Config) -> dict[str, Any]:
             output=component("mixers.SigmoidGatedRMSNorm", eps=config["rms_norm_eps"]),
             gate_bias=False,
         ),
-        "A": component(
+        "full_attention": component(
             _FULL,
             num_heads=config["num_attention_heads"],
             head_dim=config["qk_nope_head_dim"],
@@ -70,7 +71,7 @@ def _to_ours(config: Config) -> dict[str, Any]:
             norm=component("mixers.RMSNorm", eps=_LATENT_EPS),
         ),
     }
-    stack = pattern_of(config["layer_types"], mixers)
+    stack = pattern_of(config["layer_types"], {kind: (KINDS[kind], mixer) for kind, mixer in mixers.items()})
     return model_of(config, config["rms_norm_eps"], stack, intermediate_size=config["intermediate_size"])
 
 
