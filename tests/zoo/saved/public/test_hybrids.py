@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5, OLMo-Hybrid and Kimi Linear of transformers: weights and configs both ways, and equal logits."""
+"""Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear and Bamba of transformers: both ways, and equal logits."""
 
 import importlib
 import inspect
@@ -47,6 +47,11 @@ KIMI = {
     **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
 }
 TURNING = {"rope_type": "default", "rope_theta": 5e5}
+BAMBA = {
+    **{key: value for key, value in SIZES.items() if not key.startswith("linear_")},
+    **{"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "attn_layer_indices": [1, 2]},
+    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
+}
 YARN = {"rope_type": "yarn", **SCALED}
 # the family's name without hf_, and the config of a small model of theirs
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -92,12 +97,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**KIMI, "layer_types": None, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3}
         | {"linear_attn_config": {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "num_heads": 6, "head_dim": 4}},
     ),
+    "bamba": ("bamba", BAMBA),
+    "bamba, all else": (
+        "bamba",
+        {**BAMBA, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
+        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "attn_layer_indices": [0]}
+        | {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+    ),
 }
 CLASSES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
+    "bamba": ("BambaConfig", "BambaForCausalLM"),
 }
 CONV = "model.layers.0.linear_attn."
 Make = Callable[..., Path]
@@ -109,7 +122,7 @@ def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_pa
     transformers = oracle("transformers")
     # Wherever flash-linear-attention is installed, theirs would call its kernels: take the PyTorch functions behind.
     # And of two the loop over time, because the chunked one sums decays in fp32 and loses digits.
-    for name in CLASSES:
+    for name in CLASSES.keys() - {"bamba"}:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         rule = "kimi_delta_attention" if name == "kimi_linear" else "gated_delta_rule"
         prefix = "" if name == "kimi_linear" else "torch_"
@@ -180,7 +193,7 @@ def test_logits_and_a_round_trip(theirs: Make, tmp_path: Path, case: str):
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
 def test_padded_batches(theirs: Make, case: str):
     folder, lengths = theirs(*CASES[case]), (37, 5, 70)
     model, ours = read(folder), zoo.load(folder)
@@ -195,7 +208,7 @@ def test_padded_batches(theirs: Make, case: str):
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
 def test_decoded_tokens(theirs: Make, case: str):
     folder = theirs(*CASES[case])
     model, ours, tokens = read(folder), zoo.load(folder), torch.randint(96, (2, 41))
@@ -212,7 +225,9 @@ def test_decoded_tokens(theirs: Make, case: str):
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"]
+)
 def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
     name, config = CASES[case]
     folder = theirs(name, config, torch.bfloat16, max_shard_size="40KB")
@@ -337,7 +352,7 @@ def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, i
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
 def test_a_model_of_ours_as_theirs(theirs: Make, tmp_path: Path, name: str):
     first = zoo.load(theirs(*CASES[name]))
     first.reset_parameters()  # with our initial values
@@ -417,6 +432,27 @@ def test_configs_that_we_cannot_follow(tmp_path: Path, config: dict[str, Any], m
 )
 def test_configs_of_kimi_linear_that_we_cannot_follow(changes: dict[str, Any], message: str):
     config = {"model_type": "kimi_linear", **KIMI, **changes}
+    with pytest.raises(UserError, match=message):
+        family_of(config, Path()).read(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mamba_n_heads": 7},
+            "mamba_n_heads is 7; our mixers can do mamba_expand · hidden_size / mamba_d_head, 96 / 12",
+        ),
+        ({"attn_layer_indices": [4]}, r"attn_layer_indices is \[4\]; our mixers can do a list of layers from 0 to 3"),
+        ({"attn_layer_indices": "all"}, 'attn_layer_indices is "all"'),
+        ({"attn_rotary_emb": 12}, "attn_rotary_emb is 12; our mixers can do 6, as transformers turns"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is true; our mixers can do false"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]"),
+    ],
+    ids=str,
+)
+def test_configs_of_bamba_that_we_cannot_follow(changes: dict[str, Any], message: str):
+    config = {"model_type": "bamba", **BAMBA, **changes}
     with pytest.raises(UserError, match=message):
         family_of(config, Path()).read(config)
 

@@ -1,6 +1,6 @@
 """The families of public checkpoints, one file for each layout."""
 
-from zoo.saved.public.families import fla, hybrids, kimi, llama, mamba, rwkv7
+from zoo.saved.public.families import bamba, fla, hybrids, kimi, llama, mamba, rwkv7
 from zoo.saved.public.family import Family
 
 # the first of a target that can hold a model is the one that it is converted to
@@ -11,6 +11,7 @@ FAMILIES: tuple[Family, ...] = (
     *llama.FAMILIES,
     *hybrids.FAMILIES,
     *kimi.FAMILIES,
+    *bamba.FAMILIES,
 )
 
 __all__ = ["FAMILIES"]

@@ -44,7 +44,7 @@ def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     return tuple(in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
 
 
-def _biased(theirs: str, ours: str) -> dict[str, str]:
+def biased(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.{part}": f"{ours}.{part}" for part in ("weight", "bias")}
 
 
@@ -52,9 +52,9 @@ _MLP = tuple(in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
 _ATTENTION = _in_mixer(
     _FULL,
     {
-        **_biased("k_proj", "in_proj.k"),
-        **_biased("v_proj", "in_proj.v"),
-        **_biased("o_proj", "o_proj"),
+        **biased("k_proj", "in_proj.k"),
+        **biased("v_proj", "in_proj.v"),
+        **biased("o_proj", "o_proj"),
         "q_norm.weight": "q_norm.weight",
         "k_norm.weight": "k_norm.weight",
     },
@@ -319,7 +319,7 @@ FAMILIES = (
             _olmo_norm("post_attention_layernorm", "mixer_norm", _FULL, "feedforward_layer_norm"),
             _olmo_norm("post_feedforward_layernorm", "mlp_norm", _FULL),
             *_MLP,
-            *_in_mixer(_FULL, _biased("q_proj", "in_proj.q")),
+            *_in_mixer(_FULL, biased("q_proj", "in_proj.q")),
             *_ATTENTION,
             *_in_mixer(
                 _LINEAR,

@@ -92,13 +92,12 @@ def rotary_keys(rotary: FeatureMap | None, partial: bool = False) -> dict[str, A
     """Their keys for the map of our Features; with `partial` also what says how much of a head turns."""
     if not isinstance(rotary, Rotary):
         return {"rope_theta": None, "rope_parameters": {"rope_theta": None, "rope_type": "default"}}
-    keys: dict[str, Any] = {"rope_theta": rotary.base}
-    if partial:
-        keys["partial_rotary_factor"] = rotary.turning / rotary.size
+    part = {"partial_rotary_factor": rotary.turning / rotary.size} if partial else {}
+    keys: dict[str, Any] = {"rope_theta": rotary.base, **part}
     kind = next((kind for kind, (ours, _) in _SCALED.items() if type(rotary) is ours), None)
     if kind is None:
         return {**keys, "rope_parameters": {**keys, "rope_type": "default"}}
-    scaling = {"rope_type": kind, **{name: getattr(rotary, ours) for name, ours in _SCALED[kind][1].items()}}
+    scaling = {"rope_type": kind, **part, **{name: getattr(rotary, ours) for name, ours in _SCALED[kind][1].items()}}
     length = getattr(rotary, "original_length", None)
     lengths = {} if length is None else {"max_position_embeddings": int(length * rotary.factor)}
     return {**keys, **lengths, "rope_parameters": {**keys, **scaling}, "rope_scaling": scaling}
