@@ -98,6 +98,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"linear_attn_config": {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "num_heads": 6, "head_dim": 4}},
     ),
     "bamba": ("bamba", BAMBA),
+    "bamba, attention alone": ("bamba", {**BAMBA, "attn_layer_indices": [0, 1, 2, 3]}),
     "bamba, all else": (
         "bamba",
         {**BAMBA, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}

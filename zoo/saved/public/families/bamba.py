@@ -80,6 +80,7 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
         **keys_of(model, "rms_norm_eps"),
         "intermediate_size": mlp_size(model) or 1,
         "attn_layer_indices": [i for i, mixer in enumerate(model.mixers) if isinstance(mixer, SoftmaxAttention)],
+        "mamba_n_heads": model.hidden_size,  # which transformers checks even if no layer is Mamba2
         # where these keys are missing, transformers takes ids that may be outside of our vocabulary
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
