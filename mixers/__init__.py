@@ -39,6 +39,7 @@ from .precision import KeepsFp32
 from .preconditioner import Preconditioner
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, import_mixers, names, register, similar
+from .rotary import LinearRotary, Llama3Rotary, YarnRotary
 from .state import Cache, History, Position, remembered
 from .tnl import LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
@@ -101,7 +102,9 @@ __all__ = [
     "LayerwiseAlibi",
     "LayerwiseLinear",
     "LinearMixer",
+    "LinearRotary",
     "LinearState",
+    "Llama3Rotary",
     "LowRank",
     "LowerBounds",
     "Mamba2Discretisation",
@@ -122,6 +125,7 @@ __all__ = [
     "TokenMixer",
     "UserError",
     "Wrapped",
+    "YarnRotary",
     "ZeroCentredRMSNorm",
     "alibi_slopes",
     "check_mixer",

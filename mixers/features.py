@@ -186,6 +186,8 @@ class Rotary(FeatureMap):
             carry no position.
     """
 
+    amplitude = 1.0  # factor of what turns
+
     def __init__(self, heads: int, size: int, *, base: float = 10000.0, fraction: float = 1.0):
         super().__init__(heads, size)
         check_numbers({"base": base})
@@ -203,12 +205,19 @@ class Rotary(FeatureMap):
         # angles in at least fp32, whatever the module's dtype: bf16 cannot represent position 10001
         dtype = torch.promote_types(x.dtype, torch.float32)
         pair = torch.arange(self.turning // 2, device=x.device, dtype=dtype)
-        angle = positions[..., None, None] * self.base ** (-2 * pair / self.turning)
-        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        angle = positions[..., None, None] * self.frequencies(pair)
+        cos, sin = angle.cos(), angle.sin()
+        if self.amplitude != 1:
+            cos, sin = cos * self.amplitude, sin * self.amplitude
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
         if self.turning == self.size:
             return self._turn(x, cos, sin)
         x, still = x.split([self.turning, self.size - self.turning], -1)
         return torch.cat([self._turn(x, cos, sin), still], -1)
+
+    def frequencies(self, pair: Tensor) -> Tensor:
+        """The angles by which pairs turn per token, in radians, for their numbers [turning/2]."""
+        return self.base ** (-2 * pair / self.turning)
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if x.is_cpu and plain((x,)):

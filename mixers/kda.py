@@ -39,6 +39,7 @@ class KDA(LinearMixer, Fusable):
         decay: The module that computes the decays: ChannelDecay, or BoundedChannelDecay.
         rank: Rank of the projections of the decays and of the output gate; V by default.
         output: Norm and gate of the output: SigmoidGatedRMSNorm, or another Output.
+        gate_bias: Whether the output gate has a bias; that of the published Kimi Linear has none.
         allow_neg_eigval: Let β reach 2, so that a transition can also reflect (arXiv 2411.12537).
         preconditioner: The module that preconditions the keys that are written with: Preconditioner (arXiv
             2604.21100); null for none.
@@ -61,6 +62,7 @@ class KDA(LinearMixer, Fusable):
         decay: Callable[[int, int], ChannelDecay] = ChannelDecay,
         rank: int | None = None,
         output: Callable[[int], Output] = SigmoidGatedRMSNorm,
+        gate_bias: bool = True,
         allow_neg_eigval: bool = False,
         preconditioner: Callable[[int], Preconditioner] | None = None,
     ):
@@ -89,7 +91,7 @@ class KDA(LinearMixer, Fusable):
         self.decay_up = Linear(rank, self.gate_heads * self.subhead_size, bias=False)
         self.decay = decay(self.gate_heads, self.subhead_size)
         self.beta = Strength(self.gate_heads, allow_neg_eigval=allow_neg_eigval)
-        self.g_up = Linear(rank, values) if self.o_norm.gated else None
+        self.g_up = Linear(rank, values, bias=gate_bias) if self.o_norm.gated else None
         self.o_proj = OutputProjection(values, site.hidden_size)
 
     def project(self, x: Tensor) -> Streams:

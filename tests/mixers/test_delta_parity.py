@@ -157,7 +157,7 @@ def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, le
     torch.nn.init.zeros_(layer.forget_gate.A_log)
     torch.nn.init.zeros_(layer.forget_gate.dt_bias)
     shaken(layer)
-    ours = KDA(SITE)
+    ours = KDA(SITE, gate_bias=False)
 
     names = {"f_a_proj": "in_proj.f", "f_b_proj": "decay_up", "g_a_proj": "in_proj.g", "g_b_proj": "g_up"}
     names |= {"o_norm": "o_norm.norm", "o_proj": "o_proj", "b_proj": "in_proj.b"}
@@ -167,7 +167,7 @@ def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, le
     state = {name: weights[place] for place, name in places.items()}
     state |= {f"{x}_features.weight": w for x, w in zip("qkv", layer.conv1d.weight.chunk(3), strict=True)}
     state |= {"decay.A_log": layer.forget_gate.A_log.flatten(), "decay.dt_bias": layer.forget_gate.dt_bias}
-    ours.load_state_dict(state | {"g_up.bias": torch.zeros(32)})  # theirs has none
+    ours.load_state_dict(state)
 
     pairs = {place: (lambda g, name=name: g(name)) for place, name in places.items()}
     pairs["conv1d.weight"] = lambda g: torch.cat([g(f"{x}_features.weight") for x in "qkv"])

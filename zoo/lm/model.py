@@ -66,6 +66,7 @@ class LanguageModel(nn.Module):
         norm: The norm before (or after) each mixer and MLP, and before the head: RMSNorm, ZeroCentredRMSNorm,
             SimpleRMSNorm (without a weight), LayerNorm (with a bias), or a subclass of Norm.
         norm_eps: Added inside the root of these norms.
+        embedding_norm: Whether such a norm also follows the embeddings (RWKV).
         initializer_range: Initial standard deviation of all linear and embedding weights.
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
         scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
@@ -99,6 +100,7 @@ class LanguageModel(nn.Module):
         tie_embeddings: bool = False,
         norm: Callable[[int, float], Norm] = RMSNorm,
         norm_eps: float = 1e-6,
+        embedding_norm: bool = False,
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
         scale_output_projections: bool = False,
@@ -124,6 +126,8 @@ class LanguageModel(nn.Module):
             raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
         self.embeddings = nn.Embedding(self.vocab_size, hidden_size) if inputs is None else None
         self.inputs = None if inputs is None else inputs(hidden_size)
+        make_norm = partial(norm, hidden_size, norm_eps)
+        self.embedding_norm = make_norm() if embedding_norm else None
         site = Site(hidden_size, num_heads, 0, num_layers)
         self.position = None if position is None else placed(position(site), site)
         passed: tuple[str, ...] = () if self.position is None else self.position.passes
@@ -136,9 +140,8 @@ class LanguageModel(nn.Module):
             if channel_mixer is not None:
                 channel_mixer.site = site
             kind = PostNormBlock if stack.post_norm(layer) else Block
-            make_norm = partial(norm, hidden_size, norm_eps)
             self.layers.append(kind(mixer, channel_mixer, make_norm, recompute=recompute))
-        self.norm = norm(hidden_size, norm_eps)
+        self.norm = make_norm()
         self.head = None if head is None else head(hidden_size)
         self.lm_head = None if tie_embeddings or head is not None else Linear(hidden_size, self.vocab_size, bias=False)
         for mixer in self._token_mixers:
@@ -313,6 +316,7 @@ class LanguageModel(nn.Module):
             what = "state" if context_parallel is None else "context_parallel"
             raise UserError(f"{what}: a model with the head {type(self.head).__name__} reads whole sequences only")
         x, states = self._embed(tokens), []
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         self._check_state(state, len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1)
         layer_states = iter(state) if state is not None else itertools.repeat(None)
         passed: Mapping[str, Tensor] = {}

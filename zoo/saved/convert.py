@@ -12,7 +12,6 @@ from zoo.files.safe_yaml import dump_yaml
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
 from zoo.saved.model import SavedModel
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
-from zoo.saved.public.folder import is_public
 from zoo.saved.public.import_export import exported
 from zoo.saved.public.model_card import model_card
 from zoo.saved.public.tokenizer import stop_config, tokenizer_files
@@ -34,8 +33,8 @@ def convert(
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
-        checkpoint: A folder of Hugging Face or flash-linear-attention; with `to` also a run's folder, a .ckpt file or
-            an exported folder.
+        checkpoint: A folder of Hugging Face or flash-linear-attention, or a .pth file of RWKV-7; with `to` also a run's
+            folder, a .ckpt file or an exported folder.
         output: The folder to write.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
             hold the model, such as `hf_qwen3_next`; `transformers` for a folder that contains the modelling code, also
@@ -57,7 +56,7 @@ def convert(
     check_shard_size(max_shard_size)
     saved = SavedModel.open(checkpoint, trust)
     config = saved.config  # raises if there is nothing
-    if to is None and not is_public(checkpoint):
+    if to is None and not saved.is_public:
         raise UserError(
             f"to: null reads public checkpoints, and {checkpoint} is not one; choose fla, huggingface or transformers."
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jsonargparse import Namespace
@@ -29,6 +29,7 @@ from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
 from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import Imported, imported
+from zoo.saved.public.rwkv_file import RwkvFile, is_rwkv_file
 from zoo.saved.public.tokenizer import read_tokenizer
 from zoo.saved.trust import check_sizes, vet_model
 from zoo.train.devices import check_device
@@ -38,13 +39,16 @@ class SavedModel(ABC):
     """A model that was saved. Nothing is read before it is needed, and each file is read and hashed once.
 
     `SavedModel.open(path)` takes a run's folder, a .ckpt file (also of a sharded checkpoint), an exported folder, or a
-    public folder in one of the layouts that `convert` reads. All properties raise a UserError if the model does not
-    exist, is damaged or is of another format.
+    public folder or file in one of the layouts that `convert` reads. All properties raise a UserError if the model does
+    not exist, is damaged or is of another format.
 
     Attributes:
         path: Where the model was opened.
         trust: Whether its config may name any class, and its tokenizer take any time, even if someone else saved it.
+        is_public: Whether it is in a public layout.
     """
+
+    is_public: ClassVar[bool] = False
 
     def __init__(self, path: str | Path, trust: bool = False):
         self.path, self.trust = Path(path), trust
@@ -52,7 +56,7 @@ class SavedModel(ABC):
     @staticmethod
     def open(path: str | Path, trust: bool = False) -> "SavedModel":
         """The saved model at a path, of the kind that is there."""
-        if is_public(path):
+        if is_public(path) or is_rwkv_file(Path(path)):
             return _Public(path, trust)
         return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
 
@@ -288,11 +292,13 @@ class _Exported(SavedModel):
 
 
 class _Public(SavedModel):
-    """A folder of Hugging Face or flash-linear-attention."""
+    """A folder of Hugging Face or flash-linear-attention, or a file of RWKV's author."""
+
+    is_public = True
 
     @cached_property
     def _folder(self) -> PublicFolder:
-        return PublicFolder(self.path)
+        return RwkvFile(self.path) if is_rwkv_file(self.path) else PublicFolder(self.path)
 
     @cached_property
     def _imported(self) -> Imported:
@@ -324,7 +330,7 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
 
     Args:
         path: A `.ckpt` file, a folder of a run, a folder that `export` or `convert` wrote, or a folder of Hugging Face
-            or flash-linear-attention in one of the layouts that `convert` reads.
+            or flash-linear-attention in one of the layouts that `convert` reads, or a `.pth` file of RWKV-7.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
             may only use components of this project, and mixers that you or an installed plug-in registered.

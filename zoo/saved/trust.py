@@ -76,7 +76,7 @@ _MOST = {
     "trainer.num_nodes": 1,
     "samples.max_new_tokens": 1 << 16,
 }
-_NO_SIZES = ("base", "nominal_size")  # numbers that may be larger than a model
+_NO_SIZES = ("base", "nominal_size", "original_length")  # numbers that may be larger than a model
 # Sizes that no weight has: what a state or a cache holds grows with them.
 _LIMITS = {"window_size": 1 << 20, "factor": 1 << 10}
 

@@ -104,6 +104,16 @@ def test_a_tied_head_is_the_embedding_matrix(tokens: Tensor):
     assert tied.embeddings.weight.grad[9:].abs().sum() > 0  # tokens that were not in the input are learned as well
 
 
+@torch.no_grad()
+def test_a_norm_of_embeddings(tokens: Tensor):
+    model, normed = build("model.norm=LayerNorm"), build("model.norm=LayerNorm", "model.embedding_norm=true")
+    weight, bias = torch.randn(2, HIDDEN)
+    normed.load_state_dict({**model.state_dict(), "embedding_norm.weight": weight, "embedding_norm.bias": bias})
+    table = model.embeddings.weight
+    table.copy_(nn.functional.layer_norm(table, (HIDDEN,), weight, bias, 1e-6))
+    torch.testing.assert_close(normed(tokens)[0], model(tokens)[0])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("packed", [False, True])

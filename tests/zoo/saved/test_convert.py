@@ -218,10 +218,6 @@ def with_weights(weights: Callable[[], dict[str, torch.Tensor]], **config: objec
 CLASS = {"class_path": "os.system", "init_args": {"command": "touch exploded"}}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown family": (with_config(model_type="glb"), r'model_type "glb", .*did you mean .gla.*known: .*mamba2'),
-    "layers without a mixer": (
-        with_config(model_type="kimi_linear"),
-        r"model_type kimi_linear, which cannot be read yet: .* multi-head latent attention \(MLA\), for which",
-    ),
     "no family": (with_config(model_type=None), "model_type null"),
     "a class as family": (with_config(model_type=CLASS), "model_type .*os.system"),
     "remote code": (with_config(model_type="x", auto_map={"AutoModel": "evil.Evil"}), 'model_type "x"'),

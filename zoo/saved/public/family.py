@@ -1,7 +1,7 @@
 """A family of public checkpoints: its config in our terms and back, and its table of tensors."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -132,6 +132,16 @@ def component(name: str, **arguments: Any) -> Spec:
     return {"class_path": name, "init_args": arguments}
 
 
+def pattern_of(kinds: Sequence[str], mixers: Mapping[str, tuple[str, Spec]]) -> Spec:
+    """Our stack for the kind of each layer; `mixers` has a letter and the mixer of each kind."""
+    letters = "".join(mixers[kind][0] for kind in kinds)
+    if len(set(letters)) == 1:
+        return component("Uniform", mixer=mixers[kinds[0]][1])
+    period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
+    used = {letter: mixer for letter, mixer in sorted(mixers.values()) if letter in letters}
+    return component("Pattern", pattern=letters[:period], mixers=used)
+
+
 def model_of(config: Config, eps: float, stack: Spec, **others: Any) -> dict[str, Any]:
     """Our `model` config: a stack, and the sizes that all families call by the same keys."""
     return {
@@ -165,6 +175,13 @@ def mlp_size(model: LanguageModel) -> int | None:
 def refusal(key: str, value: object, allowed: str) -> UserError:
     """The error to raise for a key whose value our mixers cannot follow; `allowed` says which they can."""
     return UserError(f"config.json: {key} is {_shown(value)}; our mixers can do {allowed}.")
+
+
+def experts(layer: int, key: str, value: object) -> UserError:
+    """The error to raise for a layer that a key makes a mixture of experts."""
+    return UserError(
+        f"config.json: {key} is {_shown(value)}, so layer {layer} is a mixture of experts; ours are dense."
+    )
 
 
 def check_kind(key: str, value: object, default: object) -> None:

@@ -1,11 +1,12 @@
 """A folder of Hugging Face's: config.json, weights as safetensors, tokenizer. Nothing in it is run."""
 
 import json
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from kernels import UserError
-from zoo.checkpoints.tensor_files import INDEX, TensorFiles, has_tensor_files
+from zoo.checkpoints.tensor_files import INDEX, TensorFiles, Weights, has_tensor_files
 from zoo.files.links import check_inside, open_to_read
 from zoo.files.safe_yaml import check_plain
 
@@ -36,7 +37,8 @@ class PublicFolder:
         """Return whether there is a file of that name."""
         return (self.path / name).is_file()
 
-    def tensors(self) -> TensorFiles:
+    @cached_property
+    def weights(self) -> Weights:
         """The weights; a UserError if they are missing, damaged or in pickles."""
         if not has_tensor_files(self.path):
             endings = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -49,6 +51,12 @@ class PublicFolder:
         for file in [*self.path.glob("*.safetensors"), self.path / INDEX]:
             check_inside(file, self.path)
         return TensorFiles(self.path)
+
+    @property
+    def files(self) -> list[Path]:
+        """The files with the weights."""
+        assert isinstance(self.weights, TensorFiles)
+        return self.weights.files
 
     def text(self, name: str) -> str:
         """The contents of a text file."""

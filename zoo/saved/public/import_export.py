@@ -13,7 +13,7 @@ from zoo.checkpoints.tensor_files import Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.families import FAMILIES, MISSING
+from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import Exported, Family, Target, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
@@ -51,15 +51,15 @@ def imported(folder: PublicFolder) -> Imported:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
-    tensors = folder.tensors()
-    check_sizes(model, tensors.specs, f"checkpoint: {path}")
+    theirs = folder.weights
+    check_sizes(model, theirs.specs, f"checkpoint: {path}")
     try:
         ours = on_meta(model)
     except UserError as error:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
         raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
-    return Imported(model, TensorMap(family, ours).as_ours(tensors, path), tensors.files)
+    return Imported(model, TensorMap(family, ours).as_ours(theirs, path), folder.files)
 
 
 def family_of(config: dict[str, Any], folder: Path) -> Family:
@@ -72,11 +72,6 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
         raise UserError(
             f"checkpoint: {folder} was written by convert with to={STANDALONE}, which cannot be read back; "
             "use the run, checkpoint or exported folder that it was converted from."
-        )
-    if isinstance(kind, str) and kind in MISSING:
-        raise UserError(
-            f"checkpoint: {folder} has the model_type {kind}, which cannot be read yet: some of its layers are "
-            f"{MISSING[kind]}, for which this version has no mixer."
         )
     model_types = sorted({name for family in FAMILIES for name in family.model_types})
     hint = did_you_mean(kind, model_types) if isinstance(kind, str) else ""

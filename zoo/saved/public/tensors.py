@@ -4,13 +4,47 @@ Names in rules may contain `{layer}`, which a family's table fills in.
 """
 
 import itertools
+import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from mixers import TokenMixer
 from zoo.checkpoints.tensor_files import Spec, Weights
+
+
+class Place(NamedTuple):
+    """A model in which a rule applies, by the shapes of its tensors; for a rule of layers, one layer and its mixer."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    layer: int | None = None
+    mixer: TokenMixer | None = None
+
+    def named(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Names with the number of the layer in place of `{layer}`."""
+        return tuple(names if self.layer is None else (name.format(layer=self.layer) for name in names))
+
+
+class Link(NamedTuple):
+    """A rule filled in for one model: public tensors that hold what our tensors hold.
+
+    Attributes:
+        theirs: Their names.
+        ours: Our names.
+        join: Ours → theirs, all of them in order.
+        split: Theirs → ours.
+        aliases: Other public names → those in `theirs`.
+    """
+
+    theirs: tuple[str, ...]
+    ours: tuple[str, ...]
+    join: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    split: Callable[[Sequence[Tensor]], Sequence[Tensor]]
+    aliases: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -25,6 +59,7 @@ class Rows:
             share of each of our tensors, in order. None for one group.
         of: Our mixer in whose layers the rule applies, by class name; None for any.
         aliases: Other public names for it, which are read as well.
+        shape: Their shape where it has other axes than ours: sizes, -1 for what is left, and attributes of the mixer.
     """
 
     theirs: str
@@ -32,19 +67,56 @@ class Rows:
     per: str | None = None
     of: str | None = None
     aliases: tuple[str, ...] = ()
+    shape: tuple[int | str, ...] | None = None
 
-    def join(self, parts: Sequence[Tensor], groups: int) -> Tensor:
-        """Ours → theirs."""
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+    def link(self, place: Place) -> Link | None:
+        """The rule in one place; None if our model has no such tensor there."""
+        mixer = place.mixer
+        ours = tuple(name for name in place.named(self.ours) if name in place.shapes)
+        if not ours or self.of not in (None, type(mixer).__name__):
+            return None
+        shapes = [place.shapes[name] for name in ours]
+        groups = 1 if self.per is None else getattr(mixer, self.per, 1)
+        axes = [getattr(mixer, axis) if isinstance(axis, str) else axis for axis in self.shape or ()]
 
-    def split(self, tensor: Tensor, rows: Sequence[int], groups: int) -> list[Tensor]:
-        """Theirs → ours, of these numbers of rows."""
-        if len(rows) == 1:
-            return [tensor]
-        parts = tensor.unflatten(0, (groups, -1)).split([count // groups for count in rows], 1)
-        return [part.flatten(0, 1) for part in parts]
+        def join(parts: Sequence[Tensor]) -> list[Tensor]:
+            whole = parts[0]
+            if len(parts) > 1:
+                whole = torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+            return [whole.reshape(axes) if axes else whole]
+
+        def split(whole: Sequence[Tensor]) -> list[Tensor]:
+            if len(shapes) == 1:
+                return [whole[0].reshape(shapes[0])]
+            counts = [shape[0] // groups for shape in shapes]
+            parts = whole[0].unflatten(0, (groups, -1)).split(counts, 1)
+            return [part.flatten(0, 1) for part in parts]
+
+        theirs, *aliases = place.named((self.theirs, *self.aliases))
+        return Link((theirs,), ours, join, split, dict.fromkeys(aliases, theirs))
+
+
+@dataclass(frozen=True)
+class Stacked:
+    """Several public tensors of one shape are the rows of one of our tensors. `shape` is theirs, as for `Rows`."""
+
+    theirs: tuple[str, ...]
+    ours: str
+    shape: tuple[int, ...]
+
+    def link(self, place: Place) -> Link | None:
+        """The rule in one place; None if our model has no such tensor there."""
+        (ours,) = place.named((self.ours,))
+        if ours not in place.shapes:
+            return None
+
+        def join(ours: Sequence[Tensor]) -> list[Tensor]:
+            return [row.reshape(self.shape) for row in ours[0]]
+
+        def split(rows: Sequence[Tensor]) -> list[Tensor]:
+            return [torch.stack([row.flatten() for row in rows])]
+
+        return Link(place.named(self.theirs), (ours,), join, split)
 
 
 @dataclass(frozen=True)
@@ -53,6 +125,13 @@ class Shared:
 
     theirs: str
     ours: str
+
+    def link(self, place: Place) -> Link | None:
+        """The rule in a model; None if our model has no such tensor."""
+        pattern = re.escape(self.ours).replace(re.escape("{layer}"), r"\d+")
+        if not (ours := tuple(name for name in place.shapes if re.fullmatch(pattern, name))):
+            return None
+        return Link((self.theirs,), ours, lambda copies: copies[:1], lambda one: [one[0]] * len(ours))
 
 
 @dataclass(frozen=True)
@@ -72,12 +151,19 @@ class Recut:
     whole: str
 
 
-Rule = Rows | Shared | Tied | Recut
+Rule = Rows | Stacked | Shared | Tied | Recut
 
 
-def rows(theirs: str, *ours: str, per: str | None = None, of: str | None = None, aliases: Sequence[str] = ()) -> Rows:
+def rows(
+    theirs: str,
+    *ours: str,
+    per: str | None = None,
+    of: str | None = None,
+    aliases: Sequence[str] = (),
+    shape: tuple[int | str, ...] | None = None,
+) -> Rows:
     """One public tensor that holds one or several of our tensors; see `Rows`."""
-    return Rows(theirs, ours, per, of, tuple(aliases))
+    return Rows(theirs, ours, per, of, tuple(aliases), shape)
 
 
 def around_layers(embeddings: str, norm: str) -> tuple[Rule, ...]:
@@ -112,26 +198,31 @@ def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[i
         if not all(name in shapes for name in rule.theirs) or not all(name in specs for name in sources):
             continue
         wanted, stored = [shapes[name] for name in rule.theirs], [specs[name] for name in sources]
-        if [spec.shape for spec in stored] == wanted or not _same_rows([spec.shape for spec in stored], wanted):
-            continue  # either as it should be, or for the check of shapes to refuse
+        if [spec.shape for spec in stored] == wanted:
+            continue
+        row = stored[0].shape[1:]
+        counts, wanted_counts = (
+            [_rows(shape, row) for shape in of] for of in ([spec.shape for spec in stored], wanted)
+        )
+        if 0 in (*counts, *wanted_counts) or sum(counts) != sum(wanted_counts):
+            continue  # for the check of shapes to refuse
         for name in sources:
             del specs[name]
-        ends = itertools.accumulate(shape[0] for shape in wanted)
-        for name, shape, end in zip(rule.theirs, wanted, ends, strict=True):
+        ends = itertools.accumulate(wanted_counts)
+        for name, shape, count, end in zip(rule.theirs, wanted, wanted_counts, ends, strict=True):
             specs[name] = Spec(shape, stored[0].dtype)
-            cuts[name] = sources, end - shape[0], end
+            cuts[name] = sources, end - count, end
 
     def read(name: str) -> Tensor:
         if name not in cuts:
             return weights.tensor(name)
         sources, start, end = cuts[name]
-        return torch.cat([weights.tensor(source) for source in sources])[start:end]
+        return torch.cat([weights.tensor(source) for source in sources])[start:end].reshape(specs[name].shape)
 
     return ComputedWeights(specs, read)
 
 
-def _same_rows(stored: Sequence[tuple[int, ...]], wanted: Sequence[tuple[int, ...]]) -> bool:
-    """Return whether tensors of these shapes have as many rows together, of the same shape."""
-    if any(not shape or shape[1:] != wanted[0][1:] for shape in [*stored, *wanted]):
-        return False
-    return sum(shape[0] for shape in stored) == sum(shape[0] for shape in wanted)
+def _rows(shape: tuple[int, ...], row: tuple[int, ...]) -> int:
+    """The number of rows of shape `row` in a tensor; 0 if it does not consist of such rows."""
+    before = len(shape) - len(row)
+    return math.prod(shape[:before]) if before > 0 and shape[before:] == row else 0

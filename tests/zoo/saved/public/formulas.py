@@ -11,11 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from . import rwkv7
+
 Weight = Callable[[str], Tensor]
 
 
 def logits(family: str, weights: Mapping[str, Tensor], config: Mapping[str, Any], tokens: Tensor) -> Tensor:
     """Tokens [T] → logits [T,vocab] of a model of flash-linear-attention."""
+    if family == "rwkv7":
+        return rwkv7.logits(rwkv7.by_the_author(weights), tokens, config["norm_eps"])
     eps, x = config["norm_eps"], weights["model.embeddings.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
 

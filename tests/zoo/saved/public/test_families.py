@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
@@ -81,6 +82,19 @@ def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
     if case != "fla mamba2":  # whose formula is transformers' model
         close(theirs(again, tokens), found)
     close(decoded(ours, tokens, 11), found)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == "transformers"])
+def test_padded_batches(case: str, oracle: Oracle, tmp_path: Path):
+    model, lengths = build(case, oracle), (50, 7, 67)
+    save(model, tmp_path)
+    ours, rows = zoo.load(tmp_path), [torch.randint(97, (length,)) for length in lengths]
+    padded = torch.stack([F.pad(row, (67 - len(row), 0)) for row in rows])
+    mask = torch.arange(67) >= 67 - torch.tensor(lengths)[:, None]
+    for row, expected in zip(rows, model(padded, attention_mask=mask.long()).logits, strict=True):
+        close(ours(row[None])[0][0], expected[67 - len(row) :])
 
 
 @pytest.mark.slow

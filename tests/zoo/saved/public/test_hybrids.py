@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5 and OLMo-Hybrid of transformers: weights and configs both ways, and equal logits."""
+"""Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear and Bamba of transformers: both ways, and equal logits."""
 
 import importlib
 import inspect
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -17,6 +18,8 @@ from kernels import UserError
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
+
+from .zoo_of_others import LLAMA3, SCALED
 
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
 # relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
@@ -36,7 +39,20 @@ SIZES = {
 QWEN = {**SIZES, "head_dim": 16}
 NEXT = {**QWEN, "num_experts": 0}
 OLMO = {**SIZES, "pad_token_id": 0, "eos_token_id": 1}
+KIMI = {
+    **{key: SIZES[key] for key in SIZES if not key.startswith("linear_") and key != "num_key_value_heads"},
+    **{"linear_num_heads": 3, "linear_head_dim": 8, "mlp_layer_types": ["dense"] * 4},
+    **{"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12},
+    **{"layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_key_value_heads": 4},
+    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
+}
 TURNING = {"rope_type": "default", "rope_theta": 5e5}
+BAMBA = {
+    **{key: value for key, value in SIZES.items() if not key.startswith("linear_")},
+    **{"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "attn_layer_indices": [1, 2]},
+    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
+}
+YARN = {"rope_type": "yarn", **SCALED}
 # the family's name without hf_, and the config of a small model of theirs
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", NEXT),
@@ -45,6 +61,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next, half of a head turns": (
         "qwen3_next",
         {**NEXT, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_next, yarn for half of a head": (
+        "qwen3_next",
+        {**NEXT, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
     ),
     "qwen3_next, another order": (
         "qwen3_next",
@@ -59,6 +79,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "olmo_hybrid",
         {**OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
     ),
+    "olmo_hybrid, llama 3": ("olmo_hybrid", {**OLMO, "rope_parameters": SCALED | LLAMA3}),
     "olmo_hybrid, all else": (
         "olmo_hybrid",
         {
@@ -70,11 +91,27 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "rms_norm_eps": 1e-4,
         },
     ),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "kimi_linear, as published": (
+        "kimi_linear",
+        {**KIMI, "layer_types": None, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3}
+        | {"linear_attn_config": {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "num_heads": 6, "head_dim": 4}},
+    ),
+    "bamba": ("bamba", BAMBA),
+    "bamba, attention alone": ("bamba", {**BAMBA, "attn_layer_indices": [0, 1, 2, 3]}),
+    "bamba, all else": (
+        "bamba",
+        {**BAMBA, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
+        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "attn_layer_indices": [0]}
+        | {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+    ),
 }
 CLASSES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
+    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
+    "bamba": ("BambaConfig", "BambaForCausalLM"),
 }
 CONV = "model.layers.0.linear_attn."
 Make = Callable[..., Path]
@@ -86,11 +123,13 @@ def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_pa
     transformers = oracle("transformers")
     # Wherever flash-linear-attention is installed, theirs would call its kernels: take the PyTorch functions behind.
     # And of two the loop over time, because the chunked one sums decays in fp32 and loses digits.
-    for name in CLASSES:
+    for name in CLASSES.keys() - {"bamba"}:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        for function in ("torch_recurrent_gated_delta_rule", "causal_conv1d_fn", "causal_conv1d_update"):
+        rule = "kimi_delta_attention" if name == "kimi_linear" else "gated_delta_rule"
+        prefix = "" if name == "kimi_linear" else "torch_"
+        for function in (f"{prefix}recurrent_{rule}", "causal_conv1d_fn", "causal_conv1d_update"):
             monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
-        monkeypatch.setattr(module, "torch_chunk_gated_delta_rule", module.torch_recurrent_gated_delta_rule)
+        monkeypatch.setattr(module, f"{prefix}chunk_{rule}", getattr(module, f"{prefix}recurrent_{rule}"))
 
     def save(name: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> Path:
         torch.manual_seed(0)
@@ -147,13 +186,30 @@ def test_logits_and_a_round_trip(theirs: Make, tmp_path: Path, case: str):
         assert torch.equal(back(tokens).logits, expected)
     assert_same(back.state_dict(), model.state_dict())
     if name != "olmo_hybrid":  # whose norms and convolutions transformers saves otherwise than they were released
-        assert_same(tensors(tmp_path / "back"), tensors(folder))
+        # as are the MLPs of Kimi Linear
+        saved = {key.replace("block_sparse_moe", "mlp"): tensor for key, tensor in tensors(folder).items()}
+        assert_same(tensors(tmp_path / "back"), saved)
 
 
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
+def test_padded_batches(theirs: Make, case: str):
+    folder, lengths = theirs(*CASES[case]), (37, 5, 70)
+    model, ours = read(folder), zoo.load(folder)
+    rows = [torch.randint(1, 96, (length,)) for length in lengths]
+    padded = torch.stack([F.pad(row, (70 - len(row), 0)) for row in rows])
+    mask = torch.arange(70) >= 70 - torch.tensor(lengths)[:, None]
+    logits = model(padded, attention_mask=mask.long()).logits
+    for row, theirs_of_row in zip(rows, logits, strict=True):
+        assert_close(ours(row[None])[0][0], theirs_of_row[70 - len(row) :])
+
+
+@pytest.mark.slow
+@pytest.mark.parity
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
 def test_decoded_tokens(theirs: Make, case: str):
     folder = theirs(*CASES[case])
     model, ours, tokens = read(folder), zoo.load(folder), torch.randint(96, (2, 41))
@@ -170,7 +226,9 @@ def test_decoded_tokens(theirs: Make, case: str):
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else"])
+@pytest.mark.parametrize(
+    "case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"]
+)
 def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
     name, config = CASES[case]
     folder = theirs(name, config, torch.bfloat16, max_shard_size="40KB")
@@ -257,11 +315,12 @@ def test_weights_that_do_not_fit(theirs: Make, change: Callable[[dict[str, Tenso
 def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], name: str):
     transformers, family = oracle("transformers"), next(f for f in FAMILIES if f.name == f"hf_{name}")
     of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
-    given = {"num_hidden_layers": 4, "vocab_size": 1000} | ({"num_experts": 0} if name == "qwen3_next" else {})
-    config = of_config(**given, **({"pad_token_id": None} if name == "olmo_hybrid" else {}))
+    sizes = {"num_hidden_layers": 4, "vocab_size": 1000, "pad_token_id": None}
+    sizes |= {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 4}}.get(name, {})
+    config = of_config(**sizes)
     with torch.device("meta"):
         theirs = of_model(config)
-    ours = on_meta(family.read(given))
+    ours = on_meta(family.read(sizes))
     assert sum(parameter.numel() for parameter in theirs.parameters()) == ours.num_parameters()
     assert difference(ours, on_meta(family.read(config.to_dict()))) is None
 
@@ -294,7 +353,7 @@ def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, i
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid"])
+@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
 def test_a_model_of_ours_as_theirs(theirs: Make, tmp_path: Path, name: str):
     first = zoo.load(theirs(*CASES[name]))
     first.reset_parameters()  # with our initial values
@@ -322,10 +381,15 @@ def folder_of(tmp_path: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_experts": 8}, "num_experts is 8; our mixers can do 0, as they have no experts"),
+        ({"num_experts": 8}, "num_experts is 8, so layer 0 is a mixture of experts; ours are dense"),
         ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; our mixers can do "silu"'),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, r"rope_parameters is .*yarn.*; .* \"default\""),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling is .*linear"),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_parameters is .*dynamic.*; our mixers can do null, or the rope_type default, linear, llama3, yarn",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "new": 1}}, "rope_scaling is .*; .* linear with factor"),
+        ({"rope_scaling": {"type": "linear", "factor": "a"}}, 'rope_scaling.factor is "a"; our mixers can do numbers'),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "rope_scaling lacks low_freq_factor, which llama3 needs"),
         ({"rope_theta": None}, "rope_theta is null; our mixers can do a number"),
         ({"layer_types": ["linear_attention"] * 3}, r"layer_types is .*one of them for each of the 4 layers"),
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*sliding.*linear_attention and full_attention"),
@@ -345,6 +409,53 @@ def test_configs_that_we_cannot_follow(tmp_path: Path, config: dict[str, Any], m
         zoo.convert(folder_of(tmp_path, **config), tmp_path / "ours")
     assert "\n" not in str(raised.value)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_layer_types": None}, "first_k_dense_replace is 1, so layer 1 is a mixture of experts; ours are dense"),
+        ({"mlp_layer_types": None, "first_k_dense_replace": 1, "moe_layer_freq": 3}, "so layer 3 is a mixture of"),
+        ({"mlp_layer_types": ["dense", "dense", "sparse", "dense"]}, "so layer 2 is a mixture of experts"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types is .* dense, for each of the 4 layers"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true; our mixers can do false"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads is 2; our mixers can do null or num_attention_heads"),
+        ({"q_lora_rank": 8}, "q_lora_rank is 8; our mixers can do null"),
+        ({"mla_use_nope": False}, "mla_use_nope is false; our mixers can do true"),
+        ({"linear_attn_config": {"use_full_rank_gate": True}}, "linear_attn_config is .*use_full_rank_gate"),
+        ({"linear_attn_config": {"head_dim": "wide"}}, 'linear_attn_config.head_dim is "wide"; .* 1 or more'),
+        (
+            {"layer_types": None, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2, 4]}},
+            "layer_types is .*null.* one of them for each of the 4 layers",
+        ),
+    ],
+    ids=str,
+)
+def test_configs_of_kimi_linear_that_we_cannot_follow(changes: dict[str, Any], message: str):
+    config = {"model_type": "kimi_linear", **KIMI, **changes}
+    with pytest.raises(UserError, match=message):
+        family_of(config, Path()).read(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"mamba_n_heads": 7},
+            "mamba_n_heads is 7; our mixers can do mamba_expand · hidden_size / mamba_d_head, 96 / 12",
+        ),
+        ({"attn_layer_indices": [4]}, r"attn_layer_indices is \[4\]; our mixers can do a list of layers from 0 to 3"),
+        ({"attn_layer_indices": "all"}, 'attn_layer_indices is "all"'),
+        ({"attn_rotary_emb": 12}, "attn_rotary_emb is 12; our mixers can do 6, as transformers turns"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is true; our mixers can do false"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]"),
+    ],
+    ids=str,
+)
+def test_configs_of_bamba_that_we_cannot_follow(changes: dict[str, Any], message: str):
+    config = {"model_type": "bamba", **BAMBA, **changes}
+    with pytest.raises(UserError, match=message):
+        family_of(config, Path()).read(config)
 
 
 def test_layers_without_experts_among_those_that_could_have_them(tmp_path: Path):

@@ -16,6 +16,10 @@ SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97}
 FLA = {**SIZES, "intermediate_size": 96, "norm_eps": 1e-4}
 LLAMA = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-4}
 WINDOW = {"num_heads": 4, "num_kv_heads": 2, "window_size": 6}  # of the attention of hybrids
+RWKV7 = {"head_dim": 32, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "v_low_rank_dim": 4, "gate_low_rank_dim": 6}
+# of positions: sequences were of 24 tokens
+SCALED = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 24}
+LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.5}
 # name → package, config class, its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
@@ -129,6 +133,13 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "RetNetConfig",
         {**FLA, "num_heads": 2, "use_short_conv": True, "expand_v": 1.0, "tie_word_embeddings": True},
     ),
+    "rwkv7": ("fla", "RWKV7Config", {**FLA, **RWKV7, "fuse_norm": False}),
+    "rwkv7, tied": (
+        "fla",
+        "RWKV7Config",
+        {**FLA, **RWKV7, "norm_first": False, "tie_word_embeddings": True, "decay_low_rank_dim": None}
+        | {"a_low_rank_dim": None, "v_low_rank_dim": None, "gate_low_rank_dim": None, "intermediate_size": None},
+    ),
     "fla mamba2": ("fla", "Mamba2Config", {**SIZES, "head_dim": 16, "state_size": 16, "n_groups": 2, "norm_eps": 1e-4}),
     "mamba": ("transformers", "MambaConfig", {**SIZES, "layer_norm_epsilon": 1e-4}),
     "mamba, no bias": (
@@ -159,6 +170,43 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LLAMA, "num_key_value_heads": 4, "sliding_window": None},
     ),
     "qwen2": ("transformers", "Qwen2Config", {**LLAMA, "num_key_value_heads": 2}),
+    "llama 3.1": (
+        "transformers",
+        "LlamaConfig",
+        {**LLAMA, "num_key_value_heads": 2, "rope_parameters": SCALED | LLAMA3},
+    ),
+    "llama, linear": (
+        "transformers",
+        "LlamaConfig",
+        {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5}},
+    ),
+    "mistral, yarn": (
+        "transformers",
+        "MistralConfig",
+        {**LLAMA, "num_key_value_heads": 2, "sliding_window": 9, "rope_parameters": SCALED | {"rope_type": "yarn"}},
+    ),
+    "qwen2, all of yarn": (
+        "transformers",
+        "Qwen2Config",
+        {
+            **LLAMA,
+            "num_key_value_heads": 2,
+            "rope_parameters": SCALED
+            | {"rope_type": "yarn", "beta_fast": 3.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.3}
+            | {"truncate": False},
+        },
+    ),
+    "qwen2, windows": (
+        "transformers",
+        "Qwen2Config",
+        {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen2, windows in another order": (
+        "transformers",
+        "Qwen2Config",
+        {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
+    ),
 }
 
 

@@ -1,12 +1,17 @@
 """The families of public checkpoints, one file for each layout."""
 
-from zoo.saved.public.families import fla, hybrids, llama, mamba
+from zoo.saved.public.families import bamba, fla, hybrids, kimi, llama, mamba, rwkv7
 from zoo.saved.public.family import Family
 
 # the first of a target that can hold a model is the one that it is converted to
-FAMILIES: tuple[Family, ...] = (*fla.FAMILIES, *mamba.FAMILIES, *llama.FAMILIES, *hybrids.FAMILIES)
+FAMILIES: tuple[Family, ...] = (
+    *fla.FAMILIES,
+    *rwkv7.FAMILIES,
+    *mamba.FAMILIES,
+    *llama.FAMILIES,
+    *hybrids.FAMILIES,
+    *kimi.FAMILIES,
+    *bamba.FAMILIES,
+)
 
-# model_type → the layers that have no mixer here
-MISSING = {"kimi_linear": "multi-head latent attention (MLA)"}
-
-__all__ = ["FAMILIES", "MISSING"]
+__all__ = ["FAMILIES"]

@@ -7,17 +7,30 @@ from typing import Any
 from mixers import GatedDeltaNet, SoftmaxAttention
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import llama
-from zoo.saved.public.family import TIED, Config, Family, component, keys_of, mlp_size, model_of, refusal, words
+from zoo.saved.public.families.rotary import ROTARY_KEYS, rotary_keys, rotary_map
+from zoo.saved.public.family import (
+    TIED,
+    Config,
+    Family,
+    component,
+    experts,
+    keys_of,
+    mlp_size,
+    model_of,
+    pattern_of,
+    refusal,
+    words,
+)
 from zoo.saved.public.tensors import Recut, Rows, Rule, rows
 
 _LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
-_KINDS = {"linear_attention": "L", "full_attention": "A"}
+KINDS = {"linear_attention": "L", "full_attention": "A"}
 _COMMON: Any = {"target": "huggingface", "mixers": frozenset({_LINEAR, _FULL})}
 _OPTIONS = dict(rms_norm_eps=1e-6, attention_bias=False, layer_types=None, linear_conv_kernel_dim=4)
-_KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **llama.ROTARY_KEYS}
+_KEYS: dict[str, Any] = {**_OPTIONS, TIED: False, **ROTARY_KEYS}
 
 
-def _in_layer(
+def in_layer(
     theirs: str, *ours: str, per: str | None = None, of: str | None = None, aliases: Sequence[str] = ()
 ) -> Rows:
     """The rule of a tensor of a layer, without what comes before in the names."""
@@ -28,20 +41,20 @@ def _in_layer(
 def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     """The rules of tensors of one kind of mixer (theirs → ours)."""
     place = "self_attn" if of == _FULL else "linear_attn"
-    return tuple(_in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
+    return tuple(in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
 
 
-def _biased(theirs: str, ours: str) -> dict[str, str]:
+def biased(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.{part}": f"{ours}.{part}" for part in ("weight", "bias")}
 
 
-_MLP = tuple(_in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
+_MLP = tuple(in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
 _ATTENTION = _in_mixer(
     _FULL,
     {
-        **_biased("k_proj", "in_proj.k"),
-        **_biased("v_proj", "in_proj.v"),
-        **_biased("o_proj", "o_proj"),
+        **biased("k_proj", "in_proj.k"),
+        **biased("v_proj", "in_proj.v"),
+        **biased("o_proj", "o_proj"),
         "q_norm.weight": "q_norm.weight",
         "k_norm.weight": "k_norm.weight",
     },
@@ -54,18 +67,17 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
     taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]
     if taps < 1:
         raise refusal("linear_conv_kernel_dim", taps, "1 or more")
-    letters = _letters(config)
     mixers = {
-        "A": component(
+        "full_attention": component(
             _FULL,
             num_heads=config["num_attention_heads"],
             num_kv_heads=config["num_key_value_heads"],
-            qk={"map": llama.rotary_map(config)},
+            qk={"map": rotary_map(config)},
             bias=bias,
             output_bias=bias,
             **full,
         ),
-        "L": component(
+        "linear_attention": component(
             _LINEAR,
             num_heads=config["linear_num_value_heads"],
             num_key_heads=config["linear_num_key_heads"],
@@ -76,9 +88,9 @@ def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_no
             **linear,
         ),
     }
-    stack = component("Pattern", pattern=letters, mixers={letter: mixers[letter] for letter in sorted(set(letters))})
-    if post_norm and "A" in letters:
-        stack["init_args"]["post_norm"] = "A"
+    stack = pattern_of(_kinds_of(config), {kind: (KINDS[kind], mixer) for kind, mixer in mixers.items()})
+    if post_norm:
+        stack["init_args"]["post_norm"] = KINDS["full_attention"]
     sizes = {"num_heads": config["num_attention_heads"], "intermediate_size": config["intermediate_size"]}
     return model_of(config, config["rms_norm_eps"], stack, **sizes)
 
@@ -89,16 +101,14 @@ def _kinds_of(config: Config) -> list[str]:
     if types is None:
         every = config.get("full_attention_interval", 4)
         types = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(count)]
-    if len(types) != count or set(types) - set(_KINDS):
-        raise refusal("layer_types", types, f"{' and '.join(_KINDS)}, one of them for each of the {count} layers")
+    check_kinds(types, count)
     return types
 
 
-def _letters(config: Config) -> str:
-    """A letter for the kind of each layer, up to where they repeat."""
-    letters = "".join(_KINDS[kind] for kind in _kinds_of(config))
-    period = next(n for n in range(1, len(letters) + 1) if (letters[:n] * len(letters))[: len(letters)] == letters)
-    return letters[:period]
+def check_kinds(types: Any, count: int) -> None:
+    """Refuse `layer_types` that are not a kind of each of `count` layers."""
+    if len(types) != count or set(types) - set(KINDS):
+        raise refusal("layer_types", types, f"{' and '.join(KINDS)}, one of them for each of the {count} layers")
 
 
 def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]]) -> dict[str, Any]:
@@ -130,19 +140,19 @@ def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], di
 _QWEN_KEYS: dict[str, Any] = (
     dict(num_attention_heads=16, head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4)
     | dict(linear_num_key_heads=16, linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128)
-    | _KEYS
+    | {**_KEYS, "max_position_embeddings": 32768}
 )
 _GATED_QUERIES = tuple(
-    _in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
+    in_layer(f"self_attn.q_proj.{part}", *(f"mixer.in_proj.{x}.{part}" for x in "qg"), per="num_heads", of=_FULL)
     for part in ("weight", "bias")
 )
 _QWEN_LAYER: tuple[Rows, ...] = (
-    _in_layer("input_layernorm.weight", "mixer_norm.weight"),
-    _in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
+    in_layer("input_layernorm.weight", "mixer_norm.weight"),
+    in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
     *_MLP,
     *_GATED_QUERIES,
     *_ATTENTION,
-    _in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
+    in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
     *_GATES,
     *_in_mixer(_LINEAR, {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}),
 )
@@ -151,7 +161,7 @@ _QWEN_LAYER: tuple[Rows, ...] = (
 def _projection(theirs: str, streams: str, per: str | None = None) -> Rows:
     """One projection of the Gated DeltaNet that holds several of our streams."""
     ours = (f"mixer.in_proj.{stream}.weight" for stream in streams)
-    return _in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, per=per, of=_LINEAR)
+    return in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, per=per, of=_LINEAR)
 
 
 def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -165,7 +175,7 @@ def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
 
 
 def _qwen(config: Config) -> dict[str, Any]:
-    if llama.rotary_map(config) is None:
+    if rotary_map(config) is None:
         raise refusal("rope_theta", None, "a number")
     eps = config["rms_norm_eps"]
     norm = component("ZeroCentredRMSNorm", eps=eps)
@@ -179,7 +189,7 @@ def _qwen(config: Config) -> dict[str, Any]:
 
 def _qwen_keys(model: LanguageModel) -> dict[str, Any]:
     def of_attention(full: SoftmaxAttention) -> dict[str, Any]:
-        return {"head_dim": full.head_dim, **llama.rotary_keys(full.q_features.map, partial=True)}
+        return {"head_dim": full.head_dim, **rotary_keys(full.q_features.map, partial=True)}
 
     return _keys_of(model, of_attention)
 
@@ -188,7 +198,7 @@ def _qwen3_next(config: Config) -> dict[str, Any]:
     dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % every == 0} - set(dense)
     if config["num_experts"] != 0 and sparse:
-        raise refusal("num_experts", config["num_experts"], "0, as they have no experts")
+        raise experts(min(sparse), "num_experts", config["num_experts"])
     return _qwen(config)
 
 
@@ -220,7 +230,7 @@ def _olmo(config: Config) -> dict[str, Any]:
 
 
 def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
-    keys = _keys_of(model, lambda full: llama.rotary_keys(full.q_features.map))
+    keys = _keys_of(model, lambda full: rotary_keys(full.q_features.map))
     betas = [mixer.beta.most for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)]
     # where these keys are missing, transformers takes default ids, which may be outside of our vocabulary
     tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
@@ -229,7 +239,7 @@ def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
 
 def _olmo_norm(theirs: str, ours: str, of: str, *aliases: str) -> Rows:
     """A norm of a layer, which some versions of transformers write under other names."""
-    return _in_layer(f"{theirs}.weight", f"{ours}.weight", of=of, aliases=[f"{alias}.weight" for alias in aliases])
+    return in_layer(f"{theirs}.weight", f"{ours}.weight", of=of, aliases=[f"{alias}.weight" for alias in aliases])
 
 
 # keys whose values follow from others where config.json leaves them out
@@ -295,7 +305,7 @@ FAMILIES = (
         architecture="OlmoHybridForCausalLM",
         keys={**_KEYS, **dict.fromkeys(sorted(_OLMO_DERIVED))}
         | dict(vocab_size=100352, hidden_size=3840, intermediate_size=11008, num_hidden_layers=32)
-        | dict(num_attention_heads=30, linear_allow_neg_eigval=True),
+        | dict(num_attention_heads=30, linear_allow_neg_eigval=True, max_position_embeddings=65536),
         fixed=llama.FIXED,
         harmless=llama.HARMLESS
         | words("linear_a_log_max linear_a_log_min linear_dt_init_floor linear_dt_max linear_dt_min"),
@@ -309,7 +319,7 @@ FAMILIES = (
             _olmo_norm("post_attention_layernorm", "mixer_norm", _FULL, "feedforward_layer_norm"),
             _olmo_norm("post_feedforward_layernorm", "mlp_norm", _FULL),
             *_MLP,
-            *_in_mixer(_FULL, _biased("q_proj", "in_proj.q")),
+            *_in_mixer(_FULL, biased("q_proj", "in_proj.q")),
             *_ATTENTION,
             *_in_mixer(
                 _LINEAR,

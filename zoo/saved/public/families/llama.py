@@ -3,9 +3,23 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mixers import FeatureMap, Rotary
+from mixers import SoftmaxAttention
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.family import TIED, Config, Family, Spec, component, keys_of, mlp_size, model_of, refusal, words
+from zoo.saved.public.families.rotary import ROTARY_KEYS, rotary_keys, rotary_map
+from zoo.saved.public.family import (
+    TIED,
+    Config,
+    Family,
+    Spec,
+    check_kind,
+    component,
+    keys_of,
+    mlp_size,
+    model_of,
+    pattern_of,
+    refusal,
+    words,
+)
 from zoo.saved.public.tensors import around_layers, rows
 
 TENSORS = around_layers("model.embed_tokens.weight", "model.norm.weight")
@@ -22,44 +36,18 @@ _LAYER = {
     **{f"self_attn.{x}_proj.{part}": f"mixer.in_proj.{x}.{part}" for x in "qkv" for part in _BIASED},
     **{f"self_attn.o_proj.{part}": f"mixer.o_proj.{part}" for part in _BIASED},
 }
-# where none of them says a base, not even null, transformers turns by 10,000
-ROTARY_KEYS: Config = {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": None}
-# images have positions along three axes, between which the channels are divided; those of text agree in all three
-_TEXT_ALONE = {"mrope_section", "mrope_interleaved"}
 FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
 # dropout is for training; `pretraining_tp` cuts products into parts that are the same
 HARMLESS = words("attention_dropout pretraining_tp")
 
 
-def rotary_map(config: Config) -> Spec | None:
-    """The `map` of our Features, from `rope_parameters` or the older keys; None where a base of null turns nothing."""
-    older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
-    settings = {**older, **(config["rope_scaling"] or {}), **(config["rope_parameters"] or {})}
-    kind = {settings.pop(key, "default") for key in ("rope_type", "type")} - {"default", "mrope"}
-    base, fraction = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
-    if kind or settings.keys() - _TEXT_ALONE:
-        key = "rope_parameters" if config["rope_parameters"] else "rope_scaling"
-        raise refusal(key, config[key], 'null or the rope_type "default"')
-    return None if base is None else component("Rotary", base=float(base), fraction=float(fraction))
-
-
-def rotary_keys(rotary: FeatureMap | None, partial: bool = False) -> dict[str, Any]:
-    """Their keys for the map of our Features; with `partial` also what says how much of a head turns."""
-    base = rotary.base if isinstance(rotary, Rotary) else None
-    keys: dict[str, Any] = {"rope_theta": base}
-    if partial and isinstance(rotary, Rotary):
-        keys["partial_rotary_factor"] = rotary.turning / rotary.size
-    return {**keys, "rope_parameters": {**keys, "rope_type": "default"}}
-
-
-def _model(config: Config, mixer: str, **arguments: Any) -> dict[str, Any]:
-    """Our `model` config, with one kind of attention in all layers, whose heads turn as a whole."""
-    turning = rotary_map(config)
+def _attention(config: Config, mixer: str, **arguments: Any) -> Spec:
+    """Our attention, whose heads turn as a whole."""
+    turning = rotary_map(config, partial=False)
     if turning is None:
         raise refusal("rope_theta", None, "a number")
-    if turning["init_args"].pop("fraction") != 1:
-        raise refusal("rope_parameters", config["rope_parameters"], "the partial_rotary_factor 1")
-    attention = component(
+    del turning["init_args"]["fraction"]
+    return component(
         mixer,
         num_heads=config["num_attention_heads"],
         num_kv_heads=config["num_key_value_heads"],
@@ -67,13 +55,21 @@ def _model(config: Config, mixer: str, **arguments: Any) -> dict[str, Any]:
         qk={"map": turning},
         **arguments,
     )
-    stack = component("Uniform", mixer=attention)
+
+
+def _model(config: Config, stack: Spec) -> dict[str, Any]:
+    """Our `model` config."""
     return model_of(config, config["rms_norm_eps"], stack, intermediate_size=config["intermediate_size"])
+
+
+def _uniform(config: Config, mixer: str, **arguments: Any) -> dict[str, Any]:
+    """Our `model` config, with one kind of attention in all layers."""
+    return _model(config, component("Uniform", mixer=_attention(config, mixer, **arguments)))
 
 
 def _keys_of(model: LanguageModel) -> dict[str, Any]:
     """Their keys for all but biases and windows."""
-    mixer: Any = model.mixers[0]
+    mixer = _attentions(model)[0]
     return {
         **keys_of(model, "rms_norm_eps"),
         "intermediate_size": mlp_size(model) or 1,
@@ -92,12 +88,12 @@ def _family(
     name: str,
     keys: Config,
     to_ours: Callable[[Config], dict[str, Any]],
-    key: Callable[[Any], dict[str, Any]],
+    key: Callable[[LanguageModel], dict[str, Any]],
     mixers: str = "SoftmaxAttention",
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     harmless: str = "",
 ) -> Family:
-    """A family like Llama; `key` are its own keys for our attention."""
+    """A family like Llama; `key` are its own keys for our model."""
     return Family(
         name=f"hf_{name.lower()}",
         target="huggingface",
@@ -109,7 +105,7 @@ def _family(
         harmless=HARMLESS | words(harmless),
         ignored=(r"rotary_emb\.inv_freq$",),
         to_ours=to_ours,
-        to_theirs=lambda model: {**_keys_of(model), **key(model.mixers[0])},
+        to_theirs=lambda model: {**_keys_of(model), **key(model)},
         tensors=TENSORS,
         layer_tensors=tuple(rows(f"model.layers.{{layer}}.{t}", f"layers.{{layer}}.{o}") for t, o in _LAYER.items()),
     )
@@ -117,19 +113,51 @@ def _family(
 
 def _llama(config: Config) -> dict[str, Any]:
     bias = config["attention_bias"]
-    return _model(config, "SoftmaxAttention", bias=bias, output_bias=bias)
+    return _uniform(config, "SoftmaxAttention", bias=bias, output_bias=bias)
 
 
 def _mistral(config: Config) -> dict[str, Any]:
     if config["sliding_window"] is None:
-        return _model(config, "SoftmaxAttention")
-    return _model(config, "SlidingWindowAttention", window_size=config["sliding_window"])
+        return _uniform(config, "SoftmaxAttention")
+    return _uniform(config, "SlidingWindowAttention", window_size=config["sliding_window"])
+
+
+_FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 def _qwen2(config: Config) -> dict[str, Any]:
-    if others := set(config["layer_types"] or ()) - {"full_attention"}:
-        raise refusal("layer_types", sorted(others), '"full_attention"')
-    return _model(config, "SoftmaxAttention", bias=True)
+    types, count = config["layer_types"], config["num_hidden_layers"]
+    window = config["sliding_window"] if config["use_sliding_window"] else None
+    check_kind("max_window_layers", config["max_window_layers"], 0)
+    if types is None:
+        first = 28 if config["max_window_layers"] is None else config["max_window_layers"]
+        first = count if window is None else first
+        types = [_FULL if layer < first else _WINDOW for layer in range(count)]
+    allowed = {_FULL} if window is None else {_FULL, _WINDOW}
+    if len(types) != count or set(types) - allowed:
+        raise refusal(
+            "layer_types", types, f"{' and '.join(sorted(allowed))}, one of them for each of the {count} layers"
+        )
+    mixers = {_FULL: ("A", _attention(config, "SoftmaxAttention", bias=True))}
+    if _WINDOW in types:
+        mixers[_WINDOW] = "W", _attention(config, "SlidingWindowAttention", bias=True, window_size=window)
+    return _model(config, pattern_of(types, mixers))
+
+
+def _qwen2_keys(model: LanguageModel) -> dict[str, Any]:
+    types = [_FULL if mixer.window_size is None else _WINDOW for mixer in _attentions(model)]
+    windows = [mixer.window_size for mixer in _attentions(model) if mixer.window_size is not None]
+    return {
+        "layer_types": types,
+        "use_sliding_window": bool(windows),
+        "sliding_window": windows[0] if windows else None,
+        # which older versions read in place of the kinds of layers
+        "max_window_layers": types.index(_WINDOW) if windows else len(types),
+    }
+
+
+def _attentions(model: LanguageModel) -> list[SoftmaxAttention]:
+    return [mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)]
 
 
 FAMILIES = (
@@ -138,21 +166,23 @@ FAMILIES = (
         keys={"attention_bias": False},
         fixed={"mlp_bias": (False,)},
         to_ours=_llama,
-        key=lambda mixer: {"attention_bias": mixer.o_proj.bias is not None},
+        key=lambda model: {"attention_bias": _attentions(model)[0].o_proj.bias is not None},
     ),
     _family(
         "Mistral",
         mixers="SoftmaxAttention SlidingWindowAttention",
-        keys={"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+        keys={"intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096}
+        | {"max_position_embeddings": 131072},
         to_ours=_mistral,
-        key=lambda mixer: {"sliding_window": mixer.window_size},
+        key=lambda model: {"sliding_window": _attentions(model)[0].window_size},
     ),
     _family(
         "Qwen2",
-        keys={"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "layer_types": None},
-        fixed={"use_sliding_window": (False,)},
-        harmless="sliding_window max_window_layers",  # without use_sliding_window
+        mixers="SoftmaxAttention SlidingWindowAttention",
+        keys={"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "layer_types": None}
+        | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": None}
+        | {"max_position_embeddings": 32768},
         to_ours=_qwen2,
-        key=lambda mixer: {},
+        key=_qwen2_keys,
     ),
 )

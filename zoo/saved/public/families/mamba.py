@@ -12,7 +12,7 @@ from zoo.saved.public.tensors import Rows, around_layers, rows
 
 _TENSORS = around_layers("backbone.embeddings.weight", "backbone.norm_f.weight")
 _FIXED = {"hidden_act": ("silu", "swish"), "use_bias": (False,)}
-_NO_LIMIT = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
+NO_LIMIT = ([0.0, inf], [0.0, {"__float__": "Infinity"}])
 # how originals were made, and numerical choices; the layout of a public model ignores what an original config adds
 _HARMLESS = words("""
 chunk_size d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rescale_prenorm_residual residual_in_fp32
@@ -32,7 +32,7 @@ def _model(config: Config, eps: float, mixer: str, **arguments: Any) -> dict[str
     return model_of(config, eps, component("Uniform", mixer=component(mixer, **arguments)), mlp=None)
 
 
-def _expansion(width: int, model: LanguageModel) -> int:
+def expansion(width: int, model: LanguageModel) -> int:
     """The inner width of a layer, in multiples of the width of the residual stream."""
     if width % model.hidden_size:
         raise UserError(f"to: an inner width of {width} is not a multiple of hidden_size {model.hidden_size}.")
@@ -60,7 +60,7 @@ def _mamba1_keys(model: LanguageModel) -> dict[str, Any]:
     return {
         **keys_of(model, "layer_norm_epsilon"),
         "state_size": mixer.state_dim,
-        "expand": _expansion(mixer.width, model),
+        "expand": expansion(mixer.width, model),
         "intermediate_size": mixer.width,
         "conv_kernel": mixer.x_features.spec.conv,
         "use_conv_bias": mixer.x_features.spec.bias,
@@ -68,18 +68,17 @@ def _mamba1_keys(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-_MAMBA2_LAYER = _layer_tensors(
-    {
-        "in_proj.weight": " ".join(f"in_proj.{part}.weight" for part in ("z", "x", "B", "C", "dt")),
-        "conv1d.weight": "v_features.weight k_features.weight q_features.weight",
-        "conv1d.bias": "v_features.bias k_features.bias q_features.bias",
-        "A_log": "decay.A_log",
-        "dt_bias": "decay.dt_bias",
-        "D": "D",
-        "norm.weight": "norm.weight",
-        "out_proj.weight": "out_proj.weight",
-    }
-)
+# theirs → ours, in the order of their rows
+MAMBA2 = {
+    "in_proj.weight": " ".join(f"in_proj.{part}.weight" for part in ("z", "x", "B", "C", "dt")),
+    "conv1d.weight": "v_features.weight k_features.weight q_features.weight",
+    "conv1d.bias": "v_features.bias k_features.bias q_features.bias",
+    "A_log": "decay.A_log",
+    "dt_bias": "decay.dt_bias",
+    "D": "D",
+    "norm.weight": "norm.weight",
+    "out_proj.weight": "out_proj.weight",
+}
 
 
 def _mamba2_family(
@@ -111,7 +110,7 @@ def _mamba2_family(
             "head_dim": mixer.value_size,
             "state_size": mixer.key_size,
             "n_groups": mixer.num_key_heads,
-            "expand": _expansion(mixer.num_heads * mixer.value_size, model),
+            "expand": expansion(mixer.num_heads * mixer.value_size, model),
             "conv_kernel": mixer.v_features.spec.conv,
             "use_conv_bias": mixer.v_features.spec.bias,
         }
@@ -130,7 +129,7 @@ def _mamba2_family(
         to_ours=to_ours,
         to_theirs=to_theirs,
         tensors=_TENSORS,
-        layer_tensors=_MAMBA2_LAYER,
+        layer_tensors=_layer_tensors(MAMBA2),
     )
 
 
@@ -139,7 +138,7 @@ FAMILIES = (
         "fla",
         "norm_eps",
         keys=dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=48, num_heads=None, n_groups=1, norm_eps=1e-5),
-        fixed=dict(D_has_hdim=(False,), rmsnorm=(True,), norm_before_gate=(False,), dt_limit=_NO_LIMIT),
+        fixed=dict(D_has_hdim=(False,), rmsnorm=(True,), norm_before_gate=(False,), dt_limit=NO_LIMIT),
         harmless=fla_layout.HARMLESS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
     ),
     Family(
@@ -181,7 +180,7 @@ FAMILIES = (
         "layer_norm_epsilon",
         keys=dict(vocab_size=32768, hidden_size=4096, num_hidden_layers=64)
         | dict(num_heads=128, n_groups=8, layer_norm_epsilon=1e-5),
-        fixed=dict(time_step_limit=_NO_LIMIT),
+        fixed=dict(time_step_limit=NO_LIMIT),
         harmless=words("time_step_rank time_step_min time_step_max time_step_floor"),
     ),
 )

@@ -52,7 +52,8 @@ def _low_rank_output(mixer: mixers.KDA | mixers.GatedDeltaNet2) -> Part:
     """Describe an output with a low-rank gate, or with none."""
     if mixer.g_up is None:
         return output_part(mixer)
-    return output_part(mixer, "in_proj.g", "g_up", bias=True) | Part({"gate_rank": mixer.g_up.in_features})
+    rank = Part({"gate_rank": mixer.g_up.in_features})
+    return output_part(mixer, "in_proj.g", "g_up", bias=mixer.g_up.bias is not None) | rank
 
 
 def _gated_deltanet2(mixer: mixers.GatedDeltaNet2) -> Part:

@@ -115,9 +115,10 @@ def features_part(paths: Mapping[str, FeaturePath]) -> Part:
             rules[f"{theirs}.conv_weight"] = Rule((f"{ours}.weight",))
             bias = Rule((f"{ours}.bias",)) if spec.bias else Rule((f"{ours}.weight",), zeros_for)
             rules[f"{theirs}.conv_bias"] = bias
-        if type(positions) is mixers.Rotary:
+        if type(positions) in (mixers.Rotary, mixers.LinearRotary, mixers.Llama3Rotary):
+            assert isinstance(positions, mixers.Rotary)
             kind, turning = "rotary", positions.turning
-            rules[f"{theirs}.frequency"] = Rule((), partial(_rotary, float(positions.base), turning))
+            rules[f"{theirs}.frequency"] = Rule((), partial(_frequencies, positions))
         elif type(positions) is mixers.LRPE:
             kind = "lrpe"
             rules[f"{theirs}.frequency"] = Rule((f"{ours}.map.theta",), wide)
@@ -133,10 +134,9 @@ def features_part(paths: Mapping[str, FeaturePath]) -> Part:
     return Part({"features": settings}, rules)
 
 
-def _rotary(base: float, turning: int) -> Tensor:
+def _frequencies(rotary: mixers.Rotary) -> Tensor:
     """Return the rotation angles per token of all pairs, [1,turning/2]."""
-    pair = torch.arange(turning // 2, dtype=torch.float32)
-    return (base ** (-2 * pair / turning))[None]
+    return rotary.frequencies(torch.arange(rotary.turning // 2, dtype=torch.float32))[None]
 
 
 def expansion_part(mixer: mixers.LinearMixer) -> Part:

@@ -49,7 +49,8 @@ def standalone(model: LanguageModel, weights: Weights) -> Exported:
 
 def _model(model: LanguageModel) -> tuple[dict[str, Any], dict[str, Rule]]:
     """Return the settings of a whole model, and the rules of its tensors."""
-    for component, kind in ((model.head, "head"), (model.inputs, "input layer")):
+    refused = ((model.head, "head"), (model.inputs, "input layer"), (model.embedding_norm, "norm of embeddings"))
+    for component, kind in refused:
         if component is not None:
             raise refusal(component, kind)
     size, last = model.hidden_size, norm_part(model.norm, "norm", "norm", model.hidden_size)

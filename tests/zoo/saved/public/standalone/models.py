@@ -44,7 +44,7 @@ CASES: dict[str, tuple[Spec, Spec]] = {
             num_kv_heads=1,
             bias=True,
             output_bias=True,
-            qk={"map": component("Rotary", fraction=0.5)},
+            qk={"map": component("Llama3Rotary", fraction=0.5, factor=4.0, original_length=30)},
         ),
         {},
     ),
@@ -71,7 +71,12 @@ CASES: dict[str, tuple[Spec, Spec]] = {
     "hgrn2, unbounded": (uniform("HGRN2", head_dim=16, lower_bounds=None, norm="SimpleRMSNorm"), {}),
     "kda": (uniform("KDA"), {}),
     "kda, bounded": (uniform("KDA", **GROUPED, decay="BoundedChannelDecay", output="NormOnly"), {}),
-    "linear attention": (uniform("LinearAttention", qk={"activation": "relu", "map": "Rotary", "norm": "l1"}), {}),
+    "linear attention": (
+        uniform(
+            "LinearAttention", qk={"activation": "relu", "map": component("LinearRotary", factor=2.0), "norm": "l1"}
+        ),
+        {},
+    ),
     "mamba2": (uniform("Mamba2", num_groups=2, **MAMBA2), {"mlp": None}),
     "norms after the layers": (
         component(

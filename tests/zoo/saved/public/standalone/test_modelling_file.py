@@ -255,15 +255,20 @@ class Twice(Expansion):
         return torch.cat([stream, stream], -1)
 
 
+YARN = component("YarnRotary", factor=2.0, original_length=30)
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         ({"stack": uniform("Mamba1")}, "the mixer Mamba1; it can hold CosFormer2, DeltaNet, GLA, .* TNL"),
         ({"stack": component("H1", first="GLA", second="MLSTM")}, "the mixer MLSTM; it can hold "),
         ({"stack": uniform("GLA", qk={"map": f"{__name__}.Doubled"})}, "the feature map Doubled"),
+        ({"stack": uniform("GLA", qk={"map": YARN})}, "the feature map YarnRotary"),
         ({"stack": uniform("GatedDeltaNet", preconditioner="Preconditioner")}, "the preconditioner Preconditioner"),
         ({"stack": uniform("GLA"), "head": component("Classifier", num_classes=3)}, "the head Classifier"),
         ({"stack": uniform("GLA"), "position": "GLA"}, "the position GLA"),
+        ({"stack": uniform("GLA"), "embedding_norm": True}, "the norm of embeddings RMSNorm"),
         ({"stack": expanded("GLA", 2, expansion=f"{__name__}.Twice")}, "the expansion Twice"),
     ],
 )
