@@ -4,17 +4,21 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text import needle_documents
 from zoo.data.text.compressed import DAMAGED
+from zoo.data.text.documents import Document, Tokens
 from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
 from zoo.data.text.files import READ, Listing, TextFile, find_files, first_line
 from zoo.data.text.sentences import sentences
+from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
+from zoo.data.text.token_files import token_documents
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +41,13 @@ class Corpus:
     Args:
         path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; a folder that is searched for these, or a list of files and folders; each a path or any URL
-            that fsspec knows. None: the embedded corpus, which is the source files of the standard library and Python's
-            documentation topics; these are the parts "embedded:library" and "embedded:documentation", and
-            "embedded:packages" is the text of all installed packages. "synthetic:needles": documents that train recall,
-            with haystacks of up to 2,000 characters ("synthetic:needles:16000": 16,000).
+            `.bz2` or `.xz`; local tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or litdata, of the
+            tokenizer that `data.tokenizer` names; a folder that is searched for these, or a list of files and folders;
+            each a path or any URL that fsspec knows. None: the embedded corpus, which is the source files of the
+            standard library and Python's documentation topics; these are the parts "embedded:library" and
+            "embedded:documentation", and "embedded:packages" is the text of all installed packages.
+            "synthetic:needles": documents that train recall, with haystacks of up to 2,000 characters
+            ("synthetic:needles:16000": 16,000).
         text_field: The field or column with a document's text.
         max_characters: Size of the embedded corpus or of the synthetic text, whose last document is cut there. None: no
             limit, for the embedded corpus only.
@@ -63,7 +69,7 @@ class Corpus:
         """Return whether this is the embedded corpus, a part of it, or synthetic text, rather than the user's files."""
         return self.path is None or (isinstance(self.path, str) and self.path.startswith(BUILT_IN))
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         """Yield the documents, without empty ones.
 
         Raises:
@@ -71,13 +77,24 @@ class Corpus:
         """
         empty = total = 0
         for text in self._built_in_texts() if self.built_in else self._texts():
-            empty, total = empty + (not text), total + 1
-            if text:
+            empty, total = empty + (not len(text)), total + 1
+            if len(text):
                 yield text
         if empty:
             log.debug("Skipped %d empty documents of %d in %s.", empty, total, self)
         if empty == total:
             raise UserError(f"{self} has no text.")
+
+    def texts(self) -> Iterator[str]:
+        """Yield the documents, which must be text.
+
+        Raises:
+            UserError: As in `__iter__`, or a document is tokens.
+        """
+        for document in self:
+            if not isinstance(document, str):
+                raise UserError(f"{self} has tokens; text is needed here.")
+            yield document
 
     def __str__(self) -> str:
         return "the embedded corpus" if self.path is None else f"{self.key}.path={self.path}"
@@ -125,9 +142,10 @@ class Corpus:
                 counts = f"of {total} files in {path} {skipped} {verb} not read: {listing.summary()}"
                 log.warning("%s.path: %s (supported: %s; %s.suffixes adds others).", self.key, counts, READ, self.key)
 
-    def _texts(self) -> Iterator[str]:
-        readers = {".txt": self._text_file, ".md": self._text_file, ".parquet": self._parquet}
-        readers |= {".jsonl": self._json_lines, ".json": self._json}
+    def _texts(self) -> Iterator[Document]:
+        readers: dict[str, Callable[[TextFile], Iterator[Document]]]
+        readers = {".jsonl": self._json_lines, ".json": self._json, ".parquet": self._parquet}
+        readers |= dict.fromkeys(TOKEN_SUFFIXES, self._tokens)
         for file in self.files():
             try:
                 yield from readers.get(file.suffix, self._text_file)(file)
@@ -139,6 +157,14 @@ class Corpus:
                 # remote file systems raise exceptions of any type
                 reason = getattr(error, "strerror", None) or first_line(error)
                 raise UserError(f"{self.key}.path: {file} cannot be read ({reason}).") from error
+
+    def _tokens(self, file: TextFile) -> Iterator[Tokens]:
+        if file.filesystem is not None:
+            raise UserError(f"{self.key}.path: {file} has tokens, which are read from local disks only; copy it.")
+        try:
+            yield from token_documents(Path(file.name))
+        except UserError as error:
+            raise UserError(f"{self.key}.path: {error}") from None
 
     def _text_file(self, file: TextFile) -> Iterator[str]:
         with file.open() as content:

@@ -22,6 +22,7 @@ import numpy as np
 from kernels.errors import UserError
 from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.corpus import Corpus
+from zoo.data.text.documents import Tokens
 from zoo.data.text.encoding import Piece, bundles, encode_all, pieces
 from zoo.data.text.files import is_url
 from zoo.data.text.place import Place, RemoteArray
@@ -256,6 +257,11 @@ def _build(
     folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float | None, workers: int | None, place: Place | None
 ) -> None:
     sides = SplitByContent(corpus, fraction)
+    if sides.largest_token >= tokenizer.vocab_size:
+        raise UserError(
+            f"{corpus} has the token {sides.largest_token}, but data.tokenizer has {tokenizer.vocab_size} tokens; name "
+            "the tokenizer that the files were written with."
+        )
     dtype = "<u2" if tokenizer.vocab_size < 1 << 16 else "<u4"
     progress = Progress(folder, sides.digest.hexdigest(), dtype, place)
     read_again = hashlib.sha256()
@@ -278,12 +284,14 @@ def _build(
             for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
                 for piece, tokens in zip(bundle, ids, strict=True):
                     writer = progress.writers[piece.split]
+                    # other programs may have written the tokens around documents
+                    first, last = (tokens[0], tokens[-1]) if isinstance(piece.text, Tokens) else (None, None)
                     if piece.first:
                         writer.start_document()
-                        if tokenizer.bos_id is not None:
+                        if tokenizer.bos_id is not None and first != tokenizer.bos_id:
                             writer.append(np.array([tokenizer.bos_id], np.uint32))
                     writer.append(tokens)
-                    if piece.last:
+                    if piece.last and last != tokenizer.eos_id:
                         writer.append(np.array([tokenizer.eos_id], np.uint32))
                     bar.update(len(piece.text))
                     progress.characters += len(piece.text)

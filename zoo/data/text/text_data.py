@@ -25,9 +25,10 @@ class TextData(TokenisedText):
     Args:
         path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; a folder that is searched for these (other files in it are reported, unless hidden), or a
-            list of files and folders; each a path or a URL that fsspec knows, such as `s3://bucket/texts/`. Null: the
-            embedded corpus, Python's standard library and documentation.
+            `.bz2` or `.xz`; local tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or litdata, of the
+            tokenizer that `data.tokenizer` names; a folder that is searched for these (other files in it are reported,
+            unless hidden), or a list of files and folders; each a path or a URL that fsspec knows, such as
+            `s3://bucket/texts/`. Null: the embedded corpus, Python's standard library and documentation.
         text_field: Field or column of JSON and Parquet files with the text.
         max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
         suffixes: Further suffixes of files that are text, one document each, such as `[.py]` for source code.

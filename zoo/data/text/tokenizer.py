@@ -15,6 +15,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
+from zoo.data.text.documents import Document, Tokens
 from zoo.data.text.foreign_tokenizer import library_errors, time_tokenizer, vet_tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
@@ -55,7 +56,7 @@ _ROLES = "document_roles"
 class Documents(Protocol):
     """Documents on which a tokenizer is trained."""
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         """Yield the documents, the same each time."""
 
     def signature(self) -> str:
@@ -330,12 +331,14 @@ def _head(corpus: Documents) -> Iterator[str]:
             return
 
 
-def training_pieces(text: str) -> Iterator[str]:
+def training_pieces(text: Document) -> Iterator[str]:
     """Cut a document into pieces of about 20,000 characters, after lines, and inside words that no language has.
 
     The library holds hundreds of texts in memory, at 100 bytes per character, and the time it takes grows with
     the square of a word's length.
     """
+    if isinstance(text, Tokens):
+        raise UserError("data.tokenizer is null, but the data are tokens; name the tokenizer.json that made them.")
     start = 0
     while start < len(text):
         end = text.find("\n", start + TRAINING_PIECE) + 1 or len(text)
