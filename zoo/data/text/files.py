@@ -25,6 +25,12 @@ from zoo.files.hashing import digest, file_digest
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}; tokens: .bin with an index, .ds"
+_CODE = (
+    "c cc clj cpp cs css cu cuh cxx dart el erl ex f90 go h hh hpp hs html java jl js jsx kt lean lisp lua m ml php pl "
+    "proto ps1 py r rb rs rst scala sh sql swift tex ts tsx v vhd zig"
+)
+# source code is read where a file is named itself, and in folders if `suffixes` has "code"
+CODE = tuple(f".{name}" for name in _CODE.split())
 # Names that file systems use for the version of a file. Not all of its metadata: some count accesses.
 _STATE = ["ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated"]
 _STATE += ["mtime", "modified", "created"]
@@ -199,7 +205,7 @@ def _local_file(file: Path) -> TextFile:
 
 
 def _check_file(name: str, size: int | None, key: str, further: Collection[str]) -> None:
-    if not _is_read(name, further):
+    if not _is_read(name, (*further, *CODE)):
         suffix = "".join(_suffixes(name))
         raise UserError(f"{key}: {name} has the suffix {suffix!r}; a folder is needed, or one of {READ}.")
     if size == 0:  # None: a web server may not report it

@@ -28,10 +28,12 @@ class TextData(TokenisedText):
             `.bz2` or `.xz`; local tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or litdata, of the
             tokenizer that `data.tokenizer` names; a folder that is searched for these (other files in it are reported,
             unless hidden), or a list of files and folders; each a path or a URL that fsspec knows, such as
-            `s3://bucket/texts/`. Null: the embedded corpus, Python's standard library and documentation.
-        text_field: Field or column of JSON and Parquet files with the text.
+            `s3://bucket/texts/`. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face, streamed. Null: the
+            embedded corpus, Python's standard library and documentation.
+        text_field: Field or column of JSON and Parquet files with the text; `meta.body` is a field inside a field.
         max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
-        suffixes: Further suffixes of files that are text, one document each, such as `[.py]` for source code.
+        suffixes: Further suffixes of files in folders that are text, one document each: `[code]` for source code, or
+            such as `[.log]`.
 
     Raises:
         UserError: An argument is out of range, a file cannot be used, or a checkpoint is of other data.
