@@ -90,11 +90,11 @@ class Corpus:
         """Yield the documents, which must be text.
 
         Raises:
-            UserError: As in `__iter__`, or a document is tokens.
+            UserError: As in `__iter__`, or a document is not text.
         """
         for document in self:
             if not isinstance(document, str):
-                raise UserError(f"{self} has tokens; text is needed here.")
+                raise UserError(f"{self} has messages or tokens; text is needed here.")
             yield document
 
     def __str__(self) -> str:

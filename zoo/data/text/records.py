@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.errors import UserError
+from zoo.data.text.documents import Conversation, conversation_of
 from zoo.data.text.files import TextFile, first_line
 
 BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file, where it is not text
@@ -25,7 +26,7 @@ class Records:
     text_field: str
     key: str
 
-    def json_lines(self, file: TextFile) -> Iterator[str]:
+    def json_lines(self, file: TextFile) -> Iterator[str | Conversation]:
         """One record a line."""
         with file.open() as lines:
             for number, line in enumerate(lines, start=1):
@@ -33,9 +34,9 @@ class Records:
                 text = self.decode(line, where).removeprefix(BYTE_ORDER_MARK).strip()
                 if not text:
                     continue
-                yield self._text_of(self._parsed(text, where), where)
+                yield self._document_of(self._parsed(text, where), where)
 
-    def json(self, file: TextFile) -> Iterator[str]:
+    def json(self, file: TextFile) -> Iterator[str | Conversation]:
         """JSON lines, if the first line is an object; otherwise the whole file is one object or an array."""
         with file.open() as content:
             first = next((line for line in content if line.strip()), b"")
@@ -49,11 +50,11 @@ class Records:
             return
         whole = self._parsed(self.decode(first + rest, str(file)).removeprefix(BYTE_ORDER_MARK).strip(), str(file))
         if not isinstance(whole, list):
-            yield self._text_of(whole, str(file))
+            yield self._document_of(whole, str(file))
             return
         for number, record in enumerate(whole, start=1):
             where = f"{file}, item {number},"
-            yield self._checked(record, where) if isinstance(record, str) else self._text_of(record, where)
+            yield self._checked(record, where) if isinstance(record, str) else self._document_of(record, where)
 
     def _parsed(self, text: str, where: str) -> Any:
         try:
@@ -61,7 +62,7 @@ class Records:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
 
-    def _text_of(self, record: Any, where: str) -> str:
+    def _document_of(self, record: Any, where: str) -> str | Conversation:
         value, path = record, self.text_field
         while True:
             name, _, inside = (path, "", "") if isinstance(value, dict) and path in value else path.partition(".")
@@ -74,9 +75,11 @@ class Records:
                 )
             value, path = value[name], inside
             if not path:
+                if isinstance(value, list):
+                    return conversation_of(value, f"{self.key}.path: {where}")
                 return self._checked(value, where)
 
-    def parquet(self, file: TextFile) -> Iterator[str]:
+    def parquet(self, file: TextFile) -> Iterator[str | Conversation]:
         """One record a row."""
         import pyarrow  # slow to import, and rarely needed
         from pyarrow import parquet
@@ -94,7 +97,7 @@ class Records:
                 for rows in table.iter_batches(batch_size=1024, columns=[column]):
                     for value in rows.column(0).to_pylist():
                         row += 1
-                        yield self._text_of({column: value}, f"{file}, row {row},")
+                        yield self._document_of({column: value}, f"{file}, row {row},")
         except pyarrow.ArrowException as error:
             first_line = str(error).splitlines()[0]
             raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line}).") from error
@@ -103,7 +106,7 @@ class Records:
         if not isinstance(text, str):
             raise UserError(
                 f"{self.key}.path: {where} has {type(text).__name__} in the field {self.text_field!r}; "
-                "a string is needed."
+                "a string or a list of messages is needed."
             )
         try:
             text.encode()
@@ -121,13 +124,13 @@ class Records:
             problem = f"{error.reason} at byte {error.start}"
             raise UserError(f"{self.key}.path: {where} is not UTF-8 text ({problem}).") from None
 
-    def dataset(self, path: str) -> Iterator[str]:
+    def dataset(self, path: str) -> Iterator[str | Conversation]:
         """The rows of a data set `datasets:NAME[:CONFIG[:SPLIT]]`, streamed."""
         split = _parts(path)[2]
         with self._library_errors(path):
             rows = self._builder(path).as_streaming_dataset(split=split)
             for row, record in enumerate(rows, start=1):
-                yield self._text_of(record, f"{path}, row {row},")
+                yield self._document_of(record, f"{path}, row {row},")
 
     def dataset_hash(self, path: str) -> str:
         """A hash that changes with the files of a data set, which are not read: of its revision, or sizes and times."""

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 from kernels.errors import UserError
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.documents import Document, Tokens
+from zoo.data.text.documents import Conversation, Document, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -62,9 +62,11 @@ class SplitByContent:
                 f"{self._corpus} is a single character; at least two are needed for training and validation."
             )
         cut = min(max(round(len(text) * (1 - self._fraction)), 1), len(text) - 1)
+        if isinstance(text, Conversation):
+            raise UserError(f"{self._corpus} is a single conversation; two are needed for training and validation.")
         if isinstance(text, Tokens):
-            yield "train", Tokens(text.ids[:cut])
-            yield "validation", Tokens(text.ids[cut:])
+            for split, part in zip(SPLITS, (slice(cut), slice(cut, None)), strict=True):
+                yield split, Tokens(text.ids[part], None if text.has_loss is None else text.has_loss[part])
             return
         line = text.rfind("\n", 0, cut) + 1  # preferably at the end of a line, if one is near
         cut = line if line > cut - 1000 and line > 0 else cut
@@ -74,5 +76,5 @@ class SplitByContent:
 
 def content_hash(text: Document) -> int:
     """The 64-bit hash that decides the split of a document."""
-    content = text.encode() if isinstance(text, str) else text.ids.astype("<u4").tobytes()
+    content = text.encode() if isinstance(text, str) else text.content()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -87,7 +87,7 @@ class TextData(TokenisedText):
     def identity(self) -> dict[str, Any]:
         """The text, and how it is cut and shuffled."""
         data = {"seed": self.seed, "data_hash": self.train.shards.data_hash}
-        return data | {"sequence_length": self.sequence_length, "packing": self.packing}
+        return data | {"sequence_length": self.sequence_length, "packing": self.packing, "loss_on": self.loss_on}
 
     def what(self, name: str) -> str:
         """The beginning of a message about an entry of the `identity`."""

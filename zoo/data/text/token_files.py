@@ -3,8 +3,8 @@
 | tool | tokens | where documents end |
 |---|---|---|
 | Megatron-LM, NeMo | `x.bin` | `x.idx` |
-| datatrove | `x.ds` | `x.ds.index`; `x.ds.metadata` has the bytes per token |
-| litdata | `chunk-0-0.bin` | its own header; `index.json` has the dtype and all chunks |
+| datatrove | `x.ds` | `x.ds.index`; `x.ds.metadata` has the bytes per token, `x.ds.loss` which have loss |
+| litdata | `chunk-0-0.bin` | the header of the chunk; `index.json` has the dtype and all chunks |
 
 All numbers are little-endian. Tokens are memory-mapped, so files may be larger than memory.
 """
@@ -38,6 +38,7 @@ class _File(NamedTuple):
     dtype: np.dtype
     starts: np.ndarray
     ends: np.ndarray
+    has_loss: np.ndarray | None = None  # [tokens] bool, of documents that follow each other
 
 
 def companions(name: str, exists: Callable[[str], bool]) -> list[str]:
@@ -70,7 +71,9 @@ def token_documents(path: Path) -> Iterator[Tokens]:
         ids = file.content[start:end].view(file.dtype)
         if outside := [int(each) for each in (ids.min(initial=0), ids.max(initial=0)) if not 0 <= each < 1 << 32]:
             raise UserError(f"{path}, document {number}, has the number {outside[0]}, which is not a token.")
-        yield Tokens(ids.astype(np.uint32))
+        first = start // file.dtype.itemsize
+        mask = None if file.has_loss is None else file.has_loss[first : first + len(ids)]
+        yield Tokens(ids.astype(np.uint32), mask)
 
 
 def _megatron(path: Path, index: Path) -> _File:
@@ -104,8 +107,6 @@ def _datatrove(path: Path) -> _File:
     index, metadata = path.with_name(f"{path.name}.index"), path.with_name(f"{path.name}.metadata")
     if not index.is_file():
         raise UserError(f"{path} has no index: {index.name} is needed.")
-    if path.with_name(f"{path.name}.loss").is_file():
-        raise UserError(f"{path} has a mask of losses, {path.name}.loss, which cannot be read; write it without one.")
     content, size = _bytes(index), path.stat().st_size
     if not len(content) or len(content) % 8:
         raise UserError(f"{index} is truncated: it has {len(content)} bytes, not 8 for each document.")
@@ -119,7 +120,13 @@ def _datatrove(path: Path) -> _File:
         width = int(named) if named in ("2", "4") else width  # files of older versions do not name it
     if width not in _DATATROVE_WIDTHS or size != count * width:
         raise UserError(f"{path} is truncated or damaged: it has {size} bytes, {index.name} says {count} tokens.")
-    return _one_after_another(path, np.dtype(_DATATROVE_WIDTHS[width]), ends, index)
+    file, mask = _one_after_another(path, np.dtype(_DATATROVE_WIDTHS[width]), ends, index), path.name + ".loss"
+    if not path.with_name(mask).is_file():
+        return file
+    has_loss = _bytes(path.with_name(mask))
+    if len(has_loss) != count or (count and has_loss.max() > 1):
+        raise UserError(f"{path.with_name(mask)} is damaged: it has not a 0 or 1 for each of {count} tokens.")
+    return file._replace(has_loss=has_loss.astype(bool))
 
 
 def _litdata(path: Path, index: Path) -> _File:
@@ -141,7 +148,7 @@ def _litdata(path: Path, index: Path) -> _File:
     offsets = content[4:header].view("<u4").astype(np.int64) if documents >= 0 and header <= len(content) else None
     if offsets is None or documents != chunks[path.name] or offsets[0] != header or offsets[-1] != len(content):
         raise UserError(f"{path} is truncated or damaged: {index.name} says {chunks[path.name]} documents.")
-    # its own size comes before each item of a PyTreeLoader
+    # the size of each item of a PyTreeLoader comes before it
     starts, ends = offsets[:-1] + (4 if config.get("item_loader") == "PyTreeLoader" else 0), offsets[1:]
     if (ends < starts).any() or ((ends - starts) % dtype.itemsize).any():
         raise UserError(f"{path} is damaged: its documents are not vectors of {dtype.name}.")

@@ -124,7 +124,11 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 text (invalid start byte at byte 2)."),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2, is not JSON"),
-        ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1, has int in the field 'text'; a string is needed."),
+        (
+            "a.jsonl",
+            b'{"text": 3}',
+            "line 1, has int in the field 'text'; a string or a list of messages is needed.",
+        ),
         ("a.jsonl", b"[1]", "a.jsonl, line 1, has no field 'text' (data.text_field); it has: list."),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not valid Unicode"),
         ("a.jsonl", b'{"text": ""}', "a.jsonl has no text."),
@@ -172,7 +176,7 @@ def test_fields_inside_fields(tmp_path: Path):
     file.write_text(json.dumps({"a": {"b": {"d": 1, "e": 2}}}))
     assert "line 1, has no field 'a.b.c' (data.text_field); 'a.b' has: 'd', 'e'." in error_of(str(file), "a.b.c")
     assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' has: int." in error_of(str(file), "a.b.d.e")
-    assert "line 1, has dict in the field 'a.b'; a string is needed." in error_of(str(file), "a.b")
+    assert "line 1, has dict in the field 'a.b'; a string or a list of" in error_of(str(file), "a.b")
     for table in ({"a": [{"b": "x", "d": 1}, {"b": "y", "d": 2}]}, {"a.b": ["x", "y"], "a": [1, 2]}):
         parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
         assert list(Corpus(str(tmp_path / "a.parquet"), "a.b")) == ["x", "y"]

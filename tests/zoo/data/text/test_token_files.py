@@ -203,7 +203,7 @@ def test_the_tokenizer_must_fit(folder: Path, tokenizer: str):
         prepare(Corpus(str(folder)), Tokenizer.from_file(tokenizer), 0.5, workers=1)
     with pytest.raises(UserError, match=r"^data\.tokenizer is null, but the data are tokens; name the tokenizer\.json"):
         TextData(str(folder)).prepare_data()
-    with pytest.raises(UserError, match=r"has tokens; text is needed here\.$"):
+    with pytest.raises(UserError, match=r"has messages or tokens; text is needed here\.$"):
         list(Corpus(str(folder)).texts())
 
 
