@@ -136,7 +136,7 @@ def check_template(source: str, name: str) -> None:
     try:
         _compiled(source)
     except (jinja2.TemplateError, RecursionError, ValueError, SyntaxError, MemoryError) as error:
-        raise UserError(f"{name} is not a chat template ({_one_line(error)}).") from None
+        raise UserError(f"{name} is not a Jinja template ({_one_line(error)}).") from None
 
 
 def render(source: str, messages: Sequence[Message], tokens: Mapping[str, str], reply: bool, name: str) -> str:

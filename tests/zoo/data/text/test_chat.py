@@ -314,7 +314,7 @@ def test_a_template_from_a_file(conversations: Path, tmp_path: Path):
     made = data(conversations, tmp_path, chat_template=str(tmp_path / "short.jinja"))
     assert made.get_tokenizer().chat_template == (tmp_path / "short.jinja").read_text()
     (tmp_path / "short.jinja").write_text("{% for %}")
-    with pytest.raises(UserError, match=r"^data\.chat_template: .*short\.jinja is not a chat template \("):
+    with pytest.raises(UserError, match=r"^data\.chat_template: .*short\.jinja is not a Jinja template \("):
         data(conversations, tmp_path, chat_template=str(tmp_path / "short.jinja"))
     with pytest.raises(UserError, match=r"^data\.chat_template: none\.jinja cannot be read as text \(No such file"):
         data(conversations, tmp_path, chat_template="none.jinja")
