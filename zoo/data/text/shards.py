@@ -146,6 +146,11 @@ class Shards:
         low, high = np.searchsorted(self.document_starts, [start, stop])
         return np.asarray(self.document_starts[low:high])
 
+    @property
+    def masked(self) -> bool:
+        """Return whether some tokens are not to be trained on."""
+        return self._no_loss is not None
+
     def without_loss(self, start: int, stop: int) -> np.ndarray:
         """Return which of the tokens start … stop − 1 are not to be trained on, [stop − start] bool."""
         mask = np.zeros(stop - start, bool)

@@ -280,6 +280,8 @@ def test_labels_of_questions_are_left_out(conversations: Path, tmp_path: Path, p
         assert "user" not in text
         assert "assistant says" in text
     assert {**answers.identity(), "loss_on": "all"} == everything.identity()
+    assert answers.bigram_loss() is None  # which is of all tokens
+    assert everything.bigram_loss() is not None
 
 
 def test_whole_documents_are_never_cut(conversations: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture):
