@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -29,8 +29,8 @@ class Tokenizer(Protocol):
     eos_id: int  # ends a document; `stop_ids`, which not all tokenizers have, are all ids that end a text
     bos_id: int | None  # the first token of every document, if there is one
 
-    def encode(self, text: str) -> list[int]:
-        """Text to token ids."""
+    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
+        """Text to token ids; what spells a special token is that token only with `special_tokens`."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -58,6 +58,7 @@ def generate(
     top_p: float | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
+    special_tokens: bool = False,
 ) -> Iterator[str]:
     """Continue `prompt`, piece by piece as the text becomes known.
 
@@ -72,6 +73,7 @@ def generate(
         top_p: Sample only from the smallest set of likeliest tokens with at least this total probability.
         seed: Makes the samples reproducible; None for other samples each time. Global generators are not touched.
         stop: Strings that end the text before them.
+        special_tokens: Whether what spells a special token in the prompt, such as "<eos>", is that token.
 
     Returns:
         An iterator over pieces of text without the prompt. A character of several tokens comes in one piece; an
@@ -80,23 +82,40 @@ def generate(
     Raises:
         UserError: An argument is out of range; while it generates, if the model's logits are not finite.
     """
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = tokenizer.encode(prompt, special_tokens=True) if special_tokens else tokenizer.encode(prompt)
+    ids = (ids if start and ids[:1] == start else start + ids) or [tokenizer.eos_id]
+    sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    ends = stop_ids(tokenizer)
+    return text_after(model, tokenizer, ids, shown=bool(prompt), ends=ends, seed=seed, stop=stop, **sampling)
+
+
+def text_after(
+    model: LanguageModel,
+    tokenizer: Tokenizer,
+    ids: list[int],
+    *,
+    ends: Collection[int],
+    shown: bool = True,
+    seed: int | None = None,
+    stop: Sequence[str] = (),
+    **options: Unpack[Sampling],
+) -> Iterator[str]:
+    """Continue token ids, as `generate` continues a prompt.
+
+    Args:
+        model, tokenizer, seed, stop, options: As in `generate`.
+        ids: The ids to continue, at least one.
+        ends: The ids that end the text.
+        shown: Whether the text continues that of `ids`.
+    """
     if "" in stop:
         raise UserError("stop: '' is in every text; name strings of at least one character.")
-    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = start + tokenizer.encode(prompt) or [tokenizer.eos_id]
     prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
-    tokens = generate_tokens(
-        model,
-        prompts,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        eos_id=stop_ids(tokenizer),
-    )
-    new = itertools.takewhile(lambda token: token not in stop_ids(tokenizer), (int(drawn) for drawn in tokens))
-    return until(stream_text(tokenizer, ids if prompt else [], new), stop)
+    options = {"max_new_tokens": 128, **options}
+    tokens = generate_tokens(model, prompts, seed=seed, eos_id=tuple(ends), **options)
+    new = itertools.takewhile(lambda token: token not in ends, (int(drawn) for drawn in tokens))
+    return until(stream_text(tokenizer, ids if shown else [], new), stop)
 
 
 def write(
@@ -106,6 +125,7 @@ def write(
     *,
     seed: int | None = None,
     stop: str | Sequence[str] | None = None,
+    special_tokens: bool = False,
     stream: Callable[[str], object] | None = None,
     **options: Unpack[Sampling],
 ) -> str | list[str]:
@@ -114,7 +134,7 @@ def write(
     Args:
         model, tokenizer: As in `generate`.
         prompt: One prompt, or several.
-        seed, stop: As in `generate`.
+        seed, stop, special_tokens: As in `generate`.
         stream: Called with each prompt, and then with each piece of text once it is generated.
         options: As in `generate`.
 
@@ -128,11 +148,13 @@ def write(
         texts = []
         for number, each in enumerate(prompt):
             own = None if seed is None else seed + number
-            texts.append(str(write(model, tokenizer, each, seed=own, stop=stop, stream=stream, **options)))
+            settings: dict[str, Any] = {"stop": stop, "special_tokens": special_tokens, "stream": stream}
+            texts.append(str(write(model, tokenizer, each, seed=own, **settings, **options)))
         return texts
     stops = [stop] if isinstance(stop, str) else stop or ()
     text = ""
-    for piece in itertools.chain([prompt], generate(model, tokenizer, prompt, seed=seed, stop=stops, **options)):
+    pieces = generate(model, tokenizer, prompt, seed=seed, stop=stops, special_tokens=special_tokens, **options)
+    for piece in itertools.chain([prompt], pieces):
         text += piece
         if stream is not None:
             stream(piece)

@@ -369,6 +369,7 @@ class LanguageModel(nn.Module):
         top_p: float | None = 0.95,
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
+        special_tokens: bool = False,
         stream: Callable[[str], object] | None = None,
     ) -> str | list[str]:
         """Continue a prompt, or each of several; `zoo.generate` describes the arguments.
@@ -382,7 +383,8 @@ class LanguageModel(nn.Module):
                 "zoo.generation.generate.generate_tokens continues tokens"
             )
         options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        return self.writer(self, prompt=prompt, seed=seed, stop=stop, stream=stream, **options)
+        further = {"seed": seed, "stop": stop, "special_tokens": special_tokens, "stream": stream}
+        return self.writer(self, prompt=prompt, **further, **options)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -1,13 +1,17 @@
 """Text generation from a saved model, or one in memory."""
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zoo.generation.generate import write
+from kernels.errors import Option, UserError
+from zoo.generation.chat import Conversation
+from zoo.generation.generate import Sampling, write
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
+from zoo.runs.chat import talk
 from zoo.saved.model import SavedModel
 from zoo.train.devices import pick_device
 
@@ -27,6 +31,9 @@ def generate(
     top_p: float | None = 0.95,
     seed: int | None = None,
     stop: list[str] | None = None,
+    special_tokens: bool = False,
+    chat: bool = False,
+    system: str | None = None,
     device: str | None = None,
     trust: bool = False,
     stream: Callable[[str], object] | None = None,
@@ -47,17 +54,31 @@ def generate(
         seed: Seed of the sampling, for repeatable text.
         stop: Strings that end the text before them, besides the tokens that the tokenizer and configs name; on the
             command line --stop=A --stop=B, or a JSON list.
+        special_tokens: Whether what spells a special token in the prompt, such as "<eos>", is that token.
+        chat: Whether to hold a conversation: each line of the input is a message, the prompt is the first one. Ctrl-C
+            ends a reply, and another one the chat.
+        system: With `chat`, the content of a first message with the role "system".
         device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         stream: Called with the prompt, and then with each piece of text once it is generated.
 
     Returns:
-        The prompt and its continuation; a list of them for a list of prompts.
+        The prompt and its continuation; a list of them for a list of prompts; the replies of a chat.
 
     Raises:
         UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
             the model's logits are not finite.
     """
+    sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    if system is not None and not chat:
+        raise UserError(f"system: {system!r} is the first message of a chat; add ", Option("chat", True))
+    if chat:
+        if isinstance(checkpoint, LanguageModel) or not isinstance(prompt, str):
+            raise UserError("chat: needs the path of a model and one prompt.")
+        saved = SavedModel.open(checkpoint, trust)
+        check_predicts_tokens(model := saved.load(device or pick_device(None)), "generate")
+        further: dict[str, Any] = {"seed": seed, "stop": stop or (), **sampling}
+        return talk(Conversation(model, saved.required_tokenizer, system, **further), prompt, stream or _write)
     if isinstance(checkpoint, LanguageModel):
         continued = checkpoint.generate
     else:
@@ -66,13 +87,9 @@ def generate(
         check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
         continued = partial(write, model, saved.required_tokenizer)
         del saved  # which holds a second copy of the weights
-    return continued(
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop=stop,
-        stream=stream,
-    )
+    return continued(prompt, seed=seed, stop=stop, special_tokens=special_tokens, stream=stream, **sampling)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()

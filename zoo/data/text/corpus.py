@@ -4,21 +4,25 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text import needle_documents
 from zoo.data.text.compressed import DAMAGED
+from zoo.data.text.documents import Document, Tokens
 from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
-from zoo.data.text.files import READ, Listing, TextFile, find_files, first_line
+from zoo.data.text.files import CODE, READ, Listing, TextFile, find_files, first_line
+from zoo.data.text.records import BYTE_ORDER_MARK, DATASETS, Records
 from zoo.data.text.sentences import sentences
+from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
+from zoo.data.text.token_files import token_documents
 
 log = logging.getLogger(__name__)
 
-BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file, where it is not text
 NEEDLES = "synthetic:needles"
 BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is not in the user's files
 
@@ -37,16 +41,20 @@ class Corpus:
     Args:
         path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
             (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; a folder that is searched for these, or a list of files and folders; each a path or any URL
-            that fsspec knows. None: the embedded corpus, which is the source files of the standard library and Python's
-            documentation topics; these are the parts "embedded:library" and "embedded:documentation", and
-            "embedded:packages" is the text of all installed packages. "synthetic:needles": documents that train recall,
-            with haystacks of up to 2,000 characters ("synthetic:needles:16000": 16,000).
-        text_field: The field or column with a document's text.
+            `.bz2` or `.xz`; local tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or litdata, of the
+            tokenizer that `data.tokenizer` names; a folder that is searched for these, or a list of files and folders;
+            each a path or any URL that fsspec knows. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face,
+            streamed (SPLIT is train by default). None: the embedded corpus, which is the source files of the
+            standard library and Python's documentation topics; these are the parts "embedded:library" and
+            "embedded:documentation", and "embedded:packages" is the text of all installed packages.
+            "synthetic:needles": documents that train recall, with haystacks of up to 2,000 characters
+            ("synthetic:needles:16000": 16,000).
+        text_field: The field or column with a document's text, or with a list of messages, each with a role and a
+            content; `meta.body` is a field inside a field.
         max_characters: Size of the embedded corpus or of the synthetic text, whose last document is cut there. None: no
             limit, for the embedded corpus only.
         key: The config key of these arguments, for messages.
-        suffixes: Further suffixes of text files, such as `.py`; None: no others.
+        suffixes: Further suffixes of text files in folders, such as `.log`, or "code" for source code; None: no others.
 
     Raises (when used):
         UserError: A file is missing, empty, not text, or of an unsupported type.
@@ -63,7 +71,7 @@ class Corpus:
         """Return whether this is the embedded corpus, a part of it, or synthetic text, rather than the user's files."""
         return self.path is None or (isinstance(self.path, str) and self.path.startswith(BUILT_IN))
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Document]:
         """Yield the documents, without empty ones.
 
         Raises:
@@ -71,13 +79,24 @@ class Corpus:
         """
         empty = total = 0
         for text in self._built_in_texts() if self.built_in else self._texts():
-            empty, total = empty + (not text), total + 1
-            if text:
+            empty, total = empty + (not len(text)), total + 1
+            if len(text):
                 yield text
         if empty:
             log.debug("Skipped %d empty documents of %d in %s.", empty, total, self)
         if empty == total:
             raise UserError(f"{self} has no text.")
+
+    def texts(self) -> Iterator[str]:
+        """Yield the documents, which must be text.
+
+        Raises:
+            UserError: As in `__iter__`, or a document is not text.
+        """
+        for document in self:
+            if not isinstance(document, str):
+                raise UserError(f"{self} has messages or tokens; text is needed here.")
+            yield document
 
     def __str__(self) -> str:
         return "the embedded corpus" if self.path is None else f"{self.key}.path={self.path}"
@@ -90,8 +109,10 @@ class Corpus:
         options: list[Any] = [self.max_characters if self.built_in else self.text_field]
         if self.built_in:
             files = [file for _, file in self._embedded_files()]
-            versions = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+            versions: list[tuple] = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
             options += [NEEDLES, needle_documents.FORMAT, longest] if (longest := self._longest_haystack()) else []
+        elif self._dataset:
+            versions = [(self._dataset, self._records.dataset_hash(self._dataset))]
         else:
             try:
                 versions = [file.identity() for file in self.files()]
@@ -110,24 +131,43 @@ class Corpus:
             raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
         return [file for path in paths for file in self._find(path).files]
 
+    @property
+    def _dataset(self) -> str | None:
+        """The path if it names a Hugging Face data set."""
+        return self.path if isinstance(self.path, str) and self.path.startswith(DATASETS) else None
+
+    @property
+    def _records(self) -> Records:
+        return Records(self.text_field, self.key)
+
     def _find(self, path: str) -> Listing:
-        for suffix in self.suffixes or ():
+        suffixes = [each for suffix in self.suffixes or () for each in (CODE if suffix == "code" else [suffix])]
+        for suffix in suffixes:
             if not suffix.startswith(".") or suffix != suffix.lower():
-                raise UserError(f"{self.key}.suffixes: {suffix!r} must start with a dot and be in lower case, as .py")
-        return find_files(path, f"{self.key}.path", self.suffixes or ())
+                raise UserError(
+                    f"{self.key}.suffixes: {suffix!r} must start with a dot and be in lower case, as .py, or be 'code'"
+                )
+        return find_files(path, f"{self.key}.path", suffixes)
 
     def warn_of_skipped(self) -> None:
         """Log a warning for each folder with files that are not read."""
-        for path in [] if self.built_in else [self.path] if isinstance(self.path, str) else self.path or []:
+        for path in (
+            [] if self.built_in or self._dataset else [self.path] if isinstance(self.path, str) else self.path or []
+        ):
             listing = self._find(path)
             if skipped := listing.skipped.total():
                 total, verb = skipped + len(listing.files), "is" if skipped == 1 else "are"
                 counts = f"of {total} files in {path} {skipped} {verb} not read: {listing.summary()}"
                 log.warning("%s.path: %s (supported: %s; %s.suffixes adds others).", self.key, counts, READ, self.key)
 
-    def _texts(self) -> Iterator[str]:
-        readers = {".txt": self._text_file, ".md": self._text_file, ".parquet": self._parquet}
-        readers |= {".jsonl": self._json_lines, ".json": self._json}
+    def _texts(self) -> Iterator[Document]:
+        readers: dict[str, Callable[[TextFile], Iterator[Document]]]
+        records = self._records
+        readers = {".jsonl": records.json_lines, ".json": records.json, ".parquet": records.parquet}
+        readers |= dict.fromkeys(TOKEN_SUFFIXES, self._tokens)
+        if self._dataset:
+            yield from records.dataset(self._dataset)
+            return
         for file in self.files():
             try:
                 yield from readers.get(file.suffix, self._text_file)(file)
@@ -140,94 +180,17 @@ class Corpus:
                 reason = getattr(error, "strerror", None) or first_line(error)
                 raise UserError(f"{self.key}.path: {file} cannot be read ({reason}).") from error
 
+    def _tokens(self, file: TextFile) -> Iterator[Tokens]:
+        if file.filesystem is not None:
+            raise UserError(f"{self.key}.path: {file} has tokens, which are read from local disks only; copy it.")
+        try:
+            yield from token_documents(Path(file.name))
+        except UserError as error:
+            raise UserError(f"{self.key}.path: {error}") from None
+
     def _text_file(self, file: TextFile) -> Iterator[str]:
         with file.open() as content:
-            yield self._decode(content.read(), str(file)).removeprefix(BYTE_ORDER_MARK)
-
-    def _json_lines(self, file: TextFile) -> Iterator[str]:
-        with file.open() as lines:
-            for number, line in enumerate(lines, start=1):
-                where = f"{file}, line {number},"
-                text = self._decode(line, where).removeprefix(BYTE_ORDER_MARK).strip()
-                if not text:
-                    continue
-                yield self._text_of(self._parsed(text, where), where)
-
-    def _json(self, file: TextFile) -> Iterator[str]:
-        """JSON lines, if the first line is an object; otherwise the whole file is one object or an array."""
-        with file.open() as content:
-            first = next((line for line in content if line.strip()), b"")
-            try:
-                by_line = isinstance(json.loads(first.decode("utf-8-sig")), dict)
-            except (ValueError, RecursionError):
-                by_line = False
-            rest = b"" if by_line else content.read()
-        if by_line:
-            yield from self._json_lines(file)
-            return
-        whole = self._parsed(self._decode(first + rest, str(file)).removeprefix(BYTE_ORDER_MARK).strip(), str(file))
-        if not isinstance(whole, list):
-            yield self._text_of(whole, str(file))
-            return
-        for number, record in enumerate(whole, start=1):
-            where = f"{file}, item {number},"
-            yield self._checked(record, where) if isinstance(record, str) else self._text_of(record, where)
-
-    def _parsed(self, text: str, where: str) -> Any:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
-
-    def _text_of(self, record: Any, where: str) -> str:
-        if not isinstance(record, dict) or self.text_field not in record:
-            names = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
-            raise UserError(
-                f"{self.key}.path: {where} has no field {self.text_field!r} ({self.key}.text_field); it has: {names}."
-            )
-        return self._checked(record[self.text_field], where)
-
-    def _parquet(self, file: TextFile) -> Iterator[str]:
-        import pyarrow  # slow to import, and rarely needed
-        from pyarrow import parquet
-
-        try:
-            with file.open() as content, parquet.ParquetFile(content) as table:
-                names = table.schema_arrow.names
-                if self.text_field not in names:
-                    raise UserError(
-                        f"{self.key}.path: {file} has no column {self.text_field!r} ({self.key}.text_field); "
-                        f"it has: {', '.join(map(repr, names))}."
-                    )
-                row = 0
-                for rows in table.iter_batches(batch_size=1024, columns=[self.text_field]):
-                    for text in rows.column(0).to_pylist():
-                        row += 1
-                        yield self._checked(text, f"{file}, row {row},")
-        except pyarrow.ArrowException as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line}).") from error
-
-    def _checked(self, text: object, where: str) -> str:
-        if not isinstance(text, str):
-            raise UserError(
-                f"{self.key}.path: {where} has {type(text).__name__} in the field {self.text_field!r}; "
-                "a string is needed."
-            )
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can contain half of a surrogate pair
-            raise UserError(f"{self.key}.path: {where} is not valid Unicode ({error.reason}).") from None
-        return text
-
-    def _decode(self, data: bytes, where: str) -> str:
-        if b"\0" in data:
-            raise UserError(f"{self.key}.path: {where} is binary (it has NUL bytes); UTF-8 text is needed.")
-        try:
-            return data.decode()
-        except UnicodeDecodeError as error:
-            problem = f"{error.reason} at byte {error.start}"
-            raise UserError(f"{self.key}.path: {where} is not UTF-8 text ({problem}).") from None
+            yield self._records.decode(content.read(), str(file)).removeprefix(BYTE_ORDER_MARK)
 
     def _built_in_texts(self) -> Iterator[str]:
         if self.max_characters is not None and self.max_characters < 1:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels import UserError
+from zoo.data.text.chat import Chat
+from zoo.data.text.documents import Conversation, Document, Tokens
 from zoo.data.text.split import Split
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.data.workers import end_with
@@ -24,16 +26,19 @@ PIECE_CHARACTERS = 250_000
 
 @dataclass(frozen=True)
 class Piece:
-    """Text to encode in one piece: a document, or a part of a long one."""
+    """Text to encode in one piece: a document, or a part of a long one. Tokens stay as they are."""
 
     split: Split
-    text: str
+    text: Document
     first: bool  # whether it is the first of its document
     last: bool
 
 
-def pieces(split: Split, text: str, tokenizer: Tokenizer) -> Iterator[Piece]:
-    """Divide a document among processes: cut it after lines, where that does not change its tokens."""
+def pieces(split: Split, text: Document, tokenizer: Tokenizer) -> Iterator[Piece]:
+    """Divide a document among processes: cut text after lines, where that does not change its tokens."""
+    if not isinstance(text, str):
+        yield Piece(split, text, True, True)
+        return
     start = 0
     while len(text) - start > 2 * PIECE_CHARACTERS:
         end = _safe_cut(text, start + PIECE_CHARACTERS, tokenizer)
@@ -71,15 +76,15 @@ def bundles(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield bundle
 
 
-Encoded = tuple[list[Piece], list[np.ndarray]]
+Encoded = tuple[list[Piece], list[Tokens]]
 
 
 def encode_all(bundles: Iterator[list[Piece]], tokenizer: Tokenizer, workers: int) -> Iterator[Encoded]:
-    """Yield each bundle, in order, with the token ids of its pieces, `[n]` uint32; few are in memory at a time."""
+    """Yield each bundle, in order, with the tokens of its pieces; few are in memory at a time."""
     # On other systems a new process would import everything again, and the tokenizer's threads are nearly as fast.
     if workers == 1 or sys.platform != "linux":
         for bundle in bundles:
-            yield bundle, [np.array(ids, np.uint32) for ids in tokenizer.encode_batch([p.text for p in bundle])]
+            yield bundle, _encoded([piece.text for piece in bundle], tokenizer)
         return
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"), _start_worker, (tokenizer, os.getpid()))
     try:
@@ -111,6 +116,18 @@ def _start_worker(tokenizer: Tokenizer, parent: int) -> None:
     _worker_tokenizer = tokenizer
 
 
-def _encode(texts: list[str]) -> list[np.ndarray]:
+def _encode(texts: list[Document]) -> list[Tokens]:
     assert _worker_tokenizer is not None
-    return [np.array(ids, np.uint32) for ids in _worker_tokenizer.encode_batch(texts)]
+    return _encoded(texts, _worker_tokenizer)
+
+
+def _encoded(texts: list[Document], tokenizer: Tokenizer) -> list[Tokens]:
+    encoded = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
+    chat = Chat(tokenizer) if any(isinstance(text, Conversation) for text in texts) else None
+    tokens = []
+    for text in texts:
+        if isinstance(text, Conversation):
+            assert chat is not None
+            text = chat.encode(text)
+        tokens.append(text if isinstance(text, Tokens) else Tokens(np.array(next(encoded), np.uint32)))
+    return tokens

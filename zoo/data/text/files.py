@@ -18,11 +18,19 @@ from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import cache_folder
 from zoo.data.text.compressed import COMPRESSIONS, decompressed
+from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
+from zoo.data.text.token_files import companions
 from zoo.files.atomic import atomic_write
 from zoo.files.hashing import digest, file_digest
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
-READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}"
+READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}; tokens: .bin with an index, .ds"
+_CODE = (
+    "c cc clj cpp cs css cu cuh cxx dart el erl ex f90 go h hh hpp hs html java jl js jsx kt lean lisp lua m ml php pl "
+    "proto ps1 py r rb rs rst scala sh sql swift tex ts tsx v vhd zig"
+)
+# source code is read where a file is named itself, and in folders if `suffixes` has "code"
+CODE = tuple(f".{name}" for name in _CODE.split())
 # Names that file systems use for the version of a file. Not all of its metadata: some count accesses.
 _STATE = ["ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated"]
 _STATE += ["mtime", "modified", "created"]
@@ -63,7 +71,8 @@ class TextFile:
         status = os.stat(self.name)
         # the last time cannot be set by programs, so that the hash of a state never changes
         state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        return (self.name, status.st_size, content_digest(self.name, state))
+        described_by = [file_digest(name) for name in companions(self.name, os.path.isfile)]
+        return (self.name, status.st_size, content_digest(self.name, state), *described_by)
 
     def open(self) -> BinaryIO:
         """Open the decompressed content for reading."""
@@ -129,7 +138,9 @@ def _suffixes(name: str) -> tuple[str, str]:
 
 def _is_read(name: str, further: Collection[str]) -> bool:
     suffix, compression = _suffixes(name)
-    return suffix in (*SUFFIXES, *further) and not (suffix == ".parquet" and compression)
+    return suffix in (*SUFFIXES, *further, *TOKEN_SUFFIXES) and not (
+        compression and suffix in (".parquet", *TOKEN_SUFFIXES)
+    )
 
 
 def _choose(
@@ -137,13 +148,17 @@ def _choose(
 ) -> tuple[list[str], Counter[str]]:
     """The names to read, and the number of other files by suffix; `inside` gives a name's part within the folder."""
     read, skipped = [], Counter[str]()
-    for name in names:
+    present = {*names}
+    described = {each for name in present for each in companions(name, present.__contains__)}
+    for name in present - described:
         parts, text = inside(name).split("/"), _is_read(name, further)
         hidden = any(part.startswith(".") for part in parts)
         if hidden:
             skipped["hidden"] += text
         elif parts[-1] == _TOKENIZER:
             skipped[_TOKENIZER] += 1
+        elif _suffixes(name) == (".bin", "") and not companions(name, present.__contains__):
+            skipped[".bin without an index"] += 1
         elif text:
             read.append(name)
         else:
@@ -190,7 +205,7 @@ def _local_file(file: Path) -> TextFile:
 
 
 def _check_file(name: str, size: int | None, key: str, further: Collection[str]) -> None:
-    if not _is_read(name, further):
+    if not _is_read(name, (*further, *CODE)):
         suffix = "".join(_suffixes(name))
         raise UserError(f"{key}: {name} has the suffix {suffix!r}; a folder is needed, or one of {READ}.")
     if size == 0:  # None: a web server may not report it

@@ -3,10 +3,11 @@
 import hashlib
 import logging
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, overload
 
 from kernels.errors import UserError
 from zoo.data.text.corpus import Corpus
+from zoo.data.text.documents import Conversation, Document, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,10 @@ class SplitByContent:
 
     def __init__(self, corpus: Corpus, fraction: float | None) -> None:
         smallest, largest, self.characters, self.digest = 1 << 64, -1, 0, hashlib.sha256()
+        self.largest_token = -1  # of documents that are tokens
         for text in corpus:
+            if isinstance(text, Tokens):
+                self.largest_token = max(self.largest_token, int(text.ids.max()))
             number = content_hash(text)
             smallest, largest = min(smallest, number), max(largest, number)
             self.characters += len(text)
@@ -38,7 +42,13 @@ class SplitByContent:
         if self.single:
             log.info("%s is a single document: its head is used for training, its tail for validation.", corpus)
 
-    def __call__(self, text: str) -> Iterator[tuple[Split, str]]:
+    @overload
+    def __call__(self, text: str) -> Iterator[tuple[Split, str]]: ...
+
+    @overload
+    def __call__(self, text: Document) -> Iterator[tuple[Split, Document]]: ...
+
+    def __call__(self, text: Document) -> Iterator[tuple[Split, Document]]:
         """Yield the document's split and the document; for a single document, its two parts.
 
         Raises:
@@ -52,12 +62,19 @@ class SplitByContent:
                 f"{self._corpus} is a single character; at least two are needed for training and validation."
             )
         cut = min(max(round(len(text) * (1 - self._fraction)), 1), len(text) - 1)
+        if isinstance(text, Conversation):
+            raise UserError(f"{self._corpus} is a single conversation; two are needed for training and validation.")
+        if isinstance(text, Tokens):
+            for split, part in zip(SPLITS, (slice(cut), slice(cut, None)), strict=True):
+                yield split, Tokens(text.ids[part], None if text.has_loss is None else text.has_loss[part])
+            return
         line = text.rfind("\n", 0, cut) + 1  # preferably at the end of a line, if one is near
         cut = line if line > cut - 1000 and line > 0 else cut
         yield "train", text[:cut]
         yield "validation", text[cut:]
 
 
-def content_hash(text: str) -> int:
+def content_hash(text: Document) -> int:
     """The 64-bit hash that decides the split of a document."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+    content = text.encode() if isinstance(text, str) else text.content()
+    return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())

@@ -9,8 +9,9 @@ from pathlib import Path
 from kernels.errors import UserError
 from zoo.data.loader import ValidationLoader
 from zoo.data.resumable import ResumableData, check_minimum
+from zoo.data.text.chat_template import read_template
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.packing import Packing, Windows
+from zoo.data.text.packing import LossOn, Packing, Windows, check_packing, samples_of
 from zoo.data.text.shards import Shards, prepare
 from zoo.data.text.tokenizer import Documents, Tokenizer, train_tokenizer
 
@@ -45,6 +46,12 @@ class TokenisedText(ResumableData):
         batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
         packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
             windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
+            "whole_documents": as "documents", but none is cut: rows are padded, and documents longer than
+            `sequence_length` are left out with a warning.
+        loss_on: "answers": in conversations (records whose `text_field` is a list of messages) only the assistant's
+            replies have a loss, and in tokens of datatrove those that its mask says. "all": all tokens have.
+        chat_template: A file with a Jinja template that makes text of conversations, saved with the tokenizer. Null:
+            that of the tokenizer, or else lines such as "user: Hello".
         validation_fraction: Expected fraction of the documents (of each source) kept for validation, between 0 and 1.
         validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
             loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the split.
@@ -67,6 +74,8 @@ class TokenisedText(ResumableData):
     sequence_length: int = 256
     batch_size: int = 8
     packing: Packing = "windows"
+    loss_on: LossOn = "answers"
+    chat_template: str | None = None
     validation_fraction: float = 0.05
     validation_sets: dict[str, ValidationSet] | None = None
     num_workers: int = 0
@@ -77,11 +86,10 @@ class TokenisedText(ResumableData):
 
     def __post_init__(self) -> None:
         super().__init__(self.batch_size, self.num_workers, self.seed)
-        check_minimum(sequence_length=(self.sequence_length, 1), preprocessing_workers=(self.preprocessing_workers, 1))
+        check_minimum(preprocessing_workers=(self.preprocessing_workers, 1))
+        check_packing(self.sequence_length, self.packing, self.loss_on)
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"data.validation_fraction is {self.validation_fraction}; it must lie between 0 and 1.")
-        if self.packing not in ("windows", "documents"):
-            raise UserError(f"data.packing is {self.packing!r}; it must be 'windows' or 'documents'.")
         self.validation_sets = dict(self.validation_sets or {})
         check_names("validation_sets", self.validation_sets)
         self.corpora: list[Corpus]  # to tokenise
@@ -97,6 +105,8 @@ class TokenisedText(ResumableData):
                 self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *special)
             else:
                 self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)
+            if self.chat_template is not None:
+                self._tokenizer = self._tokenizer.with_chat_template(read_template(self.chat_template))
         return self._tokenizer
 
     def prepare_data(self) -> None:
@@ -131,15 +141,15 @@ class TokenisedText(ResumableData):
         for key, corpus in [*self._extra_corpora()][len(opened) :]:
             with errors_name(key):
                 shards = Shards(self._prepare(corpus, None), "validation", self.verify)
-                opened.append(Windows(shards, self.sequence_length, self.packing))
+                opened.append(samples_of(shards, self.sequence_length, self.packing, self.loss_on))
         return [self.evaluation_loader(windows) for windows in opened]
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:
         """The training and validation samples of a corpus, from verified token shards."""
         folder = self._prepare(corpus, self.validation_fraction)
         train, validation = Shards(folder, "train", self.verify), Shards(folder, "validation", self.verify)
-        settings = (self.sequence_length, self.packing)
-        return Windows(train, *settings), Windows(validation, *settings)
+        settings = (self.sequence_length, self.packing, self.loss_on)
+        return samples_of(train, *settings), samples_of(validation, *settings)
 
     def _extra_corpora(self) -> Iterator[tuple[str, Corpus]]:
         for name, text in (self.validation_sets or {}).items():

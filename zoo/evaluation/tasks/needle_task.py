@@ -158,7 +158,7 @@ class NeedleTask(Task):
         """The sentences of the haystack."""
         if not self._sentences:
             corpus = Corpus(self.options.haystack or "embedded:documentation", max_characters=None, key="haystack")
-            self._sentences = list(itertools.islice(sentences(corpus), _MOST_SENTENCES))
+            self._sentences = list(itertools.islice(sentences(corpus.texts()), _MOST_SENTENCES))
             if not self._sentences:
                 raise UserError(f"{corpus} has no sentences, only indented lines, headings or tables.")
         return self._sentences

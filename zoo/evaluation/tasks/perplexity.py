@@ -86,7 +86,7 @@ class Perplexity(Task):
 
     def _tokens(self, tokenizer: Tokenizer) -> Iterator[int]:
         split = SplitByContent(self.corpus, HELD_OUT)
-        for text in self.corpus:
+        for text in self.corpus.texts():
             for part, held_out in split(text):
                 if part == "validation":
                     yield from [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(held_out)]

@@ -257,4 +257,5 @@ def _commit() -> str | None:
 def bigram_loss(datamodule: L.LightningDataModule | None) -> float | None:
     """The data module's bigram baseline in nats per token; None without one."""
     measure = getattr(datamodule, "bigram_loss", None)
-    return None if measure is None else float(measure())
+    loss = None if measure is None else measure()
+    return None if loss is None else float(loss)

@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from pyarrow import parquet
 
 from kernels.errors import UserError
-from zoo.data import Corpus
+from zoo.data import Corpus, Shards, prepare, train_tokenizer
 from zoo.data.text.files import content_digest
 from zoo.files.hashing import file_digest as digest
 
@@ -123,7 +124,11 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 text (invalid start byte at byte 2)."),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2, is not JSON"),
-        ("a.jsonl", b'{"text": 3}', "a.jsonl, line 1, has int in the field 'text'; a string is needed."),
+        (
+            "a.jsonl",
+            b'{"text": 3}',
+            "line 1, has int in the field 'text'; a string or a list of messages is needed.",
+        ),
         ("a.jsonl", b"[1]", "a.jsonl, line 1, has no field 'text' (data.text_field); it has: list."),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not valid Unicode"),
         ("a.jsonl", b'{"text": ""}', "a.jsonl has no text."),
@@ -153,6 +158,61 @@ def test_nothing_to_read(tmp_path: Path):
         list(Corpus(max_characters=0))
 
 
+def test_source_code_is_text(tmp_path: Path):
+    for name in ("a.py", "b.rs", "c.txt", "d.PY", "e.so"):
+        (tmp_path / name).write_text(name)
+    assert list(Corpus(str(tmp_path))) == ["c.txt"]
+    assert list(Corpus(str(tmp_path), suffixes=["code"])) == ["a.py", "b.rs", "c.txt", "d.PY"]
+    assert list(Corpus(str(tmp_path), suffixes=["code", ".so"])) == ["a.py", "b.rs", "c.txt", "d.PY", "e.so"]
+    assert list(Corpus([str(tmp_path / "b.rs"), str(tmp_path / "a.py")])) == ["b.rs", "a.py"]
+    assert "e.so has the suffix '.so'" in error_of(str(tmp_path / "e.so"))
+
+
+def test_fields_inside_fields(tmp_path: Path):
+    records = [{"a": {"b": {"c": "one"}}}, {"a": {"b.c": "two", "b": 3}}, {"a.b.c": "three", "a": 4}]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join(map(json.dumps, records)))
+    assert list(Corpus(str(file), "a.b.c")) == ["one", "two", "three"]
+    file.write_text(json.dumps({"a": {"b": {"d": 1, "e": 2}}}))
+    assert "line 1, has no field 'a.b.c' (data.text_field); 'a.b' has: 'd', 'e'." in error_of(str(file), "a.b.c")
+    assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' has: int." in error_of(str(file), "a.b.d.e")
+    assert "line 1, has dict in the field 'a.b'; a string or a list of" in error_of(str(file), "a.b")
+    for table in ({"a": [{"b": "x", "d": 1}, {"b": "y", "d": 2}]}, {"a.b": ["x", "y"], "a": [1, 2]}):
+        parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
+        assert list(Corpus(str(tmp_path / "a.parquet"), "a.b")) == ["x", "y"]
+    parquet.write_table(pyarrow.table({"a": [{"d": 1}]}), tmp_path / "a.parquet")
+    assert "row 1, has no field 'a.b' (data.text_field); 'a' has: 'd'." in error_of(str(tmp_path / "a.parquet"), "a.b")
+
+
+@pytest.mark.slow
+def test_data_sets_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A local builder of the library; names on the hub go through the same function."""
+    pytest.importorskip("datasets")
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "huggingface"))
+    folder = tmp_path / "plays"
+    for split, texts in {"train": ["one", "two", "three"], "test": ["four"]}.items():
+        (folder / "data").mkdir(parents=True, exist_ok=True)
+        lines = [json.dumps({"id": i, "play": {"text": text}}) for i, text in enumerate(texts)]
+        (folder / "data" / f"{split}.jsonl").write_text("\n".join(lines))
+    corpus = Corpus(f"datasets:{folder}", "play.text")
+    assert list(corpus) == ["one", "two", "three"]
+    assert list(Corpus(f"datasets:{folder}:default:test", "play.text")) == ["four"]
+    corpus.warn_of_skipped()
+    prepared = prepare(corpus, train_tokenizer(corpus, 257), 0.5, workers=1)
+    assert Shards(prepared, "train").num_documents + Shards(prepared, "validation").num_documents == 3
+    before = corpus.signature()
+    assert Corpus(f"datasets:{folder}", "play.text").signature() == before
+    (folder / "data" / "train.jsonl").write_text(json.dumps({"id": 1, "play": {"text": "other"}}))
+    assert corpus.signature() != before
+    assert "row 1, has no field 'text' (data.text_field); it has: 'id', 'play'." in error_of(f"datasets:{folder}")
+    assert "cannot be read (Bad split: none. " in error_of(f"datasets:{folder}::none")
+    assert "cannot be read (Couldn't find any data file at " in error_of(f"datasets:{tmp_path}/none")
+    assert "cannot be read (Couldn't reach 'nobody/nothing' on the Hub" in error_of("datasets:nobody/nothing")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "needs the package datasets; pip install datasets." in error_of(f"datasets:{folder}")
+
+
 def test_signature_follows_the_files(tmp_path: Path):
     file = tmp_path / "a.jsonl"
     file.write_text(json.dumps({"text": "x"}))
@@ -169,5 +229,5 @@ def test_further_suffixes_are_text(tmp_path: Path):
     assert list(Corpus(str(tmp_path), suffixes=[".py"])) == ["a.py", "c.txt"]
     assert list(Corpus(str(tmp_path / "a.py"), suffixes=[".py"])) == ["a.py"]
     assert Corpus(str(tmp_path), suffixes=[".py"]).signature() != Corpus(str(tmp_path)).signature()
-    with pytest.raises(UserError, match=r"^data.suffixes: 'py' must start with a dot and be in lower case, as .py$"):
+    with pytest.raises(UserError, match=r"^data.suffixes: 'py' must start with a dot and .* as .py, or be 'code'$"):
         list(Corpus(str(tmp_path), suffixes=["py"]))

@@ -83,7 +83,7 @@ def test_what_is_skipped_is_named_in_one_line(
         assert "(supported: .txt, .md, .jsonl, .json, .parquet, all but the last also with .gz, .zst" in line
         told = line.partition("read: ")[2].partition(" (")[0].split(", ")
         assert sorted(told) == [
-            "1 .bin",
+            "1 .bin without an index",
             "1 .csv.gz",
             "1 .png",
             "1 hidden",

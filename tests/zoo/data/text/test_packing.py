@@ -49,5 +49,7 @@ def test_too_short(shards: Shards):
     assert len(Windows(shards, n - 1)) == 1
     with pytest.raises(UserError, match=rf"data\.sequence_length is {n}, but the train split has {n} tokens"):
         Windows(shards, n)
-    with pytest.raises(UserError, match=r"data\.packing is 'docs'; it must be 'windows' or 'documents'"):
+    with pytest.raises(
+        UserError, match=r"data\.packing is 'docs'; it must be one of windows, documents, whole_documents"
+    ):
         Windows(shards, 4, "docs")

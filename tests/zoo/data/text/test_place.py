@@ -115,11 +115,11 @@ import os, signal, sys, zoo.data.text.encoding, zoo.data.text.progress as progre
 from zoo.data import Corpus, prepare, train_tokenizer
 progress.SHARD_TOKENS, progress.SAVED_EVERY, zoo.data.text.encoding.PIECE_CHARACTERS = 500, 0.0, 800
 append, calls = progress.Writer.append, []
-def counted(self, ids):
+def counted(self, *tokens):
     calls.append(1)
     if len(calls) == 50 and sys.argv[2] == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
-    append(self, ids)
+    append(self, *tokens)
 progress.Writer.append = counted
 prepare(Corpus(sys.argv[1]), train_tokenizer(Corpus(sys.argv[1]), 300), 0.2, 2)
 sys.stdout.write(str(len(calls)))

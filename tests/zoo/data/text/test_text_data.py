@@ -191,7 +191,7 @@ def test_batch_size_may_change(arguments: dict, caplog: pytest.LogCaptureFixture
         ({"num_workers": -1}, r"data\.num_workers is -1; it must be at least 0"),
         ({"preprocessing_workers": 0}, r"data\.preprocessing_workers is 0; it must be at least 1"),
         ({"validation_fraction": 1.0}, r"data\.validation_fraction is 1\.0; it must lie between 0 and 1"),
-        ({"packing": "none"}, r"data\.packing is 'none'; it must be 'windows' or 'documents'"),
+        ({"packing": "none"}, r"data\.packing is 'none'; it must be one of windows, documents, whole_documents"),
         ({"sequence_length": 10**6}, r"data\.sequence_length is 1000000, but the train split has \d+ tokens"),
         (
             {"validation_fraction": 1e-9, "sequence_length": 400},
