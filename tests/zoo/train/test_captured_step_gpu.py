@@ -191,6 +191,8 @@ def test_batches_of_several_lengths_are_captured(batches: int, tmp_path: Path, c
 
 
 WIDE = ("model.hidden_size=256",)  # heads of 128 channels: kernels in Gluon
+# PyTorch's gradient of the embeddings of 16,384 tokens does not repeat to the bit, in eager steps either
+WITHOUT_EMBEDDINGS = {"train_only": ["layers.*", "norm.*", "lm_head.*"]}
 PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "gated_deltanet": ("gated_deltanet.yaml", {}),
     "gated_deltanet 128": ("gated_deltanet.yaml", {"sizes": WIDE}),
@@ -199,8 +201,8 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
     "mamba2": ("mamba2.yaml", {}),
     "h2": ("gdn_h2.yaml", {}),
     "attention": ("transformer.yaml", {"loader": Short}),
-    "long": ("gated_deltanet.yaml", {"loader": Long, "sizes": WIDE}),
-    "long mamba2": ("mamba2.yaml", {"loader": Long}),
+    "long": ("gated_deltanet.yaml", {"loader": Long, "sizes": WIDE, "optim": WITHOUT_EMBEDDINGS}),
+    "long mamba2": ("mamba2.yaml", {"loader": Long, "optim": WITHOUT_EMBEDDINGS}),
     "accumulation": ("gated_deltanet.yaml", {"accumulate_grad_batches": 3}),
     "recomputed": ("gated_deltanet.yaml", {"recomputed": True}),
 }
