@@ -167,7 +167,7 @@ def test_decays_stay_above_their_bound():
     mixer = shaken(SMALL(SITE))
     with torch.no_grad():
         mixer.decay_bias.fill_(1e4)
-    s, _ = mixer._project(*torch.randn(2, 1, 5, 32).unbind(), None)
+    s, _ = mixer._project(torch.randn(6, 1, 5, 32).unbind(), None)
     log_decay = mixer.gates(s).log_decay
     torch.testing.assert_close(log_decay, torch.full_like(log_decay, -math.exp(-0.5)))
 
@@ -181,7 +181,7 @@ def test_keys_of_zero_erase_nothing():
     y.sum().backward()
     assert y.isfinite().all()
     assert x.grad.isfinite().all()
-    s, _ = mixer._project(x, x, None)
+    s, _ = mixer._project((x,) * 6, None)
     assert not mixer.gates(s).erase.any()
 
 
