@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..core.backend import Op
 from ..core.elementwise import sigmoid
+from ..core.recompute import remake
 from ..core.recurrence import at_least_fp32
 
 
@@ -26,6 +27,8 @@ OP = Op("sigmoid_mix", reference=reference, torch=composed, gpu="kernels.sigmoid
 def sigmoid_mix(x: Tensor, other: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     """x + σ(gate + bias) ⊙ (other − x), computed in at least fp32.
 
+    Inside `recomputing()`, the backward pass recomputes the result.
+
     Args:
         x: Stream of any shape […,C].
         other: Stream in the shape of x.
@@ -43,5 +46,6 @@ def sigmoid_mix(x: Tensor, other: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
             raise ValueError(f"{name}: expected the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}")
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias: expected [{x.shape[-1]}], got shape {tuple(bias.shape)}")
-    y: Tensor = OP(x, x, other, gate, bias)
-    return y
+    args = (x, other, gate, bias)
+    run = OP.choose(x, *args)
+    return remake(run(*args), run, *args)
