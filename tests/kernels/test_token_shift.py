@@ -94,12 +94,12 @@ def test_under_autocast_the_mixtures_have_the_dtype_of_the_next_layer(backend: s
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_one_mixture_without_a_gradient(backend: str):
     x, shares = (t.requires_grad_() for t in inputs(2, 5, 8, 2))
-    found = []
+    gradients = []
     for one in (backend, "reference"):
         with kernels.backend(one):
             y, _ = token_shift(x, shares)
-        found.append(torch.autograd.grad(y.sin().sum(), (x, shares)))
-    torch.testing.assert_close(*found)
+        gradients.append(torch.autograd.grad(y.sin().sum(), (x, shares)))
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
