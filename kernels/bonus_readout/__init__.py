@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
+import torch
 from torch import Tensor
 
 from ..core.backend import Op
@@ -35,7 +35,7 @@ def composed(*args: Any) -> Tensor:
     """The formula in PyTorch, of the fields of `Arguments`."""
     a = by_head(Arguments(*args))
     o, q, k, v, gate, r_k, weight, bias = (at_least_fp32(x) for x in a[:8])
-    normed = F.layer_norm(o, o.shape[-1:], eps=a.eps) * weight + bias
+    normed = torch.nn.functional.layer_norm(o, o.shape[-1:], eps=a.eps) * weight + bias
     return ((normed + (q * k * r_k).sum(-1, keepdim=True) * v) * gate).to(a.o.dtype).flatten(-2)
 
 

@@ -90,7 +90,7 @@ def mix(
 
 @triton.jit
 def gradients_of(dy, shares, difference, here, inside, follows, c, D: tl.constexpr):
-    """What one mixture adds to the gradients of its tokens, of the tokens before the first ones, and of its share."""
+    """Contributions of a mixture to the gradients of its tokens, of the tokens before the first ones, and of its share."""
     share, d = per_channel(shares, c, D), load(dy, here, inside)
     return d * (1 - share) + load(dy, here + D, follows) * share, d * share, d * difference
 
@@ -177,6 +177,7 @@ def constants(x: Tensor, shares: Tensor) -> dict[str, int]:
 
 
 def six(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    """The tensors, and None for each mixture that a kernel could make besides."""
     return (*tensors, *[None] * (MOST - len(tensors)))
 
 
