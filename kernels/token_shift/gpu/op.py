@@ -90,7 +90,7 @@ def mix(
 
 @triton.jit
 def gradients_of(dy, shares, difference, here, inside, follows, c, D: tl.constexpr):
-    """Contributions of a mixture to the gradients of its tokens, of the tokens before the first ones, and of its share."""
+    """Contributions of a mixture to the gradients of its tokens, of the tokens before sequences, and of its share."""
     share, d = per_channel(shares, c, D), load(dy, here, inside)
     return d * (1 - share) + load(dy, here + D, follows) * share, d * share, d * difference
 
