@@ -132,7 +132,7 @@ def test_on_device(dtype: torch.dtype):
     tensors |= {name: tensors[name].to(dtype) for name in ("k", "decay", "rate")}
     first, second = results(tensors, "triton"), results(tensors, "triton")
     exact = results({name: x.double() for name, x in tensors.items()}, "torch")
-    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-5
+    tolerance = 1e-2 if dtype == torch.bfloat16 else 1e-4
     for name, x in first.items():
         assert torch.equal(second[name], x), name
         assert (x - exact[name]).norm() <= tolerance * exact[name].norm(), name
