@@ -6,6 +6,7 @@ PyTorch form (``torch``); some also have Triton kernels (``triton``). :func:`bac
 """
 
 from . import openmp as openmp  # isort: skip  # before torch is imported
+from .bonus_readout import bonus_readout
 from .core.backend import BACKENDS, backend, implementations, same_backend
 from .core.deterministic import deterministic, is_deterministic
 from .core.documents import documents
@@ -14,6 +15,7 @@ from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
 from .delta_rule import delta_rule
 from .discretise import discretise
+from .erase_gates import erase_gates
 from .errors import Option, UserError
 from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_and_gates, features_together
 from .flops import attention_flops, recurrence_flops
@@ -29,6 +31,8 @@ from .norm import add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
 from .selective_scan import selective_scan
 from .short_conv import short_conv
+from .sigmoid_mix import sigmoid_mix
+from .token_shift import token_shift
 from .value_decay_recurrence import value_decay_recurrence
 from .window_attention import window_attention
 
@@ -47,12 +51,14 @@ __all__ = [
     "at_least_fp32",
     "attention_flops",
     "backend",
+    "bonus_readout",
     "complement",
     "delta_gates",
     "delta_rule",
     "deterministic",
     "discretise",
     "documents",
+    "erase_gates",
     "features",
     "features_and_gates",
     "features_together",
@@ -74,6 +80,8 @@ __all__ = [
     "same_backend",
     "selective_scan",
     "short_conv",
+    "sigmoid_mix",
+    "token_shift",
     "value_decay_recurrence",
     "window_attention",
 ]

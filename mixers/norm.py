@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.core.elementwise import silu
 from kernels.core.recompute import remake
+from kernels.norm import dtype_of
 
 from .arguments import check_numbers, check_sizes
 from .precision import KeepsFp32
@@ -129,12 +130,18 @@ class LayerNorm(Norm):
         nn.init.zeros_(self.bias)
 
     def normed(self, x: Tensor) -> Tensor:
-        y = F.layer_norm(kernels.at_least_fp32(x), self.weight.shape, self.weight, self.bias, self.eps)
-        return y.to(x.dtype)
+        args = (kernels.at_least_fp32(x), self.weight, self.bias, self.eps, dtype_of(x))
+        return remake(_layer_norm(*args), _layer_norm, *args)
+
+
+def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
 
 
 class HeadNorm(KeepsFp32):
-    """LayerNorm of each head o [B,T,heads,size], with a weight and a bias for each channel of each head: a GroupNorm.
+    """Parameters of a LayerNorm of each head, with a weight and a bias for each channel of each head: a GroupNorm.
+
+    `kernels.bonus_readout` computes it.
 
     Args:
         heads: Number of heads.
@@ -156,10 +163,6 @@ class HeadNorm(KeepsFp32):
     def reset_parameters(self) -> None:
         nn.init.constant_(self.weight, self.start)
         nn.init.zeros_(self.bias)
-
-    def forward(self, o: Tensor) -> Tensor:
-        y = F.layer_norm(kernels.at_least_fp32(o), o.shape[-1:], eps=self.eps)
-        return (y * self.weight + self.bias).to(o.dtype)
 
 
 class Output(KeepsFp32):

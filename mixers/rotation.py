@@ -8,9 +8,10 @@ from torch import Tensor
 
 from kernels.core.documents import places
 from kernels.core.recompute import remake
+from kernels.token_shift import starting
 
 from .context_parallel import ContextParallel
-from .shift import last_tokens, starting
+from .shift import last_tokens
 
 # Sums of multiples of 1 / GRID are exact in fp64 while those along a row stay below 16,384 turns (half of 2¹⁵), so
 # their order does not matter.

@@ -7,15 +7,15 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import rsqrt, sigmoid, tanh
+from kernels.core.elementwise import sigmoid, tanh
 
 from .arguments import check_numbers, check_sizes, size_or
-from .base import Carried, LinearMixer, LinearState, Site, Streams, checked_input, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, checked_input, checked_site
 from .context_parallel import ContextParallel
 from .norm import HeadNorm
 from .projection import LowRankLinear, OrthogonalLinear, ZeroOutputProjection, split_heads
 from .registry import register
-from .shift import shifted
+from .shift import mixed_with_previous
 
 FIRST_VALUE = "first_value"  # the stream of values of the lowest layer [B,T,hidden]
 LARGEST_DECAY = math.exp(-0.5)  # of a log decay, negated
@@ -119,22 +119,21 @@ class RWKV7(LinearMixer):
         x = checked_input(x, self.site.hidden_size)
         *histories, token = (None,) if state is None else state.histories
         before = None if token is None else token[:, 0]
-        previous, last = shifted(x, before, cu_seqlens, context_parallel)
-        s, first = self._project(x, previous, passed)
+        mixtures, last = mixed_with_previous(x, self.mix, before, cu_seqlens, context_parallel)
+        s, first = self._project(mixtures, passed)
         state = None if state is None else state._replace(histories=tuple(histories))
         y, state = self.mixed(s, x, state, cu_seqlens, context_parallel)
         if state is not None and last is not None:
             state = state._replace(histories=(*state.histories, last[:, None]))
         return (y, state) if passed is None else (y, state, {FIRST_VALUE: first})
 
-    def _project(self, x: Tensor, previous: Tensor, passed: Mapping[str, Tensor] | None) -> tuple[Streams, Tensor]:
+    def _project(self, mixtures: tuple[Tensor, ...], passed: Mapping[str, Tensor] | None) -> tuple[Streams, Tensor]:
         """The streams, and the values of the lowest layer [B,T,hidden]."""
-        r, w, k, v, a, g = (x + (previous - x) * share for share in self.mix.to(x.dtype))
+        r, w, k, v, a, g = mixtures
         values = first = self.v_proj(v)
         if self.value is not None and self.value_bias is not None:
             first = self._first(passed, values)
-            share = sigmoid(kernels.at_least_fp32(self.value(v)) + self.value_bias).to(values.dtype)
-            values = values + (first - values) * share
+            values = kernels.sigmoid_mix(values, first, self.value(v), self.value_bias)
         q, k, v = (split_heads(y, self.num_heads) for y in (self.r_proj(r), self.k_proj(k), values))
         return Streams(q, k, v, self.decay(w), gate=self.g(g), erase=self.rate(a)), first
 
@@ -155,31 +154,14 @@ class RWKV7(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
         assert s.erase is not None
-        k, per_channel = kernels.at_least_fp32(s.k), s.k.shape[2:]
-        f, a, k_k, k_a = (
-            x.unflatten(-1, per_channel)
-            for x in (
-                kernels.at_least_fp32(s.log_decay) + self.decay_bias,
-                sigmoid(kernels.at_least_fp32(s.erase) + self.rate_bias),
-                self.k_k,
-                self.k_a,
-            )
-        )
-        erase = k * k_k
-        erase = erase * rsqrt(erase.square().sum(-1, keepdim=True).clamp(min=1e-24))
-        k, erase, write = (x.to(s.k.dtype) for x in (k * (1 + (a - 1) * k_a), erase, erase * a))
-        return s.replace(k=k, log_decay=-LARGEST_DECAY * sigmoid(f), erase=erase, erase_write=write)
-
-    def carry(
-        self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
-    ) -> tuple[Streams, Carried]:
-        own = (kernels.at_least_fp32(s.q) * s.k * self.r_k.view(s.k.shape[2:])).sum(-1)
-        own = own.unflatten(-1, (self.num_heads, self.subheads)).sum(-1, keepdim=True)
-        return s.replace(gate=(s.gate, (own * s.v).to(s.v.dtype))), ()
+        parameters = self.decay_bias, self.rate_bias, self.k_k, self.k_a
+        k, erase, write, log_decay = kernels.erase_gates(s.k, s.log_decay, s.erase, *parameters, largest=LARGEST_DECAY)
+        return s.replace(k=k, log_decay=log_decay, erase=erase, erase_write=write)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        gate, own = s.gate
-        return self.o_proj((self.o_norm(o) + own).flatten(2) * gate)
+        norm = self.o_norm
+        y = kernels.bonus_readout(o, s.q, s.k, s.v, s.gate, self.r_k, norm.weight, norm.bias, norm.eps)
+        return self.o_proj(y)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
+import kernels
 from kernels import UserError
-from kernels.core.documents import places
+from kernels.token_shift import previous_tokens
 
 from .context_parallel import ContextParallel
 
@@ -22,25 +23,30 @@ def check_sequences(state: Tensor | None, x: Tensor, cu_seqlens: Tensor | None) 
         raise UserError(f"state: has {len(state)} sequences, but {where}")
 
 
-def starting(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return a mask of the first tokens of each sequence of x [B,T,…], and `before` [N,…] for each token.
-
-    Both can be broadcast to x.
-    """
-    if cu_seqlens is None:
-        place, first = torch.arange(x.shape[1], device=x.device), before[:, None]
-    else:
-        owner, place = places(cu_seqlens, x.shape[1])
-        first = before[owner][None]
-    return (place == 0).view(1, -1, *[1] * (x.dim() - 2)), first.to(x.dtype)
-
-
 def last_tokens(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The last token [N,…] of each sequence of x [B,T,…], in the dtype of `before` [N,…], which fills empty ones."""
     if cu_seqlens is None:
         return x[:, -1].to(before.dtype, copy=True)  # a view would keep all of x
     ends = x[0, (cu_seqlens[1:] - 1).clamp(min=0).long()].to(before.dtype)
     return torch.where((cu_seqlens.diff() == 0).view(-1, *[1] * (x.dim() - 2)), before, ends)
+
+
+def continued(
+    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Tensor | None]:
+    """A stream [B,T,…], to be used in place of x, and the tokens before it [N,…]: `before`, or those of earlier parts.
+
+    Raises:
+        UserError: x has no tokens, or `before` another number of sequences.
+    """
+    if not x.shape[1]:
+        raise UserError(f"x: shape {tuple(x.shape)} has no tokens; at least one token is needed")
+    check_sequences(before, x, cu_seqlens)
+    if context_parallel is None:
+        return x, before
+    context_parallel.check(before, cu_seqlens)
+    (flat,), (first,) = context_parallel.histories([x.flatten(2)], [1])
+    return flat.view(x.shape), None if first is None else first.view(-1, *x.shape[2:])
 
 
 def shifted(
@@ -62,20 +68,23 @@ def shifted(
         empty, and None without `before`.
 
     Raises:
-        UserError: x has no tokens, or `before` another number of sequences.
+        UserError: As from `continued`.
     """
-    if not x.shape[1]:
-        raise UserError(f"x: shape {tuple(x.shape)} has no tokens; at least one token is needed")
-    check_sequences(before, x, cu_seqlens)
-    if context_parallel is not None:
-        context_parallel.check(before, cu_seqlens)
-        (x,), (earlier,) = context_parallel.before([x], 1)
-        previous = torch.cat([earlier if earlier.shape[1] else torch.zeros_like(x[:, :1]), x[:, :-1]], 1)
-        if cu_seqlens is not None:
-            inner = cu_seqlens[1:-1].long()  # where documents begin within this part
-            previous = previous.index_fill(1, inner, 0)
-        return previous, None
-    past = x.new_zeros(sequences(x, cu_seqlens), *x.shape[2:]) if before is None else before
-    starts, first = starting(x, past, cu_seqlens)
-    previous = torch.where(starts, first, x.roll(1, 1))
-    return previous, None if before is None else last_tokens(x, before, cu_seqlens)
+    x, first = continued(x, before, cu_seqlens, context_parallel)
+    return previous_tokens(x, first, cu_seqlens), None if before is None else last_tokens(x, before, cu_seqlens)
+
+
+def mixed_with_previous(
+    x: Tensor,
+    shares: Tensor,
+    before: Tensor | None,
+    cu_seqlens: Tensor | None,
+    context_parallel: ContextParallel | None = None,
+) -> tuple[tuple[Tensor, ...], Tensor | None]:
+    """The mixtures of `kernels.token_shift` of a stream [B,T,D] by shares [n,D], and its last tokens, as in `shifted`.
+
+    The other arguments and the errors are those of `shifted`.
+    """
+    x, first = continued(x, before, cu_seqlens, context_parallel)
+    mixtures = kernels.token_shift(x, shares, first, cu_seqlens)
+    return mixtures, None if before is None else last_tokens(x, before, cu_seqlens)

@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor
 
+from kernels.token_shift import starting
+
 from .context_parallel import ContextParallel
-from .shift import check_sequences, sequences, shifted, starting
+from .shift import check_sequences, sequences, shifted
 
 
 def running_max(f: Tensor, i: Tensor) -> Tensor:

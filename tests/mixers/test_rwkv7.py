@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -167,7 +168,7 @@ def test_decays_stay_above_their_bound():
     mixer = shaken(SMALL(SITE))
     with torch.no_grad():
         mixer.decay_bias.fill_(1e4)
-    s, _ = mixer._project(*torch.randn(2, 1, 5, 32).unbind(), None)
+    s, _ = mixer._project(torch.randn(6, 1, 5, 32).unbind(), None)
     log_decay = mixer.gates(s).log_decay
     torch.testing.assert_close(log_decay, torch.full_like(log_decay, -math.exp(-0.5)))
 
@@ -181,7 +182,7 @@ def test_keys_of_zero_erase_nothing():
     y.sum().backward()
     assert y.isfinite().all()
     assert x.grad.isfinite().all()
-    s, _ = mixer._project(x, x, None)
+    s, _ = mixer._project((x,) * 6, None)
     assert not mixer.gates(s).erase.any()
 
 
@@ -235,3 +236,40 @@ def test_a_state_has_the_last_token():
     _, state = mixer(x, mixer.init_state(2))
     assert torch.equal(state.histories[-1], x[:, -1:])
     assert mixer.bfloat16().init_state(2).histories[-1].dtype == torch.bfloat16
+
+
+def test_recomputing_changes_no_bit():
+    above = shaken(SMALL(SITE._replace(passed=(FIRST_VALUE,))))
+    norm, leaves = mixers.LayerNorm(32), [torch.randn(2, 5, 32, requires_grad=True) for _ in range(2)]
+    inputs, gradients = [*leaves, *above.parameters(), *norm.parameters()], []
+    for context in (nullcontext(), kernels.recomputing()):
+        with context:
+            y = above(norm(leaves[0]), passed={FIRST_VALUE: leaves[1]})[0]
+        gradients.append(torch.autograd.grad(y.square().sum(), inputs))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+def saved_bytes(mixer: torch.nn.Module, **arguments: object) -> int:
+    """Bytes that the Triton kernels of a mixer keep for the gradients of a training step in bf16."""
+    mixer, sizes = mixer.bfloat16(), dict[int, tuple[int, torch.Tensor]]()
+    weights = {p.data_ptr() for p in mixer.parameters()}
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            sizes[storage.data_ptr()] = storage.nbytes(), x  # alive, so that no other tensor gets its address
+        return x
+
+    x = torch.randn(1, 64, mixer.site.hidden_size).bfloat16().requires_grad_()
+    with kernels.backend("triton"), torch.autograd.graph.saved_tensors_hooks(note, lambda saved: saved):
+        mixer(x, **arguments)
+    return sum(size for size, _ in sizes.values())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+def test_it_keeps_at_most_twice_what_kda_keeps():
+    """Without recomputing: 77 bytes per token and channel, where KDA keeps 44."""
+    site, first = Site(64, 1, passed=(FIRST_VALUE,)), torch.randn(1, 64, 64).bfloat16()
+    above = RWKV7(site, rate_rank=8, value_rank=8, gate_rank=8)
+    assert saved_bytes(above, passed={FIRST_VALUE: first}) <= 2 * saved_bytes(mixers.KDA(Site(64, 1)))

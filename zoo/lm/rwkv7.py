@@ -5,12 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.core.recompute import remake
 from mixers import ContextParallel, History
 from mixers.arguments import check_sizes, size_or
 from mixers.base import checked_input
 from mixers.precision import KeepsFp32
 from mixers.projection import OrthogonalLinear, ZeroOutputProjection
-from mixers.shift import shifted
+from mixers.shift import mixed_with_previous
 from zoo.lm.mlp import ChannelMixer
 
 
@@ -61,8 +62,9 @@ class RWKV7ChannelMix(ChannelMixer, KeepsFp32):
     ) -> tuple[Tensor, LastToken | None]:
         x = checked_input(x, len(self.mix))
         before = None if state is None else state.token[:, 0]
-        previous, last = shifted(x, before, cu_seqlens, context_parallel)
-        y = self.up_proj(x + (previous - x) * self.mix.to(x.dtype)).relu().square()
+        (mixture,), last = mixed_with_previous(x, self.mix[None], before, cu_seqlens, context_parallel)
+        opened = self.up_proj(mixture).relu()
+        y = remake(opened.square(), torch.square, opened)
         return self.down_proj(y), None if last is None else LastToken(last[:, None])
 
     def init_state(

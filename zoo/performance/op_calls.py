@@ -206,6 +206,20 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     yield OpCall("precondition", "", size, inputs, {"limit": 1.5}, kept=("centre",))
 
 
+def _rwkv7(draw: Draw, size: int) -> Iterator[OpCall]:
+    channels = HEADS * size
+    x, gate = draw(ROWS, LENGTH, channels), draw(ROWS, LENGTH, channels)
+    yield OpCall("token_shift", "", size, {"x": x, "shares": draw(6, channels)}, kept=("shares",))
+    mixed = {"x": x, "other": draw(ROWS, LENGTH, channels), "gate": gate, "bias": draw(channels)}
+    yield OpCall("sigmoid_mix", "", size, mixed, kept=("bias",))
+    names = ("decay_bias", "rate_bias", "k_k", "k_a")
+    gates = {"k": draw(*HEADED, size), "decay": x, "rate": gate, **{name: draw(channels) for name in names}}
+    yield OpCall("erase_gates", "", size, gates, {"largest": 0.6}, kept=names)
+    streams = {name: draw(*HEADED, size) for name in ("o", "q", "k", "v")}
+    learned = {"r_k": draw(channels), "weight": draw(HEADS, size), "bias": draw(HEADS, size)}
+    yield OpCall("bonus_readout", "", size, streams | {"gate": gate.sigmoid()} | learned, kept=(*learned,))
+
+
 def _expanded(x: Tensor, product: Tensor, weight: Tensor) -> Tensor:
     stream = kernels.FeatureStream(x, weight, activation="silu", product=product, subheads=2)
     return kernels.features_together([stream])[0][0]
@@ -253,4 +267,4 @@ def _products(draw: Draw, size: int) -> Iterator[OpCall]:
         yield OpCall(op, "", size, {"x": draw(LENGTH, size), "weight": draw(100, size) / 4, "labels": labels})
 
 
-MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products, _value_decay)
+MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products, _value_decay, _rwkv7)

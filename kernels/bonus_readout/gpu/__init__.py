@@ -1,0 +1,1 @@
+"""The implementation of `bonus_readout` for GPUs."""

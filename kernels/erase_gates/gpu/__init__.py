@@ -1,0 +1,1 @@
+"""The implementation of `erase_gates` for GPUs."""

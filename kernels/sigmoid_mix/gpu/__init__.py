@@ -1,0 +1,1 @@
+"""The implementation of `sigmoid_mix` for GPUs."""

@@ -1,0 +1,1 @@
+"""The implementation of `token_shift` for GPUs."""
