@@ -132,6 +132,8 @@ def _rates(name: str, tensor: Tensor) -> Tensor:
 
 def _qwen35(config: Config) -> dict[str, Value]:
     recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
+    if all(recurrent):  # it aborts while it allocates an empty cache
+        raise _refuse("qwen35", "it needs a layer of attention, and all are linear")
     if config["attention_bias"]:
         raise _refuse("qwen35", "its attention has no biases")
     sizes = {size: config[f"linear_{size}_head_dim"] for size in ("key", "value")}

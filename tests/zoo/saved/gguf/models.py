@@ -21,18 +21,19 @@ TEXT = (
 )
 ROTARY = {"qk": {"map": component("Rotary")}}
 CONVOLVED = {"conv": 4, "activation": "silu"}
-LINEAR = dict(num_heads=4, num_key_heads=2, head_dim=16, value_dim=16, qk={**CONVOLVED, "norm": "l2"}, v=CONVOLVED) | {
-    "output": component("GatedRMSNorm", eps=1e-6)
-}
+LINEAR = dict(num_heads=4, num_key_heads=2, head_dim=16, value_dim=16, qk={**CONVOLVED, "norm": "l2"}, v=CONVOLVED)
 FULL = dict(num_heads=4, num_kv_heads=2, head_dim=32, gate="channel", bias=False, output_bias=False) | {
-    "qk": {"map": component("Rotary", base=1e6, fraction=0.25)},
-    "qk_norm": component("ZeroCentredRMSNorm", eps=1e-6),
+    "qk": {"map": component("Rotary", base=1e6, fraction=0.25)}
 }
 QWEN = {"norm_eps": 1e-6, "norm": "ZeroCentredRMSNorm"}
 
 
-def hybrid(pattern: str, **linear: Any) -> Spec:
-    mixers = {"A": component("SoftmaxAttention", **FULL), "L": component("GatedDeltaNet", **{**LINEAR, **linear})}
+def hybrid(pattern: str, eps: float = 1e-6, **linear: Any) -> Spec:
+    output = component("GatedRMSNorm", eps=eps)
+    mixers = {
+        "A": component("SoftmaxAttention", **FULL, qk_norm=component("ZeroCentredRMSNorm", eps=eps)),
+        "L": component("GatedDeltaNet", **{**LINEAR, "output": output, **linear}),
+    }
     return component("Pattern", pattern=pattern, mixers={letter: mixers[letter] for letter in sorted(set(pattern))})
 
 
@@ -57,7 +58,6 @@ CASES: dict[str, tuple[str, Spec, Spec]] = {
     ),
     "qwen3.5": ("qwen35", hybrid("LLLA"), {**QWEN, "num_layers": 4}),
     "qwen3.5, as many keys": ("qwen35", hybrid("ALL", num_key_heads=4), QWEN),
-    "qwen3.5, linear only": ("qwen35", hybrid("L"), QWEN),
 }
 
 

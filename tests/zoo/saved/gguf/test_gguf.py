@@ -224,6 +224,12 @@ REFUSED = {
         models.QWEN,
         "qwen35 cannot hold this model: its keys and values have one size, and here 16 and 32",
     ),
+    "linear layers only": (models.hybrid("L"), models.QWEN, "qwen35 .*: it needs a layer of attention, and all are"),
+    "another eps": (
+        models.hybrid("LA", 1e-5),
+        {**models.QWEN, "norm_eps": 1e-5},
+        "qwen35 cannot .* norms keys with the eps of all norms, which is 1e-05 here instead of 1e-06",
+    ),
     "an expanded state": (
         models.uniform("Expanded", factor=2, mixer="Mamba2"),
         {},
@@ -364,4 +370,4 @@ def test_llama_cpp_computes_our_logits(case: str, tmp_path: Path):
         with torch.no_grad():
             logits = model(torch.tensor([tokens]))[0][0]
         found = torch.from_numpy(theirs.scores[: len(tokens)])
-        torch.testing.assert_close(found, logits, rtol=0, atol=2e-5 * logits.abs().max().item())
+        torch.testing.assert_close(found, logits, rtol=0, atol=5e-5 * logits.abs().max().item())
