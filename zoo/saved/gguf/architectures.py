@@ -36,7 +36,9 @@ def _refuse(architecture: str, reason: str) -> UserError:
 
 def _transformer(config: Config) -> dict[str, Value]:
     """The metadata of attention and SwiGLU, with rotary positions over whole heads."""
-    head_dim = config["head_dim"]
+    head_dim, scaling = config["head_dim"], config["rope_parameters"]["rope_type"]
+    if scaling != "default":
+        raise UserError(f"to: gguf holds rotary positions without scaling, and this model's are scaled by {scaling}.")
     return {
         "embedding_length": config["hidden_size"],
         "block_count": config["num_hidden_layers"],
@@ -80,6 +82,8 @@ def _rotary_in_pairs(config: Config, name: str, tensor: Tensor) -> Tensor:
 
 
 def _qwen2(config: Config) -> dict[str, Value]:
+    if config["use_sliding_window"]:
+        raise _refuse("qwen2", f"its attention has no sliding window, and here one has {config['sliding_window']} tokens")
     width, model = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
     if width != model:
         raise _refuse("qwen2", f"its heads together are as wide as the model, and here {width} and {model} channels")

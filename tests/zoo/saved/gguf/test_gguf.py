@@ -208,6 +208,11 @@ REFUSED = {
         {},
         "llama.cpp's llama cannot hold this model: its attention has no sliding window, .* has one of 8",
     ),
+    "scaled positions": (
+        models.uniform("SoftmaxAttention", num_heads=4, qk={"map": models.component("LinearRotary", factor=2.0)}),
+        {},
+        "gguf holds rotary positions without scaling, and this model's are scaled by linear",
+    ),
     "narrow heads": (
         models.uniform("SoftmaxAttention", num_heads=2, head_dim=16, bias=True, output_bias=False, **models.ROTARY),
         {},
