@@ -83,7 +83,9 @@ def _rotary_in_pairs(config: Config, name: str, tensor: Tensor) -> Tensor:
 
 def _qwen2(config: Config) -> dict[str, Value]:
     if config["use_sliding_window"]:
-        raise _refuse("qwen2", f"its attention has no sliding window, and here one has {config['sliding_window']} tokens")
+        raise _refuse(
+            "qwen2", f"its attention has no sliding window, and here one has {config['sliding_window']} tokens"
+        )
     width, model = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
     if width != model:
         raise _refuse("qwen2", f"its heads together are as wide as the model, and here {width} and {model} channels")

@@ -208,6 +208,13 @@ REFUSED = {
         {},
         "llama.cpp's llama cannot hold this model: its attention has no sliding window, .* has one of 8",
     ),
+    "a window and biases": (
+        models.uniform(
+            "SlidingWindowAttention", num_heads=4, window_size=8, bias=True, output_bias=False, **models.ROTARY
+        ),
+        {},
+        "llama.cpp's qwen2 cannot hold this model: its attention has no sliding window, and here one has 8 tokens",
+    ),
     "scaled positions": (
         models.uniform("SoftmaxAttention", num_heads=4, qk={"map": models.component("LinearRotary", factor=2.0)}),
         {},
