@@ -34,6 +34,7 @@ Train and compare language models of pluggable token mixers.
              python cli.py statex --checkpoint runs/NAME --layers=4 --init=reinit|inherit|preserve --output FOLDER
   convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
              and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
+             for llama.cpp: --checkpoint runs/NAME --to=gguf --output FILE.gguf
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml [--config OVERLAY …] --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
@@ -167,6 +168,8 @@ def _versions() -> str:
 
 def _saved(folder: Path) -> str:
     """Where a model lies now, and a command that uses it; a layout of others has a model card that says how."""
+    if folder.is_file():
+        return f'{folder}\nnext, in llama.cpp: llama-cli -m {shlex.quote(str(folder))} -p "def "'
     if not (folder / "config.yaml").is_file():
         return f"{folder}\nnext: fill in {folder}/README.md, which says how to load it"
     shown = shlex.quote(str(folder))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kernels.errors import Option, UserError
 
-Kind = Literal["a page", "an exported model", "a public model"]
+Kind = Literal["a page", "an exported model", "a public model", "a GGUF file"]
 EMPTY = "an empty folder"
 WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json")
 
@@ -62,7 +62,7 @@ def _there(path: Path) -> str | None:
     if not path.exists():
         return None
     if not path.is_dir():
-        return "a page" if path.is_file() and _is_page(path) else "a file"
+        return _file_kind(path) if path.is_file() else "a file"
     names = {entry.name for entry in path.iterdir()}
     weights = any(WEIGHTS.fullmatch(name) for name in names)
     if names & {"checkpoints", "metrics.jsonl"} or any(name.endswith(".ckpt") for name in names):
@@ -74,9 +74,12 @@ def _there(path: Path) -> str | None:
     return f"a folder that holds {min(names)}" if names else EMPTY
 
 
-def _is_page(path: Path) -> bool:
+def _file_kind(path: Path) -> str:
     with open(path, "rb") as file:
-        return MARK in file.read(4096)
+        head = file.read(4096)
+    if head.startswith(b"GGUF"):
+        return "a GGUF file"
+    return "a page" if MARK in head else "a file"
 
 
 def replace_files(folder: Path, new: Path) -> None:

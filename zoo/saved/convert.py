@@ -2,27 +2,35 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from kernels import UserError
 from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
-from zoo.files.output import CARD, check_output, check_shard_size
+from zoo.files.output import CARD, Kind, check_output, check_shard_size
 from zoo.files.safe_yaml import dump_yaml
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
+from zoo.saved.gguf.written import check_type, write_gguf
 from zoo.saved.model import SavedModel
+from zoo.saved.public.family import GGUF
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
+from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import exported
 from zoo.saved.public.model_card import model_card
 from zoo.saved.public.tokenizer import stop_config, tokenizer_files
 
 log = logging.getLogger(__name__)
 
+_CONTEXT = 4096  # where no config says for which context a model was made
+
 
 def convert(
     checkpoint: str | Path,
     output: str | Path,
     to: str | None = None,
+    quantize: str | None = None,
     max_shard_size: int = SHARD_BYTES,
     trust: bool = False,
     overwrite: bool = False,
@@ -35,30 +43,35 @@ def convert(
     Args:
         checkpoint: A folder of Hugging Face or flash-linear-attention, or a .pth file of RWKV-7; with `to` also a run's
             folder, a .ckpt file or an exported folder.
-        output: The folder to write.
+        output: The folder to write, or the file for `gguf`.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
             hold the model, such as `hf_qwen3_next`; `transformers` for a folder that contains the modelling code, also
-            of models that fit no public layout; None for the format that `export` writes.
+            of models that fit no public layout; `gguf` for a file that llama.cpp runs; None for the format that
+            `export` writes.
+        quantize: Type of the matrices in a GGUF file: `f32`, `f16`, `bf16` or `q8_0`; None keeps their dtypes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay,
             and another README.md becomes README.old.md.
 
     Returns:
-        The folder.
+        The folder, or the GGUF file.
 
     Raises:
         UserError: The checkpoint is unknown, incomplete, damaged or of a kind that cannot be converted, or the output
             holds something else or cannot be written.
     """
     folder = Path(output)
-    check_output(folder, "an exported model" if to is None else "a public model", overwrite, checkpoint)
+    check_type(to, quantize)
+    kinds: dict[str | None, Kind] = {None: "an exported model", GGUF: "a GGUF file"}
+    check_output(folder, kinds.get(to, "a public model"), overwrite, checkpoint)
     check_shard_size(max_shard_size)
     saved = SavedModel.open(checkpoint, trust)
     config = saved.config  # raises if there is nothing
     if to is None and not saved.is_public:
         raise UserError(
-            f"to: null reads public checkpoints, and {checkpoint} is not one; choose fla, huggingface or transformers."
+            f"to: null reads public checkpoints, and {checkpoint} is not one; "
+            "choose fla, huggingface, transformers or gguf."
         )
     tokenizer = saved.tokenizer
     if tokenizer is None:
@@ -68,6 +81,9 @@ def convert(
         write_folder(folder, texts, saved.weights, max_shard_size, hashed=True, signature=sign(config))
         return folder
     model, weights = saved.on_meta()
+    if to == GGUF:
+        write_gguf(folder, model, weights, tokenizer, _context_length(checkpoint, config), quantize)
+        return folder
     public = exported(model, weights, to)
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
@@ -75,3 +91,14 @@ def convert(
     texts[CARD] = model_card(folder.name, model, config, Path(checkpoint), public)
     write_folder(folder, texts, public.weights, max_shard_size)
     return folder
+
+
+def _context_length(checkpoint: str | Path, config: Mapping[str, Any]) -> int:
+    """The context that a model was made for: that of its training, or of its config.json."""
+    if is_public(checkpoint):
+        public = PublicFolder(Path(checkpoint)).config()
+        length = public.get("text_config", public).get("max_position_embeddings")
+    else:
+        data = config.get("data") or {}
+        length = (data.get("init_args") or {}).get("sequence_length")
+    return length if type(length) is int and length > 0 else _CONTEXT

@@ -15,6 +15,7 @@ Target = Literal["fla", "huggingface", "transformers"]
 Config = Mapping[str, Any]
 Spec = dict[str, Any]  # a component in a config: class_path and init_args
 
+GGUF = "gguf"  # llama.cpp's files, whose architectures hold some of the families
 TIED = "tie_word_embeddings"
 _LARGEST = 10_000_000  # of a size, so that a few digits cannot ask for all memory
 

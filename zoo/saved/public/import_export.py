@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import FAMILIES
-from zoo.saved.public.family import Exported, Family, Target, words
+from zoo.saved.public.family import GGUF, Exported, Family, Target, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
 from zoo.saved.public.standalone.written import MODEL_TYPE, STANDALONE, standalone
@@ -89,11 +90,18 @@ def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     """
     if to == STANDALONE:
         return standalone(model, weights)
-    names = [*_TARGETS, STANDALONE, *(family.name for family in FAMILIES)]
+    names = [*_TARGETS, STANDALONE, GGUF, *(family.name for family in FAMILIES)]
     if to not in names:
         raise UserError(f"to: {to!r} is not one of {', '.join(names)}{did_you_mean(to, names)}")
+    return in_a_layout(model, weights, [family for family in FAMILIES if to in (family.target, family.name)], to)
+
+
+def in_a_layout(model: LanguageModel, weights: Weights, named: Sequence[Family], to: str) -> Exported:
+    """Write a model (on the meta device) in the terms of the first of these families that can hold it.
+
+    `to` is the name of the families together, for messages.
+    """
     kinds = {type(mixer).__name__ for mixer in model.mixers}
-    named = [family for family in FAMILIES if to in (family.target, family.name)]
     families = sorted((f for f in named if kinds <= f.mixers), key=lambda family: not family.preferred(model))
     if not families:
         layers = "layers of " + ", ".join(sorted(kinds)) + (" in one model" if len(kinds) > 1 else "")

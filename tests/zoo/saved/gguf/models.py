@@ -1,0 +1,91 @@
+"""Small models that llama.cpp runs, as exported folders."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import models as kinds
+
+import zoo
+from tests.zoo.saved.public.standalone.models import Spec, component, uniform
+from zoo.checkpoints.tensor_files import TensorsInMemory
+from zoo.data.text.tokenizer import Tokenizer as Ours
+from zoo.files.safe_yaml import dump_yaml
+from zoo.saved.exported_folder import write_folder
+
+VOCABULARY = 300  # ten of which have no token
+SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_layers": 3, "intermediate_size": 96}
+TEXT = (
+    "def main(arguments):\n    return [int(a) for a in arguments if a != '12345']\n\n\tHello  wörld, it's 7 o'clock!\n"
+)
+ROTARY = {"qk": {"map": component("Rotary")}}
+CONVOLVED = {"conv": 4, "activation": "silu"}
+LINEAR = dict(num_heads=4, num_key_heads=2, head_dim=16, value_dim=16, qk={**CONVOLVED, "norm": "l2"}, v=CONVOLVED)
+FULL = dict(num_heads=4, num_kv_heads=2, head_dim=32, gate="channel", bias=False, output_bias=False) | {
+    "qk": {"map": component("Rotary", base=1e6, fraction=0.25)}
+}
+QWEN = {"norm_eps": 1e-6, "norm": "ZeroCentredRMSNorm"}
+
+
+def hybrid(pattern: str, eps: float = 1e-6, **linear: Any) -> Spec:
+    output = component("GatedRMSNorm", eps=eps)
+    mixers = {
+        "A": component("SoftmaxAttention", **FULL, qk_norm=component("ZeroCentredRMSNorm", eps=eps)),
+        "L": component("GatedDeltaNet", **{**LINEAR, "output": output, **linear}),
+    }
+    return component("Pattern", pattern=pattern, mixers={letter: mixers[letter] for letter in sorted(set(pattern))})
+
+
+# name → llama.cpp's architecture, the model's stack, and other keys of `model`
+CASES: dict[str, tuple[str, Spec, Spec]] = {
+    "llama": ("llama", uniform("SoftmaxAttention", num_heads=4, **ROTARY), {}),
+    "llama, grouped, biased and tied": (
+        "llama",
+        uniform("SoftmaxAttention", num_heads=4, num_kv_heads=2, head_dim=32, bias=True, output_bias=True, **ROTARY),
+        {"tie_embeddings": True, "norm_eps": 1e-4},
+    ),
+    "qwen2": (
+        "qwen2",
+        uniform("SoftmaxAttention", num_heads=4, num_kv_heads=2, bias=True, output_bias=False, **ROTARY),
+        {},
+    ),
+    "mamba": ("mamba", uniform("Mamba1"), {"mlp": None, "norm_eps": 1e-5}),
+    "mamba2": (
+        "mamba2",
+        uniform("Mamba2", head_dim=16, state_dim=32, num_groups=2),
+        {"mlp": None, "norm_eps": 1e-5},
+    ),
+    "qwen3.5": ("qwen35", hybrid("LLLA"), {**QWEN, "num_layers": 4}),
+    "qwen3.5, as many keys": ("qwen35", hybrid("ALL", num_key_heads=4), QWEN),
+}
+
+
+def byte_level(text: str = TEXT * 3) -> Tokenizer:
+    """A tokenizer as ours are, with fewer tokens than the models have rows, a special token and another added one."""
+    made = Tokenizer(kinds.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=288, special_tokens=["<eos>"], initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([text], trainer)
+    made.add_special_tokens(["<turn>"])
+    made.add_tokens(["12345"])
+    return made
+
+
+def exported(folder: Path, case: str, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32) -> Path:
+    """A model with random weights as `export` writes it; by default with the tokenizer above."""
+    torch.manual_seed(0)
+    _, stack, keys = CASES[case]
+    model = zoo.build({"model": {**SIZES, **keys, "stack": stack}})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    ours = Ours(tokenizer or byte_level(), "tokenizer", stop_tokens=["<turn>"])
+    config = model.config
+    files = {"config.yaml": dump_yaml(config), "tokenizer.json": ours.to_json()}
+    write_folder(folder, files, TensorsInMemory(model.to(dtype).state_dict()))
+    return folder

@@ -1,0 +1,120 @@
+"""A byte-level BPE tokenizer as the vocabulary of a GGUF file, under the name of llama.cpp's equal pre-tokenizer."""
+
+import json
+import logging
+from typing import Any, NamedTuple
+
+from kernels import UserError
+from zoo.data.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+# as in the JSON of published tokenizers
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LINES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_LINES}"
+_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_LINES}"
+_QWEN35 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DIGITS = "one digit at a time"
+# the steps that divide a text, and whether words of the vocabulary are taken without merges → llama.cpp's name
+_PRE_TOKENIZERS = {
+    ((_GPT2,), False): "gpt-2",
+    ((_DIGITS, _GPT2), False): "smollm",
+    ((_LLAMA3,), True): "llama-bpe",
+    ((_LLAMA3,), False): "smaug-bpe",
+    ((_QWEN2,), False): "qwen2",
+    ((_QWEN35,), False): "qwen35",
+}
+
+
+class Vocabulary(NamedTuple):
+    """The vocabulary of a GGUF file.
+
+    Attributes:
+        pre_tokenizer: llama.cpp's name of the rules that divide a text before merges.
+        tokens: The text of each id; ids without a token have a text that no input matches.
+        kinds: What each token is, by the names of `gguf.TokenType`.
+        merges: The merges, each as two pieces and a space between them.
+        eos_id: The id that ends a document.
+        bos_id: The id at the start of each document, or None.
+        turn_id: Another id that ends what a model writes, or None.
+    """
+
+    pre_tokenizer: str
+    tokens: list[str]
+    kinds: list[str]
+    merges: list[str]
+    eos_id: int
+    bos_id: int | None
+    turn_id: int | None
+
+
+def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
+    """Return the vocabulary of a tokenizer, padded to the `size` of a model's embeddings.
+
+    A UserError if no pre-tokenizer of llama.cpp has the tokenizer's rules, or it has tokens beyond `size`.
+    """
+    content = json.loads(tokenizer.to_json())
+    name = _pre_tokenizer(content)
+    if tokenizer.vocab_size > size:
+        raise UserError(f"to: the tokenizer has {tokenizer.vocab_size} tokens, and the model {size}.")
+    tokens, kinds = [f"unused {i}" for i in range(size)], ["UNUSED"] * size  # with a space, which byte-level text lacks
+    for token, i in content["model"]["vocab"].items():
+        tokens[i], kinds[i] = token, "NORMAL"
+    for added in content["added_tokens"]:
+        if not added["special"] and (changes := [key for key in ("lstrip", "rstrip", "single_word") if added[key]]):
+            raise _refusal(f"the added token {added['content']!r} has {changes[0]}")
+        tokens[added["id"]], kinds[added["id"]] = added["content"], "CONTROL" if added["special"] else "USER_DEFINED"
+    turns = tokenizer.stop_ids[1:]
+    if len(turns) > 1:
+        log.warning("GGUF holds one more token at which generation stops, %r; others are left out.", tokens[turns[0]])
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
+    return Vocabulary(name, tokens, kinds, merges, tokenizer.eos_id, tokenizer.bos_id, next(iter(turns), None))
+
+
+def _pre_tokenizer(content: dict[str, Any]) -> str:
+    """Return llama.cpp's name for the rules in the content of a `tokenizer.json`."""
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise _refusal(f"its model is {model['type']} and not BPE")
+    for key in ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"):
+        if model.get(key):
+            raise _refusal(f"its model has {key}")
+    normalizer = content.get("normalizer")
+    if normalizer == {"type": "NFC"}:
+        log.warning("The tokenizer composes characters (NFC) and llama.cpp does not: give it text that is composed.")
+    elif normalizer is not None:
+        raise _refusal(f"it has the normalizer {normalizer['type']}")
+    steps = _steps(content.get("pre_tokenizer"))
+    if (name := _PRE_TOKENIZERS.get((steps, bool(model.get("ignore_merges"))))) is None:
+        words = "takes" if model.get("ignore_merges") else "does not take"
+        raise _refusal(f"it {words} words of the vocabulary without merges, and divides text by {' and '.join(steps)}")
+    return name
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> tuple[str, ...]:
+    """Return the steps of a pre-tokenizer that divide a text, before its bytes become characters."""
+    parts = [pre_tokenizer or {"type": "nothing"}]
+    if parts[0]["type"] == "Sequence":
+        parts = parts[0]["pretokenizers"]
+    *before, last = parts
+    if last["type"] != "ByteLevel" or last["add_prefix_space"]:
+        raise _refusal(f"its last step before merges is {json.dumps(last)[:80]} and not bytes")
+    steps = [_step(part) for part in before]
+    return (*steps, _GPT2) if last["use_regex"] else tuple(steps)
+
+
+def _step(part: dict[str, Any]) -> str:
+    if part["type"] == "Digits" and part["individual_digits"]:
+        return _DIGITS
+    if part["type"] == "Split" and (part["behavior"], part["invert"]) == ("Isolated", False):
+        return part["pattern"].get("Regex", json.dumps(part["pattern"]))
+    return json.dumps(part)
+
+
+def _refusal(reason: str) -> UserError:
+    return UserError(f"to: no pre-tokenizer of llama.cpp equals that of this tokenizer: {reason}.")

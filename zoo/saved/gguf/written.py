@@ -1,0 +1,139 @@
+"""A model in a public layout as one GGUF file."""
+
+import re
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo.checkpoints.tensor_files import Weights
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.files.atomic import atomic_write
+from zoo.lm.model import LanguageModel
+from zoo.saved.gguf.architectures import ARCHITECTURES, Value
+from zoo.saved.gguf.vocabulary import vocabulary
+from zoo.saved.public.families import FAMILIES
+from zoo.saved.public.family import GGUF
+from zoo.saved.public.import_export import in_a_layout
+
+# types of numbers → llama.cpp's names of files that are mostly in them
+_TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
+_OF_DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+# tensors that llama.cpp wants in fp32, though they have two axes
+_PRECISE = re.compile(r"norm\.weight$|ssm_conv1d\.|ssm_a$|ssm_d$")
+
+
+def check_type(to: str | None, quantize: str | None) -> None:
+    """Refuse a `quantize` that is not a type of numbers, or is for another target than GGUF."""
+    if quantize is not None and quantize not in _TYPES:
+        raise UserError(
+            f"quantize: {quantize!r} is not one of {', '.join(_TYPES)}{did_you_mean(quantize, list(_TYPES))}"
+        )
+    if quantize is not None and to != GGUF:
+        raise UserError(f"quantize: {quantize} is for to=gguf only; other layouts keep the dtypes of the weights.")
+
+
+def write_gguf(
+    file: Path,
+    model: LanguageModel,
+    weights: Weights,
+    tokenizer: Tokenizer | None,
+    context_length: int,
+    quantize: str | None = None,
+) -> None:
+    """Write a model and its tokenizer as a GGUF file; memory holds one tensor at a time.
+
+    Args:
+        file: The file, which appears when it is complete.
+        model: The model, on the meta device.
+        weights: Its weights.
+        tokenizer: Its tokenizer; without one, llama.cpp runs the file on token ids only.
+        context_length: Tokens of a context, by default, in llama.cpp.
+        quantize: `f32`, `f16`, `bf16` or `q8_0`, for matrices; vectors and convolutions are in fp32. None keeps the
+            dtype of each matrix.
+
+    Raises:
+        UserError: No architecture of llama.cpp computes the model, none of its pre-tokenizers divides text as the
+            tokenizer does, the package `gguf` is missing, or the file cannot be written.
+    """
+    gguf = _library()
+    public = in_a_layout(model, weights, [family for family in FAMILIES if family.name in ARCHITECTURES], GGUF)
+    architecture, config = ARCHITECTURES[public.layout], public.config
+    metadata = architecture.metadata(config)
+    writer = gguf.GGUFWriter(None, architecture.name)
+    writer.add_name(file.stem)
+    for key, value in {**metadata, "context_length": context_length, "vocab_size": model.vocab_size}.items():
+        _add(writer, f"{architecture.name}.{key}", value)
+    _add_tokenizer(writer, tokenizer, model.vocab_size)
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
+    names = gguf.get_tensor_name_map(kind, model.num_layers)
+    types: dict[str, Any] = {}
+    for name, spec in public.weights.specs.items():
+        shape = architecture.tensor(config, name, torch.empty(spec.shape, device="meta")).shape
+        new = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
+        stored = quantize or _OF_DTYPES.get(spec.dtype, "f32")
+        types[name] = gguf.GGMLQuantizationType[_type(new, tuple(shape), stored).upper()]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[types[name]]
+        size = prod(shape) // block * block_bytes
+        writer.add_tensor_info(new, shape, torch.empty(0).numpy().dtype, size, types[name])
+    main = quantize or _OF_DTYPES.get(weights.specs["embeddings.weight"].dtype, "f32")
+    writer.add_file_type(gguf.LlamaFileType[_TYPES[main]])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    try:
+        with atomic_write(file) as opened:
+            writer.write_header_to_file(Path(opened.name))
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, number_type in types.items():
+                tensor = architecture.tensor(config, name, public.weights.tensor(name).float())
+                writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), number_type))
+            writer.close()
+    except OSError as error:
+        raise UserError(f"output: {file} cannot be written: {error.strerror or error}") from error
+
+
+def _type(name: str, shape: tuple[int, ...], wanted: str) -> str:
+    """Return the type of a tensor, of which q8_0 needs rows of blocks of 32."""
+    if len(shape) < 2 or _PRECISE.search(name):
+        return "f32"
+    return "f16" if wanted == "q8_0" and shape[-1] % 32 else wanted
+
+
+def _add(writer: Any, key: str, value: Value) -> None:
+    if isinstance(value, list):
+        writer.add_array(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    else:
+        writer.add_uint32(key, value)
+
+
+def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, size: int) -> None:
+    if tokenizer is None:
+        writer.add_tokenizer_model("none")
+        return
+    words = vocabulary(tokenizer, size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words.pre_tokenizer)
+    writer.add_token_list(words.tokens)
+    writer.add_token_types([_library().TokenType[kind] for kind in words.kinds])
+    writer.add_token_merges(words.merges)
+    writer.add_eos_token_id(words.eos_id)
+    # llama.cpp wants one; documents of ours come after the end of the one before
+    writer.add_bos_token_id(words.eos_id if words.bos_id is None else words.bos_id)
+    writer.add_add_bos_token(words.bos_id is not None)
+    writer.add_add_eos_token(False)
+    if words.turn_id is not None:
+        writer.add_eot_token_id(words.turn_id)
+
+
+def _library() -> ModuleType:
+    try:
+        import gguf  # imported here, since only this target needs it
+    except ImportError:
+        raise UserError("to: gguf needs the package gguf; pip install 'token-mixer-zoo[gguf]'") from None
+    return gguf
