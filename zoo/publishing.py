@@ -101,7 +101,7 @@ def publish(
 
     Raises:
         UserError: The model or the evaluation does not exist or is damaged; the folder has a file that is not part of a
-            model, or one with a secret; there is no token, no network, or no right to write; the repository exists.
+            model, or one with a secret; a token, the network or the right to write is missing; the repository exists.
             The message says what is in the repository.
     """
     if not _REPOSITORY.fullmatch(repo):
@@ -175,7 +175,7 @@ def _identity(path: str | Path, trust: bool) -> str | None:
 
 
 def _records(folder: Path, identities: set[str | None]) -> list[dict[str, Any]]:
-    """What `evaluate` measured of a model, without paths of this machine; a UserError if there is nothing."""
+    """Return what `evaluate` measured of a model, without paths of this machine; a UserError if there is nothing."""
     file, records = folder / ROWS, list[dict[str, Any]]()
     for number, line in enumerate(read_regular(file, _MOST_BYTES).decode(errors="replace").splitlines(), start=1):
         try:
@@ -218,7 +218,7 @@ def _upload(repo: str, files: Mapping[str, Path | bytes], private: bool, overwri
 
     hub, model, api = constants.ENDPOINT, HubModel(repo, None), HfApi()
     if (token := get_token()) is None:
-        raise UserError(f"repo: there is no token for {hub}; log in by `hf auth login`, or set HF_TOKEN")
+        raise UserError(f"repo: a token for {hub} is missing; log in by `hf auth login`, or set HF_TOKEN")
     with hub_errors("repo", model):
         who = api.whoami(token)
         owners = [who["name"], *(each["name"] for each in who.get("orgs", []))]

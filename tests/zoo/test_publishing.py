@@ -122,7 +122,7 @@ def test_names_tokens_and_owners(hub: Hub, folder: Path, monkeypatch: pytest.Mon
         publish(folder, REPO)
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(zoo.UserError, match=r"^repo: there is no token for http.*; log in by `hf auth login`"):
+    with pytest.raises(zoo.UserError, match=r"^repo: a token for http.* is missing; log in by `hf auth login`"):
         publish(folder, REPO)
     monkeypatch.setenv("HF_TOKEN", "any")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")

@@ -44,7 +44,7 @@ def downloaded(model: HubModel) -> Path:
     opens as before. Nothing is parsed but the index of the weights; the folder is vetted like any other.
 
     Raises:
-        UserError: There is no such repository, revision or file, or it cannot be reached.
+        UserError: The repository, revision or a file does not exist, or cannot be reached.
     """
     folder = _fetched(model, _SMALL)
     if not any((folder / name).is_file() for name in (CONFIG, PUBLIC_CONFIG)):
@@ -87,7 +87,7 @@ def hub_errors(option: str, model: HubModel) -> Iterator[None]:
         raise UserError(f"{option}: {model.repo} has no branch, tag or commit {model.revision!r} at {hub}") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{option}: there is no repository {model.repo} at {hub}, or it is private and your token does not open it"
+            f"{option}: the repository {model.repo} does not exist at {hub}, or is private and your token does not open it"
         ) from None
     except errors.LocalEntryNotFoundError:
         raise UserError(
