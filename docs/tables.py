@@ -88,8 +88,8 @@ def public_families() -> list[list[str]]:
     """Return the families of public layouts as lines of text, the column names first, with their dated comparisons."""
     with (ROOT / "docs" / "public_families.csv").open(encoding="utf-8", newline="") as stream:
         compared = {row["family"]: row for row in csv.DictReader(stream)}
-    columns = ["models", "tensors", "differences", "date"]
-    lines = [["family", "mixers", "reads", "writes", *columns]]
+    columns = ["configs", "models", "tensors", "differences", "date"]
+    lines = [["family", "mixers", "reads", "writes", "gguf", *columns]]
     for family in FAMILIES:
         names = [f"`{name}`" for name in family.model_types]
         row = compared.get(family.name, dict.fromkeys(columns, ""))
@@ -99,6 +99,7 @@ def public_families() -> list[list[str]]:
                 ", ".join(sorted(family.mixers)),
                 ", ".join(names),
                 f"`{family.architecture}`",
+                "",  # no family is written as GGUF yet
                 *(row[column] for column in columns),
             ]
         )

@@ -87,7 +87,7 @@ def hub_errors(option: str, model: HubModel) -> Iterator[None]:
         raise UserError(f"{option}: {model.repo} has no branch, tag or commit {model.revision!r} at {hub}") from None
     except errors.RepositoryNotFoundError:
         raise UserError(
-            f"{option}: the repository {model.repo} does not exist at {hub}, or is private and your token does not open it"
+            f"{option}: the repository {model.repo} does not exist at {hub}, or your token does not open it"
         ) from None
     except errors.LocalEntryNotFoundError:
         raise UserError(
