@@ -35,6 +35,8 @@ Train and compare language models of pluggable token mixers.
   convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
              and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
              for llama.cpp: --checkpoint runs/NAME --to=gguf --output FILE.gguf
+  publish    a trained model to the Hugging Face Hub, with a model card:
+             python cli.py publish runs/NAME --repo=owner/name [--to=huggingface] [--dry-run]
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml [--config OVERLAY …] --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
@@ -58,7 +60,7 @@ MEMORY_ERRORS = re.compile(r"tried to allocate [0-9]+ bytes|Tried to allocate [0
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
-VERBS += ["statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
+VERBS += ["publish", "statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
 SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
 
 
@@ -123,6 +125,9 @@ def run(arguments: list[str]) -> int:
     elif verb in ("export", "convert"):
         function = getattr(zoo, verb)
         Console().print(_saved(function(**arguments_of(function, rest, verb)[1])), style="dim", soft_wrap=True)
+    elif verb == "publish":
+        published = zoo.publish(**arguments_of(zoo.publish, rest, verb, positional="checkpoint")[1])
+        write(f"{published.report()}\n")
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())

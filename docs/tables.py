@@ -7,7 +7,8 @@ A generated table stands between two comments. The first names a CSV file and a 
 
     <!-- /table -->
 
-`mixers` in place of a file is the registry, one row for each mixer of this project, with the columns of `registered`.
+`mixers` in place of a file is the registry, one row for each mixer of this project, with the columns of `registered`;
+`families` is that of public layouts, with the columns of `public_families`.
 `list` in place of `table` writes the first column as names in code style.
 
 Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
@@ -26,6 +27,8 @@ from pathlib import Path
 import mixers
 from zoo.experiments.definition import pairs_at
 from zoo.lm.mixers_table import measures
+from zoo.saved.gguf.architectures import ARCHITECTURES
+from zoo.saved.public.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -81,10 +84,36 @@ def registered() -> list[list[str]]:
     return lines
 
 
+@cache
+def public_families() -> list[list[str]]:
+    """Return the families of public layouts as lines of text, the column names first, with their dated comparisons."""
+    with (ROOT / "docs" / "public_families.csv").open(encoding="utf-8", newline="") as stream:
+        compared = {row["family"]: row for row in csv.DictReader(stream)}
+    columns = ["configs", "models", "tensors", "differences", "date"]
+    lines = [["family", "mixers", "reads", "writes", "gguf", *columns]]
+    for family in FAMILIES:
+        names = [f"`{name}`" for name in family.model_types]
+        row = compared.get(family.name, dict.fromkeys(columns, ""))
+        lines.append(
+            [
+                family.name,
+                ", ".join(sorted(family.mixers)),
+                ", ".join(names),
+                f"`{family.architecture}`",
+                f"`{ARCHITECTURES[family.name].name}`" if family.name in ARCHITECTURES else "",
+                *(row[column] for column in columns),
+            ]
+        )
+    return lines
+
+
+REGISTRIES = {ROOT / "mixers": registered, ROOT / "families": public_families}
+
+
 def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
-    """Return the column names and the lines of a query over a CSV file, or over the registry if `file` is `mixers`."""
-    if file == ROOT / "mixers":
-        header, *lines = registered()
+    """Return the column names and the lines of a query over a CSV file or a registry, `mixers` or `families`."""
+    if file in REGISTRIES:
+        header, *lines = REGISTRIES[file]()
     else:
         with file.open(encoding="utf-8", newline="") as stream:
             header, *lines = csv.reader(stream)

@@ -11,6 +11,7 @@ from zoo.experiments import commands
 
 from .commands import CLI, FIT, Command, Finished, sitting_at
 from .forked_python import forked_python
+from .hub_server import Hub, point_at, serving
 
 
 @pytest.fixture(scope="session")
@@ -35,6 +36,14 @@ def desk(tmp_path: Path, shared_cache: Path) -> Iterator[Path]:
     folder.mkdir()
     with sitting_at(folder, shared_cache):
         yield folder
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """A stand-in for the Hub where its client looks for it, an empty cache, and the token of ada, of `engines`."""
+    with serving() as made:
+        point_at(made.url, tmp_path / "hub", monkeypatch)
+        yield made
 
 
 @pytest.fixture

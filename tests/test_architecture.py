@@ -52,6 +52,7 @@ ROOMS = (
     "zoo.evaluation",
     "zoo.scaling",
     "zoo.report",
+    "zoo.publishing",
     "zoo.reproductions",
     "zoo.calls",
 )

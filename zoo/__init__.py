@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from zoo.experiments import compare, sweep
     from zoo.performance import bench
     from zoo.performance.doctor import doctor
+    from zoo.publishing import publish
     from zoo.runs.generate import generate
     from zoo.saved.convert import convert
     from zoo.saved.export import export
@@ -36,6 +37,7 @@ _LAZY = {
     "experiments": "compare sweep",
     "performance": "bench",
     "performance.doctor": "doctor",
+    "publishing": "publish",
     "runs.generate": "generate",
     "saved.convert": "convert",
     "saved.export": "export",
@@ -62,6 +64,7 @@ __all__ = [
     "load_state",
     "load_tokenizer",
     "predict",
+    "publish",
     "report",
     "save_state",
     "statex",

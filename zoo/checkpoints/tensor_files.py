@@ -68,7 +68,7 @@ class TensorFiles:
         self._opened: tuple[Path, Any] | None = None
         self._file: dict[str, Path] = {}
         self.specs: dict[str, Spec] = {}
-        index = None if path.is_file() or (path / SINGLE).is_file() else _read_index(path / INDEX)
+        index = None if path.is_file() or (path / SINGLE).is_file() else read_index(path / INDEX)
         single = path if path.is_file() else path / SINGLE
         self.files = [single] if index is None else [path / name for name in sorted(set(index.values()))]
         for file in self.files:
@@ -154,7 +154,7 @@ def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
     yield shard
 
 
-def _read_index(file: Path) -> dict[str, str]:
+def read_index(file: Path) -> dict[str, str]:
     """Tensor → file name, from an index."""
     try:
         with open_to_read(file) as opened:

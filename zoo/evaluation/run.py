@@ -51,8 +51,8 @@ def evaluate(
     Each measured cell is kept in the output folder, so an interrupted evaluation continues where it stopped.
 
     Args:
-        checkpoint: Runs' folders, .ckpt files, exported folders or public ones that `convert` reads: one, a list (on
-            the command line, repeat it), or a pattern such as `runs/sweep/*`.
+        checkpoint: Runs' folders, .ckpt files, exported folders or public ones that `convert` reads, also on the
+            Hub (hf://owner/name): one, a list (on the command line, repeat it), or a pattern such as `runs/sweep/*`.
         tasks: Names of tasks, as a list or separated by commas. `list` shows all of them.
         lengths: Lengths in tokens; null for each task's own.
         samples: Samples per cell; null for each task's own.

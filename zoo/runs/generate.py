@@ -43,8 +43,9 @@ def generate(
     ``zoo.generate("runs/first", ["def ", "class "], max_new_tokens=20)``
 
     Args:
-        checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads. In Python
-            also a model of `zoo.load` or `zoo.fit`, which stays on its device.
+        checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads, or one
+            of them on the Hub, hf://owner/name[@revision]. In Python also a model of `zoo.load` or `zoo.fit`, which
+            stays on its device.
         prompt: The text to continue; an empty prompt starts a new document. In Python also a list of texts, of which
             number i is continued with `seed` + i.
         max_new_tokens: Largest number of tokens to generate; the document may end earlier.

@@ -21,6 +21,7 @@ from zoo.lm.model import LanguageModel
 from zoo.runs.build import LIMITS, evaluating_trainer, fitting_trainer, parts
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
+from zoo.saved.hub import on_hub
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import user_input, vet_run
 from zoo.train.callbacks.predictions import Predictions
@@ -130,8 +131,6 @@ def _with_initial_model(items: Items, trust: bool) -> Items:
     Raises:
         UserError: The weights do not exist, are damaged, or their model is not trusted.
     """
-    if any(key == "model.stack" or key.startswith("model.stack.") for key in user_input(items).keys):
-        return items
     path: Any = None
     for item in items:
         if isinstance(item, str):
@@ -139,6 +138,13 @@ def _with_initial_model(items: Items, trust: bool) -> Items:
             path = value if key == "optim.initial_weights" else path
         elif isinstance(section := item.get("optim"), Mapping):
             path = section.get("initial_weights", path)
+    if isinstance(path, str) and (remote := on_hub(path)) is not None:
+        raise UserError(
+            f"optim.initial_weights: {path} is not a local folder; write one by convert --checkpoint {path}, or, if it "
+            f"has a config.yaml, by `hf download {remote.repo} --local-dir FOLDER`"
+        )
+    if any(key == "model.stack" or key.startswith("model.stack.") for key in user_input(items).keys):
+        return items
     if not isinstance(path, str) or path == "null" or path.endswith(".safetensors"):
         return items
     saved = SavedModel.open(path, trust)

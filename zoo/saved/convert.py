@@ -41,8 +41,8 @@ def convert(
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
-        checkpoint: A folder of Hugging Face or flash-linear-attention, or a .pth file of RWKV-7; with `to` also a run's
-            folder, a .ckpt file or an exported folder.
+        checkpoint: A folder of Hugging Face or flash-linear-attention, or a .pth file of RWKV-7; hf://owner/name[@revision]
+            for a folder on the Hub; with `to` also a run's folder, a .ckpt file or an exported folder.
         output: The folder to write, or the file for `gguf`.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
             hold the model, such as `hf_qwen3_next`; `transformers` for a folder that contains the modelling code, also

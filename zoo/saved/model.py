@@ -27,6 +27,7 @@ from zoo.files.safe_yaml import decode_yaml
 from zoo.generation.generate import write
 from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
+from zoo.saved.hub import downloaded, on_hub
 from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import Imported, imported
 from zoo.saved.public.rwkv_file import RwkvFile, is_rwkv_file
@@ -38,9 +39,9 @@ from zoo.train.devices import check_device
 class SavedModel(ABC):
     """A model that was saved. Nothing is read before it is needed, and each file is read and hashed once.
 
-    `SavedModel.open(path)` takes a run's folder, a .ckpt file (also of a sharded checkpoint), an exported folder, or a
-    public folder or file in one of the layouts that `convert` reads. All properties raise a UserError if the model does
-    not exist, is damaged or is of another format.
+    `SavedModel.open(path)` takes a run's folder, a .ckpt file (also of a sharded checkpoint), an exported folder, a
+    public folder or file in one of the layouts that `convert` reads, or such a folder on the Hub, hf://owner/name. All
+    properties raise a UserError if the model does not exist, is damaged or is of another format.
 
     Attributes:
         path: Where the model was opened.
@@ -55,7 +56,9 @@ class SavedModel(ABC):
 
     @staticmethod
     def open(path: str | Path, trust: bool = False) -> "SavedModel":
-        """The saved model at a path, of the kind that is there."""
+        """The saved model at a path, of the kind that is there; one on the Hub is downloaded."""
+        if (model := on_hub(path)) is not None:
+            path = downloaded(model)
         if is_public(path) or is_rwkv_file(Path(path)):
             return _Public(path, trust)
         return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
@@ -330,7 +333,9 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
 
     Args:
         path: A `.ckpt` file, a folder of a run, a folder that `export` or `convert` wrote, or a folder of Hugging Face
-            or flash-linear-attention in one of the layouts that `convert` reads, or a `.pth` file of RWKV-7.
+            or flash-linear-attention in one of the layouts that `convert` reads, or a `.pth` file of RWKV-7; or
+            `hf://owner/name[@revision]`, such a folder on the Hub, of which config, tokenizer and safetensors are
+            downloaded.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
             may only use components of this project, and mixers that you or an installed plug-in registered.

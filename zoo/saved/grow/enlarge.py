@@ -69,7 +69,7 @@ def statex(
     Weights keep their dtype and are copied a shard at a time; only the layers that grow are in memory as a whole.
 
     Args:
-        checkpoint: A run's folder, a .ckpt file or an exported folder.
+        checkpoint: A run's folder, a .ckpt file, an exported or a public folder, or hf://owner/name on the Hub.
         output: The folder to write; `load`, `evaluate` and `optim.initial_weights` take it.
         layers: How many layers grow, uniformly from the first; or a list of them, from 0.
         init: What happens to the weights of these layers: `reinit` draws those that mix tokens anew, `inherit` keeps

@@ -12,7 +12,7 @@ from zoo.train.results import read_row
 
 _CARD = """\
 ---
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags: [{tags}]
 ---
@@ -29,9 +29,7 @@ filled in*.
 ## Load it
 
 ```python
-{imports}from transformers import AutoModelForCausalLM
-
-model = AutoModelForCausalLM.from_pretrained("{name}"{arguments})
+{load}
 ```
 
 {needs}
@@ -40,26 +38,38 @@ model = AutoModelForCausalLM.from_pretrained("{name}"{arguments})
 
 *To be filled in*: what it is meant for, what it was tested on, and what it must not be used for.
 """
+_TRANSFORMERS = """\
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("{name}\""""
+_LOAD = {
+    "fla": f"import fla  # registers the architecture\n{_TRANSFORMERS})",
+    "huggingface": f"{_TRANSFORMERS})",
+    "transformers": f"{_TRANSFORMERS}, trust_remote_code=True)",
+    "zoo": 'import zoo\n\nmodel = zoo.load("{name}")',
+}
 _IN_THE_ZOO = 'In the zoo itself: `zoo.load("{name}")`.'
 _NEEDS = {
+    "zoo": "It needs the token-mixer zoo, whose format this is.",
     "fla": f"It needs `pip install flash-linear-attention` and a GPU. {_IN_THE_ZOO}",
     "huggingface": _IN_THE_ZOO,
     "transformers": "Its code, in plain PyTorch, is in the folder; read it before you trust it.",
 }
-_IMPORTS = {"fla": "import fla  # registers the architecture\n", "huggingface": "", "transformers": ""}
-_ARGUMENTS = {"fla": "", "huggingface": "", "transformers": ", trust_remote_code=True"}
 
 
-def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], checkpoint: Path, exported: Exported) -> str:
-    """The text of a model card.
+def model_card(
+    name: str, model: LanguageModel, config: Mapping[str, Any], checkpoint: Path, exported: Exported | None
+) -> str:
+    """Return the text of a model card.
 
     Args:
         name: The name of the folder, and so of the model.
         model: The model; may be on the meta device.
         config: The config of its run.
         checkpoint: Where it comes from. Only a run's folder has results, which are those of its last checkpoint.
-        exported: What it was converted to.
+        exported: What it was converted to; None for the format that `export` writes.
     """
+    target = "zoo" if exported is None else exported.target
     row = (read_row(checkpoint) if checkpoint.is_dir() else None) or {}
     state, unknown = model.state_size(), "*to be filled in*"
     initial = (config.get("optim") or {}).get("initial_weights")
@@ -74,7 +84,7 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
         "context in training": f"{row['context_length']:,} tokens" if "context_length" in row else unknown,
         "data": _sources(config.get("data") or {}) or unknown,
         "validation loss": _loss(row) or unknown,
-        "converted from": f"`{checkpoint.name}`, to the layout `{exported.layout}`",
+        "converted from": f"`{checkpoint.name}`, to the layout `{'zoo' if exported is None else exported.layout}`",
         "licence": f"{unknown}, also as `license:` at the top of this file",
     }
     return _CARD.format(
@@ -82,9 +92,9 @@ def model_card(name: str, model: LanguageModel, config: Mapping[str, Any], check
         tags=", ".join(dict.fromkeys(type(mixer).__name__ for mixer in model.mixers)),
         mixers=mixer_names(model),
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
-        imports=_IMPORTS[exported.target],
-        arguments=_ARGUMENTS[exported.target],
-        needs=_NEEDS[exported.target].format(name=name),
+        library="token-mixer-zoo" if exported is None else "transformers",
+        load=_LOAD[target].format(name=name),
+        needs=_NEEDS[target].format(name=name),
     )
 
 

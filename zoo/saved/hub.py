@@ -1,0 +1,106 @@
+"""Models on the Hugging Face Hub, `hf://owner/name[@revision]`: downloads of the files that a model is read from."""
+
+import glob
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels import UserError
+from zoo.checkpoints.tensor_files import INDEX, SINGLE, has_tensor_files, read_index
+from zoo.saved.exported_folder import CONFIG, HASHES, TOKENIZER
+from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
+from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION, TEMPLATE
+
+_START = re.compile(r"hf:/+")  # `Path` turns two slashes into one
+_ADDRESS = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, TEMPLATE, INDEX)
+
+
+class HubModel(NamedTuple):
+    """A repository of the Hub; `revision` is a branch, a tag or a commit, None the main branch."""
+
+    repo: str
+    revision: str | None
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo}" + ("" if self.revision is None else f"@{self.revision}")
+
+
+def on_hub(path: str | Path) -> HubModel | None:
+    """Return the repository that a path `hf://…` names; None for a local path, and a UserError if it names none."""
+    if not (start := _START.match(str(path))):
+        return None
+    if not (match := _ADDRESS.fullmatch(str(path)[start.end() :])):
+        raise UserError(f"checkpoint: {path} must be hf://owner/name or hf://owner/name@revision")
+    return HubModel(match["repo"], match["revision"])
+
+
+def downloaded(model: HubModel) -> Path:
+    """Download config, tokenizer and safetensors of a model into the cache of huggingface_hub, and return the folder.
+
+    Nothing else is downloaded, and what the cache has is not downloaded again: without a network, a model in the cache
+    opens as before. Nothing is parsed but the index of the weights; the folder is vetted like any other.
+
+    Raises:
+        UserError: The repository, revision or a file does not exist, or cannot be reached.
+    """
+    folder = _fetched(model, _SMALL)
+    if not any((folder / name).is_file() for name in (CONFIG, PUBLIC_CONFIG)):
+        raise UserError(f"checkpoint: {model} holds no model: neither {PUBLIC_CONFIG} nor {CONFIG} is in it")
+    index = folder / INDEX
+    names = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
+    folder = _fetched(HubModel(model.repo, folder.name), names)  # of the same commit
+    if not has_tensor_files(folder):
+        raise UserError(
+            f"checkpoint: {model} has no weights as safetensors (neither {SINGLE} nor {INDEX} is in it); pickles "
+            "such as pytorch_model.bin are never loaded, since they may run code"
+        )
+    return folder
+
+
+def _fetched(model: HubModel, names: Sequence[str]) -> Path:
+    """The folder of a snapshot in the cache that has those of the files that the repository has."""
+    from huggingface_hub import snapshot_download
+
+    with hub_errors("checkpoint", model):
+        patterns = [glob.escape(name) for name in names]
+        return Path(snapshot_download(model.repo, revision=model.revision, allow_patterns=patterns))
+
+
+@contextmanager
+def hub_errors(option: str, model: HubModel) -> Iterator[None]:
+    """Turn errors of the Hub's client into a UserError of one sentence that begins with `option`."""
+    from huggingface_hub import constants, errors
+
+    hub = constants.ENDPOINT
+    try:
+        yield
+    except errors.HFValidationError:
+        raise UserError(f"{option}: {model.repo!r} cannot be the name of a repository of the Hub") from None
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{option}: {model} is gated; accept its terms at {hub}/{model.repo}, and log in by `hf auth login`"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise UserError(f"{option}: {model.repo} has no branch, tag or commit {model.revision!r} at {hub}") from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{option}: the repository {model.repo} does not exist at {hub}, or your token does not open it"
+        ) from None
+    except errors.LocalEntryNotFoundError:
+        raise UserError(
+            f"{option}: {hub} cannot be reached, and the cache {constants.HF_HUB_CACHE} does not hold all of {model}"
+        ) from None
+    except errors.HfHubHTTPError as error:
+        raise UserError(f"{option}: {hub} refuses {model.repo}: {_first_line(error)}") from None
+    except errors.OfflineModeIsEnabled:
+        raise UserError(f"{option}: HF_HUB_OFFLINE is set, so {hub} is not asked about {model.repo}") from None
+    except errors.HTTPError as error:  # of the transport
+        raise UserError(f"{option}: {hub} cannot be reached ({_first_line(error)})") from None
+
+
+def _first_line(error: Exception) -> str:
+    message = getattr(error, "server_message", None) or str(error)
+    return next(iter(message.strip().splitlines()), type(error).__name__).rstrip(".")
