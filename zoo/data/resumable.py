@@ -129,13 +129,14 @@ class ResumableData(L.LightningDataModule):
         if self.trainer is not None and self.trainer.state.fn != "fit":
             return  # evaluation on other data is allowed
         for name, value in self.identity().items():
-            if state_dict[name] != value:
+            # settings that did not exist when the checkpoint was written do not count as differences
+            if (before := state_dict.get(name, value)) != value:
                 raise UserError(
-                    f"{self.what(name)} {value}, but the checkpoint was trained with {state_dict[name]}; "
+                    f"{self.what(name)} {value}, but the checkpoint was trained with {before}; "
                     "resume with the checkpoint's data settings, or start a new run."
                 )
-        if (before := state_dict["batch_size"]) != self.batch_size:
-            log.warning("Resuming with data.batch_size=%d; the checkpoint had %d.", self.batch_size, before)
+        if (size := state_dict["batch_size"]) != self.batch_size:
+            log.warning("Resuming with data.batch_size=%d; the checkpoint had %d.", self.batch_size, size)
         self._position = state_dict["position"]
         if self._train_loader is not None:  # Lightning may create the loader before it restores
             self._train_loader.position = self._position

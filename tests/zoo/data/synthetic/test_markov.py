@@ -94,6 +94,14 @@ def test_resume_at_any_batch():
         MarkovChain(**SMALL, successors=3).load_state_dict(data.state_dict())
 
 
+def test_a_checkpoint_from_before_a_setting_existed_is_resumed():
+    data = MarkovChain(**SMALL)
+    before = {name: value for name, value in data.state_dict().items() if name != "successors"}
+    assert before != data.state_dict()
+    data.load_state_dict({**before, "position": 8})
+    assert data.state_dict()["position"] == 8
+
+
 def test_devices_share_a_batch_and_one_device_makes_it_of_smaller_ones():
     whole, parts = some(MarkovChain(**SMALL), 3), []
     for rank in range(2):
