@@ -108,21 +108,21 @@ def compared(case: str, layout: str, sharing: ContextParallel) -> dict[str, floa
     part = sharing.of(LENGTH, cu_seqlens)
     own = mixed(case, mixer, part.take(x), part)
     named = {"x": x, **dict(mixer.named_parameters())}
-    found = torch.autograd.grad(own, list(named.values()), part.take(dy))
-    pairs = zip(found, (torch.where(part_of(part, x), dx, 0), *expected), strict=True)
+    gradients = torch.autograd.grad(own, list(named.values()), part.take(dy))
+    pairs = zip(gradients, (torch.where(part_of(part, x), dx, 0), *expected), strict=True)
     errors = [float((gradient - (0 if other is None else other)).abs().max()) for gradient, other in pairs]
     return {"y": float((own - part.take(y)).detach().abs().max()), **dict(zip(named, errors, strict=True))}
 
 
 def part_of(part: ContextParallel, x: Tensor) -> Tensor:
-    """Whether a token of x is in this part [1,T,1]."""
+    """Return whether each token of x is in this part [1,T,1]."""
     here = torch.zeros(1, x.shape[1], 1, dtype=torch.bool)
     part.take(here).fill_(True)
     return here
 
 
 def trained(rank: int, count: int) -> dict[str, float]:
-    """The same of the loss of groups of processes, each with a batch of its own and other numbers of labels."""
+    """Compare the loss of groups of processes, each with its own batch and number of labels, with one process."""
     size = 2 if count % 2 == 0 else count
     group, _ = dist.new_subgroups(size)
     part = ContextParallel(group).of(LENGTH)
@@ -144,15 +144,15 @@ def trained(rank: int, count: int) -> dict[str, float]:
 
 
 def work(rank: int, count: int, folder: str) -> None:
-    """One process: writes what it found."""
+    """Write the differences that one process computes."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
     sharing = ContextParallel()
-    found = {case: {layout: compared(case, layout, sharing) for layout in LAYOUTS} for case in CASES}
-    found["training"] = {"groups": trained(rank, count)}
+    differences = {case: {layout: compared(case, layout, sharing) for layout in LAYOUTS} for case in CASES}
+    differences["training"] = {"groups": trained(rank, count)}
     sharing.finish()
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    Path(folder, f"{rank}.json").write_text(json.dumps(differences))
     dist.destroy_process_group()
 
 
@@ -161,8 +161,8 @@ def work(rank: int, count: int, folder: str) -> None:
     params=[pytest.param(2, marks=pytest.mark.nightly), 3, pytest.param(4, marks=pytest.mark.nightly)],
     ids=lambda count: f"{count} processes",
 )
-def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
-    """What each process found."""
+def differences(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    """The differences that each process computed."""
     folder, count = tmp_path_factory.mktemp("group"), request.param
     mp.get_context("forkserver").set_forkserver_preload(["mixers"])  # imported once for all of them
     mp.start_processes(work, (count, str(folder)), nprocs=count, start_method="forkserver")
@@ -171,8 +171,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*CASES, "training"])
-def test_parts_are_the_whole(found: list[dict], case: str) -> None:
-    for rank, layouts in enumerate(found):
+def test_parts_are_the_whole(differences: list[dict], case: str) -> None:
+    for rank, layouts in enumerate(differences):
         for layout, errors in layouts[case].items():
             for name, error in errors.items():
                 assert error < 1e-9, f"{name} in process {rank}, {layout}"
@@ -199,7 +199,7 @@ def work_on_gpu(rank: int, folder: str) -> None:
     torch.cuda.set_device(device)
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
-    found, sharing = {}, ContextParallel()
+    differences, sharing = {}, ContextParallel()
     packed = torch.tensor([0, 100, 1900, 1900, 2300, 4095], dtype=torch.int32, device=device)
     for case, build in ON_GPUS.items():
         torch.manual_seed(0)
@@ -218,8 +218,10 @@ def work_on_gpu(rank: int, folder: str) -> None:
             for gradient in summed:
                 dist.all_reduce(gradient)
             pairs = {"y": (own, part.take(y)), **dict(zip(named, zip(summed, gradients, strict=True), strict=True))}
-            found[f"{case}, {layout}"] = {name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+            differences[f"{case}, {layout}"] = {
+                name: float((a - b).norm() / b.norm()) for name, (a, b) in pairs.items()
+            }
+    Path(folder, f"{rank}.json").write_text(json.dumps(differences))
     dist.destroy_process_group()
 
 
@@ -269,12 +271,12 @@ def test_parts_are_as_long_as_each_other(length: int, alone: ContextParallel) ->
 
 
 def test_documents_of_each_part(alone: ContextParallel) -> None:
-    alone.count, cu_seqlens, found = 3, torch.tensor([0, 0, 3, 6, 10, 10, 12], dtype=torch.int32), []
+    alone.count, cu_seqlens, parts = 3, torch.tensor([0, 0, 3, 6, 10, 10, 12], dtype=torch.int32), []
     for alone.rank in range(3):
         part = alone.of(12, cu_seqlens)
         assert part.cu_seqlens.dtype == torch.int32
-        found.append((part.cu_seqlens.tolist(), part.offset, part.longest))
-    assert found == [([0, 3, 4], 0, 4), ([0, 2, 4], 1, 4), ([0, 2, 4], 2, 4)]
+        parts.append((part.cu_seqlens.tolist(), part.offset, part.longest))
+    assert parts == [([0, 3, 4], 0, 4), ([0, 2, 4], 1, 4), ([0, 2, 4], 2, 4)]
 
 
 def test_each_process_needs_a_token(alone: ContextParallel) -> None:

@@ -257,7 +257,7 @@ def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.Lo
 
 
 def test_a_captured_forward_pass_follows_the_weights(caplog: pytest.LogCaptureFixture):
-    """Of batches of two shapes, before and after the weights are moved."""
+    """Batches of two shapes, before and after the weights are moved."""
     model, recorder = TinyModel(), Repeated()
 
     def losses(tokens: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -381,5 +381,5 @@ def test_llama_cpp_computes_our_logits(case: str, tmp_path: Path):
         theirs.eval(tokens)
         with torch.no_grad():
             logits = model(torch.tensor([tokens]))[0][0]
-        found = torch.from_numpy(theirs.scores[: len(tokens)])
-        torch.testing.assert_close(found, logits, rtol=0, atol=5e-5 * logits.abs().max().item())
+        scores = torch.from_numpy(theirs.scores[: len(tokens)])
+        torch.testing.assert_close(scores, logits, rtol=0, atol=5e-5 * logits.abs().max().item())
