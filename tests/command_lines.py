@@ -12,7 +12,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 import zoo
-from reproductions import bench, cost_over_size
+from reproductions import bench, cost_over_size, mixers_400m
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
@@ -212,6 +212,8 @@ def check_tool(arguments: list[str]) -> None:
             assert "=" in item or find_config(item)
     elif rest[:1] == ["reproductions/cost_over_size.py"]:
         arguments_of(cost_over_size.cost_over_size, rest[1:], "cost_over_size")
+    elif rest[:1] == ["reproductions/mixers_400m.py"]:
+        arguments_of(mixers_400m.mixers_400m, rest[1:], "mixers_400m")
     elif rest and rest[0].endswith(".py"):
         source = (ROOT / rest[0]).read_text()  # raises if there is no such file
         for option in (argument.partition("=")[0] for argument in rest[1:] if argument.startswith("--")):

@@ -29,6 +29,7 @@ GIVEN: dict[str, Any] = {
     "mixer": mixers.GLA,
     "heads": 2,
     "size": 8,
+    "original_length": 16,
     "factor": 2,
     "hidden_size": 64,
     "num_layers": 3,

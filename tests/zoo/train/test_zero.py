@@ -73,7 +73,6 @@ def train(folder: Path, **options: object) -> None:
 
 def train_with_zero(folder: Path, stage: int) -> None:
     """Train in a separate process, and record which files are synced and renamed, in order."""
-    torch.set_num_threads(1)  # a forked process does not have the OpenMP threads of its parent, and would wait for them
     done, fsync, replace = [], os.fsync, os.replace
 
     def noted_fsync(descriptor: int) -> None:
@@ -95,7 +94,8 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_device(stage: int, t
     """With SGD the weights show the size of a gradient, which AdamW's hardly do."""
     for name in ("alone", "zero"):
         (tmp_path / name).mkdir()
-    process = multiprocessing.get_context("fork").Process(target=train_with_zero, args=(tmp_path / "zero", stage))
+    # not forked, which would wait for OpenMP threads of its parent
+    process = multiprocessing.get_context("spawn").Process(target=train_with_zero, args=(tmp_path / "zero", stage))
     process.start()  # DeepSpeed's choice of a device, and the process group, end with it
     train(tmp_path / "alone")
     process.join(300)

@@ -69,7 +69,7 @@ def _recurrent(config: Config) -> dict[str, Value]:
 
 def _mistral(config: Config) -> dict[str, Value]:
     if (window := config["sliding_window"]) is not None:
-        raise _refuse("llama", f"its attention has no sliding window, and SlidingWindowAttention has one of {window}")
+        raise _refuse("llama", f"its attention has no sliding window, and here one has {window} tokens")
     return _transformer(config)
 
 

@@ -206,7 +206,7 @@ REFUSED = {
     "a window": (
         models.uniform("SlidingWindowAttention", num_heads=4, window_size=8, **models.ROTARY),
         {},
-        "llama.cpp's llama cannot hold this model: its attention has no sliding window, .* has one of 8",
+        "llama.cpp's llama cannot hold this model: its attention has no sliding window, and here one has 8 tokens",
     ),
     "a window and biases": (
         models.uniform(
