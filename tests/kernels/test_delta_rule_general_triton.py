@@ -29,7 +29,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     plan.of_rows.cache_clear()
     allocate = plan.Plan.new
     monkeypatch.setattr(

@@ -13,7 +13,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     module = pytest.importorskip("kernels.forget_gate.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))

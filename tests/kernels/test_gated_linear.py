@@ -20,7 +20,7 @@ def inputs(*shape: int, outputs: int = 6, dtype: torch.dtype = torch.float32) ->
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     module = pytest.importorskip("kernels.gated_linear.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *arguments: allocate(*arguments).fill_(torch.nan))

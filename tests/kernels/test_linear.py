@@ -14,7 +14,7 @@ SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 129)]  #
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     module = pytest.importorskip("kernels.linear.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))

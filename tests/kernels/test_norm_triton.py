@@ -21,7 +21,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     allocate = gpu_op.new
     monkeypatch.setattr(gpu_op, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 

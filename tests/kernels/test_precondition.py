@@ -13,7 +13,7 @@ LIMIT = 1.7
 
 @pytest.fixture
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     module = pytest.importorskip("kernels.precondition.gpu.op")
     for name in ("new", "empty"):
         allocate = getattr(module, name)

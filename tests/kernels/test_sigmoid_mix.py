@@ -15,7 +15,7 @@ BACKENDS = ("torch", "triton")
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     module = pytest.importorskip("kernels.sigmoid_mix.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *sizes, **options: allocate(*sizes, **options).fill_(torch.nan))

@@ -16,7 +16,7 @@ BOUNDS = [0, 0, 3, 4, 9, 9]  # empty documents first, and last
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read."""
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
     module = pytest.importorskip("kernels.token_shift.gpu.op")
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *sizes, **options: allocate(*sizes, **options).fill_(torch.nan))
