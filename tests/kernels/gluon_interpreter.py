@@ -2,7 +2,7 @@
 
 Triton interprets its own language, but not Gluon. Here the source of a module runs once more, on stand-ins for what it
 imports of Gluon: tensors are PyTorch's, all numbers have fp64, copies are made at once, and barriers do nothing. Races,
-layouts and rounding are left to the device. Groups of warps that share the work are threads, which wait for each other.
+layouts and rounding are left to the device. Groups of warps that share the work take turns.
 """
 
 import importlib.util
@@ -95,13 +95,22 @@ def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype))
 
 
+class Stopped(Exception):
+    """Another group of warps has failed."""
+
+
 class Barriers:
-    """`mbarrier`: a barrier is the place in shared memory where it was made, and counts arrivals."""
+    """`mbarrier`: a barrier is the place in shared memory where it was made, and counts arrivals.
+
+    Groups of warps are threads of which one runs at a time, the one that holds `turn`, until it waits for a barrier.
+    So nothing depends on time, and a barrier that nobody can reach is an error at once.
+    """
 
     MBarrierLayout = staticmethod(lambda: None)
 
     def __init__(self) -> None:
-        self.changed, self.state = Condition(), dict[Shared, list[int]]()
+        self.turn, self.state = Condition(), dict[Shared, list[int]]()
+        self.groups, self.failed, self.awaited = 0, False, list[tuple[Shared, int]]()
 
     def init(self, bar: Shared, count: int) -> None:
         """Wait for this many arrivals in each phase, of which the first is phase 0."""
@@ -109,25 +118,54 @@ class Barriers:
 
     def arrive(self, bar: Shared, count: int | None = None) -> None:
         """Arrive this often, or as often as the phase still needs."""
-        with self.changed:
-            state = self.state[bar]
-            state[1] -= state[1] if count is None else count
-            assert state[1] >= 0, "more arrivals than the barrier waits for"
-            if not state[1]:
-                state[1:] = [state[0], state[2] + 1]
-                self.changed.notify_all()
+        state = self.state[bar]
+        state[1] -= state[1] if count is None else count
+        assert state[1] >= 0, "more arrivals than the barrier waits for"
+        if not state[1]:
+            state[1:] = [state[0], state[2] + 1]
+
+    def passed(self, bar: Shared, parity: int) -> bool:
+        """The last phase of this parity is over."""
+        return self.state[bar][2] % 2 != parity
 
     def wait(self, bar: Shared, phase: Any) -> None:
         """Return once the last phase of this parity is over."""
-        with self.changed:
-            assert self.changed.wait_for(lambda: self.state[bar][2] % 2 != int(phase), timeout=300), "nobody arrives"
+        if self.passed(bar, parity := int(phase)):
+            return
+        self.awaited.append((bar, parity))
+        assert self.some_can_go_on(), "all groups of warps wait, nobody arrives"
+        self.turn.notify_all()
+        self.turn.wait_for(lambda: self.failed or self.passed(bar, parity))
+        self.awaited.remove((bar, parity))
+        if self.failed:
+            raise Stopped
 
+    def some_can_go_on(self) -> bool:
+        """A group does not wait, or no longer has to."""
+        return len(self.awaited) < self.groups or any(self.passed(*each) for each in self.awaited)
 
-def specialised(groups: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Any, registers: Any) -> None:
-    """`warp_specialize`: all groups of warps at the same time."""
-    with ThreadPoolExecutor(len(groups)) as pool:
-        for done in [pool.submit(function, *arguments) for function, arguments in groups]:
-            done.result()
+    def in_turn(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Run one group of warps, and give way to the others wherever it waits."""
+        with self.turn:
+            try:
+                function(*arguments)
+                self.groups -= 1
+                assert not self.groups or self.some_can_go_on(), "the last group ends while the others wait"
+            except BaseException:
+                self.failed = True
+                raise
+            finally:
+                self.turn.notify_all()
+
+    def specialised(
+        self, groups: Sequence[tuple[Callable[..., None], Sequence[Any]]], warps: Any, registers: Any
+    ) -> None:
+        """`warp_specialize`: all groups of warps share the work."""
+        self.groups = len(groups)
+        with ThreadPoolExecutor(len(groups)) as pool:
+            done = [pool.submit(self.in_turn, function, *arguments) for function, arguments in groups]
+        for error in sorted((x.exception() for x in done if x.exception()), key=lambda x: isinstance(x, Stopped)):
+            raise error  # the one that stopped the others
 
 
 def multiply(a: Shared | Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
@@ -220,7 +258,6 @@ class Language(ModuleType):
     join = staticmethod(lambda x, y: torch.stack([x, y], -1))
     gather = staticmethod(lambda x, at, axis: x.gather(axis, at))
     static_range = staticmethod(range)
-    warp_specialize = staticmethod(specialised)
     allocate_shared_memory, shared_memory_descriptor = staticmethod(allocate), Shared
     where, exp2, abs = of_values(torch.where), of_values(torch.exp2), of_values(torch.abs)
     floor, rsqrt, log2 = of_values(torch.floor), of_values(torch.rsqrt), of_values(torch.log2)
@@ -246,6 +283,7 @@ def stand_ins() -> Iterator[None]:
     asynchronous.async_load = copy  # type: ignore[attr-defined]
     asynchronous.commit_group = asynchronous.wait_group = nothing  # type: ignore[attr-defined]
     barriers = Barriers()
+    language.warp_specialize = barriers.specialised  # type: ignore[attr-defined]
     asynchronous.mbarrier_arrive = lambda bar, increment_count: barriers.arrive(bar)  # type: ignore[attr-defined]
     ampere.async_copy = asynchronous  # type: ignore[attr-defined]
     hopper.fence_async_shared, hopper.warpgroup_mma = nothing, multiply  # type: ignore[attr-defined]
