@@ -67,8 +67,8 @@ def result_table(row: Mapping[str, Any]) -> Table:
         "interpolated bigram model": row["bigram_loss"],
         "validation, first part of the context": by_position[0] if by_position and not classified else None,
         "validation, last part of the context": by_position[-1] if by_position and not classified else None,
-        "validation, its first batches": row["val_loss_same_batches"],
-        "the same with all mixers zeroed": row["val_loss_mixers_zeroed"],
+        "validation, first batches only": row["val_loss_same_batches"],
+        "first batches, all mixers zeroed": row["val_loss_mixers_zeroed"],
     }
     for name, value in (row.get("val_loss_by_task") or {}).items():
         lines[f"validation, {_spelt(name)}"] = value
