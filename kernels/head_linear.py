@@ -70,5 +70,5 @@ def head_linear(x: Tensor, weight: Tensor) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     how = implementation(x)
-    (y,) = apply(x, weight, how)
+    y = apply(x, weight, how)
     return remake(y, lambda *args: compute(Arguments(*args))[0], x, weight, how)

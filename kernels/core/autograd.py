@@ -30,7 +30,7 @@ def register(
     *,
     results: int = 1,
     unread: Callable[[Any], Sequence[str]] = lambda args: (),
-) -> Callable[..., tuple[Tensor, ...]]:
+) -> Callable[..., Any]:
     """Register an op and its gradient.
 
     The arguments of the op are one NamedTuple class, tensors first: the annotation of the only parameter of `forward`.
@@ -51,7 +51,7 @@ def register(
             memory is not kept.
 
     Returns:
-        A function of the fields, in order, that returns only the results, with gradients.
+        A function of the fields, in order, that returns only the results, with gradients: a tensor, or a tuple.
     """
     hints = get_type_hints(forward)
     returns = hints.pop("return")
@@ -72,8 +72,12 @@ def register(
     schema = torch.library.infer_schema(run, mutates_args=())
     op = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
     op.register_fake(fake)
+
+    def returned_by(output: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        return output[0] if results == 1 else output[:results]
+
     if backward is None:
-        return lambda *values: (run if plain(values) else op)(*values, is_deterministic())[:results]
+        return lambda *values: returned_by((run if plain(values) else op)(*values, is_deterministic()))
     differentiate = backward
     arguments, outputs = schema[1:].split(") -> (")
     kinds = [argument.startswith("Tensor") for argument in arguments.split(", ")]
@@ -143,9 +147,8 @@ def register(
 
         backward = staticmethod(once(partial(differentiated, derive)))
 
-    def call(*args: Any) -> tuple[Tensor, ...]:
-        mode = is_deterministic()
-        return Direct.apply(*args, mode) if plain(args) else op(*args, mode)[:results]
+    def call(*args: Any) -> Tensor | tuple[Tensor, ...]:
+        return returned_by((Direct.apply if plain(args) else op)(*args, is_deterministic()))
 
     return call
 

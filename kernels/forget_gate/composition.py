@@ -62,12 +62,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dwide.to(x.dtype) if needed.x else None, "bias": dbias, "odds": dodds}
 
 
-apply = register("forget_gate", _compute, _differentiate, empty)
-
-
-def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
-    """log_decay, in the shape of x […,C]."""
-    return apply(x, bias, odds, scale)[0]
+forward = register("forget_gate", _compute, _differentiate, empty)
 
 
 def reference(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:

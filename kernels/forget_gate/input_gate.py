@@ -38,5 +38,5 @@ def complement(log_decay: Tensor, dtype: torch.dtype) -> Tensor:
     Returns:
         The input gates, in the shape of `log_decay`.
     """
-    (k,) = apply(log_decay, dtype)
+    k = apply(log_decay, dtype)
     return remake(k, lambda *args: _compute(Arguments(*args))[0], log_decay, dtype)

@@ -38,6 +38,13 @@ def tile_of(first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
     return r * stride + c, r * C + c, (r < rows) & (c < C)
 
 
+@triton.jit
+def head_tile_of(first, rows, stride, head, c, SIZE: tl.constexpr, ROWS: tl.constexpr):
+    """Offsets of a head's channels in the rows from `first` on, and the mask of those that exist."""
+    r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    return r * stride + head * SIZE + c[None, :], (r < rows) & (c < SIZE)[None, :]
+
+
 def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
     """x […,C] with the numbers of a row contiguous, the number of rows, and their stride."""
     rows, size = x.numel() // max(x.shape[-1], 1), x.shape[-1]

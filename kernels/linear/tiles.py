@@ -101,5 +101,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         return F.linear(x, weight, bias)  # which refuses them
-    (y,) = tiled_linear(x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias, implementation(x))
+    y = tiled_linear(x.flatten(0, -2) if x.dim() > 1 else x[None], weight, bias, implementation(x))
     return y.view(*x.shape[:-1], len(weight))

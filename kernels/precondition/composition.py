@@ -53,12 +53,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"k": dk.to(k.dtype) if needed.k else None, "curvature": dcurvature, "beta": dbeta, "centre": dcentre}
 
 
-apply = register("precondition", _compute, _differentiate, empty)
-
-
-def forward(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, limit: float) -> Tensor:
-    """β k ⊙ M in the shape of k."""
-    return apply(k, curvature, beta, centre, limit)[0]
+forward = register("precondition", _compute, _differentiate, empty)
 
 
 def reference(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, limit: float) -> Tensor:

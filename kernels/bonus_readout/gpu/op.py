@@ -16,18 +16,11 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
-from ...gpu.rows import load, rows_of, walkers
+from ...gpu.rows import head_tile_of, load, rows_of, walkers
 from .. import Arguments
 
 ELEMENTS, WARPS = 1024, 4  # of a tile, and of a program
 PROGRAMS = 8  # per multiprocessor in the backward pass; each stores its part of the gradients of the parameters
-
-
-@triton.jit
-def rows_at(first, rows, stride, head, c, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Offsets of a head's channels from token `first` on, and their mask."""
-    r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    return r * stride + head * SIZE + c[None, :], (r < rows) & (c < SIZE)[None, :]
 
 
 @triton.jit
@@ -65,17 +58,17 @@ def read(
 ):
     h, first = tl.program_id(0) % H, tl.program_id(0) // H * ROWS
     c, j = tl.arange(0, V_BLOCK), tl.arange(0, K_BLOCK)
-    at, inside = rows_at(first, rows, o_row, h, c, V, ROWS)
+    at, inside = head_tile_of(first, rows, o_row, h, c, V, ROWS)
     n, _ = normed(load(o, at, inside), inside, eps, V)
-    in_q, keys = rows_at(first, rows, q_row, h, j, K, ROWS)
-    in_k, _ = rows_at(first, rows, k_row, h, j, K, ROWS)
+    in_q, keys = head_tile_of(first, rows, q_row, h, j, K, ROWS)
+    in_k, _ = head_tile_of(first, rows, k_row, h, j, K, ROWS)
     share = load(r_k + h * K, j, j < K)[None, :]
     own = tl.sum(load(q, in_q, keys) * load(k, in_k, keys) * share, 1)[:, None]
-    in_v, _ = rows_at(first, rows, v_row, h, c, V, ROWS)
-    in_gate, _ = rows_at(first, rows, gate_row, h, c, V, ROWS)
+    in_v, _ = head_tile_of(first, rows, v_row, h, c, V, ROWS)
+    in_gate, _ = head_tile_of(first, rows, gate_row, h, c, V, ROWS)
     scale, shift = load(weight + h * V, c, c < V)[None, :], load(bias + h * V, c, c < V)[None, :]
     result = (n * scale + shift + own * load(v, in_v, inside)) * load(gate, in_gate, inside)
-    dense, _ = rows_at(first, rows, H * V, h, c, V, ROWS)
+    dense, _ = head_tile_of(first, rows, H * V, h, c, V, ROWS)
     tl.store(y + dense, result.to(y.dtype.element_ty), mask=inside)
 
 
@@ -117,15 +110,15 @@ def differentiate(
     weights, shares = tl.zeros([ROWS, V_BLOCK], tl.float32), tl.zeros([ROWS, K_BLOCK], tl.float32)
     biases = weights
     for first in tl.range(walker * ROWS, rows, tl.num_programs(0) // H * ROWS):
-        at, inside = rows_at(first, rows, o_row, h, c, V, ROWS)
+        at, inside = head_tile_of(first, rows, o_row, h, c, V, ROWS)
         n, root = normed(load(o, at, inside), inside, eps, V)
-        in_q, keys = rows_at(first, rows, q_row, h, j, K, ROWS)
-        in_k, _ = rows_at(first, rows, k_row, h, j, K, ROWS)
+        in_q, keys = head_tile_of(first, rows, q_row, h, j, K, ROWS)
+        in_k, _ = head_tile_of(first, rows, k_row, h, j, K, ROWS)
         query, key = load(q, in_q, keys), load(k, in_k, keys)
         own = tl.sum(query * key * share, 1)[:, None]
-        in_v, _ = rows_at(first, rows, v_row, h, c, V, ROWS)
-        in_gate, _ = rows_at(first, rows, gate_row, h, c, V, ROWS)
-        dense, _ = rows_at(first, rows, H * V, h, c, V, ROWS)
+        in_v, _ = head_tile_of(first, rows, v_row, h, c, V, ROWS)
+        in_gate, _ = head_tile_of(first, rows, gate_row, h, c, V, ROWS)
+        dense, _ = head_tile_of(first, rows, H * V, h, c, V, ROWS)
         value, d = load(v, in_v, inside), load(dy, dense, inside)
         opened = d * (n * scale + shift + own * value)
         d *= load(gate, in_gate, inside)
@@ -137,7 +130,7 @@ def differentiate(
         d *= scale
         mean, along = tl.sum(d, 1)[:, None] / V, tl.sum(d * n, 1)[:, None] / V
         tl.store(do + dense, (root * (d - mean - n * along)).to(do.dtype.element_ty), mask=inside)
-        of_keys, _ = rows_at(first, rows, H * K, h, j, K, ROWS)
+        of_keys, _ = head_tile_of(first, rows, H * K, h, j, K, ROWS)
         tl.store(dq + of_keys, (down * key * share).to(dq.dtype.element_ty), mask=keys)
         tl.store(dk + of_keys, (down * query * share).to(dk.dtype.element_ty), mask=keys)
         shares += down * query * key
@@ -189,9 +182,4 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {**streams, **{name: total.view(x.shape).to(x.dtype) for (name, x), total in named}}
 
 
-bonus_readout = register("bonus_readout", _compute, _differentiate, _empty)
-
-
-def forward(*args: Any) -> Tensor:
-    """y […,H·V], of the fields of `Arguments`."""
-    return bonus_readout(*args)[0]
+forward = register("bonus_readout", _compute, _differentiate, _empty)

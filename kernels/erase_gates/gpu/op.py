@@ -16,7 +16,7 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
-from ...gpu.rows import load, rows_of, walkers
+from ...gpu.rows import head_tile_of, load, rows_of, walkers
 from ...gpu.tiles import sigmoid
 from .. import LEAST as SMALLEST
 from .. import Arguments
@@ -24,13 +24,6 @@ from .. import Arguments
 LEAST: tl.constexpr = tl.constexpr(SMALLEST)
 ELEMENTS, WARPS = 1024, 4  # of a tile, and of a program
 PROGRAMS = 6  # per multiprocessor in the backward pass; each stores its part of the gradients of the parameters
-
-
-@triton.jit
-def rows_at(first, rows, stride, m, c, M: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr):
-    """Offsets of recurrence m from token `first` on, in a strided and in a dense tensor, and their mask."""
-    r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    return r * stride + m * K + c[None, :], r * (M * K) + m * K + c[None, :], (r < rows) & (c < K)[None, :]
 
 
 @triton.jit
@@ -71,9 +64,10 @@ def erase_gates_forward(
     BLOCK: tl.constexpr,
 ):
     m, first, c = tl.program_id(0) % M, tl.program_id(0) // M * ROWS, tl.arange(0, BLOCK)
-    at, dense, inside = rows_at(first, rows, k_row, m, c, M, K, ROWS)
-    of_decay, _, _ = rows_at(first, rows, decay_row, m, c, M, K, ROWS)
-    of_rate, _, _ = rows_at(first, rows, rate_row, m, c, M, K, ROWS)
+    at, inside = head_tile_of(first, rows, k_row, m, c, K, ROWS)
+    dense, _ = head_tile_of(first, rows, M * K, m, c, K, ROWS)
+    of_decay, _ = head_tile_of(first, rows, decay_row, m, c, K, ROWS)
+    of_rate, _ = head_tile_of(first, rows, rate_row, m, c, K, ROWS)
     u = load(k, at, inside)
     a = sigmoid(load(rate, of_rate, inside) + parameter(rate_bias, m, c, K))
     kappa, _, _ = erase_key(u, parameter(k_k, m, c, K))
@@ -117,9 +111,10 @@ def erase_gates_backward(
     decays = tl.zeros([ROWS, BLOCK], tl.float32)
     rates, erases, scales = decays, decays, decays
     for first in tl.range(walker * ROWS, rows, tl.num_programs(0) // M * ROWS):
-        at, dense, inside = rows_at(first, rows, k_row, m, c, M, K, ROWS)
-        in_decay, _, _ = rows_at(first, rows, decay_row, m, c, M, K, ROWS)
-        in_rate, _, _ = rows_at(first, rows, rate_row, m, c, M, K, ROWS)
+        at, inside = head_tile_of(first, rows, k_row, m, c, K, ROWS)
+        dense, _ = head_tile_of(first, rows, M * K, m, c, K, ROWS)
+        in_decay, _ = head_tile_of(first, rows, decay_row, m, c, K, ROWS)
+        in_rate, _ = head_tile_of(first, rows, rate_row, m, c, K, ROWS)
         u = load(k, at, inside)
         a = sigmoid(load(rate, in_rate, inside) + bias_of_rate)
         kappa, r, longer = erase_key(u, of_erase)
@@ -196,9 +191,4 @@ def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> G
     return {"k": dk, "decay": ddecay, "rate": drate, **learned}
 
 
-erase_gates = register("erase_gates", _compute, _differentiate, _empty, results=4)
-
-
-def forward(*args: Any) -> tuple[Tensor, ...]:
-    """The keys, erase keys, `erase_write` and log_decay, of the fields of `Arguments`."""
-    return erase_gates(*args)
+forward = register("erase_gates", _compute, _differentiate, _empty, results=4)

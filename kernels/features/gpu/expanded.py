@@ -162,5 +162,5 @@ def forward(stream: FeatureStream) -> tuple[Tensor, None]:
     assert stream.product is not None
     assert stream.weight is not None
     args = (stream.x, stream.product, stream.weight, stream.activation, stream.norm)
-    (y,) = apply(*args)
+    y = apply(*args)
     return y if stream.kept else remake(y, lambda *args: compute(Arguments(*args))[0], *args), None

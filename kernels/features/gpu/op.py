@@ -191,9 +191,8 @@ def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
         return x, continued(stream) if stream.return_history else None
     args = (x, weight, stream.bias, stream.history, stream.cu_seqlens, stream.activation, stream.norm)
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
-        y, tail = step(*args)
-        return y, tail
-    (y,) = features(*args)
+        return step(*args)
+    y = features(*args)
     if noted(x) and not stream.kept:
         # an expansion of a smaller stream: neither it nor its features are worth their memory
         y = remake(y, lambda *args: run(Arguments(*args)), *args)

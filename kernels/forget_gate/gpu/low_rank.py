@@ -153,4 +153,4 @@ low_rank = register("low_rank_forget_gate", _compute, _differentiate, _empty)
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """log_decay […,C] of x […,R]."""
     bias = None if bias is None else bias.contiguous()
-    return low_rank(x, weight.contiguous(), bias, scale)[0]
+    return low_rank(x, weight.contiguous(), bias, scale)

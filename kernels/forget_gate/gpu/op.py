@@ -134,4 +134,4 @@ forget_gate = register("forget_gate_triton", _compute, _differentiate, empty)
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
     """log_decay, in the shape of x […,C]."""
     bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
-    return forget_gate(x, bias, odds, scale)[0]
+    return forget_gate(x, bias, odds, scale)

@@ -109,5 +109,4 @@ def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
     keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
-    (y,) = gated_linear(gate_up.contiguous(), weight, activation, keep)
-    return y
+    return gated_linear(gate_up.contiguous(), weight, activation, keep)

@@ -87,5 +87,4 @@ linear_few = register("linear_few", _compute, None, _empty)
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:
     """y […,O]; with a gate, x holds its input and what it multiplies side by side."""
-    (y,) = linear_few(x.contiguous(), weight.contiguous(), bias, gate)
-    return y
+    return linear_few(x.contiguous(), weight.contiguous(), bias, gate)

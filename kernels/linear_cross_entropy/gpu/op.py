@@ -107,10 +107,9 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     learning = torch.is_grad_enabled()
-    (total,) = linear_cross_entropy(
+    return linear_cross_entropy(
         x, weight, labels, ignore_index, learning and x.requires_grad, learning and weight.requires_grad
     )
-    return total
 
 
 def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:

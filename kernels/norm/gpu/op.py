@@ -96,12 +96,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return dict(zip(("x", "gate", "weight"), differentiate_rows(args, dy), strict=True))
 
 
-rms_norm = register("rms_norm", _compute, _differentiate, lambda args: (new(args.x, dtype=args.dtype),))
-
-
-def forward(*args: Any) -> Tensor:
-    """y in the shape of x, of the fields of `Arguments`."""
-    return rms_norm(*args)[0]
+forward = register("rms_norm", _compute, _differentiate, lambda args: (new(args.x, dtype=args.dtype),))
 
 
 class Added(torch.autograd.Function):

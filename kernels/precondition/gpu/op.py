@@ -117,9 +117,4 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"k": dk, "curvature": dA, "beta": dbeta, "centre": dcentre}
 
 
-apply = register("precondition_triton", _compute, _differentiate, empty)
-
-
-def forward(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, limit: float) -> Tensor:
-    """β k ⊙ M in the shape of k."""
-    return apply(k, curvature, beta, centre, limit)[0]
+forward = register("precondition_triton", _compute, _differentiate, empty)

@@ -74,9 +74,4 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "gate": dgate}
 
 
-sigmoid_gate = register("sigmoid_gate", _compute, _differentiate, _empty)
-
-
-def forward(gate: Tensor, x: Tensor | None, largest: float) -> Tensor:
-    """y in the shape of the gate."""
-    return sigmoid_gate(gate, x, largest)[0]
+forward = register("sigmoid_gate", _compute, _differentiate, _empty)

@@ -13,18 +13,11 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
-from ...gpu.rows import load, rows_of, shifted, walkers
+from ...gpu.rows import load, rows_of, shifted, tile_of, walkers
 from ...gpu.tiles import sigmoid
 
 ROWS, COLUMNS, WARPS = 4, 256, 4
 PROGRAMS = 6  # per multiprocessor in the backward pass; each stores its part of the gradient of the bias
-
-
-@triton.jit
-def tile_of(first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
-    """Offsets of the rows from `first` on, and their mask."""
-    r = (first + tl.arange(0, ROWS)).to(tl.int64)[:, None]
-    return r * stride + c[None, :], (r < rows) & (c < C)[None, :]
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -44,11 +37,10 @@ def mix(
 ):
     BLOCKS: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     first, c = tl.program_id(0) // BLOCKS * ROWS, tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    at, inside = tile_of(first, rows, x_row, c, C, ROWS)
-    in_other, _ = tile_of(first, rows, other_row, c, C, ROWS)
-    in_gate, _ = tile_of(first, rows, gate_row, c, C, ROWS)
+    at, dense, inside = tile_of(first, rows, x_row, c, C, ROWS)
+    in_other, _, _ = tile_of(first, rows, other_row, c, C, ROWS)
+    in_gate, _, _ = tile_of(first, rows, gate_row, c, C, ROWS)
     u, share = load(x, at, inside), sigmoid(shifted(gate, bias, in_gate, inside, c, C))
-    dense, _ = tile_of(first, rows, C, c, C, ROWS)
     tl.store(y + dense, (u + (load(other, in_other, inside) - u) * share).to(y.dtype.element_ty), mask=inside)
 
 
@@ -75,10 +67,9 @@ def differentiate(
     walker, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
     biases = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(walker * ROWS, rows, tl.num_programs(0) // BLOCKS * ROWS):
-        at, inside = tile_of(first, rows, x_row, c, C, ROWS)
-        in_other, _ = tile_of(first, rows, other_row, c, C, ROWS)
-        in_gate, _ = tile_of(first, rows, gate_row, c, C, ROWS)
-        dense, _ = tile_of(first, rows, C, c, C, ROWS)
+        at, dense, inside = tile_of(first, rows, x_row, c, C, ROWS)
+        in_other, _, _ = tile_of(first, rows, other_row, c, C, ROWS)
+        in_gate, _, _ = tile_of(first, rows, gate_row, c, C, ROWS)
         share, d = sigmoid(shifted(gate, bias, in_gate, inside, c, C)), load(dy, dense, inside)
         dshare = d * (load(other, in_other, inside) - load(x, at, inside)) * share * (1 - share)
         tl.store(dx + dense, (d * (1 - share)).to(dx.dtype.element_ty), mask=inside)
@@ -124,9 +115,4 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {**streams, "bias": add_parts(parts, args.bias.dtype).view(args.bias.shape)}
 
 
-sigmoid_mix = register("sigmoid_mix", _compute, _differentiate, _empty)
-
-
-def forward(*args: Any) -> Tensor:
-    """y in the shape of x, of the fields of `Arguments`."""
-    return sigmoid_mix(*args)[0]
+forward = register("sigmoid_mix", _compute, _differentiate, _empty)

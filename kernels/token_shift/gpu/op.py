@@ -3,7 +3,8 @@
 A tile has neighbouring tokens, so that the previous ones, and the gradients of the next ones, come from the cache.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+# ruff: noqa: RUF005
 
 from typing import Any
 
@@ -43,12 +44,6 @@ def difference_at(x, before, sequence, first, here, inside, c, D: tl.constexpr):
     return u, previous - u
 
 
-@triton.jit
-def store_mixture(y, shares, u, difference, here, inside, c, D: tl.constexpr):
-    mixture = u + difference * per_channel(shares, c, D)
-    tl.store(y + here, mixture.to(y.dtype.element_ty), mask=inside)
-
-
 @triton.jit(do_not_specialize=["rows", "T"])
 def mix(
     x,  # [rows,D]
@@ -75,24 +70,10 @@ def mix(
     here, inside = r[:, None] * D + c[None, :], (r < rows)[:, None] & (c < D)[None, :]
     sequence, first = tokens_of(owner, positions, r, rows, T)
     u, difference = difference_at(x, before, sequence, first, here, inside, c, D)
-    store_mixture(y0, shares, u, difference, here, inside, c, D)
-    if N > 1:
-        store_mixture(y1, shares + D, u, difference, here, inside, c, D)
-    if N > 2:
-        store_mixture(y2, shares + 2 * D, u, difference, here, inside, c, D)
-    if N > 3:
-        store_mixture(y3, shares + 3 * D, u, difference, here, inside, c, D)
-    if N > 4:
-        store_mixture(y4, shares + 4 * D, u, difference, here, inside, c, D)
-    if N > 5:
-        store_mixture(y5, shares + 5 * D, u, difference, here, inside, c, D)
-
-
-@triton.jit
-def gradients_of(dy, shares, difference, here, inside, follows, c, D: tl.constexpr):
-    """Contributions of a mixture to the gradients of its tokens, of the tokens before sequences, and of its share."""
-    share, d = per_channel(shares, c, D), load(dy, here, inside)
-    return d * (1 - share) + load(dy, here + D, follows) * share, d * share, d * difference
+    mixtures = (y0, y1, y2, y3, y4, y5)
+    for i in tl.static_range(N):
+        mixture = u + difference * per_channel(shares + i * D, c, D)
+        tl.store(mixtures[i] + here, mixture.to(mixtures[i].dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "T"])
@@ -121,8 +102,9 @@ def differentiate(
     BLOCKS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     walker, count = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     c = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
-    parts0 = tl.zeros([ROWS, COLUMNS], tl.float32)
-    parts1, parts2, parts3, parts4, parts5 = parts0, parts0, parts0, parts0, parts0
+    gradients, sums = (dy0, dy1, dy2, dy3, dy4, dy5), ()  # of the mixtures and of their shares
+    for _i in tl.static_range(N):
+        sums = sums + (tl.zeros([ROWS, COLUMNS], tl.float32),)
     for start in tl.range(walker * ROWS, rows, count * ROWS):
         r = (start + tl.arange(0, ROWS)).to(tl.int64)
         here, inside = r[:, None] * D + c[None, :], (r < rows)[:, None] & (c < D)[None, :]
@@ -130,39 +112,23 @@ def differentiate(
         _, resets = tokens_of(owner, positions, r + 1, rows, T)
         follows = inside & ((r + 1 < rows) & ~resets)[:, None]
         _, difference = difference_at(x, before, sequence, first, here, inside, c, D)
-        du, dprevious, part = gradients_of(dy0, shares, difference, here, inside, follows, c, D)
-        parts0 += part
-        if N > 1:
-            more, of_previous, part = gradients_of(dy1, shares + D, difference, here, inside, follows, c, D)
-            du, dprevious, parts1 = du + more, dprevious + of_previous, parts1 + part
-        if N > 2:
-            more, of_previous, part = gradients_of(dy2, shares + 2 * D, difference, here, inside, follows, c, D)
-            du, dprevious, parts2 = du + more, dprevious + of_previous, parts2 + part
-        if N > 3:
-            more, of_previous, part = gradients_of(dy3, shares + 3 * D, difference, here, inside, follows, c, D)
-            du, dprevious, parts3 = du + more, dprevious + of_previous, parts3 + part
-        if N > 4:
-            more, of_previous, part = gradients_of(dy4, shares + 4 * D, difference, here, inside, follows, c, D)
-            du, dprevious, parts4 = du + more, dprevious + of_previous, parts4 + part
-        if N > 5:
-            more, of_previous, part = gradients_of(dy5, shares + 5 * D, difference, here, inside, follows, c, D)
-            du, dprevious, parts5 = du + more, dprevious + of_previous, parts5 + part
+        totals = ()
+        for i in tl.static_range(N):
+            share, d = per_channel(shares + i * D, c, D), load(gradients[i], here, inside)
+            of_token, of_previous = d * (1 - share) + load(gradients[i], here + D, follows) * share, d * share
+            if i == 0:
+                du, dprevious = of_token, of_previous
+            else:
+                du, dprevious = du + of_token, dprevious + of_previous
+            totals = totals + (sums[i] + d * difference,)
+        sums = totals
         tl.store(dx + here, du.to(dx.dtype.element_ty), mask=inside)
         if dbefore is not None:
             at = sequence[:, None] * D + c[None, :]
             tl.store(dbefore + at, dprevious.to(dbefore.dtype.element_ty), mask=inside & first[:, None])
     at = parts + walker * (N * D) + c
-    tl.store(at, tl.sum(parts0, 0), mask=c < D)
-    if N > 1:
-        tl.store(at + D, tl.sum(parts1, 0), mask=c < D)
-    if N > 2:
-        tl.store(at + 2 * D, tl.sum(parts2, 0), mask=c < D)
-    if N > 3:
-        tl.store(at + 3 * D, tl.sum(parts3, 0), mask=c < D)
-    if N > 4:
-        tl.store(at + 4 * D, tl.sum(parts4, 0), mask=c < D)
-    if N > 5:
-        tl.store(at + 5 * D, tl.sum(parts5, 0), mask=c < D)
+    for i in tl.static_range(N):
+        tl.store(at + i * D, tl.sum(sums[i], 0), mask=c < D)
 
 
 def tables(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

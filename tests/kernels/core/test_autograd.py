@@ -97,11 +97,11 @@ unread = autograd.register("unread", whole, whole_backward, whole_fake, unread=l
 @pytest.mark.parametrize("keep", [True, False])
 def test_memory_of_what_is_not_read(keep: bool):
     a, b = leaf(True, True)
-    torch.autograd.gradcheck(lambda a, b: unread(a, b, keep)[0], (a, b), check_undefined_grad=False)
+    torch.autograd.gradcheck(lambda a, b: unread(a, b, keep), (a, b), check_undefined_grad=False)
     # as another argument it is kept
-    torch.autograd.gradcheck(lambda a: unread(a, a, keep)[0], a, check_undefined_grad=False)
+    torch.autograd.gradcheck(lambda a: unread(a, a, keep), a, check_undefined_grad=False)
     torch.library.opcheck(torch.ops.token_mixer_zoo.unread.default, (a, b, keep, False))
-    (y,) = unread(a, b, keep)
+    y = unread(a, b, keep)
     memory = [x.untyped_storage().data_ptr() for x in y.grad_fn.saved_tensors]
     assert (a.untyped_storage().data_ptr() in memory) == (not keep)
     assert b.untyped_storage().data_ptr() in memory
@@ -115,7 +115,7 @@ def test_gradients_may_be_parts_of_one_tensor():
 @pytest.mark.parametrize("create_graph", [False, True])
 def test_no_second_derivative(create_graph: bool):
     a, b = leaf(True, True)
-    (da,) = torch.autograd.grad(pair(a, b)[0].sin().sum(), a, create_graph=create_graph)
+    (da,) = torch.autograd.grad(pair(a, b).sin().sum(), a, create_graph=create_graph)
     torch.testing.assert_close(da.detach(), (b * (a * b).cos()).detach())
     assert da.requires_grad is create_graph
     if create_graph:
