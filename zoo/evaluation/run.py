@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from kernels import Option, UserError
+from mixers.arguments import check_sizes
 from zoo.arguments import check_names, names_in
 from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
@@ -97,8 +98,7 @@ def evaluate(
         raise UserError("checkpoint: evaluate needs one, ", Option("checkpoint", "runs/NAME"))
     where = pick_device(device)
     bf16 = _is_bf16(precision, where)
-    if batch_tokens is not None and batch_tokens < 1:
-        raise UserError(f"batch_tokens: {batch_tokens} must be at least 1")
+    check_sizes({"batch_tokens": batch_tokens})
     subjects = [
         load_subject(path, name, bf16, batch_tokens, trust) for path, name in zip(paths, _names(paths), strict=True)
     ]

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 
 from kernels import UserError
+from mixers.arguments import check_sizes
 from zoo.evaluation.loaded import Subject
 
 Cell = dict[str, Any]
@@ -42,13 +43,11 @@ class Options:
 
     def __post_init__(self) -> None:
         for length in self.lengths or ():
-            if length < 1:
-                raise UserError(f"lengths: {length} must be at least 1")
+            check_sizes({"lengths": length})
         for depth in self.depths or ():
             if not 0 <= depth <= 1:
                 raise UserError(f"depths: {depth} is not between 0, the beginning, and 1, the end")
-        if self.samples is not None and self.samples < 1:
-            raise UserError(f"samples: {self.samples} must be at least 1")
+        check_sizes({"samples": self.samples})
 
 
 class Task(ABC):

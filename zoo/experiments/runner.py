@@ -17,6 +17,7 @@ import torch
 from filelock import Timeout
 
 from kernels import Option, UserError
+from mixers.arguments import check_sizes
 from zoo.config.moved import up_to_date
 from zoo.config.serialise import differences, verified
 from zoo.display import short_list
@@ -68,8 +69,7 @@ class Runner:
     def __init__(self, command: Sequence[str], folder: Path, jobs: int | None = None):
         self.gpus = torch.cuda.device_count()
         self.command, self.folder, self.jobs = list(command), folder, max(self.gpus, 1) if jobs is None else jobs
-        if self.jobs < 1:
-            raise UserError(f"jobs: {jobs} must be at least 1")
+        check_sizes({"jobs": jobs})
 
     def run(self, runs: Sequence[Run]) -> list[Failure]:
         """Run all incomplete runs, and return those that failed.

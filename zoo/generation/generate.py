@@ -47,6 +47,13 @@ class Sampling(TypedDict, total=False):
     top_p: float | None
 
 
+class Drawing(Sampling, total=False):
+    """The options of `generate_tokens` and `sample_tokens`, of which `max_new_tokens` is required."""
+
+    seed: int | None
+    eos_id: int | Sequence[int] | None
+
+
 def generate(
     model: LanguageModel,
     tokenizer: Tokenizer,
@@ -167,15 +174,7 @@ def stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def generate_tokens(
-    model: LanguageModel,
-    prompts: Tensor | Sequence[Tensor],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    eos_id: int | Sequence[int] | None = None,
+    model: LanguageModel, prompts: Tensor | Sequence[Tensor], **options: Unpack[Drawing]
 ) -> Iterator[Tensor]:
     """Continue several prompts together.
 
@@ -184,29 +183,19 @@ def generate_tokens(
     Args:
         model: A language model of the zoo.
         prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
-        max_new_tokens: Stop after this many tokens.
-        temperature, top_k, top_p, seed: As in `generate`.
-        eos_id: Ends a sequence, which repeats it (the first of several) from then on; the iterator stops when all have
+        options: `max_new_tokens`, and by choice `temperature`, `top_k`, `top_p` and `seed`, as in `generate`; `eos_id`
+            ends a sequence, which repeats it (the first of several) from then on; the iterator stops when all have
             ended. None for sequences that never end.
 
     Returns:
         An iterator over the next tokens, [B] int64 each; a UserError as in `generate`, or if the model is a classifier.
     """
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    drawn = _draws(model, prompts, False, max_new_tokens=max_new_tokens, eos_id=eos_id, **options)
+    drawn = _draws(model, prompts, False, **options)
     return (tokens for tokens, _ in drawn)
 
 
 def sample_tokens(
-    model: LanguageModel,
-    prompts: Tensor | Sequence[Tensor],
-    *,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int | None = None,
-    eos_id: int | Sequence[int] | None = None,
+    model: LanguageModel, prompts: Tensor | Sequence[Tensor], **options: Unpack[Drawing]
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Continue several prompts together, with the log-probability that the model gives each token.
 
@@ -214,14 +203,13 @@ def sample_tokens(
     `LanguageModel.token_losses` for the same tokens, in any batch and in the same precision; elsewhere nearly.
 
     Args:
-        model, prompts, max_new_tokens, temperature, top_k, top_p, seed, eos_id: As in `generate_tokens`.
+        model, prompts, options: As in `generate_tokens`.
 
     Returns:
         An iterator over the next tokens [B] and their log-probabilities [B] in fp32 under the model itself: at a
         temperature of 1, without `top_k` and `top_p`. The end that a sequence repeats has one, too.
     """
-    options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
-    return _draws(model, prompts, True, max_new_tokens=max_new_tokens, eos_id=eos_id, **options)
+    return _draws(model, prompts, True, **options)
 
 
 def _draws(
@@ -230,11 +218,11 @@ def _draws(
     scored: bool,
     *,
     max_new_tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int | None,
-    eos_id: int | Sequence[int] | None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos_id: int | Sequence[int] | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The tokens of `sample_tokens`, with log-probabilities if they are to be `scored`, else with empty tensors."""
     check_predicts_tokens(model, "generate")

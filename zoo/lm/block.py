@@ -78,12 +78,22 @@ class Block(nn.Module):
         passed: Mapping[str, Tensor],
     ) -> tuple[Tensor, Tensor, Any, Mapping[str, Tensor]]:
         of_mixer, of_mlp = self._parts(state)
-        x, h = (x, self.mixer_norm(x)) if y is None else self.mixer_norm(x, y)
+        x, h = self._before(self.mixer_norm, x, y)
         y, of_mixer, passed = mix(self.mixer, h, of_mixer, cu_seqlens, context_parallel, passed)
+        y = self._after(self.mixer_norm, y)
         if self.mlp is not None and self.mlp_norm is not None:
-            x, h = self.mlp_norm(x, y)
+            x, h = self._before(self.mlp_norm, x, y)
             y, of_mlp = mix_channels(self.mlp, h, of_mlp, cu_seqlens, context_parallel)
-        return x, y, self._joined(state, of_mixer, of_mlp), passed
+            y = self._after(self.mlp_norm, y)
+        return x, y, LayerState(of_mixer, of_mlp) if isinstance(state, LayerState) else of_mixer, passed
+
+    def _before(self, norm: Norm, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream x + y, and the input of a mixer."""
+        return (x, norm(x)) if y is None else norm(x, y)
+
+    def _after(self, norm: Norm, y: Tensor) -> Tensor:
+        """The summand of the residual stream, from the output of a mixer."""
+        return y
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -102,10 +112,6 @@ class Block(nn.Module):
             raise UserError(f"state: {type(self.mlp).__name__} has one, so that the layer needs a state of init_state")
         return state
 
-    def _joined(self, state: Any, of_mixer: Any, of_mlp: Any) -> Any:
-        """The next states of the mixer and of the channel mixer, in the form of `state`."""
-        return LayerState(of_mixer, of_mlp) if isinstance(state, LayerState) else of_mixer
-
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of one sequence's state, as `TokenMixer.state_size` counts them."""
         return self.mixer.state_size(length) + (0 if self.mlp is None else self.mlp.state_size(length))
@@ -114,24 +120,12 @@ class Block(nn.Module):
 class PostNormBlock(Block):
     """x + norm(mixer(x)), then x + norm(mlp(x)) if there is an MLP (OLMo 2, arXiv 2501.00656). Otherwise a `Block`."""
 
-    def _forward(
-        self,
-        x: Tensor,
-        y: Tensor | None,
-        state: Any,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-        passed: Mapping[str, Tensor],
-    ) -> tuple[Tensor, Tensor, Any, Mapping[str, Tensor]]:
-        of_mixer, of_mlp = self._parts(state)
-        x = x if y is None else x + y
-        y, of_mixer, passed = mix(self.mixer, x, of_mixer, cu_seqlens, context_parallel, passed)
-        y = self.mixer_norm(y)
-        if self.mlp is not None and self.mlp_norm is not None:
-            x = x + y
-            y, of_mlp = mix_channels(self.mlp, x, of_mlp, cu_seqlens, context_parallel)
-            y = self.mlp_norm(y)
-        return x, y, self._joined(state, of_mixer, of_mlp), passed
+    def _before(self, norm: Norm, x: Tensor, y: Tensor | None) -> tuple[Tensor, Tensor]:
+        total = x if y is None else x + y
+        return total, total
+
+    def _after(self, norm: Norm, y: Tensor) -> Tensor:
+        return norm(y)
 
 
 def mix(

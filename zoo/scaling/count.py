@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mixers
-from kernels import UserError
+from mixers.arguments import check_sizes
 from zoo.config.build import from_config
 from zoo.config.parser import read
 from zoo.display import new_table
@@ -58,8 +58,7 @@ def count(models: list[str] | str | None = None, length: int = 4096, verbose: bo
     Raises:
         UserError: A config does not exist, or the length is below 1.
     """
-    if length < 1:
-        raise UserError(f"length: {length} must be at least 1")
+    check_sizes({"length": length})
     if models is None:
         causal = [name for name in mixers.names() if mixers.get(name).causal]  # language models
         shaped = [{"model": {**SHAPE, "stack": {"mixer": {"class_path": name}}}} for name in causal]
