@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import sigmoid, tanh
+from kernels.core.elementwise import sigmoid, soft_cap
 
 from .arguments import check_finite, check_numbers
 from .base import Carried, LinearMixer, Site, Streams, checked_site
@@ -50,7 +50,7 @@ class CappedGates(KeepsFp32):
     def forward(self, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         """Raw gates [B,T,size] → bounded ones, the same shape."""
         i, f = kernels.at_least_fp32(i) + self.input_bias, kernels.at_least_fp32(f) + self.forget_bias
-        return (i, f) if self.cap is None else (self.cap * tanh(i / self.cap), self.cap * tanh(f / self.cap))
+        return soft_cap(i, self.cap), soft_cap(f, self.cap)
 
 
 class HeadLayerNorm(KeepsFp32):

@@ -40,6 +40,11 @@ def tanh(x: Tensor) -> Tensor:
     return torch.copysign(-t / (2 + t), x).to(x.dtype)
 
 
+def soft_cap(x: Tensor, cap: float | None) -> Tensor:
+    """cap · tanh(x / cap), or x with a cap of None."""
+    return x if cap is None else cap * tanh(x / cap)
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp x)."""
     return -F.logsigmoid(-_wide(x)).to(x.dtype) if _exact(x) else F.softplus(x)

@@ -15,12 +15,17 @@ def limits(x: Tensor, *rest: Any) -> str | None:
     return "which does not take fp16" if dtype == torch.float16 else None
 
 
+def loss_limits(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> str | None:
+    """As `limits`, for the loss with gradients, which the kernels compute for logits without a cap."""
+    return limits(x) if cap is None else "which does not take a cap"
+
+
 OP = Op(
     "linear_cross_entropy",
     reference=logits.reference,
     torch=logits.forward,
     gpu="kernels.linear_cross_entropy.gpu.op:forward",
-    limits=limits,
+    limits=loss_limits,
 )
 TOKEN_LOSSES = Op(
     "linear_token_losses",
@@ -45,11 +50,14 @@ def losses_of_logits(x: Tensor, labels: Tensor, *, ignore_index: int = -100) -> 
     return losses
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, cap: float | None = None
+) -> Tensor:
     """Sum over tokens of −log softmax(x_n Wᵀ) at label n, in nats.
 
     On a GPU, only the logits of a few thousand tokens exist at a time, and the gradients are computed along with the
-    loss if `x` or `weight` needs them: the backward pass only multiplies.
+    loss if `x` or `weight` needs them: the backward pass only multiplies. With a cap, logits are
+    cap · tanh(x_n Wᵀ / cap), and PyTorch holds those of all tokens in memory.
 
     Under autocast the product is computed in the autocast dtype, as in a linear layer, but the gradient of `weight` is
     summed in fp32.
@@ -60,6 +68,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
         labels: [N] int64; each is in [0, V), or `ignore_index`. Any other is an error on the CPU; on a GPU, where an
             error would cost a synchronisation, it makes the loss and the gradients nan.
         ignore_index: Label of the tokens without a loss.
+        cap: Bound of the logits, above 0; None for none.
 
     Returns:
         The sum, a scalar in fp32 (fp64 for fp64).
@@ -69,27 +78,27 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, labels: Tensor, *, ignore_in
         IndexError: A label is outside the vocabulary (on the CPU).
     """
     _check(x, weight, labels)
-    total: Tensor = OP(x, x, weight, labels, ignore_index)
+    total: Tensor = OP(x, x, weight, labels, ignore_index, cap)
     return total
 
 
 @torch.no_grad()
 def linear_token_losses(
-    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100
+    x: Tensor, weight: Tensor, labels: Tensor, *, ignore_index: int = -100, cap: float | None = None
 ) -> tuple[Tensor, Tensor]:
     """The loss of each token, and whether its label is the likeliest: for evaluation, without gradients.
 
     Only the logits of a thousand tokens or so exist at a time, on a CPU, too.
 
     Args:
-        x, weight, labels, ignore_index: As for `linear_cross_entropy`, which raises the same errors.
+        x, weight, labels, ignore_index, cap: As for `linear_cross_entropy`, which raises the same errors.
 
     Returns:
         losses: −log softmax(x_n Wᵀ) at label n in nats, [N] in fp32 (fp64 for fp64); 0 where the label is ignored.
         correct: [N] bool; false where the label is ignored.
     """
     _check(x, weight, labels)
-    losses, correct = TOKEN_LOSSES(x, x, weight, labels, ignore_index)
+    losses, correct = TOKEN_LOSSES(x, x, weight, labels, ignore_index, cap)
     return losses, correct
 
 

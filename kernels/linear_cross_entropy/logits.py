@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.elementwise import soft_cap
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import linear
 
@@ -17,9 +18,15 @@ def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return F.cross_entropy(at_least_fp32(logits), labels, ignore_index=ignore_index, reduction="none")
 
 
-def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def capped_logits(x: Tensor, weight: Tensor, cap: float | None) -> Tensor:
+    """The logits x Wᵀ; with a cap, in at least fp32 and between −cap and cap."""
+    logits = linear(x, weight)
+    return logits if cap is None else soft_cap(at_least_fp32(logits), cap)
+
+
+def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> Tensor:
     """Sum of the losses, from the logits of all tokens: the CPU path."""
-    return row_losses(linear(x, weight), labels, ignore_index).sum()
+    return row_losses(capped_logits(x, weight, cap), labels, ignore_index).sum()
 
 
 def token_losses(
@@ -27,6 +34,7 @@ def token_losses(
     weight: Tensor,
     labels: Tensor,
     ignore_index: int,
+    cap: float | None,
     row_losses: Callable[[Tensor, Tensor, int], Tensor] = row_losses,
 ) -> tuple[Tensor, Tensor]:
     """Loss of each token [N], and whether its label is the likeliest [N]."""
@@ -34,24 +42,26 @@ def token_losses(
     rows = max(1, LOGITS // weight.shape[0])
     for first in range(0, len(x), rows):
         some = slice(first, first + rows)
-        logits = linear(x[some], weight)
+        logits = capped_logits(x[some], weight, cap)
         correct[some] = (logits.argmax(-1) == labels[some]) & (labels[some] != ignore_index)
         losses[some] = row_losses(logits, labels[some], ignore_index)
     return losses, correct
 
 
-def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
+def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> Tensor:
     """Sum of the losses, in at least fp32."""
     counted = labels != ignore_index
     with torch.autocast(x.device.type, enabled=False):
-        logits = at_least_fp32(x[counted]) @ at_least_fp32(weight).T
+        logits = soft_cap(at_least_fp32(x[counted]) @ at_least_fp32(weight).T, cap)
         return (logits.logsumexp(-1) - logits.gather(-1, labels[counted, None])[:, 0]).sum()
 
 
-def reference_token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def reference_token_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None
+) -> tuple[Tensor, Tensor]:
     """As `token_losses`, in at least fp32."""
     counted = labels != ignore_index
     with torch.autocast(x.device.type, enabled=False):
-        logits = at_least_fp32(x) @ at_least_fp32(weight).T
+        logits = soft_cap(at_least_fp32(x) @ at_least_fp32(weight).T, cap)
         losses = logits.logsumexp(-1) - logits.gather(-1, labels.where(counted, 0)[:, None])[:, 0]
         return losses.where(counted, 0), (logits.argmax(-1) == labels) & counted

@@ -21,7 +21,7 @@ def inputs(N: int, D: int = 24, V: int = 61, dtype: torch.dtype = torch.float32,
     return [x.to(DEVICE, dtype), weight.to(DEVICE, dtype), labels.to(DEVICE)]
 
 
-def results(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "torch", **options: int) -> dict[str, Tensor]:
+def results(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "torch", **options: float) -> dict[str, Tensor]:
     """The loss, and the gradients of 0.1 · loss."""
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     with kernels.backend(backend):
@@ -72,6 +72,28 @@ def test_the_torch_backend_is_the_loss_of_the_logits_bitwise():
     usual = F.cross_entropy(F.linear(x, weight), labels, reduction="none").sum()
     with kernels.backend("torch"):
         assert torch.equal(kernels.linear_cross_entropy(x, weight, labels), usual)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_cap_bounds_the_logits(backend: str):
+    x, weight, labels = inputs(50, dtype=torch.float64)
+    usual = results(x, weight, labels, backend)
+    logits = 2 * torch.tanh(x @ weight.T / 2)
+    expected = F.cross_entropy(logits, labels, reduction="none")
+    actual = results(x, weight, labels, backend, cap=2.0)
+    torch.testing.assert_close(actual["loss"], expected.sum())
+    assert actual["loss"] < 0.7 * usual["loss"]  # the cap mattered
+    with kernels.backend(backend):
+        losses, correct = kernels.linear_token_losses(x, weight, labels, cap=2.0)
+    torch.testing.assert_close(losses, expected)
+    assert torch.equal(correct, logits.argmax(-1) == labels)
+
+
+def test_gradients_through_a_cap():
+    x, weight, labels = inputs(7, D=3, V=5, dtype=torch.float64)
+    x.requires_grad_()
+    weight.requires_grad_()
+    torch.autograd.gradcheck(lambda *passed: kernels.linear_cross_entropy(*passed, labels, cap=1.5), (x, weight))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -102,8 +102,8 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
 linear_cross_entropy = register("linear_cross_entropy", _compute, _differentiate, _empty)
 
 
-def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
-    """Sum of the losses."""
+def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: None) -> Tensor:
+    """Sum of the losses; `limits` keeps calls with a cap away."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     learning = torch.is_grad_enabled()
@@ -112,6 +112,8 @@ def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> Ten
     )
 
 
-def token_losses(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+def token_losses(
+    x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None
+) -> tuple[Tensor, Tensor]:
     """Losses [N] and correct [N]."""
-    return in_pytorch.token_losses(x, weight, labels, ignore_index, row_losses)
+    return in_pytorch.token_losses(x, weight, labels, ignore_index, cap, row_losses)

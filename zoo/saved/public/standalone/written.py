@@ -53,6 +53,8 @@ def _model(model: LanguageModel) -> tuple[dict[str, Any], dict[str, Rule]]:
     for component, kind in refused:
         if component is not None:
             raise refusal(component, kind)
+    if model.logit_cap is not None:
+        raise UserError(f"to: transformers cannot hold logit_cap {model.logit_cap:g} of this model; only null.")
     size, last = model.hidden_size, norm_part(model.norm, "norm", "norm", model.hidden_size)
     names = ("embeddings.weight",) if model.lm_head is None else ("embeddings.weight", "lm_head.weight")
     rules = {name: Rule((name,)) for name in names} | last.rules

@@ -269,6 +269,7 @@ YARN = component("YarnRotary", factor=2.0, original_length=30)
         ({"stack": uniform("GLA"), "head": component("Classifier", num_classes=3)}, "the head Classifier"),
         ({"stack": uniform("GLA"), "position": "GLA"}, "the position GLA"),
         ({"stack": uniform("GLA"), "embedding_norm": True}, "the norm of embeddings RMSNorm"),
+        ({"stack": uniform("GLA"), "logit_cap": 5.0}, "logit_cap 5 of this model; only null"),
         ({"stack": expanded("GLA", 2, expansion=f"{__name__}.Twice")}, "the expansion Twice"),
     ],
 )
