@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zoo
+from zoo.saved.public.import_export import family_of
 
 from .formulas import logits
 from .zoo_of_others import CASES, Oracle, build, save, stored
@@ -115,6 +116,38 @@ def test_preconditioners_that_ours_cannot_be(changes: dict[str, Any], message: s
     save(build("preconditioned kda", oracle, **changes), tmp_path)
     with pytest.raises(zoo.UserError, match=message):
         zoo.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
+def test_partial_rotary_positions_where_transformers_turns_whole_heads(name: str):
+    def read(**config: Any) -> dict[str, Any]:
+        config = {"model_type": name, "rope_theta": 100.0, **config}
+        return family_of(config, Path()).read(config)
+
+    turning = {"rope_type": "default", "rope_theta": 100.0}
+    assert read() == read(partial_rotary_factor=1.0)
+    assert read() == read(rope_parameters={**turning, "partial_rotary_factor": 1.0})
+    for config in (
+        {"partial_rotary_factor": 0.5},
+        {"rope_parameters": {**turning, "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+    ):
+        with pytest.raises(zoo.UserError, match=r"partial_rotary_factor is 0.5, which transformers ignores"):
+            read(**config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["llama", "mistral", "qwen2"])
+def test_transformers_turns_whole_heads_or_fails(case: str, oracle: Oracle):
+    """If this fails, transformers has learnt partial rotary positions here, and the families must follow."""
+    tokens, turning = torch.randint(97, (1, 20)), {"rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    whole = build(case, oracle, rope_parameters={"rope_type": "default", "rope_theta": 100.0})
+    part = build(case, oracle, rope_parameters={"rope_type": "default", **turning})
+    part.load_state_dict(whole.state_dict())
+    with torch.no_grad():
+        assert torch.equal(part(tokens).logits, whole(tokens).logits)
+        with pytest.raises(RuntimeError, match="size of tensor"):
+            build(case, oracle, rope_parameters={"rope_type": "linear", "factor": 2.0, **turning})(tokens)
 
 
 def test_one_layout_becomes_another(oracle: Oracle, tmp_path: Path):

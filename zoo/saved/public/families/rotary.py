@@ -48,13 +48,17 @@ def rotary_map(config: Config, partial: bool = True) -> Spec | None:
     older = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     settings = {**older, **(config["rope_scaling"] or {}), **(config["rope_parameters"] or {})}
     kinds = {settings.pop(name, "default") for name in ("rope_type", "type")} - {"default", "mrope"}
-    base, fraction = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", 1.0)
+    base, fraction = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
+    fraction = 1.0 if fraction is None else fraction
     settings = {name: value for name, value in settings.items() if value is not None and name not in _TEXT_ALONE}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kinds or (kind is None and settings) or (kind is not None and (base is None or kind not in _SCALED)):
         raise refusal(key, config[key], f"null, or the rope_type default, {', '.join(_SCALED)}")
-    if fraction != 1 and not partial:  # transformers turns whole heads whatever it says
-        raise refusal("partial_rotary_factor", fraction, "1")
+    if fraction != 1 and not partial:
+        raise UserError(
+            f"config.json: partial_rotary_factor is {fraction!r:.80}, which transformers ignores in this architecture, "
+            "whose heads turn as a whole; leave it out or set it to 1."
+        )
     if base is None:
         return None
     turning = {"base": float(base), "fraction": float(fraction)}
