@@ -98,7 +98,7 @@ def public_families() -> list[list[str]]:
             [
                 family.name,
                 ", ".join(sorted(family.mixers)),
-                ", ".join(names),
+                ", ".join(names) or "without a `model_type`",
                 f"`{family.architecture}`",
                 f"`{ARCHITECTURES[family.name].name}`" if family.name in ARCHITECTURES else "",
                 *(row[column] for column in columns),

@@ -11,7 +11,7 @@ from zoo.lm.mlp import SwiGLU
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.tensors import Rule
 
-Target = Literal["fla", "huggingface", "transformers"]
+Target = Literal["fla", "huggingface", "mamba_ssm", "transformers"]
 Config = Mapping[str, Any]
 Spec = dict[str, Any]  # a component in a config: class_path and init_args
 
@@ -50,7 +50,7 @@ class Family:
     Attributes:
         name: Its name in messages, such as `fla_gla`.
         target: The project that defines its layout.
-        model_types: The `model_type`s it reads; the first is written.
+        model_types: The `model_type`s it reads; the first is written. Empty for a project that has none.
         architecture: The class that `architectures` names in what is written.
         mixers: Our mixers that its layers may be, by class name.
         keys: Keys that `to_ours` reads → their values where config.json leaves them out.
@@ -106,7 +106,7 @@ class Family:
     def write(self, model: LanguageModel) -> dict[str, Any]:
         """The contents of a config.json for our model, which `read` takes back."""
         fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
-        head = {"architectures": [self.architecture], "model_type": self.model_types[0]}
+        head = {"architectures": [self.architecture], "model_type": self.model_types[0]} if self.model_types else {}
         return {**head, **self.keys, **fixed, **self.to_theirs(model)}
 
 

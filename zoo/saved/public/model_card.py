@@ -42,9 +42,23 @@ _TRANSFORMERS = """\
 from transformers import AutoModelForCausalLM
 
 model = AutoModelForCausalLM.from_pretrained("{name}\""""
+# whose from_pretrained reads pickles only; a tied head is stored once
+_MAMBA_SSM = """\
+import json
+from dataclasses import fields
+
+from mamba_ssm.models.config_mamba import MambaConfig
+from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+from safetensors.torch import load_file
+
+keys = {{field.name for field in fields(MambaConfig)}}
+config = json.load(open("{name}/config.json"))
+model = MambaLMHeadModel(MambaConfig(**{{key: config[key] for key in keys & config.keys()}}), device="cuda")
+model.load_state_dict(load_file("{name}/model.safetensors"), strict=not config["tie_embeddings"])"""
 _LOAD = {
     "fla": f"import fla  # registers the architecture\n{_TRANSFORMERS})",
     "huggingface": f"{_TRANSFORMERS})",
+    "mamba_ssm": _MAMBA_SSM,
     "transformers": f"{_TRANSFORMERS}, trust_remote_code=True)",
     "zoo": 'import zoo\n\nmodel = zoo.load("{name}")',
 }
@@ -53,6 +67,7 @@ _NEEDS = {
     "zoo": "It needs the token-mixer zoo, whose format this is.",
     "fla": f"It needs `pip install flash-linear-attention` and a GPU. {_IN_THE_ZOO}",
     "huggingface": _IN_THE_ZOO,
+    "mamba_ssm": f"It needs `pip install mamba-ssm` from source and a GPU. {_IN_THE_ZOO}",
     "transformers": "Its code, in plain PyTorch, is in the folder; read it before you trust it.",
 }
 
@@ -92,7 +107,7 @@ def model_card(
         tags=", ".join(dict.fromkeys(type(mixer).__name__ for mixer in model.mixers)),
         mixers=mixer_names(model),
         rows="\n".join(f"| {key} | {value} |" for key, value in rows.items()),
-        library="token-mixer-zoo" if exported is None else "transformers",
+        library={"zoo": "token-mixer-zoo", "mamba_ssm": "mamba-ssm"}.get(target, "transformers"),
         load=_LOAD[target].format(name=name),
         needs=_NEEDS[target].format(name=name),
     )

@@ -100,8 +100,15 @@ def _family(
         model_types=(name.lower(),),
         architecture=f"{name}ForCausalLM",
         mixers=words(mixers),
-        keys={**_SIZES, **_HEADS, "rms_norm_eps": 1e-6, TIED: False, **ROTARY_KEYS, "partial_rotary_factor": None}
-        | keys,
+        keys={
+            **_SIZES,
+            **_HEADS,
+            "rms_norm_eps": 1e-6,
+            TIED: False,
+            **ROTARY_KEYS,
+            "partial_rotary_factor": None,
+            **keys,
+        },
         fixed={**FIXED, **(fixed or {})},
         harmless=HARMLESS | words(harmless),
         ignored=(r"rotary_emb\.inv_freq$",),
