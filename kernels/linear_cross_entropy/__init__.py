@@ -77,7 +77,7 @@ def linear_cross_entropy(
         ValueError: An argument does not fit the others; the message starts with its name.
         IndexError: A label is outside the vocabulary (on the CPU).
     """
-    _check(x, weight, labels)
+    _check(x, weight, labels, cap)
     total: Tensor = OP(x, x, weight, labels, ignore_index, cap)
     return total
 
@@ -97,12 +97,14 @@ def linear_token_losses(
         losses: −log softmax(x_n Wᵀ) at label n in nats, [N] in fp32 (fp64 for fp64); 0 where the label is ignored.
         correct: [N] bool; false where the label is ignored.
     """
-    _check(x, weight, labels)
+    _check(x, weight, labels, cap)
     losses, correct = TOKEN_LOSSES(x, x, weight, labels, ignore_index, cap)
     return losses, correct
 
 
-def _check(x: Tensor, weight: Tensor, labels: Tensor) -> None:
+def _check(x: Tensor, weight: Tensor, labels: Tensor, cap: float | None) -> None:
+    if cap is not None and cap <= 0:
+        raise ValueError(f"cap: expected a number above 0, or None, got {cap}")
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x: expected a floating [N,D], got {x.dtype} {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:

@@ -83,10 +83,8 @@ def test_a_cap_bounds_the_logits(backend: str):
     actual = results(x, weight, labels, backend, cap=2.0)
     torch.testing.assert_close(actual["loss"], expected.sum())
     assert actual["loss"] < 0.7 * usual["loss"]  # the cap mattered
-    with kernels.backend(backend):
-        losses, correct = kernels.linear_token_losses(x, weight, labels, cap=2.0)
-    torch.testing.assert_close(losses, expected)
-    assert torch.equal(correct, logits.argmax(-1) == labels)
+    with pytest.raises(ValueError, match=r"^cap: expected a number above 0, or None, got 0"):
+        results(x, weight, labels, backend, cap=0)
 
 
 def test_gradients_through_a_cap():
@@ -109,16 +107,17 @@ def test_losses_of_half_precision_are_summed_in_fp32(dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference", "triton"])
-@pytest.mark.parametrize("N", [0, 1, 50])
-def test_losses_of_each_token(N: int, backend: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("N", "cap"), [(0, None), (1, None), (50, None), (50, 3.0)])
+def test_losses_of_each_token(N: int, cap: float | None, backend: str, monkeypatch: pytest.MonkeyPatch):
     if backend == "triton":
         pytest.importorskip("triton")
     monkeypatch.setattr(in_pytorch, "LOGITS", 61 * 16)  # so that 50 tokens take four steps, the last of them short
     x, weight, labels = inputs(N)
     labels[2:20] = F.linear(x, weight).argmax(-1)[2:20]
     with kernels.backend(backend):
-        losses, correct = kernels.linear_token_losses(x, weight, labels)
+        losses, correct = kernels.linear_token_losses(x, weight, labels, cap=cap)
     logits = F.linear(x.double(), weight.double())
+    logits = logits if cap is None else cap * (logits / cap).tanh()
     expected = F.cross_entropy(logits, labels, reduction="none") if N else logits.sum(-1)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(correct, logits.argmax(-1) == labels)
@@ -204,6 +203,14 @@ def test_kernels(N: int, V: int, dtype: torch.dtype, op, monkeypatch: pytest.Mon
     actual = results(*a, backend="triton")
     assert actual["loss"].dtype == torch.float32
     assert_same(actual, exact(a), 1e-5 if dtype == torch.float32 else 1e-2)
+
+
+@interpreted
+def test_kernels_refuse_a_cap(op):
+    with pytest.raises(
+        kernels.UserError, match=r"linear_cross_entropy cannot run on 'triton', which does not take a cap"
+    ):
+        results(*inputs(7), backend="triton", cap=2.0)
 
 
 @interpreted
