@@ -20,6 +20,7 @@ FAMILY = "mamba_ssm_mamba3"
 PLAIN = CASES["mamba3"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_weights_return_bit_for_bit(case: str, tmp_path: Path):
     model = Model(CASES[case]).to(torch.bfloat16)

@@ -113,7 +113,7 @@ def test_models_that_it_cannot_hold(changes: tuple[str, ...], message: str):
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize("size", range(40, 52))
+@pytest.mark.parametrize("size", [48, 50, 55, 67])  # 29 / size · size is below 29 in the last three
 def test_widths_that_no_round_factor_gives(oracle: Callable[[str], Any], size: int):
     """Factors are written so that transformers, which rounds their products down, builds tensors of our shapes."""
     of_mixer = {"class_path": "MLSTM", "init_args": {"num_heads": 1, "expand_k": 29 / size, "expand_v": 37 / size}}
