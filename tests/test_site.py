@@ -46,7 +46,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.importorskip("furo", reason="install the extra 'docs'")
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=1200)
     if done.returncode:
         pytest.fail(done.stderr[-8000:], pytrace=False)
     return folder

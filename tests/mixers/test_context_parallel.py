@@ -147,7 +147,7 @@ def work(rank: int, count: int, folder: str) -> None:
     """Write the differences that one process computes."""
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", count)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=count, timeout=timedelta(minutes=5))
     sharing = ContextParallel()
     differences = {case: {layout: compared(case, layout, sharing) for layout in LAYOUTS} for case in CASES}
     differences["training"] = {"groups": trained(rank, count)}

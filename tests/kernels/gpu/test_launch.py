@@ -143,7 +143,7 @@ def test_new_kernels_are_compiled_side_by_side_and_then_launched_in_order(monkey
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(enqueue_module, "PLAIN", False)
     done: list[str] = []
-    meeting = Barrier(2, timeout=10)  # passed only by two compilations at the same time
+    meeting = Barrier(2, timeout=60)  # passed only by two compilations at the same time
 
     class Slow(Compiled):
         def warmup(self, *arguments, grid, **constants):

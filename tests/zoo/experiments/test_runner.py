@@ -162,7 +162,7 @@ Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
             break
         time.sleep(0.1)
     process.send_signal(number)
-    said, _ = process.communicate(timeout=60)
+    said, _ = process.communicate(timeout=240)
     assert process.returncode == code
     assert "stopping: what runs is saved, and the same command continues\n" in said
     assert all((tmp_path / name / "checkpoints" / "last.ckpt").exists() for name in ALL[2:4])
@@ -383,7 +383,7 @@ def test_jobs_in_the_queue_are_waited_for_and_not_submitted_again(tmp_path: Path
             time.sleep(0.05)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         run_on_cluster(runner, one, "local", {"timeout_min": 5})
     (tmp_path / f"{ALL[0]}.waits").unlink()

@@ -253,7 +253,7 @@ cli.main()
     file = fake / "processes.json"
     until(lambda: file.is_file() and file.read_text().endswith("]"))
     bench.send_signal(signal.SIGINT)
-    assert bench.wait(timeout=60) == 130
+    assert bench.wait(timeout=240) == 130
     for process in json.loads(file.read_text()):
         until(lambda process=process: not alive(process))
     actual = record(fake / "runs/bench-scaling")

@@ -134,7 +134,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # Lightning starts no others then
     store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(minutes=5))
     shapes, all_reduce = [], dist.all_reduce
     broadcasts, broadcast = [], dist.broadcast
 

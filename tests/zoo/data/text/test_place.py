@@ -131,11 +131,11 @@ sys.stdout.write(str(len(calls)))
         command = [forked_python(), str(tmp_path / "program.py"), text_folder, how]
         return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
-    assert start("dies").wait(timeout=60) == -signal.SIGKILL
+    assert start("dies").wait(timeout=240) == -signal.SIGKILL
     (partial,) = (cache / "shards").glob(".*.partial")
     assert json.loads((partial / "progress.json").read_text())["pieces"] > 10
     two = [start("goes on") for _ in range(2)]
-    written = sorted(int(process.communicate(timeout=60)[0]) for process in two)
+    written = sorted(int(process.communicate(timeout=240)[0]) for process in two)
     assert written[0] == 0  # it waited for the other one
     assert 20 < written[1] < 70  # which did not write all 80 again
     found = content(prepare(Corpus(text_folder), tokenizer, 0.2, 1))

@@ -156,7 +156,7 @@ def test_two_processes_prepare_at_once(text_folder: str, cache: Path, tmp_path: 
     (tmp_path / "program.py").write_text(program)
     command = [forked_python(), str(tmp_path / "program.py"), text_folder]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    hashes = {process.communicate(timeout=60)[0] for process in started}
+    hashes = {process.communicate(timeout=240)[0] for process in started}
     assert [process.returncode for process in started] == [0, 0]
     assert len(hashes) == 1
     assert len([f for f in (cache / "shards").iterdir() if f.is_dir()]) == 1
