@@ -1,7 +1,7 @@
 """The settings of a ZeRO strategy, and one step of it in a single process."""
 
-import multiprocessing
 import os
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels import UserError
+from tests.forked_python import forked_python
 from tests.zoo.tiny import ResumableLoader, pretraining, trainer, validation_loader
 from zoo.train.callbacks.checkpoints import Checkpoints
 
@@ -88,18 +89,26 @@ def train_with_zero(folder: Path, stage: int) -> None:
     (folder / "done.txt").write_text("\n".join(done))
 
 
+TRAIN_WITH_ZERO = """
+import sys
+from pathlib import Path
+from tests.zoo.train.test_zero import train_with_zero
+train_with_zero(Path(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2])
 def test_accumulated_and_clipped_gradients_are_those_of_one_device(stage: int, tmp_path: Path):
     """With SGD the weights show the size of a gradient, which AdamW's hardly do."""
     for name in ("alone", "zero"):
         (tmp_path / name).mkdir()
-    # not forked, which would wait for OpenMP threads of its parent
-    process = multiprocessing.get_context("spawn").Process(target=train_with_zero, args=(tmp_path / "zero", stage))
-    process.start()  # DeepSpeed's choice of a device, and the process group, end with it
+    program = tmp_path / "program.py"
+    program.write_text(TRAIN_WITH_ZERO)
+    # in a process, with which DeepSpeed's choice of a device and the process group end
+    process = subprocess.Popen([forked_python(), str(program), str(tmp_path / "zero"), str(stage)])
     train(tmp_path / "alone")
-    process.join(300)
-    assert process.exitcode == 0
+    assert process.wait(600) == 0
     done = (tmp_path / "zero" / "done.txt").read_text().splitlines()
     named = next(i for i, event in enumerate(done) if event.startswith("rename to ") and event.endswith(".ckpt"))
     shards = [path.name for path in (tmp_path / "zero").rglob("shards-*/*.pt")]
