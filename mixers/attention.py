@@ -11,7 +11,7 @@ from torch import Tensor
 import kernels
 from kernels.core.elementwise import sigmoid
 
-from .arguments import size_or
+from .arguments import check_numbers, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
@@ -50,6 +50,7 @@ class SoftmaxAttention(TokenMixer):
         gate: Whether σ(W x) multiplies the output, per `head` or per `channel` (arXiv 2505.06708); null for no gate.
         bias: Whether the projections of queries, keys, values and gate have biases.
         output_bias: Whether the output projection has one.
+        scale: Factor of the scores q·k; null for 1/√D.
     """
 
     constant_state: ClassVar[bool] = False
@@ -68,12 +69,15 @@ class SoftmaxAttention(TokenMixer):
         gate: Per | None = None,
         bias: bool = False,
         output_bias: bool = False,
+        scale: float | None = None,
     ):
         super().__init__()
         self.num_heads, self.head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         self.num_kv_heads = size_or("num_kv_heads", num_kv_heads, self.num_heads)
         if self.num_heads % self.num_kv_heads:
             raise kernels.UserError(f"num_kv_heads: {self.num_kv_heads} does not divide num_heads {self.num_heads}")
+        check_numbers({"scale": scale})
+        self.scale = self.head_dim**-0.5 if scale is None else scale
         if qk_norm_over not in get_args(Over):
             raise kernels.UserError(f"qk_norm_over: {qk_norm_over!r} is not one of {', '.join(get_args(Over))}")
         if gate is not None and gate not in get_args(Per):
@@ -105,7 +109,7 @@ class SoftmaxAttention(TokenMixer):
         where, following = positions(x, seen, cu_seqlens, context_parallel)
         q, q_history = self.q_features(q, histories[0], where, cu_seqlens, context_parallel)
         k, k_history = self.k_features(k, histories[1], where, cu_seqlens, context_parallel)
-        run, cache = partial(kernels.window_attention, window_size=self.window_size), None
+        run, cache = partial(kernels.window_attention, window_size=self.window_size, scale=self.scale), None
         if state is None:
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:

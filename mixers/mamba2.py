@@ -26,11 +26,12 @@ class Mamba2(LinearMixer):
     """S_t = exp(−A·dt_t) S_{t−1} + dt_t B_t x_tᵀ, y_t = S_tᵀ C_t + D·x_t (arXiv 2405.21060).
 
     In terms of the recurrence: q = C and k = B, shared by all heads of a group and never repeated in memory; v = x;
-    beta = dt. The number of heads follows from the sizes: expand · hidden_size / head_dim.
+    beta = dt.
 
     Args:
         site: Where the layer sits in the model.
-        expand: Inner width over hidden_size.
+        expand: Inner width over hidden_size, unless `num_heads` is set.
+        num_heads: Number of heads; null for expand · hidden_size / head_dim.
         head_dim: Value size V of a head.
         state_dim: Key size K, "the state size" of the paper.
         num_groups: Groups of heads that share B and C.
@@ -47,6 +48,7 @@ class Mamba2(LinearMixer):
         site: Site,
         *,
         expand: int = 2,
+        num_heads: int | None = None,
         head_dim: int = 64,
         state_dim: int = 128,
         num_groups: int = 1,
@@ -55,9 +57,10 @@ class Mamba2(LinearMixer):
         norm_eps: float = 1e-5,
     ):
         site = checked_site(site, type(self))
-        check_sizes({"expand": expand, "head_dim": head_dim, "state_dim": state_dim, "num_groups": num_groups})
+        sizes = {"expand": expand, "num_heads": num_heads, "head_dim": head_dim, "state_dim": state_dim}
+        check_sizes({**sizes, "num_groups": num_groups})
         check_numbers({"norm_eps": norm_eps}, positive=False)
-        width = expand * site.hidden_size
+        width = expand * site.hidden_size if num_heads is None else num_heads * head_dim
         if width % head_dim:
             raise kernels.UserError(
                 f"head_dim: {head_dim} does not divide the inner width {width} (expand {expand} · "

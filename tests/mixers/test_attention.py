@@ -136,7 +136,7 @@ def by_hand(x: Tensor, w: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         q, k = (turned(y, inputs.get("base", 1e4), int(8 * inputs.get("fraction", 1))) for y in (q, k))
     outputs = []
     for head in range(4):
-        scores = q[:, head] @ k[:, head // 2].T / math.sqrt(8)
+        scores = q[:, head] @ k[:, head // 2].T * options.get("scale", 8**-0.5)
         scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
         outputs.append(scores.softmax(-1) @ v[:, head // 2])
     o = torch.stack(outputs, 1)
@@ -159,6 +159,7 @@ def by_hand(x: Tensor, w: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
         {"gate": "channel"},
         {"bias": True},
         {"output_bias": True},
+        {"scale": 0.7},
         {
             "qk": Features(map=partial(Rotary, base=1e7, fraction=0.5)),
             "qk_norm": mixers.ZeroCentredRMSNorm,
@@ -191,7 +192,7 @@ def test_options_are_the_formula(options: dict[str, Any]):
 
 
 def test_options_while_decoding():
-    options = {"qk_norm": mixers.RMSNorm, "qk_norm_over": "width", "gate": "channel", "bias": True}
+    options = {"qk_norm": mixers.RMSNorm, "qk_norm_over": "width", "gate": "channel", "bias": True, "scale": 0.7}
     mixer, x = SoftmaxAttention(SITE, num_kv_heads=2, **options).double(), torch.randn(2, 9, 32, dtype=torch.float64)
     state, outputs = mixer.init_state(2), []
     for t in range(9):
@@ -204,6 +205,7 @@ def test_options_while_decoding():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ({"scale": 0.0}, "scale: 0.0 must be a finite number above 0"),
         ({"gate": "row"}, "gate: 'row' is not one of head, channel, or null"),
         ({"qk_norm_over": "row"}, "qk_norm_over: 'row' is not one of head, width"),
         ({"qk": Features(map=partial(Rotary, fraction=0.4))}, "fraction: 0.4 of head_dim 8 is 3; .* from 2 to 8"),

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -27,6 +29,12 @@ def test_sizes_are_its_own():
     assert (mixer.num_heads, mixer.num_key_heads, mixer.key_size, mixer.value_size) == (4, 1, 128, 64)
     assert mixer.state_size() == 4 * 128 * 64
     assert mixer.init_state(3).matrix.shape == (3, 4, 128, 64)
+
+
+def test_a_number_of_heads_says_the_width():
+    mixer = Mamba2(SITE, num_heads=6, head_dim=10, state_dim=8, num_groups=2)
+    assert (mixer.num_heads, mixer.out_proj.in_features) == (6, 60)
+    mixers.check_mixer(partial(Mamba2, num_heads=6, head_dim=10, state_dim=8, num_groups=2))
 
 
 def test_keys_are_shared_by_groups():
