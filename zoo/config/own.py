@@ -15,7 +15,7 @@ from mixers.components import components
 from zoo.train.muon import Muon
 
 STACKS = (zoo.lm.H1, zoo.lm.H2, zoo.lm.Pattern, zoo.lm.Uniform)
-CHANNEL_MIXERS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.RWKV7ChannelMix, zoo.lm.SwiGLU)
+MLPS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.MLPLayer, zoo.lm.RWKV7ChannelMix, zoo.lm.SquaredReLU, zoo.lm.SwiGLU)
 ENDS = (zoo.lm.Inputs, zoo.lm.Patches, zoo.lm.Classifier)
 DATA = (
     *(zoo.data.Images, zoo.data.ListOps, zoo.data.MarkovChain, zoo.data.MixedText, zoo.data.MQAR, zoo.data.TextData),
@@ -26,7 +26,7 @@ TASKS = (
     *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
     zoo.data.WordProblem,
 )
-COMPONENTS: tuple[type, ...] = (*STACKS, *CHANNEL_MIXERS, *ENDS, mixers.Expanded, *components(), *DATA, *TASKS, Muon)
+COMPONENTS: tuple[type, ...] = (*STACKS, *MLPS, *ENDS, mixers.Expanded, *components(), *DATA, *TASKS, Muon)
 _PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
 
 

@@ -5,7 +5,7 @@
 from zoo.lm.block import Block, PostNormBlock
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs, Patches
-from zoo.lm.mlp import GLU, ChannelMixer, SwiGLU
+from zoo.lm.mlp import GLU, ChannelMixer, MLPLayer, SquaredReLU, SwiGLU
 from zoo.lm.model import LanguageModel
 from zoo.lm.rwkv7 import RWKV7ChannelMix
 from zoo.lm.stack import H1, H2, Pattern, Stack, Uniform

@@ -30,13 +30,20 @@ class Block(nn.Module):
         norm: Makes a norm of the residual stream's size.
         recompute: Whether a GPU computes what is cheap (norms, gates, gated products, expanded queries and keys) again
             in the backward pass, rather than keeping it.
+        residual_multiplier: Factor of the outputs of mixer and MLP.
     """
 
     def __init__(
-        self, mixer: TokenMixer, mlp: ChannelMixer | None, norm: Callable[[], Norm], *, recompute: bool = True
+        self,
+        mixer: TokenMixer,
+        mlp: ChannelMixer | None,
+        norm: Callable[[], Norm],
+        *,
+        recompute: bool = True,
+        residual_multiplier: float = 1.0,
     ):
         super().__init__()
-        self.recompute = recompute
+        self.recompute, self.residual_multiplier = recompute, residual_multiplier
         self.mixer_norm, self.mixer = norm(), mixer
         self.mlp_norm = None if mlp is None else norm()
         self.mlp = mlp
@@ -93,7 +100,7 @@ class Block(nn.Module):
 
     def _after(self, norm: Norm, y: Tensor) -> Tensor:
         """The summand of the residual stream, from the output of a mixer."""
-        return y
+        return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -125,7 +132,7 @@ class PostNormBlock(Block):
         return total, total
 
     def _after(self, norm: Norm, y: Tensor) -> Tensor:
-        return norm(y)
+        return super()._after(norm, norm(y))
 
 
 def mix(

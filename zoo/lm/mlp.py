@@ -1,14 +1,17 @@
 """Channel mixers: layers between two token mixers, which process each token separately or with the one before it."""
 
 import math
+from collections.abc import Callable
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 import kernels
-from mixers import OutputProjection, Projection, Site, remembered
+from kernels.core.recompute import remake
+from mixers import ContextParallel, OutputProjection, Projection, Site, TokenMixer, remembered
 from mixers.arguments import check_sizes, size_or
+from mixers.projection import Linear
 
 
 class ChannelMixer(nn.Module):
@@ -67,3 +70,68 @@ class SwiGLU(GLU):
     """
 
     activation = "silu"
+
+
+class SquaredReLU(ChannelMixer):
+    """W_down relu(W_up x)² without biases (arXiv 2109.08668).
+
+    Args:
+        hidden_size: Size of x.
+        intermediate_size: Inner size; null for 4 · hidden_size.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int | None = None):
+        super().__init__()
+        check_sizes({"hidden_size": hidden_size})
+        size = size_or("intermediate_size", intermediate_size, 4 * hidden_size)
+        self.up_proj, self.down_proj = Linear(hidden_size, size, bias=False), OutputProjection(size, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(squared_relu(self.up_proj(x)))
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return relu(x)², which a GPU computes again in the backward pass."""
+    opened = x.relu()
+    return remake(opened.square(), torch.square, opened)
+
+
+class MLPLayer(TokenMixer):
+    """A channel mixer as the only part of a layer: a mixer for `Pattern`, of a model without `mlp` (Nemotron-H).
+
+    Args:
+        site: Where the layer sits in the model.
+        mlp: The channel mixer, which must not be stateful.
+        intermediate_size: Its inner size; null for the default of the channel mixer.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        mlp: Callable[[int, int | None], ChannelMixer] = SwiGLU,
+        intermediate_size: int | None = None,
+    ):
+        super().__init__()
+        self.mlp = mlp(site.hidden_size, intermediate_size)
+        if self.mlp.stateful:
+            raise kernels.UserError(f"mlp: {type(self.mlp).__name__} is stateful, but MLPLayer needs one that is not")
+        self.mlp.site = site
+
+    def forward(
+        self,
+        x: Tensor,
+        state: tuple[()] | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        context_parallel: ContextParallel | None = None,
+    ) -> tuple[Tensor, tuple[()] | None]:
+        return self.mlp(x), state
+
+    def init_state(
+        self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[()]:
+        return ()
+
+    def flops(self, length: int) -> int:
+        return self.mlp.flops(length)

@@ -5,14 +5,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kernels.core.recompute import remake
 from mixers import ContextParallel, History
 from mixers.arguments import check_sizes, size_or
 from mixers.base import checked_input
 from mixers.precision import KeepsFp32
 from mixers.projection import OrthogonalLinear, ZeroOutputProjection
 from mixers.shift import mixed_with_previous
-from zoo.lm.mlp import ChannelMixer
+from zoo.lm.mlp import ChannelMixer, squared_relu
 
 
 class LastToken(NamedTuple):
@@ -63,9 +62,7 @@ class RWKV7ChannelMix(ChannelMixer, KeepsFp32):
         x = checked_input(x, len(self.mix))
         before = None if state is None else state.token[:, 0]
         (mixture,), last = mixed_with_previous(x, self.mix[None], before, cu_seqlens, context_parallel)
-        opened = self.up_proj(mixture).relu()
-        y = remake(opened.square(), torch.square, opened)
-        return self.down_proj(y), None if last is None else LastToken(last[:, None])
+        return self.down_proj(squared_relu(self.up_proj(mixture))), None if last is None else LastToken(last[:, None])
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -13,6 +13,7 @@ from zoo.saved.public.standalone.parts import (
     Rule,
     biased,
     channel_decay_part,
+    check_ones,
     constant_part,
     copied,
     decay_part,
@@ -131,6 +132,7 @@ def _tnl(mixer: mixers.TNL) -> Part:
 
 
 def _attention(mixer: mixers.SoftmaxAttention) -> Part:
+    check_ones({"scale · √head_dim": mixer.scale / mixer.head_dim**-0.5})
     widths = mixer.in_proj.widths
     settings = {
         "num_heads": mixer.num_heads,

@@ -63,6 +63,13 @@ def refusal(component: object, kind: str) -> UserError:
     return UserError(f"to: transformers cannot hold the {kind} {type(component).__name__}.")
 
 
+def check_ones(factors: Mapping[str, float]) -> None:
+    """Refuse factors other than 1, which the modelling file does not have."""
+    for name, factor in factors.items():
+        if factor != 1:
+            raise UserError(f"to: transformers cannot hold {name} {factor:g}; it can hold 1.")
+
+
 def wide(x: Tensor) -> Tensor:
     """Return x in at least fp32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -271,6 +271,12 @@ YARN = component("YarnRotary", factor=2.0, original_length=30)
         ({"stack": uniform("GLA"), "embedding_norm": True}, "the norm of embeddings RMSNorm"),
         ({"stack": uniform("GLA"), "logit_cap": 5.0}, "logit_cap 5 of this model; only null"),
         ({"stack": expanded("GLA", 2, expansion=f"{__name__}.Twice")}, "the expansion Twice"),
+        ({"stack": uniform("GLA"), "embedding_multiplier": 12.0}, "embedding_multiplier 12; it can hold 1"),
+        ({"stack": uniform("GLA"), "residual_multiplier": 0.22}, "residual_multiplier 0.22; it can hold 1"),
+        ({"stack": uniform("GLA"), "logits_scaling": 3.0}, "logits_scaling 3; it can hold 1"),
+        ({"stack": uniform("SoftmaxAttention", scale=0.5, head_dim=16)}, "scale · √head_dim 2; it can hold 1"),
+        ({"stack": uniform("GLA"), "mlp": "SquaredReLU"}, "the channel mixer SquaredReLU"),
+        ({"stack": uniform("MLPLayer")}, "the mixer MLPLayer; it can hold "),
     ],
 )
 def test_other_components_are_refused(model: dict[str, Any], message: str):
