@@ -125,7 +125,9 @@ class LanguageModel(nn.Module):
         check_sizes({**sizes, "intermediate_size": intermediate_size})
         check_numbers({"norm_eps": norm_eps, "initializer_range": initializer_range}, positive=False)
         multipliers = {"embedding_multiplier": embedding_multiplier, "residual_multiplier": residual_multiplier}
-        check_numbers({**multipliers, "logits_scaling": logits_scaling, "nominal_size": nominal_size, "logit_cap": logit_cap})
+        check_numbers(
+            {**multipliers, "logits_scaling": logits_scaling, "nominal_size": nominal_size, "logit_cap": logit_cap}
+        )
         if logit_cap is not None and head is not None:
             raise UserError("logit_cap: bounds the logits of tokens, so it needs null as head")
         self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none

@@ -33,6 +33,8 @@ _PER_LAYER = (
     "mlp_layer_types",
     "linear_attn_config",
     "attn_layer_indices",
+    "layers_block_type",
+    "hybrid_override_pattern",
 )  # keys that fix the number of layers
 _PACKAGES = {"fla": "fla", "huggingface": "transformers"}
 # transformers renames or joins weights when it saves a model, and back when it loads one: loaded models are compared
@@ -75,8 +77,9 @@ def _random_sizes(arguments: dict[str, Any], draw: random.Random) -> dict[str, A
         return {**arguments, **sizes, "n_layer": draw.randrange(2, 5)}
     larger = 1 if "mamba_n_heads" in arguments else draw.choice((1, 1, 2))  # whose heads have its width
     changes = {"vocab_size": draw.randrange(40, 200), "hidden_size": larger * arguments["hidden_size"]}
-    if "intermediate_size" in arguments and arguments["intermediate_size"] is not None:
-        changes["intermediate_size"] = 16 * draw.randrange(2, 12)
+    for key in ("intermediate_size", "shared_intermediate_size"):
+        if arguments.get(key) is not None:
+            changes[key] = 16 * draw.randrange(2, 12)
     if "state_size" in arguments and "num_heads" in arguments:  # Mamba2's heads have the width of the layer
         changes["num_heads"] = larger * arguments["num_heads"]
     if not any(arguments.get(key) for key in _PER_LAYER):

@@ -1,9 +1,10 @@
-"""Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear and Bamba of transformers: both ways, and equal logits."""
+"""Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, Bamba, Granite 4 and Nemotron-H of transformers: both ways."""
 
 import importlib
 import inspect
 import json
 from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,19 @@ BAMBA = {
     **{"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "attn_layer_indices": [1, 2]},
     **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
 }
+MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+GRANITE = {
+    **{key: value for key, value in BAMBA.items() if key not in ("attn_layer_indices", "intermediate_size")},
+    **{"shared_intermediate_size": 80, "num_local_experts": 0, "attention_multiplier": 0.07, **MULTIPLIERS},
+    **{"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
+}
+NEMOTRON = {
+    **{key: value for key, value in SIZES.items() if not key.startswith("linear_") and key != "num_hidden_layers"},
+    **{"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"], "head_dim": 16},
+    **{"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 8, "n_groups": 2, "pad_token_id": 0},
+    **{"bos_token_id": None, "eos_token_id": 1},
+}
+NEMOTRON_KINDS = ["linear_attention", "mlp", "full_attention"]
 YARN = {"rope_type": "yarn", **SCALED}
 # the family's name without hf_, and the config of a small model of theirs
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +119,31 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "attn_layer_indices": [0]}
         | {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
     ),
+    "granite_hybrid": ("granite_hybrid", GRANITE),
+    "granite_hybrid, attention alone": (
+        "granite_hybrid",
+        {**GRANITE, "layer_types": ["attention"] * 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    ),
+    "granite_hybrid, rotary": (
+        "granite_hybrid",
+        {**GRANITE, "position_embedding_type": "rope", "rope_parameters": TURNING, "logits_scaling": 7.3},
+    ),
+    "granite_hybrid, all else": (
+        "granite_hybrid",
+        {**GRANITE, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
+        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "embedding_multiplier": 1.0}
+        | {"position_embedding_type": "rope", "rope_parameters": YARN, "layer_types": ["attention"] + ["mamba"] * 3},
+    ),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "nemotron_h, MLPs first": (
+        "nemotron_h",
+        {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "--M*M"},
+    ),
+    "nemotron_h, all else": (
+        "nemotron_h",
+        {**NEMOTRON, "n_groups": 3, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3}
+        | {"num_key_value_heads": 1, "head_dim": 6, "layers_block_type": ["attention", "mamba", "mlp", "attention"]},
+    ),
 }
 CLASSES = {
     "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
@@ -112,7 +151,11 @@ CLASSES = {
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
     "bamba": ("BambaConfig", "BambaForCausalLM"),
+    "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
+    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
 }
+# whose rules are not of flash-linear-attention
+OF_MAMBA2 = {"bamba", "granite_hybrid", "nemotron_h"}
 CONV = "model.layers.0.linear_attn."
 Make = Callable[..., Path]
 
@@ -123,13 +166,18 @@ def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_pa
     transformers = oracle("transformers")
     # Wherever flash-linear-attention is installed, theirs would call its kernels: take the PyTorch functions behind.
     # And of two the loop over time, because the chunked one sums decays in fp32 and loses digits.
-    for name in CLASSES.keys() - {"bamba"}:
+    for name in CLASSES.keys() - OF_MAMBA2:
         module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         rule = "kimi_delta_attention" if name == "kimi_linear" else "gated_delta_rule"
         prefix = "" if name == "kimi_linear" else "torch_"
         for function in (f"{prefix}recurrent_{rule}", "causal_conv1d_fn", "causal_conv1d_update"):
             monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
         monkeypatch.setattr(module, f"{prefix}chunk_{rule}", getattr(module, f"{prefix}recurrent_{rule}"))
+
+    # Their prefill of Nemotron-H raises small steps of time to `time_step_min`; their decoding does not.
+    mamba2 = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHMamba2Mixer
+    no_limit = property(lambda self: (0.0, inf), lambda self, value: None)
+    monkeypatch.setattr(mamba2, "time_step_limit", no_limit, raising=False)
 
     def save(name: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> Path:
         torch.manual_seed(0)
@@ -194,7 +242,7 @@ def test_logits_and_a_round_trip(theirs: Make, tmp_path: Path, case: str):
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
+@pytest.mark.parametrize("case", CLASSES)
 def test_padded_batches(theirs: Make, case: str):
     folder, lengths = theirs(*CASES[case]), (37, 5, 70)
     model, ours = read(folder), zoo.load(folder)
@@ -209,7 +257,7 @@ def test_padded_batches(theirs: Make, case: str):
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("case", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
+@pytest.mark.parametrize("case", CLASSES)
 def test_decoded_tokens(theirs: Make, case: str):
     folder = theirs(*CASES[case])
     model, ours, tokens = read(folder), zoo.load(folder), torch.randint(96, (2, 41))
@@ -227,14 +275,18 @@ def test_decoded_tokens(theirs: Make, case: str):
 @pytest.mark.slow
 @pytest.mark.parity
 @pytest.mark.parametrize(
-    "case", ["qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"]
+    "case",
+    [
+        *("qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"),
+        *("granite_hybrid, all else", "nemotron_h, all else"),
+    ],
 )
 def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
     name, config = CASES[case]
     folder = theirs(name, config, torch.bfloat16, max_shard_size="40KB")
     assert len(list(folder.glob("*.safetensors"))) > 2
     zoo.convert(folder, tmp_path / "ours", max_shard_size=30_000)
-    zoo.convert(tmp_path / "ours", tmp_path / "back", to=f"hf_{name}", max_shard_size=50_000)
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to=f"hf_{name}", max_shard_size=40_000)
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
     found, expected = read(tmp_path / "back"), read(folder)
     assert found.dtype == expected.dtype == torch.bfloat16
@@ -316,7 +368,10 @@ def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], na
     transformers, family = oracle("transformers"), next(f for f in FAMILIES if f.name == f"hf_{name}")
     of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
     sizes = {"num_hidden_layers": 4, "vocab_size": 1000, "pad_token_id": None}
-    sizes |= {"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 4}}.get(name, {})
+    sizes |= {
+        **{"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 4}},
+        **{"granite_hybrid": {"num_local_experts": 0}, "nemotron_h": {"layers_block_type": [*NEMOTRON_KINDS, "mlp"]}},
+    }.get(name, {})
     config = of_config(**sizes)
     with torch.device("meta"):
         theirs = of_model(config)
@@ -353,7 +408,7 @@ def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, i
 @pytest.mark.slow
 @pytest.mark.parity
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear", "bamba"])
+@pytest.mark.parametrize("name", CLASSES)
 def test_a_model_of_ours_as_theirs(theirs: Make, tmp_path: Path, name: str):
     first = zoo.load(theirs(*CASES[name]))
     first.reset_parameters()  # with our initial values
@@ -456,6 +511,77 @@ def test_configs_of_bamba_that_we_cannot_follow(changes: dict[str, Any], message
     config = {"model_type": "bamba", **BAMBA, **changes}
     with pytest.raises(UserError, match=message):
         family_of(config, Path()).read(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_local_experts": 8}, "num_local_experts is 8, so layer 0 is a mixture of experts; ours are dense"),
+        ({"num_local_experts": None}, "num_local_experts is null, so layer 0 is a mixture of experts"),
+        ({"layer_types": ["mamba"] * 3}, "layer_types is .* one of them for each of the 4 layers"),
+        ({"layer_types": ["mamba", "mlp", "mamba", "mamba"]}, "layer_types is .*mlp.* linear_attention and full_att"),
+        ({"residual_multiplier": 0}, "residual_multiplier is 0; our mixers can do numbers above 0"),
+        ({"logits_scaling": None}, "logits_scaling is null; our mixers can do numbers above 0"),
+        ({"position_embedding_type": "alibi"}, 'position_embedding_type is "alibi"; .* null, "nope" or "rope"'),
+        ({"position_embedding_type": "rope", "rope_theta": None}, "rope_theta is null"),
+        ({"mamba_d_head": 11}, "mamba_n_heads is 8; our mixers can do mamba_expand · hidden_size / mamba_d_head"),
+        ({"normalization_function": "layernorm"}, 'normalization_function is "layernorm"; .* "rmsnorm"'),
+        ({"attention_multiplier": "a"}, 'attention_multiplier is "a"; our mixers can do numbers'),
+    ],
+    ids=str,
+)
+def test_configs_of_granite_that_we_cannot_follow(changes: dict[str, Any], message: str):
+    config = {"model_type": "granitemoehybrid", **GRANITE, **changes}
+    with pytest.raises(UserError, match=message):
+        family_of(config, Path()).read(config)
+
+
+def test_multipliers_of_granite_come_back():
+    config = {"model_type": "granitemoehybrid", **GRANITE}
+    family = family_of(config, Path())
+    back = family.write(on_meta(family.read(config)))
+    keys = [*MULTIPLIERS, "attention_multiplier", "layer_types", "shared_intermediate_size", "num_local_experts"]
+    assert {key: back[key] for key in keys} == {key: GRANITE[key] for key in keys}
+    assert back["position_embedding_type"] is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "M-ME"},
+            'hybrid_override_pattern is "M-ME", so layer 3 is a mixture of experts; ours are dense',
+        ),
+        ({"layers_block_type": ["mamba", "moe"]}, "layers_block_type is .*, so layer 1 is a mixture of experts"),
+        ({"layers_block_type": None}, "hybrid_override_pattern is null, so layer 1 is a mixture of experts"),
+        (
+            {"layers_block_type": None, "hybrid_override_pattern": "MX"},
+            r'hybrid_override_pattern is "MX"; our mixers can do linear_attention, .*, mlp \(in a pattern M, ',
+        ),
+        ({"layers_block_type": []}, r"layers_block_type is \[\]; our mixers can do linear_attention"),
+        ({"num_hidden_layers": 52}, "num_hidden_layers is 52; our mixers can do 5, the number of kinds of layers"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is true; our mixers can do false"),
+        ({"mlp_hidden_act": "silu"}, 'mlp_hidden_act is "silu"; our mixers can do "relu2"'),
+        ({"mlp_bias": True}, "mlp_bias is true; our mixers can do false"),
+        ({"attention_bias": True}, "attention_bias is true; our mixers can do false"),
+        ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]"),
+        ({"sliding_window": 7}, "sliding_window is 7, which hf_nemotron_h does not know"),
+    ],
+    ids=str,
+)
+def test_configs_of_nemotron_h_that_we_cannot_follow(changes: dict[str, Any], message: str):
+    config = {"model_type": "nemotron_h", **NEMOTRON, **changes}
+    with pytest.raises(UserError, match=message):
+        family_of(config, Path()).read(config)
+
+
+def test_kinds_of_layers_of_nemotron_h_come_back():
+    config = {"model_type": "nemotron_h", **NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "--M*M"}
+    family = family_of(config, Path())
+    back = family.write(on_meta(family.read(config)))
+    kinds = ["mlp", "mlp", "linear_attention", "full_attention", "linear_attention"]
+    assert back["layers_block_type"] == back["layer_types"] == kinds
+    assert back["hybrid_override_pattern"] == "--M*M"
 
 
 def test_layers_without_experts_among_those_that_could_have_them(tmp_path: Path):

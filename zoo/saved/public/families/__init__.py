@@ -1,6 +1,6 @@
 """The families of public checkpoints, one file for each layout."""
 
-from zoo.saved.public.families import bamba, fla, hybrids, kimi, llama, mamba, mamba3, rwkv7, xlstm
+from zoo.saved.public.families import bamba, fla, hybrids, kimi, llama, mamba, mamba3, nemotron, rwkv7, xlstm
 from zoo.saved.public.family import Family
 
 # the first of a target that can hold a model is the one that it is converted to
@@ -13,6 +13,7 @@ FAMILIES: tuple[Family, ...] = (
     *hybrids.FAMILIES,
     *kimi.FAMILIES,
     *bamba.FAMILIES,
+    *nemotron.FAMILIES,
     *xlstm.FAMILIES,
 )
 

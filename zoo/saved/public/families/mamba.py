@@ -2,12 +2,13 @@
 
 from collections.abc import Mapping
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 from kernels import UserError
+from mixers import Mamba2
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla_layout
-from zoo.saved.public.family import TIED, Config, Family, Target, component, keys_of, model_of, refusal, words
+from zoo.saved.public.family import TIED, Config, Family, Spec, Target, component, keys_of, model_of, refusal, words
 from zoo.saved.public.tensors import Rows, around_layers, rows
 
 _TENSORS = around_layers("backbone.embeddings.weight", "backbone.norm_f.weight")
@@ -27,9 +28,9 @@ def _layer_tensors(names: Mapping[str, str]) -> tuple[Rows, ...]:
     return rows("backbone.layers.{layer}.norm.weight", norm), *table
 
 
-def _model(config: Config, eps: float, mixer: str, **arguments: Any) -> dict[str, Any]:
+def _model(config: Config, eps: float, mixer: Spec) -> dict[str, Any]:
     """Our `model` config, with one mixer in all layers and no MLPs."""
-    return model_of(config, eps, component("Uniform", mixer=component(mixer, **arguments)), mlp=None)
+    return model_of(config, eps, component("Uniform", mixer=mixer), mlp=None)
 
 
 def expansion(width: int, model: LanguageModel) -> int:
@@ -43,9 +44,7 @@ def _mamba1(config: Config) -> dict[str, Any]:
     width, inner, rank = config["expand"] * config["hidden_size"], config["intermediate_size"], config["time_step_rank"]
     if inner not in (None, width):
         raise refusal("intermediate_size", inner, f"expand · hidden_size, {width}")
-    return _model(
-        config,
-        config["layer_norm_epsilon"],
+    mixer = component(
         "Mamba1",
         expand=config["expand"],
         state_dim=config["state_size"],
@@ -53,6 +52,7 @@ def _mamba1(config: Config) -> dict[str, Any]:
         conv_bias=config["use_conv_bias"],
         dt_rank=None if rank == "auto" else rank,
     )
+    return _model(config, config["layer_norm_epsilon"], mixer)
 
 
 def _mamba1_keys(model: LanguageModel) -> dict[str, Any]:
@@ -68,6 +68,36 @@ def _mamba1_keys(model: LanguageModel) -> dict[str, Any]:
     }
 
 
+class Mamba2Keys(NamedTuple):
+    """The names of the keys of Mamba2, which differ between projects."""
+
+    num_heads: str
+    head_dim: str
+    state_dim: str
+    num_groups: str
+    conv: str
+    bias: str
+
+    def mixer(self, config: Config, eps: float, **arguments: Any) -> Spec:
+        """Our mixer for their keys; `arguments` say its width."""
+        return component(
+            "Mamba2",
+            head_dim=config[self.head_dim],
+            state_dim=config[self.state_dim],
+            num_groups=config[self.num_groups],
+            xbc={"conv": config[self.conv], "bias": config[self.bias], "activation": "silu"},
+            norm_eps=eps,
+            **arguments,
+        )
+
+    def keys(self, mixer: Mamba2) -> dict[str, Any]:
+        """Their keys for our mixer."""
+        features = mixer.v_features.spec
+        sizes = (mixer.num_heads, mixer.value_size, mixer.key_size, mixer.num_key_heads, features.conv, features.bias)
+        return dict(zip(self, sizes, strict=True))
+
+
+_MAMBA2 = Mamba2Keys("num_heads", "head_dim", "state_size", "n_groups", "conv_kernel", "use_conv_bias")
 # theirs → ours, in the order of their rows
 MAMBA2 = {
     "in_proj.weight": " ".join(f"in_proj.{part}.weight" for part in ("z", "x", "B", "C", "dt")),
@@ -90,29 +120,14 @@ def _mamba2_family(
         width, heads = config["expand"] * config["hidden_size"], config["num_heads"]
         if heads is not None and heads * config["head_dim"] != width:
             raise refusal("num_heads", heads, f"expand · hidden_size / head_dim, {width / config['head_dim']:g}")
-        return _model(
-            config,
-            config[eps],
-            "Mamba2",
-            expand=config["expand"],
-            head_dim=config["head_dim"],
-            state_dim=config["state_size"],
-            num_groups=config["n_groups"],
-            xbc={"conv": config["conv_kernel"], "bias": config["use_conv_bias"], "activation": "silu"},
-            norm_eps=config[eps],
-        )
+        return _model(config, config[eps], _MAMBA2.mixer(config, config[eps], expand=config["expand"]))
 
     def to_theirs(model: LanguageModel) -> dict[str, Any]:
         mixer: Any = model.mixers[0]
         return {
             **keys_of(model, eps),
-            "num_heads": mixer.num_heads,
-            "head_dim": mixer.value_size,
-            "state_size": mixer.key_size,
-            "n_groups": mixer.num_key_heads,
+            **_MAMBA2.keys(mixer),
             "expand": expansion(mixer.num_heads * mixer.value_size, model),
-            "conv_kernel": mixer.v_features.spec.conv,
-            "use_conv_bias": mixer.v_features.spec.bias,
         }
 
     defaults = {"head_dim": 64, "state_size": 128, "expand": 2, "conv_kernel": 4, "use_conv_bias": True, TIED: False}
