@@ -66,7 +66,8 @@ ACCUMULATE = ("--trainer.accumulate_grad_batches=3", "--trainer.val_check_interv
 WORKERS = ("--data.num_workers=2",)
 DDP = ("--trainer.devices=2", "--trainer.strategy=ddp")
 BACKGROUND = ("--config", "train/background_checkpoints.yaml")
-FSDP = "{class_path: zoo.train.fsdp2.FSDP2, init_args: {sharded_checkpoints: true}}"
+SHARDED = "{class_path: zoo.train.fsdp2.FSDP2, init_args: {sharded_checkpoints: true}}"
+FSDP = ("--trainer.devices=2", "--trainer.accelerator=cpu", f"--trainer.strategy={SHARDED}")
 ZERO = ("--config", "train/cpu_deepspeed.yaml", "--trainer.accumulate_grad_batches=2")
 VARIANTS = {
     "plain": Variant((), 2, 4),
@@ -78,7 +79,8 @@ VARIANTS = {
     "together": Variant((*ACCUMULATE, *WORKERS, *BACKGROUND, "--config", "data/documents.yaml"), 3, 2),
     "ddp": Variant((*DDP, *ACCUMULATE), 3),
     "ddp-together": Variant((*DDP, *ACCUMULATE, *WORKERS, *BACKGROUND), 3),
-    "fsdp": Variant((*DDP, f"--trainer.strategy={FSDP}", "--trainer.accelerator=cpu", *ACCUMULATE, *WORKERS), 3),
+    "fsdp": Variant((*FSDP, *ACCUMULATE, *WORKERS), 3),
+    "fsdp-background": Variant((*FSDP, *BACKGROUND), 3),
     "zero1": Variant((*ZERO, "--trainer.strategy.stage=1", *WORKERS), 2),
     "zero2": Variant(ZERO, 2),
     "zero3": Variant((*ZERO, "--trainer.strategy.stage=3"), 2),

@@ -2,7 +2,8 @@
 
 import concurrent.futures
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,14 @@ OF_STEP = ("state_dict", "optimizer_states")  # parts of a checkpoint that only 
 class Background:
     """Runs jobs one after another in a separate thread. After a failed job, the queued ones are dropped.
 
-    The process waits for them before it ends, unless a signal kills it.
+    The process waits for them before it ends, unless a signal kills it. Jobs have the current GPU of the thread that
+    makes this.
     """
 
     def __init__(self) -> None:
-        self._thread = concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="background")
+        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_gpu else (None, ())
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "background", *device)
         self._last: concurrent.futures.Future[None] | None = None
         self._space = HostSpace()
         self._step: int | None = None  # of the last copy
@@ -30,9 +34,11 @@ class Background:
     def copy(self, checkpoint: dict[str, Any], step: int) -> dict[str, Any]:
         """Copy a checkpoint of a step to host memory, which is that of the last copy; of the same step, only the rest.
 
-        All jobs must be done, unless the last copy is of the same step: the weights and the optimiser are shared then.
+        A copy of another step waits for all jobs, and raises as `wait` does. One of the same step shares the weights
+        and the optimiser.
         """
         if step != self._step:
+            self.wait()
             self._space.start()
             self._of_step = {}
         rest = {key: value for key, value in checkpoint.items() if key not in self._of_step}
@@ -40,6 +46,14 @@ class Background:
         self._of_step = self._of_step or {key: copied[key] for key in OF_STEP if key in copied}
         self._step = step
         return {key: self._of_step[key] if key in self._of_step else copied[key] for key in checkpoint}
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Take host memory for copies of tensors of these sizes in bytes, as the next job.
+
+        Otherwise the first copy takes it, which holds training for a second or more for each 2 GB. No CUDA graph may be
+        captured until the job is done.
+        """
+        self.add(partial(self._space.reserve, sizes))
 
     def add(self, job: Callable[[], None]) -> None:
         """Queue a job."""
@@ -71,6 +85,12 @@ class HostSpace:
     def start(self) -> None:
         """Reuse all of it; earlier copies are overwritten."""
         self._block = self._used = 0
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocate memory for copies of tensors of these sizes in bytes."""
+        self.start()
+        for size in sizes:
+            self._place(size)
 
     def copy(self, tensor: Tensor) -> Tensor:
         """A copy of a GPU tensor in a separate storage, complete when the device is synchronised."""

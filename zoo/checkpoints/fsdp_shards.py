@@ -105,8 +105,12 @@ def with_tensors(checkpoint: Mapping[str, Any], tensors: Mapping[str, Tensor]) -
     return {**checkpoint, "state_dict": weights, "optimizer_states": states}
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], group: torch.distributed.ProcessGroup | None = None
+) -> dict[str, Any]:
     """Write the tensors of all processes, each its parts, to a new folder; an OSError in all if one could not write.
+
+    The processes agree over `group`, or over the default group, which only one thread may use at a time.
 
     Returns:
         In the first process, the entry `tensors`: name → [dtype, shape, parts], a part being [offsets, shape, file,
@@ -114,7 +118,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]
     """
     writer = _Writer(folder)
     try:
-        dcp.save(dict(tensors), storage_writer=writer)
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group)
     except dcp.CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
         if reason := next((cause for cause in causes if isinstance(cause, OSError)), None):

@@ -5,6 +5,7 @@ fused projection saves its parts under names of their own.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,13 @@ import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from kernels.errors import UserError
+from zoo.checkpoints.background import Background
 from zoo.checkpoints.format import check_weights, read_checkpoint
 from zoo.checkpoints.fsdp_shards import named_tensors, read_tensors, with_tensors, without_tensors, write_tensors
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS
@@ -38,6 +41,7 @@ class FSDP2(ModelParallelStrategy):
     def __init__(self, sharded_checkpoints: bool = False) -> None:
         super().__init__(save_distributed_checkpoint=False)  # Lightning's are a folder, and neither atomic nor sealed
         self.sharded_checkpoints = sharded_checkpoints
+        self._in_background: DeviceMesh | None = None
 
     def setup_environment(self) -> None:
         """Let all processes share the data, and none a tensor."""
@@ -69,21 +73,43 @@ class FSDP2(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Write one file, as any other strategy does, or the shards of all processes and then the file that names them.
 
+        If `storage_options` is a `Background`, the shards are copied now, and written by that thread.
+
         Raises:
             UserError: A process could not write; in all processes.
         """
         if not self.sharded_checkpoints:
             Strategy.save_checkpoint(self, checkpoint, filepath, storage_options)
             return
-        if storage_options is not None:
-            raise TypeError("storage_options are not supported: checkpoints are written to local files")
         states = checkpoint.get("optimizer_states", [])
+        tensors = named_tensors(checkpoint["state_dict"], states)
+        rest = {**checkpoint, "optimizer_states": without_tensors(states)}
+        if isinstance(storage_options, Background):
+            mesh = self._background_mesh()
+            local = {name: _local(tensor) for name, tensor in tensors.items()}
+            rest = storage_options.copy({**rest, "state_dict": local}, checkpoint["global_step"])
+            tensors = {name: _wrapped(rest["state_dict"][name], tensors[name], mesh) for name in tensors}
+            storage_options.add(partial(_save_shards, rest, tensors, filepath, mesh.get_group()))
+        elif storage_options is not None:
+            raise TypeError("storage_options are not supported: checkpoints are written to local files")
+        else:
+            _save_shards(rest, tensors, filepath)
 
-        def write(path: Path, shards: Path, failures: list[OSError]) -> dict[str, Any]:
-            return {TENSORS: write_tensors(shards, named_tensors(checkpoint["state_dict"], states))}
+    def prepare_background(self, background: Background) -> None:
+        """Have memory for copies of the weights and two moments allocated while the first steps run."""
+        assert self.lightning_module is not None
+        self._background_mesh()
+        if self.root_device.type == "cuda":
+            background.reserve([_local(parameter).nbytes for parameter in self.lightning_module.parameters()] * 3)
 
-        whole = {**checkpoint, "optimizer_states": without_tensors(states)}
-        save_with_shards(self, whole, filepath, write, ("state_dict",))
+    def _background_mesh(self) -> DeviceMesh:
+        """All processes, on their CPUs, in a group for the thread that writes.
+
+        Messages of two threads in one group would be taken for each other's.
+        """
+        if self._in_background is None:
+            self._in_background = DeviceMesh.from_group(torch.distributed.new_group(backend="gloo"), "cpu")
+        return self._in_background
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Read it, in each process; of a sharded one each reads its part, whichever processes wrote it.
@@ -148,6 +174,31 @@ class FSDP2(ModelParallelStrategy):
                 for index, values in saved["state"].items()
             }
             optimizer.load_state_dict({**saved, "state": state})
+
+
+def _save_shards(
+    checkpoint: dict[str, Any],
+    tensors: dict[str, Tensor],
+    filepath: Any,
+    group: torch.distributed.ProcessGroup | None = None,
+) -> None:
+    def write(path: Path, shards: Path, failures: list[OSError]) -> dict[str, Any]:
+        return {TENSORS: write_tensors(shards, tensors, group)}
+
+    save_with_shards(checkpoint, filepath, write, ("state_dict",), group)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this process has."""
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
+
+
+def _wrapped(local: Tensor, original: Tensor, mesh: DeviceMesh) -> Tensor:
+    """A part of a tensor, copied to the host, as such a part; `original` says of what, and `mesh` has its processes."""
+    if not isinstance(original, DTensor):
+        return local
+    shape, stride = original.shape, original.stride()
+    return DTensor.from_local(local, mesh, original.placements, run_check=False, shape=shape, stride=stride)
 
 
 def _registered(module: nn.Module) -> dict[str, Tensor]:

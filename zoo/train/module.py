@@ -142,7 +142,8 @@ class Pretraining(L.LightningModule):
             fully_shard(block, mesh=mesh)
         fully_shard(self.model, mesh=mesh)
         for method in ("loss", "token_losses"):  # called in place of `forward`
-            register_fsdp_forward_method(self.model, method)
+            if hasattr(self.model, method):
+                register_fsdp_forward_method(self.model, method)
 
     def _check_context_parallel(self, stage: str) -> None:
         number, trainer = self.context_parallel, self.trainer

@@ -1,12 +1,11 @@
 """Processes that write and read the shards of a checkpoint together: what one of them finds, all of them learn."""
 
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import ParallelStrategy
 
 from kernels.errors import UserError
@@ -32,59 +31,67 @@ def noted(failures: list[OSError]) -> Iterator[None]:
         failures.append(error)
 
 
-def all_succeeded(strategy: ParallelStrategy, path: Path, shards: Path, failures: list[OSError]) -> None:
-    """Raise a UserError in all processes, and remove the shards, if one has failures, so that none waits."""
-    if strategy.reduce_boolean_decision(not failures, all=True):
+def all_succeeded(path: Path, failures: list[OSError], group: dist.ProcessGroup | None = None) -> None:
+    """Raise a UserError in all processes, and remove unused shards, if one has failures, so that none waits."""
+    if all(_of_all(not failures, group)):
         return
-    if strategy.is_global_zero:
-        shutil.rmtree(shards, ignore_errors=True)
+    if dist.get_rank() == 0:
+        remove_unused_shards(
+            path.parent
+        )  # not of a checkpoint that has its name, though its folder could not be synced
     raise not_written(path, failures[0] if failures else OSError("another process could not write its part"))
 
 
-def hashes_of_all(strategy: ParallelStrategy, shards: Path, failures: list[OSError]) -> dict[str, list[Any]]:
+def _hashes_of_all(shards: Path, failures: list[OSError], group: dist.ProcessGroup | None) -> dict[str, list[Any]]:
     """File name → its size in bytes and its hash; each process hashes some of the files."""
-    names = strategy.broadcast(shard_names(shards))
+    names = _of_all(shard_names(shards), group)[0]
     hashes: dict[str, list[Any]] = {}
     with noted(failures):
-        hashes = shard_hashes(shards, names[strategy.global_rank :: strategy.world_size])
-    parts: list[Any] = [None] * strategy.world_size
-    torch.distributed.all_gather_object(parts, hashes)
-    return {name: described for part in parts for name, described in part.items()}
+        hashes = shard_hashes(shards, names[dist.get_rank() :: dist.get_world_size()])
+    return {name: described for part in _of_all(hashes, group) for name, described in part.items()}
+
+
+def _of_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """The values of all processes, in their order."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def save_with_shards(
-    strategy: ParallelStrategy,
     checkpoint: dict[str, Any],
     filepath: Any,
     write: Callable[[Path, Path, list[OSError]], dict[str, Any]],
     left_out: Collection[str],
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the shards of all processes to a new folder, then the checkpoint, without `left_out`, that names it.
 
     `write(path, folder, failures)` writes the shards of this process, appends what it cannot write, and returns what
-    the checkpoint says of the shards in addition to their hashes.
+    the checkpoint says of the shards in addition to their hashes. A thread needs a `group` of all processes that no
+    other thread uses.
 
     Raises:
         UserError: A process could not write; in all processes.
     """
-    path = Path(strategy.broadcast(str(filepath)))
-    name = strategy.broadcast(new_shards(path.parent, checkpoint["global_step"]))
+    path = Path(_of_all(str(filepath), group)[0])
+    name = _of_all(new_shards(path.parent, checkpoint["global_step"]), group)[0]
     shards = path.parent / name
     failures: list[OSError] = []
     described: dict[str, Any] = {}
     with noted(failures):
         described = write(path, shards, failures)
-    all_succeeded(strategy, path, shards, failures)
-    files = hashes_of_all(strategy, shards, failures)
-    all_succeeded(strategy, path, shards, failures)
-    if strategy.is_global_zero:
+    all_succeeded(path, failures, group)
+    files = _hashes_of_all(shards, failures, group)
+    all_succeeded(path, failures, group)
+    if dist.get_rank() == 0:
         written = {key: checkpoint[key] for key in checkpoint if key not in left_out}
         with noted(failures):
             sync_all(shards)
             with atomic_write(path) as file:
                 save_sealed({**written, SHARDS: {"folder": name, "files": files, **described}}, file)
-    all_succeeded(strategy, path, shards, failures)
-    if strategy.is_global_zero:
+    all_succeeded(path, failures, group)
+    if dist.get_rank() == 0:
         remove_unused_shards(path.parent)
 
 

@@ -200,12 +200,12 @@ class Zero(DeepSpeedSteps):
         """Write the ZeRO shards of all processes to a new folder, then the checkpoint that names it."""
         if storage_options is not None:
             raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        save_with_shards(self, checkpoint, filepath, self._write_shards, ("state_dict", "optimizer_states"))
+        save_with_shards(checkpoint, filepath, self._write_shards, ("state_dict", "optimizer_states"))
 
     def _write_shards(self, path: Path, shards: Path, failures: list[OSError]) -> dict[str, Any]:
         with noted(failures):
             shards.mkdir(parents=True, exist_ok=True)
-        all_succeeded(self, path, shards, failures)
+        all_succeeded(path, failures)
         with _noted_saves(self.deepspeed_engine, failures):
             self.deepspeed_engine.save_checkpoint(str(shards.parent), tag=shards.name, save_latest=False)
         parameters = _shapes(self.deepspeed_engine.module)

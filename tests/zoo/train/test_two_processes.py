@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -14,16 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.checkpoint import FileSystemWriter
 
-from tests.zoo.tiny import batch, pretraining, trainer, validation_loader
+from kernels import UserError
+from tests.zoo.tiny import LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
 from tests.zoo.train.test_captured_step import Repeated
-from zoo.checkpoints.format import read_checkpoint
+from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.train import shards
 from zoo.train.callbacks import step_times
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.fsdp2 import FSDP2
 from zoo.train.metrics_file import read_metrics
 
 pytestmark = pytest.mark.slow
@@ -45,6 +51,18 @@ class Share:
         for number in range(len(self)):
             tokens, labels = (part.clone() for part in batch(number)[:2])
             labels[0, number % 3 + 1 :] = NO_LOSS
+            yield Batch(*(part.chunk(self.count)[self.rank] for part in (tokens, labels)))
+
+
+class ResumableShare(ResumableLoader):
+    """A process's rows of the batches; a checkpoint has the position."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        super().__init__(100)
+        self.rank, self.count = rank, count
+
+    def __iter__(self) -> Iterator[Batch]:
+        for tokens, labels, _ in super().__iter__():
             yield Batch(*(part.chunk(self.count)[self.rank] for part in (tokens, labels)))
 
 
@@ -129,6 +147,82 @@ def train_captured(folder: Path, rank: int) -> None:
         torch.save(saved, folder / f"{name}-{rank}.pt")
 
 
+class SlowDisk(L.Callback):
+    """Shards are written only when training is two steps further, or complete."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.step, self.further, self.behind = 0, threading.Condition(), list[int]()
+        write = FileSystemWriter.write_data
+
+        def write_late(*args: Any) -> Any:
+            with self.further:
+                step = self.step
+                self.further.wait_for(lambda: self.step >= min(step + 2, STEPS), timeout=60)
+                self.behind.append(self.step - step)
+            return write(*args)
+
+        patch.setattr(FileSystemWriter, "write_data", write_late)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        with self.further:
+            self.step = trainer.global_step
+            self.further.notify_all()
+
+
+def fit_sharded(
+    folder: Path, rank: int, *callbacks: L.Callback, in_background: bool, **options: Any
+) -> dict[int, float]:
+    """A run by FSDP2 whose processes write shards after each third step; returns its losses."""
+    module = pretraining()
+    module.model.layers = torch.nn.ModuleList()
+    saving = Checkpoints(every_n_steps=3, keep_every_n_steps=3, in_background=in_background)
+    each = [*callbacks, log := LossLog()]
+    strategy = FSDP2(sharded_checkpoints=True)
+    run = trainer(folder, each, STEPS, saving, strategy=strategy, devices=2, val_check_interval=STEPS)
+    run.fit(module, ResumableShare(rank, 2), validation_loader(), **options)
+    return log.losses
+
+
+def fill_disk(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Let this process's shards fail to be written for the n-th time."""
+    calls, write = iter(range(1, 100)), FileSystemWriter.write_data
+
+    def write_unless_full(*args: Any) -> Any:
+        if next(calls) == number:
+            raise OSError(28, os.strerror(28))
+        return write(*args)
+
+    patch.setattr(FileSystemWriter, "write_data", write_unless_full)
+
+
+def train_sharded(folder: Path, rank: int) -> None:
+    """One run that waits for its checkpoints and one that does not, the rest of one, and two with a full disk."""
+    losses = {"waits": fit_sharded(folder / "waits", rank, in_background=False)}
+    with pytest.MonkeyPatch.context() as patch:
+        slow = SlowDisk(patch)
+        if rank == 0:  # a kill leaves the disk as it is at some moment
+            moments, seal = iter(range(100)), shards.save_sealed
+
+            def copied_first(*args: Any) -> None:
+                shutil.copytree(folder / "late" / "checkpoints", folder / f"moment-{next(moments)}")
+                seal(*args)
+
+            patch.setattr(shards, "save_sealed", copied_first)
+        losses["late"] = fit_sharded(folder / "late", rank, slow, in_background=True)
+    middle = folder / "late" / "checkpoints" / "step-00000003.ckpt"
+    losses["rest"] = fit_sharded(folder / "rest", rank, in_background=True, ckpt_path=middle)
+    errors = {}
+    for full in (3, STEPS):
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 1:
+                fill_disk(patch, full // 3)
+            log = LossLog()
+            with pytest.raises(UserError) as raised:
+                fit_sharded(folder / f"full-{full}", rank, log, in_background=True)
+            errors[full] = (str(raised.value), max(log.losses))
+    torch.save({"losses": losses, "behind": slow.behind, "errors": errors}, folder / f"rank-{rank}.pt")
+
+
 def work(rank: int, folder: str, clock: SharedClock) -> None:
     """One process of two."""
     torch.set_num_threads(1)
@@ -157,6 +251,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
             train(Path(folder, f"late-{late}"), rank, 2, *([Late(rank, clock)] if rank == late else []))
     train_corrupted(Path(folder, "corrupted"), rank)
     train_captured(Path(folder), rank)
+    train_sharded(Path(folder, "sharded"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
     dist.destroy_process_group()
@@ -239,3 +334,66 @@ def test_the_first_process_saves_in_the_background(found: Path) -> None:
     assert alone["global_step"] == together["global_step"] == STEPS
     for name, tensor in together["state_dict"].items():
         torch.testing.assert_close(tensor, alone["state_dict"][name], atol=1e-6, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def sharded(found: Path) -> tuple[Path, dict[str, Any], dict[str, Any]]:
+    """The folder of the runs by FSDP2, and what each process has seen of them."""
+    folder = found / "sharded"
+    first, second = (torch.load(folder / f"rank-{rank}.pt") for rank in range(2))
+    return folder, first, second
+
+
+def test_shards_written_in_the_background_are_those_of_their_step(sharded: tuple[Path, Any, Any]) -> None:
+    folder, *processes = sharded
+    for process in processes:
+        assert process["behind"][0] >= 2
+        assert process["losses"]["late"] == process["losses"]["waits"]
+    for name in ("step-00000003.ckpt", "step-00000006.ckpt", "last.ckpt", "best.ckpt"):
+        late, waits = (read_whole_checkpoint(folder / run / "checkpoints" / name) for run in ("late", "waits"))
+        assert late["global_step"] == waits["global_step"] == (3 if "3" in name else STEPS)
+        torch.testing.assert_close(late["state_dict"], waits["state_dict"], rtol=0, atol=0)
+        torch.testing.assert_close(late["optimizer_states"], waits["optimizer_states"], rtol=0, atol=0)
+
+
+def test_shards_written_in_the_background_are_continued_bitwise(sharded: tuple[Path, Any, Any]) -> None:
+    for process in sharded[1:]:
+        losses = process["losses"]
+        assert losses["rest"] == {step: loss for step, loss in losses["waits"].items() if step > 3}
+
+
+def test_one_process_continues_shards_written_by_two(sharded: tuple[Path, Any, Any], tmp_path: Path) -> None:
+    folder, *processes = sharded
+    log = LossLog()
+    run = trainer(tmp_path, [log], STEPS)
+    middle = folder / "late" / "checkpoints" / "step-00000003.ckpt"
+    run.fit(pretraining(), ResumableShare(0, 1), validation_loader(), ckpt_path=middle)
+    assert list(log.losses) == [4, 5, 6]
+    for name, weight in read_whole_checkpoint(folder / "waits" / "checkpoints" / "last.ckpt")["state_dict"].items():
+        torch.testing.assert_close(run.lightning_module.state_dict()[name], weight, rtol=0, atol=1e-6)
+
+
+def test_a_kill_while_shards_are_written_leaves_the_checkpoint_before(sharded: tuple[Path, Any, Any]) -> None:
+    """The folder as it is when all shards are written, and no checkpoint names them yet."""
+    folder, *_ = sharded
+    moments = [folder / f"moment-{number}" for number in range(3)]  # at steps 3 and 6, and after the validation
+    assert not list(moments[0].glob("*.ckpt"))
+    for moment, step in zip(moments[1:], (3, 6), strict=True):
+        assert read_whole_checkpoint(moment / "last.ckpt")["global_step"] == step
+    assert [len(list(moment.glob("shards-*"))) for moment in moments] == [1, 2, 3]
+    assert len(list((folder / "late" / "checkpoints").glob("shards-*"))) == 3  # steps 3 and 6, and with the validation
+
+
+@pytest.mark.parametrize(("full", "noticed", "left"), [(3, 6, 0), (6, 6, 3)])
+def test_a_full_disk_of_one_process_is_an_error_in_all(
+    full: int, noticed: int, left: int, sharded: tuple[Path, Any, Any]
+) -> None:
+    folder, *processes = sharded
+    for process in processes:
+        said, step = process["errors"][full]
+        assert "last.ckpt cannot be written: " in said
+        assert step == noticed
+    checkpoints = folder / f"full-{full}" / "checkpoints"
+    assert len(list(checkpoints.glob("shards-*"))) == len(list(checkpoints.glob("step-*.ckpt"))) == (left > 0)
+    if left:
+        assert read_whole_checkpoint(checkpoints / "last.ckpt")["global_step"] == left

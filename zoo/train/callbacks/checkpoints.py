@@ -25,6 +25,7 @@ from zoo.files.atomic import atomic_link
 from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import free_memory
+from zoo.train.fsdp2 import FSDP2
 from zoo.train.lightning_internals import row_to_log, signal_connector
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
@@ -131,16 +132,22 @@ class Checkpoints(RunCallback, Checkpoint):
         if not os.access(folder, os.W_OK):
             raise UserError(f"the folder {folder} cannot be written to.")
         strategy = trainer.strategy
-        possible = type(strategy).save_checkpoint is Strategy.save_checkpoint
-        possible = possible and isinstance(strategy.checkpoint_io, AtomicCheckpointIO)
+        if isinstance(strategy, FSDP2):
+            possible, advice = strategy.sharded_checkpoints, ", or set the strategy's sharded_checkpoints to true"
+        else:
+            possible, advice = type(strategy).save_checkpoint is Strategy.save_checkpoint, ""
+            possible = possible and isinstance(strategy.checkpoint_io, AtomicCheckpointIO)
         if self.in_background and not possible:
             raise UserError(
                 f"checkpoints.in_background is true, but {type(strategy).__name__} writes its checkpoints itself, "
-                "and not in the background: set it to false."
+                f"and not in the background: set it to false{advice}."
             )
-        by_default = possible and strategy.root_device.type == "cuda" and _copy_fits(pl_module)
-        if self.in_background or (self.in_background is None and by_default):
-            self._background = Background()
+        self._background = Background() if self._writes_in_background(strategy, pl_module, possible) else None
+
+    def _writes_in_background(self, strategy: Strategy, module: nn.Module, possible: bool) -> bool:
+        if self.in_background is not None or not possible or strategy.root_device.type != "cuda":
+            return bool(self.in_background)
+        return strategy.reduce_boolean_decision(_copy_fits(module))  # processes may see different free memory
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note the checkpoint; refuse it if its optimiser state is in ZeRO shards that this strategy does not read."""
@@ -169,6 +176,8 @@ class Checkpoints(RunCallback, Checkpoint):
         if self._best_step == trainer.global_step:  # the run may have been killed before best.ckpt was linked
             self._name_best(trainer)
         self._make_up_row(trainer)
+        if self._background is not None and isinstance(trainer.strategy, FSDP2):
+            trainer.strategy.prepare_background(self._background)
         self._saved_step = self._started_step = trainer.global_step
         self._saved_at = time.monotonic()
 
@@ -294,8 +303,6 @@ class Checkpoints(RunCallback, Checkpoint):
         """Write `last.ckpt`, in all processes, unless it has this step already and `force` is false."""
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
-        if trainer.global_step != self._saved_step:  # a second write of a step is queued after the first
-            self._wait()
         last = self._folder(trainer) / "last.ckpt"
         trainer.save_checkpoint(last, weights_only=False, storage_options=self._background)
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
