@@ -49,7 +49,7 @@ class Checkpoints(RunCallback, Checkpoint):
         keep_last: Keep only the newest N permanent checkpoints; null keeps all.
         in_background: Copy the state to host memory, which must have room for it, and write while training continues.
             The next checkpoint and the end of the run wait for the write, and raise if it failed. Null does so on a
-            GPU if the copy fits into half of the free host memory.
+            GPU if the copy fits into half of the free host memory. FSDP2 needs its `sharded_checkpoints` for it.
         folder: Folder of the checkpoints, inside the run's folder.
         resume_command: The command that continues the run, shown to the user; `{run}` is the run's folder.
 
