@@ -25,6 +25,7 @@ from .forget_gate.low_rank import low_rank_forget_gate
 from .gated_linear import gated_linear
 from .head_linear import head_linear
 from .linear import linear
+from .linear.fp8 import fp8, in_fp8, is_fp8
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import add_rms_norm, gated_rms_norm, rms_norm
@@ -63,11 +64,14 @@ __all__ = [
     "features_and_gates",
     "features_together",
     "forget_gate",
+    "fp8",
     "gated_linear",
     "gated_rms_norm",
     "head_linear",
     "implementations",
+    "in_fp8",
     "is_deterministic",
+    "is_fp8",
     "linear",
     "linear_cross_entropy",
     "linear_recurrence",

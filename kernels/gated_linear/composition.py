@@ -12,6 +12,7 @@ from ..core.autograd import plain
 from ..core.deterministic import is_deterministic
 from ..core.elementwise import silu
 from ..core.recurrence import at_least_fp32
+from ..linear import fp8
 from ..linear.tiles import linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "silu": silu}
@@ -51,4 +52,6 @@ def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     with torch.autocast(gate_up.device.type, enabled=False):
         gate, up = at_least_fp32(gate_up).chunk(2, -1)
         opened = gate / (1 + torch.exp(-gate)) if activation == "silu" else gate
+        if fp8.in_fp8(*weight.shape):
+            return fp8.linear((opened * up).to(gate_up.dtype), weight)
         return ((opened * up) @ at_least_fp32(weight).mT).to(gate_up.dtype)

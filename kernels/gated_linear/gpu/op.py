@@ -15,7 +15,7 @@ from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
 from ...gpu.rows import load
-from ...linear import few_rows
+from ...linear import few_rows, fp8
 from ...linear.gpu import op as few
 from ...linear.tiles import product
 
@@ -65,18 +65,25 @@ class Arguments(NamedTuple):
     weight: Tensor  # [O,I]
     activation: str
     keep: bool  # whether the product is saved for the backward pass
+    in_fp8: str  # implementation of products in FP8; empty for the dtype of gate_up
+
+
+def _product(args: Arguments, a: Tensor, b: Tensor) -> Tensor:
+    """a [M,K] times b [K,N], or the weight."""
+    if args.in_fp8:
+        return fp8.product(a, b, args.in_fp8)
+    return product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
-    gate_up, weight, activation, keep = args
+    gate_up, weight, activation, keep, _ = args
     (*outer, both), size = gate_up.shape, weight.shape[1]
     with as_given(gate_up.device.type):
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
         enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
-        y = new(gate_up, *outer, len(weight))
-        product(h.view(-1, size), weight.to(gate_up.dtype).T, y.view(-1, len(weight)), "triton")
+        y = _product(args, h.view(-1, size), weight.T).view(*outer, len(weight))
         return y, h if keep else new(gate_up, 0)
 
 
@@ -86,16 +93,16 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
-    gate_up, weight, activation, keep = args
+    gate_up, weight, activation, keep, _ = args
     dy, size = dy.reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
-        dh = product(dy, weight.to(gate_up.dtype), new(dy, len(dy), size), "triton")
+        dh = _product(args, dy, weight)
         recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
         programs = len(dy) * cdiv(size, BLOCK)
         constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
         enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, warps=WARPS)
         h = h.view(dh.shape) if recomputed is None else recomputed
-        dweight = product(dy.T, h, new(dy, *weight.shape), "triton").to(weight.dtype) if needed.weight else None
+        dweight = _product(args, dy.T, h).to(weight.dtype) if needed.weight else None
         return {"gate_up": dgate_up, "weight": dweight}
 
 
@@ -109,4 +116,5 @@ def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
     keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
-    return gated_linear(gate_up.contiguous(), weight, activation, keep)
+    in_fp8 = fp8.implementation(gate_up, weight) if fp8.in_fp8(*weight.shape) else ""
+    return gated_linear(gate_up.contiguous(), weight, activation, keep, in_fp8)
