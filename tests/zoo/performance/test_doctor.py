@@ -20,13 +20,12 @@ import mixers
 import zoo
 from kernels import UserError
 from kernels.gpu.launch_table import TABLE, LaunchConfig
-from zoo.performance.doctor import workers
-from zoo.performance.doctor.checks import compile_ahead, examined, known_cases
+from zoo.performance.doctor import checks, workers
+from zoo.performance.doctor.checks import Finding, examine, examined, known_cases
 from zoo.performance.doctor.machine import compiler, packages
 from zoo.performance.op_calls import cases, ops
 
 pytest_plugins = "tests.desk"
-RUNNING = "triton" if torch.cuda.is_available() else "torch"
 
 
 def module(op: str) -> Any:
@@ -36,7 +35,7 @@ def module(op: str) -> Any:
 def plant(patch: pytest.MonkeyPatch, op: str, fault: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replace the implementation of an op that runs here by a faulty one."""
     implementations = module(op).OP.implementations
-    patch.setitem(implementations, RUNNING, fault(implementations[RUNNING]))
+    patch.setitem(implementations, "torch", fault(implementations["torch"]))
 
 
 @pytest.mark.slow
@@ -84,7 +83,7 @@ def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.Monk
 @pytest.mark.slow
 def test_documents_that_see_their_neighbours(monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch, "linear_recurrence", lambda run: lambda a: run(replace(a, cu_seqlens=None)))
-    failures = zoo.doctor(verbose=False).failures
+    failures = zoo.doctor("cpu", verbose=False).failures
     assert {each.check for each in failures} == {"packed"}
     subjects = {each.subject for each in failures}
     assert {"linear_recurrence (decay per head, 32)", "GLA", "Mamba2"} <= subjects
@@ -104,7 +103,7 @@ def test_results_that_change_from_call_to_call(monkeypatch: pytest.MonkeyPatch):
         return noisy
 
     plant(monkeypatch, "discretise", fault)
-    (failure,) = zoo.doctor(verbose=False).failures
+    (failure,) = zoo.doctor("cpu", verbose=False).failures
     assert (failure.subject, failure.check) == ("discretise (32)", "repeats")
     assert "output 2" in failure.says
 
@@ -118,7 +117,7 @@ def test_a_crash_is_a_finding(monkeypatch: pytest.MonkeyPatch):
         return broken
 
     plant(monkeypatch, "gated_linear", fault)
-    failures = zoo.doctor(verbose=False).failures
+    failures = zoo.doctor("cpu", verbose=False).failures
     assert {each.subject for each in failures} == {"gated_linear (32)"}
     assert failures[0].says == "RuntimeError: no kernel image is available for execution on the device"
 
@@ -163,7 +162,7 @@ def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
 def test_a_full_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**29))
-    failures = zoo.doctor(verbose=False).failures
+    failures = zoo.doctor("cpu", verbose=False).failures
     assert {each.subject for each in failures} == {"disk"}
     assert failures[0].says == "0.5 GiB is less than 1 GiB"
 
@@ -192,7 +191,26 @@ def test_ops_and_mixers_are_examined_side_by_side():
     done = [*workers.side_by_side(partial(examined, cpu), subjects, 2, 300)]
     assert {each.job for each in done} == {*subjects}
     assert all(each.problem is None and each.results for each in done)
-    assert compile_ahead(cpu) == 0  # which has nothing to compile
+
+
+def test_findings_of_several_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    """In the order of the table, however they arrive; a process that dies is a failure."""
+
+    def reversed_and_dying(work, subjects, processes, limit):
+        for subject in reversed(subjects):
+            problem = "the process ended with exit code -11" if subject == "GLA" else None
+            yield workers.Done(subject, [Finding(str(subject), "fp32", "passed", "", {})], 1.0, problem)
+
+    monkeypatch.setattr(checks, "side_by_side", reversed_and_dying)
+    gpu, seen = torch.device("cuda"), list[str]()
+    of_ops, of_mixers = examine(gpu, seen.append)
+    number = len(known_cases(gpu))
+    assert [each.subject for each in of_ops] == [str(i) for i in range(number)]
+    assert [each.subject for each in of_mixers if each.check == "fp32"] == mixers.names()
+    assert [each for each in of_mixers if each.status == "failed"] == [
+        Finding("GLA", "process", "failed", "the process ended with exit code -11", {})
+    ]
+    assert seen[-1] == f"examined {number + len(mixers.names())} of {number + len(mixers.names())}"
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ from rich.table import Table
 from kernels import UserError
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
-from zoo.performance.doctor.checks import LIMIT_S, Finding, compile_ahead, examine_layers, examine_ops
+from zoo.performance.doctor.checks import LIMIT_S, Finding, examine
 from zoo.performance.doctor.machine import machine
 from zoo.performance.doctor.proofs import EXPLAINED as PROPERTIES
 from zoo.performance.doctor.proofs import ORDER, TITLES, Job, by_kind, jobs, proved
@@ -110,8 +110,7 @@ def doctor(
     with console.status("packages") as status:
         examination = Examination(place.type, [*machine(place)], [], [])
         if not proofs:
-            compile_ahead(place, status.update)
-            of_ops, of_mixers = [*examine_ops(place, status.update)], [*examine_layers(place, status.update)]
+            of_ops, of_mixers = examine(place, status.update)
             examination = examination._replace(ops=of_ops, mixers=of_mixers)
         try:
             for number, done in enumerate(proved(place, every, time_limit), 1):

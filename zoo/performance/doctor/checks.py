@@ -55,14 +55,38 @@ REPEATS = 5
 DOCUMENTS = (0, 41, 97, LENGTH)  # one with neighbours on both sides
 
 
-def examine_ops(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """Findings about all ops on a device; `seen` is called with the name of each case before it is examined."""
-    cases = known_cases(device)
-    for case in cases:
-        seen(case.name)
-        yield from examine_case(case, device)
-    for op in sorted({*ops()} - {case.op for case in cases}):
-        yield Finding(op, "path", "noted", "the doctor does not know how to call it", {})
+def examine(
+    device: torch.device, seen: Callable[[str], None] = lambda name: None
+) -> tuple[list[Finding], list[Finding]]:
+    """Examine all ops and all registered mixers on a device.
+
+    On a GPU several processes share the work, which is the compiler's on a new machine, and elsewhere mostly that of
+    launching the fp32 loops. A process that dies, or a kernel that hangs, is a failed check.
+
+    Args:
+        device: cpu or cuda.
+        seen: Called with what is examined next, or how much has been.
+
+    Returns:
+        Findings about ops, and findings about mixers.
+    """
+    calls, names = known_cases(device), mixers.names()
+    subjects: list[int | str] = [*range(len(calls)), *names]
+    results: dict[int | str, list[Finding]] = {}
+    if device.type == "cuda":
+        for done in side_by_side(partial(examined, device), subjects, processes(), LIMIT_S):
+            subject = done.job if isinstance(done.job, str) else calls[done.job].name
+            problem = [] if done.problem is None else [Finding(subject, "process", "failed", done.problem, {})]
+            results[done.job] = [*done.results, *problem]
+            seen(f"examined {len(results)} of {len(subjects)}")
+    else:
+        for each in subjects:
+            seen(each if isinstance(each, str) else calls[each].name)
+            results[each] = [*examined(device, each)]
+    of_ops = [finding for number in range(len(calls)) for finding in results[number]]
+    for op in sorted({*ops()} - {case.op for case in calls}):
+        of_ops.append(Finding(op, "path", "noted", "the doctor does not know how to call it", {}))
+    return of_ops, [finding for name in names for finding in results[name]]
 
 
 def known_cases(device: torch.device) -> list[OpCall]:
@@ -173,13 +197,6 @@ SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 CHANGE = 1e-4  # relative: norms magnify what sums of another order round
 
 
-def examine_layers(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> Iterator[Finding]:
-    """Findings about all registered mixers; `seen` is called with the name of each before it is examined."""
-    for name in mixers.names():
-        seen(name)
-        yield from examine_layer(name, device)
-
-
 def examine_layer(name: str, device: torch.device) -> Iterator[Finding]:
     """Findings about one mixer."""
     for check, run in {"packed": layer_isolation, "bf16": in_bf16}.items():
@@ -232,22 +249,6 @@ LIMIT_S = 300  # of one op or mixer; a kernel that hangs takes no longer
 def processes() -> int:
     """The number of processes that share the work on a GPU."""
     return max(1, min(MOST, os.cpu_count() or 1))
-
-
-def compile_ahead(device: torch.device, seen: Callable[[str], None] = lambda name: None) -> int:
-    """Fill the compiler's cache for a GPU, several processes side by side: one alone takes minutes on a new machine.
-
-    Returns:
-        How many ops and mixers were examined. Fewer than there are if a process died: the doctor then finds out why.
-    """
-    if device.type != "cuda":
-        return 0
-    subjects: list[int | str] = [*range(len(known_cases(device))), *mixers.names()]
-    ended = 0
-    for done in side_by_side(partial(examined, device), subjects, processes(), LIMIT_S):
-        ended += done.problem is None
-        seen(f"compiling kernels, {ended} of {len(subjects)}")
-    return ended
 
 
 def examined(device: torch.device, subject: int | str) -> Iterator[Finding]:
