@@ -178,7 +178,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     how = implementation(x, weight)
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    (y,) = fp8_linear(x.flatten(0, -2), weight, bias, how)
+    y = fp8_linear(x.flatten(0, -2), weight, bias, how)
     return y.view(*x.shape[:-1], len(weight))
 
 
