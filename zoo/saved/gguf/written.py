@@ -6,15 +6,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.checkpoints.tensor_files import Weights
+from zoo.data.text.chat_template import DEFAULT_TEMPLATE
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.lm.model import LanguageModel
-from zoo.saved.gguf.architectures import ARCHITECTURES, Value
+from zoo.saved.gguf.architectures import ARCHITECTURES, Stored, Value
 from zoo.saved.gguf.vocabulary import vocabulary
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import GGUF
@@ -22,9 +24,9 @@ from zoo.saved.public.import_export import in_a_layout
 
 # types of numbers → llama.cpp's names of files that are mostly in them
 _TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_OF_DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_OF_DTYPES: dict[torch.dtype | None, str] = {torch.float16: "f16", torch.bfloat16: "bf16"}
 # tensors that llama.cpp wants in fp32, though they have two axes
-_PRECISE = re.compile(r"norm\.weight$|ssm_conv1d\.|ssm_a$|ssm_d$")
+_PRECISE = re.compile(r"norm\.weight$|ssm_conv1d|ssm_a$|ssm_d$|_lerp_|time_mix_[wavg]\d")
 
 
 def check_type(to: str | None, quantize: str | None) -> None:
@@ -71,15 +73,18 @@ def write_gguf(
     _add_tokenizer(writer, tokenizer, model.vocab_size)
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
     names = gguf.get_tensor_name_map(kind, model.num_layers)
-    types: dict[str, Any] = {}
-    for name, spec in public.weights.specs.items():
-        shape = architecture.tensor(config, name, torch.empty(spec.shape, device="meta")).shape
-        new = names.get_name(name.replace(".dt_bias", ".dt_proj.bias"), (".weight", ".bias"))
-        stored = quantize or _OF_DTYPES.get(spec.dtype, "f32")
-        types[name] = gguf.GGMLQuantizationType[_type(new, tuple(shape), stored).upper()]
-        block, block_bytes = gguf.GGML_QUANT_SIZES[types[name]]
-        size = prod(shape) // block * block_bytes
-        writer.add_tensor_info(new, shape, torch.empty(0).numpy().dtype, size, types[name])
+    specs = public.weights.specs
+    tensors: list[tuple[Stored, Any]] = []  # with their types
+    for stored in (stored for name in specs for stored in architecture.tensors(config, name)):
+        sources = [torch.empty(specs[source].shape, device="meta") for source in stored.sources]
+        shape = tuple(stored.make(*sources).shape)
+        public_name = stored.name.replace(".dt_bias", ".dt_proj.bias")
+        name = names.get_name(public_name, (".weight", ".bias")) or stored.name
+        dtype = specs[stored.sources[0]].dtype if stored.sources else None
+        number_type = gguf.GGMLQuantizationType[_type(name, shape, quantize or _OF_DTYPES.get(dtype, "f32")).upper()]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[number_type]
+        writer.add_tensor_info(name, shape, np.dtype(np.float32), prod(shape) // block * block_bytes, number_type)
+        tensors.append((stored, number_type))
     main = quantize or _OF_DTYPES.get(weights.specs["embeddings.weight"].dtype, "f32")
     writer.add_file_type(gguf.LlamaFileType[_TYPES[main]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -88,8 +93,8 @@ def write_gguf(
             writer.write_header_to_file(Path(opened.name))
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
-            for name, number_type in types.items():
-                tensor = architecture.tensor(config, name, public.weights.tensor(name).float())
+            for stored, number_type in tensors:
+                tensor = stored.make(*(public.weights.tensor(source).float() for source in stored.sources))
                 writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), number_type))
             writer.close()
     except OSError as error:
@@ -108,6 +113,8 @@ def _add(writer: Any, key: str, value: Value) -> None:
         writer.add_array(key, value)
     elif isinstance(value, float):
         writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
     else:
         writer.add_uint32(key, value)
 
@@ -127,6 +134,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, size: int) -> None:
     writer.add_bos_token_id(words.eos_id if words.bos_id is None else words.bos_id)
     writer.add_add_bos_token(words.bos_id is not None)
     writer.add_add_eos_token(False)
+    writer.add_chat_template(tokenizer.chat_template or DEFAULT_TEMPLATE)
     if words.turn_id is not None:
         writer.add_eot_token_id(words.turn_id)
 

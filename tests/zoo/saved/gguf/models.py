@@ -37,6 +37,27 @@ def hybrid(pattern: str, eps: float = 1e-6, **linear: Any) -> Spec:
     return component("Pattern", pattern=pattern, mixers={letter: mixers[letter] for letter in sorted(set(pattern))})
 
 
+def scaled(name: str, **arguments: Any) -> Spec:
+    return uniform("SoftmaxAttention", num_heads=4, qk={"map": component(name, factor=3.0, **arguments)})
+
+
+def kimi(pattern: str, eps: float = 1e-6, **linear: Any) -> Spec:
+    mixers = {
+        "A": component(
+            "MultiheadLatentAttention",
+            **dict(num_heads=4, head_dim=16, rope_dim=8, value_dim=24, kv_rank=32, rotary=None),
+            norm=component("RMSNorm", eps=1e-6),
+        ),
+        "L": component(
+            "KDA",
+            **{"num_heads": 4, "head_dim": 32, "qk": {**CONVOLVED, "norm": "l2"}, "v": CONVOLVED, "gate_bias": False}
+            | {"output": component("SigmoidGatedRMSNorm", eps=eps), **linear},
+        ),
+    }
+    return component("Pattern", pattern=pattern, mixers={letter: mixers[letter] for letter in sorted(set(pattern))})
+
+
+RWKV7 = {"hidden_size": 128, "mlp": "RWKV7ChannelMix", "norm": "LayerNorm", "embedding_norm": True, "norm_eps": 1e-5}
 # name → llama.cpp's architecture, the model's stack, and other keys of `model`
 CASES: dict[str, tuple[str, Spec, Spec]] = {
     "llama": ("llama", uniform("SoftmaxAttention", num_heads=4, **ROTARY), {}),
@@ -50,6 +71,18 @@ CASES: dict[str, tuple[str, Spec, Spec]] = {
         uniform("SoftmaxAttention", num_heads=4, num_kv_heads=2, bias=True, output_bias=False, **ROTARY),
         {},
     ),
+    "llama, positions divided": ("llama", scaled("LinearRotary"), {}),
+    "llama, positions of Llama 3.1": ("llama", scaled("Llama3Rotary", original_length=30), {}),
+    "llama, positions of YaRN": ("llama", scaled("YarnRotary", original_length=200, amplitude=1.2), {}),
+    "qwen2, positions of YaRN": (
+        "qwen2",
+        uniform(
+            "SoftmaxAttention",
+            **dict(num_heads=4, bias=True, output_bias=False),
+            qk={"map": component("YarnRotary", factor=4.0, original_length=200)},
+        ),
+        {},
+    ),
     "mamba": ("mamba", uniform("Mamba1"), {"mlp": None, "norm_eps": 1e-5}),
     "mamba2": (
         "mamba2",
@@ -58,6 +91,10 @@ CASES: dict[str, tuple[str, Spec, Spec]] = {
     ),
     "qwen3.5": ("qwen35", hybrid("LLLA"), {**QWEN, "num_layers": 4}),
     "qwen3.5, as many keys": ("qwen35", hybrid("ALL", num_key_heads=4), QWEN),
+    "rwkv7": ("rwkv7", uniform("RWKV7"), RWKV7),
+    "rwkv7, tied": ("rwkv7", uniform("RWKV7", rate_rank=16, value_rank=8), {**RWKV7, "tie_embeddings": True}),
+    "kimi linear": ("kimi-linear", kimi("LLLA"), {"norm_eps": 1e-6, "num_layers": 4}),
+    "kimi linear, attention first": ("kimi-linear", kimi("AL", head_dim=16), {"norm_eps": 1e-6}),
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import zoo
 from kernels import UserError
+from zoo.data.text.chat_template import DEFAULT_TEMPLATE
 from zoo.data.text.tokenizer import Tokenizer as Ours
 from zoo.saved.gguf.vocabulary import vocabulary
 
@@ -40,8 +41,39 @@ def tiled(tensor: Tensor, groups: int, heads: int = 4) -> Tensor:
     return torch.cat([tensor[(g * share + i) * size :][:size] for i in range(share) for g in range(groups)])
 
 
+def rwkv7(ours: dict[str, Tensor], model: zoo.LanguageModel) -> dict[str, Tensor]:
+    """Return the tensors of a file of an RWKV-7, in llama.cpp's names."""
+    head = ours["lm_head.weight"] if model.lm_head is not None else ours["embeddings.weight"]
+    tensors = {"token_embd.weight": ours["embeddings.weight"], "output.weight": head}
+    for part in ("weight", "bias"):
+        tensors |= {
+            f"output_norm.{part}": ours[f"norm.{part}"],
+            f"token_embd_norm.{part}": ours[f"embedding_norm.{part}"],
+        }
+    projections = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+    ranks = {"w": ("decay", "decay_bias"), "a": ("rate", "rate_bias"), "v": ("value", "value_bias"), "g": ("g", None)}
+    for i in range(model.num_layers):
+        m = {name.removeprefix(f"layers.{i}."): t for name, t in ours.items() if name.startswith(f"layers.{i}.")}
+        layer = {f"time_mix_{new}": m[f"mixer.{old}.weight"] for new, old in projections.items()}
+        layer |= {f"time_mix_{name}": m[f"mixer.{name}"] for name in ("k_k", "k_a", "r_k")}
+        for letter, (low_rank, bias) in ranks.items():
+            old, zero = (("rate", "rate_bias"), True) if (i, letter) == (0, "v") else ((low_rank, bias), False)
+            parts = [None if old[1] is None else m[f"mixer.{old[1]}"]]
+            parts += [m[f"mixer.{old[0]}.{part}.weight"] for part in ("down", "up")]
+            named = {f"time_mix_{letter}{n}": part for n, part in enumerate(parts) if part is not None}
+            layer |= {name: torch.zeros_like(part) for name, part in named.items()} if zero else named
+        layer |= {"time_mix_lerp_fused": m["mixer.mix"][:, None, None], "channel_mix_lerp_k": m["mlp.mix"]}
+        layer |= {f"channel_mix_{new}": m[f"mlp.{old}_proj.weight"] for new, old in (("key", "up"), ("value", "down"))}
+        tensors |= {f"blk.{i}.{name}.weight": tensor for name, tensor in layer.items()}
+        for new, old in (("attn_norm", "mixer_norm"), ("attn_norm_2", "mlp_norm"), ("time_mix_ln", "mixer.o_norm")):
+            tensors |= {f"blk.{i}.{new}.{part}": m[f"{old}.{part}"].flatten() for part in ("weight", "bias")}
+    return tensors
+
+
 def expected(ours: dict[str, Tensor], model: zoo.LanguageModel, pairs: bool) -> dict[str, Tensor]:
     """The tensors of a file for our weights, in llama.cpp's names."""
+    if "embedding_norm.weight" in ours:
+        return rwkv7(ours, model)
     zero_centred = 1.0 if type(model.norm).__name__ == "ZeroCentredRMSNorm" else 0.0
     tensors = {"token_embd.weight": ours["embeddings.weight"], "output_norm.weight": ours["norm.weight"] + zero_centred}
     tensors |= {"output.weight": ours["lm_head.weight"]} if model.lm_head is not None else {}
@@ -89,6 +121,30 @@ def expected(ours: dict[str, Tensor], model: zoo.LanguageModel, pairs: bool) -> 
                 "ssm_norm.weight": x["o_norm.weight"],
                 "ssm_out.weight": tiled(x["o_proj.weight"].T, groups).T,
             }
+        elif kind == "KDA":
+            layer |= {f"attn_{s}.weight": x[f"in_proj.{s}.weight"] for s in "qkv"}
+            layer |= {f"ssm_conv1d_{s}.weight": x[f"{s}_features.weight"][None] for s in "qkv"}
+            layer |= {
+                "ssm_f_a.weight": x["in_proj.f.weight"],
+                "ssm_f_b.weight": x["decay_up.weight"],
+                "ssm_beta.weight": x["in_proj.b.weight"],
+                "ssm_a": -x["decay.A_log"].exp().view(1, 1, -1, 1),
+                "ssm_dt.bias": x["decay.dt_bias"],
+                "ssm_g_a.weight": x["in_proj.g.weight"],
+                "ssm_g_b.weight": x["g_up.weight"],
+                "ssm_norm.weight": x["o_norm.norm.weight"],
+                "attn_output.weight": x["o_proj.weight"],
+            }
+        elif kind == "MultiheadLatentAttention":
+            keys, values = x["kv_up.weight"].view(4, 16 + 24, -1).split([16, 24], 1)
+            layer |= {
+                "attn_q.weight": x["in_proj.q.weight"],
+                "attn_kv_a_mqa.weight": torch.cat([x["in_proj.latent.weight"], x["in_proj.shared.weight"]]),
+                "attn_kv_a_norm.weight": x["latent_norm.weight"],
+                "attn_k_b.weight": keys.transpose(1, 2),
+                "attn_v_b.weight": values,
+                "attn_output.weight": x["o_proj.weight"],
+            }
         elif kind == "Mamba2":
             layer |= {
                 "ssm_in.weight": torch.cat([x[f"in_proj.{s}.weight"] for s in ("z", "x", "B", "C", "dt")]),
@@ -113,6 +169,10 @@ def expected(ours: dict[str, Tensor], model: zoo.LanguageModel, pairs: bool) -> 
                 "ssm_out.weight": x["out_proj.weight"],
             }
         tensors |= {f"blk.{i}.{name}": tensor for name, tensor in layer.items()}
+    rotary = getattr(getattr(model.mixers[0], "q_features", None), "map", None)
+    if type(rotary).__name__ == "Llama3Rotary":
+        pair = torch.arange(8.0)
+        tensors["rope_freqs.weight"] = 10000 ** (-pair / 8) / rotary.frequencies(pair)
     return tensors
 
 
@@ -168,6 +228,68 @@ def test_metadata_of_sizes_and_of_the_vocabulary(tmp_path: Path):
     assert metadata["tokenizer.ggml.merges"][0].count(" ") == 1
 
 
+def test_metadata_of_scaled_positions(tmp_path: Path):
+    prefix, scaling = "llama.rope.scaling.", {}
+    for case in ("divided", "of YaRN", "of Llama 3.1"):
+        file = zoo.convert(exported(tmp_path / case, f"llama, positions {case}"), tmp_path / f"{case}.gguf", to="gguf")
+        metadata = {key.removeprefix(prefix): value for key, value in read(file)[0].items() if key.startswith(prefix)}
+        scaling[case] = metadata
+    assert scaling == {
+        "divided": {"type": "linear", "factor": 3.0},
+        "of YaRN": {
+            "type": "yarn",
+            "factor": 3.0,
+            "original_context_length": 200,
+            "attn_factor": pytest.approx(1.2 / (1 + 0.1 * np.log(3))),
+        },
+        "of Llama 3.1": {},
+    }
+
+
+def test_metadata_of_kimi_linear(tmp_path: Path):
+    metadata, _ = read(zoo.convert(exported(tmp_path / "ours", "kimi linear"), tmp_path / "a.gguf", to="gguf"))
+    sizes = {
+        "attention.head_count": 4,
+        "attention.head_count_kv": [0, 0, 0, 1],
+        "attention.key_length": 40,
+        "attention.value_length": 32,
+        "attention.key_length_mla": 24,
+        "attention.value_length_mla": 24,
+        "attention.kv_lora_rank": 32,
+        "rope.dimension_count": 8,
+        "ssm.conv_kernel": 4,
+        "kda.head_dim": 32,
+        "leading_dense_block_count": 4,
+    }
+    assert {key: metadata[f"kimi-linear.{key}"] for key in sizes} == sizes
+
+
+def test_metadata_of_rwkv7(tmp_path: Path):
+    file = zoo.convert(exported(tmp_path / "ours", "rwkv7, tied"), tmp_path / "a.gguf", to="gguf", quantize="q8_0")
+    metadata, tensors = read(file)
+    sizes = {
+        "wkv.head_size": 64,
+        "attention.layer_norm_epsilon": pytest.approx(1e-5),
+        "attention.decay_lora_rank": 16,
+        "attention.iclr_lora_rank": 16,
+        "attention.value_residual_mix_lora_rank": 8,
+        "attention.gate_lora_rank": 64,
+        "token_shift_count": 2,
+    }
+    assert {key: metadata[f"rwkv7.{key}"] for key in sizes} == sizes
+    small = {name for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.tensor_type.name == "F32"}
+    assert {name.partition("time_mix_")[2][:2] for name in small} == {f"{x}{n}" for x in "wavg" for n in "12"} | {"le"}
+
+
+def test_the_chat_template_of_the_tokenizer_or_the_default_one(tmp_path: Path):
+    folder = exported(tmp_path / "ours", "mamba2")
+    key = "tokenizer.chat_template"
+    assert read(zoo.convert(folder, tmp_path / "a.gguf", to="gguf"))[0][key] == DEFAULT_TEMPLATE
+    template = "{% for message in messages %}<turn>{{ message.content }}{% endfor %}"
+    (folder / "tokenizer.json").write_text(zoo.load_tokenizer(folder).with_chat_template(template).to_json())
+    assert read(zoo.convert(folder, tmp_path / "b.gguf", to="gguf"))[0][key] == template
+
+
 @pytest.mark.parametrize(("name", "number_type"), [("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")])
 def test_matrices_have_the_type_asked_for(name: str, number_type: str, tmp_path: Path):
     folder = exported(tmp_path / "ours", "mamba2")
@@ -202,7 +324,7 @@ def test_rows_without_whole_blocks_are_f16(tmp_path: Path, monkeypatch: pytest.M
 
 
 REFUSED = {
-    "GLA": (models.uniform("GLA"), {}, "no family of gguf has layers of GLA; each has some of GatedDeltaNet, Mamba1, "),
+    "GLA": (models.uniform("GLA"), {}, "no family of gguf has layers of GLA; each has some of GatedDeltaNet, KDA, "),
     "a window": (
         models.uniform("SlidingWindowAttention", num_heads=4, window_size=8, **models.ROTARY),
         {},
@@ -215,10 +337,44 @@ REFUSED = {
         {},
         "llama.cpp's qwen2 cannot hold this model: its attention has no sliding window, and here one has 8 tokens",
     ),
-    "scaled positions": (
-        models.uniform("SoftmaxAttention", num_heads=4, qk={"map": models.component("LinearRotary", factor=2.0)}),
+    "positions of Llama 3.1": (
+        models.uniform(
+            "SoftmaxAttention",
+            **dict(num_heads=4, bias=True, output_bias=False),
+            qk={"map": models.component("Llama3Rotary", factor=2.0, original_length=30)},
+        ),
         {},
-        "gguf holds rotary positions without scaling, and this model's are scaled by linear",
+        "qwen2 cannot hold this model: it has no positions scaled as in Llama 3.1",
+    ),
+    "another YaRN": (
+        models.scaled("YarnRotary", original_length=200, fast_turns=16.0),
+        {},
+        "llama.cpp's YaRN has beta_fast 32.0, and this model's positions have 16.0",
+    ),
+    "embeddings without a norm": (
+        models.uniform("RWKV7"),
+        {**models.RWKV7, "embedding_norm": False},
+        "rwkv7 cannot hold this model: it norms embeddings, and this model does not; train with model.embedding_norm",
+    ),
+    "heads of 32 channels": (
+        models.uniform("RWKV7", head_dim=32),
+        models.RWKV7,
+        "rwkv7 .* a multiple of 64 channels and norms with an eps of 0.00064, and here they have 32 .* and 0.00032",
+    ),
+    "Kimi Linear without attention": (
+        models.kimi("L"),
+        {"norm_eps": 1e-6},
+        "kimi-linear .*: it needs layers of KDA and of attention, and here all are of one kind",
+    ),
+    "Kimi Linear with the published eps": (
+        models.kimi("LA", 1e-5),
+        {"norm_eps": 1e-5},
+        "kimi-linear .* norms keys and latents with the eps of all norms, which is 1e-05 here instead of 1e-06",
+    ),
+    "Kimi Linear with two numbers of heads": (
+        models.kimi("LA", num_heads=2),
+        {"norm_eps": 1e-6},
+        "kimi-linear .*: all layers have one number of heads, and here 2 and 4",
     ),
     "narrow heads": (
         models.uniform("SoftmaxAttention", num_heads=2, head_dim=16, bias=True, output_bias=False, **models.ROTARY),
