@@ -138,7 +138,7 @@ def _llama_tensors(config: Config, name: str) -> list[Stored]:
 
 
 def _llama3_divisors(config: Config) -> Tensor:
-    """How many times more slowly each pair turns than without scaling [head_dim/2]."""
+    """Return the divisor of the frequency of each pair [head_dim/2]."""
     turning = rotary_map(config)
     assert turning is not None
     rotary = Llama3Rotary(1, config["head_dim"], **turning["init_args"])
