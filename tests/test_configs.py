@@ -141,7 +141,7 @@ def test_other_numbers_of_heads_are_of_equal_size_or_refused(name: str):
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("mamba2.yaml", "num_heads"), ("hgrn2.yaml", "num_heads"), ("tnl.yaml", "head_dim"), ("gdn_h2.yaml", "mixer")],
+    [("mamba2.yaml", "head_dim"), ("hgrn2.yaml", "num_heads"), ("tnl.yaml", "head_dim"), ("gdn_h2.yaml", "mixer")],
 )
 def test_heads_that_a_mixer_does_not_choose_are_refused_in_one_sentence(name: str, expected: str, command: Command):
     done = command("fit", "--config", name, "--config", "ablate/heads_8.yaml", "--print_config")

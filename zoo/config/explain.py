@@ -19,6 +19,7 @@ from kernels import UserError
 from mixers import did_you_mean
 from zoo.config.overlays import nested
 from zoo.config.signatures import (
+    absent_by_default,
     alternatives,
     component,
     constructor,
@@ -92,6 +93,7 @@ class Explainer:
         self.keys = {*types}  # with those of the classes in the config
         self._unknown: list[tuple[str, str, Any]] = []  # keys, the part of each that exists, and its class
         self._suspects: list[str | tuple[str, Any, Any]] = []  # sentences; or keys with their types and values
+        self._nulls: list[tuple[str, Any]] = []  # keys that are null and must not be, and their types
         self._present: set[str] = set()
         self._group(config, "")
 
@@ -100,7 +102,7 @@ class Explainer:
             key = group + name
             self._present.add(key)
             if key in self._types:
-                self._part(self._types[key], value, key)
+                self._part_or_null(self._types[key], value, key)
             elif not any(option.startswith(f"{key}.") for option in self._types):
                 while isinstance(value, dict) and len(value) == 1:  # the whole key, as in an override
                     ((part, value),) = value.items()
@@ -110,6 +112,12 @@ class Explainer:
                 self._group(value, f"{key}.")
             elif value is not None:
                 self._suspects.append((key, dict, value))
+
+    def _part_or_null(self, hint: Any, value: Any, key: str) -> None:
+        """As `_part`, but the parser takes null for any type."""
+        if value is None and {*alternatives(hint)} <= {*_WORDS}:
+            self._nulls.append((key, hint))
+        self._part(hint, value, key)
 
     def _part(self, hint: Any, value: Any, key: str) -> None:
         for option in alternatives(hint):
@@ -132,22 +140,25 @@ class Explainer:
         self._suspects.append((key, hint, value))
 
     def _arguments(self, cls: Any, by_position: int, arguments: Mapping[str, Any], key: str) -> None:
-        parameters, types = settable(cls, by_position), hints(cls)
+        parameters, types, optional = settable(cls, by_position), hints(cls), absent_by_default(cls)
         self.keys |= {f"{key}.{name}" for name in parameters}
         for name, value in arguments.items():
             if name in parameters:
-                self._part(types.get(name), value, f"{key}.{name}")
+                part = self._part if name in optional else self._part_or_null
+                part(types.get(name), value, f"{key}.{name}")
             elif name not in _OF_CLASSES and not takes_any_name(cls):
                 self._unknown.append((f"{key}.{name}", key, cls))
         if absent := [name for name in required(cls, by_position) if name not in arguments]:
             self._suspects.append(f"{key}: {cls.__name__} needs a value for {', '.join(absent)}, under init_args")
 
     def check_keys(self) -> None:
-        """Raise a UserError about the first key that does not exist."""
+        """Raise a UserError about the first key that does not exist, or that is null and must not be."""
         for key, group, cls in self._unknown:
             if _is_without_matrix(cls) and key.rpartition(".")[2] in settable(mixers.Expanded):
                 raise UserError(f"{key}: {cls.__name__} has no matrix state to expand")
             raise UserError(unknown(key, group, self.keys))
+        for key, hint in self._nulls:
+            raise UserError(_wrong_value(key, hint, None))
 
     def mistake(self, fits: Callable[[Any, Any], bool], required_keys: Iterable[str]) -> str | None:
         """A sentence about the first mistake in values, classes or missing arguments; None if none is found.

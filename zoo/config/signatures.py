@@ -34,6 +34,11 @@ def settable(cls: Any, by_position: int = 0) -> list[str]:
     return [name for name, each in _parameters(cls)[by_position:] if each.kind not in _VARIABLE]
 
 
+def absent_by_default(cls: Any) -> set[str]:
+    """The parameters whose default is None, whatever their type says."""
+    return {name for name, each in _parameters(cls) if each.default is None}
+
+
 def required(cls: Any, by_position: int = 0) -> list[str]:
     """The parameters that a config must set."""
     parameters = dict(_parameters(cls))

@@ -15,6 +15,8 @@ MISTAKES = {
     "model.stack.mixer=mixers.names": "model.stack.mixer: 'mixers.names' is not a TokenMixer; write its dotted path, ",
     "model.stack=H1": "model.stack: H1 needs a value for first, second, under init_args",
     "model.num_layers=two": "model.num_layers: 'two' is not a whole number",
+    "model.num_layers=null": "model.num_layers: null is not a whole number",
+    "model.stack.mixer.factor=null": "model.stack.mixer.factor: null is not a whole number",
 }
 
 
