@@ -28,10 +28,11 @@ FULL = dict(num_heads=4, num_kv_heads=2, head_dim=32, gate="channel", bias=False
 QWEN = {"norm_eps": 1e-6, "norm": "ZeroCentredRMSNorm"}
 
 
-def hybrid(pattern: str, eps: float = 1e-6, **linear: Any) -> Spec:
+def hybrid(pattern: str, eps: float = 1e-6, positions: Spec | None = None, **linear: Any) -> Spec:
     output = component("GatedRMSNorm", eps=eps)
+    full = FULL if positions is None else {**FULL, "qk": {"map": positions}}
     mixers = {
-        "A": component("SoftmaxAttention", **FULL, qk_norm=component("ZeroCentredRMSNorm", eps=eps)),
+        "A": component("SoftmaxAttention", **full, qk_norm=component("ZeroCentredRMSNorm", eps=eps)),
         "L": component("GatedDeltaNet", **{**LINEAR, "output": output, **linear}),
     }
     return component("Pattern", pattern=pattern, mixers={letter: mixers[letter] for letter in sorted(set(pattern))})
@@ -91,6 +92,16 @@ CASES: dict[str, tuple[str, Spec, Spec]] = {
     ),
     "qwen3.5": ("qwen35", hybrid("LLLA"), {**QWEN, "num_layers": 4}),
     "qwen3.5, as many keys": ("qwen35", hybrid("ALL", num_key_heads=4), QWEN),
+    "qwen3.5, positions divided": (
+        "qwen35",
+        hybrid("LA", positions=component("LinearRotary", base=1e6, fraction=0.25, factor=3.0)),
+        QWEN,
+    ),
+    "qwen3.5, positions of YaRN": (
+        "qwen35",
+        hybrid("LA", positions=component("YarnRotary", base=1e6, fraction=0.25, factor=4.0, original_length=200)),
+        QWEN,
+    ),
     "rwkv7": ("rwkv7", uniform("RWKV7"), RWKV7),
     "rwkv7, tied": ("rwkv7", uniform("RWKV7", rate_rank=16, value_rank=8), {**RWKV7, "tie_embeddings": True}),
     "kimi linear": ("kimi-linear", kimi("LLLA"), {"norm_eps": 1e-6, "num_layers": 4}),
