@@ -18,6 +18,8 @@ Spec = dict[str, Any]  # a component in a config: class_path and init_args
 GGUF = "gguf"  # llama.cpp's files, whose architectures hold some of the families
 TIED = "tie_word_embeddings"
 _LARGEST = 10_000_000  # of a size, so that a few digits cannot ask for all memory
+# no shape of a tensor would contradict our default in place of null
+_NEVER_NULL = ("num_attention_heads", "num_heads")
 
 
 def words(text: str) -> frozenset[str]:
@@ -100,6 +102,8 @@ class Family:
                 raise UserError(
                     f"config.json: {key} is {_shown(value)}, which {self.name} does not know; only null is."
                 )
+            if value is None and key in _NEVER_NULL and self.keys.get(key) is not None:
+                raise refusal(key, None, "1 or more")
             check_kind(key, value, self.keys.get(key))
         return self.to_ours({**self.keys, **{key: config[key] for key in self.keys if key in config}})
 

@@ -118,6 +118,22 @@ def test_preconditioners_that_ours_cannot_be(changes: dict[str, Any], message: s
         zoo.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama", "num_attention_heads": None}, "num_attention_heads is null; .* 1 or more"),
+        ({"model_type": "gla", "num_heads": None}, "num_heads is null; .* 1 or more"),
+        ({"model_type": "llama", "rope_parameters": {"rope_theta": True}}, "rope_theta is true; .* numbers"),
+        ({"model_type": "bamba", "rope_parameters": {"rope_theta": "5"}}, 'rope_theta is "5"; .* numbers'),
+        ({"model_type": "bamba", "rope_parameters": {"partial_rotary_factor": "1"}}, 'factor is "1"; .* numbers'),
+    ],
+    ids=str,
+)
+def test_values_that_no_shape_contradicts(config: dict[str, Any], message: str):
+    with pytest.raises(zoo.UserError, match=message):
+        family_of(config, Path()).read(config)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2"])
 def test_partial_rotary_positions_where_transformers_turns_whole_heads(name: str):
     def read(**config: Any) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 import zoo
 from kernels import UserError
+from mixers import Mamba2
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
+from zoo.lm import LanguageModel
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
@@ -412,16 +414,36 @@ def test_the_larger_model_says_whether_embeddings_are_tied(outer: bool | None, i
 def test_a_model_of_ours_as_theirs(theirs: Make, tmp_path: Path, name: str):
     first = zoo.load(theirs(*CASES[name]))
     first.reset_parameters()  # with our initial values
-    public = exported(first, TensorsInMemory(first.state_dict()), f"hf_{name}")
-    folder = tmp_path / "exported"
-    folder.mkdir()
-    save_file(
-        {key: public.weights.tensor(key).contiguous() for key in public.weights.specs}, folder / "model.safetensors"
-    )
-    (folder / "config.json").write_text(json.dumps(public.config))
+    folder = saved_as(name, first, tmp_path / "exported")
     tokens = torch.randint(96, (2, 35))
     assert_close(read(folder)(tokens).logits, first(tokens)[0])
     assert_same(zoo.load(folder).state_dict(), first.state_dict())
+
+
+@pytest.mark.parity
+@torch.no_grad()
+def test_small_steps_of_time_of_nemotron_h(oracle: Callable[[str], Any], tmp_path: Path):
+    oracle("transformers")
+    family = next(family for family in FAMILIES if family.name == "hf_nemotron_h")
+    model = on_meta(family.read(NEMOTRON)).to_empty(device="cpu").eval()
+    model.reset_parameters()
+    for parameter in model.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    for mixer in model.mixers:
+        if isinstance(mixer, Mamba2):
+            mixer.decay.dt_bias.fill_(-6)  # steps near 2e-3, many of them below the 1e-3 of their `time_step_min`
+    tokens = torch.randint(96, (2, 35))
+    assert_close(read(saved_as("nemotron_h", model, tmp_path / "exported"))(tokens).logits, model(tokens)[0])
+
+
+def saved_as(name: str, model: LanguageModel, folder: Path) -> Path:
+    """A folder with a model of ours in the layout of a family."""
+    public = exported(model, TensorsInMemory(model.state_dict()), f"hf_{name}")
+    folder.mkdir()
+    weights = {key: public.weights.tensor(key).contiguous() for key in public.weights.specs}
+    save_file(weights, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(public.config))
+    return folder
 
 
 def folder_of(tmp_path: Path, **config: Any) -> Path:

@@ -81,6 +81,8 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
         "hybrid_override_pattern": "".join(letters),
         # where these keys are missing, transformers takes ids that may be outside of our vocabulary
         **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+        # transformers raises smaller steps to it in prefill; not 0, since it initialises by its logarithm
+        "time_step_min": 1e-30,
         **({} if linear is None else _MAMBA2.keys(linear)),
         **attention_keys(full),
         **({"intermediate_size": mlp.down_proj.in_features} if isinstance(mlp, SquaredReLU) else {}),

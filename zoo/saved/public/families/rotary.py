@@ -49,6 +49,8 @@ def rotary_map(config: Config, partial: bool = True) -> Spec | None:
     settings = {**older, **(config["rope_scaling"] or {}), **(config["rope_parameters"] or {})}
     kinds = {settings.pop(name, "default") for name in ("rope_type", "type")} - {"default", "mrope"}
     base, fraction = settings.pop("rope_theta"), settings.pop("partial_rotary_factor", None)
+    check_kind(f"{key}.rope_theta", base, 1.0)
+    check_kind(f"{key}.partial_rotary_factor", fraction, 1.0)
     fraction = 1.0 if fraction is None else fraction
     settings = {name: value for name, value in settings.items() if value is not None and name not in _TEXT_ALONE}
     kind = kinds.pop() if len(kinds) == 1 else None
