@@ -115,7 +115,8 @@ class Explainer:
 
     def _part_or_null(self, hint: Any, value: Any, key: str) -> None:
         """As `_part`, but the parser takes null for any type."""
-        if value is None and {*alternatives(hint)} <= {*_WORDS}:
+        group = "." not in key  # which may be null
+        if value is None and all(each in _WORDS or (_is_own_part(each) and not group) for each in alternatives(hint)):
             self._nulls.append((key, hint))
         self._part(hint, value, key)
 
@@ -260,6 +261,12 @@ def _wrong_value(key: str, hint: Any, value: Any) -> str:
         return f"{key}: {shown} is not one of {', '.join(words)}{''.join(f', nor {kind}' for kind in kinds)}"
     lonely = kinds == ["a list"] and not isinstance(value, list | dict)
     return f"{key}: {shown} is not {' or '.join(kinds)}{f', as [{value}] would be' if lonely else ''}"
+
+
+def _is_own_part(hint: Any) -> bool:
+    """Return whether a type is a component of this project, or a group of its arguments."""
+    part = hint if dataclasses.is_dataclass(hint) else component(hint)
+    return isinstance(part, type) and is_ours(part)
 
 
 def _in_words(hint: Any) -> str:

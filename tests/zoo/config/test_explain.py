@@ -16,6 +16,8 @@ MISTAKES = {
     "model.stack=H1": "model.stack: H1 needs a value for first, second, under init_args",
     "model.num_layers=two": "model.num_layers: 'two' is not a whole number",
     "model.num_layers=null": "model.num_layers: null is not a whole number",
+    "model.norm=null": "model.norm: null is not a Norm",
+    "model.stack.mixer.mixer.qk=null": "model.stack.mixer.mixer.qk: null is not a mapping",
     "model.stack.mixer.factor=null": "model.stack.mixer.factor: null is not a whole number",
 }
 
