@@ -6,6 +6,8 @@ from numbers import Integral, Real
 
 from kernels import UserError
 
+LARGEST = 2**31 - 1  # of a size
+
 
 def check_sizes(sizes: Mapping[str, int | None], *, least: int = 1) -> None:
     """Raise a UserError unless each size is a whole number, not True or False, from `least`; None means the default."""
@@ -16,6 +18,8 @@ def check_sizes(sizes: Mapping[str, int | None], *, least: int = 1) -> None:
             raise UserError(f"{name}: {size!r} must be a whole number")
         if size < least:
             raise UserError(f"{name}: {size} must be at least {least}")
+        if size > LARGEST:
+            raise UserError(f"{name}: {size} must be at most {LARGEST}")
 
 
 def size_or(name: str, size: int | None, default: int) -> int:
@@ -27,7 +31,7 @@ def size_or(name: str, size: int | None, default: int) -> int:
 def check_finite(numbers: Mapping[str, float]) -> None:
     """Raise a UserError unless each number is finite."""
     for name, x in numbers.items():
-        if not isinstance(x, Real) or isinstance(x, bool) or not math.isfinite(x):
+        if not _is_finite(x):
             raise UserError(f"{name}: {x!r} must be a finite number")
 
 
@@ -36,6 +40,15 @@ def check_numbers(numbers: Mapping[str, float | None], *, positive: bool = True)
     for name, x in numbers.items():
         if x is None:
             continue
-        real = isinstance(x, Real) and not isinstance(x, bool)
-        if not real or not math.isfinite(x) or x < 0 or (positive and x == 0):
+        if not _is_finite(x) or x < 0 or (positive and x == 0):
             raise UserError(f"{name}: {x!r} must be a finite number {'above 0' if positive else 'that is not below 0'}")
+
+
+def _is_finite(x: object) -> bool:
+    """Return whether x is a number that a float can hold, and not True or False."""
+    if not isinstance(x, Real) or isinstance(x, bool):
+        return False
+    try:
+        return math.isfinite(x)
+    except OverflowError:  # an integer above 1.8e308
+        return False

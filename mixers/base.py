@@ -120,6 +120,7 @@ class TokenMixer(KeepsFp32):
     causal: ClassVar[bool] = (
         True  # False: y_t depends on later x; such a mixer has no state, and only a classifier can use it
     )
+    mixes_tokens: ClassVar[bool] = True  # False: y_t depends on x_t alone, as in a layer that is only an MLP
     passes: ClassVar[tuple[str, ...]] = ()  # streams that it passes to higher layers
     needs: ClassVar[tuple[str, ...]] = ()  # streams without which a model is refused
     site: Site  # set by the model, unless the mixer does

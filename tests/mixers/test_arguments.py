@@ -156,3 +156,11 @@ def test_a_site_that_is_none_and_an_input_of_another_shape(name: str):
         with pytest.raises(kernels.UserError) as error:
             mixer(torch.zeros(shape))
         assert str(error.value) == f"x: must be [batch, time, 64], got shape {shape}"
+
+
+@pytest.mark.parametrize("mixer", ["GLA", "Mamba2", "SoftmaxAttention"])
+def test_numbers_beyond_what_a_machine_holds(mixer: str):
+    with pytest.raises(mixers.UserError, match=r"^\w+: 1000+ must be at most 2147483647$"):
+        mixers.get(mixer)(SITE, **{"num_groups" if mixer == "Mamba2" else "num_heads": 10**30})
+    with pytest.raises(mixers.UserError, match=r"^eps: 1000+ must be a finite number that is not below 0$"):
+        mixers.RMSNorm(8, 10**400)

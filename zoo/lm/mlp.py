@@ -105,6 +105,8 @@ class MLPLayer(TokenMixer):
         intermediate_size: Its inner size; null for the default of the channel mixer.
     """
 
+    mixes_tokens = False
+
     def __init__(
         self,
         site: Site,

@@ -451,7 +451,7 @@ class LanguageModel(nn.Module):
 
         A stateful channel mixer still sees earlier tokens.
         """
-        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers]
+        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers if mixer.mixes_tokens]
         try:
             yield
         finally:

@@ -92,6 +92,12 @@ def test_layers_that_are_only_an_mlp_or_only_a_mixer():
         x = x + (block.mixer.mlp(h) if isinstance(block.mixer, MLPLayer) else block.mixer(h)[0])
     expected = model.norm(x) @ model.lm_head.weight.T
     torch.testing.assert_close(model(tokens)[0], expected)
+    x = model.embeddings(tokens)
+    for block in model.layers:
+        if isinstance(block.mixer, MLPLayer):
+            x = x + block.mixer.mlp(block.mixer_norm(x))
+    with model.without_mixers():  # an MLP mixes no tokens
+        torch.testing.assert_close(model(tokens)[0], model.norm(x) @ model.lm_head.weight.T)
     state, outputs = model.init_state(2), []
     for t in range(9):
         logits, state = model(tokens[:, t : t + 1], state)

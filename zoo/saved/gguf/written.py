@@ -33,7 +33,7 @@ def check_type(to: str | None, quantize: str | None) -> None:
     """Refuse a `quantize` that is not a type of numbers, or is for another target than GGUF."""
     if quantize is not None and quantize not in _TYPES:
         raise UserError(
-            f"quantize: {quantize!r} is not one of {', '.join(_TYPES)}{did_you_mean(quantize, list(_TYPES))}"
+            f"quantize: {quantize!r} is not one of {', '.join(_TYPES)}{did_you_mean(str(quantize), list(_TYPES))}"
         )
     if quantize is not None and to != GGUF:
         raise UserError(f"quantize: {quantize} is for to=gguf only; other layouts keep the dtypes of the weights.")
