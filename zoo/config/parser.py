@@ -367,30 +367,26 @@ def run_parser(lightning: bool = True, files: bool = False) -> Parser:
     return parser
 
 
-def parse(config: dict[str, Any], defaults: bool = True) -> Namespace:
+def parse(config: dict[str, Any]) -> Namespace:
     """Parse a config from a checkpoint or other plain containers.
-
-    Args:
-        config: The config.
-        defaults: Add the default values of absent keys.
 
     Raises:
         UserError: A key or value is wrong.
     """
-    return _parse(run_parser(), config, defaults)
+    return _parse(run_parser(), config)
 
 
-def parse_model(config: dict[str, Any], defaults: bool = True) -> Namespace:
+def parse_model(config: dict[str, Any]) -> Namespace:
     """As `parse`, for a config without `data`, `trainer` and the callbacks, and without their defaults.
 
     Raises:
         UserError: A key or value is wrong.
     """
-    return _parse(run_parser(lightning=False), config, defaults)
+    return _parse(run_parser(lightning=False), config)
 
 
-def _parse(parser: Parser, config: dict[str, Any], defaults: bool) -> Namespace:
+def _parse(parser: Parser, config: dict[str, Any]) -> Namespace:
     mixers.names()  # plug-ins register before anything is parsed
     config = {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
     with explained(parser, [config]), each_part_once():
-        return parser.parse_object(config, defaults=defaults)
+        return parser.parse_object(config)

@@ -38,8 +38,7 @@ def verified(config: Namespace) -> dict[str, Any]:
     """
     plain = to_dict(config)
     parse_again = parse if plain.keys() & {*OF_LIGHTNING} else parse_model
-    # a copy, since the parser modifies its input; without defaults, as `plain` has them, which halves the time
-    parsed = to_dict(parse_again(copy.deepcopy(plain), defaults=False))
+    parsed = to_dict(parse_again(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
     for key, before, now in differences(plain, parsed):
         raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
     return plain
