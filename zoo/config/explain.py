@@ -35,6 +35,7 @@ from zoo.config.suggest import suggestions
 from zoo.files.safe_yaml import parse_yaml
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+_NUMBERS = (int, float, bool)
 _OF_CLASSES = ("class_path", "dict_kwargs")  # keys next to the arguments of a class
 _OF_RUNS, _OF_SWEEPS = ("model", "data", "trainer"), ("base", "axes")
 
@@ -116,7 +117,7 @@ class Explainer:
     def _part_or_null(self, hint: Any, value: Any, key: str) -> None:
         """As `_part`, but the parser takes null for any type."""
         group = "." not in key  # which may be null
-        if value is None and all(each in _WORDS or (_is_own_part(each) and not group) for each in alternatives(hint)):
+        if value is None and all(each in _NUMBERS or (_is_own_part(each) and not group) for each in alternatives(hint)):
             self._nulls.append((key, hint))
         self._part(hint, value, key)
 

@@ -146,8 +146,12 @@ ANSWERS = {
     "fit": "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml",
     "fit --config gla.yaml --trainer.max_steps": "--trainer.max_steps has no value; options are written --key=value",
     "fit --config gla.yaml --trainer.max_steps=none": "trainer.max_steps: 'none' is not a whole number",
-    "fit --config gla.yaml --data.vocab_size=none": "data.vocab_size: 'none' is not a whole number",
-    "fit --config gla.yaml --data.vocab_size=None": "data.vocab_size: 'None' is not a whole number",
+    "fit --config gla.yaml --data.batch_size=none": "data.batch_size: 'none' is not a whole number",
+    "fit --config gla.yaml --data.batch_size=None": "data.batch_size: 'None' is not a whole number",
+    "fit --config gla.yaml --data.batch_size=null": "data.batch_size: null is not a whole number",
+    "fit --config gla.yaml --data.vocab_size=null": (
+        "data.vocab_size: null needs data.tokenizer; a tokenizer that is trained has a size"
+    ),
     "fit --config gla.yaml --model.vocab_size=none": "model.vocab_size: 'none' is text; for no value, write null",
     "fit --config gla.yaml --trainer.max_steps=ten": "trainer.max_steps: 'ten' is not a whole number",
     "fit --config gla.yaml --trainer.max_steps=1.5": "trainer.max_steps: 1.5 is not a whole number",

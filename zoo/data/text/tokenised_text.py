@@ -41,7 +41,8 @@ class TokenisedText(ResumableData):
             or else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
         bos_token: The token at the start of every document, also when generating text. Null: the one recorded in a
             tokenizer saved by a run or export, or else none.
-        vocab_size: Number of tokens of a trained tokenizer, at least 257. Not used with a loaded one.
+        vocab_size: Number of tokens of a trained tokenizer, at least 257. It may be null with a loaded one, which
+            does not use it.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
         packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which
@@ -70,7 +71,7 @@ class TokenisedText(ResumableData):
     tokenizer: str | None = None
     eos_token: str | None = None
     bos_token: str | None = None
-    vocab_size: int = 1024
+    vocab_size: int | None = 1024
     sequence_length: int = 256
     batch_size: int = 8
     packing: Packing = "windows"
@@ -102,6 +103,10 @@ class TokenisedText(ResumableData):
         if self._tokenizer is None:
             special = self.eos_token, self.bos_token
             if self.tokenizer is None:
+                if self.vocab_size is None:
+                    raise UserError(
+                        "data.vocab_size: null needs data.tokenizer; a tokenizer that is trained has a size"
+                    )
                 self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *special)
             else:
                 self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)

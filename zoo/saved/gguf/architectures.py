@@ -319,7 +319,7 @@ def _rwkv7_tensors(config: Config, name: str) -> list[Stored]:
 def _kimi(config: Config) -> dict[str, Value]:
     full = [kind == "full_attention" for kind in config["layer_types"]]
     if len(set(full)) == 1:  # it aborts while it allocates the state or cache that is missing
-        raise _refuse("kimi-linear", "it needs layers of KDA and of attention, and here all are of one kind")
+        raise _refuse("kimi-linear", "it needs linear layers and attention layers, and here all are of one kind")
     if config["rms_norm_eps"] != _L2_EPS:
         raise _refuse(
             "kimi-linear",

@@ -364,7 +364,7 @@ REFUSED = {
     "Kimi Linear without attention": (
         models.kimi("L"),
         {"norm_eps": 1e-6},
-        "kimi-linear .*: it needs layers of KDA and of attention, and here all are of one kind",
+        "kimi-linear .*: it needs linear layers and attention layers, and here all are of one kind",
     ),
     "Kimi Linear with the published eps": (
         models.kimi("LA", 1e-5),
