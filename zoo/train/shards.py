@@ -36,9 +36,8 @@ def all_succeeded(path: Path, failures: list[OSError], group: dist.ProcessGroup 
     if all(_of_all(not failures, group)):
         return
     if dist.get_rank() == 0:
-        remove_unused_shards(
-            path.parent
-        )  # not of a checkpoint that has its name, though its folder could not be synced
+        # those that a renamed checkpoint names stay, even if syncing its folder failed
+        remove_unused_shards(path.parent)
     raise not_written(path, failures[0] if failures else OSError("another process could not write its part"))
 
 

@@ -374,7 +374,7 @@ def test_one_process_continues_shards_written_by_two(sharded: tuple[Path, Any, A
 
 
 def test_a_kill_while_shards_are_written_leaves_the_checkpoint_before(sharded: tuple[Path, Any, Any]) -> None:
-    """The folder as it is when all shards are written, and no checkpoint names them yet."""
+    """Copy of the folder after all shards are written and before a checkpoint names them."""
     folder, *_ = sharded
     moments = [folder / f"moment-{number}" for number in range(3)]  # at steps 3 and 6, and after the validation
     assert not list(moments[0].glob("*.ckpt"))

@@ -437,7 +437,7 @@ def test_small_steps_of_time_of_nemotron_h(oracle: Callable[[str], Any], tmp_pat
 
 
 def saved_as(name: str, model: LanguageModel, folder: Path) -> Path:
-    """A folder with a model of ours in the layout of a family."""
+    """Folder with a model of this project, exported to the layout of a family."""
     public = exported(model, TensorsInMemory(model.state_dict()), f"hf_{name}")
     folder.mkdir()
     weights = {key: public.weights.tensor(key).contiguous() for key in public.weights.specs}

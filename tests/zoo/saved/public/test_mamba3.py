@@ -56,7 +56,7 @@ def test_logits_are_theirs(case: str, tmp_path: Path):
     row, bounds = tokens[:1], torch.tensor([0, 11, 67], dtype=torch.int32)
     close(ours(row, cu_seqlens=bounds)[0], torch.cat([model(row[:, :11]), model(row[:, 11:])], 1))
     rows = [torch.randint(97, (length,)) for length in (40, 5)]
-    padded = model(torch.stack([F.pad(row, (0, 40 - len(row))) for row in rows]))  # behind, as there is no mask
+    padded = model(torch.stack([F.pad(row, (0, 40 - len(row))) for row in rows]))  # on the right: no mask
     for row, expected_row in zip(rows, padded, strict=True):
         close(ours(row[None])[0][0], expected_row[: len(row)])
 
