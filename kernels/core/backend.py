@@ -37,6 +37,7 @@ from torch import Tensor
 
 from ..errors import UserError
 from .deterministic import deterministic, is_deterministic
+from .scope import scope
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +59,8 @@ def backend(name: str) -> Iterator[None]:
     """
     if name not in BACKENDS:
         raise UserError(f"backend: {name!r} is not one of {', '.join(BACKENDS)}")
-    token = _chosen.set(name)
-    try:
+    with scope(_chosen, name):
         yield
-    finally:
-        _chosen.reset(token)
 
 
 @contextmanager
@@ -77,11 +75,8 @@ def implementations() -> Iterator[dict[str, set[str]]]:
     {'delta_rule': {'torch'}}
     """
     ran: dict[str, set[str]] = {}
-    token = _ran.set(ran)
-    try:
+    with scope(_ran, ran):
         yield ran
-    finally:
-        _ran.reset(token)
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

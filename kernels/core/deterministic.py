@@ -16,6 +16,7 @@ from contextvars import ContextVar
 from typing import TypeVar
 
 from ..errors import UserError
+from .scope import scope
 
 Result = TypeVar("Result")
 _environment = os.environ.get("ZOO_DETERMINISTIC", "0")
@@ -32,11 +33,8 @@ def deterministic(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: Whether the mode is on; False turns it off inside the block.
     """
-    token = _mode.set(enabled)
-    try:
+    with scope(_mode, enabled):
         yield
-    finally:
-        _mode.reset(token)
 
 
 def is_deterministic() -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .deterministic import in_mode, is_deterministic
+from .scope import scope
 
 
 class _Note:
@@ -93,12 +94,10 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
     def unpack(saved: Any) -> Tensor:
         return saved if isinstance(saved, Tensor) else saved.now()
 
-    token = _notes.set(notes)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with scope(_notes, notes), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        _notes.reset(token)
         for note in notes.values():
             note.y = None
 

@@ -27,6 +27,7 @@ from ..core.allocation import new
 from ..core.autograd import Gradients, register
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
+from ..core.scope import scope
 from ..errors import UserError
 
 FORMAT = torch.float8_e4m3fn
@@ -48,11 +49,8 @@ def fp8(enabled: bool = True) -> Iterator[None]:
     Args:
         enabled: Whether they do; False turns it off inside the block.
     """
-    token = _mode.set(enabled)
-    try:
+    with scope(_mode, enabled):
         yield
-    finally:
-        _mode.reset(token)
 
 
 def is_fp8() -> bool:

@@ -31,6 +31,7 @@ from jsonargparse import (
 
 import mixers
 from kernels import BACKENDS, UserError
+from kernels.core.scope import scope
 from zoo.config.contradictions import check_overrides
 from zoo.config.explain import Explainer, merged
 from zoo.config.keys import GROUPS, OF_LIGHTNING
@@ -188,11 +189,8 @@ def each_part_once() -> Iterator[None]:
     At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
     since the meaning of a name depends on the classes that are imported.)
     """
-    token = _PARSED.set({})
-    try:
+    with scope(_PARSED, {}):
         yield
-    finally:
-        _PARSED.reset(token)
 
 
 def cause_of(error: BaseException | None) -> UserError | None:

@@ -23,7 +23,6 @@ KINDS: dict[str, Callable[..., Report]] = {
     "decode": bench_decode,
     "scaling": bench_scaling,
 }
-SCRIPTS = ("expansion", "length")  # benchmarks of papers, which are scripts now
 
 
 def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
@@ -40,9 +39,6 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
     Raises:
         UserError: An argument is invalid.
     """
-    if kind in SCRIPTS:
-        command = f"python reproductions/bench.py {kind}"
-        raise UserError(f"bench: {kind} is now {command}, with the same options, in a checkout of the repository")
     check_names("bench", [kind], KINDS)
     benchmark = KINDS[kind]
     allowed = [name for name in inspect.signature(benchmark).parameters if name != "config"]

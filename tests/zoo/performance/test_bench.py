@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 
 import kernels
-from tests.commands import Command
 from zoo import config as configs
 from zoo.performance import model as models
 from zoo.performance import peers
@@ -529,10 +528,3 @@ def test_kernels_on_a_gpu_pass_at_the_timed_call(tmp_path):
     report = bench_kernels(shapes=[(2, 4, 1000, 64)], lengths=[], seconds=0.02, folder=str(tmp_path))
     assert not report.failed
     assert all(row["fwd_ms"] > 0 for row in report.rows)
-
-
-@pytest.mark.parametrize("kind", ["expansion", "length"])
-def test_a_benchmark_that_is_a_script_now(kind: str, command: Command):
-    done = command("bench", kind, "--config", "gated_deltanet.yaml")
-    assert done.code == 2
-    assert f"bench: {kind} is now python reproductions/bench.py {kind}, with the same options" in done.err
