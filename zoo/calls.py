@@ -58,7 +58,8 @@ def _not_an_argument(function: str, parameters: Iterable[str], name: str, value:
     if name in KEYS and isinstance(value, Mapping):
         return f'{start}; pass the mapping {{"{name}": …}}'
     if len(places := [name] if name in KEYS else _places(name)) == 1:
-        return f'{start}; pass the override "{places[0]}={_in_yaml(value)}" after the config'
+        text = value if isinstance(value, str) else json.dumps(value, default=lambda _: "…")
+        return f'{start}; pass the override "{places[0]}={text}" after the config'
     example = 'overrides such as "trainer.max_steps=300"'
     return f"{start} (allowed: {allowed}); keys of a config are {example}, or mappings"
 
@@ -70,10 +71,6 @@ def _places(name: str) -> list[str]:
 
     return suggestions(name, "", [f"{key}.{each}" for key, cls in {**CLASSES, "data": TextData}.items()
                                   for each in settable(cls)] + [*KEYS])  # fmt: skip
-
-
-def _in_yaml(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=lambda _: "…")
 
 
 def _check_configs(function: str, items: Iterable[object]) -> None:

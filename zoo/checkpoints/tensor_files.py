@@ -3,7 +3,7 @@
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -162,16 +162,12 @@ def read_index(file: Path) -> dict[str, str]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as an index of weights: {error}.") from None
     places = contents.get("weight_map") if isinstance(contents, dict) else None
-    if not isinstance(places, dict) or not places or not _are_names(places.values()):
+    if not isinstance(places, dict) or not places or not all(isinstance(x, str) for x in places.values()):
         raise UserError(f"{file} is not an index of weights: it needs a weight_map of tensors to files.")
     for name in places.values():
         if Path(name).name != name or not name.endswith(".safetensors"):
             raise UserError(f"{file} is refused: {name!r} is not a .safetensors file in its folder.")
     return places
-
-
-def _are_names(values: Iterable[Any]) -> bool:
-    return all(isinstance(value, str) for value in values)
 
 
 def _spec(described: Any, name: str, file: Path) -> Spec:

@@ -129,10 +129,6 @@ def _start_over(previous: Any, new: Any) -> None:
             _start_over(previous.get(name, previous.get(f"init_args.{name}")), part)
 
 
-def _numbers_first(option: type) -> int:
-    return {int: 0, float: 1}.get(option, 2)
-
-
 class Parser(ArgumentParser):
     """A parser that raises instead of exiting, and quotes text that looks like a number.
 
@@ -157,7 +153,8 @@ class Parser(ArgumentParser):
         for action in self._actions:
             types = get_args(getattr(action, "_typehint", None))
             if int in types and float in types:
-                ordered = functools.reduce(operator.or_, sorted(types, key=_numbers_first))
+                numbers_first = sorted(types, key=lambda kind: {int: 0, float: 1}.get(kind, 2))
+                ordered = functools.reduce(operator.or_, numbers_first)
                 action._typehint = ordered  # type: ignore[attr-defined]
         return added
 

@@ -451,13 +451,13 @@ class LanguageModel(nn.Module):
 
         A stateful channel mixer still sees earlier tokens.
         """
-        hooks = [mixer.register_forward_hook(_silence) for mixer in self.mixers if mixer.mixes_tokens]
+
+        def silence(module: nn.Module, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
+            return torch.zeros_like(output[0]), *output[1:]
+
+        hooks = [mixer.register_forward_hook(silence) for mixer in self.mixers if mixer.mixes_tokens]
         try:
             yield
         finally:
             for hook in hooks:
                 hook.remove()
-
-
-def _silence(module: nn.Module, inputs: Any, output: tuple[Any, ...]) -> tuple[Any, ...]:
-    return torch.zeros_like(output[0]), *output[1:]

@@ -290,12 +290,7 @@ def tune(
     console = new_console()
     console.print(table(tuner.trials, torch.cuda.get_device_name(device)))
     file = Path(folder) / "launch.json"
-    console.out(f"written to {file}; to use it: {launch_variable(file)} python cli.py …", highlight=False)
-
-
-def launch_variable(file: Path) -> str:
-    """The environment variable, as a prefix of a command, that makes it use a launch file."""
-    return f"ZOO_LAUNCH={file}"
+    console.out(f"written to {file}; to use it: ZOO_LAUNCH={file} python cli.py …", highlight=False)
 
 
 class Tuner:

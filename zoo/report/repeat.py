@@ -27,12 +27,9 @@ def of_run(run: Run, with_config: bool = True) -> Recipe:
     """Train it again from its config."""
     config, repeated = portable(run.folder / "config.yaml"), f"{run.folder.name}-again"
     command = ["python", "cli.py", "fit", "--config", config, "--run", repeated]
-    text = _portable_text(run.config_text) if with_config else ""
+    text = run.config_text if with_config else ""
+    text = re.sub(r"(?<=: )(/[^\s'\"]+)+", lambda match: portable(match[0]), text)
     return Recipe(run.name, shlex.join(command), _versions(run.row), text)
-
-
-def _portable_text(config: str) -> str:
-    return re.sub(r"(?<=: )(/[^\s'\"]+)+", lambda match: portable(match[0]), config)
 
 
 def of_evaluation(folder: Path, records: Sequence[Plain]) -> list[Recipe]:

@@ -142,11 +142,7 @@ def task_rows(records: Iterable[Plain]) -> dict[str, list[Plain]]:
 
 def axis_of(rows: Iterable[Plain]) -> str | None:
     """Return the variable that a task's results are measured over, such as the length; None for single numbers."""
-    return next((name for row in rows for name, value in row.items() if _is_axis(name, value)), None)
-
-
-def _is_axis(name: str, value: Any) -> bool:
-    return name not in UNAXED and is_number(value)
+    return next((name for row in rows for name, value in row.items() if name not in UNAXED and is_number(value)), None)
 
 
 def measured(task: str, rows: Sequence[Plain]) -> Table:

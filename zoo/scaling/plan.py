@@ -265,7 +265,8 @@ def _shapes(flops: float, count: int, laws: Laws) -> list[Shape]:
         if chosen[-1].size < LEAST_SPAN * chosen[0].size:
             continue
         trained = sum(shape.size for shape in chosen) + len(RATES) * (chosen[0].size + chosen[-1].size)
-        needed = 6 * trained * _tokens_of(chosen[-1].size, laws)
+        budget = (chosen[-1].size / laws.size.coefficient) ** (1 / laws.size.exponent)  # for which it is the best size
+        needed = 6 * trained * float(laws.tokens(budget))
         cheapest = min(cheapest, needed)
         if needed <= flops:
             best = chosen
@@ -292,11 +293,6 @@ def _spread(every: Sequence[Shape], count: int) -> list[Shape]:
     for i in range(count):  # room below for the others
         chosen[i] = max(chosen[i], i)
     return [every[i] for i in chosen]
-
-
-def _tokens_of(size: float, laws: Laws) -> float:
-    """The number of tokens for which a size is the best."""
-    return float(laws.tokens((size / laws.size.coefficient) ** (1 / laws.size.exponent)))
 
 
 def _count(name: str, shape: Shape, settings: Sequence[str | dict[str, Any]]) -> Rung:

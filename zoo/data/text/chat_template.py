@@ -49,10 +49,6 @@ def _raise_exception(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _strftime_now(format: str) -> str:
-    return datetime.now().strftime(format)
-
-
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
@@ -64,7 +60,7 @@ _FUNCTIONS = {
     "range": safe_range,
     "namespace": _Namespace,
     "raise_exception": _raise_exception,
-    "strftime_now": _strftime_now,
+    "strftime_now": lambda form: datetime.now().strftime(form),
 }
 
 

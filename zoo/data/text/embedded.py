@@ -29,7 +29,8 @@ def embedded_files(part: str | None) -> list[Named]:
         part: One of `PARTS`. None: the library and the documentation.
     """
     if part == PACKAGES:
-        named = [pair for folder in _package_folders() for pair in _package_files(folder)]
+        folders = {Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib")}  # of installed packages
+        named = [pair for folder in sorted(folders) for pair in _package_files(folder)]
     else:
         named = [*(_library_files() if part != DOCUMENTATION else []), *(_topics() if part != LIBRARY else [])]
     return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
@@ -60,11 +61,6 @@ def _library_files() -> list[Named]:
 def _topics() -> list[Named]:
     topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
     return [(_TOPICS, Path(topics.origin))] if topics and topics.origin else []
-
-
-def _package_folders() -> list[Path]:
-    """The folders in which this Python looks for installed packages."""
-    return sorted({Path(folder) for folder in (sysconfig.get_paths()[name] for name in ("purelib", "platlib"))})
 
 
 def _package_files(root: Path) -> Iterator[Named]:

@@ -3,7 +3,7 @@
 import json
 import logging
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
@@ -148,13 +148,9 @@ def quiet() -> Iterator[None]:
     log.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
     try:
-        with mock.patch.object(lm_eval.api.task, "tqdm", _without_bar):
+        with mock.patch.object(lm_eval.api.task, "tqdm", lambda items, **_: items):
             yield
     finally:
         log.setLevel(level)
         if bars:
             datasets.enable_progress_bars()
-
-
-def _without_bar(items: Iterable[Any], **_: Any) -> Iterable[Any]:
-    return items

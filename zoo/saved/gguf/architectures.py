@@ -368,13 +368,8 @@ def _kimi_tensors(config: Config, name: str) -> list[Stored]:
             Stored(name.replace("kv_b", "k_b"), (name,), lambda tensor: part(0, tensor).transpose(1, 2)),
             Stored(name.replace("kv_b", "v_b"), (name,), partial(part, 1)),
         ]
-    return [Stored(name, (name,), partial(_kimi_tensor, name))]
-
-
-def _kimi_tensor(name: str, tensor: Tensor) -> Tensor:
-    if name.endswith("conv1d.weight"):
-        return tensor.unsqueeze(0)
-    return _rates(name, tensor)
+    convolution = name.endswith("conv1d.weight")
+    return [Stored(name, (name,), lambda tensor: tensor.unsqueeze(0) if convolution else _rates(name, tensor))]
 
 
 # the name of a family → the architecture that computes the same

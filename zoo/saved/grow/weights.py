@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kernels import UserError
 from mixers import Growth, growths
@@ -39,7 +39,8 @@ def grown_weights(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for layer in layers:
-            for part in _may_change(after, layer):
+            block: Any = after.layers[layer]
+            for part in (block.mixer, block.mixer_norm):  # an MLP never changes
                 part.to_empty(device="cpu")
         after.reset_parameters()
     for layer, growth in layers.items():
@@ -52,12 +53,6 @@ def grown_weights(
         for name in shapes
     }
     return ComputedWeights(specs, lambda name: made[name] if name in made else weights.tensor(name))
-
-
-def _may_change(model: LanguageModel, layer: int) -> tuple[nn.Module, nn.Module]:
-    """The parts of a layer that may get new weights: an MLP never does."""
-    block: Any = model.layers[layer]
-    return block.mixer, block.mixer_norm
 
 
 def _new_dtypes(after: LanguageModel, layer: int, weights: Weights) -> dict[str, torch.dtype]:

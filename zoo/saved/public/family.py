@@ -160,9 +160,14 @@ def model_of(config: Config, eps: float, stack: Spec, **others: Any) -> dict[str
     }
 
 
-def keys_of(model: LanguageModel, eps: str) -> dict[str, Any]:
-    """Their keys for what `model_of` reads; `eps` is the key of the norms'."""
+def keys_of(model: LanguageModel, eps: str, *, without_tokens: bool = False) -> dict[str, Any]:
+    """Their keys for what `model_of` reads; `eps` is the key of the norms'.
+
+    With `without_tokens` ids of tokens are null. Where they are missing, transformers takes ids that may be outside of
+    our vocabulary.
+    """
     return {
+        **(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) if without_tokens else {}),
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,

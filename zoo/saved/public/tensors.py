@@ -166,6 +166,16 @@ def rows(
     return Rows(theirs, ours, per, of, tuple(aliases), shape)
 
 
+LAYER, OUR_LAYER = "model.layers.{layer}.", "layers.{layer}."
+
+
+def table(
+    names: Mapping[str, str], theirs: str = LAYER, ours: str = OUR_LAYER, of: str | None = None
+) -> tuple[Rows, ...]:
+    """The rules of a layer's tensors (theirs → ours, several separated by spaces); the names are without prefixes."""
+    return tuple(rows(theirs + name, *(ours + part for part in parts.split()), of=of) for name, parts in names.items())
+
+
 def around_layers(embeddings: str, norm: str) -> tuple[Rule, ...]:
     """The rules of embeddings, the last norm, and the head, which may be tied to the embeddings."""
     head = "lm_head.weight"

@@ -23,7 +23,7 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import Rows, around_layers, rows
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Rows, around_layers, table
 
 LINEAR, FULL = "Mamba2", "SoftmaxAttention"
 _MAMBA2 = Mamba2Keys(
@@ -74,10 +74,8 @@ def _keys_of(model: LanguageModel) -> dict[str, Any]:
     linear = next((mixer for mixer in model.mixers if isinstance(mixer, Mamba2)), None)
     full = next((mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)), None)
     keys = {
-        **keys_of(model, "rms_norm_eps"),
+        **keys_of(model, "rms_norm_eps", without_tokens=True),
         "mamba_n_heads": model.hidden_size,  # which transformers checks even if no layer is Mamba2
-        # where these keys are missing, transformers takes ids that may be outside of our vocabulary
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     if linear:
         keys |= _MAMBA2.keys(linear) | {"mamba_expand": expansion(linear.num_heads * linear.value_size, model)}
@@ -100,15 +98,11 @@ def in_mixers(linear: str, full: str) -> tuple[Rows, ...]:
     """The rules of tensors of Mamba2 and of attention, for the prefixes of their names."""
     attention = {name: part for x in "qkv" for name, part in biased(f"{x}_proj", f"in_proj.{x}").items()}
     attention |= biased("o_proj", "o_proj")
-    tables = ((linear, LINEAR, MAMBA2), (full, FULL, attention))
-    return tuple(
-        rows(prefix + theirs, *(f"layers.{{layer}}.mixer.{part}" for part in ours.split()), of=kind)
-        for prefix, kind, table in tables
-        for theirs, ours in table.items()
-    )
+    ours = f"{OUR_LAYER}mixer."
+    return *table(MAMBA2, linear, ours, LINEAR), *table(attention, full, ours, FULL)
 
 
-_IN_MIXERS = in_mixers("model.layers.{layer}.mamba.", "model.layers.{layer}.self_attn.")
+_IN_MIXERS = in_mixers(f"{LAYER}mamba.", f"{LAYER}self_attn.")
 
 # Bamba
 
@@ -203,9 +197,8 @@ FAMILIES = (
         to_theirs=_bamba_keys,
         tensors=around_layers("model.embed_tokens.weight", "model.final_layernorm.weight"),
         layer_tensors=(
-            in_layer("input_layernorm.weight", "mixer_norm.weight"),
-            in_layer("pre_ff_layernorm.weight", "mlp_norm.weight"),
-            *(in_layer(f"feed_forward{theirs[3:]}", ours) for theirs, ours in llama.MLP.items()),
+            *table({"input_layernorm.weight": "mixer_norm.weight", "pre_ff_layernorm.weight": "mlp_norm.weight"}),
+            *table({f"feed_forward{theirs[3:]}": ours for theirs, ours in llama.MLP.items()}),
             *_IN_MIXERS,
         ),
     ),
@@ -230,8 +223,7 @@ FAMILIES = (
         to_theirs=_granite_keys,
         tensors=llama.TENSORS,
         layer_tensors=(
-            in_layer("input_layernorm.weight", "mixer_norm.weight"),
-            in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
+            *table(llama.NORMS),
             in_layer("shared_mlp.input_linear.weight", "mlp.in_proj.gate.weight", "mlp.in_proj.up.weight"),
             in_layer("shared_mlp.output_linear.weight", "mlp.down_proj.weight"),
             *_IN_MIXERS,

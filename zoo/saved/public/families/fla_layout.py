@@ -9,7 +9,7 @@ from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla_attention
 from zoo.saved.public.families.llama import MLP
 from zoo.saved.public.family import TIED, Config, Family, Spec, keys_of, mlp_size, model_of, words
-from zoo.saved.public.tensors import Rows, Rule, around_layers, rows
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Rows, Rule, around_layers, table
 
 HARMLESS = words("attn_mode fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear_cross_entropy use_l2warp")
 _SIZES = dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=24, hidden_ratio=4.0, intermediate_size=None)
@@ -20,10 +20,9 @@ _AROUND_THE_MIXER = {
     "mlp_norm.weight": "mlp_norm.weight",
     **MLP,
 }
-MIXER = "model.layers.{layer}.attn."
-OUR_MIXER = "layers.{layer}.mixer."
+MIXER, OUR_MIXER = f"{LAYER}attn.", f"{OUR_LAYER}mixer."
 # with SiLU of a gate, or with its sigmoid or without one
-OUTPUT_NORM: Mapping[str, tuple[str, ...]] = {"o_norm.weight": ("o_norm.weight", "o_norm.norm.weight")}
+OUTPUT_NORM = {"o_norm.weight": "o_norm.weight o_norm.norm.weight"}
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Mixer:
         keys: Keys of its config → defaults.
         to_ours: Their keys → our mixer.
         to_theirs: Our mixer, and the width of the model → their keys.
-        tensors: Names in their mixer → in ours.
+        tensors: Names in their mixer → in ours, several separated by spaces.
         model_type: None for `name`.
         fixed, harmless, preferred: As for `Family`.
         norms, shared: Rules for further tensors of each layer, and of the model.
@@ -50,7 +49,7 @@ class Mixer:
     keys: Config
     to_ours: Callable[[Config], Spec]
     to_theirs: Callable[[Any, int], dict[str, Any]]
-    tensors: Mapping[str, str | tuple[str, ...]]
+    tensors: Mapping[str, str]
     model_type: str | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: str = ""
@@ -72,10 +71,7 @@ def family(theirs: Mixer) -> Family:
         around = {**keys_of(model, "norm_eps"), "intermediate_size": mlp_size(model)}
         return {**around, "attn": fla_attention.keys_of(model), **theirs.to_theirs(mixer, model.hidden_size)}
 
-    table = [rows(f"model.layers.{{layer}}.{t}", f"layers.{{layer}}.{o}") for t, o in _AROUND_THE_MIXER.items()]
-    for name, ours in {**fla_attention.TENSORS, **theirs.tensors}.items():
-        parts = (ours,) if isinstance(ours, str) else ours
-        table.append(rows(MIXER + name, *(OUR_MIXER + part for part in parts)))
+    of_mixer = table({**fla_attention.TENSORS, **theirs.tensors}, MIXER, OUR_MIXER)
     return Family(
         name=f"fla_{theirs.name}",
         target="fla",
@@ -88,7 +84,7 @@ def family(theirs: Mixer) -> Family:
         to_ours=to_ours,
         to_theirs=to_theirs,
         tensors=(*_TENSORS, *theirs.shared),
-        layer_tensors=(*theirs.norms, *table),
+        layer_tensors=(*theirs.norms, *table(_AROUND_THE_MIXER), *of_mixer),
         preferred=theirs.preferred,
     )
 

@@ -21,7 +21,7 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import Recut, Rows, Rule, rows
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Recut, Rows, Rule, rows, table
 
 _LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
 KINDS = {"linear_attention": "L", "full_attention": "A"}
@@ -34,21 +34,20 @@ def in_layer(
     theirs: str, *ours: str, per: str | None = None, of: str | None = None, aliases: Sequence[str] = ()
 ) -> Rows:
     """The rule of a tensor of a layer, without what comes before in the names."""
-    prefix, our_prefix = "model.layers.{layer}.", "layers.{layer}."
-    return rows(prefix + theirs, *(our_prefix + o for o in ours), per=per, of=of, aliases=[prefix + a for a in aliases])
+    aliases = [LAYER + alias for alias in aliases]
+    return rows(LAYER + theirs, *(OUR_LAYER + part for part in ours), per=per, of=of, aliases=aliases)
 
 
 def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     """The rules of tensors of one kind of mixer (theirs → ours)."""
     place = "self_attn" if of == _FULL else "linear_attn"
-    return tuple(in_layer(f"{place}.{theirs}", f"mixer.{ours}", of=of) for theirs, ours in names.items())
+    return table(names, f"{LAYER}{place}.", f"{OUR_LAYER}mixer.", of)
 
 
 def biased(theirs: str, ours: str) -> dict[str, str]:
     return {f"{theirs}.{part}": f"{ours}.{part}" for part in ("weight", "bias")}
 
 
-_MLP = tuple(in_layer(theirs, ours) for theirs, ours in llama.MLP.items())
 _ATTENTION = _in_mixer(
     _FULL,
     {
@@ -111,12 +110,18 @@ def check_kinds(types: Any, count: int) -> None:
         raise refusal("layer_types", types, f"{' and '.join(KINDS)}, one of them for each of the {count} layers")
 
 
-def _keys_of(model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]]) -> dict[str, Any]:
+def _keys_of(
+    model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]], without_tokens: bool = False
+) -> dict[str, Any]:
     """Their keys; `of_attention` has those for our attention in which they differ."""
     full = next((mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)), None)
     linear = next((mixer for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)), None)
     types = ["full_attention" if isinstance(mixer, SoftmaxAttention) else "linear_attention" for mixer in model.mixers]
-    keys = {**keys_of(model, "rms_norm_eps"), "intermediate_size": mlp_size(model), "layer_types": types}
+    keys = {
+        **keys_of(model, "rms_norm_eps", without_tokens=without_tokens),
+        "intermediate_size": mlp_size(model),
+        "layer_types": types,
+    }
     if linear:
         keys |= {
             "linear_num_value_heads": linear.num_heads,
@@ -147,9 +152,8 @@ _GATED_QUERIES = tuple(
     for part in ("weight", "bias")
 )
 _QWEN_LAYER: tuple[Rows, ...] = (
-    in_layer("input_layernorm.weight", "mixer_norm.weight"),
-    in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
-    *_MLP,
+    *table(llama.NORMS),
+    *table(llama.MLP),
     *_GATED_QUERIES,
     *_ATTENTION,
     in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
@@ -230,11 +234,9 @@ def _olmo(config: Config) -> dict[str, Any]:
 
 
 def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
-    keys = _keys_of(model, lambda full: rotary_keys(full.q_features.map))
+    keys = _keys_of(model, lambda full: rotary_keys(full.q_features.map), without_tokens=True)
     betas = [mixer.beta.most for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)]
-    # where these keys are missing, transformers takes default ids, which may be outside of our vocabulary
-    tokens = {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
-    return {**keys, **tokens, "linear_allow_neg_eigval": 2.0 in betas}
+    return {**keys, "linear_allow_neg_eigval": 2.0 in betas}
 
 
 def _olmo_norm(theirs: str, ours: str, of: str, *aliases: str) -> Rows:
@@ -318,7 +320,7 @@ FAMILIES = (
             _olmo_norm("feedforward_layer_norm", "mlp_norm", _LINEAR, "post_attention_layernorm"),
             _olmo_norm("post_attention_layernorm", "mixer_norm", _FULL, "feedforward_layer_norm"),
             _olmo_norm("post_feedforward_layernorm", "mlp_norm", _FULL),
-            *_MLP,
+            *table(llama.MLP),
             *_in_mixer(_FULL, biased("q_proj", "in_proj.q")),
             *_ATTENTION,
             *_in_mixer(

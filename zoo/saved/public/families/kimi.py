@@ -1,6 +1,6 @@
 """Kimi Linear: hybrids of KDA and multi-head latent attention without positions, with dense MLPs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from mixers import KDA, MultiheadLatentAttention
@@ -21,7 +21,7 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import Rows, rows
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, rows, table
 
 _LINEAR, _FULL = "KDA", "MultiheadLatentAttention"
 _KEYS: Config = (
@@ -111,13 +111,11 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
     full = next((mixer for mixer in model.mixers if isinstance(mixer, MultiheadLatentAttention)), None)
     types = ["linear_attention" if isinstance(mixer, KDA) else "full_attention" for mixer in model.mixers]
     keys = {
-        **keys_of(model, "rms_norm_eps"),
+        **keys_of(model, "rms_norm_eps", without_tokens=True),
         "intermediate_size": mlp_size(model) or 1,
         "layer_types": types,
         "mlp_layer_types": ["dense"] * model.num_layers,
         "first_k_dense_replace": model.num_layers,
-        # where these keys are missing, transformers takes ids that may be outside of our vocabulary
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
     if linear:
         of_linear = (linear.num_heads, linear.key_size, linear.q_features.spec.conv)
@@ -136,37 +134,25 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
     return {**keys, "linear_attn_config": {**layers, **sizes}}
 
 
-def _mixer(of: str, names: Mapping[str, str | Sequence[str]]) -> tuple[Rows, ...]:
-    """The rules of tensors of one kind of mixer, theirs → ours."""
-    return tuple(
-        in_layer(f"self_attn.{theirs}.weight", *(f"mixer.{part}.weight" for part in ours), of=of)
-        for theirs, ours in ((theirs, (ours,) if isinstance(ours, str) else ours) for theirs, ours in names.items())
-    )
-
-
-_STREAMS = {f"{x}_proj": f"in_proj.{x}" for x in "qkvb"} | {f"{x}_conv1d": f"{x}_features" for x in "qkv"}
-_OUTPUTS = {"g_b_proj": "g_up", "o_norm": "o_norm.norm", "o_proj": "o_proj"}
-_DECAY, _OURS = "model.layers.{layer}.self_attn.", "layers.{layer}.mixer.decay."
+_OF_KDA = {f"{x}_proj": f"in_proj.{x}" for x in "qkvb"} | {f"{x}_conv1d": f"{x}_features" for x in "qkv"}
+_OF_KDA |= {"f_a_proj": "in_proj.f", "f_b_proj": "decay_up", "g_a_proj": "in_proj.g", "g_b_proj": "g_up"}
+_OF_KDA |= {"o_norm": "o_norm.norm", "o_proj": "o_proj"}
+_OF_ATTENTION = {
+    "q_proj.weight": "in_proj.q.weight",
+    "kv_a_proj_with_mqa.weight": "in_proj.latent.weight in_proj.shared.weight",
+    "kv_a_layernorm.weight": "latent_norm.weight",
+    "kv_b_proj.weight": "kv_up.weight",
+    "o_proj.weight": "o_proj.weight",
+}
+_MIXER, _OURS = f"{LAYER}self_attn.", f"{OUR_LAYER}mixer."
 _LAYER = (
-    in_layer("input_layernorm.weight", "mixer_norm.weight"),
-    in_layer("post_attention_layernorm.weight", "mlp_norm.weight"),
+    *table(llama.NORMS),
     # transformers 5.23.0 also saves dense MLPs under the name of experts
     *(in_layer(theirs, ours, aliases=[f"block_sparse_moe{theirs[3:]}"]) for theirs, ours in llama.MLP.items()),
-    *_mixer(
-        _LINEAR, {**_STREAMS, "f_a_proj": "in_proj.f", "f_b_proj": "decay_up", "g_a_proj": "in_proj.g", **_OUTPUTS}
-    ),
-    rows(f"{_DECAY}A_log", f"{_OURS}A_log", of=_LINEAR, shape=(1, 1, -1, 1)),
-    rows(f"{_DECAY}dt_bias", f"{_OURS}dt_bias", of=_LINEAR),
-    *_mixer(
-        _FULL,
-        {
-            "q_proj": "in_proj.q",
-            "kv_a_proj_with_mqa": ("in_proj.latent", "in_proj.shared"),
-            "kv_a_layernorm": "latent_norm",
-            "kv_b_proj": "kv_up",
-            "o_proj": "o_proj",
-        },
-    ),
+    *table({f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _OF_KDA.items()}, _MIXER, _OURS, _LINEAR),
+    rows(f"{_MIXER}A_log", f"{_OURS}decay.A_log", of=_LINEAR, shape=(1, 1, -1, 1)),
+    rows(f"{_MIXER}dt_bias", f"{_OURS}decay.dt_bias", of=_LINEAR),
+    *table(_OF_ATTENTION, _MIXER, _OURS, _FULL),
 )
 
 FAMILIES = (

@@ -20,7 +20,7 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import around_layers, rows
+from zoo.saved.public.tensors import around_layers, table
 
 TENSORS = around_layers("model.embed_tokens.weight", "model.norm.weight")
 MLP = {
@@ -29,9 +29,9 @@ MLP = {
     "mlp.down_proj.weight": "mlp.down_proj.weight",
 }
 _BIASED = ("weight", "bias")
+NORMS = {"input_layernorm.weight": "mixer_norm.weight", "post_attention_layernorm.weight": "mlp_norm.weight"}
 _LAYER = {
-    "input_layernorm.weight": "mixer_norm.weight",
-    "post_attention_layernorm.weight": "mlp_norm.weight",
+    **NORMS,
     **MLP,
     **{f"self_attn.{x}_proj.{part}": f"mixer.in_proj.{x}.{part}" for x in "qkv" for part in _BIASED},
     **{f"self_attn.o_proj.{part}": f"mixer.o_proj.{part}" for part in _BIASED},
@@ -115,7 +115,7 @@ def _family(
         to_ours=to_ours,
         to_theirs=lambda model: {**_keys_of(model), **key(model)},
         tensors=TENSORS,
-        layer_tensors=tuple(rows(f"model.layers.{{layer}}.{t}", f"layers.{{layer}}.{o}") for t, o in _LAYER.items()),
+        layer_tensors=table(_LAYER),
     )
 
 

@@ -9,7 +9,7 @@ from mixers import Mamba2
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla_layout
 from zoo.saved.public.family import TIED, Config, Family, Spec, Target, component, keys_of, model_of, refusal, words
-from zoo.saved.public.tensors import Rows, around_layers, rows
+from zoo.saved.public.tensors import Rows, around_layers, table
 
 _TENSORS = around_layers("backbone.embeddings.weight", "backbone.norm_f.weight")
 _FIXED = {"hidden_act": ("silu", "swish"), "use_bias": (False,)}
@@ -23,9 +23,8 @@ rms_norm ssm_cfg
 
 def _layer_tensors(names: Mapping[str, str]) -> tuple[Rows, ...]:
     """The table of a layer: its norm, and the mixer's tensors (theirs → ours, in the order of their rows)."""
-    norm, prefix = "layers.{layer}.mixer_norm.weight", "layers.{layer}.mixer."
-    table = [rows(f"backbone.{prefix}{t}", *(prefix + name for name in ours.split())) for t, ours in names.items()]
-    return rows("backbone.layers.{layer}.norm.weight", norm), *table
+    around = table({"norm.weight": "mixer_norm.weight"}, "backbone.layers.{layer}.")
+    return *around, *table(names, "backbone.layers.{layer}.mixer.", "layers.{layer}.mixer.")
 
 
 def _model(config: Config, eps: float, mixer: Spec) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from mixers.mamba3 import SLOWEST
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families.mamba import expansion
 from zoo.saved.public.family import TIED, Config, Family, check_kind, component, mlp_size, model_of, refusal, words
-from zoo.saved.public.tensors import around_layers, rows
+from zoo.saved.public.tensors import around_layers, rows, table
 
 _EPS = 1e-5  # of all norms, as the config has no key for it
 _KEYS: Config = dict(d_model=2560, d_intermediate=0, n_layer=64, vocab_size=50277, pad_vocab_size_multiple=8) | dict(
@@ -82,16 +82,16 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
 _STREAMS = ("z", "x", "B", "C", "dt", "A", "trap", "angles")
 _PARTS = ("weight", "bias")  # biases of LayerNorm
 _NAMES = {
-    **{f"norm.{part}": (f"mixer_norm.{part}",) for part in _PARTS},
-    **{f"norm2.{part}": (f"mlp_norm.{part}",) for part in _PARTS},
-    "mixer.in_proj.weight": tuple(f"mixer.in_proj.{x}.weight" for x in _STREAMS),
-    "mixer.dt_bias": ("mixer.decay.dt_bias",),
-    "mixer.B_norm.weight": ("mixer.k_norm.weight",),
-    "mixer.C_norm.weight": ("mixer.q_norm.weight",),
-    "mixer.D": ("mixer.D",),
-    "mixer.out_proj.weight": ("mixer.out_proj.weight",),
-    "mlp.fc1.weight": ("mlp.in_proj.up.weight", "mlp.in_proj.gate.weight"),
-    "mlp.fc2.weight": ("mlp.down_proj.weight",),
+    **{f"norm.{part}": f"mixer_norm.{part}" for part in _PARTS},
+    **{f"norm2.{part}": f"mlp_norm.{part}" for part in _PARTS},
+    "mixer.in_proj.weight": " ".join(f"mixer.in_proj.{x}.weight" for x in _STREAMS),
+    "mixer.dt_bias": "mixer.decay.dt_bias",
+    "mixer.B_norm.weight": "mixer.k_norm.weight",
+    "mixer.C_norm.weight": "mixer.q_norm.weight",
+    "mixer.D": "mixer.D",
+    "mixer.out_proj.weight": "mixer.out_proj.weight",
+    "mlp.fc1.weight": "mlp.in_proj.up.weight mlp.in_proj.gate.weight",
+    "mlp.fc2.weight": "mlp.down_proj.weight",
 }
 _LAYER, _OURS = "backbone.layers.{layer}.", "layers.{layer}."
 
@@ -113,7 +113,7 @@ FAMILIES = (
             rows("backbone.norm_f.bias", "norm.bias"),
         ),
         layer_tensors=(
-            *(rows(_LAYER + theirs, *(_OURS + part for part in ours)) for theirs, ours in _NAMES.items()),
+            *table(_NAMES, _LAYER),
             rows(f"{_LAYER}mixer.B_bias", f"{_OURS}mixer.k_bias", shape=("num_heads", 1, -1)),
             rows(f"{_LAYER}mixer.C_bias", f"{_OURS}mixer.q_bias", shape=("num_heads", 1, -1)),
         ),

@@ -19,7 +19,7 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import around_layers, rows
+from zoo.saved.public.tensors import around_layers, table
 
 _MLP = "MLPLayer"
 _MAMBA2 = Mamba2Keys("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel", "use_conv_bias")
@@ -75,12 +75,10 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
     names = {ours: (kind, letter) for kind, (letter, ours) in _KINDS.items()}
     kinds, letters = zip(*(names[type(mixer).__name__] for mixer in model.mixers), strict=True)
     return {
-        **keys_of(model, "layer_norm_epsilon"),
+        **keys_of(model, "layer_norm_epsilon", without_tokens=True),
         "layers_block_type": list(kinds),
         "layer_types": list(kinds),
         "hybrid_override_pattern": "".join(letters),
-        # where these keys are missing, transformers takes ids that may be outside of our vocabulary
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
         # transformers raises smaller steps to it in prefill; not 0, since it initialises by its logarithm
         "time_step_min": 1e-30,
         **({} if linear is None else _MAMBA2.keys(linear)),
@@ -121,11 +119,8 @@ FAMILIES = (
         to_theirs=_to_theirs,
         tensors=around_layers("backbone.embeddings.weight", "backbone.norm_f.weight"),
         layer_tensors=(
-            rows(f"{_LAYER}norm.weight", "layers.{layer}.mixer_norm.weight"),
-            *(
-                rows(f"{_LAYER}mixer.{x}_proj.weight", f"layers.{{layer}}.mixer.mlp.{x}_proj.weight")
-                for x in ("up", "down")
-            ),
+            *table({"norm.weight": "mixer_norm.weight"}, _LAYER),
+            *table({f"mixer.{x}_proj.weight": f"mixer.mlp.{x}_proj.weight" for x in ("up", "down")}, _LAYER),
             *in_mixers(f"{_LAYER}mixer.", f"{_LAYER}mixer."),
         ),
     ),

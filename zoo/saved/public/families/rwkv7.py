@@ -8,9 +8,8 @@ from zoo.lm import RWKV7ChannelMix
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families.fla_layout import HARMLESS
 from zoo.saved.public.family import TIED, Config, Family, component, keys_of, model_of, refusal
-from zoo.saved.public.tensors import Recut, Rule, Stacked, around_layers, rows
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Recut, Rule, Stacked, around_layers, rows, table
 
-_LAYER, _OURS = "model.layers.{layer}.", "layers.{layer}."
 # theirs → factors of √hidden_size that a rank of null is made from, and whether it grows with the size of a head
 _RANKS: Mapping[str, tuple[float, bool]] = {
     "decay_low_rank_dim": (2.5, True),
@@ -100,8 +99,8 @@ _NAMES = {
     "ffn.value.weight": "mlp.down_proj.weight",
 }
 _MIX: tuple[Rule, ...] = (
-    Stacked(tuple(f"{_LAYER}attn.x_{x}" for x in "rwkvag"), f"{_OURS}mixer.mix", (1, 1, -1)),
-    Recut(tuple(f"{_LAYER}attn.x_{x}" for x in "rwkvag"), f"{_LAYER}attn.x_x"),  # of older versions
+    Stacked(tuple(f"{LAYER}attn.x_{x}" for x in "rwkvag"), f"{OUR_LAYER}mixer.mix", (1, 1, -1)),
+    Recut(tuple(f"{LAYER}attn.x_{x}" for x in "rwkvag"), f"{LAYER}attn.x_x"),  # of older versions
 )
 
 FAMILIES = (
@@ -125,10 +124,10 @@ FAMILIES = (
             *(rows(f"model.layers.0.pre_norm.{part}", f"embedding_norm.{part}") for part in _PARTS),
         ),
         layer_tensors=(
-            *(rows(_LAYER + theirs, _OURS + ours) for theirs, ours in _NAMES.items()),
+            *table(_NAMES),
             *_MIX,
-            rows(f"{_LAYER}attn.r_k", f"{_OURS}mixer.r_k", shape=("num_heads", -1)),
-            *(rows(f"{_LAYER}attn.g_norm.{part}", f"{_OURS}mixer.o_norm.{part}", shape=(-1,)) for part in _PARTS),
+            rows(f"{LAYER}attn.r_k", f"{OUR_LAYER}mixer.r_k", shape=("num_heads", -1)),
+            *(rows(f"{LAYER}attn.g_norm.{part}", f"{OUR_LAYER}mixer.o_norm.{part}", shape=(-1,)) for part in _PARTS),
         ),
     ),
 )

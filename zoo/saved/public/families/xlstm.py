@@ -18,9 +18,9 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import Recut, around_layers, rows
+from zoo.saved.public.tensors import Recut, around_layers, table
 
-_LAYER, _OURS = "backbone.blocks.{layer}.", "layers.{layer}."
+_LAYER = "backbone.blocks.{layer}."
 _GATES, _CAP, _MIXER = "gate_soft_cap", "output_logit_soft_cap", "mlstm_layer."
 _KEYS: Config = (
     dict(vocab_size=50304, hidden_size=None, embedding_dim=None, num_hidden_layers=None, num_blocks=None)
@@ -70,7 +70,7 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
     assert isinstance(mixer, MLSTM)
     size, widths = model.hidden_size, mixer.in_proj.widths
     return {
-        **keys_of(model, "norm_eps"),
+        **keys_of(model, "norm_eps", without_tokens=True),
         "embedding_dim": size,
         "num_blocks": model.num_layers,
         "num_heads": mixer.num_heads,
@@ -80,8 +80,6 @@ def _to_theirs(model: LanguageModel) -> dict[str, Any]:
         "ffn_round_up_to_multiple_of": 1,
         _GATES: mixer.gate.cap,
         _CAP: model.logit_cap,
-        # where these keys are missing, transformers takes ids that may be outside of our vocabulary
-        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
     }
 
 
@@ -134,7 +132,7 @@ FAMILIES = (
         to_theirs=_to_theirs,
         tensors=around_layers("backbone.embeddings.weight", "backbone.out_norm.weight"),
         layer_tensors=(
-            *(rows(_LAYER + theirs, _OURS + ours) for theirs, ours in _NAMES.items()),
+            *table(_NAMES, _LAYER),
             *(Recut(tuple(_LAYER + part for part in parts), _LAYER + whole) for whole, parts in _FUSED.items()),
         ),
     ),

@@ -117,18 +117,10 @@ def _retnet(mixer: mixers.RetNet) -> Part:
     return linear_part(mixer) | constant_part(mixer.decay) | output_part(mixer, "in_proj.g")
 
 
-def _linear_attention(mixer: mixers.LinearAttention) -> Part:
-    return linear_part(mixer) | _norm_of_heads(mixer)
-
-
 def _cosformer2(mixer: mixers.TNL | mixers.CosFormer2) -> Part:
     width, rank = mixer.site.hidden_size, Part({"gate_rank": mixer.g_up.in_features})
     norm = rms_part(mixer.norm_eps, 1, Rule((), lambda: torch.ones(width)))
     return linear_part(mixer) | gate_part("sigmoid", "in_proj.g", "g_up") | rank | norm
-
-
-def _tnl(mixer: mixers.TNL) -> Part:
-    return _cosformer2(mixer) | constant_part(mixer.decay)
 
 
 def _attention(mixer: mixers.SoftmaxAttention) -> Part:
@@ -163,10 +155,10 @@ LINEAR: Mapping[type, Callable[[Any], Part]] = {
     mixers.GatedDeltaNet2: _gated_deltanet2,
     mixers.HGRN2: _hgrn2,
     mixers.KDA: _kda,
-    mixers.LinearAttention: _linear_attention,
+    mixers.LinearAttention: lambda mixer: linear_part(mixer) | _norm_of_heads(mixer),
     mixers.Mamba2: _mamba2,
     mixers.RetNet: _retnet,
-    mixers.TNL: _tnl,
+    mixers.TNL: lambda mixer: _cosformer2(mixer) | constant_part(mixer.decay),
 }
 ATTENTION: Mapping[type, Callable[[Any], Part]] = {
     mixers.SlidingWindowAttention: _attention,
