@@ -55,11 +55,7 @@ def _limits(o: Tensor, q: Tensor, *rest: Any) -> str | None:
 
 
 OP = Op(
-    "bonus_readout",
-    reference=reference,
-    torch=composed,
-    gpu="kernels.bonus_readout.gpu.op:forward",
-    limits=_limits,
+    "bonus_readout", reference=reference, torch=composed, gpu="kernels.bonus_readout.gpu.op:forward", limits=_limits
 )
 
 

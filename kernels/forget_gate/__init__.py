@@ -7,10 +7,7 @@ from ..core.recompute import remake
 from . import composition
 
 OP = Op(
-    "forget_gate",
-    reference=composition.reference,
-    torch=composition.forward,
-    gpu="kernels.forget_gate.gpu.op:forward",
+    "forget_gate", reference=composition.reference, torch=composition.forward, gpu="kernels.forget_gate.gpu.op:forward"
 )
 
 

@@ -13,10 +13,7 @@ def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 
 OP = Op(
-    "linear_recurrence",
-    reference=reference.forward,
-    torch=in_torch,
-    gpu="kernels.linear_recurrence.gpu.op:forward",
+    "linear_recurrence", reference=reference.forward, torch=in_torch, gpu="kernels.linear_recurrence.gpu.op:forward"
 )
 
 

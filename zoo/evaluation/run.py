@@ -122,10 +122,7 @@ def evaluate(
 
 
 def _measure(
-    plan: Sequence[tuple[LoadedModel, Task, Cell]],
-    records: Records,
-    where: torch.device,
-    verbose: bool,
+    plan: Sequence[tuple[LoadedModel, Task, Cell]], records: Records, where: torch.device, verbose: bool
 ) -> list[Row]:
     """All rows of a plan, measured unless they are on record."""
     about = {**described(where), "zoo": version("token-mixer-zoo")}

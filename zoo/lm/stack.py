@@ -77,10 +77,5 @@ class H2(Pattern):
         third: The mixer of layers 2, 5, 8 …
     """
 
-    def __init__(
-        self,
-        first: MixerFactory,
-        second: MixerFactory,
-        third: MixerFactory,
-    ):
+    def __init__(self, first: MixerFactory, second: MixerFactory, third: MixerFactory):
         super().__init__("ABC", {"A": first, "B": second, "C": third})

@@ -9,23 +9,8 @@ import torch
 
 from kernels import BACKENDS
 from zoo.arguments import check_names
-from zoo.train.devices import peak_flops
+from zoo.train.devices import PEAKS, peak_flops
 
-# Bytes per second, from the data sheets; the first key contained in the device's name applies.
-PEAK_BANDWIDTH = {
-    "B200": 8.0e12,
-    "H200": 4.8e12,
-    "H100 PCIe": 2.0e12,
-    "H100 NVL": 3.9e12,
-    "H100": 3.35e12,
-    "A100-SXM4-80GB": 2.04e12,
-    "A100 80GB": 1.94e12,
-    "A100": 1.56e12,
-    "L40S": 864e9,
-    "L4": 300e9,
-    "4090": 1008e9,
-    "3090": 936e9,
-}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -70,5 +55,5 @@ def roofline_ms(device: torch.device, dtype: str, flops: float, moved: float) ->
     if peak is None:
         return None
     name = torch.cuda.get_device_name(device)
-    bandwidth = next((rate for model, rate in PEAK_BANDWIDTH.items() if model in name), None)
+    bandwidth = next((rate for model, (_, rate) in PEAKS.items() if model in name), None)
     return None if bandwidth is None else max(flops / peak, moved / bandwidth) * 1e3

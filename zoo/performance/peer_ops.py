@@ -176,12 +176,7 @@ PEERS = (
     PeerOp(*CHUNK_KDA, partial(kda_with_gates, **KEEPING), row="kda_with_gates", options="kept"),
     PeerOp(*CHUNK_GDN2, partial(renamed, GATE), row="gated_deltanet2"),
     PeerOp(*CHUNK_GDN2, partial(renamed, GATE, **BOUNDED), row="gated_deltanet2", options="bounded"),
-    PeerOp(
-        *CHUNK_GDN2,
-        partial(renamed, GATE, **BOUNDED, **KEEPING),
-        row="gated_deltanet2",
-        options="bounded, kept",
-    ),
+    PeerOp(*CHUNK_GDN2, partial(renamed, GATE, **BOUNDED, **KEEPING), row="gated_deltanet2", options="bounded, kept"),
     PeerOp("fla", "fla.ops.comba", "chunk_comba", partial(renamed, GATE), row="comba"),
     PeerOp(*PRODUCT, partial(renamed, GATE, num_householder=2), row="gated_deltaproduct"),
     PeerOp("transformers", MAMBA2, "mamba2_chunk_scan", mamba2, (LINEAR, HEAD)),

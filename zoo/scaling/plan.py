@@ -228,11 +228,7 @@ def plan(
 
 
 def _ladder(
-    names: Sequence[str],
-    shapes: Sequence[Shape],
-    settings: Sequence[str | dict[str, Any]],
-    flops: float,
-    per_step: int,
+    names: Sequence[str], shapes: Sequence[Shape], settings: Sequence[str | dict[str, Any]], flops: float, per_step: int
 ) -> tuple[list[Rung], int, float]:
     """The runs that a budget pays for, the steps of each, and the FLOPs of all, with those that check the rate."""
     costs = [[_count(name, shape, settings) for shape in shapes] for name in names]

@@ -112,11 +112,7 @@ class ContextLoss(Means):
         self.context_length, self.buckets = context_length, buckets
 
     def update(
-        self,
-        losses: Tensor,
-        labels: Tensor,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None = None,
+        self, losses: Tensor, labels: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None = None
     ) -> None:
         """Add a batch: `losses` [B, T] of `token_losses`, its `labels` [B, T] and document bounds [N+1] or None.
 

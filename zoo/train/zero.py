@@ -20,14 +20,7 @@ from torch import Tensor, nn
 
 from kernels.errors import UserError
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
-from zoo.checkpoints.zero_shards import (
-    SHARDS,
-    divided_alike,
-    import_deepspeed,
-    undivided,
-    unreadable,
-    without_code,
-)
+from zoo.checkpoints.zero_shards import SHARDS, divided_alike, import_deepspeed, undivided, unreadable, without_code
 from zoo.lm.block import Block
 from zoo.train.lightning_internals import DeepSpeedSteps, UnclippedPrecision
 from zoo.train.shards import all_succeeded, check_together, noted, save_with_shards

@@ -224,13 +224,8 @@ def differentiate(
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
     plan, subheads = args.plan, args.subheads
-    q, k, beta, log_decay, keep = (
-        args.q.contiguous(),
-        args.k.contiguous(),
-        args.beta.contiguous(),
-        args.log_decay,
-        args.keep,
-    )
+    q, k, beta = (x.contiguous() for x in (args.q, args.k, args.beta))
+    log_decay, keep = args.log_decay, args.keep
     if keep != ALL:
         chunks = tuple(residuals[:4]) if keep == CHUNKS else prepared(plan, q, k, beta, log_decay)
         along = run_forward(plan, q, k, args.v.contiguous(), chunks, args.initial_state, None, save=True)[1]

@@ -63,8 +63,6 @@ PATHS = (
         "scores of their chunks",
     ),
     KernelPath(
-        "scores_first",
-        when=always,
-        why="everything else: the gates and scores of all chunks, then sequential passes",
+        "scores_first", when=always, why="everything else: the gates and scores of all chunks, then sequential passes"
     ),
 )

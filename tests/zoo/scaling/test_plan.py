@@ -10,7 +10,7 @@ import zoo
 from zoo.config.overlays import load_config
 from zoo.experiments import Sweep
 from zoo.files.sealed_json import write_sealed
-from zoo.train.devices import PEAK_FLOPS
+from zoo.train.devices import PEAKS
 
 pytest_plugins = "tests.desk"
 LAW = ("coefficient", "exponent")
@@ -86,7 +86,7 @@ def test_hours_by_what_bench_measured(desk: Path) -> None:
     bench("bench.json")
     options = {"gpu_hours": 0.5, "sizes": 4, "verbose": False}
     measured = zoo.scaling.plan("gla", bench="bench.json", output="a", **options)
-    said = zoo.scaling.plan("gla", mfu=0.2, peak=PEAK_FLOPS["H200"], output="b", **options)
+    said = zoo.scaling.plan("gla", mfu=0.2, peak=PEAKS["H200"][0], output="b", **options)
     assert (measured.rungs, measured.hours) == (said.rungs, said.hours)
 
 

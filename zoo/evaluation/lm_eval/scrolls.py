@@ -37,8 +37,7 @@ def quality(rows: datasets.Dataset) -> datasets.Dataset:
 def contracts(rows: datasets.Dataset) -> datasets.Dataset:
     """Hypotheses about a contract."""
     return _joined(
-        rows,
-        lambda row: {**_question_first(row), "choices": VERDICTS, "gold": VERDICTS.index(row["output"])},
+        rows, lambda row: {**_question_first(row), "choices": VERDICTS, "gold": VERDICTS.index(row["output"])}
     )
 
 

@@ -49,7 +49,7 @@ def as_finding(subject: str, check: str, passed: bool, says: str, **numbers: Any
 
 # relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
 LIMITS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
-CHECKS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = {"cpu": (32,), "cuda": (64, 128)}  # of heads; those of models on GPUs, where kernels differ by size
 REPEATS = 5
 DOCUMENTS = (0, 41, 97, LENGTH)  # one with neighbours on both sides
@@ -97,7 +97,7 @@ def known_cases(device: torch.device) -> list[OpCall]:
 def examine_case(case: OpCall, device: torch.device) -> Iterator[Finding]:
     """Findings about one call."""
     checks: dict[str, Callable[[], Finding]] = {"path": partial(path, case, device)}
-    checks |= {name: partial(accuracy, case, device, name) for name in CHECKS}
+    checks |= {name: partial(accuracy, case, device, name) for name in DTYPES}
     if case.takes_documents:
         checks["packed"] = partial(isolation, case, device)
     checks["repeats"] = partial(repeats, case, device)
@@ -126,7 +126,7 @@ def path(case: OpCall, device: torch.device) -> Finding:
 
 def accuracy(case: OpCall, device: torch.device, check: str) -> Finding:
     """Outputs and gradients in a dtype against the fp32 loop, of the same rounded inputs."""
-    dtype = CHECKS[check]
+    dtype = DTYPES[check]
     here = case.on(device, dtype)
     expected = here.exact().results("reference")
     actual, gate = here.results(), Gate()
@@ -150,7 +150,7 @@ def repeats(case: OpCall, device: torch.device) -> Finding:
 
 def isolation(case: OpCall, device: torch.device) -> Finding:
     """Check that a packed document is left alone by its neighbours, in each dtype that may run other kernels."""
-    dtypes = [*CHECKS.values()] if device.type == "cuda" else [torch.float32]
+    dtypes = [*DTYPES.values()] if device.type == "cuda" else [torch.float32]
     change, leaks, wrong = 0.0, 0.0, []
     for dtype in dtypes:
         limit = LIMITS[dtype][0]

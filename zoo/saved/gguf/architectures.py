@@ -171,11 +171,7 @@ def _mamba(config: Config) -> dict[str, Value]:
 
 def _mamba2(config: Config) -> dict[str, Value]:
     _check_convolution("mamba2", config)
-    return {
-        **_recurrent(config),
-        "ssm.time_step_rank": config["num_heads"],
-        "ssm.group_count": config["n_groups"],
-    }
+    return {**_recurrent(config), "ssm.time_step_rank": config["num_heads"], "ssm.group_count": config["n_groups"]}
 
 
 def _check_convolution(architecture: str, config: Config) -> None:
@@ -211,10 +207,7 @@ def _qwen35(config: Config) -> dict[str, Value]:
         raise _refuse("qwen35", "its attention has no biases")
     sizes = {size: config[f"linear_{size}_head_dim"] for size in ("key", "value")}
     if any(recurrent) and sizes["key"] != sizes["value"]:
-        raise _refuse(
-            "qwen35",
-            f"its keys and values have one size, and here {sizes['key']} and {sizes['value']}",
-        )
+        raise _refuse("qwen35", f"its keys and values have one size, and here {sizes['key']} and {sizes['value']}")
     if any(recurrent) and config["rms_norm_eps"] != _L2_EPS:
         raise _refuse(
             "qwen35",
@@ -329,8 +322,7 @@ def _kimi(config: Config) -> dict[str, Value]:
     heads = config["num_attention_heads"]
     if config["linear_num_heads"] != heads:
         raise _refuse(
-            "kimi-linear",
-            f"all layers have one number of heads, and here {config['linear_num_heads']} and {heads}",
+            "kimi-linear", f"all layers have one number of heads, and here {config['linear_num_heads']} and {heads}"
         )
     rank, shared, count = config["kv_lora_rank"], config["qk_rope_head_dim"], config["num_hidden_layers"]
     return {

@@ -21,12 +21,7 @@ TOKENS = 32  # on which they are compared
 
 
 def grown_weights(
-    after: LanguageModel,
-    before: LanguageModel,
-    weights: Weights,
-    layers: Mapping[int, Growth],
-    init: Init,
-    seed: int,
+    after: LanguageModel, before: LanguageModel, weights: Weights, layers: Mapping[int, Growth], init: Init, seed: int
 ) -> Weights:
     """The weights of a larger model: new ones are in memory, all others are read one at a time.
 

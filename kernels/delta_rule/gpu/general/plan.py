@@ -131,32 +131,33 @@ class GeneralDeltaRule(Plan):
         return "ieee" if INTERPRETED else "tf32x3" if self.exact else "tf32"
 
     @property
+    def _pairs(self) -> int:
+        """Number of pairs of a chunk and a recurrence."""
+        return len(self.layout.chunks) * self.M
+
+    @property
     def _over_chunks(self) -> dict[str, Any]:
         return {"R": self.R, "K": self.K, "BEFORE": self.before, "PRODUCT": self.product, "DOT": self._dtype}
 
     @prepared
     def prepare(self, slow: bool) -> LaunchSpec:
         """The inverse, the scores and the decayed keys and queries: one program per chunk and recurrence."""
-        programs, entry = len(self.layout.chunks) * self.M, self.entry("prepare")
+        entry = self.entry("prepare")
         keys, warps, stages = entry.keys, entry.warps, entry.stages
         if slow or self.K % keys:
             keys = self.key_part[0]
         if slow:
             warps, stages = 8, 1
         options = {**self._over_chunks, "BK": keys, "WIDE": self.exact, "SLOW": slow, "MERGE": self._merge}
-        return self._spec(prepare, programs, self.scale, **options, warps=warps, stages=stages)
+        return self._spec(prepare, self._pairs, self.scale, **options, warps=warps, stages=stages)
 
     @prepared
     def scalar_prepare(self) -> LaunchSpec:
         """Prepare chunks as `prepare` does, for one decay per head."""
-        programs, entry = len(self.layout.chunks) * self.M, self.entry("scalar_prepare")
-        options = {
-            **self._over_chunks,
-            "GATE": self.gate,
-            "BK": min(entry.keys, key_block(self.K)),
-            "MERGE": self._merge,
-        }
-        return self._spec(scalar_prepare, programs, self.scale, **options, warps=entry.warps, stages=entry.stages)
+        entry = self.entry("scalar_prepare")
+        keys = min(entry.keys, key_block(self.K))
+        options = {**self._over_chunks, "GATE": self.gate, "BK": keys, "MERGE": self._merge}
+        return self._spec(scalar_prepare, self._pairs, self.scale, **options, warps=entry.warps, stages=entry.stages)
 
     def _along_time(self, kernel: Any, entry: LaunchConfig) -> LaunchSpec:
         """One program per sequence, recurrence and block of values."""
@@ -187,28 +188,23 @@ class GeneralDeltaRule(Plan):
         entry = self.entry("pairs")
         sizes: dict[str, Any] = {"V": self.V, "BV": min(entry.values, block(self.V)), "DTYPE": self._dtype}
         sizes |= {"GATE": self.gate, "BEFORE": self.before}
-        programs = len(self.layout.chunks) * self.M
-        return self._spec(pairs, programs, self.scale, **sizes, warps=entry.warps, stages=entry.stages)
+        return self._spec(pairs, self._pairs, self.scale, **sizes, warps=entry.warps, stages=entry.stages)
 
     @prepared
     def gradients(self, slow: bool) -> LaunchSpec:
         """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
-        entry, (keys, parts) = self.entry("gradients"), self.key_part
-        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V))}
-        sizes |= {"WIDE": self.exact, "SLOW": slow}
-        if self.exact and self.cautious:
-            sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
-        numbers, programs = (self.scale, self.B * self.rows), len(self.layout.chunks) * self.M * parts
-        warps, stages = entry.warps, entry.stages
-        return self._spec(gradients, programs, *numbers, **sizes, STAGES=stages, warps=warps, stages=stages)
+        return self._of_keys(gradients, "gradients", WIDE=self.exact, SLOW=slow)
 
     @prepared
     def scalar_gradients(self) -> LaunchSpec:
         """The gradients, as from `gradients`, for one decay per head."""
-        entry, (keys, parts) = self.entry("scalar_gradients"), self.key_part
-        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V))}
+        return self._of_keys(scalar_gradients, "scalar_gradients", GATE=self.gate)
+
+    def _of_keys(self, kernel: Any, name: str, **constants: Any) -> LaunchSpec:
+        """One program per chunk, recurrence and block of keys."""
+        entry, (keys, parts) = self.entry(name), self.key_part
+        sizes = {**self._over_chunks, "BK": keys, "V": self.V, "BV": min(entry.values, block(self.V)), **constants}
         if self.exact and self.cautious:
-            sizes["PRECISION"] = "ieee"  # as in `gradients`
-        numbers, programs = (self.scale, self.B * self.rows), len(self.layout.chunks) * self.M * parts
-        options = {**sizes, "GATE": self.gate, "STAGES": entry.stages}
-        return self._spec(scalar_gradients, programs, *numbers, **options, warps=entry.warps, stages=entry.stages)
+            sizes["PRECISION"] = "ieee"  # three parts of fp32 numbers do not fit into the shared memory
+        sizes |= {"STAGES": entry.stages, "warps": entry.warps, "stages": entry.stages}
+        return self._spec(kernel, self._pairs * parts, self.scale, self.B * self.rows, **sizes)

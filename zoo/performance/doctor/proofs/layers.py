@@ -10,17 +10,16 @@ from torch import Tensor
 import kernels
 import mixers
 from kernels.core.chunking import CHUNK
-from mixers import Site, TokenMixer
+from mixers import TokenMixer
 from mixers.contract import BF16_TOLERANCE
 from zoo.config import build
 from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor.checks import Finding, as_finding, attempted, registered
+from zoo.performance.doctor.checks import SITE, Finding, as_finding, attempted, registered
 from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
 from zoo.performance.op_calls import LENGTH
 
-SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}
 STEPS = 24  # tokens that are decoded one by one
 VOCABULARY = 64

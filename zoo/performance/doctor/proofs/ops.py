@@ -13,14 +13,11 @@ from torch import Tensor
 import kernels
 from kernels.gpu.device import multiprocessors
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor.checks import LIMITS, REPEATS, Finding, as_finding, attempted
+from zoo.performance.doctor.checks import DOCUMENTS, DTYPES, LIMITS, REPEATS, SIZES, Finding, as_finding, attempted
 from zoo.performance.doctor.proofs.red_zones import inside_red_zones
 from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, op_of
 
-SIZES = {"cpu": (32,), "cuda": (64, 128)}
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CUTS = (1, 20, 33, 64, 100)  # first tokens that change: within each half of a chunk, and on its borders
-DOCUMENTS = (0, 41, 97, LENGTH)
 PIECE = 50  # first token of the shortest piece
 FEW, LONG = 8, 512  # heads that are compared with a loop; channels of keys whose states stay in memory
 GATES = (0.0, -1e-3, -1.0, -10.0, -30.0, -200.0)  # log decays of a step

@@ -178,12 +178,7 @@ _MIXERS = (
         fixed=dict(output_gate_activation=("swish", "silu")),
         to_ours=_gated_deltanet,
         to_theirs=_gated_deltanet_keys,
-        tensors={
-            **projections("qkvgab"),
-            **_DECAY,
-            **convolutions(q="q", k="k", v="v"),
-            **OUTPUT_NORM,
-        },
+        tensors={**projections("qkvgab"), **_DECAY, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
     ),
     Mixer(
         "deltanet",
@@ -205,13 +200,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, safe_gate=False, lower_bound=None),
         to_ours=_kda,
         to_theirs=_kda_keys,
-        tensors={
-            **projections("qkvb"),
-            **_DECAY,
-            **_LOW_RANKS,
-            **convolutions(q="q", k="k", v="v"),
-            **OUTPUT_NORM,
-        },
+        tensors={**projections("qkvb"), **_DECAY, **_LOW_RANKS, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
     ),
     Mixer(
         "precond_gated_deltanet",

@@ -15,11 +15,7 @@ HARMLESS = words("attn_mode fuse_norm fuse_swiglu fuse_cross_entropy fuse_linear
 _SIZES = dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=24, hidden_ratio=4.0, intermediate_size=None)
 _KEYS: Config = {**_SIZES, "norm_eps": 1e-6, TIED: False, "attn": None}
 _TENSORS = around_layers("model.embeddings.weight", "model.norm.weight")
-_AROUND_THE_MIXER = {
-    "attn_norm.weight": "mixer_norm.weight",
-    "mlp_norm.weight": "mlp_norm.weight",
-    **MLP,
-}
+_AROUND_THE_MIXER = {"attn_norm.weight": "mixer_norm.weight", "mlp_norm.weight": "mlp_norm.weight", **MLP}
 MIXER, OUR_MIXER = f"{LAYER}attn.", f"{OUR_LAYER}mixer."
 # with SiLU of a gate, or with its sigmoid or without one
 OUTPUT_NORM = {"o_norm.weight": "o_norm.weight o_norm.norm.weight"}

@@ -117,12 +117,7 @@ FAMILIES = (
         architecture="xLSTMForCausalLM",
         mixers=frozenset({"MLSTM"}),
         keys=_KEYS,
-        fixed={
-            "weight_mode": ("single", "fused"),
-            "use_bias": (False,),
-            "add_out_norm": (True,),
-            "eps": (EPS,),
-        },
+        fixed={"weight_mode": ("single", "fused"), "use_bias": (False,), "add_out_norm": (True,), "eps": (EPS,)},
         # kernels and the dtypes they compute in
         harmless=words("""
             autocast_kernel_dtype chunk_size chunkwise_kernel head_dim inference_state_dtype max_inference_chunksize
