@@ -7,6 +7,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 
 RENAMED = {"sequence_parallel": "context_parallel"}  # old key → new key
+# old keys of `model` → keys of `model.multipliers`
+MULTIPLIERS = dict(embedding_multiplier="embedding", residual_multiplier="residual", logits_scaling="logits_scaling")
 # old module → new module
 MOVED = {
     "zoo.activations": "zoo.train.callbacks.activation_checkpointing",
@@ -29,8 +31,12 @@ MOVED_CLASSES = dict.fromkeys(("mixers.expansion.Expanded", "mixers.expanded.Exp
 
 
 def up_to_date(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with current keys and class paths; each renamed key is logged."""
-    return {current_key(key): with_current_paths(value) for key, value in config.items()}
+    """A config with current keys and class paths; each renamed top-level key is logged."""
+    current = {current_key(key): with_current_paths(value) for key, value in config.items()}
+    model = current.get("model")
+    if isinstance(model, dict) and (old := [key for key in model if key in MULTIPLIERS]):
+        model["multipliers"] = {MULTIPLIERS[key]: model.pop(key) for key in old}
+    return current
 
 
 def current_key(key: str) -> str:

@@ -2,7 +2,7 @@
 
 # ruff: noqa: F401 (its names are imported from here)
 
-from zoo.lm.block import Block, PostNormBlock
+from zoo.lm.block import Block, Multipliers, PostNormBlock
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs, Patches
 from zoo.lm.mlp import GLU, ChannelMixer, MLPLayer, SquaredReLU, SwiGLU

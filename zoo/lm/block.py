@@ -1,6 +1,7 @@
 """A block: a token mixer and an MLP on the residual stream, with the norms before them or after them."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -8,8 +9,30 @@ from torch import Tensor, nn
 
 from kernels import UserError, recomputing
 from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
+from mixers.arguments import check_numbers
 from mixers.interface import checked_result, checked_streams, streams_of
 from zoo.lm.mlp import ChannelMixer
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Factors between the parts of a model (Granite; arXiv 2408.13359).
+
+    Args:
+        embedding: Factor of the embeddings.
+        residual: Factor of the output of each mixer and MLP, before it is added to the residual stream.
+        logits_scaling: Divisor of the logits. The input of the head is divided by it.
+
+    Raises:
+        UserError: A number is not finite or not above 0.
+    """
+
+    embedding: float = 1.0
+    residual: float = 1.0
+    logits_scaling: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_numbers({f"multipliers.{name}": value for name, value in vars(self).items()})
 
 
 class LayerState(NamedTuple):

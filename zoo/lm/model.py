@@ -19,7 +19,7 @@ from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, Token
 from mixers.arguments import check_numbers, check_sizes
 from mixers.interface import placed
 from mixers.projection import Linear
-from zoo.lm.block import Block, PostNormBlock, mix
+from zoo.lm.block import Block, Multipliers, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
 from zoo.lm.mlp import ChannelMixer, SwiGLU
@@ -69,9 +69,7 @@ class LanguageModel(nn.Module):
         norm_eps: Added inside the root of these norms.
         embedding_norm: Whether such a norm also follows the embeddings (RWKV).
         logit_cap: Logits become logit_cap · tanh(logits / logit_cap), so none exceeds it; null for no bound.
-        embedding_multiplier: Factor of the embeddings (this one and the next two: Granite; arXiv 2408.13359).
-        residual_multiplier: Factor of the output of each mixer and MLP, before it is added to the residual stream.
-        logits_scaling: Divisor of the logits. The input of the head is divided by it.
+        multipliers: Factors of embeddings, residual stream and logits, such as `{embedding: 12, residual: 0.22}`.
         initializer_range: Initial standard deviation of all linear and embedding weights.
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
         scale_output_projections: Whether the weights of every `OutputProjection`, whose results are added to the
@@ -107,9 +105,7 @@ class LanguageModel(nn.Module):
         norm_eps: float = 1e-6,
         embedding_norm: bool = False,
         logit_cap: float | None = None,
-        embedding_multiplier: float = 1.0,
-        residual_multiplier: float = 1.0,
-        logits_scaling: float = 1.0,
+        multipliers: Multipliers = Multipliers(),
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
         scale_output_projections: bool = False,
@@ -124,19 +120,15 @@ class LanguageModel(nn.Module):
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
         check_sizes({**sizes, "intermediate_size": intermediate_size})
         check_numbers({"norm_eps": norm_eps, "initializer_range": initializer_range}, positive=False)
-        multipliers = {"embedding_multiplier": embedding_multiplier, "residual_multiplier": residual_multiplier}
-        check_numbers(
-            {**multipliers, "logits_scaling": logits_scaling, "nominal_size": nominal_size, "logit_cap": logit_cap}
-        )
+        check_numbers({"nominal_size": nominal_size, "logit_cap": logit_cap})
         if logit_cap is not None and head is not None:
             raise UserError("logit_cap: bounds the logits of tokens, so it needs null as head")
         self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none
         self.config: dict[str, Any] | None = None
         self.writer: Callable[..., str | list[str]] | None = None
         self.hidden_size, self.num_layers, self.logit_cap = hidden_size, num_layers, logit_cap
-        self.embedding_multiplier, self.logits_scaling = embedding_multiplier, logits_scaling
         self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
-        self.scale_output_projections = scale_output_projections
+        self.multipliers, self.scale_output_projections = multipliers, scale_output_projections
         if linear_initializer not in get_args(LinearInitializer):
             raise UserError(f"linear_initializer: {linear_initializer!r} is not one of normal, uniform")
         self.embeddings = nn.Embedding(self.vocab_size, hidden_size) if inputs is None else None
@@ -155,8 +147,8 @@ class LanguageModel(nn.Module):
             if channel_mixer is not None:
                 channel_mixer.site = site
             kind = PostNormBlock if stack.post_norm(layer) else Block
-            options: dict[str, Any] = {"recompute": recompute, "residual_multiplier": residual_multiplier}
-            self.layers.append(kind(mixer, channel_mixer, make_norm, **options))
+            factor = multipliers.residual
+            self.layers.append(kind(mixer, channel_mixer, make_norm, recompute=recompute, residual_multiplier=factor))
         self.norm = make_norm()
         self.head = None if head is None else head(hidden_size)
         self.lm_head = None if tie_embeddings or head is not None else Linear(hidden_size, self.vocab_size, bias=False)
@@ -337,7 +329,7 @@ class LanguageModel(nn.Module):
             what = "state" if context_parallel is None else "context_parallel"
             raise UserError(f"{what}: a model with the head {type(self.head).__name__} reads whole sequences only")
         x, states = self._embed(tokens), []
-        x = x if self.embedding_multiplier == 1 else x * self.embedding_multiplier
+        x = x if self.multipliers.embedding == 1 else x * self.multipliers.embedding
         x = x if self.embedding_norm is None else self.embedding_norm(x)
         self._check_state(state, len(tokens) if cu_seqlens is None else len(cu_seqlens) - 1)
         layer_states = iter(state) if state is not None else itertools.repeat(None)
@@ -350,7 +342,7 @@ class LanguageModel(nn.Module):
             x, y, following, passed = block(x, y, next(layer_states), cu_seqlens, context_parallel, passed)
             states.append(following)
         _, x = self.norm(x, y)
-        x = x if self.logits_scaling == 1 else x / self.logits_scaling
+        x = x if self.multipliers.logits_scaling == 1 else x / self.multipliers.logits_scaling
         if self.head is not None:
             x = self.head.pool(x, cu_seqlens)
         return x, None if state is None else tuple(states)

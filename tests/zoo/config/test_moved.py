@@ -33,3 +33,9 @@ def test_data_on_the_command_line_too() -> None:
 @pytest.mark.parametrize("module", sorted(set(MOVED.values())))
 def test_modules_are_where_the_table_says(module: str) -> None:
     assert __import__(module, fromlist=["_"]).__name__ == module
+
+
+def test_multipliers_are_found_where_they_were() -> None:
+    earlier = {"model": {"embedding_multiplier": 12.0, "logits_scaling": 3.0}}
+    multipliers = configs.read("gla.yaml", earlier).model.multipliers
+    assert (multipliers.embedding, multipliers.residual, multipliers.logits_scaling) == (12.0, 1.0, 3.0)

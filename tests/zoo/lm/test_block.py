@@ -62,12 +62,12 @@ def test_tokens_one_by_one(model: zoo.LanguageModel):
     torch.testing.assert_close(torch.cat(outputs, 1), model(tokens)[0], rtol=1e-4, atol=1e-5)
 
 
-MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
+MULTIPLIERS = {"embedding": 12.0, "residual": 0.22, "logits_scaling": 3.0}
 
 
 def test_multipliers_are_those_of_weights():
     torch.manual_seed(0)
-    settings = (f"model.{name}={value}" for name, value in MULTIPLIERS.items())
+    settings = (f"model.multipliers.{name}={value}" for name, value in MULTIPLIERS.items())
     eps = "model.norm_eps=1e-2"  # so that the size of the residual stream matters
     override = (*SIZES, f"model.stack={PATTERN.strip()}", eps, "model.norm=LayerNorm")
     scaled, plain = zoo.build("transformer.yaml", *override, *settings), zoo.build("transformer.yaml", *override)
@@ -78,8 +78,8 @@ def test_multipliers_are_those_of_weights():
         last = ("mixer_norm.weight", "mixer_norm.bias", "mlp_norm.weight", "mlp_norm.bias")
         outputs = last if post_norm else ("o_proj.weight", "down_proj.weight")
         if name.startswith("layers") and name.endswith(outputs):
-            part *= MULTIPLIERS["residual_multiplier"]
-    weights["embeddings.weight"] *= MULTIPLIERS["embedding_multiplier"]
+            part *= MULTIPLIERS["residual"]
+    weights["embeddings.weight"] *= MULTIPLIERS["embedding"]
     weights["lm_head.weight"] /= MULTIPLIERS["logits_scaling"]
     plain.load_state_dict(weights)
     tokens, labels = torch.randint(64, (2, 2, 11))
@@ -88,7 +88,7 @@ def test_multipliers_are_those_of_weights():
     losses = scaled.token_losses(tokens, labels).losses
     torch.testing.assert_close(losses, plain.token_losses(tokens, labels).losses, rtol=1e-4, atol=1e-6)
     for name in MULTIPLIERS:
-        one = zoo.build("transformer.yaml", *override, f"model.{name}=2")
+        one = zoo.build("transformer.yaml", *override, f"model.multipliers.{name}=2")
         one.load_state_dict(scaled.state_dict())
         assert not torch.allclose(one(tokens)[0], scaled(tokens)[0], rtol=1e-2)
 
@@ -96,7 +96,7 @@ def test_multipliers_are_those_of_weights():
 @pytest.mark.parametrize("name", MULTIPLIERS)
 def test_multipliers_are_positive(name: str):
     with pytest.raises(zoo.UserError, match=f"{name}: 0.0 must be a finite number above 0"):
-        zoo.build("transformer.yaml", *SIZES, f"model.{name}=0")
+        zoo.build("transformer.yaml", *SIZES, f"model.multipliers.{name}=0")
 
 
 @torch.no_grad()

@@ -131,13 +131,15 @@ def _bamba_keys(model: LanguageModel) -> dict[str, Any]:
 
 # Granite 4
 
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling", "attention_multiplier")
+# theirs → ours
+_MULTIPLIERS = dict(embedding_multiplier="embedding", residual_multiplier="residual", logits_scaling="logits_scaling")
+_SCALE = "attention_multiplier"
 
 
 def _granite(config: Config) -> dict[str, Any]:
     if config["num_local_experts"] != 0:
         raise experts(0, "num_local_experts", config["num_local_experts"])
-    for key in _MULTIPLIERS:
+    for key in (*_MULTIPLIERS, _SCALE):
         if config[key] is None or config[key] <= 0:
             raise refusal(key, config[key], "numbers above 0")
     count = config["num_hidden_layers"]
@@ -149,14 +151,13 @@ def _granite(config: Config) -> dict[str, Any]:
     turning = rotary_map(config, partial=False) if positions == "rope" else None
     if positions == "rope" and turning is None:
         raise refusal("rope_theta", None, "a number")
-    *multipliers, scale = _MULTIPLIERS
     return model_of(
         config,
         config["rms_norm_eps"],
-        _stack(config, kinds, turning, scale=float(config[scale])),
+        _stack(config, kinds, turning, scale=float(config[_SCALE])),
         num_heads=config["num_attention_heads"],
         intermediate_size=config["shared_intermediate_size"],
-        **{key: float(config[key]) for key in multipliers},
+        multipliers={ours: float(config[theirs]) for theirs, ours in _MULTIPLIERS.items()},
     )
 
 
@@ -168,14 +169,12 @@ def _granite_keys(model: LanguageModel) -> dict[str, Any]:
         "shared_intermediate_size": mlp_size(model) or 1,
         "num_local_experts": 0,
         "layer_types": kinds,
-        "embedding_multiplier": model.embedding_multiplier,
-        "residual_multiplier": model.layers[0].residual_multiplier,
-        "logits_scaling": model.logits_scaling,
+        **{theirs: getattr(model.multipliers, ours) for theirs, ours in _MULTIPLIERS.items()},
     }
     if full is None:
         return keys
     turning = full.q_features.map
-    keys |= {"attention_multiplier": full.scale}
+    keys |= {_SCALE: full.scale}
     return keys | (rotary_keys(turning) | {"position_embedding_type": "rope"} if isinstance(turning, Rotary) else {})
 
 
@@ -208,7 +207,7 @@ FAMILIES = (
         model_types=("granitemoehybrid",),
         architecture="GraniteMoeHybridForCausalLM",
         mixers=frozenset({LINEAR, FULL}),
-        keys={**_KEYS, **dict.fromkeys(_MULTIPLIERS, 1.0)}
+        keys={**_KEYS, **dict.fromkeys((*_MULTIPLIERS, _SCALE), 1.0)}
         | dict(vocab_size=32000, hidden_size=4096, shared_intermediate_size=1024, rms_norm_eps=1e-6)
         | dict(num_key_value_heads=None, layer_types=None, position_embedding_type=None)
         | dict(num_local_experts=None),  # without it, there are 8

@@ -55,7 +55,7 @@ def _model(model: LanguageModel) -> tuple[dict[str, Any], dict[str, Rule]]:
             raise refusal(component, kind)
     if model.logit_cap is not None:
         raise UserError(f"to: transformers cannot hold logit_cap {model.logit_cap:g} of this model; only null.")
-    check_ones({name: getattr(model, name) for name in ("embedding_multiplier", "logits_scaling")})
+    check_ones({f"multipliers.{name}": value for name, value in vars(model.multipliers).items()})
     size, last = model.hidden_size, norm_part(model.norm, "norm", "norm", model.hidden_size)
     names = ("embeddings.weight",) if model.lm_head is None else ("embeddings.weight", "lm_head.weight")
     rules = {name: Rule((name,)) for name in names} | last.rules
@@ -67,7 +67,6 @@ def _model(model: LanguageModel) -> tuple[dict[str, Any], dict[str, Rule]]:
         if type(block) not in (Block, PostNormBlock):
             raise refusal(block, "block")
         assert isinstance(block, Block)
-        check_ones({"residual_multiplier": block.residual_multiplier})
         around = norm_part(block.mixer_norm, "mixer_norm", "mixer_norm", size)
         if block.mlp is not None and block.mlp_norm is not None:
             around |= norm_part(block.mlp_norm, "mlp_norm", "mlp_norm", size)
