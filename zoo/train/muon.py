@@ -74,10 +74,7 @@ class Muon(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else torch.enable_grad()(closure)()
         for hidden, part in self._parts.items():
             part.param_groups = [group for group in self.param_groups if group["hidden"] == hidden]
             part.state = self.state
