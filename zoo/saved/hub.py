@@ -74,29 +74,24 @@ def hub_errors(option: str, model: HubModel) -> Iterator[None]:
     """Turn errors of the Hub's client into a UserError of one sentence that begins with `option`."""
     from huggingface_hub import constants, errors
 
-    hub = constants.ENDPOINT
+    hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
+    page = f"{hub}/{model.repo}"
+    unopened = f"the repository {model.repo} does not exist at {hub}, or your token does not open it"
+    reasons: dict[type[Exception], str] = {  # the first that an error is an instance of counts
+        errors.HFValidationError: f"{model.repo!r} cannot be the name of a repository of the Hub",
+        errors.GatedRepoError: f"{model} is gated; accept its terms at {page}, and log in by `hf auth login`",
+        errors.RevisionNotFoundError: f"{model.repo} has no branch, tag or commit {model.revision!r} at {hub}",
+        errors.RepositoryNotFoundError: unopened,
+        errors.LocalEntryNotFoundError: f"{hub} cannot be reached, and the cache {cache} does not hold all of {model}",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set, so {hub} is not asked about {model.repo}",
+    }
     try:
         yield
-    except errors.HFValidationError:
-        raise UserError(f"{option}: {model.repo!r} cannot be the name of a repository of the Hub") from None
-    except errors.GatedRepoError:
-        raise UserError(
-            f"{option}: {model} is gated; accept its terms at {hub}/{model.repo}, and log in by `hf auth login`"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise UserError(f"{option}: {model.repo} has no branch, tag or commit {model.revision!r} at {hub}") from None
-    except errors.RepositoryNotFoundError:
-        raise UserError(
-            f"{option}: the repository {model.repo} does not exist at {hub}, or your token does not open it"
-        ) from None
-    except errors.LocalEntryNotFoundError:
-        raise UserError(
-            f"{option}: {hub} cannot be reached, and the cache {constants.HF_HUB_CACHE} does not hold all of {model}"
-        ) from None
+    except tuple(reasons) as error:
+        reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
+        raise UserError(f"{option}: {reason}") from None
     except errors.HfHubHTTPError as error:
         raise UserError(f"{option}: {hub} refuses {model.repo}: {_first_line(error)}") from None
-    except errors.OfflineModeIsEnabled:
-        raise UserError(f"{option}: HF_HUB_OFFLINE is set, so {hub} is not asked about {model.repo}") from None
     except errors.HTTPError as error:  # of the transport
         raise UserError(f"{option}: {hub} cannot be reached ({_first_line(error)})") from None
 
