@@ -100,11 +100,6 @@ class _Reentrant(AbstractContextManager[None]):
         self._entered.pop().__exit__(*error)
 
 
-def untested(x: Tensor, *rest: Any) -> str | None:
-    """Limits of kernels that only the interpreter has run: none of them takes a tensor on a GPU."""
-    return "which has not been tested on a GPU" if x.is_cuda else None
-
-
 class Op:
     """The implementations of one op, all of which take the same arguments.
 

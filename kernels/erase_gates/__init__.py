@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.backend import Op, untested
+from ..core.backend import Op
 from ..core.elementwise import rsqrt, sigmoid
 from ..core.recurrence import at_least_fp32
 
@@ -54,7 +54,7 @@ def reference(*args: object) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return new.to(a.k.dtype), erase.to(a.k.dtype), (erase * rate).to(a.k.dtype), -a.largest * decay
 
 
-OP = Op("erase_gates", reference=reference, torch=composed, gpu="kernels.erase_gates.gpu.op:forward", limits=untested)
+OP = Op("erase_gates", reference=reference, torch=composed, gpu="kernels.erase_gates.gpu.op:forward")
 
 
 def erase_gates(

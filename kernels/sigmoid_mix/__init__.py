@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..core.backend import Op, untested
+from ..core.backend import Op
 from ..core.elementwise import sigmoid
 from ..core.recompute import remake
 from ..core.recurrence import at_least_fp32
@@ -21,7 +21,7 @@ def reference(x: Tensor, other: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     return ((1 - share) * at_least_fp32(x) + share * at_least_fp32(other)).to(x.dtype)
 
 
-OP = Op("sigmoid_mix", reference=reference, torch=composed, gpu="kernels.sigmoid_mix.gpu.op:forward", limits=untested)
+OP = Op("sigmoid_mix", reference=reference, torch=composed, gpu="kernels.sigmoid_mix.gpu.op:forward")
 
 
 def sigmoid_mix(x: Tensor, other: Tensor, gate: Tensor, bias: Tensor) -> Tensor:

@@ -271,7 +271,7 @@ class Pretraining(L.LightningModule):
                 return
             dist.all_reduce(losses)
         self.train_loss = losses[0] / losses[1].clamp(min=1)
-        self.log("train_loss", self.train_loss, prog_bar=True)
+        self.log("train_loss", self.train_loss)  # with prog_bar=True, Lightning would wait for the device in each step
 
     def _local_part(self, batch: Batch) -> Batch:
         """The part of a batch that this process computes."""
