@@ -1,5 +1,6 @@
 """Runs in separate processes, several at a time; complete runs are skipped, and stopped runs are resumed."""
 
+import copy
 import json
 import logging
 import os
@@ -19,7 +20,8 @@ from filelock import Timeout
 from kernels import Option, UserError
 from mixers.arguments import check_sizes
 from zoo.config.moved import up_to_date
-from zoo.config.serialise import differences, verified
+from zoo.config.parser import parse
+from zoo.config.serialise import differences, to_dict, verified
 from zoo.display import short_list
 from zoo.experiments.definition import Run
 from zoo.experiments.progress import RunBars
@@ -176,7 +178,10 @@ class Runner:
             if not isinstance(config, dict):
                 raise UserError(f"{file} is damaged ({run.name} has no config); {advice}.")
             old = {**plain, **up_to_date(config)}
-            if old != plain and (self.folder / run.name).exists():
+            started = (self.folder / run.name).exists()
+            if started and old != plain:
+                old = _completed(old)  # options that a component did not have when the run was started
+            if started and old != plain:
                 key, before, now = next(differences(old, plain))
                 raise UserError(
                     f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; delete it, "
@@ -185,6 +190,14 @@ class Runner:
                 )
             recorded[run.name] = plain
         return recorded
+
+
+def _completed(config: dict[str, Any]) -> dict[str, Any]:
+    """A recorded config with the defaults of options that it lacks; as it is if it can no longer be read."""
+    try:
+        return json.loads(json.dumps(to_dict(parse(copy.deepcopy(config)))))
+    except UserError:
+        return config
 
 
 def result(run: Path) -> dict[str, Any] | None:

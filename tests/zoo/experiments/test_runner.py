@@ -111,9 +111,14 @@ def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     file = tmp_path / "runs.json"
     unsealed = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
+    for config in unsealed.values():
+        assert config["model"].pop("embedding_norm") is False
     file.write_text(json.dumps(unsealed))  # as earlier versions did
     assert Runner(FAKE, tmp_path).run(runs()) == []
     assert len(calls(tmp_path)) == len(ALL)
+    file.write_text(json.dumps(unsealed))
+    with pytest.raises(UserError, match=r"seed=0 is a run with model.embedding_norm: False, and now it is True"):
+        Runner(FAKE, tmp_path).run(SWEEP.runs(("model.embedding_norm=true",)))
 
 
 def test_a_folder_in_use(tmp_path: Path):
