@@ -71,7 +71,9 @@ class Progress(ProgressBars):
         if bar.disable or step == bar.n:
             return
         if pl_module.device.type == "cpu" or (interval and step % interval == 0):
-            metrics = trainer.callback_metrics
+            metrics = dict(trainer.progress_bar_metrics)
+            if (loss := trainer.callback_metrics.get("train_loss")) is not None:
+                metrics["train_loss"] = loss.item()
             numbers = [form.format(float(metrics[name])) for name, form in SHOWN.items() if name in metrics]
             bar.set_postfix_str(", ".join(numbers), refresh=False)
         bar.update(step - bar.n)
