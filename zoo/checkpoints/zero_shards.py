@@ -8,6 +8,7 @@ DeepSpeed 0.19.
 
 import argparse
 import contextlib
+import copyreg
 import importlib
 import io
 import os
@@ -15,6 +16,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -37,9 +39,19 @@ def import_deepspeed(reason: str) -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise its import warns about a missing accelerator
     try:
-        return importlib.import_module("deepspeed")
+        deepspeed = importlib.import_module("deepspeed")
     except ImportError as error:
         raise UserError(f"DeepSpeed is needed, as {reason}, but cannot be imported: {error}.") from error
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    # Python before 3.11.4 writes members of enumerations with `getattr`, which `without_code` refuses
+    copyreg.pickle(ZeroStageEnum, _by_value)
+    return deepspeed
+
+
+def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
+    """How an enumeration's member is pickled."""
+    return type(member), (member.value,)
 
 
 def new_shards(folder: Path, step: int) -> str:
