@@ -50,7 +50,7 @@ def import_deepspeed(reason: str) -> Any:
 
 
 def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
-    """How an enumeration's member is pickled."""
+    """Pickle a member of an enumeration as its class and value."""
     return type(member), (member.value,)
 
 
