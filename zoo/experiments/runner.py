@@ -193,7 +193,7 @@ class Runner:
 
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
-    """A recorded config with the defaults of options that it lacks; as it is if it can no longer be read."""
+    """Add the defaults of missing options to a recorded config. A config that cannot be read is returned unchanged."""
     try:
         return json.loads(json.dumps(to_dict(parse(copy.deepcopy(config)))))
     except UserError:

@@ -1,6 +1,7 @@
 """Runs in captured steps on a GPU: losses and parameters equal those of eager runs to the bit."""
 
 import logging
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -171,7 +172,7 @@ def test_captured_runs_are_eager_runs(case: str, tmp_path: Path):
     assert watch.step.refused is None
     assert watch.scores.refused is None
     assert watch.step.parts == 5 + 2 * (case == "accumulation")
-    assert captured.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6, nan_ok=True)
+    assert captured.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6)
     assert losses == expected
     same(eager, captured)
     assert guard.skipped == other_guard.skipped == 1
@@ -223,7 +224,9 @@ def test_packed_documents_are_captured(case: str, tmp_path: Path, caplog: pytest
     assert watch.step.parts >= 5
     assert losses == expected
     same(eager, captured)
-    assert captured.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6, nan_ok=True)
+    ends = 4 if options["loader"] is Short else 8  # no document reaches the second half of the 128 positions
+    assert captured.loss_by_position[:ends] == pytest.approx(eager.loss_by_position[:ends], rel=1e-6)
+    assert all(map(math.isnan, captured.loss_by_position[ends:]))
 
 
 def test_packed_steps_do_not_wait_for_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
