@@ -52,6 +52,12 @@ def validates_this_epoch(trainer: L.Trainer) -> bool:
     return trainer.fit_loop.epoch_loop._should_check_val_epoch()
 
 
+def validation_follows(trainer: L.Trainer) -> bool:
+    """Return whether a validation follows the training batch that ends."""
+    batches, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    return fetcher is not None and not batches._skip_next_val and batches._should_check_val_fx(fetcher)
+
+
 def is_logged_step(trainer: L.Trainer) -> bool:
     """Return whether loggers get the metrics of the step in progress."""
     return bool(trainer.log_every_n_steps) and trainer._logger_connector.should_update_logs

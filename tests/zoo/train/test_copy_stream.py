@@ -21,11 +21,12 @@ def test_on_a_cpu_batches_are_what_move_returns():
 def test_a_copy_does_not_wait_for_the_computation(pinned: bool):
     """It is done before a kernel that was launched earlier; what is computed next waits for it."""
     copies, results, before = CopyStream(torch.device("cuda")), [], []
-    tokens(0).to("cuda")  # the first copy of a process takes longer than the computation
+    first = Batch(tokens(0), tokens(1))
+    copies.copied(first, lambda: Batch(*(x.to("cuda") for x in first[:2])))  # a process's first copies take longer
     for number in range(20):
         batch = Batch(*(x.pin_memory() if pinned else x for x in (tokens(number), tokens(number + 1))))
         busy, copied = torch.cuda.Event(), torch.cuda.Event()
-        torch.cuda._sleep(20_000_000)  # some 10 ms
+        torch.cuda._sleep(100_000_000)  # some 50 ms
         busy.record()
 
         def move(batch: Batch = batch, copied: torch.cuda.Event = copied) -> Batch:

@@ -75,9 +75,17 @@ def _minimum(loss: Callable[..., float], number: int) -> float:
             def at(x: float, axis: int = axis) -> float:
                 return loss(*point[:axis], x, *point[axis + 1 :])
 
+            left, right = high - ratio * (high - low), low + ratio * (high - low)
+            at_left, at_right = at(left), at(right)
             while high - low > 1e-5:
-                left, right = high - ratio * (high - low), low + ratio * (high - low)
-                low, high = (low, right) if at(left) < at(right) else (left, high)
+                if at_left < at_right:
+                    high, right, at_right = right, left, at_left
+                    left = high - ratio * (high - low)
+                    at_left = at(left)
+                else:
+                    low, left, at_left = left, right, at_right
+                    right = low + ratio * (high - low)
+                    at_right = at(right)
             point[axis] = (low + high) / 2
         value = loss(*point)
         if value > best - 1e-6:

@@ -26,7 +26,7 @@ from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import free_memory
 from zoo.train.fsdp2 import FSDP2
-from zoo.train.lightning_internals import row_to_log, signal_connector
+from zoo.train.lightning_internals import row_to_log, signal_connector, validation_follows
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.results import rank
 from zoo.train.signals import Agreement
@@ -97,6 +97,7 @@ class Checkpoints(RunCallback, Checkpoint):
         self._saved_step = 0
         self._saved_at = 0.0  # seconds of the monotonic clock
         self._started_step = 0  # the step count when the batch in progress began
+        self._postponed = False  # a checkpoint of this step is due after its validation
         self._between_steps = False  # no step is in progress, and there is something to save
         self._signals: Signals | None = None
         self._agreement: Agreement | None = None  # of several processes
@@ -162,6 +163,9 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop_signal, self._between_steps = 0, False
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
+        if self._background is not None and trainer.strategy.root_device.type == "cuda":
+            if not isinstance(trainer.strategy, FSDP2):  # whose parameters are not sharded yet
+                self._background.reserve(_copied_bytes(pl_module))
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on."""
@@ -176,8 +180,11 @@ class Checkpoints(RunCallback, Checkpoint):
         if self._best_step == trainer.global_step:  # the run may have been killed before best.ckpt was linked
             self._name_best(trainer)
         self._make_up_row(trainer)
-        if self._background is not None and isinstance(trainer.strategy, FSDP2):
-            trainer.strategy.prepare_background(self._background)
+        if self._background is not None:
+            if isinstance(trainer.strategy, FSDP2):
+                trainer.strategy.prepare_background(self._background)
+            else:
+                self._background.wait()  # CUDA graphs may be captured from here on
         self._saved_step = self._started_step = trainer.global_step
         self._saved_at = time.monotonic()
 
@@ -188,7 +195,7 @@ class Checkpoints(RunCallback, Checkpoint):
         self._started_step = trainer.global_step
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        """Save if a checkpoint is due, if the run is complete, or if it is to stop."""
+        """Save if a checkpoint is due, if the run is complete, or if it is to stop; a validation saves at its end."""
         self._between_steps = True
         step = trainer.global_step
         if step == self._started_step:  # gradients are still being accumulated
@@ -200,10 +207,10 @@ class Checkpoints(RunCallback, Checkpoint):
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
             self._row, self._row_step = row_to_log(trainer), step
-            self._save(trainer)
-        if keep and not trainer.fast_dev_run:
-            self._copy(trainer, f"step-{step:08d}.ckpt")
-            self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
+            self._postponed = not self._stop_signal and validation_follows(trainer)
+            if not self._postponed:
+                self._save(trainer)
+                self._keep(trainer)
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Stop before the validation if the run is to stop; the resumed run starts with it."""
@@ -223,7 +230,12 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Save, and keep the model with the lowest validation loss."""
         loss = trainer.callback_metrics.get("val_loss")
-        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run or loss is None:
+        if trainer.state.fn != "fit" or trainer.sanity_checking or trainer.fast_dev_run:
+            return
+        if loss is None:
+            if self._postponed:
+                self._save(trainer)
+                self._keep(trainer)
             return
         if trainer.global_step == 0:  # nothing is trained yet
             return
@@ -234,6 +246,7 @@ class Checkpoints(RunCallback, Checkpoint):
         self._save(trainer, force=True)  # now with the validation done, and the best loss
         if better:
             self._copy(trainer, "best.ckpt")
+        self._keep(trainer)
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """After the final validation: the last step may be the best, and its checkpoint exists."""
@@ -267,6 +280,8 @@ class Checkpoints(RunCallback, Checkpoint):
         signalled = self._signals is not None and self._signals.wish is not None
         if trainer.state.fn != "fit" or not (stopped or signalled):
             try:
+                if self._postponed and trainer.world_size == 1:  # otherwise other processes may still be validating
+                    self._save(trainer)
                 self._wait()
             except (UserError, OSError) as error:  # report it in addition to the exception that ends the run
                 _print(str(error))
@@ -301,11 +316,19 @@ class Checkpoints(RunCallback, Checkpoint):
 
     def _save(self, trainer: L.Trainer, force: bool = False) -> None:
         """Write `last.ckpt`, in all processes, unless it has this step already and `force` is false."""
+        self._postponed = False
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
         last = self._folder(trainer) / "last.ckpt"
         trainer.save_checkpoint(last, weights_only=False, storage_options=self._background)
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+
+    def _keep(self, trainer: L.Trainer) -> None:
+        """Keep the checkpoint just saved, if its step is one of `keep_every_n_steps`, and remove older ones."""
+        step, every = trainer.global_step, self.keep_every_n_steps
+        if every is not None and step % every == 0 and not trainer.fast_dev_run:
+            self._copy(trainer, f"step-{step:08d}.ckpt")
+            self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
 
     def _wait(self) -> None:
         """Wait until the last checkpoint is written, or raise the error of the write."""
@@ -337,6 +360,13 @@ def _copy_fits(module: nn.Module) -> bool:
     """Return whether a copy of the state fits into half of the free host memory: weights and two moments in fp32."""
     memory = free_memory()
     return memory is not None and 12 * sum(parameter.numel() for parameter in module.parameters()) < memory / 2
+
+
+def _copied_bytes(module: nn.Module) -> list[int]:
+    """The sizes of what a checkpoint copies: the weights, and two moments of those that are trained."""
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return [parameter.nbytes for parameter in (*parameters, *trained, *trained)]
 
 
 def _remove_all_but(number: int, folder: Path, written: str) -> None:

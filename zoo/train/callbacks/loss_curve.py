@@ -25,7 +25,7 @@ MAX_UNREAD = 100
 class LossCurve(RunCallback):
     """Plots the training and validation loss over tokens in `loss.png`, at each validation and at the end.
 
-    A thread writes the picture while training continues; the end of the run waits for it.
+    A thread measures the bigram model and draws the picture while training continues; the end of the run waits for it.
 
     Args:
         every_n_steps: Record the training loss every N steps.
@@ -140,8 +140,10 @@ class LossCurve(RunCallback):
             return
         self._background.wait()
         self._drawn = points
-        figure, file = self.figure(bigram_loss(trainer.datamodule)), Path(trainer.default_root_dir) / "loss.png"
-        self._background.add(partial(write_figure, figure, file))
+        self._background.add(partial(self._write, trainer.datamodule, Path(trainer.default_root_dir) / "loss.png"))
+
+    def _write(self, datamodule: L.LightningDataModule | None, file: Path) -> None:
+        write_figure(self.figure(bigram_loss(datamodule)), file)
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:
