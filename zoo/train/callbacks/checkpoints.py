@@ -163,9 +163,9 @@ class Checkpoints(RunCallback, Checkpoint):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._stop_signal, self._between_steps = 0, False
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
-        if self._background is not None and trainer.strategy.root_device.type == "cuda":
-            if not isinstance(trainer.strategy, FSDP2):  # whose parameters are not sharded yet
-                self._background.reserve(_copied_bytes(pl_module))
+        sharded = isinstance(trainer.strategy, FSDP2)  # it shards the parameters later
+        if self._background is not None and trainer.strategy.root_device.type == "cuda" and not sharded:
+            self._background.reserve(_copied_bytes(pl_module))
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on."""
