@@ -134,11 +134,23 @@ def step(a: Attention) -> Tensor:
         # the last key is always seen: softmax over nothing would be NaN
         seen = torch.arange(S, device=k.device) >= first.clamp(max=S - 1)[:, None]
         mask = seen[:, None, None]
-    if decay is not None:
-        bias = since(decay).to(q.dtype).mT.unflatten(1, (shared, -1))  # [B,Hkv,R,S]
-        mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
-    o = F.scaled_dot_product_attention(q, k, v, mask, scale=a.scale).flatten(1, 2)[:, None]
+    if decay is None:
+        o = F.scaled_dot_product_attention(q, k, v, mask, scale=a.scale)
+    else:
+        bias = since(decay).mT.unflatten(1, (shared, -1))  # [B,Hkv,R,S]
+        o = _biased(q, k, v, bias if mask is None else bias.masked_fill(~mask, -torch.inf), a.scale)
+    o = o.flatten(1, 2)[:, None]
     return o if first is None else o.masked_fill((first >= S)[:, None, None, None], 0)
+
+
+def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """o [B,H,T,V] of scores in at least fp32 with a bias [B,H,T,S].
+
+    PyTorch's fused kernel reads some biases from misaligned addresses, which ends the process (PyTorch 2.11, H100).
+    """
+    with torch.autocast(q.device.type, enabled=False):
+        scores = (at_least_fp32(q) * scale) @ at_least_fp32(k).mT + bias
+        return (torch.softmax(scores, -1) @ at_least_fp32(v)).to(v.dtype)
 
 
 def padded(keys: int) -> int:
