@@ -63,6 +63,11 @@ def backend(name: str) -> Iterator[None]:
         yield
 
 
+def backend_name() -> str:
+    """Return the name of the backend in force."""
+    return _chosen.get()
+
+
 @contextmanager
 def implementations() -> Iterator[dict[str, set[str]]]:
     """Collect which implementations run inside the ``with`` block, in the thread that entered it, by op.

@@ -13,7 +13,8 @@ from torch import Tensor
 from kernels import UserError
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.generation.generate import generate_tokens, stop_ids
+from zoo.generation.generate import Drawing, generate_tokens, stop_ids
+from zoo.generation.graphs import DecodingGraphs
 from zoo.generation.read import at_once
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
@@ -84,6 +85,7 @@ class LoadedModel:
         bf16: Whether to compute under autocast to bf16.
         identity: What tells this model from others: hashes of checkpoint and config, sizes.
         saw_no_needles: Whether it was certainly trained on nothing but text without needles.
+        graphs: The owner of the CUDA graphs of its decoding steps.
     """
 
     name: str
@@ -94,6 +96,7 @@ class LoadedModel:
     bf16: bool = False
     identity: dict[str, Any] = field(default_factory=dict)
     saw_no_needles: bool = False
+    graphs: DecodingGraphs = field(default_factory=DecodingGraphs)
 
     @property
     def vocab_size(self) -> int:
@@ -110,7 +113,9 @@ class LoadedModel:
         return self.model.state_size(length)
 
     def to(self, device: torch.device | str) -> None:
-        """Move the model."""
+        """Move the model, which drops its graphs."""
+        if torch.device(device) != self.device:
+            self.graphs.clear()
         self.model.to(device)
 
     def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
@@ -120,7 +125,8 @@ class LoadedModel:
         for rows in self._batches([len(prompt) + max_new_tokens for prompt in prompts]):
             ids = [torch.tensor(prompts[row], device=self.device) for row in rows]
             with self._computing():
-                drawn = generate_tokens(self.model, ids, max_new_tokens=max_new_tokens, temperature=0, eos_id=stops)
+                options: Drawing = {"max_new_tokens": max_new_tokens, "temperature": 0, "eos_id": stops}
+                drawn = generate_tokens(self.model, ids, graphs=self.graphs, **options)
                 steps = torch.stack(list(drawn), 1).tolist()
             for row, tokens in zip(rows, steps, strict=True):
                 results[row] = list(itertools.takewhile(lambda token: token not in stops, tokens))
@@ -192,7 +198,12 @@ def _padded(requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> Batch:
 
 
 def load_subject(
-    path: str | Path, name: str, bf16: bool, batch_tokens: int | None = None, trust: bool = False
+    path: str | Path,
+    name: str,
+    bf16: bool,
+    batch_tokens: int | None = None,
+    trust: bool = False,
+    cuda_graph: bool = True,
 ) -> LoadedModel:
     """Load a saved model for evaluation, on the CPU for now; paths, trust and errors as for `zoo.load`.
 
@@ -209,9 +220,8 @@ def load_subject(
         "model": saved.config["model"],
     }
     length = arguments.get("sequence_length")
-    return LoadedModel(
-        name, model, saved.tokenizer, length, batch_tokens, bf16, identity, is_of_embedded_text(saved.config)
-    )
+    no_needles, graphs = is_of_embedded_text(saved.config), DecodingGraphs(cuda_graph)
+    return LoadedModel(name, model, saved.tokenizer, length, batch_tokens, bf16, identity, no_needles, graphs)
 
 
 def is_of_embedded_text(config: Mapping[str, Any]) -> bool:

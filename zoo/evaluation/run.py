@@ -41,6 +41,7 @@ def evaluate(
     device: str | None = None,
     precision: str | None = None,
     batch_tokens: int | None = None,
+    cuda_graph: bool = True,
     trust: bool = False,
     average_seeds: bool = False,
     verbose: bool = True,
@@ -65,6 +66,7 @@ def evaluate(
         device: cpu or cuda; null for the GPU if available.
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
         batch_tokens: Tokens in a batch of sequences; null for 16,384 on a CPU and 262,144 on a GPU.
+        cuda_graph: Capture decoding steps as CUDA graphs, on a GPU.
         trust: Import and call what a model's config names, even if someone else wrote it.
         average_seeds: Show runs of a sweep whose names differ in `seed=` only as one model, with their mean.
         verbose: Whether to print tables and a progress bar.
@@ -100,7 +102,8 @@ def evaluate(
     bf16 = _is_bf16(precision, where)
     check_sizes({"batch_tokens": batch_tokens})
     subjects = [
-        load_subject(path, name, bf16, batch_tokens, trust) for path, name in zip(paths, _names(paths), strict=True)
+        load_subject(path, name, bf16, batch_tokens, trust, cuda_graph)
+        for path, name in zip(paths, _names(paths), strict=True)
     ]
     plan = [(subject, task, cell) for task in chosen for subject in subjects for cell in _cells(task, subject, where)]
     folder = Path(output) if output is not None else Path("evaluations") / _joined(_names(paths))

@@ -6,6 +6,7 @@ from typing import Unpack
 from zoo.data.text.chat import Chat
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.generation.generate import Sampling, stop_ids, text_after
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 
 
@@ -36,6 +37,7 @@ class Conversation:
     ) -> None:
         self._model, self._tokenizer, self._chat = model, tokenizer, Chat(tokenizer)
         self._seed, self._stop, self._options = seed, stop, options
+        self._options.setdefault("graphs", DecodingGraphs())
         end = self._chat.end_id()
         self._ends = {*stop_ids(tokenizer), *([] if end is None else [end])}
         self.messages = [] if system is None else [{"role": "system", "content": system}]

@@ -5,6 +5,7 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import torch
+from torch import nn
 
 Made = TypeVar("Made")
 
@@ -79,6 +80,19 @@ def capture(rehearse: Callable[[], None], step: Callable[[], Made], device: torc
     recorder = Recorder(device)
     recorder.rehearse(rehearse)
     return recorder.record(step)
+
+
+def no_graphs(device: torch.device) -> str | None:
+    """Return why a device has no CUDA graphs; None if it has."""
+    return None if device.type == "cuda" else f"the device is a {device.type}, and CUDA graphs need an NVIDIA GPU"
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """Return the name of the first module with hooks on its calls or gradients; None if there is none."""
+    for name, part in model.named_modules():
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            return name or type(part).__name__
+    return None
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from kernels.errors import UserError
 from kernels.linear_cross_entropy import losses_of_logits
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
+from zoo.generation.graphs import DecodingGraphs
 from zoo.generation.read import read
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
@@ -39,12 +40,13 @@ class Tokenizer(Protocol):
 
 
 class Sampling(TypedDict, total=False):
-    """The options of `generate` that say how tokens are drawn."""
+    """The options of `generate` that do not depend on the text."""
 
     max_new_tokens: int
     temperature: float
     top_k: int | None
     top_p: float | None
+    graphs: DecodingGraphs | None
 
 
 class Drawing(Sampling, total=False):
@@ -63,6 +65,7 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    graphs: DecodingGraphs | None = None,
     seed: int | None = None,
     stop: Sequence[str] = (),
     special_tokens: bool = False,
@@ -78,6 +81,7 @@ def generate(
         temperature: Divides the logits; 0 picks the likeliest token.
         top_k: Sample only from the k likeliest tokens.
         top_p: Sample only from the smallest set of likeliest tokens with at least this total probability.
+        graphs: The owner of the CUDA graphs of decoding steps, which later calls can reuse; None for this call's own.
         seed: Makes the samples reproducible; None for other samples each time. Global generators are not touched.
         stop: Strings that end the text before them.
         special_tokens: Whether what spells a special token in the prompt, such as "<eos>", is that token.
@@ -93,6 +97,7 @@ def generate(
     ids = tokenizer.encode(prompt, special_tokens=True) if special_tokens else tokenizer.encode(prompt)
     ids = (ids if start and ids[:1] == start else start + ids) or [tokenizer.eos_id]
     sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling["graphs"] = graphs
     ends = stop_ids(tokenizer)
     return text_after(model, tokenizer, ids, shown=bool(prompt), ends=ends, seed=seed, stop=stop, **sampling)
 
@@ -134,6 +139,7 @@ def write(
     stop: str | Sequence[str] | None = None,
     special_tokens: bool = False,
     stream: Callable[[str], object] | None = None,
+    cuda_graph: bool = True,
     **options: Unpack[Sampling],
 ) -> str | list[str]:
     """Return a prompt and its continuation; for several prompts, a list of them, number i drawn with `seed` + i.
@@ -143,12 +149,15 @@ def write(
         prompt: One prompt, or several.
         seed, stop, special_tokens: As in `generate`.
         stream: Called with each prompt, and then with each piece of text once it is generated.
+        cuda_graph: Whether to capture decoding steps as CUDA graphs on a GPU.
         options: As in `generate`.
 
     Raises:
         UserError: As in `generate`, the model is a classifier, or a prompt is not text.
     """
     check_predicts_tokens(model, "generate")
+    if not cuda_graph or options.get("graphs") is None:
+        options["graphs"] = DecodingGraphs(cuda_graph)
     if not isinstance(prompt, str):
         if not isinstance(prompt, Sequence) or not all(isinstance(each, str) for each in prompt):
             raise UserError(f"prompt: {prompt!r} is neither text nor a list of texts")
@@ -183,9 +192,9 @@ def generate_tokens(
     Args:
         model: A language model of the zoo.
         prompts: [B, P] int, P ≥ 1, or B vectors [P_i] of different lengths.
-        options: `max_new_tokens`, and by choice `temperature`, `top_k`, `top_p` and `seed`, as in `generate`; `eos_id`
-            ends a sequence, which repeats it (the first of several) from then on; the iterator stops when all have
-            ended. None for sequences that never end.
+        options: `max_new_tokens`, and by choice `temperature`, `top_k`, `top_p`, `graphs` and `seed`, as in `generate`;
+            `eos_id` ends a sequence, which repeats it (the first of several) from then on; the iterator stops when all
+            have ended. None for sequences that never end.
 
     Returns:
         An iterator over the next tokens, [B] int64 each; a UserError as in `generate`, or if the model is a classifier.
@@ -223,6 +232,7 @@ def _draws(
     top_p: float | None = None,
     seed: int | None = None,
     eos_id: int | Sequence[int] | None = None,
+    graphs: DecodingGraphs | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The tokens of `sample_tokens`, with log-probabilities if they are to be `scored`, else with empty tensors."""
     check_predicts_tokens(model, "generate")
@@ -239,7 +249,8 @@ def _draws(
     generator.manual_seed(seed) if seed is not None else generator.seed()
     stops = [] if eos_id is None else [eos_id] if isinstance(eos_id, int) else list(eos_id)
     draw = partial(_draw, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-    return _tokens(model, rows, max_new_tokens, stops, draw, scored)
+    graphs = None if max_new_tokens <= WORTH_CAPTURING else graphs or DecodingGraphs()
+    return _tokens(model, rows, max_new_tokens, stops, draw, scored, graphs)
 
 
 def _tokens(
@@ -249,22 +260,22 @@ def _tokens(
     stops: list[int],
     draw: Callable[[Tensor], Tensor],
     scored: bool,
+    graphs: DecodingGraphs | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     training, mode = model.training, is_deterministic()
     model.eval()
+    decoder: ChunkDecoder | Decoder | None = None
     try:
-        following = drawn = None
-        capture = None if max_new_tokens > WORTH_CAPTURING else False
+        drawn = None
         ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts[0].device)
         broken, ends = ended.any(), torch.tensor(stops, dtype=torch.int64, device=ended.device)
         for number in range(1, max_new_tokens + 1):
             # closed before the yield, as a generator's contexts leak into its caller
             with torch.no_grad(), deterministic(mode):
-                if following is None:
-                    logits, following = _started(model, prompts, capture)
+                if drawn is None or decoder is None:
+                    logits, decoder = _started(model, prompts, graphs, max_new_tokens)
                 else:
-                    assert drawn is not None
-                    logits = following(drawn)
+                    logits = decoder(drawn)
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = draw(logits)
             complete = False
@@ -280,19 +291,20 @@ def _tokens(
                 return
         _check_finite(bool(broken), max_new_tokens)  # without an end, the device is waited for only here
     finally:
+        if decoder is not None:
+            decoder.close()
         model.train(training)
 
 
 def _started(
-    model: LanguageModel, prompts: list[Tensor], capture: bool | None
-) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Logits [B,vocab] after the prompts, and a function from tokens [B] to those after them."""
+    model: LanguageModel, prompts: list[Tensor], graphs: DecodingGraphs | None, room: int
+) -> tuple[Tensor, ChunkDecoder | Decoder]:
+    """Logits [B,vocab] after the prompts, and what decodes the tokens after them."""
     if is_deterministic():
-        chunks = ChunkDecoder(model, prompts, capture=capture)
+        chunks = ChunkDecoder(model, prompts, graphs=graphs)
         return chunks(), chunks
     logits, state = read(model, prompts)
-    decoder = Decoder(model, state, capture=capture)
-    return logits, lambda tokens: decoder(tokens[:, None])[:, -1]
+    return logits, Decoder(model, state, graphs, room=room)
 
 
 def _check_finite(broken: bool, number: int) -> None:

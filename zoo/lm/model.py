@@ -385,6 +385,7 @@ class LanguageModel(nn.Module):
         seed: int | None = None,
         stop: str | Sequence[str] | None = None,
         special_tokens: bool = False,
+        cuda_graph: bool = True,
         stream: Callable[[str], object] | None = None,
     ) -> str | list[str]:
         """Continue a prompt, or each of several; `zoo.generate` describes the arguments.
@@ -397,9 +398,9 @@ class LanguageModel(nn.Module):
                 "prompt: this model has no tokenizer, which only those of zoo.load and zoo.fit have; "
                 "zoo.generation.generate.generate_tokens continues tokens"
             )
-        options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        further = {"seed": seed, "stop": stop, "special_tokens": special_tokens, "stream": stream}
-        return self.writer(self, prompt=prompt, **further, **options)
+        sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        further = {"seed": seed, "stop": stop, "special_tokens": special_tokens, "cuda_graph": cuda_graph}
+        return self.writer(self, prompt=prompt, stream=stream, **further, **sampling)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -78,6 +78,12 @@ def take_states(state: Any, rows: Sequence[int] | Tensor) -> Any:
     return tree_map(lambda leaf: leaf[chosen.to(leaf.device)] if len(leaf) else leaf, state)
 
 
+def growing(model: LanguageModel, state: Any) -> list[bool]:
+    """Return for each tensor of a state after at least one token whether it grows with the tokens."""
+    pairs = zip(tree_leaves(model.init_state(1, "meta")), tree_leaves(state), strict=True)
+    return [initial.shape[1:] != leaf.shape[1:] for initial, leaf in pairs]
+
+
 def _cat(*leaves: Tensor) -> Tensor:
     if leaves[0].dim() < 2:
         return torch.cat(leaves)

@@ -16,7 +16,9 @@ from zoo import config as configs
 from zoo.display import progress_bar
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
+from zoo.lm.states import growing
 from zoo.performance import model as models
 from zoo.performance import peers as others
 from zoo.performance.bench_report import Report, captioned, formatted, without
@@ -155,35 +157,31 @@ def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: 
 class Eager:
     """Eager steps of the model, each fed with the likeliest token of the previous one."""
 
-    capture: bool | None = False
+    graphs: DecodingGraphs | None = None
 
     def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
-        self.tokens = torch.randint(model.vocab_size, (batch_size, 1), device=next(model.parameters()).device)
+        self.tokens = torch.randint(model.vocab_size, (batch_size,), device=next(model.parameters()).device)
         state = state_at(model, batch_size, position)
         self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
         self.decoder: Decoder | ChunkDecoder
         if kernels.is_deterministic():
-            self.decoder = ChunkDecoder(model, [*self.tokens], state, capture=self.capture)
+            self.decoder = ChunkDecoder(model, [*self.tokens[:, None]], state, graphs=self.graphs)
         else:
-            self.decoder = Decoder(model, state, capture=self.capture)
+            self.decoder = Decoder(model, state, self.graphs)
 
     def __call__(self) -> None:
-        if isinstance(self.decoder, ChunkDecoder):
-            self.tokens = self.decoder(self.tokens[:, 0]).argmax(-1, keepdim=True)
-        else:
-            self.tokens = self.decoder(self.tokens)[:, -1:].argmax(-1)
+        self.tokens = self.decoder(self.tokens).argmax(-1)
 
 
 class Captured(Eager):
     """Steps as a CUDA graph, as `generate` runs them on a GPU."""
 
-    capture = True
-
     def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        self.graphs = DecodingGraphs()
         super().__init__(model, batch_size, position)
         self()
-        if self.decoder.refused:
-            raise RuntimeError(self.decoder.refused)
+        if self.graphs.refused:
+            raise RuntimeError(self.graphs.refused)
 
 
 class Peer:
@@ -202,23 +200,14 @@ class Peer:
         self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
 
-def growing(model: LanguageModel) -> list[bool]:
-    """For each tensor of a state, whether it grows with each token."""
-    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.no_grad():
-        _, after = model(token, model.init_state(1))
-    pairs = zip(tree_leaves(model.init_state(1)), tree_leaves(after), strict=True)
-    return [old.shape != new.shape for old, new in pairs]
-
-
 def grows(model: LanguageModel) -> bool:
     """Return whether any tensor of the model's state grows with each token."""
-    return any(growing(model))
+    return any(_growing(model))
 
 
 def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
     """A random state with the size it has after `position` tokens."""
-    more = iter(growing(model))
+    more = iter(_growing(model))
 
     def fill(leaf: Tensor) -> Tensor:
         grown = next(more)
@@ -228,3 +217,10 @@ def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
         return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
 
     return tree_map(fill, model.init_state(batch_size))
+
+
+def _growing(model: LanguageModel) -> list[bool]:
+    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        _, state = model(token, model.init_state(1))
+    return growing(model, state)

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kernels.errors import Option, UserError
 from zoo.generation.chat import Conversation
-from zoo.generation.generate import Sampling, write
+from zoo.generation.generate import write
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 from zoo.runs.chat import talk
@@ -34,6 +35,7 @@ def generate(
     special_tokens: bool = False,
     chat: bool = False,
     system: str | None = None,
+    cuda_graph: bool = True,
     device: str | None = None,
     trust: bool = False,
     stream: Callable[[str], object] | None = None,
@@ -59,6 +61,7 @@ def generate(
         chat: Whether to hold a conversation: each line of the input is a message, the prompt is the first one. Ctrl-C
             ends a reply, and another one the chat.
         system: With `chat`, the content of a first message with the role "system".
+        cuda_graph: Whether to capture decoding steps as CUDA graphs, on a GPU.
         device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         stream: Called with the prompt, and then with each piece of text once it is generated.
@@ -70,7 +73,12 @@ def generate(
         UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
             the model's logits are not finite.
     """
-    sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    sampling: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
     if system is not None and not chat:
         raise UserError(f"system: {system!r} is the first message of a chat; add ", Option("chat", True))
     if chat:
@@ -78,7 +86,7 @@ def generate(
             raise UserError("chat: needs the path of a model and one prompt.")
         saved = SavedModel.open(checkpoint, trust)
         check_predicts_tokens(model := saved.load(device or pick_device(None)), "generate")
-        further: dict[str, Any] = {"seed": seed, "stop": stop or (), **sampling}
+        further = {"seed": seed, "stop": stop or (), "graphs": DecodingGraphs(cuda_graph), **sampling}
         return talk(Conversation(model, saved.required_tokenizer, system, **further), prompt, stream or _write)
     if isinstance(checkpoint, LanguageModel):
         continued = checkpoint.generate
@@ -88,7 +96,8 @@ def generate(
         check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
         continued = partial(write, model, saved.required_tokenizer)
         del saved  # which holds a second copy of the weights
-    return continued(prompt, seed=seed, stop=stop, special_tokens=special_tokens, stream=stream, **sampling)
+    settings: dict[str, Any] = {"stop": stop, "special_tokens": special_tokens, "cuda_graph": cuda_graph}
+    return continued(prompt, seed=seed, stream=stream, **settings, **sampling)
 
 
 def _write(text: str) -> None:

@@ -17,6 +17,7 @@ from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.generation.generate import write
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.runs.build import LIMITS, evaluating_trainer, fitting_trainer, parts
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
@@ -77,7 +78,7 @@ def fit(
             row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
             row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
     if module.tokenizer is not None:
-        model.writer = partial(write, tokenizer=module.tokenizer)
+        model.writer = partial(write, tokenizer=module.tokenizer, graphs=DecodingGraphs())
     return folder, read_row(folder) or {}, model
 
 

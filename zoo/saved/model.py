@@ -25,6 +25,7 @@ from zoo.files.hashing import combined, file_digest
 from zoo.files.links import check_inside
 from zoo.files.safe_yaml import decode_yaml
 from zoo.generation.generate import write
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
 from zoo.saved.hub import downloaded, on_hub
@@ -347,7 +348,7 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
     model = saved.load(device or "cpu")
     with suppress(UserError):  # a damaged tokenizer, which only `generate` needs
         if (tokenizer := saved.tokenizer) is not None:
-            model.writer = partial(write, tokenizer=tokenizer)
+            model.writer = partial(write, tokenizer=tokenizer, graphs=DecodingGraphs())
     return model
 
 

@@ -5,15 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 import kernels
 from tests.mixers.variants import CAUSAL
-from zoo.generation import chunk_decoder
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.generate import WORTH_CAPTURING, generate_tokens, sample_tokens
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
+
+pytest_plugins = "tests.zoo.generation.pretended"
 
 LENGTHS = (3, 63, 64, 70)
 NEW = 4
@@ -100,31 +101,17 @@ def test_by_default_log_probabilities_are_nearly_those():
 
 
 @pytest.mark.parametrize("name", ["GLA", "SoftmaxAttention"])
-def test_a_captured_call_works_on_the_same_memory(name: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_captured_call_works_on_the_same_memory(name: str, captures: list[torch.device]):
     """As a graph would run it, unless the state grows: then it is not captured."""
-    captured = []
-
-    def capture(rehearse, step, device):
-        rehearse()
-        captured.append(device)
-        result = step()
-
-        def replay():
-            for old, new in zip(tree_leaves(result), tree_leaves(step()), strict=True):
-                old.copy_(new)
-            return result
-
-        return replay
-
-    monkeypatch.setattr(chunk_decoder, "capture", capture)
-    lm, given = model(name).eval(), prompts()
+    lm, given, graphs = model(name).eval(), prompts(), DecodingGraphs()
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(19, (70, len(given)), generator=generator)
+    results = []
     with kernels.deterministic():
-        for held in (False, True):
-            decoder = ChunkDecoder(lm, given, capture=held)
-            logits = torch.stack([decoder().clone(), *(decoder(step).clone() for step in tokens)], 1)
-            if not held:
-                expected = logits
-    assert torch.equal(logits, expected)
-    assert len(captured) == (name == "GLA")
+        for owner in (None, graphs, graphs):
+            decoder = ChunkDecoder(lm, given, graphs=owner)
+            results.append(torch.stack([decoder().clone(), *(decoder(step).clone() for step in tokens)], 1))
+            decoder.close()
+    assert torch.equal(results[1], results[0])
+    assert torch.equal(results[2], results[0])
+    assert len(captures) == (name == "GLA")

@@ -1,18 +1,23 @@
 """Token after token: as the model is written, and as a graph over tensors that stay where they are."""
 
+import math
 from functools import partial
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+import mixers
 import zoo
 from tests.mixers.variants import CAUSAL
 from zoo.generation import decoder as decoders
-from zoo.generation.decoder import Decoder, fits, overwrite
-from zoo.generation.generate import generate_tokens
+from zoo.generation.decoder import Decoder
+from zoo.generation.generate import generate_tokens, sample_tokens
+from zoo.generation.graphs import DecodingGraphs, fits, overwrite
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
+
+pytest_plugins = "tests.zoo.generation.pretended"
 
 
 def build(name: str) -> LanguageModel:
@@ -20,68 +25,98 @@ def build(name: str) -> LanguageModel:
     return model.eval()
 
 
-@pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Steps as a graph runs them, without one: on the tensors of the first call, whatever is given to the others."""
-    made = []
-
-    def capture(rehearse, step, device):
-        made.append(device)
-        rehearse()
-        result = None
-
-        def replay():
-            nonlocal result
-            result = step() if result is None else result.copy_(step())
-            return result
-
-        return replay
-
-    monkeypatch.setattr(decoders, "capture", capture)
-    return made
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSAL)
-def test_in_place_is_what_the_model_says(name: str, pretended: list[torch.device]):
-    model, prompt, tokens = build(name), torch.randint(11, (3, 9)), torch.randint(11, (3, 8))
+def test_a_step_in_place_is_the_eager_step(name: str, captures: list[torch.device]):
+    """To the bit if both have the same room; the state of attention without room has other shapes."""
+    model, prompt, tokens = build(name), torch.randint(11, (3, 9)), torch.randint(11, (8, 3))
     with torch.no_grad():
         _, state = model(prompt, model.init_state(3))
-        decoder = Decoder(model, tree_map(torch.clone, state), capture=True)
-        places = None
-        for t in range(8):
-            expected, state = model(tokens[:, t : t + 1], state)
-            assert torch.equal(decoder(tokens[:, t : t + 1]), expected), t
-            found = [leaf.data_ptr() for leaf in tree_leaves(decoder.state)]
-            assert places in (None, found) or decoder.refused
-            places = found
-    for one, other in zip(tree_leaves(decoder.state), tree_leaves(state), strict=True):
+    graphs = DecodingGraphs()
+    inside, outside = (Decoder(model, tree_map(torch.clone, state), each) for each in (graphs, DecodingGraphs(False)))
+    places = None
+    with torch.no_grad():
+        for t, token in enumerate(tokens):
+            direct, state = model(token[:, None], state)
+            logits = inside(token)
+            assert torch.equal(logits, outside(token)), t
+            torch.testing.assert_close(logits, direct[:, -1])
+            memory = [leaf.data_ptr() for leaf in tree_leaves(inside.state)]
+            assert places in (None, memory)
+            places = memory
+    for one, other, alone in zip(*map(tree_leaves, (inside.state, outside.state, state)), strict=True):
         assert torch.equal(one, other)
-    assert (decoder.refused is not None) == (not all(mixer.constant_state for mixer in model.mixers))
-    assert len(pretended) == 1
+        torch.testing.assert_close(one[:, -alone.shape[1] :] if alone.dim() > 1 else one, alone)
+    assert graphs.refused is None
+    assert len(captures) == 1
 
 
-def test_on_a_processor_nothing_is_captured(pretended: list[torch.device]):
+@pytest.mark.parametrize(("room", "expected_captures"), [(1, 4), (12, 1)])
+def test_a_state_without_room_is_padded_and_captured_again(
+    room: int, expected_captures: int, captures: list[torch.device], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(decoders, "ROOM", 4)
+    model, tokens = build("SoftmaxAttention"), torch.randint(11, (12, 2))
+    with torch.no_grad():
+        _, state = model(torch.randint(11, (2, 3)), model.init_state(2))
+    decoder = Decoder(model, tree_map(torch.clone, state), DecodingGraphs(), room=room)
+    for token in tokens:
+        with torch.no_grad():
+            expected, state = model(token[:, None], state)
+        torch.testing.assert_close(decoder(token), expected[:, -1])
+    assert len(captures) == expected_captures
+
+
+@pytest.mark.parametrize("typed", [True, False])
+def test_a_mixer_that_reads_the_padding_is_not_padded(typed: bool, captures: list[torch.device]):
+    """A wrapped module removes it; one that takes all entries as keys would see zeros."""
+
+    class Mean(mixers.TokenMixer):
+        constant_state = False
+
+        def __init__(self, site):
+            super().__init__()
+            self.o_proj = mixers.OutputProjection(site.hidden_size, site.hidden_size)
+
+        def forward(self, x, state=None, *, cu_seqlens=None):
+            past = x if state is None else torch.cat([state, x], 1)
+            sums = past.cumsum(1) / torch.arange(1, past.shape[1] + 1)[:, None]
+            return self.o_proj(sums[:, -x.shape[1] :]), None if state is None else past
+
+        def init_state(self, batch_size, device=None, dtype=None):
+            return torch.zeros(batch_size, 0, 64, device=device)
+
+        def state_size(self, length=None):
+            return math.inf if length is None else 64 * length
+
+    class Cumulative(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x.cumsum(1))
+
+    mixer = mixers.wrap(lambda size: Cumulative(size, size)) if typed else Mean
+    model = LanguageModel(Uniform(mixer), vocab_size=11, hidden_size=64, num_heads=2, num_layers=2).eval()
+    graphs = DecodingGraphs()
+    run = partial(generate_tokens, model, torch.randint(11, (2, 5)), max_new_tokens=12, temperature=0)
+    assert torch.equal(torch.stack([*run(graphs=graphs)])[:8], torch.stack([*run(max_new_tokens=8)]))
+    assert "the state grows" in str(graphs.refused)
+    assert not captures
+
+
+def test_a_batch_of_another_size_is_told(captures: list[torch.device]):
     model = build("GLA")
-    Decoder(model, model.init_state(1))(torch.tensor([[1]]))
-    assert not pretended
+    decoder = Decoder(model, model.init_state(2), DecodingGraphs())
+    decoder(torch.tensor([1, 2]))
+    with pytest.raises(ValueError, match=r"tokens: expected \(2,\), got shape \(1,\)"):
+        decoder(torch.tensor([1]))
 
 
-def test_a_batch_of_another_size_is_told(pretended: list[torch.device]):
-    model = build("GLA")
-    decoder = Decoder(model, model.init_state(2), capture=True)
-    decoder(torch.tensor([[1], [2]]))
-    with pytest.raises(ValueError, match=r"tokens: expected \(2, 1\), got shape \(1, 1\)"):
-        decoder(torch.tensor([[1]]))
-
-
-def test_what_was_given_stays_where_the_graph_takes_over(pretended: list[torch.device]):
+def test_what_was_given_stays_where_the_graph_takes_over(captures: list[torch.device]):
     """A rehearsal that wrote into the state would count the first token twice."""
     model = build("GatedDeltaNet")
     with torch.no_grad():
         _, state = model(torch.tensor([[1, 2, 3]]), model.init_state(1))
         before = tree_map(torch.clone, state)
-        Decoder(model, state, capture=True)(torch.tensor([[4]]))
+        Decoder(model, state, DecodingGraphs())(torch.tensor([4]))
     assert all(map(torch.equal, tree_leaves(state), tree_leaves(before)))
 
 
@@ -103,36 +138,32 @@ def test_what_fits():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("config", ["gated_deltanet.yaml", "gdn_h2.yaml", "gla.yaml", "hgrn1.yaml", "tnl.yaml"])
-def test_greedy_through_a_graph_is_greedy_without(config: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    model = zoo.build(config, "model.vocab_size=97", "model.num_layers=6", device="cuda").to(dtype)
-    prompts, made = torch.randint(97, (4, 33), device="cuda"), []
-
-    def spied(*given):
-        made.append(given)
-        return capture(*given)
-
-    capture = decoders.capture
-    monkeypatch.setattr(decoders, "capture", spied)
-    run = partial(generate_tokens, model, prompts, max_new_tokens=40, temperature=0)
-    captured = torch.stack(list(run()))
-    monkeypatch.setattr(Decoder, "_prepare", lambda self, tokens: setattr(self, "refused", "not now"))
-    assert torch.equal(captured, torch.stack(list(run())))
-    assert len(made) == 1
+@pytest.mark.parametrize("name", CAUSAL)
+def test_greedy_through_a_graph_is_greedy_without(name: str, dtype: torch.dtype):
+    model = LanguageModel(Uniform(CAUSAL[name]), vocab_size=97, hidden_size=64, num_heads=2, num_layers=2)
+    model.to("cuda", dtype).eval()
+    prompts = [torch.randint(97, (length,), device="cuda") for length in (33, 40, 7)]
+    captured, eager = DecodingGraphs(), DecodingGraphs(False)
+    options = {"max_new_tokens": 40, "seed": 1}
+    expected = [torch.stack(both) for both in zip(*sample_tokens(model, prompts, graphs=eager, **options), strict=True)]
+    for _ in range(2):
+        drawn = zip(*sample_tokens(model, prompts, graphs=captured, **options), strict=True)
+        assert all(map(torch.equal, map(torch.stack, drawn), expected))
+        assert captured.refused is None
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("configs", [("gated_deltanet.yaml",), ("kda.yaml", "ablate/preconditioned.yaml")])
-def test_a_graph_is_made_and_says_what_the_model_says(configs: tuple[str, ...]):
+def test_a_graph_computes_what_the_model_does(configs: tuple[str, ...]):
     model = zoo.build(*configs, "model.vocab_size=97", "model.num_layers=3", device="cuda")
-    tokens = torch.randint(97, (2, 8), device="cuda")
+    tokens, graphs = torch.randint(97, (8, 2), device="cuda"), DecodingGraphs()
     with torch.no_grad():
-        _, state = model(tokens, model.init_state(2))
-        decoder = Decoder(model, tree_map(torch.clone, state))
-        for t in range(8):
-            expected, state = model(tokens[:, t : t + 1], state)
-            torch.testing.assert_close(decoder(tokens[:, t : t + 1]), expected, rtol=1e-5, atol=1e-5)
-    assert decoder.refused is None
+        _, state = model(tokens.T, model.init_state(2))
+        decoder = Decoder(model, tree_map(torch.clone, state), graphs)
+        for token in tokens:
+            expected, state = model(token[:, None], state)
+            torch.testing.assert_close(decoder(token), expected[:, -1], rtol=1e-5, atol=1e-5)
+    assert graphs.refused is None
     for one, other in zip(tree_leaves(decoder.state), tree_leaves(state), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
@@ -140,22 +171,16 @@ def test_a_graph_is_made_and_says_what_the_model_says(configs: tuple[str, ...]):
 @pytest.mark.gpu
 def test_a_step_that_waits_for_the_device_is_not_captured():
     class Waiting(torch.nn.Module):
+        def init_state(self, batch_size, device=None):
+            return torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+
         def forward(self, tokens, state):
             state = state + tokens
             return torch.nn.functional.one_hot(state % 5, 5).float() * float(state.sum() >= 0), state
 
-    decoder = Decoder(Waiting(), torch.zeros(1, 1, dtype=torch.int64, device="cuda"))
-    one = torch.ones(1, 1, dtype=torch.int64, device="cuda")
+    model, graphs = Waiting(), DecodingGraphs()
+    decoder = Decoder(model, model.init_state(1, "cuda"), graphs)
+    one = torch.ones(1, dtype=torch.int64, device="cuda")
     assert [int(decoder(one).argmax()) for _ in range(3)] == [1, 2, 3]
-    assert decoder.refused
-    assert torch.rand(3, device="cuda").isfinite().all()  # the device is none the worse for it
-
-
-@pytest.mark.gpu
-def test_a_growing_state_is_decoded_as_it_is():
-    model = zoo.build("transformer.yaml", "model.vocab_size=97", "model.num_layers=2", device="cuda")
-    decoder = Decoder(model, model.init_state(1))
-    tokens = torch.randint(97, (1, 5), device="cuda")
-    found = torch.cat([decoder(tokens[:, t : t + 1]) for t in range(5)], 1)
-    torch.testing.assert_close(found, model(tokens)[0].detach(), rtol=1e-3, atol=1e-3)
-    assert "grows" in str(decoder.refused)
+    assert graphs.refused
+    assert torch.rand(3, device="cuda").isfinite().all()  # the device still works

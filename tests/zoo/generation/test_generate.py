@@ -1,5 +1,3 @@
-import importlib
-
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -8,7 +6,6 @@ from torch import nn
 import zoo
 from kernels.errors import UserError
 from tests.zoo.tiny import ByteTokenizer, TinyModel
-from zoo.generation.decoder import Decoder
 from zoo.generation.generate import generate, generate_tokens, sampling_probabilities, stream_text
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
@@ -140,20 +137,6 @@ def test_a_seed_repeats_and_the_global_generator_is_not_touched():
     assert draw(1) != draw(2)
     assert draw(None) != draw(None)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.parametrize(("tokens", "capture"), [(2, False), (40, None)])
-def test_a_graph_is_for_longer_texts(tokens: int, capture: bool | None, monkeypatch: pytest.MonkeyPatch):
-    made = []
-
-    class Spied(Decoder):
-        def __init__(self, model, state, *, capture=None):
-            made.append(capture)
-            super().__init__(model, state, capture=capture)
-
-    monkeypatch.setattr(importlib.import_module("zoo.generation.generate"), "Decoder", Spied)
-    list(generate_tokens(TinyModel(), torch.tensor([[1]]), max_new_tokens=tokens))
-    assert made == [capture]
 
 
 @pytest.mark.slow

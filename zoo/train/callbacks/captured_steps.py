@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
 from zoo.data.batch import Batch
-from zoo.generation.cuda_graph import Recorder
+from zoo.generation.cuda_graph import Recorder, hooked_module, no_graphs
 from zoo.lm.classifier import Classifier
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
@@ -109,11 +109,6 @@ class CapturedSteps(Callback):
         self.teardown(trainer, pl_module)
 
 
-def no_graphs(device: torch.device) -> str | None:
-    """Return why a device has no CUDA graphs; None if it has."""
-    return None if device.type == "cuda" else f"the device is a {device.type}, and CUDA graphs need an NVIDIA GPU"
-
-
 def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
@@ -136,12 +131,4 @@ def hook_within_step(trainer: L.Trainer) -> str | None:
             method = getattr(part, name, None)
             if getattr(method, "__module__", "").partition(".")[0] not in ("", "lightning", __name__.partition(".")[0]):
                 return f"{type(part).__name__}.{name} is called within it; cuda_graph: true calls it between replays"
-    return None
-
-
-def hooked_module(model: nn.Module) -> str | None:
-    """Return the name of the first module with hooks on its calls or gradients; None if there is none."""
-    for name, part in model.named_modules():
-        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
-            return name or type(part).__name__
     return None

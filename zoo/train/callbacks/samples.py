@@ -9,6 +9,7 @@ import lightning as L
 from kernels.errors import UserError
 from zoo.files.links import open_in_place
 from zoo.generation.generate import generate
+from zoo.generation.graphs import DecodingGraphs
 from zoo.train.callbacks.run_callback import RunCallback
 
 
@@ -21,6 +22,7 @@ class Samples(RunCallback):
         temperature: Sampling temperature; 0 takes the likeliest token.
         top_p: Sample from the likeliest tokens whose probabilities add up to this; null samples from all.
         seed: Seed of the sampling, so that samples of different steps differ by the model alone.
+        cuda_graph: Whether to capture decoding steps as CUDA graphs, on a GPU.
     """
 
     key = "samples"
@@ -33,17 +35,19 @@ class Samples(RunCallback):
         temperature: float = 0.8,
         top_p: float | None = 0.95,
         seed: int = 0,
+        cuda_graph: bool = True,
     ) -> None:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
         self._settings: dict[str, Any] = settings
+        self._graphs = DecodingGraphs(cuda_graph)
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != "fit" or trainer.sanity_checking or pl_module.tokenizer is None:
             return
         for prompt in self.prompts:
             with trainer.precision_plugin.forward_context():
-                pieces = generate(pl_module.model, pl_module.tokenizer, prompt, **self._settings)
+                pieces = generate(pl_module.model, pl_module.tokenizer, prompt, graphs=self._graphs, **self._settings)
                 try:
                     continuation = "".join(pieces)
                 except UserError as error:  # no reason to end the training
@@ -53,3 +57,7 @@ class Samples(RunCallback):
                 pl_module.print(text)
                 with open_in_place(Path(trainer.default_root_dir) / "samples.txt", "a") as file:
                     file.write(text + "\n")
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Drop the graphs and their memory."""
+        self._graphs.clear()

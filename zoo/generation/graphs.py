@@ -1,0 +1,163 @@
+"""Decoding steps as CUDA graphs, which later calls with the same shapes replay."""
+
+import logging
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+import kernels
+from kernels.core.backend import backend_name
+from zoo.generation.cuda_graph import capture, casts_not_cached, hooked_module, no_graphs
+
+log = logging.getLogger(__name__)
+
+KEPT_GRAPHS = 4
+KEPT_BYTES = 4 << 30  # of their inputs together
+
+
+class Graph(NamedTuple):
+    """A captured step."""
+
+    key: Hashable
+    inputs: Any  # the pytree of tensors that a replay reads
+    replay: Callable[[], Any]  # returns the result, always in the same tensors
+
+    @property
+    def size(self) -> int:
+        """Bytes of the inputs."""
+        return sum(leaf.nbytes for leaf in tree_leaves(self.inputs))
+
+
+class DecodingGraphs:
+    """Owns the CUDA graphs of decoding steps, and keeps the last few for later calls.
+
+    A graph serves calls of one model whose inputs have the same shapes and dtypes, in the same precision and mode.
+    Weights may change in place, which a replay sees; if they move, the step is captured again. A batch of another size
+    is captured, too: to pad it would change the shapes of matrix products, and thereby the rounding of its results.
+
+    Args:
+        enabled: Whether to capture; without it, the same steps run eagerly.
+
+    Attributes:
+        refused: Why the last step could not be captured; None if it was.
+        ignore_padding: By model, whether it ignores padding in front of states that grow.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        self.enabled = enabled
+        self.refused: str | None = None
+        self.ignore_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+        self._kept: dict[Hashable, Graph] = {}  # the least recently used first
+
+    def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
+        return type(self), (self.enabled,)  # a copy captures its own
+
+    def take(self, model: nn.Module, inputs: Any, step: Callable[..., Any]) -> Graph | None:
+        """Return a graph of `step(*inputs)` that holds a copy of these inputs, for the caller alone until `put_back`.
+
+        Args:
+            model: The model that `step` calls; it is not kept alive.
+            inputs: A tuple of tensors and states. The step may overwrite them, if their shapes and dtypes stay.
+            step: Depends on nothing but the model, the inputs and their shapes.
+
+        Returns:
+            The graph; None if the step is to run eagerly, for a reason that is logged once.
+        """
+        if not self.enabled:
+            return None
+        device = tree_leaves(inputs)[0].device
+        self.refused = _obstacle(model, device)
+        if self.refused is None:
+            key = _key(model, inputs)
+            if (graph := self._kept.pop(key, None)) is not None:
+                overwrite(graph.inputs, inputs)
+                return graph
+            try:
+                return self._captured(key, inputs, step, device)
+            except RuntimeError as error:
+                self.refused = " ".join(str(error).split())
+        _say(self.refused, logging.INFO if no_graphs(device) else logging.WARNING)
+        return None
+
+    def put_back(self, graph: Graph) -> None:
+        """Keep a graph for later calls; the least recently used ones are dropped, and with them their memory."""
+        self._kept.pop(graph.key, None)
+        self._kept[graph.key] = graph
+        while len(self._kept) > KEPT_GRAPHS or sum(each.size for each in self._kept.values()) > KEPT_BYTES:
+            del self._kept[next(iter(self._kept))]
+
+    def clear(self) -> None:
+        """Drop all graphs."""
+        self._kept.clear()
+
+    def _captured(self, key: Hashable, inputs: Any, step: Callable[..., Any], device: torch.device) -> Graph:
+        # inputs may consist of views, or of tensors that the caller still uses
+        with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
+            held = tree_map(_copy, inputs)
+            # a rehearsal compiles kernels; it must leave the inputs alone
+            replay = capture(lambda: step(*tree_map(_copy, held)), lambda: step(*held), device)
+            return Graph(key, held, replay)
+
+
+def _obstacle(model: nn.Module, device: torch.device) -> str | None:
+    if (reason := no_graphs(device)) is not None:
+        return reason
+    if dist.is_available() and dist.is_initialized():
+        return "the model may be sharded over the processes of a distributed run"
+    hooked = hooked_module(model)
+    return None if hooked is None else f"{hooked} has a hook, which a replay would not call"
+
+
+@cache  # says it once
+def _say(reason: str, level: int) -> None:
+    log.log(level, "decoding runs without a CUDA graph: %s", reason)
+
+
+def _key(model: nn.Module, inputs: Any) -> Hashable:
+    """Everything that a captured step depends on, apart from the values of tensors."""
+    leaves, structure = tree_flatten(inputs)
+    device = leaves[0].device.type
+    modes = (
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()),
+        (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
+        (backend_name(), kernels.is_deterministic(), kernels.is_fp8()),
+    )
+    weights = tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers()))
+    return ref(model), weights, modes, str(structure), tuple((x.shape, x.dtype, x.device) for x in leaves)
+
+
+def fits(state: Any, following: Any) -> bool:
+    """Return whether the tensors of `state` can hold `following` without loss."""
+    pairs = zip(tree_leaves(state), tree_leaves(following), strict=True)
+    return all(old.shape == new.shape and torch.promote_types(old.dtype, new.dtype) == old.dtype for old, new in pairs)
+
+
+def check_fits(state: Any, following: Any) -> None:
+    """Raise a RuntimeError unless the tensors of `state` can hold `following` without loss."""
+    if not fits(state, following):
+        raise RuntimeError("the state grows, or changes otherwise, with every token")
+
+
+def overwrite(state: Any, following: Any) -> None:
+    """Copy `following` into the tensors of `state`, except what is already there."""
+    pairs = list(zip(tree_leaves(state), tree_leaves(following), strict=True))
+    owned = {old.untyped_storage().data_ptr() for old, _ in pairs}
+    copies: dict[tuple[torch.dtype, ...], tuple[list[Tensor], list[Tensor]]] = {}  # few launches for many tensors
+    for old, new in pairs:
+        if new.numel() and new.data_ptr() != old.data_ptr():
+            into, out_of = copies.setdefault((old.dtype, new.dtype), ([], []))
+            into.append(old)
+            # part of the old state might be overwritten before it is read
+            out_of.append(new.clone() if new.untyped_storage().data_ptr() in owned else new)
+    for into, out_of in copies.values():
+        torch._foreach_copy_(into, out_of)
+
+
+def _copy(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
