@@ -125,8 +125,9 @@ class LoadedModel:
         for rows in self._batches([len(prompt) + max_new_tokens for prompt in prompts]):
             ids = [torch.tensor(prompts[row], device=self.device) for row in rows]
             with self._computing():
-                options: Drawing = {"max_new_tokens": max_new_tokens, "temperature": 0, "eos_id": stops}
-                drawn = generate_tokens(self.model, ids, graphs=self.graphs, **options)
+                options: Drawing = {"max_new_tokens": max_new_tokens, "temperature": 0, "graphs": self.graphs}
+                options["eos_id"] = stops
+                drawn = generate_tokens(self.model, ids, **options)
                 steps = torch.stack(list(drawn), 1).tolist()
             for row, tokens in zip(rows, steps, strict=True):
                 results[row] = list(itertools.takewhile(lambda token: token not in stops, tokens))
