@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zoo.generation.cuda_graph import no_graphs
-from zoo.generation.graphs import DecodingGraphs, Graph, check_fits, overwrite
-from zoo.lm.states import growing
+from zoo.generation.graphs import KEPT_BYTES, DecodingGraphs, Graph, check_fits, overwrite
+from zoo.lm.states import growing, take_states
 
 ROOM = 256  # tokens: the length of a growing state is a multiple of it
 
@@ -64,9 +64,12 @@ class Decoder:
 
     def _prepare(self, graphs: DecodingGraphs, tokens: Tensor) -> None:
         self._left = math.inf
-        if no_graphs(tokens.device) is None:  # even if graphs are switched off, so that the switch changes no result
-            self._pad(graphs, tokens)
         self.close()
+        if no_graphs(tokens.device) is None:  # even if graphs are switched off, so that the switch changes no result
+            reason = self._pad(graphs, tokens)
+            if reason is not None:
+                graphs.refuse(reason)
+                return
         self._graph = graphs.take(self.model, (tokens, self.state), self._in_place)
         if self._graph is not None:
             self.state = self._graph.inputs[1]
@@ -81,31 +84,37 @@ class Decoder:
         logits, after = self.model(tokens[:, None], state)
         return logits[:, -1], tree_map(_without_first, state, after) if self._padded else after
 
-    def _pad(self, graphs: DecodingGraphs, tokens: Tensor) -> None:
-        """Pad a state that grows, unless the model would notice."""
-        leaves, structure = tree_flatten(self.state)
-        grows = growing(self.model, self.state)
+    def _pad(self, graphs: DecodingGraphs, tokens: Tensor) -> str | None:
+        """Pad a state that grows; return the reason if that is impossible."""
+        self._padded = False
+        leaves, grows = tree_leaves(self.state), growing(self.model, self.state)
         if not any(grows):
-            return
+            return None
         length = max(leaf.shape[1] for leaf, more in zip(leaves, grows, strict=True) if more)
         size = -(-(length + self._room) // ROOM) * ROOM
-
-        def padded(value: float) -> Any:
-            pairs = zip(leaves, grows, strict=True)
-            copies = [_padded(leaf, size, value) if more else leaf.clone() for leaf, more in pairs]
-            return tree_unflatten(copies, structure)
-
+        if (memory := sum(leaf.nbytes for leaf in leaves)) > KEPT_BYTES:
+            return f"a state that grows takes {memory / 2**30:.1f} GiB, and graphs hold at most {KEPT_BYTES >> 30} GiB"
         if self.model not in graphs.ignore_padding:
-            (x, after), (y, _) = (self.model(tokens[:, None], padded(value)) for value in (0.0, 100.0))
+            one = take_states(self.state, [0])
+            (x, after), (y, _) = (self.model(tokens[:1, None], _padded(one, grows, size, z)) for z in (0.0, 100.0))
             kept = all(new.shape[1] == size + 1 for new, more in zip(tree_leaves(after), grows, strict=True) if more)
             graphs.ignore_padding[self.model] = kept and torch.equal(x, y)
         self._padded = graphs.ignore_padding[self.model]
-        if self._padded:
-            self.state, self._left = padded(0.0), size - length
+        if not self._padded:
+            return "the state grows, and the model reads padding or removes it"
+        self.state, self._left = _padded(self.state, grows, size, 0.0), size - length
+        return None
 
 
-def _padded(leaf: Tensor, size: int, value: float) -> Tensor:
-    return F.pad(leaf, (0, 0) * (leaf.dim() - 2) + (size - leaf.shape[1], 0), value=value)
+def _padded(state: Any, grows: list[bool], size: int, value: float) -> Any:
+    """Return a copy of a state whose growing tensors have `size` entries, with `value` in front."""
+
+    def pad(leaf: Tensor, more: bool) -> Tensor:
+        front = (0, 0) * (leaf.dim() - 2) + (size - leaf.shape[1], 0) if more else (0, 0)
+        return F.pad(leaf, front, value=value)
+
+    leaves, structure = tree_flatten(state)
+    return tree_unflatten([*map(pad, leaves, grows)], structure)
 
 
 def _without_first(before: Tensor, after: Tensor) -> Tensor:

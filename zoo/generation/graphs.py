@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Hashable
 from functools import cache
+from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -38,8 +39,9 @@ class DecodingGraphs:
     """Owns the CUDA graphs of decoding steps, and keeps the last few for later calls.
 
     A graph serves calls of one model whose inputs have the same shapes and dtypes, in the same precision and mode.
-    Weights may change in place, which a replay sees; if they move, the step is captured again. A batch of another size
-    is captured, too: to pad it would change the shapes of matrix products, and thereby the rounding of its results.
+    Weights may change in place, which a replay sees. The step is captured again if they move, or if an attribute of a
+    module that is a number, a string or a function changes. A batch of another size is captured, too: to pad it would
+    change the shapes of matrix products, and thereby the rounding of its results.
 
     Args:
         enabled: Whether to capture; without it, the same steps run eagerly.
@@ -54,6 +56,7 @@ class DecodingGraphs:
         self.refused: str | None = None
         self.ignore_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._kept: dict[Hashable, Graph] = {}  # the least recently used first
+        self._failures: dict[Hashable, str] = {}  # captures that are not tried a second time, with the reason
 
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.enabled,)  # a copy captures its own
@@ -72,36 +75,52 @@ class DecodingGraphs:
         if not self.enabled:
             return None
         device = tree_leaves(inputs)[0].device
-        self.refused = _obstacle(model, device)
-        if self.refused is None:
-            key = _key(model, inputs)
-            if (graph := self._kept.pop(key, None)) is not None:
-                overwrite(graph.inputs, inputs)
-                return graph
+        if (obstacle := _obstacle(model, device)) is not None:
+            self.refuse(obstacle, logging.INFO)
+            return None
+        self.refused = None
+        key = _key(model, inputs)
+        if (graph := self._kept.pop(key, None)) is not None:
+            overwrite(graph.inputs, inputs)
+            return graph
+        reason = self._failures.get(key)
+        if reason is None:
             try:
                 return self._captured(key, inputs, step, device)
             except RuntimeError as error:
-                self.refused = " ".join(str(error).split())
-        _say(self.refused, logging.INFO if no_graphs(device) else logging.WARNING)
+                reason = str(error)
+                if not isinstance(error, torch.OutOfMemoryError):  # memory may be free next time
+                    self._failures[key] = reason
+        self.refuse(reason)
         return None
+
+    def refuse(self, reason: str, level: int = logging.WARNING) -> None:
+        """Log once why a step runs eagerly, unless graphs are switched off."""
+        if self.enabled:
+            self.refused = " ".join(reason.split())
+            _say(self.refused, level)
 
     def put_back(self, graph: Graph) -> None:
         """Keep a graph for later calls; the least recently used ones are dropped, and with them their memory."""
         self._kept.pop(graph.key, None)
         self._kept[graph.key] = graph
-        while len(self._kept) > KEPT_GRAPHS or sum(each.size for each in self._kept.values()) > KEPT_BYTES:
-            del self._kept[next(iter(self._kept))]
+        size = 0
+        for number, (key, each) in enumerate(reversed(list(self._kept.items()))):  # other threads may use `_kept`, too
+            size += each.size
+            if number >= KEPT_GRAPHS or size > KEPT_BYTES:
+                self._kept.pop(key, None)
 
     def clear(self) -> None:
         """Drop all graphs."""
         self._kept.clear()
+        self._failures.clear()
 
     def _captured(self, key: Hashable, inputs: Any, step: Callable[..., Any], device: torch.device) -> Graph:
         # inputs may consist of views, or of tensors that the caller still uses
         with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
             held = tree_map(_copy, inputs)
-            # a rehearsal compiles kernels; it must leave the inputs alone
-            replay = capture(lambda: step(*tree_map(_copy, held)), lambda: step(*held), device)
+            replay = capture(lambda: step(*held), lambda: step(*held), device)
+            overwrite(held, inputs)  # the rehearsal, which compiles kernels, has changed them
             return Graph(key, held, replay)
 
 
@@ -129,7 +148,12 @@ def _key(model: nn.Module, inputs: Any) -> Hashable:
         (backend_name(), kernels.is_deterministic(), kernels.is_fp8()),
     )
     weights = tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers()))
-    return ref(model), weights, modes, str(structure), tuple((x.shape, x.dtype, x.device) for x in leaves)
+    settings = tuple((type(part), *filter(_is_setting, vars(part).items())) for part in model.modules())
+    return ref(model), weights, settings, modes, str(structure), tuple((x.shape, x.dtype, x.device) for x in leaves)
+
+
+def _is_setting(attribute: tuple[str, object]) -> bool:
+    return isinstance(attribute[1], int | float | str | torch.dtype | FunctionType)
 
 
 def fits(state: Any, following: Any) -> bool:

@@ -81,7 +81,7 @@ def take_states(state: Any, rows: Sequence[int] | Tensor) -> Any:
 def growing(model: LanguageModel, state: Any) -> list[bool]:
     """Return for each tensor of a state after at least one token whether it grows with the tokens."""
     pairs = zip(tree_leaves(model.init_state(1, "meta")), tree_leaves(state), strict=True)
-    return [initial.shape[1:] != leaf.shape[1:] for initial, leaf in pairs]
+    return [initial.shape[1:2] != leaf.shape[1:2] for initial, leaf in pairs]
 
 
 def _cat(*leaves: Tensor) -> Tensor:

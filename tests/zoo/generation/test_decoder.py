@@ -67,6 +67,23 @@ def test_a_state_without_room_is_padded_and_captured_again(
     assert len(captures) == expected_captures
 
 
+def test_a_large_state_that_grows_is_decoded_eagerly(captures: list[torch.device], monkeypatch: pytest.MonkeyPatch):
+    """Also if it becomes too large after it was padded; no entry may be dropped then."""
+    monkeypatch.setattr(decoders, "ROOM", 4)
+    monkeypatch.setattr(decoders, "KEPT_BYTES", 9000)
+    model, graphs, tokens = build("SoftmaxAttention"), DecodingGraphs(), torch.randint(11, (12, 2))
+    with torch.no_grad():
+        _, state = model(torch.randint(11, (2, 3)), model.init_state(2))
+    decoder = Decoder(model, tree_map(torch.clone, state), graphs, room=1)
+    for number, token in enumerate(tokens):
+        with torch.no_grad():
+            expected, state = model(token[:, None], state)
+        torch.testing.assert_close(decoder(token), expected[:, -1])
+        assert (graphs.refused is None) == (number < 5)
+    assert "a state that grows takes" in str(graphs.refused)
+    assert len(captures) == 2
+
+
 @pytest.mark.parametrize("typed", [True, False])
 def test_a_mixer_that_reads_the_padding_is_not_padded(typed: bool, captures: list[torch.device]):
     """A wrapped module removes it; one that takes all entries as keys would see zeros."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import kernels
 from tests.mixers.variants import CAUSAL
@@ -64,27 +63,57 @@ def test_key_caches_of_similar_lengths_share_a_capture(captures: list[torch.devi
     assert len(captures) == 2
 
 
-def change(weight: nn.Parameter) -> None:
+def change(model: LanguageModel) -> None:
     with torch.no_grad():
+        weight = next(model.parameters())
         weight.copy_(weight.roll(7, 0))
 
 
-def move(weight: nn.Parameter) -> None:
-    change(weight)
+def move(model: LanguageModel) -> None:
+    change(model)
+    weight = next(model.parameters())
     weight.data = weight.data.clone()
 
 
-@pytest.mark.parametrize(("update", "expected_captures"), [(change, 1), (move, 2)])
-def test_weights_may_change_between_calls(
-    update: Callable[[nn.Parameter], None], expected_captures: int, captures: list[torch.device]
+def set_attribute(model: LanguageModel) -> None:
+    model.norm.eps = 100.0
+    change(model)
+
+
+def patch(model: LanguageModel) -> None:
+    mixer: Any = model.layers[0].mixer
+    mixer.forward = lambda x, state=None, **options: (x.roll(1, -1), state)
+
+
+@pytest.mark.parametrize(("update", "expected_captures"), [(change, 1), (move, 2), (set_attribute, 2), (patch, 2)])
+def test_a_model_may_change_between_calls(
+    update: Callable[[LanguageModel], None], expected_captures: int, captures: list[torch.device]
 ):
     model, graphs = build(), DecodingGraphs()
     before = greedy(model, graphs)
-    update(next(model.parameters()))
+    update(model)
     after = greedy(model, graphs)
     assert not torch.equal(after, before)
     assert torch.equal(after, greedy(model, DecodingGraphs(False)))
     assert len(captures) == expected_captures
+
+
+def test_a_failed_capture_is_not_repeated_unless_memory_lacked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(owners, "no_graphs", lambda device: None)
+    for error, expected_attempts in ((RuntimeError("it waits"), 1), (torch.OutOfMemoryError("full"), 2)):
+        attempts = []
+
+        def capture(rehearse, step, device, error=error, attempts=attempts):
+            attempts.append(error)
+            rehearse()
+            raise error
+
+        monkeypatch.setattr(owners, "capture", capture)
+        model, graphs = build(), DecodingGraphs()
+        for _ in range(2):
+            assert torch.equal(greedy(model, graphs), greedy(model, DecodingGraphs(False)))
+            assert graphs.refused == str(error)
+        assert len(attempts) == expected_attempts
 
 
 def test_another_precision_backend_or_model_is_captured_separately(captures: list[torch.device]):
@@ -149,6 +178,7 @@ def test_a_module_with_a_hook_is_not_captured(captures: list[torch.device], capl
     expected, calls = greedy(model, graphs), list[int]()
     hook = model.layers[0].register_forward_hook(lambda *_: calls.append(1))
     owners._say.cache_clear()
+    caplog.set_level(logging.INFO)
     for _ in range(2):
         greedy(model, graphs)
     assert len(calls) == 2 * NEW
@@ -246,7 +276,7 @@ def test_samples_of_a_run_see_the_weights_of_their_step(captures: list[torch.dev
         samples.on_validation_end(trainer, module)
         settings: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0, "cuda_graph": False}
         expected += write(module.model, module.tokenizer, ["a", "b"], **settings)
-        change(next(module.model.parameters()))
+        change(module.model)
     assert [text.split("\n", 1)[1].removesuffix("\n") for text in texts] == expected
     assert expected[2:] != expected[:2]
     assert len(captures) == 1
@@ -266,7 +296,7 @@ def test_replays_on_a_gpu(name: str):
     first = greedy(model, graphs)
     replays = next(iter(graphs._kept.values())).replay
     for _ in range(2):
-        change(next(model.parameters()))
+        change(model)
         after = greedy(model, graphs)
         assert torch.equal(after, greedy(model, DecodingGraphs(False)))
         assert not torch.equal(after, first)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from kernels import UserError
 from zoo.evaluation.loaded import LoadedModel, Subject
@@ -61,13 +62,15 @@ class Throughput(Task):
 
         rows = _measured(cell, "training", training, tokens.numel(), device)
         rows += _measured(cell, "prefill", prefill, tokens.numel(), device)
-        decoder = Decoder(model, prefill(), subject.graphs)
+        state = prefill()
         with torch.autocast(device.type, torch.bfloat16, enabled=subject.bf16):
-            decoder(tokens[:, 0])  # captures the graph
 
             def decode() -> None:
+                # each call starts at the same length, so that a state that grows is captured only once
+                decoder = Decoder(model, tree_map(torch.clone, state), subject.graphs, room=DECODED)
                 for _ in range(DECODED):
                     decoder(tokens[:, 0])
+                decoder.close()
 
             return rows + _measured(cell, "decode", decode, DECODED * len(tokens), device)
 
