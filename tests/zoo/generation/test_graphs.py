@@ -301,6 +301,6 @@ def test_replays_on_a_gpu(name: str):
         assert torch.equal(after, greedy(model, DecodingGraphs(False)))
         assert not torch.equal(after, first)
     assert next(iter(graphs._kept.values())).replay is replays
-    del replays
+    del replays, first, after
     graphs.clear()
     assert torch.cuda.memory_allocated() <= before
