@@ -261,7 +261,7 @@ def _add_keys_of_models(parser: Parser) -> None:
         ("deterministic_kernels", bool | None, None, invariant),
         ("fp8", bool, False, "Run the large matrix products of the blocks in FP8 in training; requires bf16."),
         ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
-        ("cuda_graph", bool | None, False, captured),
+        ("cuda_graph", bool | None, None, captured),
         ("activation_checkpointing", int | None, None, every),
         ("context_parallel", int, 1, shared),
     ):
