@@ -93,7 +93,9 @@ def test_on_a_device_packed_documents_are_part_of_the_graph(name: str, packed: b
             parameter += 0.02 * torch.randn_like(parameter)  # some start at zero, and stop gradients
     leaves, weight = [x, *mixer.parameters()], torch.randn_like(x)
     torch._dynamo.reset()
-    graph = torch.compile(mixer, fullgraph=True)
+    # with padding, Inductor of PyTorch 2.11 writes and reads a buffer of Mamba3's backward pass in two layouts
+    options = {"comprehensive_padding": False} if name == "Mamba3" else None
+    graph = torch.compile(mixer, fullgraph=True, options=options)
     y, z = graph(x, cu_seqlens=cu_seqlens)[0], mixer(x, cu_seqlens=cu_seqlens)[0]
     torch.testing.assert_close(y, z, rtol=1e-3, atol=1e-3)
     actual, expected = (torch.autograd.grad((o * weight).sum(), leaves) for o in (y, z))
