@@ -44,6 +44,8 @@ class Checkpoints(RunCallback, Checkpoint):
 
     Args:
         every_n_steps: Save `last.ckpt` every N optimiser steps; it is also saved after each validation and at the end.
+            If a validation follows the step, it is saved once, after it: a SIGKILL during the validation loses the
+            steps since the checkpoint before.
         every_n_minutes: Also save `last.ckpt` when the last one is N minutes old; null ignores the clock.
         keep_every_n_steps: Keep a permanent checkpoint, `step-00001000.ckpt`, every N optimiser steps; null keeps none.
         keep_last: Keep only the newest N permanent checkpoints; null keeps all.
