@@ -14,7 +14,7 @@ pytest_plugins = "tests.desk"
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ACCELERATOR = "gpu"
-CAPTURED = ("--config", "train/cuda_graph.yaml")
+CAPTURED, EAGER = ("--config", "train/cuda_graph.yaml"), ("--cuda_graph=false",)
 SHORT = """
 model: {hidden_size: 128, num_heads: 2, num_layers: 3}
 data: {sequence_length: 256, batch_size: 4}
@@ -31,7 +31,7 @@ def fit(folder: Path, cache: Path, name: str, *arguments: str, **environment: st
     process = start(folder, cache, "fit", *arguments, ZOO_RUN="", **environment)
     said = "".join(process.communicate(timeout=570))
     assert process.returncode == 0, said[-3000:]
-    assert "runs eagerly" not in said  # what a captured run says that is not captured
+    assert "runs eagerly" not in said or not {*CAPTURED} < {*arguments}  # what a captured run says that is not captured
     return [row["train_loss"] for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if "train_loss" in row]
 
 
@@ -78,7 +78,7 @@ def test_all_that_surrounds_a_step(tmp_path: Path, shared_cache: Path) -> None:
 
 
 def test_captured_steps_are_the_eager_ones(tmp_path: Path, shared_cache: Path) -> None:
-    eager = fit(tmp_path, shared_cache, "eager", *short("eager"))
+    eager = fit(tmp_path, shared_cache, "eager", *short("eager", *EAGER))
     assert fit(tmp_path, shared_cache, "captured", *short("captured", *CAPTURED)) == eager
 
 
@@ -101,5 +101,5 @@ def test_two_gpus_train_as_one(way: str, alone: list[float], tmp_path: Path, sha
 @pytest.mark.parametrize("batches", [1, 2])
 def test_two_gpus_in_captured_steps(batches: int, tmp_path: Path, shared_cache: Path) -> None:
     options = ("--config", "train/ddp.yaml", f"--trainer.accumulate_grad_batches={batches}")
-    eager = fit(tmp_path, shared_cache, "eager", *short("eager", *options, devices=2))
+    eager = fit(tmp_path, shared_cache, "eager", *short("eager", *options, *EAGER, devices=2))
     assert fit(tmp_path, shared_cache, "captured", *short("captured", *options, *CAPTURED, devices=2)) == eager
