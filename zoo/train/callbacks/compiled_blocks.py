@@ -24,8 +24,10 @@ def compiled_blocks(
     # code that depends on the depth, such as a constant decay, is compiled for each layer; the default limit is 8
     dynamo = torch._dynamo.config
     dynamo.recompile_limit = max(dynamo.recompile_limit, 4 * len(blocks))
+    # with padding, Inductor of PyTorch 2.11 writes and reads a buffer of Mamba3's backward pass in two layouts on a GPU
+    options: dict[str, Any] | None = {"comprehensive_padding": False} if backend == "inductor" else None
     # training batches have one shape; a graph for any length would be slower, and cannot split chunks
-    return [(block, torch.compile(block.forward, dynamic=False, backend=backend)) for block in blocks]
+    return [(block, torch.compile(block.forward, dynamic=False, backend=backend, options=options)) for block in blocks]
 
 
 class CompiledBlocks(TrainingForward):
