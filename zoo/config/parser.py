@@ -13,6 +13,7 @@ from argparse import ArgumentError
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import jsonargparse._typehints
@@ -159,15 +160,36 @@ class Parser(ArgumentParser):
         return added
 
     def parse_object(self, obj: Any, namespace: Namespace | None = None, **settings: Any) -> Any:
-        """As the base class does, but parse the same part of a config only once inside `each_part_once`."""
+        """As the base class does, but parse the same part of a config only once inside `each_part_once`.
+
+        The base class parses its own results repeatedly, on top of themselves. A result that has all defaults is only
+        validated.
+        """
         parsed = _PARSED.get()
         if parsed is None:
             return super().parse_object(obj, namespace, **settings)
-        context = copy_context()  # in which the base class passes on how strict to be, and the like
-        key = (id(self), repr(obj), repr(namespace), repr(settings), *map(id, context.values()))
-        if key not in parsed:
-            parsed[key] = super().parse_object(obj, namespace, **settings), context  # kept, so that no id is reused
-        return parsed[key][0].clone()
+        part, previous, context = (id(self), repr(obj)), repr(namespace), copy_context()
+        # in the context, the base class passes on how strict to be, and the like
+        key = (*part, previous, repr(settings), *map(id, context.values()))
+        if key not in parsed.results:
+            if part in parsed.complete:
+                result = self._validated(obj)
+            elif (*part, previous) in parsed.complete_from and "+" not in part[1]:  # a "+" would append twice
+                result = self._validated(namespace)
+            else:
+                result = super().parse_object(obj, namespace, **settings)
+            if settings.get("defaults", True):
+                parsed.complete.add((id(self), repr(result)))
+                parsed.complete_from.add((*part, repr(result)))
+            parsed.results[key] = result, context  # kept, so that no id is reused
+        return parsed.results[key][0].clone()
+
+    def _validated(self, part: Any) -> Any:
+        try:
+            self.validate(part)
+        except (TypeError, KeyError) as error:
+            self.error(str(error), error)
+        return part.clone()
 
     def types(self) -> dict[str, Any]:
         """The types of all keys; None for those that are left out."""
@@ -176,7 +198,16 @@ class Parser(ArgumentParser):
         return keys | dict.fromkeys(self.skipped)
 
 
-_PARSED: ContextVar[dict[tuple[Any, ...], tuple[Namespace, Context]] | None] = ContextVar("parsed", default=None)
+@dataclass
+class _Parsed:
+    """What has been parsed inside `each_part_once`, by the parser's id and the text of the part."""
+
+    results: dict[tuple[Any, ...], tuple[Namespace, Context]] = field(default_factory=dict)
+    complete: set[tuple[Any, ...]] = field(default_factory=set)  # results that have all defaults
+    complete_from: set[tuple[Any, ...]] = field(default_factory=set)  # a part, and its complete result
+
+
+_PARSED: ContextVar[_Parsed | None] = ContextVar("parsed", default=None)
 
 
 @contextmanager
@@ -186,7 +217,7 @@ def each_part_once() -> Iterator[None]:
     At each level of a model the base class parses all parts below it several times. (It is not remembered for longer,
     since the meaning of a name depends on the classes that are imported.)
     """
-    with scope(_PARSED, {}):
+    with scope(_PARSED, _Parsed()):
         yield
 
 
