@@ -13,10 +13,11 @@ INTERPRETED = not torch.cuda.is_available() and importlib.util.find_spec("triton
 
 @pytest.fixture(autouse=True)
 def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip work of the interpreter that changes no result: more than half of its time.
+    """Skip work of the interpreter that changes no result: most of its time.
 
     It patches Triton's language again in each call of a device function, instead of once per launch, and checks each
-    sum and product of integers for an overflow, while tensors are far too small for one.
+    sum and product of integers for an overflow, while tensors are far too small for one. It writes the name of the type
+    and wraps each number of the shape of every intermediate tensor, which are now computed once per type and shape.
     """
     if not INTERPRETED:
         return
@@ -40,6 +41,55 @@ def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch)
     options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
     monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    for owner, name, function in _REMEMBERED:
+        monkeypatch.setattr(owner, name, function)
+
+
+def _remembered() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+    """Functions of the interpreter that remember what depends on the type and shape of a tensor only."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    make_block, make_tensor, numpy_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
+    broadcast = type(interpreter.interpreter_semantic).broadcast_impl_value
+    blocks: dict[Any, dict[str, Any]] = {}
+    sizes: dict[Any, Any] = {}
+    shapes: dict[Any, tuple[Any, Any]] = {}
+    dtypes: dict[str, Any] = {}
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        numbers = getattr(shape, "values", shape)
+        key = (element_ty.name, *[size.value if isinstance(size, tl.constexpr) else size for size in numbers])
+        if key not in blocks:
+            make_block(self, element_ty, shape)
+            blocks[key] = {"numel": self.numel, "name": self.name, "shape": sizes.setdefault(key[1:], self.shape)}
+        self.element_ty = element_ty
+        vars(self).update(blocks[key])
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape.values) if type.is_block() else ()
+        if key not in shapes:
+            make_tensor(self, handle, type)
+            shapes[key] = self.numel, self.shape
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.numel, self.shape = shapes[key]
+
+    def dtype_of(tt_dtype: Any) -> Any:
+        if tt_dtype.name not in dtypes:
+            dtypes[tt_dtype.name] = numpy_dtype(tt_dtype)
+        return dtypes[tt_dtype.name]
+
+    def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
+        equal = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
+        return (lhs, rhs) if equal else broadcast(self, lhs, rhs)
+
+    yield type(interpreter.interpreter_semantic), "broadcast_impl_value", broadcast_unless_equal
+    yield tl.block_type, "__init__", block
+    yield tl.tensor, "__init__", tensor
+    yield interpreter, "_get_np_dtype", dtype_of
+
+
+_REMEMBERED = [*_remembered()] if INTERPRETED else []
 
 
 @pytest.fixture(autouse=True)
