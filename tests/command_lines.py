@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import json
 import re
 import shlex
 import tomllib
@@ -13,7 +14,7 @@ from jsonargparse import Namespace
 
 import zoo
 from reproductions import bench, cost_over_size, mixers_400m
-from zoo.config import CONFIGS, KEYS, add_arguments, find_config, read
+from zoo.config import CONFIGS, KEYS, add_arguments, find_config
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
 from zoo.evaluation.task import Options
@@ -148,14 +149,18 @@ def with_tokenizer(arguments: list[str], finished: Path) -> list[str]:
     for name in arguments:
         if name.endswith(".yaml") and (CONFIGS / name).is_file():
             base = load_config(name)["base"]
-            settings = read(*base if isinstance(base, list) else [base]).data.get("init_args", {})
+            sources = [
+                json.dumps(part) if isinstance(part, dict) else part
+                for part in (base if isinstance(base, list) else [base])
+            ]
+            settings = parsed(*sources).data.get("init_args", {})
             if settings.get("tokenizer", "") is None:
                 return [f"--data.tokenizer={finished}/runs/done/tokenizer.json"]
     return []
 
 
 def _shortened(argument: str, folder: Path) -> str:
-    """For a sweep in configs/, one in `folder` with a single value for each axis.
+    """For a sweep in configs/, one in `folder` with a single value for each axis and one learning rate.
 
     All of its runs are built by test_shipped_sweeps.py.
     """
@@ -166,7 +171,9 @@ def _shortened(argument: str, folder: Path) -> str:
         name: dict([*values.items()][:1]) if isinstance(values, dict) else values[:1]
         for name, values in sweep["axes"].items()
     }
-    (folder / "shortened.yaml").write_text(dump_yaml(sweep | {"axes": first, "controls": {}, "gates": []}))
+    rates = sweep.get("learning_rates", [])[:1]
+    short = sweep | {"axes": first, "controls": {}, "gates": [], "learning_rates": rates}
+    (folder / "shortened.yaml").write_text(dump_yaml(short))
     return str(folder / "shortened.yaml")
 
 

@@ -53,7 +53,8 @@ def checked_runs(name: str) -> list[Run]:
             star = {
                 axis: _part(values, 1, None) if axis == varied else _part(values, 0, 1) for axis, values in axes.items()
             }
-            runs += sweep_of(name, gates=[], controls={}, axes=star).runs()
+            # the first call has checked the learning rates, one more config each
+            runs += sweep_of(name, gates=[], controls={}, learning_rates=[], axes=star).runs()
     return runs
 
 
