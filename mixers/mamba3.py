@@ -77,10 +77,7 @@ class Mamba3(LinearMixer):
 
     The recurrence runs on the matrix P_t = S_t − λ_t dt_t B_t x_tᵀ, to which a token is added one step later, with the
     gate α_{t+1} (λ_t dt_t + (1 − λ_{t+1}) dt_{t+1}).
-
-    Compiled by `torch.compile` on a GPU (PyTorch 2.11), the gradients are wrong where tokens times heads are not a
-    multiple of 32, unless `torch._inductor.config.comprehensive_padding` is False: Inductor writes and reads a buffer
-    in two layouts.
+    torch.compile (PyTorch 2.11, on a GPU) can give wrong gradients unless Inductor's `comprehensive_padding` is False.
 
     Args:
         site: Where the layer sits in the model.

@@ -222,7 +222,7 @@ class Parser(ArgumentParser):
 
 @dataclass
 class _Parsed:
-    """What has been parsed inside `each_part_once`, by the parser's id and the text of the part."""
+    """Parts parsed inside `each_part_once`, by the parser's id and the text of the part."""
 
     results: dict[tuple[Any, ...], tuple[Namespace, Context]] = field(default_factory=dict)
     complete: set[tuple[Any, ...]] = field(default_factory=set)  # results that have all defaults
