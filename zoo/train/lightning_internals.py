@@ -55,7 +55,9 @@ def validates_this_epoch(trainer: L.Trainer) -> bool:
 def validation_follows(trainer: L.Trainer) -> bool:
     """Return whether a validation follows the training batch that ends."""
     batches, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    return fetcher is not None and not batches._skip_next_val and batches._should_check_val_fx(fetcher)
+    if fetcher is None or batches._skip_next_val or batches.val_loop.skip:  # it skips a loader without batches
+        return False
+    return batches._should_check_val_fx(fetcher)
 
 
 def is_logged_step(trainer: L.Trainer) -> bool:

@@ -376,12 +376,12 @@ def test_one_process_continues_shards_written_by_two(sharded: tuple[Path, Any, A
 def test_a_kill_while_shards_are_written_leaves_the_checkpoint_before(sharded: tuple[Path, Any, Any]) -> None:
     """Copy of the folder after all shards are written and before a checkpoint names them."""
     folder, *_ = sharded
-    # at step 3, and after the validation at step 6
-    first, second = moments = [folder / f"moment-{number}" for number in range(2)]
-    assert not list(first.glob("*.ckpt"))
-    assert read_whole_checkpoint(second / "last.ckpt")["global_step"] == 3
-    assert [len(list(moment.glob("shards-*"))) for moment in moments] == [1, 2]
-    assert len(list((folder / "late" / "checkpoints").glob("shards-*"))) == 2
+    moments = [folder / f"moment-{number}" for number in range(3)]  # at steps 3 and 6, and after the validation
+    assert not list(moments[0].glob("*.ckpt"))
+    for moment, step in zip(moments[1:], (3, 6), strict=True):
+        assert read_whole_checkpoint(moment / "last.ckpt")["global_step"] == step
+    assert [len(list(moment.glob("shards-*"))) for moment in moments] == [1, 2, 3]
+    assert len(list((folder / "late" / "checkpoints").glob("shards-*"))) == 3  # steps 3 and 6, and with the validation
 
 
 @pytest.mark.parametrize(("full", "noticed", "left"), [(3, 6, 0), (6, 6, 3)])

@@ -44,8 +44,8 @@ class Checkpoints(RunCallback, Checkpoint):
 
     Args:
         every_n_steps: Save `last.ckpt` every N optimiser steps; it is also saved after each validation and at the end.
-            If a validation follows the step, it is saved once, after it: a SIGKILL during the validation loses the
-            steps since the checkpoint before.
+            If a validation follows the step, one process saves once, after it: a SIGKILL during the validation loses
+            the steps since the checkpoint before. Several processes save before and after it.
         every_n_minutes: Also save `last.ckpt` when the last one is N minutes old; null ignores the clock.
         keep_every_n_steps: Keep a permanent checkpoint, `step-00001000.ckpt`, every N optimiser steps; null keeps none.
         keep_last: Keep only the newest N permanent checkpoints; null keeps all.
@@ -209,7 +209,8 @@ class Checkpoints(RunCallback, Checkpoint):
         keep = self.keep_every_n_steps is not None and step % self.keep_every_n_steps == 0
         if self._stop_signal or complete or keep or due or step % self.every_n_steps == 0:
             self._row, self._row_step = row_to_log(trainer), step
-            self._postponed = not self._stop_signal and validation_follows(trainer)
+            alone = trainer.world_size == 1  # after an exception in a validation, others could not save with this one
+            self._postponed = alone and not self._stop_signal and validation_follows(trainer)
             if not self._postponed:
                 self._save(trainer)
                 self._keep(trainer)
@@ -237,7 +238,6 @@ class Checkpoints(RunCallback, Checkpoint):
         if loss is None:
             if self._postponed:
                 self._save(trainer)
-                self._keep(trainer)
             return
         if trainer.global_step == 0:  # nothing is trained yet
             return
@@ -248,7 +248,6 @@ class Checkpoints(RunCallback, Checkpoint):
         self._save(trainer, force=True)  # now with the validation done, and the best loss
         if better:
             self._copy(trainer, "best.ckpt")
-        self._keep(trainer)
 
     def complete(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """After the final validation: the last step may be the best, and its checkpoint exists."""
@@ -281,12 +280,11 @@ class Checkpoints(RunCallback, Checkpoint):
         # after a signal, any exception may be due to it
         signalled = self._signals is not None and self._signals.wish is not None
         if trainer.state.fn != "fit" or not (stopped or signalled):
-            try:
-                if self._postponed and trainer.world_size == 1:  # otherwise other processes may still be validating
-                    self._save(trainer)
-                self._wait()
-            except (UserError, OSError) as error:  # report it in addition to the exception that ends the run
-                _print(str(error))
+            for step in (self._save_postponed, self._wait):
+                try:
+                    step(trainer)
+                except Exception as error:  # report it in addition to the exception that ends the run
+                    _print(str(error))
             return
         # saving needs all processes, and these exceptions are raised in all of them
         in_all = trainer.world_size == 1 or isinstance(exception, SIGTERMException | Diverged)
@@ -318,12 +316,18 @@ class Checkpoints(RunCallback, Checkpoint):
 
     def _save(self, trainer: L.Trainer, force: bool = False) -> None:
         """Write `last.ckpt`, in all processes, unless it has this step already and `force` is false."""
-        self._postponed = False
+        postponed, self._postponed = self._postponed, False
         if trainer.fast_dev_run or trainer.global_step == 0 or (trainer.global_step == self._saved_step and not force):
             return
         last = self._folder(trainer) / "last.ckpt"
         trainer.save_checkpoint(last, weights_only=False, storage_options=self._background)
         self._saved_step, self._saved_at = trainer.global_step, time.monotonic()
+        if postponed:
+            self._keep(trainer)
+
+    def _save_postponed(self, trainer: L.Trainer) -> None:
+        if self._postponed and self._between_steps:
+            self._save(trainer)
 
     def _keep(self, trainer: L.Trainer) -> None:
         """Keep the checkpoint just saved, if its step is one of `keep_every_n_steps`, and remove older ones."""
@@ -332,7 +336,7 @@ class Checkpoints(RunCallback, Checkpoint):
             self._copy(trainer, f"step-{step:08d}.ckpt")
             self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
 
-    def _wait(self) -> None:
+    def _wait(self, *_: Any) -> None:
         """Wait until the last checkpoint is written, or raise the error of the write."""
         if self._background is not None:
             self._background.wait()
