@@ -91,7 +91,8 @@ class Decoder:
         if not any(grows):
             return None
         length = max(leaf.shape[1] for leaf, more in zip(leaves, grows, strict=True) if more)
-        size = -(-(length + self._room) // ROOM) * ROOM
+        room = min(self._room, max(16 * ROOM, length))  # often a bound that is far from reached; later, it doubles
+        size = -(-(length + room) // ROOM) * ROOM
         if (memory := sum(leaf.nbytes for leaf in leaves)) > KEPT_BYTES:
             return f"a state that grows takes {memory / 2**30:.1f} GiB, and graphs hold at most {KEPT_BYTES >> 30} GiB"
         if self.model not in graphs.ignore_padding:
