@@ -14,6 +14,7 @@ from matplotlib.image import imread
 from kernels.errors import UserError
 from tests.zoo.tiny import (
     VOCAB,
+    Batches,
     ByteTokenizer,
     LossLog,
     ResumableLoader,
@@ -117,6 +118,42 @@ def test_a_checkpoint_survives_a_failure_in_the_middle_of_the_next(number, tmp_p
 
 
 # checkpoints
+
+
+def test_a_checkpoint_is_written_once_around_a_validation(tmp_path, monkeypatch):
+    written, save = [], AtomicCheckpointIO.save_checkpoint
+
+    def noted(self, checkpoint, *args, **options):
+        written.append(checkpoint["global_step"])
+        save(self, checkpoint, *args, **options)
+
+    monkeypatch.setattr(AtomicCheckpointIO, "save_checkpoint", noted)
+    trainer(tmp_path, checkpoints=Checkpoints(every_n_steps=4), max_steps=10).fit(pretraining(), Data())
+    assert written == [4, 8, 10]
+
+
+def test_a_validation_without_batches_postpones_no_checkpoint(tmp_path):
+    class Unvalidated(Data):
+        def val_dataloader(self):
+            return Batches()
+
+    saving = Checkpoints(every_n_steps=4, keep_every_n_steps=4)
+    trainer(tmp_path, checkpoints=saving, max_steps=10).fit(pretraining(), Unvalidated())
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"last.ckpt", "step-00000004.ckpt", "step-00000008.ckpt"}
+
+
+def test_an_exception_in_a_validation_loses_no_step(tmp_path):
+    class Fails(L.Callback):
+        def on_validation_batch_end(self, trainer, *_):
+            if trainer.global_step == 4:
+                raise RuntimeError("out of memory")
+
+    saving = Checkpoints(every_n_steps=4, keep_every_n_steps=4)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer(tmp_path, [Fails()], checkpoints=saving).fit(pretraining(), Data())
+    folder = tmp_path / "checkpoints"
+    assert saved_step(folder / "last.ckpt") == saved_step(folder / "step-00000004.ckpt") == 4
 
 
 def test_last_best_and_kept_checkpoints(tmp_path):
