@@ -85,7 +85,8 @@ def learner_of(run: Run, device: torch.device) -> Learner:
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             return total_loss(model, tokens, tokens) / tokens.numel()
 
-    return Learner(model, instantiate("optim", config), loss, cuda_graph=config.cuda_graph is not False and on_gpu)
+    captured = config.cuda_graph or (config.cuda_graph is None and not config.compile)
+    return Learner(model, instantiate("optim", config), loss, cuda_graph=captured and on_gpu)
 
 
 @contextmanager
