@@ -91,15 +91,15 @@ class Decoder:
         if not any(grows):
             return None
         length = max(leaf.shape[1] for leaf, more in zip(leaves, grows, strict=True) if more)
-        room = min(self._room, max(16 * ROOM, length))  # often a bound that is far from reached; later, it doubles
+        room = min(self._room, max(16 * ROOM, length))  # most generations end long before their limit
         size = -(-(length + room) // ROOM) * ROOM
         if (memory := sum(leaf.nbytes for leaf in leaves)) > KEPT_BYTES:
             return f"a state that grows takes {memory / 2**30:.1f} GiB, and graphs hold at most {KEPT_BYTES >> 30} GiB"
         if self.model not in graphs.ignore_padding:
             one = take_states(self.state, [0])
             (x, after), (y, _) = (self.model(tokens[:1, None], _padded(one, grows, size, z)) for z in (0.0, 100.0))
-            kept = all(new.shape[1] == size + 1 for new, more in zip(tree_leaves(after), grows, strict=True) if more)
-            graphs.ignore_padding[self.model] = kept and torch.equal(x, y)
+            lengths = {new.shape[1] for new, more in zip(tree_leaves(after), grows, strict=True) if more}
+            graphs.ignore_padding[self.model] = lengths == {size + 1} and torch.equal(x, y)
         self._padded = graphs.ignore_padding[self.model]
         if not self._padded:
             return "the state grows, and the model reads padding or removes it"

@@ -280,9 +280,9 @@ class Checkpoints(RunCallback, Checkpoint):
         # after a signal, any exception may be due to it
         signalled = self._signals is not None and self._signals.wish is not None
         if trainer.state.fn != "fit" or not (stopped or signalled):
-            for step in (self._save_postponed, self._wait):
+            for finish in (partial(self._save_postponed, trainer), self._wait):
                 try:
-                    step(trainer)
+                    finish()
                 except Exception as error:  # report it in addition to the exception that ends the run
                     _print(str(error))
             return
@@ -336,7 +336,7 @@ class Checkpoints(RunCallback, Checkpoint):
             self._copy(trainer, f"step-{step:08d}.ckpt")
             self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
 
-    def _wait(self, *_: Any) -> None:
+    def _wait(self) -> None:
         """Wait until the last checkpoint is written, or raise the error of the write."""
         if self._background is not None:
             self._background.wait()

@@ -173,13 +173,14 @@ def test_one_layout_becomes_another(oracle: Oracle, tmp_path: Path):
     assert all(torch.equal(loaded[name], tensor) for name, tensor in written.items())
 
 
-def decoded(model: zoo.LanguageModel, tokens: Tensor, prompt: int, single: int = 20) -> Tensor:
-    """Logits of a prompt, then of one token at a time, and of the rest in one call, by states."""
-    state, parts = model.init_state(len(tokens)), list[Tensor]()
+def decoded(model: zoo.LanguageModel, tokens: Tensor, prompt: int) -> Tensor:
+    """Logits of a prompt, and then of one token at a time, by states."""
     with torch.no_grad():
-        for part in tokens.split([prompt, *[1] * single, tokens.shape[1] - prompt - single], 1):
-            logits_of_part, state = model(part, state)
-            parts.append(logits_of_part)
+        part, state = model(tokens[:, :prompt], model.init_state(len(tokens)))
+        parts = [part]
+        for t in range(prompt, tokens.shape[1]):
+            part, state = model(tokens[:, t : t + 1], state)
+            parts.append(part)
     return torch.cat(parts, 1)
 
 
