@@ -36,9 +36,9 @@ def forward(a: Attention) -> Tensor:
 def _decayed(total: Tensor) -> Any:
     """The function that adds F_i − F_j to a score, for F [B,H,T].
 
-    The gradient of F_i is 0, since all scores of query i share it, but not in the kernel, which computes it from an output
-    rounded to bf16. These rounding errors cancel in the sums of gradients of F_i and −F_j, so both are needed: with −F_j
-    alone, gradients of log decays were off by 15 % at 3,001 tokens.
+    All scores of query i share F_i, so its gradient is 0, but not as the kernel computes it, from an output rounded to
+    bf16. These rounding errors cancel in the sums of gradients of F_i and −F_j, so both are needed: with −F_j alone,
+    gradients of log decays were off by 15 % at 3,001 tokens.
     """
 
     def score(x: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
