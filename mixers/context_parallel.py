@@ -14,8 +14,8 @@ differentiable. All processes must run the same layers in the same order; the ba
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from copy import copy
 from functools import partial
@@ -61,7 +61,7 @@ class ContextParallel:
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
-        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+        self._sent: list[deque[tuple[dist.Work, Tensor]]] = [deque()]  # the last is that of the innermost `joined`
 
     def of(self, length: int, cu_seqlens: Tensor | None = None) -> Self:
         """Return the parts of rows of `length` tokens, whose lengths differ by at most one token.
@@ -208,14 +208,39 @@ class ContextParallel:
         message = message.contiguous()
         work = dist.isend(message, group=self.group, group_dst=rank)
         assert work is not None
-        self._sent.append((work, message))
-        while self._sent and (len(self._sent) > IN_FLIGHT or self._sent[0][0].is_completed()):
-            self._sent.popleft()[0].wait()
+        sent, polls = self._sent[-1], len(self._sent) == 1
+        sent.append((work, message))
+        while sent and (len(sent) > IN_FLIGHT or (polls and sent[0][0].is_completed())):
+            sent.popleft()[0].wait()
 
     def finish(self) -> None:
         """Wait until all messages have arrived; a process that ends before takes them with it."""
-        while self._sent:
-            self._sent.popleft()[0].wait()
+        sent = self._sent[-1]
+        while sent:
+            sent.popleft()[0].wait()
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Finish the messages of the block at its end, without polling and apart from earlier ones.
+
+        A block that is captured as a CUDA graph requires this: a capture may not query events, nor wait for events
+        outside of it, and its own stream must wait for all others before it ends.
+        """
+        self._sent.append(deque())
+        try:
+            yield
+            self.finish()
+        finally:
+            self._sent.pop()
+
+    def first_reason(self, reason: str | None) -> str | None:
+        """Return the `reason` of the first process that has one, in all processes; None if there is none.
+
+        All processes of the group must call it, and wait for each other.
+        """
+        reasons: list[str | None] = [None] * self.count
+        dist.all_gather_object(reasons, reason, group=self.group)
+        return next((each for each in reasons if each is not None), None)
 
     def get(self, like: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Receive tensors of the shapes and the dtype of `like` from a neighbour."""

@@ -98,8 +98,14 @@ def test_two_gpus_train_as_one(way: str, alone: list[float], tmp_path: Path, sha
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("way", "more"),
+    [("ddp", ()), ("context_parallel", ()), ("context_parallel", ("--activation_checkpointing=1",))],
+)
 @pytest.mark.parametrize("batches", [1, 2])
-def test_two_gpus_in_captured_steps(batches: int, tmp_path: Path, shared_cache: Path) -> None:
-    options = ("--config", "train/ddp.yaml", f"--trainer.accumulate_grad_batches={batches}")
+def test_two_gpus_in_captured_steps(
+    batches: int, way: str, more: tuple[str, ...], tmp_path: Path, shared_cache: Path
+) -> None:
+    options = ("--config", f"train/{way}.yaml", f"--trainer.accumulate_grad_batches={batches}", *more)
     eager = fit(tmp_path, shared_cache, "eager", *short("eager", *options, *EAGER, devices=2))
     assert fit(tmp_path, shared_cache, "captured", *short("captured", *options, *CAPTURED, devices=2)) == eager

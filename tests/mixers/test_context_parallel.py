@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mixers
 from mixers import ContextParallel
-from mixers.context_parallel import exchanged_once
+from mixers.context_parallel import IN_FLIGHT, exchanged_once
 from mixers.two_layers import TwoLayers
 from tests.zoo.lm.test_rwkv7 import AsTokenMixer
 
@@ -283,6 +283,46 @@ def test_each_process_needs_a_token(alone: ContextParallel) -> None:
     alone.count = 3
     with pytest.raises(mixers.UserError, match="3 processes cannot share 2 tokens; each needs at least one"):
         alone.of(2)
+
+
+class Message:
+    """A message that arrives when it is waited for."""
+
+    def __init__(self) -> None:
+        self.polls, self.waits = 0, 0
+
+    def is_completed(self) -> bool:
+        self.polls += 1
+        return False
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def test_joined_messages_stay_within_their_block(alone: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a capture: nothing polls them, and the block neither waits for earlier messages nor leaves any."""
+    messages: list[Message] = []
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: messages.append(Message()) or messages[-1])
+    part, x = alone.of(4), torch.zeros(1)
+    part.put([x], 1)
+    with alone.joined():
+        for _ in range(IN_FLIGHT + 2):
+            part.put([x], 1)
+        assert [each.waits for each in messages] == [0, 1, 1, *[0] * IN_FLIGHT]
+    assert [each.waits for each in messages] == [0, *[1] * (IN_FLIGHT + 2)]
+    assert [each.polls for each in messages] == [1, *[0] * (IN_FLIGHT + 2)]
+    alone.finish()
+    assert messages[0].waits == 1
+
+
+def test_messages_of_a_failed_capture_are_dropped(alone: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    message, block = Message(), alone.joined()
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: message)
+    block.__enter__()
+    alone.put([torch.zeros(1)], 1)
+    block.__exit__(RuntimeError, RuntimeError("not permitted"), None)
+    alone.finish()
+    assert message.waits == 0
 
 
 def test_the_signature_says_who_works_on_parts() -> None:

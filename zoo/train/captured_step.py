@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from kernels.core.documents import Documents, documents
 from kernels.core.static_documents import StaticDocuments, static_copy, static_documents
+from mixers import ContextParallel
 from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.adamw import AdamW
 from zoo.train.gradient_average import GradientAverage
@@ -36,6 +37,10 @@ class Recording(Protocol):
 
     def record(self, step: Callable[[], Made]) -> Callable[[], Made]:
         """Capture a step; all its replays write to the same tensors."""
+
+
+class _Refused(RuntimeError):
+    """A process that shares the sequences cannot capture a part; raised in all of them."""
 
 
 class _Pass(NamedTuple):
@@ -93,11 +98,18 @@ class CapturedStep:
     with it, and discards the gradients of both. Batches of other shapes than the first MOST_SHAPES run eagerly, with
     the same results. If a part cannot be captured, every step runs eagerly. The log says so once.
 
+    Processes that share sequences send each other messages within the passes, in the same order whether they replay
+    them or not. So all of them must get batches of the same shapes, and they agree whether to run further passes: they
+    capture a shape together, or none of them captures more. An error in an eager pass is raised, since the other
+    processes wait for its messages.
+
     Args:
         compute: Inputs → a scalar loss, and further tensors without gradients. It must not wait for the device.
         parameters: All parameters that `compute` uses. The gradients of trained ones stay at the same addresses.
         recorder: Captures the parts; None for CUDA graphs.
         average: Averages the gradients over all processes, before their norm; None for one process.
+        sharing: The processes that share each sequence in `compute`, whose documents must not be packed then; None if
+            it exchanges nothing.
         may_draw: Whether `compute` may draw random numbers on the device; False if it recomputes activations.
 
     Attributes:
@@ -110,11 +122,13 @@ class CapturedStep:
         parameters: Iterable[nn.Parameter],
         recorder: Recording | None = None,
         average: GradientAverage | None = None,
+        sharing: ContextParallel | None = None,
         *,
         may_draw: bool = True,
     ) -> None:
         self.refused: str | None = None
-        self._average = average
+        self._average, self._sharing = average, sharing
+        self._agreed: set[tuple[Key, bool]] = set()  # shapes before which processes have asked each other for refusals
         self._exchanges = 0  # the first one is eager: it connects the processes
         self._compute, self._all, self._may_draw = compute, list(parameters), may_draw
         self._recorder = recorder
@@ -144,8 +158,10 @@ class CapturedStep:
             inputs: Inputs of `compute`.
             cu_seqlens, first: As in `__call__`.
         """
-        if self.refused is None and self._memory != _addresses(self._all):
+        if self._memory != _addresses(self._all):
             self.forget()  # parameters were moved, frozen or unfrozen
+            self._agreed.clear()
+        self._agree(inputs, first)
         packed = _documents(inputs, cu_seqlens)
         shapes = self._serving(inputs, packed)
         done = shapes is not None and first in shapes.passes and True in shapes.passes
@@ -158,10 +174,12 @@ class CapturedStep:
                 shapes, expected = self._start(inputs, cu_seqlens)
             for each in (True,) if first else (True, False):
                 if each not in shapes.passes:
-                    shapes.passes[each] = self._record_pass(shapes, each)
+                    shapes.passes[each] = self._in_all(partial(self._record_pass, shapes, each))
                     if each:
                         self._check(shapes.passes[each], expected)
         except RuntimeError as error:
+            if self._sharing is not None and not isinstance(error, _Refused):
+                raise
             self._refuse(_one_line(error))
         for parameter, gradient, value in zip(self._parameters, attached, values, strict=True):
             parameter.grad = gradient
@@ -185,6 +203,36 @@ class CapturedStep:
         loss, *others = passes.forward()
         replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(passes, gradient, first))
         return replayed, *(x.clone() for x in others)
+
+    def _agree(self, inputs: tuple[Tensor, ...], first: bool) -> None:
+        """Before the first batch of a shape, refuse if a process that shares the sequences has refused."""
+        if self._sharing is None or (key := (_key(inputs), first)) in self._agreed:
+            return
+        self._agreed.add(key)
+        reason = self._sharing.first_reason(self.refused)
+        if reason is not None and self.refused is None:
+            self._refuse(reason)
+
+    def _in_all(self, step: Callable[[], Made]) -> Made:
+        """Return the result of a step that exchanges nothing, unless it fails in a process that shares the sequences.
+
+        Raises:
+            RuntimeError: It failed in this process.
+            _Refused: It failed in one of the processes that share the sequences.
+        """
+        if self._sharing is None:
+            return step()
+        try:
+            result, reason = step(), None
+        except RuntimeError as error:
+            reason = _one_line(error)
+        if (reason := self._sharing.first_reason(reason)) is not None:
+            raise _Refused(reason)
+        return result
+
+    def _joined(self) -> AbstractContextManager[None]:
+        """Return a context for a pass, at whose end the messages that this process sent have been received."""
+        return nullcontext() if self._sharing is None else self._sharing.joined()
 
     def _serving(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> _Shapes | None:
         """Return the graphs for these inputs; None if there are none."""
@@ -213,23 +261,26 @@ class CapturedStep:
 
         def eager(cu_seqlens: Tensor | None) -> Tensor:
             self._drop_gradients()
-            with casts_not_cached():
-                loss = _eager(self._compute, shapes.inputs, cu_seqlens)[0]
-            loss.backward()
+            with self._joined():
+                with casts_not_cached():
+                    loss = _eager(self._compute, shapes.inputs, cu_seqlens)[0]
+                loss.backward()
             if self._scale is None:
                 self._scale = torch.ones_like(loss)
             return _numbers(loss, _norm(parameter.grad for parameter in self._parameters))
 
+        before = _random_offset(self._device)
+
+        def check_draws() -> None:
+            if not self._may_draw and _random_offset(self._device) != before:
+                raise RuntimeError("activation checkpointing repeats random numbers, which a CUDA graph cannot do")
+
         with torch.enable_grad():
-            before = _random_offset(self._device)
             # first with padded boundaries, then with those of the batch
             for boundaries in [None] if cu_seqlens is None else [shapes.cu_seqlens, cu_seqlens]:
                 with _random_numbers_kept(self._device):
                     expected = self._recorder.rehearse(partial(eager, boundaries))
-                    if not self._may_draw and _random_offset(self._device) != before:
-                        raise RuntimeError(
-                            "activation checkpointing repeats random numbers, which a CUDA graph cannot do"
-                        )
+                    self._in_all(check_draws)
         self._drop_gradients()
         return shapes, expected
 
@@ -249,7 +300,7 @@ class CapturedStep:
         statics = list(self._gradients)  # empty for the first shape, whose backward pass allocates them
 
         def forward() -> tuple[Tensor, ...]:
-            with torch.enable_grad(), casts_not_cached():
+            with torch.enable_grad(), casts_not_cached(), self._joined():
                 loss, *others = _eager(self._compute, shapes.inputs, shapes.cu_seqlens)
             self._loss = loss
             return loss.detach(), *others
@@ -258,7 +309,8 @@ class CapturedStep:
             assert self._loss is not None
             if first:
                 self._drop_gradients()
-            self._loss.backward(self._scale)
+            with self._joined():
+                self._loss.backward(self._scale)
             if first and statics:
                 self._move(statics)
             return [parameter.grad for parameter in self._parameters]
@@ -283,13 +335,7 @@ class CapturedStep:
         with _random_numbers_kept(self._device):
             loss = passes.forward()[0].clone()
             self._backward(passes, torch.ones_like(loss), True)
-        replayed = _numbers(loss, _norm(self._gradients))
-        if not torch.allclose(replayed, expected, rtol=TOLERANCE, atol=0.0, equal_nan=True):
-            (loss, norm), (expected_loss, expected_norm) = replayed.tolist(), expected.tolist()
-            raise RuntimeError(
-                f"a replay has the loss {loss:g} and the gradient norm {norm:g}, where the eager step has "
-                f"{expected_loss:g} and {expected_norm:g}"
-            )
+        self._in_all(partial(_compare, _numbers(loss, _norm(self._gradients)), expected))
 
     def _refuse(self, reason: str) -> None:
         self.forget()
@@ -501,6 +547,16 @@ def _eager(compute: Compute, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | No
 
 def _norm(gradients: Iterable[Tensor | None]) -> Tensor:
     return total_norm(gradient for gradient in gradients if gradient is not None)
+
+
+def _compare(replayed: Tensor, expected: Tensor) -> None:
+    """Raise a RuntimeError if the numbers of a replay differ from those of the eager step."""
+    if not torch.allclose(replayed, expected, rtol=TOLERANCE, atol=0.0, equal_nan=True):
+        (loss, norm), (expected_loss, expected_norm) = replayed.tolist(), expected.tolist()
+        raise RuntimeError(
+            f"a replay has the loss {loss:g} and the gradient norm {norm:g}, where the eager step has "
+            f"{expected_loss:g} and {expected_norm:g}"
+        )
 
 
 def _numbers(loss: Tensor, norm: Tensor) -> Tensor:

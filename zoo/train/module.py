@@ -63,6 +63,9 @@ class Pretraining(L.LightningModule):
         extra_sets: Names of the loaders after those, whose losses are logged separately and are not part of the others.
         context_parallel: How many neighbouring processes share each sequence.
 
+    Attributes:
+        sharing: The processes that share each sequence, set by `setup`; None if each has whole sequences.
+
     Raises:
         UserError: `context_parallel` is below 1.
     """
@@ -97,8 +100,7 @@ class Pretraining(L.LightningModule):
         self.context_parallel = context_parallel
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
-        self._sharing: ContextParallel | None = None  # with whom this process shares sequences; None for nobody
-        self._part: ContextParallel | None = None  # this process's part of the batch; None for whole sequences
+        self.sharing: ContextParallel | None = None
         self.train_loss: Tensor | None = None  # of the last step, in all processes; None if they did not exchange it
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
@@ -115,10 +117,10 @@ class Pretraining(L.LightningModule):
         Raises:
             UserError: Context parallelism is not possible here, or the weights or the names to train do not fit.
         """
-        if self.context_parallel > 1 and self._sharing is None:
+        if self.context_parallel > 1 and self.sharing is None:
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
-            self._sharing = ContextParallel(group)
+            self.sharing = ContextParallel(group)
         if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
@@ -130,8 +132,8 @@ class Pretraining(L.LightningModule):
 
     def teardown(self, stage: str) -> None:
         """Let other processes receive what this one has sent."""
-        if self._sharing is not None:
-            self._sharing.finish()
+        if self.sharing is not None:
+            self.sharing.finish()
 
     def configure_model(self) -> None:
         """Shard the parameters block by block if the strategy is Lightning's for FSDP2 (`zoo.train.fsdp2`)."""
@@ -203,7 +205,6 @@ class Pretraining(L.LightningModule):
         It also logs `train_loss`, the mean over the whole step in all processes.
         """
         tokens = batch.tokens.shape[:2].numel() * self.trainer.world_size // self.context_parallel
-        batch = self._local_part(batch)
         if self.captured is None:
             loss, total, count = self.losses(batch.tokens, batch.labels, batch.cu_seqlens)
         else:
@@ -216,10 +217,14 @@ class Pretraining(L.LightningModule):
         return loss
 
     def losses(self, tokens: Tensor, labels: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """The mean loss over the labelled tokens, by which the model is trained; its sum, and their number."""
-        total = total_loss(self.model, tokens, labels, cu_seqlens, self._part)
+        """The mean loss over the labelled tokens, by which the model is trained; its sum, and their number.
+
+        With context parallelism, processes get whole sequences, and sum and number are those of this process's part.
+        """
+        (tokens, labels, cu_seqlens), part = self._local_part(Batch(tokens, labels, cu_seqlens))
+        total = total_loss(self.model, tokens, labels, cu_seqlens, part)
         count = (labels != NO_LOSS).sum()
-        loss = total / count.clamp(min=1) if self._part is None else self._part.mean(total, count)
+        loss = total / count.clamp(min=1) if part is None else part.mean(total, count)
         return loss, total.detach(), count
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -273,14 +278,14 @@ class Pretraining(L.LightningModule):
         self.train_loss = losses[0] / losses[1].clamp(min=1)
         self.log("train_loss", self.train_loss)  # with prog_bar=True, Lightning would wait for the device in each step
 
-    def _local_part(self, batch: Batch) -> Batch:
-        """The part of a batch that this process computes."""
+    def _local_part(self, batch: Batch) -> tuple[Batch, ContextParallel | None]:
+        """The part of a batch that this process computes, and where it is; None if that is all of it."""
         if batch.cu_seqlens is not None:  # a validation in inference mode moves it to the device there
             batch = batch._replace(cu_seqlens=tracked(batch.cu_seqlens))
-        if self._sharing is None:
-            return batch
-        self._part = part = self._sharing.of(batch.tokens.shape[1], batch.cu_seqlens)
-        return Batch(part.take(batch.tokens), part.take(batch.labels), part.cu_seqlens)
+        if self.sharing is None:
+            return batch, None
+        part = self.sharing.of(batch.tokens.shape[1], batch.cu_seqlens)
+        return Batch(part.take(batch.tokens), part.take(batch.labels), part.cu_seqlens), part
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
@@ -302,12 +307,12 @@ class Pretraining(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the metrics of a validation or test."""
-        batch = self._local_part(batch)
+        batch, part = self._local_part(batch)
         labels, task = batch.labels, dataloader_idx if self.tasks else 0
         # labels of packed sequences: their number changes from batch to batch
         of_sequences = batch.cu_seqlens is not None and labels.shape != batch.tokens.shape
         if self.captured_scores is None or of_sequences:
-            losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, self._part)
+            losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, part)
         else:
             losses, correct = self.captured_scores(batch.tokens, labels, cu_seqlens=batch.cu_seqlens)
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
@@ -318,7 +323,7 @@ class Pretraining(L.LightningModule):
         bounds = batch.cu_seqlens
         if batch.labels.shape[1] != batch.tokens.shape[1]:  # the label of a whole sequence has no position in it
             losses, labels, bounds = losses.view(-1, 1), labels.reshape(-1, 1), None
-        self.context_loss.update(losses, labels, bounds, self._part)
+        self.context_loss.update(losses, labels, bounds, part)
 
     test_step = validation_step
 

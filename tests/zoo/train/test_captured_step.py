@@ -1,6 +1,7 @@
 """Captured training steps: the same numbers as eager ones, whatever happens between the parts of a step."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -254,6 +255,49 @@ def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.Lo
     value.backward()
     assert weight.grad == 3
     assert len(caplog.messages) == 1
+
+
+class Sharing:
+    """Processes that share sequences, of which another one may refuse."""
+
+    def __init__(self) -> None:
+        self.other: str | None = None
+
+    def joined(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def first_reason(self, reason: str | None) -> str | None:
+        return reason or self.other
+
+
+def test_an_error_while_other_processes_wait_for_messages_is_raised():
+    """A process that went on to the next step would send its messages to a step that the others have not finished."""
+    weight, sharing = nn.Parameter(torch.ones(())), Sharing()
+
+    def loss(x: Tensor) -> tuple[Tensor]:
+        if len(x) > 1:
+            raise RuntimeError("out of memory")
+        return ((weight * x).sum(),)
+
+    step = CapturedStep(loss, [weight], Repeated(), None, sharing)
+    step.prepare(torch.ones(1))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step.prepare(torch.ones(2))
+    alone = CapturedStep(loss, [weight], Repeated())
+    alone.prepare(torch.ones(2))
+    assert alone.refused == "out of memory"
+
+
+def test_no_shape_is_captured_once_another_process_has_refused(caplog: pytest.LogCaptureFixture):
+    weight, sharing, recorder = nn.Parameter(torch.ones(())), Sharing(), Repeated()
+    step = CapturedStep(lambda x: ((weight * x).sum(),), [weight], recorder, None, sharing)
+    step.prepare(torch.ones(1))
+    sharing.other = "no memory there"
+    step.prepare(torch.ones(1))
+    assert (step.refused, step.parts) == (None, 2)
+    step.prepare(torch.ones(2))
+    assert (step.refused, step.parts, recorder.recorded) == ("no memory there", 0, 2)
+    assert caplog.messages == ["cuda_graph: the training step runs eagerly: no memory there"]
 
 
 def test_a_captured_forward_pass_follows_the_weights(caplog: pytest.LogCaptureFixture):

@@ -19,18 +19,27 @@ import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemWriter
 
 from kernels import UserError
-from tests.zoo.tiny import LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
+from mixers import GLA, ContextParallel, GatedDeltaNet, Site
+from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
 from tests.zoo.train.test_captured_step import Repeated
+from zoo import LanguageModel
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.data.batch import NO_LOSS, Batch
+from zoo.data.resumable import ResumableData
+from zoo.lm import Uniform
 from zoo.train import shards
 from zoo.train.callbacks import step_times
+from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.captured_step import CapturedStep, Recording
 from zoo.train.fsdp2 import FSDP2
+from zoo.train.gradient_average import GradientAverage
 from zoo.train.metrics_file import read_metrics
+from zoo.train.module import Pretraining
+from zoo.train.optim import Optimisation
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +156,96 @@ def train_captured(folder: Path, rank: int) -> None:
         torch.save(saved, folder / f"{name}-{rank}.pt")
 
 
+class Sequences(ResumableData):
+    """Rows of 16 and of 15 tokens, of which the first process holds eight each; some tokens have no label."""
+
+    def __init__(self, packed: bool = False) -> None:
+        super().__init__(batch_size=4, num_workers=0, seed=0)
+        self.packed = packed
+
+    def train_dataloader(self) -> Any:
+        return Batches(*(self.rows(number) for number in range(STEPS * ACCUMULATED)))
+
+    def val_dataloader(self) -> Any:
+        return Batches(self.rows(100), self.rows(101))
+
+    def identity(self) -> dict[str, Any]:
+        return {}
+
+    def rows(self, number: int) -> Batch:
+        tokens, labels = (part.clone() for part in batch(number)[:2])
+        length, cu_seqlens = 15 + (number % 3 != 1), None
+        labels[0, number % 3 + 1 :] = NO_LOSS
+        if self.packed:
+            tokens, labels, cu_seqlens = tokens[:1], labels[:1], torch.tensor([0, 5, length], dtype=torch.int32)
+        return Batch(tokens[:, :length], labels[:, :length], cu_seqlens)
+
+
+def train_sharing(folder: Path, rank: int) -> None:
+    """Runs whose processes share each sequence, in eager and in captured steps; one of two blocks is recomputed."""
+    for case, steps in (("rows", STEPS), ("packed", 2)):
+        recorder, options = Repeated(), OPTIONS | {"max_steps": steps, "num_sanity_val_steps": 0}
+        for name, capture in (("eager", []), ("captured", [CapturedSteps(recorder)])):
+            torch.manual_seed(0)
+            model = LanguageModel(Uniform(GatedDeltaNet), vocab_size=VOCAB, hidden_size=16, num_heads=2, num_layers=2)
+            optim = Optimisation(warmup_steps=2, learning_rate=2**-6, gradient_clip=0.5)
+            module, log = Pretraining(model, optim, config={}, context_parallel=2), LossLog()
+            callbacks = [log, CheckpointedBlocks(2), *capture]
+            run = trainer(folder / case / name, callbacks, strategy="ddp", devices=2, **options)
+            run.fit(module, datamodule=Sequences(case == "packed"))
+            saved = {"losses": log.losses, "parts": recorder.recorded, "weights": module.model.state_dict()}
+            torch.save(saved | {"positions": module.loss_by_position}, folder / f"{case}-{name}-{rank}.pt")
+
+
+class Wrong(Repeated):
+    """Replays add to the loss."""
+
+    def record(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        replay = super().record(step)
+
+        def wrong() -> Any:
+            result = replay()
+            return (result[0] + 1, *result[1:]) if isinstance(result, tuple) else result
+
+        return wrong
+
+
+def refuse(folder: Path, rank: int) -> None:
+    """Steps on sequences of two lengths that one of two processes which share them cannot capture."""
+    sharing, results = ContextParallel(), {}
+    recorders: dict[str, tuple[Recording, Recording] | None] = {
+        "eager": None,
+        "first pass": (Repeated(), Repeated(fails_at=2)),
+        "check": (Wrong(), Repeated()),
+        "norm": (Repeated(fails_at=3), Repeated()),
+    }
+    for case, pair in recorders.items():
+        torch.manual_seed(0)
+        mixer = GLA(Site(hidden_size=64, num_heads=2, layer=0, num_layers=1))
+
+        def loss(x: torch.Tensor, mixer: torch.nn.Module = mixer) -> tuple[torch.Tensor]:
+            part = sharing.of(x.shape[1])
+            own = part.take(x)
+            y, _ = mixer(own, context_parallel=part)
+            return (part.mean(y.square().sum(), torch.tensor(own.numel())),)
+
+        average, recorder = GradientAverage(), Repeated(fails_at=1) if pair is None else pair[rank]
+        step = CapturedStep(loss, mixer.parameters(), recorder, average, sharing)
+        numbers, refusals = [], []
+        for number, length in enumerate((8, 8, 7, 8)):
+            x = torch.randn(2, length, 64, generator=torch.Generator().manual_seed(number))
+            if pair is not None:
+                step.prepare(x)
+            mixer.zero_grad()
+            value = step(x)[0] if pair is not None else loss(x)[0]
+            value.backward()
+            numbers.append((value.item(), step.gradient_norm().item()))
+            refusals.append(step.refused)
+        results[case] = {"numbers": numbers, "refusals": refusals}
+    sharing.finish()
+    torch.save(results, folder / f"refusals-{rank}.pt")
+
+
 class SlowDisk(L.Callback):
     """Shards are written only when training is two steps further, or complete."""
 
@@ -251,6 +350,8 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
             train(Path(folder, f"late-{late}"), rank, 2, *([Late(rank, clock)] if rank == late else []))
     train_corrupted(Path(folder, "corrupted"), rank)
     train_captured(Path(folder), rank)
+    train_sharing(Path(folder, "sharing"), rank)
+    refuse(Path(folder), rank)
     train_sharded(Path(folder, "sharded"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
@@ -307,6 +408,32 @@ def test_captured_steps_average_the_gradients(found: Path) -> None:
     keys = ("train_loss", "gradient_norm", "val_loss")
     losses, captured = ([[row.get(key) for key in keys] for row in each] for each in rows)
     assert repr(losses) == repr(captured)
+
+
+@pytest.mark.parametrize("case", ["rows", "packed"])
+def test_processes_that_share_sequences_capture_the_same_steps(found: Path, case: str) -> None:
+    runs = [torch.load(found / "sharing" / f"{case}-{name}-{n}.pt") for name in ("eager", "captured") for n in range(2)]
+    assert len(runs[0]["losses"]) > 2
+    # two passes for each of two lengths and places in a step, exchange, norm, clipping; validation runs eagerly
+    parts = 0 if case == "packed" else 11
+    assert [run.pop("parts") for run in runs] == [0, 0, parts, parts]
+    for run in runs[1:]:
+        weights = run.pop("weights")
+        assert all(torch.equal(weight, weights[name]) for name, weight in runs[0]["weights"].items())
+        assert repr(run) == repr({key: runs[0][key] for key in run})  # positions without labels have nan
+
+
+def test_processes_that_share_sequences_refuse_together(found: Path) -> None:
+    first, second = (torch.load(found / f"refusals-{rank}.pt") for rank in range(2))
+    eager, reason = first["eager"]["numbers"], "operation not permitted when stream is capturing"
+    for process in (first, second):
+        assert [each["numbers"] for each in process.values()] == [eager] * 4
+        assert process["first pass"]["refusals"] == [reason] * 4
+        (wrong,) = set(process["check"]["refusals"])
+        assert wrong.startswith("a replay has the loss")
+    # the norm of one process: the other one replays until the next length
+    assert first["norm"]["refusals"] == [reason] * 4
+    assert second["norm"]["refusals"] == [None, None, reason, reason]
 
 
 def test_processes_wait_for_it_only_where_it_is_logged(found: Path) -> None:

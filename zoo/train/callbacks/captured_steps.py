@@ -1,6 +1,7 @@
 """`cuda_graph`: training steps are captured as CUDA graphs and replayed."""
 
 import logging
+import os
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -77,9 +78,10 @@ class CapturedSteps(Callback):
         if trainer.world_size > 1:
             self._entered.enter_context(trainer.strategy.model.no_sync())
             average = GradientAverage()
-        captured = CapturedStep(losses, parameters, recorder, average, may_draw=not recomputes)
+        captured = CapturedStep(losses, parameters, recorder, average, pl_module.sharing, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
-        pl_module.captured_scores = CapturedForward(scores, parameters, recorder, captured.forget)
+        if pl_module.sharing is None:
+            pl_module.captured_scores = CapturedForward(scores, parameters, recorder, captured.forget)
         if isinstance(optimizer, AdamW | Muon):
             optimizer.replay = partial(captured.update, optimizer)
         else:
@@ -87,12 +89,12 @@ class CapturedSteps(Callback):
             log.warning("cuda_graph: the update of %s runs eagerly; forward and backward passes are captured", name)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
-        """Capture the passes if that is not done; give up if each of the packed sequences has one label."""
+        """Capture the passes if that is not done; give up if the documents change more than their boundaries."""
         if pl_module.captured is None:
             return
-        if batch.cu_seqlens is not None and isinstance(getattr(pl_module.model, "head", None), Classifier):
+        if batch.cu_seqlens is not None and (reason := packed_obstacle(pl_module)) is not None:
             self.teardown(trainer, pl_module)
-            log.warning("cuda_graph: the training step runs eagerly: the number of labels is that of packed sequences")
+            log.warning("cuda_graph: the training step runs eagerly: %s", reason)
             return
         first = batch_idx % trainer.accumulate_grad_batches == 0
         pl_module.captured.prepare(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, first=first)
@@ -113,8 +115,8 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
         return f"{type(trainer.strategy).__name__} exchanges more between processes than the gradients of a step"
-    if trainer.lightning_module.context_parallel > 1:
-        return "context_parallel exchanges parts of sequences in each layer"
+    if trainer.lightning_module.context_parallel > 1 and registers_segments():
+        return "context_parallel with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True requires NCCL_GRAPH_REGISTER=0"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return f"trainer.precision={trainer.precision_plugin.precision} scales the loss on the host; use bf16-mixed"
     if torch.is_anomaly_enabled():
@@ -122,6 +124,19 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
     return None
+
+
+def packed_obstacle(pl_module: Any) -> str | None:
+    """Return why steps with packed documents cannot be captured; None if that has to be tried."""
+    if isinstance(getattr(pl_module.model, "head", None), Classifier):
+        return "the number of labels is that of packed sequences"
+    return None if pl_module.sharing is None else "packed documents change what context_parallel exchanges"
+
+
+def registers_segments() -> bool:
+    """Return whether NCCL would register expandable segments that graphs use, which leads to illegal accesses."""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:True" in settings and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
 
 
 def hook_within_step(trainer: L.Trainer) -> str | None:

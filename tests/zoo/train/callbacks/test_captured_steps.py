@@ -3,17 +3,19 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
+from lightning.pytorch.strategies import DDPStrategy
 
 from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, pretraining, trainer, validation_loader
 from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
 from zoo.lm.classifier import Classifier
-from zoo.train.callbacks.captured_steps import CapturedSteps
+from zoo.train.callbacks.captured_steps import CapturedSteps, obstacle
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.throughput import Throughput
 from zoo.train.metrics_file import read_metrics
@@ -186,6 +188,17 @@ def test_what_a_replay_would_leave_out_is_not_captured(tmp_path: Path, caplog: p
         "head has a hook, which a replay would not call",
         "trainer.detect_anomaly reads every gradient on the host",
     ]
+
+
+def test_expandable_segments_that_nccl_would_register_are_not_captured(monkeypatch: pytest.MonkeyPatch):
+    precision, module = SimpleNamespace(scaler=None), SimpleNamespace(context_parallel=2)
+    run: Any = SimpleNamespace(strategy=DDPStrategy(), lightning_module=module, precision_plugin=precision)
+    model = pretraining().model
+    assert obstacle(run, model) is None
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    assert (obstacle(run, model) or "").endswith("requires NCCL_GRAPH_REGISTER=0")
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    assert obstacle(run, model) is None
 
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
