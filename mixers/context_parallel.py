@@ -40,7 +40,9 @@ class ContextParallel:
     """The processes that share each sequence, and, after `of`, the part that this process holds.
 
     Args:
-        group: The processes, in the order of their parts; None for all.
+        group: The processes, in the order of their parts; None for all. Gradients that are averaged during the backward
+            pass need another group: NCCL runs the operations of a group one after another, in an order that would
+            differ between parts.
 
     Attributes:
         rank: Number of this process, and of its part.
