@@ -44,7 +44,8 @@ class CapturedSteps(Callback):
 
     Args:
         recorder: Captures the parts, on any device; None for CUDA graphs.
-        automatic: Whether a run without a GPU is silently eager, and a run with other hooks within a step is eager.
+        automatic: Whether a run without a GPU is silently eager, and runs with context parallelism or with other hooks
+            within a step are eager.
     """
 
     order = 97  # after callbacks that replace the forward functions of blocks, and those that compile kernels
@@ -58,8 +59,8 @@ class CapturedSteps(Callback):
         reason = no_graphs(pl_module.device) if self._recorder is None else None
         if reason is not None and self._automatic:
             return
-        hook = hook_within_step(trainer) if self._automatic else None
-        if (reason := reason or obstacle(trainer, pl_module.model) or hook) is not None:
+        unless_requested = left_to_request(trainer) if self._automatic else None
+        if (reason := reason or obstacle(trainer, pl_module.model) or unless_requested) is not None:
             log.warning("cuda_graph: the training step runs eagerly: %s", reason)
             return
         recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
@@ -139,8 +140,10 @@ def registers_segments() -> bool:
     return "expandable_segments:True" in settings and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
 
 
-def hook_within_step(trainer: L.Trainer) -> str | None:
-    """Return which hook within a step, from zeroing the gradients to the update, comes from elsewhere; None if none."""
+def left_to_request(trainer: L.Trainer) -> str | None:
+    """Return why steps are captured with `cuda_graph: true` only; None if null captures them, too."""
+    if trainer.lightning_module.context_parallel > 1:
+        return "with context_parallel they are captured only with cuda_graph: true"
     for part in (*trainer.callbacks, trainer.lightning_module):
         for name in HOOKS:
             method = getattr(part, name, None)
