@@ -552,7 +552,7 @@ def positions(
         return (place + start[owner])[None], start + counts
     time = torch.arange(length, device=x.device)
     if offset is None and context_parallel is not None:
-        offset = time.new_full([1], context_parallel.offset)
+        offset = time.new_full([1], int(context_parallel.offset))
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)
     return offset[:, None] + time, offset + length

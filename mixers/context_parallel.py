@@ -5,7 +5,9 @@ window reaches, and a position the number of tokens before it. Each process hand
 has it, and the gradient comes back the same way. So every recurrence runs once, process r is r recurrences behind the
 first one, in all layers together, and a message is on its way while its sender computes the next layer. (To combine
 summaries of all parts, as LASP-2 does, arXiv 2502.07563, runs each recurrence twice and waits for all in each layer.)
-Where a packed document begins with a part, nothing is sent.
+Messages of packed documents have the same sizes wherever documents begin, so that steps can be captured as CUDA graphs.
+What belongs to another document is replaced by zeros on the device. Only full attention, whose messages would hold all
+earlier tokens, sends those of the document.
 
 A mixer receives a `ContextParallel` as an argument of `forward` and passes it to everything that looks along time:
 convolutions (`FeaturePath`), `positions`, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
@@ -20,8 +22,8 @@ from contextvars import ContextVar, Token
 from copy import copy
 from functools import partial
 from inspect import signature
-from itertools import accumulate, pairwise
-from typing import Any, Self, TypeVar
+from itertools import accumulate
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,10 +31,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.documents import copied, documents, moved
+from kernels.core.documents import Documents, documents, moved
 
 Recurrence = Callable[..., tuple[Tensor, Tensor | None]]
 Outputs = TypeVar("Outputs")
+Gathered = TypeVar("Gathered")
 IN_FLIGHT = 16  # messages that a process may be ahead of the next one, which bounds the memory that they hold
 
 
@@ -47,19 +50,17 @@ class ContextParallel:
     Attributes:
         rank: Number of this process, and of its part.
         count: Number of processes.
-        cu_seqlens: Boundaries of the documents in this part, its ends included; None for rows that are not packed.
-        offset: Number of tokens before this part of the sequence or document that its first token belongs to.
-        longest: Number of tokens of the longest sequence or document, over all parts.
+        cu_seqlens: Boundaries of the documents in this part, its ends included, in int32, and of empty documents at its
+            end, which make their number that of other parts; None for rows that are not packed.
+        offset: Number of tokens before this part of the sequence or document that its first token belongs to; a scalar
+            on the device of packed documents.
     """
 
     cu_seqlens: Tensor | None
-    offset: int
-    longest: int
-    _next_offset: int  # `offset` of the next part
+    offset: "int | Tensor"
     _starts: list[int]  # of all parts, and the length of the row
-    _bounds: list[int]  # `cu_seqlens` on the host
-    _like: Tensor | None  # has the dtype and device of `cu_seqlens`
-    _longer: dict[int, Tensor]  # results of `longer_documents`
+    _documents: Documents | None  # of the row
+    _last: Tensor | None  # index of the last document in this part that is not empty [1]
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
@@ -82,15 +83,18 @@ class ContextParallel:
             )
         part, (each, more) = copy(self), divmod(length, self.count)
         part._starts = list(accumulate((each + (i < more) for i in range(self.count)), initial=0))
-        bounds = [0, length] if cu_seqlens is None else documents(cu_seqlens, length).bounds
-        offsets = [start - bounds[bisect_right(bounds, start) - 1] for start in part._starts[:-1]]
-        part.offset, part._next_offset = offsets[self.rank], [*offsets, 0][self.rank + 1]
-        part.longest = max(stop - start for start, stop in pairwise(bounds))
         start, stop = part._starts[self.rank : self.rank + 2]
-        inner = sorted({bound - start for bound in bounds if start < bound < stop})
-        part._bounds, part._like, part._longer = [0, *inner, stop - start], cu_seqlens, {}
+        part._documents = None if cu_seqlens is None else documents(cu_seqlens, length)
+        part.offset, part._last = (
+            (start, None) if part._documents is None else part._documents.tables(_ends, start, stop)
+        )
         part.cu_seqlens = part.longer_documents(0)
         return part
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the longest sequence or document, over all parts."""
+        return self._starts[-1] if self._documents is None else self._documents.longest
 
     def take(self, x: Tensor) -> Tensor:
         """This process's part of x [B,T,…]."""
@@ -98,13 +102,9 @@ class ContextParallel:
         return x[:, start:stop]
 
     def longer_documents(self, tokens: int) -> Tensor | None:
-        """Return `cu_seqlens` for a row that has so many more tokens in front; None for rows that are not packed."""
-        like = self._like
-        if like is not None and tokens not in self._longer:
-            with torch.inference_mode(False):  # the boundaries of such a tensor would be read again on every call
-                bounds = torch.tensor([0, *(bound + tokens for bound in self._bounds[1:])], dtype=like.dtype)
-                self._longer[tokens] = copied(moved(bounds, like.device), bounds)
-        return self._longer.get(tokens)
+        """Return `cu_seqlens` of this part and so many tokens before it; None for rows that are not packed."""
+        start, stop = self._starts[self.rank : self.rank + 2]
+        return None if self._documents is None else self._documents.part(start - tokens, stop)
 
     def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
         """Raise a UserError if there is a state, no length, or if only one of part and call has packed documents."""
@@ -125,21 +125,22 @@ class ContextParallel:
         Args:
             run: The states before the first token of each sequence or document → outputs, and the states after the
                 last one. If a gradient is needed, the outputs are one tensor.
-            zeros: The states at the start of each sequence or document [N,…].
+            zeros: The states at the start of each sequence or document [N,…], or [1,…] for that of the row.
             inputs: All that the outputs depend on: a gradient is handed back if one of them needs one.
 
         Returns:
             The outputs of `run`.
         """
         used = [x for x in inputs if x is not None]
-        state, packed = zeros, self.cu_seqlens is not None
-        if self.offset:
-            first = zeros[:1] if packed else zeros
-            (state,) = _Receive.apply(self, [first], *used)
-            state = torch.cat([state, zeros[1:]]) if packed and len(zeros) > 1 else state
+        state = zeros
+        if self.rank:
+            (state,) = _Receive.apply(self, [zeros if self._last is None else zeros[:1]], *used)
+            if self._last is not None:
+                state = torch.cat([state.masked_fill(self.offset == 0, 0), zeros[1:]])
         outputs, last = run(state)
-        if self._next_offset:
-            last = last[-1:] if packed else last
+        if self.rank + 1 < self.count:
+            if self._last is not None and len(last) > 1:
+                last = last.index_select(0, self._last)
             if torch.is_grad_enabled() and any(x.requires_grad for x in used):
                 return _HandOn.apply(self, outputs, last)
             self.put([last], self.rank + 1)
@@ -150,7 +151,8 @@ class ContextParallel:
 
         Returns:
             The streams, to be used in place of the arguments, and for each its last `size` tokens before this part
-            [B,n,…]: n is smaller where the sequence or document of the first token of the part began later.
+            [B,n,…]. Some may belong to other documents; n is smaller where the row has fewer, or, if `size` is that of
+            a whole row, where the document of the first token of the part has fewer.
         """
         here, earlier = list(streams), list(streams)
         for dtype in dict.fromkeys(x.dtype for x in streams):
@@ -161,7 +163,7 @@ class ContextParallel:
 
     def _before(self, streams: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
         """`before` for streams of one dtype."""
-        count, sent = min(size, self.offset), min(size, self._next_offset)
+        count, sent = self._earlier(self.rank, size), self._earlier(self.rank + 1, size)
         length = streams[0].shape[1]
         earlier = [x[:, :0] for x in streams]
         if sent and sent <= length:  # first, as the next part does not need those of the part before
@@ -175,17 +177,29 @@ class ContextParallel:
             earlier, streams = [x[:, :count] for x in both], [x[:, count:] for x in both]
         return streams, earlier
 
+    def _earlier(self, part: int, size: int) -> int:
+        """Return how many tokens before a part are sent to it; 0 behind the last part."""
+        start = self._starts[part] if part < self.count else 0
+        if self._documents is None or size < self._starts[-1]:
+            return min(size, start)
+        bounds = self._documents.bounds
+        return start - bounds[bisect_right(bounds, start) - 1]
+
     def histories(self, streams: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Exchange the inputs [B,T,C] of convolutions that read so many earlier tokens each, as `before` does.
 
         Returns:
             The streams, and the tokens before each sequence or document [N,size,C], with zeros where there are none;
-            None for a part that begins a sequence or document.
+            None for the first part.
         """
         here, earlier = self.before(streams, max(sizes))
-        if not self.offset:
+        if not self.rank:
             return here, [None for _ in here]
-        others = 0 if self.cu_seqlens is None else len(self.cu_seqlens) - 2
+        others = 0
+        if self.cu_seqlens is not None:
+            others, size = len(self.cu_seqlens) - 2, earlier[0].shape[1]
+            elsewhere = torch.arange(size, 0, -1, device=self.cu_seqlens.device)[:, None] > self.offset
+            earlier = [x.masked_fill(elsewhere, 0) for x in earlier]
         last = [x[:, max(x.shape[1] - size, 0) :] for x, size in zip(earlier, sizes, strict=True)]
         return here, [F.pad(x, (0, 0, size - x.shape[1], 0, 0, others)) for x, size in zip(last, sizes, strict=True)]
 
@@ -240,9 +254,13 @@ class ContextParallel:
 
         All processes of the group must call it, and wait for each other.
         """
-        reasons: list[str | None] = [None] * self.count
-        dist.all_gather_object(reasons, reason, group=self.group)
-        return next((each for each in reasons if each is not None), None)
+        return next((each for each in self.gathered(reason) if each is not None), None)
+
+    def gathered(self, each: Gathered) -> list[Gathered]:
+        """Return what all processes of the group pass, in all of them; they wait for each other."""
+        everything = [each] * self.count
+        dist.all_gather_object(everything, each, group=self.group)
+        return everything
 
     def get(self, like: Sequence[Tensor], rank: int) -> list[Tensor]:
         """Receive tensors of the shapes and the dtype of `like` from a neighbour."""
@@ -257,6 +275,23 @@ class ContextParallel:
         if exchange is not None:
             exchange.received.append(tensors)
         return tensors
+
+
+class _Ends(NamedTuple):
+    """Numbers of a part of packed documents on their device: its `offset` [], and the index of its last one [1]."""
+
+    offset: Tensor
+    last: Tensor
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self
+
+
+def _ends(packed: Documents, start: int, stop: int) -> _Ends:
+    offset = start - packed.bounds[bisect_right(packed.bounds, start) - 1]
+    last = len(packed.within(start, stop)) - 2
+    with torch.inference_mode(False):  # training steps may read them, too
+        return _Ends(*(moved(torch.tensor(x), packed.device) for x in (offset, [last])))
 
 
 class _Receive(torch.autograd.Function):

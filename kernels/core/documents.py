@@ -78,6 +78,15 @@ class Documents:
         """A number of tokens that no document exceeds."""
         return self.longest
 
+    def within(self, start: int, stop: int) -> list[int]:
+        """Return the boundaries of the tokens `start` to `stop` of the row, without those of empty documents."""
+        inner = sorted({bound - start for bound in self.bounds if start < bound < stop})
+        return [0, *inner, stop - start]
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Return int32 boundaries of these tokens, padded with empty documents to the rounded number of documents."""
+        return self.once(_part, start, stop)
+
     @property
     def owner(self) -> Tensor:
         """Index of the document that each token belongs to [T]."""
@@ -137,6 +146,14 @@ def _places(packed: Documents) -> _Places:
     owner = torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())
     positions = torch.arange(packed.bounds[-1]) - bounds[owner]
     return _Places(moved(owner, packed.device), moved(positions, packed.device))
+
+
+def _part(packed: Documents, start: int, stop: int) -> Tensor:
+    with torch.inference_mode(False):  # the boundaries of such a tensor would be read again on every call
+        bounds = packed.within(start, stop)
+        padding = [stop - start] * (rounded(len(packed.spans)) + 1 - len(bounds))
+        original = torch.tensor(bounds + padding, dtype=torch.int32)
+        return copied(moved(original, packed.device), original)
 
 
 class Chunks:

@@ -7,16 +7,22 @@ have. Rows of padding hold no tokens, and what kernels compute for them is never
 A launch that depends on the longest document asks `Documents.reaches`, and the answer becomes a property of the graph.
 The graph serves all documents that give the same answers. Its results are bitwise equal to those of calls with the
 documents' own boundaries.
+
+Processes that share a row read the boundaries of their parts of it, which are filled together with those of the row.
+Each of them knows all boundaries. Once they have exchanged their `answers`, they agree on which documents fit.
 """
 
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .documents import Documents, Made, SomeTables, documents, moved, remember, rounded
+
+Answer = tuple[int, int, int, bool]  # start and stop of a part, and whether it has a document of so many tokens
 
 
 class StaticDocuments(Documents):
@@ -37,13 +43,36 @@ class StaticDocuments(Documents):
         self._plans: dict[Hashable, Any] = {}
         self._tables: dict[tuple[Any, ...], Any] = {}
         self._answers: dict[int, bool] = {}  # of `reaches`, by number of tokens
+        self._parts: dict[tuple[int, int], tuple[Tensor, StaticDocuments]] = {}  # boundaries and documents of parts
+        self._required: set[Answer] = set()  # of other processes
         self._longest_bound: int | None = None
         self._hold(present)
 
     def fits(self, others: Documents) -> bool:
         """Return whether a graph that reads these tables gives the results of calls with the other documents."""
-        alike = others.length == self._row and rounded(len(others.spans)) == self._room
-        return alike and all((others.longest >= tokens) == answer for tokens, answer in self._answers.items())
+        if others.length != self._row or rounded(len(others.spans)) != self._room:
+            return False
+        answers = self.answers() | self._required
+        return all((_longest(others, start, stop) >= tokens) == answer for start, stop, tokens, answer in answers)
+
+    def answers(self) -> set[Answer]:
+        """Return the answers on which the graph depends: those about the row, and those about its parts."""
+        answers = {(0, self._row, tokens, answer) for tokens, answer in self._answers.items()}
+        for (start, stop), (_, part) in self._parts.items():
+            answers |= {(start, stop, tokens, answer) for tokens, answer in part._answers.items()}
+        return answers
+
+    def require(self, answers: Iterable[Answer]) -> None:
+        """Let documents fit only if they give these answers, too."""
+        self._required.update(answers)
+
+    def part(self, start: int, stop: int) -> Tensor:
+        if (start, stop) not in self._parts:
+            present = Documents(torch.tensor(self.within(start, stop)), self.device)
+            cu_seqlens = torch.empty(self._room + 1, dtype=torch.int32, device=self.device)
+            self._parts[start, stop] = cu_seqlens, StaticDocuments(cu_seqlens, present)
+            remember(*self._parts[start, stop])
+        return self._parts[start, stop][0]
 
     def fill(self, present: Documents) -> None:
         """Switch to documents that fit, without waiting for the device."""
@@ -53,6 +82,8 @@ class StaticDocuments(Documents):
         for (make, *arguments), tables in self._tables.items():
             # in order of creation, so nested tables come first
             torch._foreach_copy_(list(tables.tensors()), list(make(self, *arguments).tensors()))
+        for (start, stop), (_, part) in self._parts.items():
+            part.fill(Documents(torch.tensor(present.within(start, stop)), self.device))
 
     def _hold(self, present: Documents) -> None:
         self._present = present
@@ -104,6 +135,11 @@ class StaticDocuments(Documents):
             self._plans[key] = make(self, *arguments)
         plan: Made = self._plans[key]
         return plan
+
+
+def _longest(packed: Documents, start: int, stop: int) -> int:
+    """Return the number of tokens of the longest document in a part of a row."""
+    return max(after - before for before, after in pairwise(packed.within(start, stop)))
 
 
 def static_copy(cu_seqlens: Tensor, length: int) -> Tensor:

@@ -138,6 +138,32 @@ def test_documents_fit_that_give_the_same_answers():
     assert not packed.reaches(129)
 
 
+def test_parts_are_filled_with_the_row():
+    there = prepared([0, 50, 120, T])
+    packed, others = static.static_documents(there, T), documents(torch.tensor([0, 99, 101, T]), T)
+    first, second = packed.part(0, 100), packed.part(100, T)
+    assert first.tolist() == [0, 50, 100, 100, 100]
+    owner = documents(second, 100).owner
+    packed.fill(others)
+    for boundaries, (start, stop) in ((first, (0, 100)), (second, (100, T))):
+        assert packed.part(start, stop) is boundaries
+        assert torch.equal(boundaries, others.part(start, stop))
+    assert owner.tolist() == [0] + [1] * 99
+
+
+def test_processes_with_equal_answers_agree_on_what_fits():
+    both = [static.static_documents(prepared([0, 50, 120, T]), T) for _ in range(2)]
+    for packed, (start, stop) in zip(both, ((0, 100), (100, T)), strict=True):
+        assert documents(packed.part(start, stop), 100).reaches(60) == (start == 100)
+    other = documents(torch.tensor([0, 61, 120, T]), T)
+    assert [packed.fits(other) for packed in both] == [False, True]
+    for packed in both:
+        for answers in [each.answers() for each in both]:
+            packed.require(answers)
+    assert [packed.fits(other) for packed in both] == [False, False]
+    assert all(packed.fits(documents(torch.tensor([0, 59, 101, T]), T)) for packed in both)
+
+
 def test_boundaries_and_tables_go_together():
     there = prepared([0, 3, 5])
     packed = weakref.ref(static.static_documents(there, 5))

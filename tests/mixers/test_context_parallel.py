@@ -6,6 +6,7 @@ from copy import deepcopy
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import mixers
+from kernels.core import static_documents as static
+from kernels.core.documents import documents
 from mixers import ContextParallel
+from mixers.base import positions
 from mixers.context_parallel import IN_FLIGHT, exchanged_once
 from mixers.two_layers import TwoLayers
 from tests.zoo.lm.test_rwkv7 import AsTokenMixer
@@ -275,14 +279,49 @@ def test_documents_of_each_part(alone: ContextParallel) -> None:
     for alone.rank in range(3):
         part = alone.of(12, cu_seqlens)
         assert part.cu_seqlens.dtype == torch.int32
-        parts.append((part.cu_seqlens.tolist(), part.offset, part.longest))
-    assert parts == [([0, 3, 4], 0, 4), ([0, 2, 4], 1, 4), ([0, 2, 4], 2, 4)]
+        parts.append((part.cu_seqlens.tolist(), int(part.offset), part.longest))
+    assert parts == [([0, 3] + [4] * 7, 0, 4), ([0, 2] + [4] * 7, 1, 4), ([0, 2] + [4] * 7, 2, 4)]
 
 
 def test_each_process_needs_a_token(alone: ContextParallel) -> None:
     alone.count = 3
     with pytest.raises(mixers.UserError, match="3 processes cannot share 2 tokens; each needs at least one"):
         alone.of(2)
+
+
+def test_a_graph_exchanges_packed_documents_without_the_host(
+    alone: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of the second of three parts, tokens 4 to 7, after documents have changed."""
+    messages: list[list[float]] = []
+    monkeypatch.setattr(ContextParallel, "put", lambda self, x, rank: messages.append(x[0].flatten().tolist()))
+    monkeypatch.setattr(ContextParallel, "get", lambda self, like, rank: [torch.ones_like(x) for x in like])
+    alone.rank, alone.count = 1, 3
+
+    def results(cu_seqlens: Tensor) -> list[Any]:
+        part, x = alone.of(12, cu_seqlens), torch.arange(4.0, 8.0).view(1, 4, 1)
+        rows = len(part.cu_seqlens) - 1
+        messages.clear()
+        state = part.continued(lambda state: (state, state + torch.arange(rows)), torch.zeros(rows), [])
+        _, (history,) = part.histories([x], [3])
+        places, _ = positions(x, None, part.cu_seqlens, part)
+        return [y.tolist() for y in (state, history[0, :, 0], places[0], part.longer_documents(2))] + messages
+
+    rows = [torch.tensor(bounds) for bounds in ([0, 2, 6, 12], [0, 4, 5, 12], [0, 3, 9, 12], [0, 6, 7, 12])]
+    expected = [results(cu_seqlens) for cu_seqlens in rows]
+    # the states and history before the first documents, positions, boundaries with two more tokens, and both messages
+    assert expected[0] == [[1, 0, 0, 0], [0, 1, 1], [2, 3, 0, 1], [0, 4, 6, 6, 6], [1], [5, 6, 7]]
+    assert expected[1] == [[0, 0, 0, 0], [0, 0, 0], [0, 0, 1, 2], [0, 2, 3, 6, 6], [1], [5, 6, 7]]
+    assert expected[2] == [[1, 0, 0, 0], [0, 0, 1], [1, 2, 3, 4], [0, 1, 6, 6, 6], [1], [5, 6, 7]]
+    there = static.static_copy(rows[0], 12)
+    results(there)
+    for cu_seqlens, each in zip(rows, expected, strict=True):
+        static.static_documents(there, 12).fill(documents(cu_seqlens, 12))
+        with monkeypatch.context() as patch:
+            patch.setattr(static, "capturing", lambda device: True)
+            assert results(there) == each
+            with pytest.raises(RuntimeError, match="on the host"):  # full attention
+                alone.of(12, there).before([torch.zeros(1, 4, 1)], 12)
 
 
 class Message:

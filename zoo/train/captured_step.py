@@ -87,6 +87,25 @@ class _Shapes(NamedTuple):
             own.fill(packed)
 
 
+class _Agreement(NamedTuple):
+    """A shape that processes which share sequences capture together.
+
+    Attributes:
+        key: That of the inputs.
+        documents: Packed documents of the shape; None without documents.
+        passes: Values of `first` before which the processes have asked each other for refusals.
+    """
+
+    key: Key
+    documents: StaticDocuments | None
+    passes: set[bool]
+
+    def covers(self, inputs: tuple[Tensor, ...], packed: Documents | None) -> bool:
+        """Return whether these inputs and documents have this shape."""
+        alike = packed is None if self.documents is None else packed is not None and self.documents.fits(packed)
+        return alike and self.key == _key(inputs)
+
+
 class CapturedStep:
     """A loss and its backward pass, the gradient norm, clipping and the optimiser's update, each as a CUDA graph.
 
@@ -108,8 +127,7 @@ class CapturedStep:
         parameters: All parameters that `compute` uses. The gradients of trained ones stay at the same addresses.
         recorder: Captures the parts; None for CUDA graphs.
         average: Averages the gradients over all processes, before their norm; None for one process.
-        sharing: The processes that share each sequence in `compute`, whose documents must not be packed then; None if
-            it exchanges nothing.
+        sharing: The processes that share each sequence in `compute`; None if it exchanges nothing.
         may_draw: Whether `compute` may draw random numbers on the device; False if it recomputes activations.
 
     Attributes:
@@ -128,7 +146,7 @@ class CapturedStep:
     ) -> None:
         self.refused: str | None = None
         self._average, self._sharing = average, sharing
-        self._agreed: set[tuple[Key, bool]] = set()  # shapes before which processes have asked each other for refusals
+        self._agreed, self._all_refused = list[_Agreement](), False
         self._exchanges = 0  # the first one is eager: it connects the processes
         self._compute, self._all, self._may_draw = compute, list(parameters), may_draw
         self._recorder = recorder
@@ -160,9 +178,9 @@ class CapturedStep:
         """
         if self._memory != _addresses(self._all):
             self.forget()  # parameters were moved, frozen or unfrozen
-            self._agreed.clear()
-        self._agree(inputs, first)
+            self._agreed, self._all_refused = [], False
         packed = _documents(inputs, cu_seqlens)
+        self._agree(inputs, packed, first)
         shapes = self._serving(inputs, packed)
         done = shapes is not None and first in shapes.passes and True in shapes.passes
         if self.refused is not None or done or (shapes is None and not self._has_room()):
@@ -171,7 +189,7 @@ class CapturedStep:
         values = [None if gradient is None or first else gradient.clone() for gradient in attached]
         try:
             if shapes is None:
-                shapes, expected = self._start(inputs, cu_seqlens)
+                shapes, expected = self._start(inputs, cu_seqlens, first)
             for each in (True,) if first else (True, False):
                 if each not in shapes.passes:
                     shapes.passes[each] = self._in_all(partial(self._record_pass, shapes, each))
@@ -204,14 +222,22 @@ class CapturedStep:
         replayed = _Replay.apply(self._anchor, loss, lambda gradient: self._backward(passes, gradient, first))
         return replayed, *(x.clone() for x in others)
 
-    def _agree(self, inputs: tuple[Tensor, ...], first: bool) -> None:
-        """Before the first batch of a shape, refuse if a process that shares the sequences has refused."""
-        if self._sharing is None or (key := (_key(inputs), first)) in self._agreed:
+    def _agree(self, inputs: tuple[Tensor, ...], packed: Documents | None, first: bool) -> None:
+        """Before the first batch of a shape, refuse if a process that shares the sequences has refused.
+
+        A process that has refused takes part until all have, so it keeps the agreements of the graphs that it dropped.
+        """
+        if self._sharing is None or self._all_refused:
             return
-        self._agreed.add(key)
+        agreed = next((each for each in self._agreed if each.covers(inputs, packed)), None)
+        if first in agreed.passes if agreed is not None else len(self._agreed) == MOST_SHAPES:
+            return
         reason = self._sharing.first_reason(self.refused)
+        self._all_refused = reason is not None
         if reason is not None and self.refused is None:
             self._refuse(reason)
+        if agreed is not None:
+            agreed.passes.add(first)
 
     def _in_all(self, step: Callable[[], Made]) -> Made:
         """Return the result of a step that exchanges nothing, unless it fails in a process that shares the sequences.
@@ -247,7 +273,7 @@ class CapturedStep:
             log.warning("cuda_graph: batches of other shapes than the first %d run eagerly", MOST_SHAPES)
         return False
 
-    def _start(self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> tuple[_Shapes, Tensor]:
+    def _start(self, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None, first: bool) -> tuple[_Shapes, Tensor]:
         """Allocate the inputs, and run the step eagerly, so that one-time work precedes the capture.
 
         Returns:
@@ -281,6 +307,11 @@ class CapturedStep:
                 with _random_numbers_kept(self._device):
                     expected = self._recorder.rehearse(partial(eager, boundaries))
                     self._in_all(check_draws)
+        if self._sharing is not None:
+            if (static := shapes.documents) is not None:
+                for answers in self._sharing.gathered(static.answers()):
+                    static.require(answers)
+            self._agreed.append(_Agreement(_key(inputs), shapes.documents, {first}))
         self._drop_gradients()
         return shapes, expected
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.checkpoint import FileSystemWriter
 
-from kernels import UserError
+from kernels import UserError, documents
 from mixers import GLA, ContextParallel, GatedDeltaNet, Site
+from mixers.context_parallel import run_selective_scan
 from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
 from tests.zoo.train.test_captured_step import Repeated
 from zoo import LanguageModel
@@ -156,6 +157,10 @@ def train_captured(folder: Path, rank: int) -> None:
         torch.save(saved, folder / f"{name}-{rank}.pt")
 
 
+# starts of documents after the first: they begin in either part or with the second one, span both, or are empty
+STARTS = ((5,), (8,), (3, 3), (2, 8, 11), (), (9, 14), (8, 8), (1, 7), (0, 8, 12), (4,), (7, 9), (6, 15))
+
+
 class Sequences(ResumableData):
     """Rows of 16 and of 15 tokens, of which the first process holds eight each; some tokens have no label."""
 
@@ -177,14 +182,15 @@ class Sequences(ResumableData):
         length, cu_seqlens = 15 + (number % 3 != 1), None
         labels[0, number % 3 + 1 :] = NO_LOSS
         if self.packed:
-            tokens, labels, cu_seqlens = tokens[:1], labels[:1], torch.tensor([0, 5, length], dtype=torch.int32)
+            tokens, labels = tokens[:1], labels[:1]
+            cu_seqlens = torch.tensor([0, *STARTS[number % len(STARTS)], length], dtype=torch.int32)
         return Batch(tokens[:, :length], labels[:, :length], cu_seqlens)
 
 
 def train_sharing(folder: Path, rank: int) -> None:
     """Runs whose processes share each sequence, in eager and in captured steps; one of two blocks is recomputed."""
-    for case, steps in (("rows", STEPS), ("packed", 2)):
-        recorder, options = Repeated(), OPTIONS | {"max_steps": steps, "num_sanity_val_steps": 0}
+    for case in ("rows", "packed"):
+        recorder, options = Repeated(), OPTIONS | {"num_sanity_val_steps": 0}
         for name, capture in (("eager", []), ("captured", [CapturedSteps(recorder)])):
             torch.manual_seed(0)
             model = LanguageModel(Uniform(GatedDeltaNet), vocab_size=VOCAB, hidden_size=16, num_heads=2, num_layers=2)
@@ -244,6 +250,32 @@ def refuse(folder: Path, rank: int) -> None:
         results[case] = {"numbers": numbers, "refusals": refusals}
     sharing.finish()
     torch.save(results, folder / f"refusals-{rank}.pt")
+
+
+def capture_long(folder: Path, rank: int) -> None:
+    """Steps that depend on whether the part of a process has a document of five tokens, in eager and captured steps."""
+    sharing, weight, results = ContextParallel(), torch.nn.Parameter(torch.ones(())), {}
+
+    def loss(x: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor]:
+        part = sharing.of(x.shape[1], cu_seqlens)
+        own, packed = part.take(x), documents(part.cu_seqlens, 8)
+        total, _ = run_selective_scan(weight * own, own, cu_seqlens=part.cu_seqlens, context_parallel=part)
+        return (part.mean(total.sum() * (2 if packed.reaches(5) else 1), torch.tensor(8)),)
+
+    for case in ("eager", "captured"):
+        recorder, numbers = Repeated(), []
+        step = CapturedStep(loss, [weight], recorder, None, sharing)
+        for number, starts in enumerate(((4, 12), (2, 12), (4, 9), (3, 13), (1, 8), (4, 12), (2, 9), (5, 11))):
+            x = -torch.rand(1, 16, 4, generator=torch.Generator().manual_seed(number))
+            cu_seqlens, weight.grad = torch.tensor([0, *starts, 16]), None
+            if case == "captured":
+                step.prepare(x, cu_seqlens=cu_seqlens)
+            value = step(x, cu_seqlens=cu_seqlens)[0]
+            value.backward()
+            numbers.append((value.item(), weight.grad.item()))
+        results[case] = {"numbers": numbers, "parts": recorder.recorded, "refused": step.refused}
+    sharing.finish()
+    torch.save(results, folder / f"long-{rank}.pt")
 
 
 class SlowDisk(L.Callback):
@@ -352,6 +384,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     train_captured(Path(folder), rank)
     train_sharing(Path(folder, "sharing"), rank)
     refuse(Path(folder), rank)
+    capture_long(Path(folder), rank)
     train_sharded(Path(folder, "sharded"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
@@ -414,8 +447,9 @@ def test_captured_steps_average_the_gradients(found: Path) -> None:
 def test_processes_that_share_sequences_capture_the_same_steps(found: Path, case: str) -> None:
     runs = [torch.load(found / "sharing" / f"{case}-{name}-{n}.pt") for name in ("eager", "captured") for n in range(2)]
     assert len(runs[0]["losses"]) > 2
-    # two passes for each of two lengths and places in a step, exchange, norm, clipping; validation runs eagerly
-    parts = 0 if case == "packed" else 11
+    # exchange, norm, clipping, and two passes for each of two lengths and places in a step, of which packed rows use
+    # nine with room for one, two or four documents; validation runs eagerly
+    parts = 21 if case == "packed" else 11
     assert [run.pop("parts") for run in runs] == [0, 0, parts, parts]
     for run in runs[1:]:
         weights = run.pop("weights")
@@ -434,6 +468,15 @@ def test_processes_that_share_sequences_refuse_together(found: Path) -> None:
     # the norm of one process: the other one replays until the next length
     assert first["norm"]["refusals"] == [reason] * 4
     assert second["norm"]["refusals"] == [None, None, reason, reason]
+
+
+def test_processes_agree_on_the_graph_of_a_row(found: Path) -> None:
+    """Although each part has long documents in other rows."""
+    processes = [torch.load(found / f"long-{rank}.pt") for rank in range(2)]
+    assert processes[0]["eager"]["numbers"] != processes[1]["eager"]["numbers"]  # gradients, before they are averaged
+    for process in processes:
+        # long documents in the second part, in the first one, in both and in neither one
+        assert process["captured"] == process["eager"] | {"parts": 2 * 4}
 
 
 def test_processes_wait_for_it_only_where_it_is_logged(found: Path) -> None:

@@ -90,12 +90,12 @@ class CapturedSteps(Callback):
             log.warning("cuda_graph: the update of %s runs eagerly; forward and backward passes are captured", name)
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
-        """Capture the passes if that is not done; give up if the documents change more than their boundaries."""
+        """Capture the passes if that is not done; give up if each of the packed sequences has one label."""
         if pl_module.captured is None:
             return
-        if batch.cu_seqlens is not None and (reason := packed_obstacle(pl_module)) is not None:
+        if batch.cu_seqlens is not None and isinstance(getattr(pl_module.model, "head", None), Classifier):
             self.teardown(trainer, pl_module)
-            log.warning("cuda_graph: the training step runs eagerly: %s", reason)
+            log.warning("cuda_graph: the training step runs eagerly: the number of labels is that of packed sequences")
             return
         first = batch_idx % trainer.accumulate_grad_batches == 0
         pl_module.captured.prepare(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, first=first)
@@ -125,13 +125,6 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
     return None
-
-
-def packed_obstacle(pl_module: Any) -> str | None:
-    """Return why steps with packed documents cannot be captured; None if that has to be tried."""
-    if isinstance(getattr(pl_module.model, "head", None), Classifier):
-        return "the number of labels is that of packed sequences"
-    return None if pl_module.sharing is None else "packed documents change what context_parallel exchanges"
 
 
 def registers_segments() -> bool:
