@@ -182,6 +182,7 @@ class ContextParallel:
         start = self._starts[part] if part < self.count else 0
         if self._documents is None or size < self._starts[-1]:
             return min(size, start)
+        self._documents.forbid_graphs("full attention with context_parallel sends as many tokens as documents have")
         bounds = self._documents.bounds
         return start - bounds[bisect_right(bounds, start) - 1]
 

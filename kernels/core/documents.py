@@ -78,6 +78,9 @@ class Documents:
         """A number of tokens that no document exceeds."""
         return self.longest
 
+    def forbid_graphs(self, reason: str) -> None:
+        """Note why a step depends on the documents in more ways; only documents of a graph keep the reason."""
+
     def within(self, start: int, stop: int) -> list[int]:
         """Return the boundaries of the tokens `start` to `stop` of the row, without those of empty documents."""
         inner = sorted({bound - start for bound in self.bounds if start < bound < stop})

@@ -31,6 +31,9 @@ class StaticDocuments(Documents):
     Args:
         cu_seqlens: Memory for boundaries [N+1]; the constructor fills it.
         present: The first documents, at most N.
+
+    Attributes:
+        forbidden: Why a graph of the step would not serve other documents; None if nothing noted that.
     """
 
     bounded = True
@@ -46,6 +49,7 @@ class StaticDocuments(Documents):
         self._parts: dict[tuple[int, int], tuple[Tensor, StaticDocuments]] = {}  # boundaries and documents of parts
         self._required: set[Answer] = set()  # of other processes
         self._longest_bound: int | None = None
+        self.forbidden: str | None = None
         self._hold(present)
 
     def fits(self, others: Documents) -> bool:
@@ -61,6 +65,9 @@ class StaticDocuments(Documents):
         for (start, stop), (_, part) in self._parts.items():
             answers |= {(start, stop, tokens, answer) for tokens, answer in part._answers.items()}
         return answers
+
+    def forbid_graphs(self, reason: str) -> None:
+        self.forbidden = reason
 
     def require(self, answers: Iterable[Answer]) -> None:
         """Let documents fit only if they give these answers, too."""

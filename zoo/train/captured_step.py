@@ -297,7 +297,9 @@ class CapturedStep:
 
         before = _random_offset(self._device)
 
-        def check_draws() -> None:
+        def check() -> None:
+            if (static := shapes.documents) is not None and static.forbidden is not None:
+                raise RuntimeError(static.forbidden)
             if not self._may_draw and _random_offset(self._device) != before:
                 raise RuntimeError("activation checkpointing repeats random numbers, which a CUDA graph cannot do")
 
@@ -306,7 +308,7 @@ class CapturedStep:
             for boundaries in [None] if cu_seqlens is None else [shapes.cu_seqlens, cu_seqlens]:
                 with _random_numbers_kept(self._device):
                     expected = self._recorder.rehearse(partial(eager, boundaries))
-                    self._in_all(check_draws)
+                    self._in_all(check)
         if self._sharing is not None:
             if (static := shapes.documents) is not None:
                 for answers in self._sharing.gathered(static.answers()):

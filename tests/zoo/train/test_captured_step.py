@@ -300,6 +300,19 @@ def test_no_shape_is_captured_once_another_process_has_refused(caplog: pytest.Lo
     assert caplog.messages == ["cuda_graph: the training step runs eagerly: no memory there"]
 
 
+def test_steps_that_depend_on_documents_in_more_ways_are_not_captured(caplog: pytest.LogCaptureFixture):
+    weight, recorder = nn.Parameter(torch.ones(())), Repeated()
+
+    def loss(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor]:
+        documents(cu_seqlens, 4).forbid_graphs("lengths are sent")
+        return ((weight * x).sum(),)
+
+    step = CapturedStep(loss, [weight], recorder)
+    step.prepare(torch.ones(1, 4), cu_seqlens=torch.tensor([0, 2, 4]))
+    assert (step.refused, recorder.recorded) == ("lengths are sent", 0)
+    assert caplog.messages == ["cuda_graph: the training step runs eagerly: lengths are sent"]
+
+
 def test_a_captured_forward_pass_follows_the_weights(caplog: pytest.LogCaptureFixture):
     """Batches of two shapes, before and after the weights are moved."""
     model, recorder = TinyModel(), Repeated()
