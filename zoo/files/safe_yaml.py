@@ -22,6 +22,11 @@ _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
+# PyYAML's parser and emitter in C take a tenth of the time; builds without libyaml lack them
+_SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+
 class _RepeatedKey(Exception):
     """A mapping sets a key twice."""
 
@@ -30,7 +35,7 @@ class _LongNumber(Exception):
     """A number has more than `LONGEST` characters."""
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(_SafeLoader):
     """Reads 1e-3 as a number, as the config parser does (YAML 1.1 wants 1.0e-3), and refuses repeated keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -61,7 +66,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
-class _Dumper(yaml.SafeDumper):
+class _Dumper(_SafeDumper):
     """Quotes a string that `_Loader` or the config parser would read as a number, such as '1e5'."""
 
 
@@ -119,7 +124,7 @@ def dump_yaml(value: Any, one_line: bool = False) -> str:
 
     With `one_line`, they are written in braces and brackets, without line breaks.
     """
-    width = float("inf") if one_line else 80
+    width = 1 << 30 if one_line else 80
     return yaml.dump(
         value, Dumper=_Dumper, default_flow_style=one_line, sort_keys=False, allow_unicode=True, width=width
     )
@@ -153,7 +158,7 @@ def _check_events(text: str, name: str) -> None:
     sizes: dict[str, int] = {}  # anchor → nodes
     opened: list[tuple[str | None, int]] = []  # anchor, and nodes before it
     nodes = 0
-    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+    for event in yaml.parse(text, Loader=_SafeLoader):
         if isinstance(event, _CLOSING):
             anchor, before = opened.pop()
             if anchor is not None:
