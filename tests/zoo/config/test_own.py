@@ -3,8 +3,8 @@ import inspect
 import json
 import pkgutil
 import subprocess
-import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any, get_args
 
@@ -20,7 +20,7 @@ from zoo.config.own import COMPONENTS, own_component
 from zoo.config.signatures import component, hints, subclasses
 from zoo.saved.trust import vet_model
 
-from ...commands import ROOT
+from ...forked_python import forked_python
 
 
 def modules(package: ModuleType) -> Iterator[ModuleType]:
@@ -65,10 +65,11 @@ def missing() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_table_has_every_component():
+def test_the_table_has_every_component(tmp_path: Path):
     # in a new process: the components must not be those that tests have defined or changed
-    program = "import json; from tests.zoo.config.test_own import missing; print(json.dumps(missing()))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    program = tmp_path / "program.py"
+    program.write_text("import json; from tests.zoo.config.test_own import missing; print(json.dumps(missing()))")
+    done = subprocess.run([forked_python(), str(program)], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     actual = json.loads(done.stdout.splitlines()[-1])
     assert actual.keys() <= ABSTRACT | MADE, actual
