@@ -1,6 +1,6 @@
 """Configs: found by name, parsed against the signatures of constructors, and built; mistakes are explained."""
 
-from zoo.config.build import build, from_config, instantiate, vocabulary
+from zoo.config.build import build, captures_steps, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.keys import GROUPS, KEYS
 from zoo.config.parser import (
@@ -24,6 +24,7 @@ __all__ = [
     "Parser",
     "add_arguments",
     "build",
+    "captures_steps",
     "differences",
     "explained",
     "find_config",

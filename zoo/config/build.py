@@ -57,6 +57,11 @@ def _parser_of(key: str) -> Parser:
     return parser
 
 
+def captures_steps(config: Namespace) -> bool:
+    """Return whether a run on a GPU captures its training steps; null means unless it is compiled."""
+    return bool(config.cuda_graph or (config.cuda_graph is None and not config.compile))
+
+
 def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = None) -> int | None:
     """`model.vocab_size`, or the vocabulary size of the data if it is null; None for a model without tokens.
 

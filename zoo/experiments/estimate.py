@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zoo.config.build import from_config, instantiate
+from zoo.config.build import captures_steps, from_config, instantiate
 from zoo.experiments.definition import Run
 from zoo.train.learner import Learner
 from zoo.train.metrics import total_loss
@@ -85,8 +85,7 @@ def learner_of(run: Run, device: torch.device) -> Learner:
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):
             return total_loss(model, tokens, tokens) / tokens.numel()
 
-    captured = config.cuda_graph or (config.cuda_graph is None and not config.compile)
-    return Learner(model, instantiate("optim", config), loss, cuda_graph=captured and on_gpu)
+    return Learner(model, instantiate("optim", config), loss, cuda_graph=on_gpu and captures_steps(config))
 
 
 @contextmanager

@@ -211,7 +211,7 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
         if config.deterministic_kernels:
             raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
         built.append(CompiledBlocks())
-    if config.cuda_graph or (config.cuda_graph is None and not config.compile):
+    if configs.captures_steps(config):
         built.append(CapturedSteps(automatic=config.cuda_graph is None))
     if (interval := config.activation_checkpointing) is not None:
         built.append(CheckpointedBlocks(interval))
