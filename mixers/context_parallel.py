@@ -50,8 +50,8 @@ class ContextParallel:
     Attributes:
         rank: Number of this process, and of its part.
         count: Number of processes.
-        cu_seqlens: Boundaries of the documents in this part, its ends included, in int32, and of empty documents at its
-            end, which make their number that of other parts; None for rows that are not packed.
+        cu_seqlens: int32 boundaries of the documents in this part, its ends included, in captured steps padded with
+            empty documents; None for rows that are not packed.
         offset: Number of tokens before this part of the sequence or document that its first token belongs to; a scalar
             on the device of packed documents.
     """
@@ -146,13 +146,13 @@ class ContextParallel:
             self.put([last], self.rank + 1)
         return outputs
 
-    def before(self, streams: Sequence[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+    def before(self, streams: Sequence[Tensor], size: int | None) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange the last tokens of streams [B,T,…]; those of one dtype in one message.
 
         Returns:
             The streams, to be used in place of the arguments, and for each its last `size` tokens before this part
-            [B,n,…]. Some may belong to other documents; n is smaller where the row has fewer, or, if `size` is that of
-            a whole row, where the document of the first token of the part has fewer.
+            [B,n,…]; n is smaller where the row has fewer. Some of them may belong to other documents. None instead of a
+            size stands for all earlier tokens of the sequence or document that the part continues.
         """
         here, earlier = list(streams), list(streams)
         for dtype in dict.fromkeys(x.dtype for x in streams):
@@ -161,7 +161,7 @@ class ContextParallel:
                 here[i], earlier[i] = new, old
         return here, earlier
 
-    def _before(self, streams: list[Tensor], size: int) -> tuple[list[Tensor], list[Tensor]]:
+    def _before(self, streams: list[Tensor], size: int | None) -> tuple[list[Tensor], list[Tensor]]:
         """`before` for streams of one dtype."""
         count, sent = self._earlier(self.rank, size), self._earlier(self.rank + 1, size)
         length = streams[0].shape[1]
@@ -177,11 +177,13 @@ class ContextParallel:
             earlier, streams = [x[:, :count] for x in both], [x[:, count:] for x in both]
         return streams, earlier
 
-    def _earlier(self, part: int, size: int) -> int:
+    def _earlier(self, part: int, size: int | None) -> int:
         """Return how many tokens before a part are sent to it; 0 behind the last part."""
         start = self._starts[part] if part < self.count else 0
-        if self._documents is None or size < self._starts[-1]:
+        if size is not None:
             return min(size, start)
+        if self._documents is None:
+            return start
         self._documents.forbid_graphs("full attention with context_parallel sends as many tokens as documents have")
         bounds = self._documents.bounds
         return start - bounds[bisect_right(bounds, start) - 1]

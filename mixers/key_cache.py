@@ -5,7 +5,6 @@ A stream is a tensor [B,T,…] with an entry for each token, such as keys, value
 streams, and by name what `kernels.window_attention` calls `first_key` and `cu_seqlens`.
 """
 
-import sys
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,8 +30,7 @@ def attend(
     if context_parallel is None:
         return run(q, *streams, cu_seqlens=cu_seqlens)
     context_parallel.check(None, cu_seqlens)
-    reach = sys.maxsize if window_size is None else window_size - 1
-    here, earlier = context_parallel.before(streams, reach)
+    here, earlier = context_parallel.before(streams, None if window_size is None else window_size - 1)
     longer = [torch.cat(both, 1) for both in zip(earlier, here, strict=True)]
     # the fastest kernels need as many queries as keys, so pad the queries and drop their outputs
     extra = earlier[0].shape[1]

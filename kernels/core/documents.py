@@ -79,7 +79,7 @@ class Documents:
         return self.longest
 
     def forbid_graphs(self, reason: str) -> None:
-        """Note why a step depends on the documents in more ways; only documents of a graph keep the reason."""
+        """Record that a step depends on the boundaries themselves, so a graph cannot serve other documents."""
 
     def within(self, start: int, stop: int) -> list[int]:
         """Return the boundaries of the tokens `start` to `stop` of the row, without those of empty documents."""
@@ -87,7 +87,7 @@ class Documents:
         return [0, *inner, stop - start]
 
     def part(self, start: int, stop: int) -> Tensor:
-        """Return int32 boundaries of these tokens, padded with empty documents to the rounded number of documents."""
+        """Return int32 boundaries of these tokens, without those of empty documents."""
         return self.once(_part, start, stop)
 
     @property
@@ -153,9 +153,7 @@ def _places(packed: Documents) -> _Places:
 
 def _part(packed: Documents, start: int, stop: int) -> Tensor:
     with torch.inference_mode(False):  # the boundaries of such a tensor would be read again on every call
-        bounds = packed.within(start, stop)
-        padding = [stop - start] * (rounded(len(packed.spans)) + 1 - len(bounds))
-        original = torch.tensor(bounds + padding, dtype=torch.int32)
+        original = torch.tensor(packed.within(start, stop), dtype=torch.int32)
         return copied(moved(original, packed.device), original)
 
 

@@ -57,7 +57,7 @@ class StaticDocuments(Documents):
         if others.length != self._row or rounded(len(others.spans)) != self._room:
             return False
         answers = self.answers() | self._required
-        return all((_longest(others, start, stop) >= tokens) == answer for start, stop, tokens, answer in answers)
+        return all((others.once(_longest, start, stop) >= tokens) == answer for start, stop, tokens, answer in answers)
 
     def answers(self) -> set[Answer]:
         """Return the answers on which the graph depends: those about the row, and those about its parts."""

@@ -1,9 +1,9 @@
 """Attention whose scores decay: the sums of log decays as channels of the keys, or as a bias of one query.
 
 Softmax over the keys of a query leaves out what all of them share. So of F_i − F_j, where F sums the log decays up to a
-token, the kernels only need −F_j. It becomes further channels of k, one for each query head that shares it, and the
-queries of a head have 1 in one of them and 0 in the others. The scores are computed in fp32, because F grows with the
-length.
+token, kernels in fp32 only need −F_j (in bf16, `flex.py` needs both). It becomes further channels of k, one for each
+query head that shares it, and the queries of a head have 1 in one of them and 0 in the others. The scores are computed
+in fp32, because F grows with the length.
 """
 
 import dataclasses

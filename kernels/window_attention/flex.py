@@ -40,7 +40,7 @@ def _decayed(total: Tensor) -> Any:
     bf16. These rounding errors cancel in the sums of gradients of F_i and −F_j, so both are needed: with −F_j alone,
     gradients of log decays were off by 15 % at 3,001 tokens.
     """
-    of_queries = total.clone()  # the kernel can add up gradients of one index of a tensor only
+    of_queries = total.clone()  # FlexAttention has gradients for one index expression of a captured tensor only
 
     def score(x: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return x + (of_queries[b, h, query] - total[b, h, key])

@@ -280,7 +280,7 @@ def test_documents_of_each_part(alone: ContextParallel) -> None:
         part = alone.of(12, cu_seqlens)
         assert part.cu_seqlens.dtype == torch.int32
         parts.append((part.cu_seqlens.tolist(), int(part.offset), part.longest))
-    assert parts == [([0, 3] + [4] * 7, 0, 4), ([0, 2] + [4] * 7, 1, 4), ([0, 2] + [4] * 7, 2, 4)]
+    assert parts == [([0, 3, 4], 0, 4), ([0, 2, 4], 1, 4), ([0, 2, 4], 2, 4)]
 
 
 def test_each_process_needs_a_token(alone: ContextParallel) -> None:
@@ -307,8 +307,12 @@ def test_a_graph_exchanges_packed_documents_without_the_host(
         places, _ = positions(x, None, part.cu_seqlens, part)
         return [y.tolist() for y in (state, history[0, :, 0], places[0], part.longer_documents(2))] + messages
 
+    def padded(state: list[float], history: list[float], places: list[int], bounds: list[int], *sent: Any) -> list[Any]:
+        """As the results of a graph, with empty documents at the end."""
+        return [state + [0] * (4 - len(state)), history, places, bounds + bounds[-1:] * (5 - len(bounds)), *sent]
+
     rows = [torch.tensor(bounds) for bounds in ([0, 2, 6, 12], [0, 4, 5, 12], [0, 3, 9, 12], [0, 6, 7, 12])]
-    expected = [results(cu_seqlens) for cu_seqlens in rows]
+    expected = [padded(*results(cu_seqlens)) for cu_seqlens in rows]
     # the states and history before the first documents, positions, boundaries with two more tokens, and both messages
     assert expected[0] == [[1, 0, 0, 0], [0, 1, 1], [2, 3, 0, 1], [0, 4, 6, 6, 6], [1], [5, 6, 7]]
     assert expected[1] == [[0, 0, 0, 0], [0, 0, 0], [0, 0, 1, 2], [0, 2, 3, 6, 6], [1], [5, 6, 7]]
@@ -322,7 +326,9 @@ def test_a_graph_exchanges_packed_documents_without_the_host(
             assert results(there) == each
     packed = static.static_documents(there, 12)
     assert packed.forbidden is None
-    alone.of(12, there).before([torch.zeros(1, 4, 1)], 12)
+    alone.of(12, there).before([torch.zeros(1, 4, 1)], 12)  # a window, also of the whole row
+    assert packed.forbidden is None
+    alone.of(12, there).before([torch.zeros(1, 4, 1)], None)
     assert (packed.forbidden or "").startswith("full attention")
 
 

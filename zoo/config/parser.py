@@ -306,8 +306,8 @@ def _add_keys_of_models(parser: Parser) -> None:
     )
     invariant = "Whether a sequence has the same results in every batch; null for ZOO_DETERMINISTIC, or false."
     captured = (
-        "Capture the training steps as CUDA graphs. Null: on a GPU, unless compile is true or a hook from outside this "
-        "project is called within a step."
+        "Capture the training steps as CUDA graphs. Null: on a GPU, unless compile is true, context_parallel is above "
+        "1, or a hook from outside this project is called within a step."
     )
     shared = "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp."
     for key, kind, default, purpose in (

@@ -22,9 +22,8 @@ _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
-# PyYAML's parser and emitter in C take a tenth of the time; builds without libyaml lack them
+# PyYAML's parser in C takes a tenth of the time; builds without libyaml lack it
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _RepeatedKey(Exception):
@@ -66,7 +65,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 
 
-class _Dumper(_SafeDumper):
+class _Dumper(yaml.SafeDumper):
     """Quotes a string that `_Loader` or the config parser would read as a number, such as '1e5'."""
 
 
@@ -114,9 +113,20 @@ def parse_yaml(text: str, name: str) -> Any:
         raise UserError(f"{name}, {error}.") from None
     except _LongNumber:
         raise UserError(f"{name} has a number of more than {LONGEST:,} characters.") from None
-    # not only YAML's errors: invalid dates and numbers and unhashable keys raise others
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
+    except yaml.YAMLError as error:
+        raise UserError(f"{name} is not YAML: {' '.join(str(_in_python(text) or error).split())}") from None
+    # also invalid dates and numbers and unhashable keys
+    except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from None
+
+
+def _in_python(text: str) -> yaml.YAMLError | None:
+    """Return the error of PyYAML's parser in Python, which names what libyaml's does not, such as a character."""
+    try:
+        yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        return error
+    return None
 
 
 def dump_yaml(value: Any, one_line: bool = False) -> str:

@@ -93,7 +93,7 @@ class _Agreement(NamedTuple):
     Attributes:
         key: That of the inputs.
         documents: Packed documents of the shape; None without documents.
-        passes: Values of `first` before which the processes have asked each other for refusals.
+        passes: Kinds of pass (`first`) that the processes have already voted on.
     """
 
     key: Key
@@ -225,7 +225,7 @@ class CapturedStep:
     def _agree(self, inputs: tuple[Tensor, ...], packed: Documents | None, first: bool) -> None:
         """Before the first batch of a shape, refuse if a process that shares the sequences has refused.
 
-        A process that has refused takes part until all have, so it keeps the agreements of the graphs that it dropped.
+        A process that refused keeps voting until all have refused, so it keeps the list of agreed shapes.
         """
         if self._sharing is None or self._all_refused:
             return
@@ -243,16 +243,19 @@ class CapturedStep:
         """Return the result of a step that exchanges nothing, unless it fails in a process that shares the sequences.
 
         Raises:
-            RuntimeError: It failed in this process.
             _Refused: It failed in one of the processes that share the sequences.
+            Exception: It failed in this process, by an error that does not mean that it cannot be captured.
         """
         if self._sharing is None:
             return step()
         try:
-            result, reason = step(), None
-        except RuntimeError as error:
-            reason = _one_line(error)
-        if (reason := self._sharing.first_reason(reason)) is not None:
+            result = step()
+        except Exception as error:  # whatever it is, the other processes must not wait for this one
+            reason = self._sharing.first_reason(_one_line(error))
+            if isinstance(error, RuntimeError) and reason is not None:
+                raise _Refused(reason) from None
+            raise
+        if (reason := self._sharing.first_reason(None)) is not None:
             raise _Refused(reason)
         return result
 

@@ -69,6 +69,12 @@ def test_an_impossible_number_is_not_yaml(text: str):
         parse_yaml("a: " + text, "config")
 
 
+@pytest.mark.parametrize(("text", "part"), [("a: *b", "undefined alias 'b'"), ("a: @b", "character '@'")])
+def test_a_syntax_error_names_what_is_wrong(text: str, part: str):
+    with pytest.raises(UserError, match=rf"^config is not YAML: .*{part}"):
+        parse_yaml(text, "config")
+
+
 def test_a_file_is_short(tmp_path: Path):
     assert parse_yaml("a: " + "word " * 20_000, "config")["a"].startswith("word")
     (tmp_path / "large.yaml").write_text("a: " + "x" * (MOST_BYTES + 1))

@@ -262,11 +262,13 @@ class Sharing:
 
     def __init__(self) -> None:
         self.other: str | None = None
+        self.heard: list[str] = []
 
     def joined(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     def first_reason(self, reason: str | None) -> str | None:
+        self.heard += [] if reason is None else [reason]
         return reason or self.other
 
 
@@ -286,6 +288,19 @@ def test_an_error_while_other_processes_wait_for_messages_is_raised():
     alone = CapturedStep(loss, [weight], Repeated())
     alone.prepare(torch.ones(2))
     assert alone.refused == "out of memory"
+
+
+def test_an_unexpected_error_of_a_capture_is_raised_after_others_have_heard_of_it(monkeypatch: pytest.MonkeyPatch):
+    weight, sharing, recorder = nn.Parameter(torch.ones(())), Sharing(), Repeated()
+    step = CapturedStep(lambda x: ((weight * x).sum(),), [weight], recorder, None, sharing)
+
+    def broken(work: Callable[[], Any]) -> Any:
+        raise ValueError("a mistake")
+
+    monkeypatch.setattr(recorder, "record", broken)
+    with pytest.raises(ValueError, match="a mistake"):
+        step.prepare(torch.ones(1))
+    assert sharing.heard == ["a mistake"]
 
 
 def test_no_shape_is_captured_once_another_process_has_refused(caplog: pytest.LogCaptureFixture):

@@ -59,8 +59,9 @@ class CapturedSteps(Callback):
         reason = no_graphs(pl_module.device) if self._recorder is None else None
         if reason is not None and self._automatic:
             return
-        unless_requested = left_to_request(trainer) if self._automatic else None
-        if (reason := reason or obstacle(trainer, pl_module.model) or unless_requested) is not None:
+        unless_requested = only_on_request(trainer) if self._automatic else None
+        reason = reason or obstacle(trainer, pl_module.model) or unless_requested
+        if (reason := reason_in_all(trainer, reason)) is not None:
             log.warning("cuda_graph: the training step runs eagerly: %s", reason)
             return
         recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
@@ -116,8 +117,8 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
         return f"{type(trainer.strategy).__name__} exchanges more between processes than the gradients of a step"
-    if trainer.lightning_module.context_parallel > 1 and registers_segments():
-        return "context_parallel with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True requires NCCL_GRAPH_REGISTER=0"
+    if trainer.world_size > 1 and registers_segments():
+        return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with several processes requires NCCL_GRAPH_REGISTER=0"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return f"trainer.precision={trainer.precision_plugin.precision} scales the loss on the host; use bf16-mixed"
     if torch.is_anomaly_enabled():
@@ -127,13 +128,23 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     return None
 
 
+def reason_in_all(trainer: L.Trainer, reason: str | None) -> str | None:
+    """Return why a step is not captured: the `reason`, or that another process has one; None if no process has one.
+
+    All processes must call it: a process that replays and one that does not would wait for different messages.
+    """
+    if trainer.world_size > 1 and not trainer.strategy.reduce_boolean_decision(reason is None):
+        return reason or "another process does not capture it"
+    return reason
+
+
 def registers_segments() -> bool:
     """Return whether NCCL would register expandable segments that graphs use, which leads to illegal accesses."""
     settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return "expandable_segments:True" in settings and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
 
 
-def left_to_request(trainer: L.Trainer) -> str | None:
+def only_on_request(trainer: L.Trainer) -> str | None:
     """Return why steps are captured with `cuda_graph: true` only; None if null captures them, too."""
     if trainer.lightning_module.context_parallel > 1:
         return "with context_parallel they are captured only with cuda_graph: true"

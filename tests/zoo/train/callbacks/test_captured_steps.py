@@ -15,7 +15,7 @@ from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, pretraining
 from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
 from zoo.lm.classifier import Classifier
-from zoo.train.callbacks.captured_steps import CapturedSteps, obstacle
+from zoo.train.callbacks.captured_steps import CapturedSteps, obstacle, reason_in_all
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.throughput import Throughput
 from zoo.train.metrics_file import read_metrics
@@ -191,14 +191,23 @@ def test_what_a_replay_would_leave_out_is_not_captured(tmp_path: Path, caplog: p
 
 
 def test_expandable_segments_that_nccl_would_register_are_not_captured(monkeypatch: pytest.MonkeyPatch):
-    precision, module = SimpleNamespace(scaler=None), SimpleNamespace(context_parallel=2)
-    run: Any = SimpleNamespace(strategy=DDPStrategy(), lightning_module=module, precision_plugin=precision)
+    precision = SimpleNamespace(scaler=None)
+    run: Any = SimpleNamespace(strategy=DDPStrategy(), world_size=2, precision_plugin=precision)
     model = pretraining().model
     assert obstacle(run, model) is None
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     assert (obstacle(run, model) or "").endswith("requires NCCL_GRAPH_REGISTER=0")
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     assert obstacle(run, model) is None
+
+
+def test_all_processes_capture_or_none():
+    outcomes = []
+    for others in (True, False):
+        strategy = SimpleNamespace(reduce_boolean_decision=lambda mine, others=others: mine and others)
+        run: Any = SimpleNamespace(world_size=2, strategy=strategy)
+        outcomes.append([reason_in_all(run, reason) for reason in (None, "a hook")])
+    assert outcomes == [[None, "a hook"], ["another process does not capture it", "a hook"]]
 
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
