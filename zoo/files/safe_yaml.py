@@ -134,7 +134,7 @@ def dump_yaml(value: Any, one_line: bool = False) -> str:
 
     With `one_line`, they are written in braces and brackets, without line breaks.
     """
-    width = 1 << 30 if one_line else 80
+    width = float("inf") if one_line else 80
     return yaml.dump(
         value, Dumper=_Dumper, default_flow_style=one_line, sort_keys=False, allow_unicode=True, width=width
     )

@@ -77,17 +77,14 @@ def test_low_precision_passes_too(dtype):
 
 
 def test_rows_of_kernels(tmp_path):
-    report = bench_kernels(shapes=[(1, 2, 20, 8)], lengths=[10, 20], seconds=0.001, folder=str(tmp_path))
+    report = bench_kernels(shapes=[(1, 2, 20, 8)], lengths=[10, 20], seconds=0.01, folder=str(tmp_path))
     report.write()
     assert not report.failed
     rows = record(tmp_path)["rows"]
     assert len(rows) == 2 * len(OPS)  # the table's shape is one of the picture's
-    # in all together, since another process may delay a single call
-    assert sum(row["fwd_ms"] for row in rows) < sum(row["fwd_bwd_ms"] for row in rows)
     for row in rows:
         assert row["gate"]["passed"]
-        assert 0 < row["fwd_ms"] < 1e4
-        assert 0 < row["fwd_bwd_ms"] < 1e4
+        assert 0 < row["fwd_ms"] < row["fwd_bwd_ms"] < 1e4
         assert row["fwd_tflops"] > 0
         assert row["fwd_roofline"] is None
         assert row["implementation"] == "torch"
