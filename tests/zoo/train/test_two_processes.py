@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -279,20 +280,24 @@ def capture_long(folder: Path, rank: int) -> None:
 
 
 class SlowDisk(L.Callback):
-    """Shards are written only when training is two steps further, or complete."""
+    """Shards are written only when training is two steps further than their checkpoint, or complete."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.step, self.further, self.behind = 0, threading.Condition(), list[int]()
+        self.saved = deque[int]()  # steps of the checkpoints that are not yet written
         write = FileSystemWriter.write_data
 
         def write_late(*args: Any) -> Any:
             with self.further:
-                step = self.step
+                step = self.saved.popleft()
                 self.further.wait_for(lambda: self.step >= min(step + 2, STEPS), timeout=60)
                 self.behind.append(self.step - step)
             return write(*args)
 
         patch.setattr(FileSystemWriter, "write_data", write_late)
+
+    def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+        self.saved.append(trainer.global_step)
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         with self.further:
