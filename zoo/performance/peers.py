@@ -141,10 +141,10 @@ def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:
 def _similar(model: LanguageModel, sizes: dict[str, Any]) -> tuple[str, dict[str, Any]] | None:
     """The class of FLA's model of a similar mixer of the same sizes, and its config; None if it has none."""
     kinds = {type(mixer).__name__ for mixer in model.mixers}
-    if len(kinds) > 1 or not kinds <= {*SIMILAR}:
+    similar = SIMILAR.get(kinds.pop()) if len(kinds) == 1 else None
+    if similar is None or similar.has_mlps != (sizes["mlp"] is not None):
         return None
-    architecture, keys = SIMILAR[kinds.pop()]
-    return architecture, _around(sizes) | keys(model.mixers[0])
+    return similar.architecture, _around(sizes) | similar.keys(model.mixers[0])
 
 
 def _gated_deltanet(model: LanguageModel, sizes: dict[str, Any]) -> dict[str, Any]:

@@ -186,6 +186,19 @@ def test_the_peer_has_our_mixers(config: str, name: str, mixers: set[str]):
     assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.15)
 
 
+def test_the_peer_of_a_model_without_mlps_has_none():
+    pytest.importorskip("fla")
+    names = []
+    for options in (["model.mlp=null"], []):
+        parsed = models.read(["mamba3.yaml", *PLAIN, "model.hidden_size=64", *options])
+        ours = models.build(parsed, "32-true", torch.device("meta"))
+        peer = language_model(ours, configs.to_dict(parsed)["model"], torch.device("meta"))
+        names.append(peer.name)
+        if options:
+            assert sum(p.numel() for p in peer.build().parameters()) == ours.num_parameters()
+    assert names == ["fla mamba3", "fla gated_deltanet"]
+
+
 def test_the_peer_of_latent_attention_has_its_sizes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(pytest.importorskip("fla.layers.mla"), "flash_attn_func", len)  # flash-attn is not installed
     parsed = models.read(["multihead_latent_attention.yaml", *PLAIN])

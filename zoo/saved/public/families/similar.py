@@ -4,11 +4,19 @@ Their sizes are those of our models. Some have less in a layer: FLA's forgetting
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
-# our mixer → FLA's class, and the keys of its config that describe the mixer
-SIMILAR: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
-    "RWKV7": (
+
+class Similar(NamedTuple):
+    """A class of FLA, and the keys of its config that describe a mixer of ours."""
+
+    architecture: str
+    keys: Callable[[Any], dict[str, Any]]
+    has_mlps: bool = True
+
+
+SIMILAR: dict[str, Similar] = {
+    "RWKV7": Similar(
         "RWKV7ForCausalLM",
         # null for the same ranks as ours
         lambda mixer: (
@@ -16,11 +24,11 @@ SIMILAR: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
             | dict.fromkeys((f"{part}_low_rank_dim" for part in ("decay", "gate", "a", "v")), None)
         ),
     ),
-    "GatedSlotAttention": (
+    "GatedSlotAttention": Similar(
         "GSAForCausalLM",
         lambda mixer: {"num_heads": mixer.num_heads, "num_slots": mixer.num_slots},
     ),
-    "ForgettingAttention": (
+    "ForgettingAttention": Similar(
         "ForgettingTransformerForCausalLM",
         lambda mixer: {
             "num_heads": mixer.num_heads,
@@ -29,7 +37,7 @@ SIMILAR: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
             "use_output_gate": mixer.o_norm is not None and mixer.o_norm.gated,
         },
     ),
-    "MultiheadLatentAttention": (
+    "MultiheadLatentAttention": Similar(
         "MLAForCausalLM",
         lambda mixer: {
             "num_heads": mixer.num_heads,
@@ -40,5 +48,17 @@ SIMILAR: dict[str, tuple[str, Callable[[Any], dict[str, Any]]]] = {
             "qk_head_dim": mixer.head_dim + mixer.rope_dim,
             "v_head_dim": mixer.value_dim,
         },
+    ),
+    # whose rate A is softplus(a); its kernels are those of mamba_ssm
+    "Mamba3": Similar(
+        "Mamba3ForCausalLM",
+        lambda mixer: {
+            "head_dim": mixer.value_size,
+            "state_size": mixer.key_size,
+            "expand": mixer.num_heads * mixer.value_size / mixer.site.hidden_size,
+            "n_groups": mixer.num_key_heads,
+            "rope_fraction": 2 * mixer.pairs / mixer.key_size,
+        },
+        has_mlps=False,
     ),
 }
