@@ -99,20 +99,32 @@ OPS = {
 class BenchCall:
     """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
 
+    The delta rule may have fewer heads of queries and keys than of values, `key_heads`.
+
     Raises:
         UserError: The op does not have the backend on this device.
     """
 
-    def __init__(self, name: str, shape: Shape, dtype: str, device: torch.device, backend: str, window: int):
+    def __init__(
+        self,
+        name: str,
+        shape: Shape,
+        dtype: str,
+        device: torch.device,
+        backend: str,
+        window: int,
+        key_heads: int | None = None,
+    ):
         self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
         self.window = window if name == "window_attention" else None
+        self.key_heads = shape.H if key_heads is None else key_heads
         generator = torch.Generator(device).manual_seed(0)
 
         def draw(*size: int) -> Tensor:
             return torch.randn(size, device=device, generator=generator)
 
-        self.inputs = _inputs(name, shape, DTYPES[dtype], draw)
-        self.do = draw(*self.inputs["q"].shape).to(DTYPES[dtype])
+        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads)
+        self.do = draw(shape.B, shape.T, shape.H, shape.D).to(DTYPES[dtype])
         self.learned = learned_inputs(self.inputs)
         with kernels.backend(backend):
             self.implementation = self.op.kernel_op.backend(self.inputs["v"])
@@ -178,9 +190,12 @@ class BenchCall:
         return {n: x[:, : SLICE * (x.shape[1] // self.shape.T)] if x.dim() > 2 else x for n, x in tensors.items()}
 
     def _last_head(self, tensors: Tensors) -> Tensors:
-        """The last head, of one row where that has all that reaches the gradients."""
+        """The last head of keys and those that share it, of one row where that has all that reaches the gradients."""
         rows = slice(None) if any(self.inputs[name].dim() < 3 for name in self.learned) else slice(-1, None)
-        return {name: x[rows, :, -1:] if x.dim() > 2 else x[-1:] for name, x in tensors.items()}
+        return {
+            name: x[rows, :, -(x.shape[2] // self.key_heads) :] if x.dim() > 2 else x[-1:]
+            for name, x in tensors.items()
+        }
 
     @property
     def flops(self) -> int:
@@ -192,7 +207,7 @@ class BenchCall:
             getattr(kernels, self.op.function),
             T,
             heads=H,
-            key_heads=H,
+            key_heads=self.key_heads,
             subheads=1,
             key_size=D,
             value_size=D,
@@ -209,11 +224,11 @@ class BenchCall:
         return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
 
 
-def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor]) -> Tensors:
+def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int) -> Tensors:
     """Random inputs of an op; the state stays bounded."""
     (B, H, T, D), op = shape, OPS[name]
     rows = op.steps * T
-    q, k, v = draw(B, T, H, D), draw(B, rows, H, D), draw(B, rows, H, D)
+    q, k, v = draw(B, T, key_heads, D), draw(B, rows, key_heads, D), draw(B, rows, H, D)
     if op.decay is None:
         return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op.call is kda_with_gates:

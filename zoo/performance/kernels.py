@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,8 @@ def bench_kernels(
     window_size: int | None = None,
     seconds: float = 0.8,
     peers: bool = False,
+    libraries: list[str] | None = None,
+    key_heads: int | None = None,
     folder: str = "runs/bench-kernels",
 ) -> Report:
     """Time the ops, forward and with their backward pass, after checking their results.
@@ -153,12 +155,16 @@ def bench_kernels(
         dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a CPU.
         backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
-        window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU.
+        window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU. One that is not shorter than
+            the sequences is full attention.
         seconds: Time to spend on each measurement.
         peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours; and
             FlashQLA where it is installed, which compiles for a minute or two at each shape. Some functions of
             flash-linear-attention are also timed for bounded decays (`safe_gate`), and with more kept for the gradients
             (`disable_recompute`).
+        libraries: With `peers`, which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are
+            installed.
+        key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
         folder: The folder of bench.json and bench.png.
 
     Raises:
@@ -171,11 +177,19 @@ def bench_kernels(
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
-    for argument, sizes in (("shapes", shapes or []), ("lengths", [lengths or []]), ("window_size", [[window]])):
+    sizes_by_name: dict[str, Sequence[Sequence[int]]] = {
+        "shapes": shapes or [],
+        "lengths": [lengths or []],
+        "window_size": [[window]],
+        "key_heads": [[] if key_heads is None else [key_heads]],
+    }
+    for argument, sizes in sizes_by_name.items():
         if any(number < 1 for shape in sizes for number in shape):
             raise UserError(f"{argument}: all sizes must be at least 1")
+    if libraries is not None:
+        check_names("libraries", libraries or [""], others.LIBRARIES)
     if peers:
-        others.require_for(names, where)
+        others.require_for(names, where, libraries)
 
     table = [
         (name, Shape(*shape))
@@ -186,21 +200,23 @@ def bench_kernels(
         lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
     base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
     curve = [(name, base._replace(T=length)) for name in names for length in lengths]
+    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape in [*table, *curve])):
+        raise UserError(f"key_heads: {key_heads} is for --ops=delta_rule alone, and must divide H of all shapes")
 
     for name in names:  # reports a missing backend before any measurement
         BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
     report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": peers})
     measurements = list(dict.fromkeys([*table, *curve]))
-    if peers and any(OPS[name].decay is not None for name in names):
+    if peers and "fla" in (libraries or others.LIBRARIES) and any(OPS[name].decay is not None for name in names):
         sys.stderr.write("peers: flash-linear-attention tunes its kernels for minutes, before the clock starts\n")
     for name, shape in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
         says = f"{name} {'×'.join(map(str, shape))}"
         bar.set_postfix_str(says)
-        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "dtype": precision}
+        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
         row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
         try:
-            case = BenchCall(name, shape, precision, where, backend, window)
-            row |= measured(case, seconds, peers and row["in_table"], partial(_announce, bar, says))
+            case = BenchCall(name, shape, precision, where, backend, window, key_heads)
+            row |= measured(case, seconds, peers and row["in_table"], partial(_announce, bar, says), libraries)
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"
         case = None  # type: ignore[assignment]
@@ -220,7 +236,11 @@ def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
 
 
 def measured(
-    case: BenchCall, seconds: float, peers: bool, announce: Callable[[str], None] = lambda stage: None
+    case: BenchCall,
+    seconds: float,
+    peers: bool,
+    announce: Callable[[str], None] = lambda stage: None,
+    libraries: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The row of a case: its check, and its times if it passed; `announce` is called with what is done next."""
     gate = case.check()
@@ -232,6 +252,8 @@ def measured(
     row["peers"] = {}
     if peers:
         for name, peer in others.kernel_peers(case).items():
+            if libraries is not None and name.split()[0] not in libraries:
+                continue
             announce(f"{FIRST_CALL} {name}")
             row["peers"][name] = checked = _tried(case, peer)
             if "note" not in checked:

@@ -4,7 +4,7 @@ The first two are imported only on request.
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import UserError
 from zoo.lm.model import LanguageModel
@@ -23,6 +24,7 @@ from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.families.similar import SIMILAR
 
 Peer = Callable[[Tensors], Tensor]
+LIBRARIES = ("fla", "flash_qla", "sdpa", "cudnn", "flex_attention")  # with which the names of peers begin
 
 
 def require(device: torch.device) -> None:
@@ -42,10 +44,12 @@ def require(device: torch.device) -> None:
     chunks.IS_NVIDIA_HOPPER = False
 
 
-def require_for(ops: Iterable[str], device: torch.device) -> None:
-    """Raise a UserError if FLA is needed for one of the ops and cannot run."""
-    if any(OPS[name].decay is not None for name in ops):
+def require_for(ops: Iterable[str], device: torch.device, libraries: Collection[str] | None = None) -> None:
+    """Raise a UserError if FLA is needed for one of the ops and cannot run, or FlashQLA is named and not installed."""
+    if any(OPS[name].decay is not None for name in ops) and "fla" in (libraries or LIBRARIES):
         require(device)
+    if "flash_qla" in (libraries or ()) and version("flash-qla") is None:
+        raise UserError("libraries: flash_qla is not installed; pip install flash-qla, or leave it out")
 
 
 def kernel_peers(case: BenchCall) -> dict[str, Peer]:
@@ -73,7 +77,7 @@ def flash_qla(x: Tensors) -> Tensor:
 
 
 def _attention(case: BenchCall) -> dict[str, Peer]:
-    """Causal SDPA, without a window, and on a GPU FlexAttention with the window."""
+    """Causal SDPA, without a window; on a GPU FlexAttention with the window, and cuDNN if it hides nothing."""
 
     def heads_first(x: Tensors) -> tuple[Tensor, Tensor, Tensor]:
         return x["q"].transpose(1, 2), x["k"].transpose(1, 2), x["v"].transpose(1, 2)
@@ -82,14 +86,24 @@ def _attention(case: BenchCall) -> dict[str, Peer]:
         q, k, v = heads_first(x)
         return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
+    def cudnn(x: Tensors) -> Tensor:
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return sdpa(x)
+
+    window, T = case.window or case.shape.T, case.shape.T
     peers: dict[str, Peer] = {"sdpa causal": sdpa}
     if case.do.is_cuda:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        window, T = case.window or case.shape.T, case.shape.T
-        mask = create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, T, T, device="cuda")
+        if window >= T:
+            peers["cudnn causal"] = cudnn
         compiled: Any = torch.compile(flex_attention)
-        peers["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask).transpose(1, 2)
+
+        @cache  # made on the first call, if there is one
+        def mask() -> Any:
+            return create_block_mask(lambda b, h, i, j: (i >= j) & (i - j < window), None, None, T, T, device="cuda")
+
+        peers["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask()).transpose(1, 2)
     return peers
 
 

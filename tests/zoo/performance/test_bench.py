@@ -15,6 +15,7 @@ import torch
 from rich.console import Console
 
 import kernels
+from kernels import UserError
 from zoo import config as configs
 from zoo.performance import model as models
 from zoo.performance import peers
@@ -252,6 +253,31 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
         assert peer == {"note": "ValueError: heads of 16 channels"}
 
 
+def test_heads_that_share_keys(tmp_path: Path):
+    case = BenchCall("delta_rule", Shape(2, 4, 90, 8), "fp32", CPU, "torch", window=1, key_heads=2)
+    assert (case.inputs["k"].shape[2], case.inputs["v"].shape[2]) == (2, 4)
+    case.implementation = "triton"  # which is compared at full length
+    gate = case.check()
+    assert gate.passed, gate.says
+    [row] = bench_kernels("delta_rule", [(1, 4, 40, 8)], [], key_heads=2, seconds=0.01, folder=str(tmp_path)).rows
+    assert row["gate"]["passed"]
+    assert row["key_heads"] == 2
+    for options in ({"ops": "delta_rule", "key_heads": 3}, {"ops": "kda", "key_heads": 2}):
+        with pytest.raises(UserError, match=r"key_heads: . is for --ops=delta_rule alone, and must divide H"):
+            bench_kernels(shapes=[(1, 4, 40, 8)], lengths=[], **options)
+
+
+def test_libraries_can_be_chosen(tmp_path: Path):
+    case = BenchCall("window_attention", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=70)
+    assert list(measured(case, 0.01, True, libraries=["sdpa", "cudnn"])["peers"]) == ["sdpa causal"]
+    assert not measured(case, 0.01, True, libraries=["cudnn"])["peers"]
+    options = {"ops": "window_attention", "shapes": [(1, 2, 40, 8)], "lengths": [], "peers": True}
+    with pytest.raises(UserError, match=r"libraries: 'cuddn' is not one of fla, .*did you mean 'cudnn'"):
+        bench_kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
+        bench_kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
+
+
 NAIVE = {  # of FLA, in PyTorch, with the arguments of its kernels; that of Comba reads the state after it decays
     "kda": ("fla.ops.kda.naive", "naive_recurrent_kda"),
     "gated_deltanet2": ("fla.ops.gdn2.naive", "naive_recurrent_gdn2"),
@@ -332,7 +358,7 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
 
         return {"theirs": fails, "same": case.call}
 
-    monkeypatch.setattr(peers, "require_for", lambda ops, device: None)
+    monkeypatch.setattr(peers, "require_for", lambda ops, device, libraries: None)
     monkeypatch.setattr(peers, "kernel_peers", refused)
     report = bench_kernels("kda", [(1, 1, 40, 8)], [], seconds=0.01, peers=True, folder=str(tmp_path))
     table = report.table()
