@@ -8,7 +8,6 @@ captured training steps on a GPU, one model after the other. Each row is written
 the file has is not measured again, so a run that was stopped continues.
 """
 
-import csv
 import gc
 import re
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 
 from kernels import UserError
+from reproductions import write_csv
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import arguments_of
@@ -81,22 +81,6 @@ def speed_of(config: list[str], batch_size: int, length: int, steps: int, device
     return settings | {key: row.get(key) for key in SPEED} | {"note": note}
 
 
-def rows_of(file: Path) -> dict[str, Row]:
-    """Return the rows of a table by model; none if the file does not exist."""
-    if not file.exists():
-        return {}
-    with file.open(encoding="utf-8", newline="") as stream:
-        return {row["model"]: dict(row) for row in csv.DictReader(stream)}
-
-
-def write(rows: dict[str, Row], file: Path) -> None:
-    """Write a table, sorted by model."""
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows[name] for name in sorted(rows))
-
-
 def mixers_400m(
     models: list[str] | None = None,
     speed: bool = False,
@@ -124,7 +108,7 @@ def mixers_400m(
     """
     start, target, available = time.monotonic(), Path(file), overlays()
     check_names("models", models or [], available)
-    rows = rows_of(target)
+    rows: dict[str, Row] = {row["model"]: dict(row) for row in write_csv.read(target)}
     for name in models or available:
         if speed and (rows.get(name, {}).get("tokens_per_second") or _is_over(start, seconds)):
             continue
@@ -134,7 +118,7 @@ def mixers_400m(
             row |= speed_of(config, batch_size, length, steps, pick_device(device))
             sys.stdout.write(f"{name}: {row['tokens_per_second']} tokens/s, batch {row['batch_size']}, {row['note']}\n")
             sys.stdout.flush()
-        write(rows, target)
+        write_csv.write([rows[name] for name in sorted(rows)], target, COLUMNS)
     sys.stdout.write(f"rows: {target}\n")
 
 

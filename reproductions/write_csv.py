@@ -11,11 +11,13 @@ folder of runs is one that `scaling fit` reads.
 
 import argparse
 import csv
+import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from zoo.files.atomic import atomic_write
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 
@@ -75,13 +77,23 @@ def runs(folder: Path) -> Iterator[dict[str, Any]]:
         yield {"name": run.name, **dict(flat(numbers | curves, ""))}
 
 
-def write(rows: Iterable[dict[str, Any]], file: Path) -> None:
-    """Write rows as a CSV whose columns are those of all rows."""
+def write(rows: Iterable[dict[str, Any]], file: Path, columns: Sequence[str] | None = None) -> None:
+    """Write rows as a CSV with these columns, by default those of all rows; the file is complete or not there."""
     rows = list(rows)
-    with file.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, dict.fromkeys(key for row in rows for key in row), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns or [*dict.fromkeys(key for row in rows for key in row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    with atomic_write(file) as stream:
+        stream.write(text.getvalue().encode())
+
+
+def read(file: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV; none if the file does not exist."""
+    if not file.exists():
+        return []
+    with file.open(encoding="utf-8", newline="") as stream:
+        return [*csv.DictReader(stream)]
 
 
 if __name__ == "__main__":

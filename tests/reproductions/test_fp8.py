@@ -1,13 +1,12 @@
 """`reproductions/fp8.py`: a row for each kind of products, which differ in their results."""
 
-import csv
 from pathlib import Path
 
 import pytest
 import torch
 
 from kernels import UserError
-from reproductions import fp8
+from reproductions import fp8, write_csv
 from zoo.performance.model import build, read
 
 SMALL = [
@@ -19,13 +18,17 @@ SMALL = [
 ]
 
 
-def test_both_kinds_of_products_get_a_row(tmp_path: Path):
+def test_both_kinds_of_products_get_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     file = tmp_path / "fp8.csv"
     fp8.main(SMALL, batch_size=1, length=16, rounds=2, steps=2, device="cpu", file=str(file))
-    with file.open(newline="") as stream:
-        rows = [*csv.DictReader(stream)]
+    rows = write_csv.read(file)
     assert [row["products"] for row in rows] == ["bf16", "fp8"]
     assert all(int(row["tokens_per_second"]) > 0 for row in rows)
+    assert 2 * float(rows[0]["error"]) < float(rows[1]["error"]) < fp8.LARGEST
+    monkeypatch.setattr(fp8, "LARGEST", 0.01)
+    with pytest.raises(UserError, match=r"fp8: gradients is off by .*; nothing was timed"):
+        fp8.main(SMALL, batch_size=1, length=16, rounds=2, steps=2, device="cpu", file=str(tmp_path / "wrong.csv"))
+    assert not (tmp_path / "wrong.csv").exists()
     with pytest.raises(UserError, match="rounds and steps at least 2"):
         fp8.main(SMALL, rounds=1)
 

@@ -1,17 +1,12 @@
 """`reproductions/mixers_400m.py`: sizes of all models, and speeds that are measured once."""
 
-import csv
 from pathlib import Path
 
 import pytest
 
 from kernels import UserError
 from reproductions import mixers_400m as table
-
-
-def lines(file: Path) -> list[dict[str, str]]:
-    with file.open(newline="") as stream:
-        return [*csv.DictReader(stream)]
+from reproductions.write_csv import read
 
 
 @pytest.mark.slow
@@ -20,15 +15,15 @@ def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(table, "overlays", lambda: dict.fromkeys(("gla", "transformer"), "model.num_layers=2"))
     options = {"batch_size": 1, "length": 32, "steps": 1, "device": "cpu", "file": "table.csv"}
     table.mixers_400m(**options)
-    gla, attention = lines(tmp_path / "table.csv")
+    gla, attention = read(tmp_path / "table.csv")
     assert (gla["model"], gla["grows"], attention["grows"]) == ("gla", "0", "1")
     assert int(attention["state"]) == 2 * 2 * 32 * 192  # keys and values of two layers
     table.mixers_400m(["gla"], speed=True, **options)
-    first = lines(tmp_path / "table.csv")[0]
+    first = read(tmp_path / "table.csv")[0]
     assert float(first["tokens_per_second"]) == pytest.approx(32e3 / float(first["step_ms"]))
     capsys.readouterr()
     table.mixers_400m(speed=True, **options)
-    both = lines(tmp_path / "table.csv")
+    both = read(tmp_path / "table.csv")
     assert both[0] == first
     assert both[1]["tokens_per_second"]
     assert "gla" not in capsys.readouterr().out
@@ -46,11 +41,11 @@ def test_steps_that_do_not_fit_are_halved(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_table_has_every_model_of_400m():
-    assert {line["model"]: line["overlay"] for line in lines(table.MEASURED)} == table.overlays()
+    assert {line["model"]: line["overlay"] for line in read(table.MEASURED)} == table.overlays()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", lines(table.MEASURED), ids=lambda line: line["model"])
+@pytest.mark.parametrize("line", read(table.MEASURED), ids=lambda line: line["model"])
 def test_the_sizes_of_the_table(line: dict[str, str]):
     sizes = table.sizes_of([f"{line['model']}.yaml", line["overlay"]], 4096)
     assert {key: str(value) for key, value in sizes.items()} == {key: line[key] for key in sizes}
