@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 import zoo
-from reproductions import bench, cost_over_size, mixers_400m
+from reproductions import bench, cost_over_size, mixers_400m, performance, vocabulary_loss
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
@@ -47,6 +47,12 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "mixers": (show_mixers, "name"),
     "scaling plan": (zoo.scaling.plan, None),
     "scaling fit": (zoo.scaling.fit, "runs"),
+}
+SCRIPTS: dict[str, Callable[..., Any]] = {
+    "reproductions/cost_over_size.py": cost_over_size.cost_over_size,
+    "reproductions/mixers_400m.py": mixers_400m.mixers_400m,
+    "reproductions/performance.py": performance.performance,
+    "reproductions/vocabulary_loss.py": vocabulary_loss.vocabulary_loss,
 }
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
@@ -217,10 +223,8 @@ def check_tool(arguments: list[str]) -> None:
         items, _ = arguments_of(bench.KINDS[rest[1]], rest[2:], rest[1], Keys(KEYS, lambda parser: None))
         for item in items:
             assert "=" in item or find_config(item)
-    elif rest[:1] == ["reproductions/cost_over_size.py"]:
-        arguments_of(cost_over_size.cost_over_size, rest[1:], "cost_over_size")
-    elif rest[:1] == ["reproductions/mixers_400m.py"]:
-        arguments_of(mixers_400m.mixers_400m, rest[1:], "mixers_400m")
+    elif rest and rest[0] in SCRIPTS:
+        arguments_of(SCRIPTS[rest[0]], rest[1:], rest[0])
     elif rest and rest[0].endswith(".py"):
         source = (ROOT / rest[0]).read_text()  # raises if there is no such file
         for option in (argument.partition("=")[0] for argument in rest[1:] if argument.startswith("--")):
