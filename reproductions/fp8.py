@@ -1,5 +1,6 @@
 """Training speed with matrix products in bf16 and in FP8, for docs/fp8.md: `python reproductions/fp8.py` on a GPU."""
 
+import gc
 import statistics
 import sys
 import time
@@ -81,6 +82,7 @@ def main(
     for fp8, gate in gates.items():
         if not gate.passed:
             raise UserError(f"{NAMES[fp8]}: {gate.says}; nothing was timed")
+    gc.collect()  # blocks and their forward functions refer to each other
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     model = build(parsed, "bf16-mixed", where)
     learner = TimedLearner(

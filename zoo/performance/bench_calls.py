@@ -170,7 +170,9 @@ class BenchCall:
 
     @property
     def _chunkwise(self) -> bool:
-        return self.implementation in ("torch", "reference")
+        """Return whether the call is the chunkwise form, which attention in half precision is not."""
+        attention = self.implementation == "torch" and self.window is not None and self.dtype != "fp32"
+        return self.implementation in ("torch", "reference") and not attention
 
     @cached_property
     def _expected(self) -> tuple[Tensors, Tensor, Tensors]:
@@ -178,7 +180,7 @@ class BenchCall:
         inputs, do = self.inputs, {"do": self.do}
         if self._chunkwise:
             inputs, do = self._first_tokens(inputs), self._first_tokens(do)
-        backend = "reference" if self.implementation == "torch" else "torch"
+        backend = "reference" if self._chunkwise and self.implementation == "torch" else "torch"
         return inputs, do["do"], self._exact(self._last_head(inputs), self._last_head(do)["do"], backend)
 
     def _exact(self, inputs: Tensors, do: Tensor, backend: str) -> Tensors:

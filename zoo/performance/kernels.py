@@ -188,6 +188,8 @@ def bench_kernels(
             raise UserError(f"{argument}: all sizes must be at least 1")
     if libraries is not None:
         check_names("libraries", libraries or [""], others.LIBRARIES)
+        if not peers:
+            raise UserError("libraries: they are timed with --peers=true only")
     if peers:
         others.require_for(names, where, libraries)
 

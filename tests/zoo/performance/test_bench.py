@@ -253,6 +253,22 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
         assert peer == {"note": "ValueError: heads of 16 channels"}
 
 
+def test_attention_in_half_precision_is_checked_at_full_length(monkeypatch: pytest.MonkeyPatch):
+    case = BenchCall("window_attention", Shape(1, 2, 400, 16), "bf16", CPU, "auto", window=1000)
+    gate = case.check()
+    assert gate.passed, gate.says
+    assert "dq of the chunkwise form" in gate.errors
+    implementations = case.op.kernel_op.implementations
+    right = implementations["torch"]
+
+    def wrong(a: Any) -> torch.Tensor:
+        late = torch.arange(a.q.shape[1])[:, None, None] >= 390
+        return right(a) * (1 + late * (a.q.dtype == torch.bfloat16))
+
+    monkeypatch.setitem(implementations, "torch", wrong)
+    assert not case.check().passed
+
+
 def test_heads_that_share_keys(tmp_path: Path):
     case = BenchCall("delta_rule", Shape(2, 4, 90, 8), "fp32", CPU, "torch", window=1, key_heads=2)
     assert (case.inputs["k"].shape[2], case.inputs["v"].shape[2]) == (2, 4)
@@ -276,6 +292,8 @@ def test_libraries_can_be_chosen(tmp_path: Path):
         bench_kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
     with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
         bench_kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
+    with pytest.raises(UserError, match="libraries: they are timed with --peers=true only"):
+        bench_kernels(**options | {"peers": False}, libraries=["sdpa"], folder=str(tmp_path))
 
 
 NAIVE = {  # of FLA, in PyTorch, with the arguments of its kernels; that of Comba reads the state after it decays
