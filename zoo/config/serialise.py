@@ -6,12 +6,12 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
-import yaml
 from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.keys import KEYS, OF_LIGHTNING
-from zoo.config.parser import parse, parse_model, run_parser
+from zoo.config.parser import UNSEEN, parse, parse_model, run_parser
+from zoo.files.safe_yaml import load_quickly
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def to_dict(config: Namespace) -> dict[str, Any]:
     parser = run_parser() if {*OF_LIGHTNING} & {*vars(run_keys)} else run_parser(lightning=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="\\s*Unable to serialize instance")  # reported below
-        plain = yaml.safe_load(parser.dump(run_keys, skip_none=False, skip_validation=True))
+        plain = load_quickly(parser.dump(run_keys, UNSEEN, skip_none=False, skip_validation=True))
     if (problem := next(_unwritable(plain), None)) is not None:
         raise UserError(f"{problem}; give it in the config as plain values: numbers, strings, lists and mappings")
     return plain
@@ -38,8 +38,10 @@ def verified(config: Namespace) -> dict[str, Any]:
     """
     plain = to_dict(config)
     parse_again = parse if plain.keys() & {*OF_LIGHTNING} else parse_model
-    parsed = to_dict(parse_again(copy.deepcopy(plain)))  # a copy, since the parser modifies its input
-    for key, before, now in differences(plain, parsed):
+    parsed = parse_again(copy.deepcopy(plain))  # a copy, since the parser modifies its input
+    if all(_without_instances(parsed.get(key)) == _without_instances(config.get(key)) for key in KEYS):
+        return plain  # equal parts are written alike
+    for key, before, now in differences(plain, to_dict(parsed)):
         raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
     return plain
 

@@ -6,7 +6,15 @@ import pytest
 
 from kernels import UserError
 from zoo.config.find import CONFIGS
-from zoo.files.safe_yaml import MOST_BYTES, MOST_NODES, check_plain, parse_yaml, read_yaml
+from zoo.files.safe_yaml import (
+    MOST_BYTES,
+    MOST_NODES,
+    check_plain,
+    dump_quickly,
+    load_quickly,
+    parse_yaml,
+    read_yaml,
+)
 
 
 def test_what_ships_is_small():
@@ -99,3 +107,15 @@ def test_shared_parts_of_a_value_count_each_time():
     ):
         with pytest.raises(UserError, match=message):
             check_plain(value, "config")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["1e5", "null", "2020-01-01", "1:30", " ", "a\n\tb\r", "\x85", "\u2028", "\ufeff", "\x00", "é😀", "x " * 90],
+        ["a lone surrogate \ud800", "\udce9"],  # as in names of files that are not UTF-8
+    ],
+)
+def test_quick_text_is_read_back_as_it_was(words: list[str]):
+    value = {"words": words, **dict.fromkeys(words, 1e-5), "numbers": [1, 1.0, 1e22, float("inf"), True, None, []]}
+    assert repr(load_quickly(dump_quickly(value))) == repr(value)
