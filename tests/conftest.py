@@ -1,5 +1,6 @@
 """What every test starts from: a known seed, one thread, and only the tests that this machine can run."""
 
+import gc
 import importlib
 import os
 import signal
@@ -39,6 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker, needed in (("gpu", 1), ("multi_gpu", 2)):
             if devices < needed and item.get_closest_marker(marker):
                 item.add_marker(pytest.mark.skip(reason=f"needs {needed} accelerator(s), found {devices}"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # modules and collected tests, half a million objects that full collections would visit
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -154,11 +154,14 @@ def _send(connection: socket.socket, answer: Any) -> None:
 def import_everything() -> None:
     """Import what command lines import, also what they import where it is needed."""
     import contextlib
+    import io
 
     import torchmetrics  # noqa: F401
 
     import mixers
-    from zoo.config.parser import read, run_parser
+    import zoo
+    from zoo import config as configs
+    from zoo.display import new_figure
 
     with contextlib.suppress(ImportError):  # of an extra
         import bokeh.embed  # noqa: F401
@@ -168,8 +171,17 @@ def import_everything() -> None:
             import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: F401
         del os.environ["DS_ACCELERATOR"]
     mixers.names()
-    run_parser()  # parsers are made once per process
-    read("gdn_h2.yaml")
+    for name in zoo.__all__:  # modules that are imported when a function is first used
+        getattr(zoo, name)
+    new_figure(1, 1).savefig(io.BytesIO())  # fonts
+    config = configs.read("gdn_h2.yaml")  # parsers are made once per process
+    configs.to_dict(config)
+    config.model.vocab_size = 512
+    with sys.modules["torch"].random.fork_rng():
+        configs.from_config(config, "meta")
+        for key in configs.GROUPS:
+            if key != "model":
+                configs.instantiate(key, config)
 
 
 if __name__ == "__main__":

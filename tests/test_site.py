@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from urllib.parse import unquote, urldefrag
 import pytest
 
 from .commands import ROOT
+from .forked_python import forked_python
 
 PAGES = [
     "docs/index.html",
@@ -45,7 +45,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not os.environ.get("CI"):
         pytest.importorskip("furo", reason="install the extra 'docs'")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(folder)]
+    command = [forked_python(), "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=1200)
     if done.returncode:
         pytest.fail(done.stderr[-8000:], pytrace=False)

@@ -199,6 +199,7 @@ def test_the_notebook_runs(tmp_path: Path, shared_cache: Path, monkeypatch: pyte
     for name, value in {"ZOO_CACHE": str(shared_cache), "OMP_NUM_THREADS": "1", "ZOO_RUN": ""}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(TUTORIALS.parent))
+    monkeypatch.setattr(sys, "executable", forked_python())  # of the kernel
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()  # raises the error of the first cell that fails
