@@ -125,12 +125,17 @@ class SavedModel(ABC):
             vet_model(model, self.source)
         return model
 
+    @cached_property
+    def parsed(self) -> Namespace:
+        """The parsed `model_config`; only to be read."""
+        return self._parsed(self.model_config)
+
     def load(self, device: torch.device | str = "cpu") -> LanguageModel:
         """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
         check_device(device)
         # the weights are compared with the config before memory is taken for it
-        config, _, weights = self._described(self.model_config)
-        model = self._built(config)
+        _, weights = self._described(self.parsed)
+        model = self._built(self.parsed)
         load_tensors(model, weights, self._weights_path)
         return model.to(device).eval()
 
@@ -139,28 +144,30 @@ class SavedModel(ABC):
 
         A UserError if it is not trusted, or the weights are damaged or of another model.
         """
-        return self._described(self.model_config)[1:]
+        return self._described(self.parsed)
 
     def check_sizes(self) -> None:
         """Compare the weights with a config that is not trusted, but was vetted by other means."""
-        self._described(self.config["model"])
+        self._described(self._parsed(self.config["model"]))
 
-    def _described(self, model_config: dict[str, Any]) -> tuple[Namespace, LanguageModel, Weights]:
-        """The parsed config, the model on the meta device, and its weights by the names of its state dict."""
-        weights = self.weights
+    def _parsed(self, model_config: dict[str, Any]) -> Namespace:
         with self._named():
-            config = parse_model({"model": model_config})
+            return parse_model({"model": model_config})
+
+    def _described(self, config: Namespace) -> tuple[LanguageModel, Weights]:
+        """The model of a parsed config on the meta device, and its weights by the names of its state dict."""
+        weights = self.weights
         if not self.is_trusted:
             check_sizes(to_dict(config)["model"], weights.specs, self._weights_path)
         with self._named():
             model = self._built(config, "meta")
         check_weights(weights.specs, model, self._weights_path)
         if weights.specs.keys() == model.state_dict().keys():
-            return config, model, weights
+            return model, weights
         named = {name: weights.tensor(name) for name in weights.specs}  # by the names of fused parameters
         filled = self._built(config, "meta")
         filled.load_state_dict(named, assign=True)
-        return config, model, TensorsInMemory(filled.state_dict())
+        return model, TensorsInMemory(filled.state_dict())
 
     def _built(self, config: Namespace, device: str | None = None) -> LanguageModel:
         """The model of the parsed config, with fresh weights, or without memory for them on the device meta."""
@@ -315,6 +322,10 @@ class _Public(SavedModel):
     @cached_property
     def config(self) -> dict[str, Any]:
         return {"model": self._imported.model}
+
+    def _parsed(self, model_config: dict[str, Any]) -> Namespace:
+        same = model_config == self._imported.model
+        return self._imported.parsed if same else super()._parsed(model_config)
 
     @property
     def weights(self) -> Weights:

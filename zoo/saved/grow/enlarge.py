@@ -97,7 +97,7 @@ def statex(
     saved = SavedModel.open(checkpoint, trust)
     before, weights = saved.on_meta()
     growing = chosen_layers(before.mixers, layers, way)
-    config, how = grown_config(saved.model_config, before, growing, init, factor)
+    config, how = grown_config(to_dict(saved.parsed)["model"], before, growing, init, factor)
     after = from_config(parse_model({"model": config}), "meta")
     sizes = _size(before), _size(after)
     grown = grown_weights(after, before, weights, growing, init, seed)
@@ -115,12 +115,11 @@ def grown_config(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """The key `model` of the larger model's config, and layer → how it grew.
 
-    A UserError if a layer cannot grow as asked. `factor` is how many times larger the states become; None for the
-    default of each.
+    `model` is that of the model before, with all defaults; `factor` is how many times larger the states become, None
+    for the default of each. A UserError if a layer cannot grow as asked.
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")
-    model = to_dict(parse_model({"model": model}))["model"]
     change, how = {}, {}
     for layer, growth in layers.items():
         arguments = growth.arguments(factor or growth.default_factor(), init)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jsonargparse import Namespace
 from torch import nn
 
 from kernels import UserError
@@ -32,6 +33,7 @@ class Imported(NamedTuple):
     """A public folder in our terms: the `model` config, weights under our names, and the files that hold them."""
 
     model: dict[str, Any]
+    parsed: Namespace
     weights: Weights
     files: list[Path]
 
@@ -55,12 +57,13 @@ def imported(folder: PublicFolder) -> Imported:
     theirs = folder.weights
     check_sizes(model, theirs.specs, f"checkpoint: {path}")
     try:
-        ours = on_meta(model)
+        parsed = parse_model({"model": model})
+        ours = from_config(parsed, "meta")
     except UserError as error:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
         raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
-    return Imported(model, TensorMap(family, ours).as_ours(theirs, path), folder.files)
+    return Imported(model, parsed, TensorMap(family, ours).as_ours(theirs, path), folder.files)
 
 
 def family_of(config: dict[str, Any], folder: Path) -> Family:

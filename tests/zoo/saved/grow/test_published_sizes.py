@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from mixers import UserError
-from zoo.config import from_config, parse
+from zoo.config import from_config, parse, to_dict
 from zoo.lm import LanguageModel
 from zoo.saved.grow.enlarge import chosen_layers, grown_config
 
@@ -32,8 +32,8 @@ def built(model: dict[str, Any]) -> LanguageModel:
 
 
 def grown(model: dict[str, Any], layers: int | list[int], way: str | None = None) -> LanguageModel:
-    before = built(model)
-    config, _ = grown_config(model, before, chosen_layers(before.mixers, layers, way), "reinit", None)
+    before, complete = built(model), to_dict(parse({"model": model}))["model"]
+    config, _ = grown_config(complete, before, chosen_layers(before.mixers, layers, way), "reinit", None)
     return built(config)
 
 
