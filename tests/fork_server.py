@@ -47,6 +47,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     """Be the requested process, and end it."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may themselves run under nohup
     for stream, source in enumerate(streams):
         os.dup2(source, stream)
         os.close(source)

@@ -17,6 +17,7 @@ from zoo.files.sealed_json import read_sealed
 from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command, sitting_at, start
+from .forked_python import fork_server
 
 pytest_plugins = "tests.desk"
 
@@ -156,17 +157,13 @@ def test_a_signal_to_the_group_stops_all_processes_with_a_checkpoint(
     (tmp_path / "stopping.yaml").write_text("trainer: {callbacks: {class_path: stopper.Stop}}\n")
     with sitting_at(tmp_path, shared_cache):
         options = (*TWO, "--data.num_workers=1", "--trainer.max_steps=40", "--trainer.val_check_interval=40")
-        process = subprocess.Popen(
-            [sys.executable, cli.__file__, *FIT, *options, "--config", "stopping.yaml", "--run", "x"],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "ZOO_RUN": ""},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # tests may themselves run under nohup
-        )
-        said = process.communicate(timeout=240)[0]
-    assert process.returncode == 128 + number, said
+        arguments = [cli.__file__, *FIT, *options, "--config", "stopping.yaml", "--run", "x"]
+        # the leader of a new group, which the process that it starts belongs to
+        leader = fork_server().start(arguments, tmp_path, {"OMP_NUM_THREADS": "1"}, tmp_path / "log")
+        ended = fork_server().wait(leader, 240)
+    said = (tmp_path / "log").read_text()
+    assert ended is not None, said
+    assert ended.code == 128 + number, said
     step = read_checkpoint(tmp_path / "runs" / "x" / "checkpoints" / "last.ckpt")["global_step"]
     assert 4 <= step <= 6  # a step later, when both know
     assert f"step {step} is saved" in said
