@@ -33,17 +33,30 @@ def fit(folder: Path, callbacks=(), in_background: bool = True, max_steps: int =
 
 
 class Slow(L.Callback):
-    """A disk that has written a checkpoint only after so many more steps, or when the next one waits for it."""
+    """A disk that has written a checkpoint only after so many more steps, or when training waits for it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: int = 2) -> None:
         self.steps, self.real, self.step, self.more = steps, torch.save, 0, threading.Condition()
         self.behind: list[int] = []  # steps done while a checkpoint was being written
+        self.waiting = False
+        wait = Background.wait
+
+        def waits(background: Background) -> None:
+            with self.more:
+                self.waiting = True
+                self.more.notify()
+            try:
+                wait(background)
+            finally:
+                self.waiting = False
+
         monkeypatch.setattr(torch, "save", self.save)
+        monkeypatch.setattr(Background, "wait", waits)
 
     def save(self, checkpoint, file):
         with self.more:
             step = checkpoint["global_step"]
-            self.more.wait_for(lambda: self.step >= step + self.steps, 0.5)
+            assert self.more.wait_for(lambda: self.waiting or self.step >= step + self.steps, SECONDS)
             self.behind.append(self.step - step)
         self.real(checkpoint, file)
 

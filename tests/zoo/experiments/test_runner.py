@@ -162,10 +162,11 @@ Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
     program = tmp_path / "program.py"
     program.write_text(script)
     process = subprocess.Popen([start(), str(program)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    for _ in range(600):
-        if all((tmp_path / name / "config.yaml").exists() for name in ALL[2:4]):
-            break
-        time.sleep(0.1)
+    deadline = time.monotonic() + 240
+    while not all((tmp_path / name / "config.yaml").exists() for name in ALL[2:4]):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     process.send_signal(number)
     said, _ = process.communicate(timeout=240)
     assert process.returncode == code
