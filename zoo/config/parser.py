@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 import jsonargparse._core
-import jsonargparse._namespace
 import jsonargparse._subcommands
 import jsonargparse._typehints
 import torch
@@ -104,25 +103,6 @@ def _find_option(parser: Any, key: str, exclude: Any = None) -> Any:
 
 jsonargparse._subcommands.find_action_and_subcommand = _find_option  # type: ignore[assignment]
 jsonargparse._core.find_action_and_subcommand = _find_option  # type: ignore[assignment]
-
-
-# Copies of configs, entry by entry with a search for each key, are a fifth of the time (jsonargparse 4.53).
-_copy_branches = jsonargparse._namespace.recreate_branches
-
-
-def _copied(data: Any, skip_keys: Collection[str] | None = None) -> Any:
-    """As jsonargparse's function does; the keys of a namespace are those of its attributes."""
-    if isinstance(data, Namespace):
-        copy = type(data)()
-        vars(copy).update(
-            {key: _copied(value, skip_keys) for key, value in vars(data).items() if key not in (skip_keys or ())}
-        )
-        return copy
-    return _copy_branches(data, skip_keys) if isinstance(data, dict | list) else data
-
-
-jsonargparse._namespace.recreate_branches = _copied
-jsonargparse._core.recreate_branches = _copied
 
 
 class ConfigFile(ActionConfigFile):
@@ -238,7 +218,7 @@ class Parser(ArgumentParser):
         return part.clone()
 
     def dump(self, namespace: Namespace, format: str = "parser_mode", **settings: Any) -> str:
-        """As the base class does, but quickly for a component, whose text the base class reads at once."""
+        """As the base class does, but quickly for a component, whose text the base class reads immediately."""
         inside = format == "parser_mode" and getattr(self, "_inner_parser", False)
         return super().dump(namespace, UNSEEN if inside else format, **settings)
 
