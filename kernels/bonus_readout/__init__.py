@@ -36,7 +36,7 @@ def composed(*args: Any) -> Tensor:
     a = by_head(Arguments(*args))
     o, q, k, v, gate, r_k, weight, bias = (at_least_fp32(x) for x in a[:8])
     normed = torch.nn.functional.layer_norm(o, o.shape[-1:], eps=a.eps) * weight + bias
-    return ((normed + (q * k * r_k).sum(-1, keepdim=True) * v) * gate).to(a.o.dtype).flatten(-2)
+    return ((normed + (q * k * r_k).sum(-1, keepdim=True) * v).flatten(-2) * gate.flatten(-2)).to(a.o.dtype)
 
 
 def reference(*args: Any) -> Tensor:
@@ -46,7 +46,7 @@ def reference(*args: Any) -> Tensor:
     centred = o - o.mean(-1, keepdim=True)
     normed = centred / (centred.square().mean(-1, keepdim=True) + a.eps).sqrt() * weight + bias
     own = (q * k * r_k).sum(-1)[..., None] * v
-    return ((normed + own) * gate).to(a.o.dtype).flatten(-2)
+    return ((normed + own).flatten(-2) * gate.flatten(-2)).to(a.o.dtype)
 
 
 def _limits(o: Tensor, q: Tensor, *rest: Any) -> str | None:

@@ -3,8 +3,13 @@
 The result of a norm is as large as its input, and autograd would save both: the input for the norm, and the result for
 the product that follows. Inside `recomputing()`, such an op notes how to recompute its result, and the op that would
 save that result for its backward pass saves the note instead.
+
+The result is recognised by identity. Autograd passes the tensor that an op saves to the hooks on saved tensors, which
+compare it, or the tensor that it is a view of (`Tensor._base`), with the results: `x is y`. Any other tensor is saved,
+also one that shares memory with a result but is not a view of it, such as `y.detach()`.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,18 +26,25 @@ class _Note:
     """One result that can be recomputed."""
 
     def __init__(self, y: Tensor, make: Callable[..., Tensor], args: list[Any]):
-        # held until `recomputing()` exits, so that no other tensor can get its address
-        self.y: Tensor | None = y
+        self.result = weakref.ref(y)  # the note must not keep the memory that it is to save
         self.version, self.make, self.args, self.mode = y._version, make, args, is_deterministic()
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
-    def is_of(self, x: Tensor) -> bool:
-        """Return whether x is the result, or a view of the whole result."""
-        y = self.y
-        if y is None or x.data_ptr() != y.data_ptr():
-            return False
-        return (x.numel(), x.dtype, x._version) == (y.numel(), y.dtype, self.version)
+    def later(self, x: Tensor, base: Tensor | None) -> "_Later | None":
+        """Return x, a view of `base` unless that is None, as this note.
+
+        None if x is neither the result nor a view within it, or if the result was changed in place.
+        """
+        y = self.result()
+        if y is not (x if base is None else base) or x._version != self.version:
+            return None
+        if base is None:
+            return _Later(self, x.shape, x.stride(), 0)
+        shape, stride, start = x.shape, x.stride(), int(x.storage_offset() - y.storage_offset())
+        last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+        inside = start >= 0 and last < y.numel() and x.dtype == y.dtype  # as_strided can leave y
+        return _Later(self, shape, stride, start) if inside else None
 
     def used(self) -> None:
         """Count a user, the first of which will also need what the result is made of."""
@@ -48,6 +60,7 @@ class _Later(NamedTuple):
     note: _Note
     shape: torch.Size
     stride: tuple[int, ...]
+    start: int  # of its first element in the result
 
     def now(self) -> Tensor:
         """The tensor, recomputed once for all users of the note and dropped when the last of them has received it."""
@@ -58,7 +71,7 @@ class _Later(NamedTuple):
         value, note.waiting = note.value, note.waiting - 1
         if not note.waiting:
             note.value = None
-        return value.as_strided(self.shape, self.stride)
+        return value.as_strided(self.shape, self.stride, value.storage_offset() + self.start)
 
 
 _notes: ContextVar[dict[int, _Note] | None] = ContextVar("notes", default=None)
@@ -81,13 +94,13 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
         finally:
             _allowed.reset(before)
         return
-    notes: dict[int, _Note] = {}
+    notes: dict[int, _Note] = {}  # by `id`; a result may be freed and its id reused, so `later` compares the objects
 
     def pack(x: Tensor) -> Any:
         later = _later(x, notes)
         if later is None:
             # without its history: a result that an op saves for itself would hold that op, and the op the result
-            return x.detach()
+            return x if x.is_leaf else x.detach()
         later.note.used()
         return later
 
@@ -98,14 +111,14 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
         with scope(_notes, notes), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        for note in notes.values():
-            note.y = None
+        notes.clear()  # each op that saves a tensor holds `pack`, and would keep what every result is made of
 
 
 def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
     """The tensor as a note on how to recompute it; None if there is none."""
-    note = notes.get(x.data_ptr())
-    return None if note is None or not note.is_of(x) else _Later(note, x.shape, x.stride())
+    base = x._base
+    note = notes.get(id(x if base is None else base))
+    return None if note is None else note.later(x, base)
 
 
 def keeping() -> bool:
@@ -128,10 +141,10 @@ def noted(x: Tensor) -> bool:
 def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return y, noting that `make(*args)` recomputes it to the bit.
 
-    Tensors in `args` must be saved anyway, or be recomputed themselves.
+    Tensors in `args` must be saved anyway, or be recomputed themselves. If y is a view, its views are not recognised.
     """
     notes = _current()
-    if notes is not None and y.requires_grad and y.is_contiguous() and y.numel():
+    if notes is not None and y.requires_grad and y.is_contiguous():
         saved_args = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
-        notes[y.data_ptr()] = _Note(y, make, saved_args)
+        notes[id(y)] = _Note(y, make, saved_args)
     return y

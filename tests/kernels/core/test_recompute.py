@@ -2,6 +2,8 @@
 
 import gc
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 
 import kernels
 from kernels import norm
+from kernels.core.recompute import remake
 
 
 def block(x: Tensor, gate: Tensor, norm: Tensor, weights: list[Tensor]) -> Tensor:
@@ -66,13 +69,20 @@ def test_what_is_made_of_recomputed_results_keeps_none_of_them(monkeypatch: pyte
         assert len(made) == times
 
 
-def test_what_was_changed_since_is_kept():
+def through_view(h: Tensor) -> Tensor:
+    h.view(-1)[:3].mul_(2)
+    return h
+
+
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {"itself": lambda h: h.add_(1), "through a view": through_view}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_what_was_changed_since_is_kept(change: Callable[[Tensor], Tensor]):
     x, weight = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
 
     def run() -> Tensor:
-        h = kernels.rms_norm(x)
-        h += 1
-        return F.linear(h, weight)
+        return F.linear(change(kernels.rms_norm(x)), weight)
 
     expected = gradients(run(), [x, weight])
     with kernels.recomputing():
@@ -81,14 +91,107 @@ def test_what_was_changed_since_is_kept():
         assert torch.equal(a, b)
 
 
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "part": lambda h: h[1:3, 2:7],
+    "steps": lambda h: h[::2, 1::3],
+    "transposed": lambda h: h.T,
+    "repeated": lambda h: h[1:2].expand(4, -1),
+    "view of a view": lambda h: h.view(2, 2, 8)[1].T[3:],
+    "all of it": lambda h: h.view(-1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_views_are_views_of_the_recomputed_result(view: Callable[[Tensor], Tensor]):
+    x = torch.randn(4, 8, requires_grad=True)
+    factor = torch.randn(view(x).shape, requires_grad=True)
+    expected = gradients(view(kernels.rms_norm(x)) * factor, [x, factor])
+    with kernels.recomputing():
+        h = kernels.rms_norm(x)
+        y = view(h) * factor
+    freed = weakref.ref(h)
+    del h
+    assert freed() is None
+    assert all(torch.equal(a, b) for a, b in zip(gradients(y, [x, factor]), expected, strict=True))
+
+
+class InLargerMemory(torch.autograd.Function):
+    """A copy of h [4,8] in front of other numbers."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        memory = torch.cat([h, torch.ones_like(h)]).untyped_storage()
+        return h.new_empty(0).set_(memory, 0, h.shape, h.stride())
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+def beyond(h: Tensor) -> Tensor:
+    """A view of a result that reaches beyond it."""
+    return remake(InLargerMemory.apply(h), torch.clone, h).as_strided((4, 8), (16, 1))
+
+
+ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "another dtype": lambda h: torch.view_as_complex(h.unflatten(-1, (-1, 2))),
+    "without history": lambda h: h.detach(),
+    "beyond the result": beyond,
+}
+
+
+@pytest.mark.parametrize("alias", ALIASES.values(), ids=ALIASES)
+def test_other_tensors_in_the_memory_of_a_result_are_saved(alias: Callable[[Tensor], Tensor]):
+    x = torch.randn(4, 8, requires_grad=True)
+    factor = torch.randn(alias(x).shape, requires_grad=True)
+
+    def run() -> Tensor:
+        return torch.view_as_real(y) if (y := alias(kernels.rms_norm(x)) * factor).is_complex() else y
+
+    expected = gradients(run(), [factor])
+    with kernels.recomputing():
+        y = run()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(y, [factor]), expected, strict=True))
+
+
+class InMemory(torch.autograd.Function):
+    """A copy of x in certain memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: bytearray) -> Tensor:
+        return torch.frombuffer(memory, dtype=x.dtype).copy_(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+def test_a_tensor_in_the_place_of_a_freed_result_is_not_taken_for_it():
+    x, factor = (torch.randn(8, requires_grad=True) for _ in range(2))
+    memory = bytearray(x.nbytes)
+    with kernels.recomputing():
+        h = remake(InMemory.apply(x, memory), torch.clone, x)
+        place, address, version = id(h), h.data_ptr(), h._version
+        del h
+        others = [torch.frombuffer(memory, dtype=x.dtype).zero_(), *(torch.zeros(8).zero_() for _ in range(100))]
+        products = [other * factor for other in others]
+    memory[:] = torch.full((8,), 3.0).numpy().tobytes()
+    assert (others[0].data_ptr(), {other._version for other in others}) == (address, {version})
+    assert place in map(id, others)
+    for other, y in zip(others, products, strict=True):
+        assert torch.equal(torch.autograd.grad(y.sum(), factor)[0], other)
+
+
 def test_without_a_backward_pass_nothing_is_left():
     """Not even what an op saves of its own result, as exp does."""
     x = torch.ones(4, requires_grad=True)
     with kernels.recomputing():
         y = x.exp()
-    left = weakref.ref(y)
-    del y
-    assert left() is None
+        h = kernels.rms_norm(y)
+        z = F.linear(h, torch.ones(4, 4, requires_grad=True))
+    left = [weakref.ref(result) for result in (y, h, z)]
+    del y, h, z
+    assert [result() for result in left] == [None] * 3
 
 
 def test_nothing_is_noted_outside_or_without_gradients():
