@@ -24,7 +24,8 @@ from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
-from zoo.train.captured_step import CapturedForward, CapturedStep
+from zoo.train.captured_forward import CapturedForward
+from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss

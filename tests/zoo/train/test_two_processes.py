@@ -36,7 +36,7 @@ from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
-from zoo.train.captured_step import CapturedStep, Recording
+from zoo.train.captured_step import CapturedStep
 from zoo.train.fsdp2 import FSDP2
 from zoo.train.gradient_average import GradientAverage
 from zoo.train.metrics_file import read_metrics
@@ -220,7 +220,7 @@ class Wrong(Repeated):
 def refuse(folder: Path, rank: int) -> None:
     """Steps on sequences of two lengths that one of two processes which share them cannot capture."""
     sharing, results = ContextParallel(), {}
-    recorders: dict[str, tuple[Recording, Recording] | None] = {
+    recorders: dict[str, tuple[Repeated, Repeated] | None] = {
         "eager": None,
         "first pass": (Repeated(), Repeated(fails_at=2)),
         "check": (Wrong(), Repeated()),

@@ -12,12 +12,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from mixers import ContextParallel
 from zoo.data.batch import Batch
-from zoo.generation.cuda_graph import Recorder, hooked_module, no_graphs
+from zoo.generation.cuda_graph import Recorder, Recording, hooked_module, no_graphs
 from zoo.lm.classifier import Classifier
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
-from zoo.train.captured_step import CapturedForward, CapturedStep, Recording
+from zoo.train.captured_forward import CapturedForward
+from zoo.train.captured_step import CapturedStep
 from zoo.train.gradient_average import GradientAverage
 from zoo.train.lightning_internals import is_plain_ddp
 from zoo.train.metrics import label_scores
@@ -61,7 +63,9 @@ class CapturedSteps(Callback):
             return
         unless_requested = only_on_request(trainer) if self._automatic else None
         reason = reason or obstacle(trainer, pl_module.model) or unless_requested
-        if (reason := reason_in_all(trainer, reason)) is not None:
+        if trainer.world_size > 1:  # a process that replays and one that does not would wait for different messages
+            reason = ContextParallel().first_reason(reason)
+        if reason is not None:
             log.warning("cuda_graph: the training step runs eagerly: %s", reason)
             return
         recomputes = any(isinstance(callback, CheckpointedBlocks) for callback in trainer.callbacks)
@@ -126,16 +130,6 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
     return None
-
-
-def reason_in_all(trainer: L.Trainer, reason: str | None) -> str | None:
-    """Return why a step is not captured: the `reason`, or that another process has one; None if no process has one.
-
-    All processes must call it: a process that replays and one that does not would wait for different messages.
-    """
-    if trainer.world_size > 1 and not trainer.strategy.reduce_boolean_decision(reason is None):
-        return reason or "another process does not capture it"
-    return reason
 
 
 def registers_segments() -> bool:

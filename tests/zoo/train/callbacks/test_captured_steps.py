@@ -15,7 +15,7 @@ from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, pretraining
 from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
 from zoo.lm.classifier import Classifier
-from zoo.train.callbacks.captured_steps import CapturedSteps, obstacle, reason_in_all
+from zoo.train.callbacks.captured_steps import CapturedSteps, obstacle
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.throughput import Throughput
 from zoo.train.metrics_file import read_metrics
@@ -201,13 +201,16 @@ def test_expandable_segments_that_nccl_would_register_are_not_captured(monkeypat
     assert obstacle(run, model) is None
 
 
-def test_all_processes_capture_or_none():
-    outcomes = []
-    for others in (True, False):
-        strategy = SimpleNamespace(reduce_boolean_decision=lambda mine, others=others: mine and others)
-        run: Any = SimpleNamespace(world_size=2, strategy=strategy)
-        outcomes.append([reason_in_all(run, reason) for reason in (None, "a hook")])
-    assert outcomes == [[None, "a hook"], ["another process does not capture it", "a hook"]]
+def test_all_processes_capture_or_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    """A process without a reason of its own names that of the other one."""
+    module, precision = pretraining(), SimpleNamespace(scaler=None)
+    run: Any = SimpleNamespace(strategy=DDPStrategy(), world_size=2, precision_plugin=precision)
+    votes = SimpleNamespace(first_reason=lambda reason: reason or "a hook there")
+    monkeypatch.setattr("zoo.train.callbacks.captured_steps.ContextParallel", lambda: votes)
+    with caplog.at_level(logging.WARNING):
+        CapturedSteps(Repeated()).on_train_start(run, module)
+    assert lines(caplog) == ["cuda_graph: the training step runs eagerly: a hook there"]
+    assert module.captured is None
 
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
