@@ -536,23 +536,23 @@ def positions(
         context_parallel: Which part of each sequence x is; None if x holds whole sequences.
 
     Returns:
-        Positions [B,T] (or [1,T] where all rows agree), and the next position [N].
+        Positions [B,T] (or [1,T] where all rows agree), and the next position [N]; an empty tensor instead with
+        `context_parallel`, where no state follows.
 
     Raises:
         UserError: The state that `offset` is from has another number of sequences.
     """
     length = x.shape[1]
     check_sequences(offset, x, cu_seqlens)
+    if context_parallel is not None:
+        where = context_parallel.positions(x.device)
+        return where, where[:, :0]
     if cu_seqlens is not None:
         owner, place = places(cu_seqlens, length)
         counts = cu_seqlens.diff().to(torch.int64)
         start = torch.zeros_like(counts) if offset is None else offset
-        if context_parallel is not None:
-            start[0] = context_parallel.offset
         return (place + start[owner])[None], start + counts
     time = torch.arange(length, device=x.device)
-    if offset is None and context_parallel is not None:
-        offset = time.new_full([1], int(context_parallel.offset))
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)
     return offset[:, None] + time, offset + length

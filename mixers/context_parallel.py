@@ -16,7 +16,7 @@ differentiable. All processes must run the same layers in the same order; the ba
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
 from copy import copy
@@ -52,15 +52,13 @@ class ContextParallel:
         count: Number of processes.
         cu_seqlens: int32 boundaries of the documents in this part, its ends included, in captured steps padded with
             empty documents; None for rows that are not packed.
-        offset: Number of tokens before this part of the sequence or document that its first token belongs to; a scalar
-            on the device of packed documents.
     """
 
     cu_seqlens: Tensor | None
-    offset: "int | Tensor"
     _starts: list[int]  # of all parts, and the length of the row
     _documents: Documents | None  # of the row
-    _last: Tensor | None  # index of the last document in this part that is not empty [1]
+    _ends: "_Ends | None"  # of packed documents
+    _shared: dict[Hashable, Tensor]  # tensors of `_once`
 
     def __init__(self, group: "dist.ProcessGroup | None" = None):
         self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
@@ -85,9 +83,8 @@ class ContextParallel:
         part._starts = list(accumulate((each + (i < more) for i in range(self.count)), initial=0))
         start, stop = part._starts[self.rank : self.rank + 2]
         part._documents = None if cu_seqlens is None else documents(cu_seqlens, length)
-        part.offset, part._last = (
-            (start, None) if part._documents is None else part._documents.tables(_ends, start, stop)
-        )
+        part._ends = None if part._documents is None else part._documents.tables(_ends, start, stop)
+        part._shared = {}
         part.cu_seqlens = part.longer_documents(0)
         return part
 
@@ -106,9 +103,32 @@ class ContextParallel:
         start, stop = self._starts[self.rank : self.rank + 2]
         return None if self._documents is None else self._documents.part(start - tokens, stop)
 
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the position of each token of this part in its sequence or document [1,T]."""
+        start, stop = self._starts[self.rank : self.rank + 2]
+        if self._documents is None:
+            return self._once("positions", lambda: torch.arange(start, stop, device=device)[None])
+        return self._documents.tables(_tokens, start, stop).positions
+
+    def continued_tokens(self) -> Tensor:
+        """Return whether each token of this part belongs to the first document in it [T], for packed documents."""
+        assert self._documents is not None
+        return self._documents.tables(_tokens, *self._starts[self.rank : self.rank + 2]).continued
+
+    def zeros(self, x: Tensor, *shape: int) -> Tensor:
+        """Return states of zeros, a single number in memory, in the dtype of x, or in fp32 if that is wider."""
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        return self._once(dtype, lambda: x.new_zeros(1, dtype=dtype)).expand(shape)
+
+    def _once(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor that is made for the first layer, and shared by all."""
+        if key not in self._shared:
+            self._shared[key] = make()
+        return self._shared[key]
+
     def check(self, state: Any, cu_seqlens: Tensor | None) -> None:
         """Raise a UserError if there is a state, no length, or if only one of part and call has packed documents."""
-        if not hasattr(self, "offset"):
+        if not hasattr(self, "_starts"):
             raise kernels.UserError("context_parallel: pass what ContextParallel.of(length, cu_seqlens) returns")
         if state is not None:
             raise kernels.UserError("context_parallel: a state can be continued by one process only")
@@ -134,13 +154,13 @@ class ContextParallel:
         used = [x for x in inputs if x is not None]
         state = zeros
         if self.rank:
-            (state,) = _Receive.apply(self, [zeros if self._last is None else zeros[:1]], *used)
-            if self._last is not None:
-                state = torch.cat([state.masked_fill(self.offset == 0, 0), zeros[1:]])
+            (state,) = _Receive.apply(self, [zeros if self._ends is None else zeros[:1]], *used)
+            if self._ends is not None:
+                state = torch.cat([state.masked_fill(self._ends.begins, 0), zeros[1:]])
         outputs, last = run(state)
         if self.rank + 1 < self.count:
-            if self._last is not None and len(last) > 1:
-                last = last.index_select(0, self._last)
+            if self._ends is not None and len(last) > 1:
+                last = last.index_select(0, self._ends.last)
             if torch.is_grad_enabled() and any(x.requires_grad for x in used):
                 return _HandOn.apply(self, outputs, last)
             self.put([last], self.rank + 1)
@@ -185,8 +205,7 @@ class ContextParallel:
         if self._documents is None:
             return start
         self._documents.forbid_graphs("full attention with context_parallel sends as many tokens as documents have")
-        bounds = self._documents.bounds
-        return start - bounds[bisect_right(bounds, start) - 1]
+        return _offset(self._documents, start)
 
     def histories(self, streams: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
         """Exchange the inputs [B,T,C] of convolutions that read so many earlier tokens each, as `before` does.
@@ -199,10 +218,10 @@ class ContextParallel:
         if not self.rank:
             return here, [None for _ in here]
         others = 0
-        if self.cu_seqlens is not None:
-            others, size = len(self.cu_seqlens) - 2, earlier[0].shape[1]
-            elsewhere = torch.arange(size, 0, -1, device=self.cu_seqlens.device)[:, None] > self.offset
-            earlier = [x.masked_fill(elsewhere, 0) for x in earlier]
+        if self._documents is not None and self.cu_seqlens is not None:
+            others = len(self.cu_seqlens) - 2
+            table = self._documents.tables(_elsewhere, self._starts[self.rank], earlier[0].shape[1])
+            earlier = [x.masked_fill(table.elsewhere, 0) for x in earlier]
         last = [x[:, max(x.shape[1] - size, 0) :] for x, size in zip(earlier, sizes, strict=True)]
         return here, [F.pad(x, (0, 0, size - x.shape[1], 0, 0, others)) for x, size in zip(last, sizes, strict=True)]
 
@@ -280,21 +299,62 @@ class ContextParallel:
         return tensors
 
 
-class _Ends(NamedTuple):
-    """Numbers of a part of packed documents on their device: its `offset` [], and the index of its last one [1]."""
+# Tables of a part of packed documents on their device, made once for each batch, so that no layer launches kernels for
+# them. Training steps may read those of an evaluation, so they are no inference tensors.
 
-    offset: Tensor
+
+class _Ends(NamedTuple):
+    """Ends of the part: whether it begins with a document [], and the index of its last one that is not empty [1]."""
+
+    begins: Tensor
     last: Tensor
 
     def tensors(self) -> Sequence[Tensor]:
         return self
 
 
+class _Tokens(NamedTuple):
+    """Positions of the tokens of the part [1,T], and whether they belong to its first document [T]."""
+
+    positions: Tensor
+    continued: Tensor
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self
+
+
+class _Elsewhere(NamedTuple):
+    """Mask of the tokens before the part that belong to other documents than its first one [n,1]."""
+
+    elsewhere: Tensor
+
+    def tensors(self) -> Sequence[Tensor]:
+        return self
+
+
+def _offset(packed: Documents, start: int) -> int:
+    """Return the number of tokens before a part in the document that its first token belongs to."""
+    return start - packed.bounds[bisect_right(packed.bounds, start) - 1]
+
+
 def _ends(packed: Documents, start: int, stop: int) -> _Ends:
-    offset = start - packed.bounds[bisect_right(packed.bounds, start) - 1]
     last = len(packed.within(start, stop)) - 2
-    with torch.inference_mode(False):  # training steps may read them, too
-        return _Ends(*(moved(torch.tensor(x), packed.device) for x in (offset, [last])))
+    return _Ends(*_on_device(packed, torch.tensor(_offset(packed, start) == 0), torch.tensor([last])))
+
+
+def _tokens(packed: Documents, start: int, stop: int) -> _Tokens:
+    bounds, token = torch.tensor(packed.bounds), torch.arange(start, stop)
+    first = bounds[torch.searchsorted(bounds, token, right=True) - 1]
+    return _Tokens(*_on_device(packed, (token - first)[None], first <= start))
+
+
+def _elsewhere(packed: Documents, start: int, size: int) -> _Elsewhere:
+    return _Elsewhere(*_on_device(packed, torch.arange(size, 0, -1)[:, None] > _offset(packed, start)))
+
+
+def _on_device(packed: Documents, *tables: Tensor) -> list[Tensor]:
+    with torch.inference_mode(False):
+        return [moved(x.clone(), packed.device) for x in tables]
 
 
 class _Receive(torch.autograd.Function):
@@ -414,8 +474,7 @@ def run_recurrence(
     context_parallel.check(initial_state, cu_seqlens)
     size = (v.shape[3], k.shape[3]) if run is kernels.value_decay_recurrence else (k.shape[3], v.shape[3])
     rows = len(v) if cu_seqlens is None else len(cu_seqlens) - 1
-    heads = v.shape[2] * gates.get("subheads", 1)
-    zeros = v.new_zeros(1, dtype=torch.promote_types(v.dtype, torch.float32)).expand(rows, heads, *size)
+    zeros = context_parallel.zeros(v, rows, v.shape[2] * gates.get("subheads", 1), *size)
     inputs = [x for x in gates.values() if isinstance(x, Tensor)]
 
     def continued(state: Tensor) -> tuple[Tensor, Tensor]:
@@ -445,7 +504,7 @@ def run_selective_scan(
     context_parallel.check(initial_state, cu_seqlens)
     rows = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     size = 1 if rate is None else rate.shape[1]
-    zeros = x.new_zeros(1, dtype=torch.promote_types(x.dtype, torch.float32)).expand(rows, x.shape[2], size)
+    zeros = context_parallel.zeros(x, rows, x.shape[2], size)
 
     def continued(state: Tensor) -> tuple[Tensor, Tensor]:
         y, last = scan(initial_state=None if state is zeros else state, return_state=True)

@@ -51,8 +51,7 @@ def _after_earlier_parts(total: Tensor, cu_seqlens: Tensor | None, context_paral
     def continued(first: Tensor) -> tuple[Tensor, Tensor]:
         before = first[:, None]
         if cu_seqlens is not None:
-            owner, _ = places(cu_seqlens, total.shape[1])
-            before = before * (owner == 0).view(-1, *[1] * (total.dim() - 2))
+            before = before * context_parallel.continued_tokens().view(-1, *[1] * (total.dim() - 2))
         whole = total + before
         return whole, whole[:, -1]
 

@@ -1,6 +1,7 @@
 """Several processes, each with a part of every sequence, compute what one computes with all of it."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from datetime import timedelta
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import mixers
@@ -279,8 +281,13 @@ def test_documents_of_each_part(alone: ContextParallel) -> None:
     for alone.rank in range(3):
         part = alone.of(12, cu_seqlens)
         assert part.cu_seqlens.dtype == torch.int32
-        parts.append((part.cu_seqlens.tolist(), int(part.offset), part.longest))
-    assert parts == [([0, 3, 4], 0, 4), ([0, 2, 4], 1, 4), ([0, 2, 4], 2, 4)]
+        where = part.positions(part.cu_seqlens.device)[0].tolist()
+        parts.append((part.cu_seqlens.tolist(), where, part.continued_tokens().tolist(), part.longest))
+    assert parts == [
+        ([0, 3, 4], [0, 1, 2, 0], [True, True, True, False], 4),
+        ([0, 2, 4], [1, 2, 0, 1], [True, True, False, False], 4),
+        ([0, 2, 4], [2, 3, 0, 1], [True, True, False, False], 4),
+    ]
 
 
 def test_each_process_needs_a_token(alone: ContextParallel) -> None:
@@ -330,6 +337,41 @@ def test_a_graph_exchanges_packed_documents_without_the_host(
     assert packed.forbidden is None
     alone.of(12, there).before([torch.zeros(1, 4, 1)], None)
     assert (packed.forbidden or "").startswith("full attention")
+
+
+class Ops(TorchDispatchMode):
+    """Counts the ops of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = Counter[str]()
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[op.overloadpacket.__name__] += 1
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("layout", ["whole sequences", "a document over all parts"])
+@pytest.mark.parametrize("case", ["GatedDeltaNet", "GLA", "Mamba2"])
+def test_a_layer_makes_no_masks(
+    case: str, layout: str, alone: ContextParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the last of two parts; what does not depend on the streams is made in the first layer of a batch."""
+    monkeypatch.setattr(ContextParallel, "get", lambda self, like, rank: [x.new_empty(x.shape) for x in like])
+    alone.rank, alone.count, mixer, bounds = 1, 2, CASES[case](SITE), LAYOUTS[layout]
+    part = alone.of(LENGTH, None if bounds is None else torch.tensor(bounds))
+    x, counts = part.take(torch.randn(1, LENGTH, SITE.hidden_size)), []
+    with torch.no_grad():
+        for parts in ({"context_parallel": part}, {}):
+            mixer(x, cu_seqlens=part.cu_seqlens, **parts)
+            with Ops() as ops:
+                mixer(x, cu_seqlens=part.cu_seqlens, **parts)
+            counts.append(ops.counts)
+    of_part, of_row = counts
+    assert of_part != of_row
+    assert part.positions(x.device).data_ptr() == part.positions(x.device).data_ptr()
+    for name in ("arange", "gt", "eq", "zeros_like", "full", "new_full", "new_zeros", "lift_fresh", "_to_copy"):
+        assert of_part[name] <= of_row[name], name
 
 
 class Message:
