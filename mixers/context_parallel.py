@@ -22,7 +22,7 @@ from contextvars import ContextVar, Token
 from copy import copy
 from functools import partial
 from inspect import signature
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
@@ -98,10 +98,14 @@ class ContextParallel:
         start, stop = self._starts[self.rank : self.rank + 2]
         return x[:, start:stop]
 
-    def longer_documents(self, tokens: int) -> Tensor | None:
-        """Return `cu_seqlens` of this part and so many tokens before it; None for rows that are not packed."""
-        start, stop = self._starts[self.rank : self.rank + 2]
-        return None if self._documents is None else self._documents.part(start - tokens, stop)
+    def longer_documents(self, size: int | None) -> Tensor | None:
+        """Return `cu_seqlens` of this part and the tokens that `before` returns; None for rows that are not packed."""
+        if self._documents is None:
+            return None
+        parts = enumerate(pairwise(self._starts))
+        return self._documents.part(
+            self.rank, tuple((start - self._earlier(number, size), stop) for number, (start, stop) in parts)
+        )
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the position of each token of this part in its sequence or document [1,T]."""

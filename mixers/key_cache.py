@@ -30,12 +30,13 @@ def attend(
     if context_parallel is None:
         return run(q, *streams, cu_seqlens=cu_seqlens)
     context_parallel.check(None, cu_seqlens)
-    here, earlier = context_parallel.before(streams, None if window_size is None else window_size - 1)
+    size = None if window_size is None else window_size - 1
+    here, earlier = context_parallel.before(streams, size)
     longer = [torch.cat(both, 1) for both in zip(earlier, here, strict=True)]
     # the fastest kernels need as many queries as keys, so pad the queries and drop their outputs
     extra = earlier[0].shape[1]
     padded = F.pad(q, (0, 0, 0, 0, extra, 0))
-    return run(padded, *longer, cu_seqlens=context_parallel.longer_documents(extra))[:, extra:]
+    return run(padded, *longer, cu_seqlens=context_parallel.longer_documents(size))[:, extra:]
 
 
 def attend_to_cache(

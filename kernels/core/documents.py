@@ -12,7 +12,9 @@ Boundaries are applied by the convolution in `features/composition.py` and `feat
 `core/chunking.py` and `gpu/layout.py`, and by attention in `window_attention/chunk.py`, `flex.py` and `flash.py`.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 Made = TypeVar("Made")
+Parts = tuple[tuple[int, int], ...]  # start and stop in the row of the parts that several processes hold
 
 
 class Tables(Protocol):
@@ -32,12 +35,27 @@ class Tables(Protocol):
 SomeTables = TypeVar("SomeTables", bound=Tables)
 
 
+class Common(NamedTuple):
+    """Numbers that launches are chosen by, the largest of all parts if a row is shared by several processes.
+
+    So a graph of the step of all processes depends on two numbers instead of two for each part.
+
+    Attributes:
+        documents: Number of documents.
+        longest: Number of tokens of the longest one.
+    """
+
+    documents: int
+    longest: int
+
+
 class Documents:
     """The boundaries of N documents in a row of T tokens, on the host, and the index tensors derived from them.
 
     Args:
         cu_seqlens: The boundaries [N+1].
         device: Device of the index tensors; None for that of the boundaries.
+        common: Numbers of all parts, if this row is one of them; None for those of this row.
 
     Attributes:
         bounded: Whether tables are padded to the largest number of rows that so many documents can need.
@@ -45,8 +63,8 @@ class Documents:
 
     bounded = False
 
-    def __init__(self, cu_seqlens: Tensor, device: torch.device | None = None):
-        self.device = cu_seqlens.device if device is None else device
+    def __init__(self, cu_seqlens: Tensor, device: torch.device | None = None, common: Common | None = None):
+        self.device, self._common = cu_seqlens.device if device is None else device, common
         self._bounds: list[int] = cu_seqlens.tolist()
         self._made: dict[Hashable, Any] = {}
 
@@ -70,9 +88,21 @@ class Documents:
         """Number of tokens of the longest document."""
         return max(stop - start for start, stop in self.spans)
 
+    @property
+    def common(self) -> Common:
+        """Numbers that launches are chosen by."""
+        if self._common is None:
+            self._common = Common(len(self.spans), self.longest)
+        return self._common
+
+    @property
+    def room(self) -> int:
+        """Number of documents that launches are chosen by, rounded up."""
+        return rounded(self.common.documents)
+
     def reaches(self, tokens: int) -> bool:
-        """Return whether there is a document of at least so many tokens. Launches may depend on it."""
-        return self.longest >= tokens
+        """Return whether there is a document of at least so many tokens, in any part. Launches may depend on it."""
+        return tokens <= self.length and tokens <= self.common.longest
 
     def longest_bound(self) -> int:
         """A number of tokens that no document exceeds."""
@@ -83,12 +113,17 @@ class Documents:
 
     def within(self, start: int, stop: int) -> list[int]:
         """Return the boundaries of the tokens `start` to `stop` of the row, without those of empty documents."""
-        inner = sorted({bound - start for bound in self.bounds if start < bound < stop})
-        return [0, *inner, stop - start]
+        bounds = self.bounds
+        inner = dict.fromkeys(bounds[bisect_right(bounds, start) : bisect_left(bounds, stop)])
+        return [0, *(bound - start for bound in inner), stop - start]
 
-    def part(self, start: int, stop: int) -> Tensor:
-        """Return int32 boundaries of these tokens, without those of empty documents."""
-        return self.once(_part, start, stop)
+    def part(self, number: int, parts: Parts) -> Tensor:
+        """Return int32 boundaries of a part of the row, without those of empty documents."""
+        return self.once(_part, number, parts)
+
+    def common_of(self, parts: Parts) -> Common:
+        """Return the numbers that launches of these parts are chosen by."""
+        return self.once(_common_of, parts)
 
     @property
     def owner(self) -> Tensor:
@@ -151,10 +186,18 @@ def _places(packed: Documents) -> _Places:
     return _Places(moved(owner, packed.device), moved(positions, packed.device))
 
 
-def _part(packed: Documents, start: int, stop: int) -> Tensor:
+def _part(packed: Documents, number: int, parts: Parts) -> Tensor:
     with torch.inference_mode(False):  # the boundaries of such a tensor would be read again on every call
-        original = torch.tensor(packed.within(start, stop), dtype=torch.int32)
-        return copied(moved(original, packed.device), original)
+        original = torch.tensor(packed.within(*parts[number]), dtype=torch.int32)
+        copy = moved(original, packed.device)
+    remember(copy, Documents(original, packed.device, packed.common_of(parts)))
+    return copy
+
+
+def _common_of(packed: Documents, parts: Parts) -> Common:
+    bounds = [packed.within(*part) for part in parts]
+    longest = max(after - before for each in bounds for before, after in pairwise(each))
+    return Common(max(len(each) - 1 for each in bounds), longest)
 
 
 class Chunks:

@@ -9,20 +9,20 @@ The graph serves all documents that give the same answers. Its results are bitwi
 documents' own boundaries.
 
 Processes that share a row read the boundaries of their parts of it, which are filled together with those of the row.
-Each of them knows all boundaries. Once they have exchanged their `answers`, they agree on which documents fit.
+Each of them knows all boundaries. Their launches and the room of each part depend on numbers of all parts (`Common`),
+so that there are few shapes. Once they have exchanged their `answers`, they agree on which documents fit.
 """
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .documents import Documents, Made, SomeTables, documents, moved, remember, rounded
+from .documents import Common, Documents, Made, Parts, SomeTables, documents, moved, remember, rounded
 
-Answer = tuple[int, int, int, bool]  # start and stop of a part, and whether it has a document of so many tokens
+Answer = tuple[Parts, int, bool]  # parts, and whether one of them has a document of so many tokens
 
 
 class StaticDocuments(Documents):
@@ -46,7 +46,7 @@ class StaticDocuments(Documents):
         self._plans: dict[Hashable, Any] = {}
         self._tables: dict[tuple[Any, ...], Any] = {}
         self._answers: dict[int, bool] = {}  # of `reaches`, by number of tokens
-        self._parts: dict[tuple[int, int], tuple[Tensor, StaticDocuments]] = {}  # boundaries and documents of parts
+        self._parts: dict[tuple[int, Parts], tuple[Tensor, StaticDocuments]] = {}  # boundaries and documents of parts
         self._required: set[Answer] = set()  # of other processes
         self._longest_bound: int | None = None
         self.forbidden: str | None = None
@@ -54,16 +54,22 @@ class StaticDocuments(Documents):
 
     def fits(self, others: Documents) -> bool:
         """Return whether a graph that reads these tables gives the results of calls with the other documents."""
-        if others.length != self._row or rounded(len(others.spans)) != self._room:
+        if others.length != self._row or len(others.spans) > self._room:
+            return False
+        # the row of parts is read by none of them
+        rooms = {parts: part.room for (_, parts), (_, part) in self._parts.items()}
+        if any(rounded(others.common_of(parts).documents) != room for parts, room in rooms.items()):
+            return False
+        if not rooms and others.room != self.room:
             return False
         answers = self.answers() | self._required
-        return all((others.once(_longest, start, stop) >= tokens) == answer for start, stop, tokens, answer in answers)
+        return all((others.common_of(parts).longest >= tokens) == answer for parts, tokens, answer in answers)
 
     def answers(self) -> set[Answer]:
         """Return the answers on which the graph depends: those about the row, and those about its parts."""
-        answers = {(0, self._row, tokens, answer) for tokens, answer in self._answers.items()}
-        for (start, stop), (_, part) in self._parts.items():
-            answers |= {(start, stop, tokens, answer) for tokens, answer in part._answers.items()}
+        answers: set[Answer] = {(((0, self._row),), tokens, answer) for tokens, answer in self._answers.items()}
+        for (_, parts), (_, part) in self._parts.items():
+            answers |= {(parts, tokens, answer) for tokens, answer in part._answers.items()}
         return answers
 
     def forbid_graphs(self, reason: str) -> None:
@@ -73,13 +79,13 @@ class StaticDocuments(Documents):
         """Let documents fit only if they give these answers, too."""
         self._required.update(answers)
 
-    def part(self, start: int, stop: int) -> Tensor:
-        if (start, stop) not in self._parts:
-            present = Documents(torch.tensor(self.within(start, stop)), self.device)
-            cu_seqlens = torch.empty(self._room + 1, dtype=torch.int32, device=self.device)
-            self._parts[start, stop] = cu_seqlens, StaticDocuments(cu_seqlens, present)
-            remember(*self._parts[start, stop])
-        return self._parts[start, stop][0]
+    def part(self, number: int, parts: Parts) -> Tensor:
+        if (number, parts) not in self._parts:
+            present = _part(self._present, number, parts)
+            cu_seqlens = torch.empty(present.room + 1, dtype=torch.int32, device=self.device)
+            self._parts[number, parts] = cu_seqlens, StaticDocuments(cu_seqlens, present)
+            remember(*self._parts[number, parts])
+        return self._parts[number, parts][0]
 
     def fill(self, present: Documents) -> None:
         """Switch to documents that fit, without waiting for the device."""
@@ -89,8 +95,8 @@ class StaticDocuments(Documents):
         for (make, *arguments), tables in self._tables.items():
             # in order of creation, so nested tables come first
             torch._foreach_copy_(list(tables.tensors()), list(make(self, *arguments).tensors()))
-        for (start, stop), (_, part) in self._parts.items():
-            part.fill(Documents(torch.tensor(present.within(start, stop)), self.device))
+        for (number, parts), (_, part) in self._parts.items():
+            part.fill(_part(present, number, parts))
 
     def _hold(self, present: Documents) -> None:
         self._present = present
@@ -115,13 +121,18 @@ class StaticDocuments(Documents):
     def length(self) -> int:
         return self._row
 
+    @property
+    def common(self) -> Common:
+        return self._present.common
+
     def reaches(self, tokens: int) -> bool:
-        return self._answers.setdefault(tokens, self._present.longest >= tokens)
+        # parts may be shorter than another one, and than its documents
+        return tokens <= self._row and self._answers.setdefault(tokens, self._present.reaches(tokens))
 
     def longest_bound(self) -> int:
         if self._longest_bound is None:
-            self._longest_bound = min(self._row, rounded(self._present.longest))
-            self._answers[self._longest_bound + 1] = False
+            self._longest_bound = min(self._row, rounded(self._present.common.longest))
+            self.reaches(self._longest_bound + 1)
         return self._longest_bound
 
     def once(self, make: Callable[..., Made], *arguments: Any) -> Made:
@@ -144,15 +155,22 @@ class StaticDocuments(Documents):
         return plan
 
 
-def _longest(packed: Documents, start: int, stop: int) -> int:
-    """Return the number of tokens of the longest document in a part of a row."""
-    return max(after - before for before, after in pairwise(packed.within(start, stop)))
+def _part(packed: Documents, number: int, parts: Parts) -> Documents:
+    """Return the documents of a part, with static tables on the device of the row."""
+    return Documents(torch.tensor(packed.within(*parts[number])), packed.device, packed.common_of(parts))
 
 
-def static_copy(cu_seqlens: Tensor, length: int) -> Tensor:
-    """Return padded boundaries that a graph can read; `StaticDocuments.fill` replaces their contents."""
+def static_copy(cu_seqlens: Tensor, length: int, parts: int = 1) -> Tensor:
+    """Return padded boundaries that a graph can read; `StaticDocuments.fill` replaces their contents.
+
+    Args:
+        cu_seqlens: The first boundaries [N+1].
+        length: Number of tokens of the row.
+        parts: Number of processes that share the row. Each part has room for at most N documents, rounded up, and the
+            row has room for those of all parts.
+    """
     present = documents(cu_seqlens, length)
-    static = cu_seqlens.new_empty(rounded(len(present.spans)) + 1)
+    static = cu_seqlens.new_empty(parts * present.room + 1)
     remember(static, StaticDocuments(static, present))
     return static
 

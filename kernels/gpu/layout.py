@@ -82,17 +82,18 @@ def layout(
 
 @cache  # never evicted: a CUDA graph that reads the tables does not keep them alive
 def _of_rows(batch: int, length: int, chunk: int, block: int, segment: int, device: torch.device) -> Layout:
-    return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device, None)
+    return _tables(torch.arange(batch + 1) * length, chunk, block, segment, device, False, False)
 
 
 def _of_documents(packed: Documents, chunk: int, block: int, segment: int, device: torch.device, steps: int) -> Layout:
     cut = packed.reaches(segment // steps + 1)
-    bounded = cut if packed.bounded else None
-    return _tables(torch.tensor(packed.bounds) * steps, chunk, block, segment, device, bounded)
+    return _tables(torch.tensor(packed.bounds) * steps, chunk, block, segment, device, cut, packed.bounded)
 
 
-def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.device, bounded: bool | None) -> Layout:
-    """The tables of sequences with these bounds; `bounded` tells for bounded documents whether one is cut."""
+def _tables(
+    bounds: Tensor, chunk: int, block: int, segment: int, device: torch.device, is_cut: bool, bounded: bool
+) -> Layout:
+    """The tables of sequences with these bounds, of which one is cut, here or in another part of the row."""
     begin, lengths = bounds[:-1], bounds.diff()
 
     def pieces(counts: Tensor, first: Tensor, size: int, order: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -113,13 +114,13 @@ def _tables(bounds: Tensor, chunk: int, block: int, segment: int, device: torch.
     owner, number, *segments = pieces(segments_of, first, segment, order)
     segments += [first_chunk[owner] + number * (segment // chunk), first_block[owner] + number * (segment // block)]
     segments.append(torch.arange(len(owner)))
-    cut = int(segments_of[segments_of > 1].sum())
+    cut = max(int(segments_of[segments_of > 1].sum()), is_cut)  # at least 1, to compute as the other parts
     documents, tokens = len(lengths), int(bounds[-1])
     most = None
-    if bounded is not None:
-        most = documents + (tokens // segment if bounded else 0)
+    if bounded:
+        most = documents + (tokens // segment if is_cut else 0)
         segments[-1] = torch.arange(most)  # a state for each row
-        cut = min(most, 2 * tokens // segment) if bounded else 0
+        cut = min(most, 2 * tokens // segment) if is_cut else 0
 
     def table(*columns: Tensor, rows: int | None = None) -> Tensor:
         filled = [F.pad(x, (0, (len(x) if rows is None else rows) - len(x))) for x in columns]

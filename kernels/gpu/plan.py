@@ -38,8 +38,8 @@ class Plan:
     def place(self, packed: Documents | None) -> None:
         """Set the layout: of rows, or of these documents, which must not be kept. Fake tensors need no layout.
 
-        Only tables and answers of `reaches` may depend on where documents begin, and launches on the rounded number of
-        documents: a plan of static documents serves others.
+        Only tables and answers of `reaches` may depend on where documents begin, and launches on their rounded number
+        `room`: a plan of static documents serves others.
         """
         raise NotImplementedError
 

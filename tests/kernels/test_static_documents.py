@@ -35,6 +35,7 @@ ROWS = {
     "off edges": [0, 63, 65, 129, 130, 131, T],
     "full": [0, 10, 20, 30, 100, 120, 140, 190, T],
 }
+HALVES = ((0, 100), (100, T))
 # three or four documents, one of them long, that one graph serves
 FEW_ROWS = ([0, 0, 64, 65, T], [0, 136, 137, T])
 
@@ -141,28 +142,56 @@ def test_documents_fit_that_give_the_same_answers():
 def test_parts_are_filled_with_the_row():
     there = prepared([0, 50, 120, T])
     packed, others = static.static_documents(there, T), documents(torch.tensor([0, 99, 101, T]), T)
-    first, second = packed.part(0, 100), packed.part(100, T)
-    assert first.tolist() == [0, 50, 100, 100, 100]
+    assert packed.fits(others)
+    first, second = (packed.part(number, HALVES) for number in range(2))
+    assert first.tolist() == [0, 50, 100]
     owner = documents(second, 100).owner
     packed.fill(others)
-    for boundaries, (start, stop) in ((first, (0, 100)), (second, (100, T))):
-        assert packed.part(start, stop) is boundaries
-        bounds = others.part(start, stop).tolist()
-        assert boundaries.tolist() == bounds + bounds[-1:] * (5 - len(bounds))
+    for number, boundaries in enumerate((first, second)):
+        assert packed.part(number, HALVES) is boundaries
+        assert torch.equal(boundaries, others.part(number, HALVES))
     assert owner.tolist() == [0] + [1] * 99
 
 
 def test_processes_with_equal_answers_agree_on_what_fits():
     both = [static.static_documents(prepared([0, 50, 120, T]), T) for _ in range(2)]
-    for packed, (start, stop) in zip(both, ((0, 100), (100, T)), strict=True):
-        assert documents(packed.part(start, stop), 100).reaches(60) == (start == 100)
-    other = documents(torch.tensor([0, 61, 120, T]), T)
-    assert [packed.fits(other) for packed in both] == [False, True]
+    for number, (packed, tokens) in enumerate(zip(both, (60, 90), strict=True)):
+        # the launches of a part depend on the longest document of all parts
+        assert documents(packed.part(number, HALVES), 100).reaches(tokens) == (tokens == 60)
+    other = documents(torch.tensor([0, 92, 120, T]), T)
+    assert [packed.fits(other) for packed in both] == [True, False]
     for packed in both:
         for answers in [each.answers() for each in both]:
             packed.require(answers)
     assert [packed.fits(other) for packed in both] == [False, False]
-    assert all(packed.fits(documents(torch.tensor([0, 59, 101, T]), T)) for packed in both)
+    assert all(packed.fits(documents(torch.tensor([0, 61, 115, T]), T)) for packed in both)
+
+
+def test_parts_have_room_for_the_documents_of_the_fullest():
+    there = static.static_copy(torch.tensor([0, 10, 20, 120, T]), T, parts=2)
+    packed = static.static_documents(there, T)
+    assert [len(packed.part(number, HALVES)) for number in range(2)] == [5, 5]  # three and two documents
+    fitting = {
+        (0, 50, 80, 95, T): True,
+        (0, 120, 130, 140, T): True,
+        (0, 30, 60, 90, 100, 150, 160, 170, T): True,  # twice as many in the row
+        (0, 50, T): False,
+        (0, 10, 20, 30, 40, T): False,
+    }
+    for bounds, expected in fitting.items():
+        assert packed.fits(documents(torch.tensor(bounds), T)) == expected, bounds
+
+
+def test_a_part_does_not_wait_for_documents_that_are_longer_than_it():
+    """Parts of 101 and 99 tokens, each of one document."""
+    parts, there = ((0, 101), (101, T)), prepared([0, 101, T])
+    for row in (static.static_documents(there, T), documents(torch.tensor([0, 101, T]), T)):
+        first, second = (documents(row.part(number, parts), n) for number, n in enumerate((101, 99)))
+        assert (first.reaches(101), first.reaches(102)) == (True, False)
+        assert (second.reaches(99), second.reaches(100)) == (True, False)
+        assert second.longest_bound() == 99
+    packed = static.static_documents(there, T)
+    assert packed.fits(documents(torch.tensor([0, 101, T]), T))
 
 
 def test_boundaries_and_tables_go_together():
@@ -281,37 +310,46 @@ def test_padded_documents_change_no_bit(op: str, cut: bool, where: str, request:
     assert hits > 0
 
 
-@pytest.mark.parametrize("heads", [2, 4, 16])
-@pytest.mark.parametrize("length", [2048, 16384, 65536])
-def test_plans_of_padded_documents_are_those_of_the_documents(length: int, heads: int):
+def plans(x: Tensor, length: int, heads: int) -> Iterator[Any]:
     """Everything that rounding depends on: how sequences are cut, and which kernels run, with which launches."""
     shape, bf16 = torch.Size([1, length, heads, 128]), torch.bfloat16
-    stride, graphs = torch.empty(shape, device="meta").stride(), list[Tensor]()
-    vectors = (shape, stride, stride, shape, stride, bf16, CPU)
+    stride = torch.empty(shape, device="meta").stride()
+    delta = delta_plan.DeltaRule.of(x, length, shape, shape, 1, 1.0, bf16, CPU, len(x) - 1)
+    yield delta.case, delta.prepare_path, delta.backward_path, delta.segment, bool(delta.cut)
+    yield [delta.pass_entry(kernel) for kernel in ("forward", "backward")]
+    sizes = (shape, shape, 1, 1.0, "channel", False, False, bf16, CPU, len(x) - 1)
+    general = general_plan.GeneralDeltaRule.of(x, length, *sizes)
+    yield [general.pass_entry(kernel) for kernel in ("forward", "backward")]
+    for how in (("head", True), ("head", False), ("channel", False)):
+        vectors = (shape, stride, stride, shape, stride, bf16, CPU)
+        linear = linear_plan.LinearRecurrence.of(x, length, *vectors, *how, 1.0, 1, False, False)
+        yield linear.path, linear.segmented, linear.copied
+        yield linear.layout.segments[linear.layout.segments[:, 1] > 0].tolist()
+    yield delta.layout.segments[delta.layout.segments[:, 1] > 0].tolist()
+
+
+@pytest.mark.parametrize("heads", [2, 4, 16])
+@pytest.mark.parametrize(("length", "count"), [(2048, 1), (16384, 1), (65536, 1), (16384, 4), (65536, 4)])
+def test_plans_of_padded_documents_are_those_of_the_documents(length: int, count: int, heads: int):
+    """Of a row, and of the parts that several processes hold."""
+    graphs, parts = list[Tensor](), tuple((length * n // count, length * (n + 1) // count) for n in range(count))
+
+    def rows(packed: Any, x: Tensor) -> list[Tensor]:
+        return [x] if count == 1 else [packed.part(number, parts) for number in range(count)]
+
     with assumed(GPUS["H100"]):
         for bounds in (*map(sorted, random_rows(length, 25)), [0, length], [*range(0, length + 1, length // 8)]):
-            own = torch.tensor(bounds)
+            own = torch.tensor(bounds, dtype=torch.int32)
             packed = documents(own, length)
             there = next((x for x in graphs if static.static_documents(x, length).fits(packed)), None)
             if there is None:
-                graphs.append(there := prepared(bounds))
+                graphs.append(there := static.static_copy(own, length, count))
             static.static_documents(there, length).fill(packed)
-
-            def plans(x: Tensor) -> Iterator[Any]:
-                delta = delta_plan.DeltaRule.of(x, length, shape, shape, 1, 1.0, bf16, CPU, len(x) - 1)
-                yield delta.case, delta.prepare_path, delta.backward_path, delta.segment, bool(delta.cut)
-                yield [delta.pass_entry(kernel) for kernel in ("forward", "backward")]
-                sizes = (shape, shape, 1, 1.0, "channel", False, False, bf16, CPU, len(x) - 1)
-                general = general_plan.GeneralDeltaRule.of(x, length, *sizes)
-                yield [general.pass_entry(kernel) for kernel in ("forward", "backward")]
-                for how in (("head", True), ("head", False), ("channel", False)):
-                    linear = linear_plan.LinearRecurrence.of(x, length, *vectors, *how, 1.0, 1, False, False)
-                    yield linear.path, linear.segmented, linear.copied
-                    yield linear.layout.segments[linear.layout.segments[:, 1] > 0].tolist()
-                yield delta.layout.segments[delta.layout.segments[:, 1] > 0].tolist()
-
-            for actual, expected in zip(plans(there), plans(own), strict=True):
-                assert actual == expected
+            pairs = zip(rows(static.static_documents(there, length), there), rows(packed, own), strict=True)
+            for padded, exact in pairs:
+                results = (plans(x, length // count, heads) for x in (padded, exact))
+                for actual, expected in zip(*results, strict=True):
+                    assert actual == expected
         assert len(graphs) < 20
 
 

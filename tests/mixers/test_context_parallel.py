@@ -316,17 +316,18 @@ def test_a_graph_exchanges_packed_documents_without_the_host(
 
     def padded(state: list[float], history: list[float], places: list[int], bounds: list[int], *sent: Any) -> list[Any]:
         """As the results of a graph, with empty documents at the end."""
-        return [state + [0] * (4 - len(state)), history, places, bounds + bounds[-1:] * (5 - len(bounds)), *sent]
+        return [state + [0] * (2 - len(state)), history, places, bounds + bounds[-1:] * (3 - len(bounds)), *sent]
 
-    rows = [torch.tensor(bounds) for bounds in ([0, 2, 6, 12], [0, 4, 5, 12], [0, 3, 9, 12], [0, 6, 7, 12])]
+    rows = [torch.tensor(bounds) for bounds in ([0, 2, 6, 12], [0, 4, 9, 12], [0, 3, 9, 12], [0, 6, 9, 12])]
     expected = [padded(*results(cu_seqlens)) for cu_seqlens in rows]
     # the states and history before the first documents, positions, boundaries with two more tokens, and both messages
-    assert expected[0] == [[1, 0, 0, 0], [0, 1, 1], [2, 3, 0, 1], [0, 4, 6, 6, 6], [1], [5, 6, 7]]
-    assert expected[1] == [[0, 0, 0, 0], [0, 0, 0], [0, 0, 1, 2], [0, 2, 3, 6, 6], [1], [5, 6, 7]]
-    assert expected[2] == [[1, 0, 0, 0], [0, 0, 1], [1, 2, 3, 4], [0, 1, 6, 6, 6], [1], [5, 6, 7]]
+    assert expected[0] == [[1, 0], [0, 1, 1], [2, 3, 0, 1], [0, 4, 6], [1], [5, 6, 7]]
+    assert expected[1] == [[0, 0], [0, 0, 0], [0, 1, 2, 3], [0, 2, 6], [0], [5, 6, 7]]
+    assert expected[2] == [[1, 0], [0, 0, 1], [1, 2, 3, 4], [0, 1, 6], [1], [5, 6, 7]]
     there = static.static_copy(rows[0], 12)
     results(there)
     for cu_seqlens, each in zip(rows, expected, strict=True):
+        assert static.static_documents(there, 12).fits(documents(cu_seqlens, 12))
         static.static_documents(there, 12).fill(documents(cu_seqlens, 12))
         with monkeypatch.context() as patch:
             patch.setattr(static, "capturing", lambda device: True)

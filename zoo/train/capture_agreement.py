@@ -40,10 +40,13 @@ class CaptureAgreement:
 
     Args:
         sharing: The processes that share each sequence; None for none.
+
+    Attributes:
+        processes: Their number.
     """
 
     def __init__(self, sharing: ContextParallel | None) -> None:
-        self._sharing = sharing
+        self._sharing, self.processes = sharing, 1 if sharing is None else sharing.count
         self.forget()
 
     def forget(self) -> None:

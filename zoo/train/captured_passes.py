@@ -109,7 +109,7 @@ class CapturedPasses:
         if not self.graphs:
             self._device = self.parameters[0].device
             self._anchor = torch.zeros((), device=self._device, requires_grad=True)
-        static = StaticInputs.copied(inputs, cu_seqlens)
+        static = StaticInputs.copied(inputs, cu_seqlens, self._agreement.processes)
         graphs = Graphs(static, {})
         self.graphs.append(graphs)
 

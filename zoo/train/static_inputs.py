@@ -28,10 +28,10 @@ class StaticInputs(NamedTuple):
     cu_seqlens: Tensor | None
 
     @classmethod
-    def copied(cls, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None) -> "StaticInputs":
-        """Return copies of the inputs, and a padded copy of the boundaries."""
+    def copied(cls, inputs: tuple[Tensor, ...], cu_seqlens: Tensor | None, parts: int = 1) -> "StaticInputs":
+        """Return copies of the inputs, and a padded copy of the boundaries for so many processes that share the row."""
         copies = tuple(x.detach().clone() for x in inputs)
-        return cls(copies, None if cu_seqlens is None else static_copy(cu_seqlens, inputs[0].shape[1]))
+        return cls(copies, None if cu_seqlens is None else static_copy(cu_seqlens, inputs[0].shape[1], parts))
 
     @property
     def documents(self) -> StaticDocuments | None:

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...core.documents import Documents, rounded
+from ...core.documents import Documents
 from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.launch_table import LaunchConfig, launch, optional
@@ -62,7 +62,7 @@ class DeltaRule(Plan):
         self.scale, self.documents = scale, documents
         chunks = -(-self.rows // CHUNK)
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
-        self.many = self.B if documents is None else rounded(documents)  # what launches of sequences are chosen by
+        self.many = self.B  # sequences that launches are chosen by
         # If sequences are cut: chunks per segment, and the largest possible number of segments.
         rows = self.B if documents is None else 1
         # a batch may be empty
@@ -80,6 +80,7 @@ class DeltaRule(Plan):
         self.cut, self.ends = self.layout.cut, self.layout.ends
         self.programs = self.B if packed is None and self.most == 0 else len(self.layout.segments)
         if packed:
+            self.many = packed.room
             self.programs = self.many + (self.rows // (segment * CHUNK) if self.cut else 0)
         if self.halved:
             half = -(-self.rows // (2 * CHUNK)) * CHUNK

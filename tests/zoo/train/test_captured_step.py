@@ -261,6 +261,8 @@ def test_a_step_that_is_not_the_same_each_time_is_not_replayed(caplog: pytest.Lo
 class Sharing:
     """Processes that share sequences, of which another one may refuse."""
 
+    count = 2
+
     def __init__(self) -> None:
         self.other: str | None = None
         self.heard: list[str] = []

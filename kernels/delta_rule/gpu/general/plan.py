@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ....core.documents import Documents, rounded
+from ....core.documents import Documents
 from ....gpu.device import HOPPER, capability, multiprocessors
 from ....gpu.launch import LaunchSpec, cdiv
 from ....gpu.launch_table import LaunchConfig, launch, optional
@@ -62,12 +62,13 @@ class GeneralDeltaRule(Plan):
         self.R, self.M = self.H // (heads // subheads), self.H * subheads
         self.scale, self.gate, self.before, self.product = scale, gate, before, product
         self.N, self.slots = self.B if documents is None else documents, most_chunks(self.B, self.rows, documents)
-        self.many = self.B if documents is None else rounded(documents)  # what launches of sequences are chosen by
+        self.many = self.B  # sequences that launches are chosen by
         self.exact = dtype == torch.float32
         self.cautious = capability(device) != HOPPER  # nothing was run there
 
     def place(self, packed: Documents | None) -> None:
         """Set the layout: sequences are not cut."""
+        self.many = packed.room if packed else self.B
         whole = -(-self.rows // CHUNK) * CHUNK
         self.layout = layout(packed, self.B, self.rows, CHUNK, CHUNK, max(CHUNK, whole), self.device, self.steps)
 
