@@ -26,21 +26,25 @@ class _Note:
     """One result that can be recomputed."""
 
     def __init__(self, y: Tensor, make: Callable[..., Tensor], args: list[Any]):
-        self.result = weakref.ref(y)  # the note must not keep the memory that it is to save
-        self.version, self.make, self.args, self.mode = y._version, make, args, is_deterministic()
+        self.result = weakref.ref(y)  # a strong reference would keep the memory that the note saves
+        self.version, self.address = y._version, y.data_ptr()
+        self.make, self.args, self.mode = make, args, is_deterministic()
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
-    def later(self, x: Tensor, base: Tensor | None) -> "_Later | None":
-        """Return x, a view of `base` unless that is None, as this note.
+    def later(self, x: Tensor) -> "_Later | None":
+        """Return how to recompute x with this note.
 
-        None if x is neither the result nor a view within it, or if the result was changed in place.
+        None if x is neither the result nor a view within it, or if the result was changed in place or got other memory
+        (`y.data = …`).
         """
         y = self.result()
-        if y is not (x if base is None else base) or x._version != self.version:
+        if y is None or y._version != self.version or y.data_ptr() != self.address:
             return None
-        if base is None:
+        if x is y:
             return _Later(self, x.shape, x.stride(), 0)
+        if x._base is not y or x.is_neg() or x.is_conj():
+            return None
         shape, stride, start = x.shape, x.stride(), int(x.storage_offset() - y.storage_offset())
         last = start + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
         inside = start >= 0 and last < y.numel() and x.dtype == y.dtype  # as_strided can leave y
@@ -111,14 +115,15 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
         with scope(_notes, notes), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
-        notes.clear()  # each op that saves a tensor holds `pack`, and would keep what every result is made of
+        notes.clear()  # autograd holds `pack` until the backward pass, and with it the arguments of every note
 
 
 def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
-    """The tensor as a note on how to recompute it; None if there is none."""
-    base = x._base
-    note = notes.get(id(x if base is None else base))
-    return None if note is None else note.later(x, base)
+    """Return how to recompute a tensor; None if it is not known."""
+    note = notes.get(id(x))
+    if note is None and x._base is not None:
+        note = notes.get(id(x._base))
+    return None if note is None else note.later(x)
 
 
 def keeping() -> bool:
@@ -141,7 +146,7 @@ def noted(x: Tensor) -> bool:
 def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return y, noting that `make(*args)` recomputes it to the bit.
 
-    Tensors in `args` must be saved anyway, or be recomputed themselves. If y is a view, its views are not recognised.
+    Tensors in `args` must be saved anyway, or be recomputed themselves. If y is a view, other views are not recognised.
     """
     notes = _current()
     if notes is not None and y.requires_grad and y.is_contiguous():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kernels
 from kernels import norm
-from kernels.core.recompute import remake
+from kernels.core.recompute import noted, remake
 
 
 def block(x: Tensor, gate: Tensor, norm: Tensor, weights: list[Tensor]) -> Tensor:
@@ -133,7 +133,14 @@ def beyond(h: Tensor) -> Tensor:
     return remake(InLargerMemory.apply(h), torch.clone, h).as_strided((4, 8), (16, 1))
 
 
+def of_other_memory(h: Tensor) -> Tensor:
+    h.data = 2 * h.data
+    return h
+
+
 ALIASES: dict[str, Callable[[Tensor], Tensor]] = {
+    "other memory": of_other_memory,
+    "negated": lambda h: torch.imag(torch.view_as_complex(h.unflatten(-1, (-1, 2))).conj()),
     "another dtype": lambda h: torch.view_as_complex(h.unflatten(-1, (-1, 2))),
     "without history": lambda h: h.detach(),
     "beyond the result": beyond,
@@ -152,6 +159,14 @@ def test_other_tensors_in_the_memory_of_a_result_are_saved(alias: Callable[[Tens
     with kernels.recomputing():
         y = run()
     assert all(torch.equal(a, b) for a, b in zip(gradients(y, [factor]), expected, strict=True))
+
+
+def test_a_result_may_be_a_view():
+    x = torch.randn(4, 8, requires_grad=True)
+    with kernels.recomputing():
+        h = remake((2 * x).view(8, 4), lambda x: (2 * x).view(8, 4), x)
+        assert noted(h)
+        assert not noted(h[:2])
 
 
 class InMemory(torch.autograd.Function):
