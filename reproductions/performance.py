@@ -12,11 +12,12 @@ time, start the script for each of them with some of the parts (`CUDA_VISIBLE_DE
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,7 +56,7 @@ class Job(NamedTuple):
     Attributes:
         part: The part.
         name: Name of the job in its part.
-        arguments: What Python runs to write a bench.json into `--folder`; none for the doctor.
+        arguments: A script that writes a bench.json to `--folder`, and its arguments; none for the doctor.
     """
 
     part: str
@@ -67,7 +68,7 @@ class Job(NamedTuple):
 
 
 def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
-    """All jobs, in the order in which they are measured: what compiles for long comes last.
+    """Return all jobs in the order in which they are measured. Those that compile for minutes come last.
 
     Args:
         tiny: Whether sizes are small, to try the commands.
@@ -119,7 +120,7 @@ def performance(
     device: str | None = None,
     seconds: float | None = None,
     commit: str | None = None,
-    folder: str = "runs/performance",
+    folder: str | None = None,
 ) -> list[str]:
     """Measure parts of docs/performance.md, and write a CSV for each.
 
@@ -131,7 +132,7 @@ def performance(
         device: cpu or cuda; null for the GPU if available.
         seconds: Time limit for all jobs; one that is running then is stopped, and its rows are lost. Null for none.
         commit: Version of the project; null for the one that git reports.
-        folder: The folder to write to.
+        folder: The folder to write to; null for runs/performance, or runs/performance-tiny.
 
     Returns:
         The jobs that failed.
@@ -140,16 +141,26 @@ def performance(
         UserError: An argument is invalid.
     """
     end = None if seconds is None else time.monotonic() + seconds
-    where, target = pick_device(device), Path(folder)
+    where, target = pick_device(device), Path(folder or ("runs/performance-tiny" if tiny else "runs/performance"))
     if where.type != "cuda" and not tiny:
         raise UserError("device: the sizes of the page need a GPU; try the commands with --tiny=true")
     every = [*jobs(tiny, peers=where.type == "cuda" and not tiny)]
     check_names("parts", parts or [], [*dict.fromkeys(job.part for job in every), *map(str, every)])
-    stamp = {"date": date.today().isoformat(), "commit": commit or _commit()}
+    if target.exists() and not target.is_dir():
+        raise UserError(f"folder: {target} is a file")
+    for file in (target / "jobs").glob("*.csv"):
+        if any((row["tiny"] == "True") != tiny for row in write_csv.read(file)):
+            raise UserError(f"folder: {target} has rows of {'the full' if tiny else 'tiny'} sizes; choose another one")
+    stamp = {"date": date.today().isoformat(), "commit": commit or _commit(), "tiny": tiny}
     failed = []
-    for job in every:
+    chosen = [job for job in every if parts is None or {job.part, str(job)} & {*parts}]
+    # other processes may write the tables of other parts
+    tables = {
+        part: [job.name for job in every if job.part == part] for part in dict.fromkeys(job.part for job in chosen)
+    }
+    for job in chosen:
         file = target / "jobs" / f"{job.part}-{job.name}.csv"
-        if file.exists() or (parts is not None and not {job.part, str(job)} & {*parts}):
+        if file.exists():
             continue
         try:
             rows = _doctor(file, where.type, end) if job.part == DOCTOR else _bench(job, file, where.type, end)
@@ -160,8 +171,8 @@ def performance(
         about = {"part": job.part, "job": job.name, **stamp, "note": None}  # a table has all of these columns
         write_csv.write([about | row for row in rows], file)
         _say(f"{job}: {len(rows)} rows")
-        _merge(target, every)
-    _merge(target, every)
+        _merge(target, tables)
+    _merge(target, tables)
     return failed
 
 
@@ -170,10 +181,9 @@ def _say(line: str) -> None:
     sys.stdout.flush()
 
 
-def _merge(folder: Path, every: Sequence[Job]) -> None:
-    """Write the table of each part that has rows."""
-    for part in dict.fromkeys(job.part for job in every):
-        names = [job.name for job in every if job.part == part]
+def _merge(folder: Path, tables: Mapping[str, Sequence[str]]) -> None:
+    """Write the table of each part that has rows; `tables` has the names of its jobs."""
+    for part, names in tables.items():
         rows = [row for name in names for row in write_csv.read(folder / "jobs" / f"{part}-{name}.csv")]
         if rows:
             write_csv.write(rows, folder / f"performance_{part}.csv")
@@ -184,7 +194,7 @@ class _NotMeasuredError(Exception):
 
 
 def _bench(job: Job, file: Path, device: str, end: float | None) -> list[Row]:
-    """The rows of a benchmark, all of which passed their checks or say why they were not measured."""
+    """Run a benchmark and return its rows. Each has passed its check, or says why it was not measured."""
     with tempfile.TemporaryDirectory() as folder:
         status = _run([*job.arguments, f"--device={device}", f"--folder={folder}"], file.with_suffix(".log"), end)
         record = Path(folder) / "bench.json"
@@ -192,7 +202,8 @@ def _bench(job: Job, file: Path, device: str, end: float | None) -> list[Row]:
             raise _NotMeasuredError(f"ended with {status}; see {file.with_suffix('.log')}")
         rows = [*write_csv.benchmark(record)]
     if status:
-        raise _NotMeasuredError(f"a result was wrong; see {file.with_suffix('.log')}")
+        reason = "a result was wrong" if status == 1 else f"ended with {status}"
+        raise _NotMeasuredError(f"{reason}; see {file.with_suffix('.log')}")
     return rows
 
 
@@ -244,6 +255,7 @@ def _commit() -> str:
 
 def main(arguments: list[str]) -> int:
     """Run the command line; return 1 if a job failed."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # which also ends the running job
     _, options = arguments_of(performance, arguments, "performance")
     return int(bool(performance(**options)))
 
@@ -253,3 +265,6 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the rows of finished jobs are kept\n")
+        sys.exit(128 + signal.SIGINT)

@@ -24,6 +24,7 @@ class Machine:
         self.ran: list[str] = []
         self.crashes: set[str] = set()  # parts of the arguments of what crashes
         self.wrong: set[str] = set()
+        self.slow = False
         monkeypatch.setattr(performance.subprocess, "run", self.run)
 
     def run(self, command: list[str], timeout: float | None, **options: Any) -> Any:
@@ -31,7 +32,8 @@ class Machine:
         self.ran.append(line)
         if any(text in line for text in self.crashes):
             return SimpleNamespace(returncode=-9)
-        if timeout is not None and timeout < 0.5:
+        if self.slow:
+            assert timeout is not None
             raise subprocess.TimeoutExpired(command, timeout)
         paths = dict(argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument)
         if "doctor" in command:
@@ -94,7 +96,8 @@ def test_what_was_measured_is_kept(tmp_path: Path, machine: Machine):
 
 
 def test_time_that_is_over(tmp_path: Path, machine: Machine):
-    assert measure(tmp_path, "loss", seconds=0.2) == ["loss/vocabulary: stopped, as its time was over"]
+    machine.slow = True
+    assert measure(tmp_path, "loss", seconds=1000) == ["loss/vocabulary: stopped, as its time was over"]
     assert measure(tmp_path, "loss", seconds=0) == ["loss/vocabulary: no time was left"]
     assert len(machine.ran) == 1
     assert not (tmp_path / "performance_loss.csv").exists()
@@ -117,6 +120,13 @@ def test_the_commands_exist(tiny: bool):
 
 
 def test_mistakes_are_sentences(tmp_path: Path, machine: Machine):
+    (tmp_path / "jobs").mkdir()
+    (tmp_path / "jobs" / "loss-vocabulary.csv").write_text("part,tiny\nloss,False\n")
+    with pytest.raises(UserError, match=r"folder: .* has rows of the full sizes; choose another one"):
+        measure(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"folder: .*file is a file"):
+        measure(tmp_path / "file")
     with pytest.raises(
         UserError, match=r"parts: 'kernels/delta_rul' is not one of .*did you mean 'kernels/delta_rule'"
     ):

@@ -253,7 +253,10 @@ def measured(
     calls: dict[str, Any] = {OURS: case.call}
     row["peers"] = {}
     if peers:
-        for name, peer in others.kernel_peers(case).items():
+        every = others.kernel_peers(case)
+        for library in {*(libraries or ())} - {name.split()[0] for name in every}:
+            row["peers"][library] = {"note": "does not compute this call on this machine"}
+        for name, peer in every.items():
             if libraries is not None and name.split()[0] not in libraries:
                 continue
             announce(f"{FIRST_CALL} {name}")
