@@ -71,7 +71,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 class _QuickDumper(_SafeDumper):
-    """As `_Dumper`, in C: it breaks long lines elsewhere, and refuses lone surrogates."""
+    """As `_Dumper`, in C. It breaks long lines at other places and refuses lone surrogates."""
 
 
 for _class in (_Loader, _Dumper, _QuickDumper):
@@ -82,6 +82,15 @@ for _class in (_Loader, _Dumper, _QuickDumper):
 
 for _class in (_Dumper, _QuickDumper):
     _class.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
+
+
+def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # PyYAML folds a line break of Unicode to a space unless it is escaped
+    style = '"' if {*"\x85\u2028\u2029"} & {*text} else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _represent_text)
 
 
 def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
@@ -147,7 +156,7 @@ def dump_yaml(value: Any, one_line: bool = False) -> str:
 
 
 def dump_quickly(value: Any) -> str:
-    """As `dump_yaml`, in a fraction of the time, for text that is not kept: its line breaks may be others."""
+    """As `dump_yaml`, in a fraction of the time, for text that is not kept: long lines are broken at other places."""
     try:
         return yaml.dump(value, Dumper=_QuickDumper, default_flow_style=False, sort_keys=False, allow_unicode=True)
     except UnicodeEncodeError:  # a lone surrogate, as in the name of a file that is not UTF-8

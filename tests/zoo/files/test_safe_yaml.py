@@ -11,6 +11,7 @@ from zoo.files.safe_yaml import (
     MOST_NODES,
     check_plain,
     dump_quickly,
+    dump_yaml,
     load_quickly,
     parse_yaml,
     read_yaml,
@@ -119,3 +120,8 @@ def test_shared_parts_of_a_value_count_each_time():
 def test_quick_text_is_read_back_as_it_was(words: list[str]):
     value = {"words": words, **dict.fromkeys(words, 1e-5), "numbers": [1, 1.0, 1e22, float("inf"), True, None, []]}
     assert repr(load_quickly(dump_quickly(value))) == repr(value)
+
+
+@pytest.mark.parametrize("text", ["\x85a", "a\x85", "a \u2028 b", "\u2029", "a\nb\x85c", "1e5\x85"])
+def test_line_breaks_of_unicode_are_kept(text: str):
+    assert parse_yaml(dump_yaml({"key": text}), "config") == {"key": text}
