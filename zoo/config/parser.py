@@ -55,7 +55,7 @@ set_parsing_settings(config_read_mode_fsspec_enabled=True)
 # Between steps, jsonargparse writes components to YAML and reads them again. Its dumper writes the text "1e5"
 # without quotes, and its loader reads that as a number.
 _MODE = "quoting_yaml"
-UNSEEN = "quick_yaml"  # for text that nobody sees
+UNSEEN = "quick_yaml"  # for text that is read back immediately and not kept
 _LOAD = get_loader("yaml")
 set_dumper(_MODE, dump_yaml)
 set_dumper(UNSEEN, dump_quickly)
@@ -218,7 +218,7 @@ class Parser(ArgumentParser):
         return part.clone()
 
     def dump(self, namespace: Namespace, format: str = "parser_mode", **settings: Any) -> str:
-        """As the base class does, but quickly for a component, whose text the base class reads immediately."""
+        """As the base class does, but faster for a component: the base class reads its text back immediately."""
         inside = format == "parser_mode" and getattr(self, "_inner_parser", False)
         return super().dump(namespace, UNSEEN if inside else format, **settings)
 

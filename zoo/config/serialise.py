@@ -40,7 +40,7 @@ def verified(config: Namespace) -> dict[str, Any]:
     parse_again = parse if plain.keys() & {*OF_LIGHTNING} else parse_model
     parsed = parse_again(copy.deepcopy(plain))  # a copy, since the parser modifies its input
     if all(_without_instances(parsed.get(key)) == _without_instances(config.get(key)) for key in KEYS):
-        return plain  # equal parts are written alike
+        return plain  # the text of equal values is equal
     for key, before, now in differences(plain, to_dict(parsed)):
         raise UserError(f"{key}: {before!r} is read back from config.yaml as {now!r}; give it as plain values")
     return plain

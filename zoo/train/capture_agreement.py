@@ -61,10 +61,10 @@ class CaptureAgreement:
     def vote(
         self, inputs: tuple[Tensor, ...], packed: Documents | None, first: bool, refused: str | None
     ) -> str | None:
-        """Before the first batch of a shape, return the reason of a process that has refused; None if there is none.
+        """Return why a process refuses to capture; None if none does. Only the first batch of a shape needs a vote.
 
-        `refused` is the reason of this process. One that refused keeps voting until all have refused, so it keeps the
-        list of agreed shapes.
+        `refused` is the reason of this process. A process that refused still has to vote until all have refused, and
+        therefore still needs the list of agreed shapes.
         """
         if self._sharing is None or self._all_refused:
             return None
@@ -82,7 +82,7 @@ class CaptureAgreement:
 
         Raises:
             Refused: It failed in one of the processes that share the sequences.
-            Exception: It failed in this process, by an error that does not mean that it cannot be captured.
+            Exception: It failed in this process, and not with a RuntimeError, which is raised as Refused.
         """
         if self._sharing is None:
             return step()
@@ -98,11 +98,11 @@ class CaptureAgreement:
         return result
 
     def joined(self) -> AbstractContextManager[None]:
-        """Return a context for a pass, at whose end the messages that this process sent have been received."""
+        """Return a context for a pass. It ends when all messages that this process sent in it have been received."""
         return nullcontext() if self._sharing is None else self._sharing.joined()
 
     def add(self, static: StaticInputs, first: bool) -> None:
-        """Add a shape that all processes have run eagerly, whose graphs then depend on the answers of all of them."""
+        """Add a shape that all processes have run eagerly. Its graphs then serve what gives the same answers in all."""
         if self._sharing is None:
             return
         if (documents := static.documents) is not None:

@@ -54,8 +54,8 @@ class CapturedForward:
             graph = self._capture(inputs, cu_seqlens)
         if graph is None:
             return eager(self._compute, inputs, cu_seqlens)
-        shapes, replay = graph
-        shapes.fill(inputs, packed)
+        static, replay = graph
+        static.fill(inputs, packed)
         return tuple(x.clone() for x in replay())
 
     def _capture(
@@ -63,13 +63,13 @@ class CapturedForward:
     ) -> tuple[StaticInputs, Callable[[], tuple[Tensor, ...]]] | None:
         """Capture and check a graph for inputs of this shape; return None if that fails."""
         with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
-            shapes = StaticInputs.copied(inputs, cu_seqlens)
-            step = partial(eager, self._compute, shapes.inputs)
+            static = StaticInputs.copied(inputs, cu_seqlens)
+            step = partial(eager, self._compute, static.inputs)
             try:
                 # first with padded boundaries, then with those of the batch
-                expected = self._recorder.rehearse(partial(step, shapes.cu_seqlens))
+                expected = self._recorder.rehearse(partial(step, static.cu_seqlens))
                 expected = expected if cu_seqlens is None else self._recorder.rehearse(partial(step, cu_seqlens))
-                replay = self._recorder.record(partial(step, shapes.cu_seqlens))
+                replay = self._recorder.record(partial(step, static.cu_seqlens))
                 pairs = zip(replay(), expected, strict=True)
                 if not all(torch.allclose(x.float(), y.float(), rtol=TOLERANCE, equal_nan=True) for x, y in pairs):
                     raise RuntimeError("a replay has other results than the eager forward pass")
@@ -79,5 +79,5 @@ class CapturedForward:
                 self.refused = one_line(error)
                 log.warning("cuda_graph: validation runs eagerly: %s", self.refused)
                 return None
-        self._graphs.append((shapes, replay))
+        self._graphs.append((static, replay))
         return self._graphs[-1]

@@ -115,8 +115,8 @@ def grown_config(
 ) -> tuple[dict[str, Any], dict[int, str]]:
     """The key `model` of the larger model's config, and layer → how it grew.
 
-    `model` is that of the model before, with all defaults; `factor` is how many times larger the states become, None
-    for the default of each. A UserError if a layer cannot grow as asked.
+    `model` is the key `model` of the present config, with all defaults; `factor` is how many times larger the states
+    become, None for the default of each. A UserError if a layer cannot grow as asked.
     """
     if factor is not None and factor < 2:
         raise UserError(f"factor: {factor} must be at least 2, which is twice the state")

@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning as L
 import torch
+import torch.distributed as dist
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -63,7 +64,8 @@ class CapturedSteps(Callback):
             return
         unless_requested = only_on_request(trainer) if self._automatic else None
         reason = reason or obstacle(trainer, pl_module.model) or unless_requested
-        if trainer.world_size > 1:  # a process that replays and one that does not would wait for different messages
+        # a process that replays and one that does not would wait for different messages
+        if trainer.world_size > 1 and dist.is_initialized():
             reason = ContextParallel().first_reason(reason)
         if reason is not None:
             log.warning("cuda_graph: the training step runs eagerly: %s", reason)

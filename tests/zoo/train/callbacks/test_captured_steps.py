@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, pretraining, trainer, validation_loader
@@ -207,6 +208,7 @@ def test_all_processes_capture_or_none(monkeypatch: pytest.MonkeyPatch, caplog: 
     run: Any = SimpleNamespace(strategy=DDPStrategy(), world_size=2, precision_plugin=precision)
     votes = SimpleNamespace(first_reason=lambda reason: reason or "a hook there")
     monkeypatch.setattr("zoo.train.callbacks.captured_steps.ContextParallel", lambda: votes)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
     with caplog.at_level(logging.WARNING):
         CapturedSteps(Repeated()).on_train_start(run, module)
     assert lines(caplog) == ["cuda_graph: the training step runs eagerly: a hook there"]

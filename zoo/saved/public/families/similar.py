@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 
 class Similar(NamedTuple):
-    """A class of FLA, and the keys of its config that describe a mixer of ours."""
+    """A class of FLA, and the keys of its config that describe the mixer of this project."""
 
     architecture: str
     keys: Callable[[Any], dict[str, Any]]
@@ -49,7 +49,7 @@ SIMILAR: dict[str, Similar] = {
             "v_head_dim": mixer.value_dim,
         },
     ),
-    # whose rate A is softplus(a); its kernels are those of mamba_ssm
+    # FLA's rate A is softplus(a). It runs the kernels of mamba_ssm, which must be installed.
     "Mamba3": Similar(
         "Mamba3ForCausalLM",
         lambda mixer: {
