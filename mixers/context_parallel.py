@@ -303,8 +303,8 @@ class ContextParallel:
         return tensors
 
 
-# Tables of a part of packed documents on their device, made once for each batch, so that no layer launches kernels for
-# them. Training steps may read those of an evaluation, so they are no inference tensors.
+# Tables of a part of packed documents on their device. They are made once for each batch, so that no layer launches
+# kernels for them. They are no inference tensors even if an evaluation makes them: training may read them later.
 
 
 class _Ends(NamedTuple):

@@ -92,11 +92,8 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
             keep every tensor that has no note.
     """
     if not (allowed and _allowed.get()):
-        before = _allowed.set(False)
-        try:
+        with scope(_allowed, False), scope(_notes, None):
             yield
-        finally:
-            _allowed.reset(before)
         return
     notes: dict[int, _Note] = {}  # by `id`; a result may be freed and its id reused, so `later` compares the objects
 

@@ -331,7 +331,7 @@ def plans(x: Tensor, length: int, heads: int) -> Iterator[Any]:
 @pytest.mark.parametrize("heads", [2, 4, 16])
 @pytest.mark.parametrize(("length", "count"), [(2048, 1), (16384, 1), (65536, 1), (16384, 4), (65536, 4)])
 def test_plans_of_padded_documents_are_those_of_the_documents(length: int, count: int, heads: int):
-    """Of a row, and of the parts that several processes hold."""
+    """The documents of one row, and those of the parts of a row that several processes share."""
     graphs, parts = list[Tensor](), tuple((length * n // count, length * (n + 1) // count) for n in range(count))
 
     def rows(packed: Any, x: Tensor) -> list[Tensor]:

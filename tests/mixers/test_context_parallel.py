@@ -357,7 +357,7 @@ class Ops(TorchDispatchMode):
 def test_a_layer_makes_no_masks(
     case: str, layout: str, alone: ContextParallel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the last of two parts; what does not depend on the streams is made in the first layer of a batch."""
+    """On the last of two parts, the first layer of a batch makes what the streams do not determine, for all layers."""
     monkeypatch.setattr(ContextParallel, "get", lambda self, like, rank: [x.new_empty(x.shape) for x in like])
     alone.rank, alone.count, mixer, bounds = 1, 2, CASES[case](SITE), LAYOUTS[layout]
     part = alone.of(LENGTH, None if bounds is None else torch.tensor(bounds))

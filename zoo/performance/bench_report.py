@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from matplotlib.figure import Figure
 from rich.table import Table
 
+from kernels import UserError
 from zoo.display import new_console, new_table, write_figure
 from zoo.files.atomic import atomic_write
 
@@ -23,6 +24,9 @@ class Report:
         folder: The folder to write to.
         about: Device, versions and settings.
         rows: One row per measurement.
+
+    Raises:
+        UserError: The folder is a file.
     """
 
     benchmark: ClassVar[str]  # kernels, training and so on
@@ -30,6 +34,10 @@ class Report:
     folder: Path
     about: dict[str, Any]
     rows: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:  # before anything is measured
+        if self.folder.exists() and not self.folder.is_dir():
+            raise UserError(f"folder: {self.folder} is a file")
 
     @property
     def failed(self) -> bool:

@@ -2,16 +2,15 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from torch import Tensor
 
 from kernels.core.documents import Documents
 from kernels.core.static_documents import StaticDocuments
 from mixers import ContextParallel
+from zoo.generation.cuda_graph import Made
 from zoo.train.static_inputs import MOST_SHAPES, Shape, StaticInputs, fit, shape_of
-
-Made = TypeVar("Made")
 
 
 class Refused(RuntimeError):

@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from zoo.generation.cuda_graph import Recording
+from zoo.generation.cuda_graph import Made, Recording
 from zoo.train.adamw import AdamW
 from zoo.train.capture_agreement import one_line
 from zoo.train.captured_passes import CapturedPasses, norm
@@ -16,8 +16,6 @@ from zoo.train.muon import Muon
 from zoo.train.optim import clip
 
 log = logging.getLogger(__name__)
-
-Made = TypeVar("Made")
 
 
 class CapturedUpdate:

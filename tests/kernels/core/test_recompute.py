@@ -161,6 +161,18 @@ def test_other_tensors_in_the_memory_of_a_result_are_saved(alias: Callable[[Tens
     assert all(torch.equal(a, b) for a, b in zip(gradients(y, [factor]), expected, strict=True))
 
 
+def test_nothing_is_noted_in_a_block_that_is_recomputed_as_a_whole():
+    x = torch.randn(4, 8, requires_grad=True)
+    with kernels.recomputing():
+        before = kernels.rms_norm(x)
+        with kernels.recomputing(False):
+            assert not noted(kernels.rms_norm(x))
+            with kernels.recomputing():
+                assert not noted(kernels.rms_norm(x))
+        assert noted(before)
+        assert noted(kernels.rms_norm(x))
+
+
 def test_a_result_may_be_a_view():
     x = torch.randn(4, 8, requires_grad=True)
     with kernels.recomputing():

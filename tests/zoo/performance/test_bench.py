@@ -512,6 +512,13 @@ def test_calls_take_turns():
     assert set(times) == {"a", "b"}
 
 
+def test_a_file_as_the_folder_is_refused_before_anything_is_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("zoo.performance.kernels.measured", lambda *_: pytest.fail("measured"))
+    with pytest.raises(UserError, match=r"folder: .*file is a file"):
+        bench_kernels("delta_rule", [(1, 1, 8, 8)], [], folder=str(tmp_path / "file"))
+
+
 def test_without_a_kind_it_lists_them(command):
     done = command("bench")
     assert done.code == 0
