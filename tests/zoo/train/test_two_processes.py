@@ -1,6 +1,7 @@
 """What two processes write down together: DDP between two CPUs, in processes that are started once for all tests."""
 
 import json
+import logging
 import os
 import shutil
 import threading
@@ -156,6 +157,22 @@ def train_captured(folder: Path, rank: int) -> None:
         )
         saved = {"skipped": guard.skipped, "parts": recorder.recorded, "weights": module.model.state_dict()}
         torch.save(saved, folder / f"{name}-{rank}.pt")
+
+
+def refuse_at_start(folder: Path, rank: int) -> None:
+    """A run of two processes, in one of which memory is set so that nothing can be captured."""
+    recorder, said = Repeated(), list[str]()
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("zoo.train.callbacks.captured_steps")
+    log.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+        run = trainer(folder / "start", [CapturedSteps(recorder)], strategy="ddp", devices=2, **OPTIONS)
+        run.fit(pretraining(), Share(rank, 2), validation_loader())
+    log.removeHandler(handler)
+    Path(folder, f"start-{rank}.json").write_text(json.dumps({"recorded": recorder.recorded, "said": said}))
 
 
 # starts of documents after the first: they begin in either part or with the second one, span both, or are empty
@@ -387,6 +404,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
             train(Path(folder, f"late-{late}"), rank, 2, *([Late(rank, clock)] if rank == late else []))
     train_corrupted(Path(folder, "corrupted"), rank)
     train_captured(Path(folder), rank)
+    refuse_at_start(Path(folder), rank)
     train_sharing(Path(folder, "sharing"), rank)
     refuse(Path(folder), rank)
     capture_long(Path(folder), rank)
@@ -432,6 +450,16 @@ def test_a_step_that_one_process_must_skip_is_skipped_by_all(found: Path) -> Non
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name]), name
         assert weight.isfinite().all()
+
+
+def test_no_process_captures_if_one_cannot(found: Path) -> None:
+    """Both name the reason of the one that cannot."""
+    first, second = (json.loads((found / f"start-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first["recorded"] == 0
+    (line,) = first["said"]
+    assert line.startswith("cuda_graph: the training step runs eagerly: ")
+    assert line.endswith("requires NCCL_GRAPH_REGISTER=0")
 
 
 def test_captured_steps_average_the_gradients(found: Path) -> None:
