@@ -410,11 +410,13 @@ class LinearMixer(TokenMixer):
         done, histories = zip(*made, strict=True)
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
-        if self.q_gain is not None:  # after the gates, as a norm would cancel it
-            s = s.replace(q=self.q_gain(s.q))
         past = None if state is None else state.carried
-        s, carried = self.carry(s, past, cu_seqlens, context_parallel)
+        s, carried = self.carry(self.gained(s), past, cu_seqlens, context_parallel)
         return s, histories, following, carried
+
+    def gained(self, s: Streams) -> Streams:
+        """Scale the queries of grown subheads, after the gates, as a norm would cancel the factors."""
+        return s if self.q_gain is None else s.replace(q=self.q_gain(s.q))
 
     def carry(
         self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None

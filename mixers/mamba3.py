@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.core.elementwise import sigmoid, softplus, tanh
 from kernels.core.recompute import remake
+from kernels.rotation import rotation
 
 from .arguments import check_numbers, check_sizes
 from .base import Carried, LinearMixer, Site, Streams, checked_site
@@ -17,7 +18,7 @@ from .norm import GateOnly, Output, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .rotation import cumulative_angles, rotate
+from .rotation import cumulative_angles
 from .shift import check_sequences, shifted
 
 SLOWEST = 1e-4  # smallest rate A
@@ -150,20 +151,12 @@ class Mamba3(LinearMixer):
         assert s.log_decay is not None
         z, trap, angles = s.gate
         log_decay, dt, share = self.decay(s.beta, s.log_decay, trap)
-        q, k = self._biased(self.q_norm(s.q), self.q_bias), self._biased(self.k_norm(s.k), self.k_bias)
         angles = tanh(kernels.at_least_fp32(angles))[:, :, None] * dt[..., None] / 2  # in full turns
-        return s.replace(q=q, k=k, log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, angles))
+        s = s.replace(q=self.q_norm(s.q), k=self.k_norm(s.k))
+        return s.replace(log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, angles))
 
-    def _biased(self, x: Tensor, bias: Tensor) -> Tensor:
-        """Normed queries or keys of groups [B,T,G·E,K] → those of all heads, with their biases [B,T,H·E,K].
-
-        They are recomputed in the backward pass, as they are larger than x by the number of heads of a group.
-        """
-
-        def compute(x: Tensor, bias: Tensor) -> Tensor:
-            return self.to_value_heads(x) + bias.to(x.dtype)
-
-        return remake(compute(x, bias), compute, x, bias)
+    def gained(self, s: Streams) -> Streams:
+        return s  # until `carry` has added the bias, which is not 0 for q = 0
 
     def carry(
         self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
@@ -175,7 +168,9 @@ class Mamba3(LinearMixer):
         check_sequences(past[0], s.v, cu_seqlens)
         where = (cu_seqlens, context_parallel)
         angles, last_angles = cumulative_angles(angles, past[0], *where)
-        q, k = rotate(s.q, angles), rotate(s.k, angles)
+        q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
+        q = q if self.q_gain is None else self.q_gain(q)
+        k = rotation(s.k, self.k_bias, angles, subheads=self.subheads)
         own = (s.beta * (q * k).sum(-1, dtype=s.beta.dtype)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
         skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
         (k, last_k), (v, last_v), (written, last_written) = (

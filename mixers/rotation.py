@@ -1,13 +1,11 @@
-"""Rotations by angles that depend on the data and add up along time: data-dependent rotary embedding."""
+"""Angles that depend on the data and add up along time: those of a data-dependent rotary embedding."""
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.core.documents import places
-from kernels.core.recompute import remake
 from kernels.token_shift import starting
 
 from .context_parallel import ContextParallel
@@ -16,6 +14,7 @@ from .shift import last_tokens
 # Sums of multiples of 1 / GRID are exact in fp64 while those along a row stay below 16,384 turns (half of 2¹⁵), so
 # their order does not matter.
 GRID = 2.0**38
+BLOCK = 64  # tokens that are added up one after the other; a GPU adds up all blocks at the same time
 
 
 def cumulative_angles(
@@ -61,13 +60,13 @@ def _after_earlier_parts(total: Tensor, cu_seqlens: Tensor | None, context_paral
 class _RunningSum(torch.autograd.Function):
     """Sums of x [B,T,…] along time in each document, with gradients that repeat to the bit.
 
-    Those of an index would be summed in any order on a GPU.
+    The gradients of an index would be summed in any order on a GPU.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         ctx.cu_seqlens = cu_seqlens
-        total = x.cumsum(1)
+        total = _sums(x)
         if cu_seqlens is None:
             return total
         _, place = places(cu_seqlens, x.shape[1])
@@ -76,52 +75,20 @@ class _RunningSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        total, last = gradient.cumsum(1), slice(-1, None)
+        total, last = _sums(gradient), slice(-1, None)
         if ctx.cu_seqlens is not None:
             owner, _ = places(ctx.cu_seqlens, gradient.shape[1])
             last = (ctx.cu_seqlens[1:].long() - 1)[owner]
         return total[:, last] - total + gradient, None
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Rotate the first pairs (0, 1), (2, 3), … of x [B,T,H,K] by `angles` [B,T,H,pairs], in full turns.
-
-    Inside `recomputing()` the result is not saved by what follows.
-    """
-    return remake(_Rotation.apply(x, angles), _rotated, x, angles)
-
-
-def _rotated(x: Tensor, angles: Tensor) -> Tensor:
-    pairs = angles.shape[-1]
-    return torch.cat([torch.stack(_turned(x, angles), -1).flatten(-2), x[..., 2 * pairs :]], -1)
-
-
-def _turned(x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and second numbers of the rotated pairs."""
-    radians = 2 * math.pi * angles
-    cos, sin = radians.cos().to(x.dtype), radians.sin().to(x.dtype)
-    a, b = _pairs(x, angles)
-    return a * cos - b * sin, a * sin + b * cos
-
-
-def _pairs(x: Tensor, angles: Tensor) -> tuple[Tensor, ...]:
-    pairs = angles.shape[-1]
-    return x[..., : 2 * pairs].unflatten(-1, (pairs, 2)).unbind(-1)
-
-
-class _Rotation(torch.autograd.Function):
-    """`_rotated`, which saves its arguments alone; autograd would save cosines, sines and halves of x as well."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
-        ctx.save_for_backward(x, angles)
-        return _rotated(x, angles)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None]:
-        x, angles = ctx.saved_tensors
-        dx, dangles = _rotated(dy, -angles), None
-        if ctx.needs_input_grad[1]:
-            (a, b), (da, db) = _turned(x, angles), _pairs(dy, angles)
-            dangles = 2 * math.pi * (db * a - da * b).to(angles.dtype)
-        return dx, dangles
+def _sums(x: Tensor) -> Tensor:
+    """Sums of x [B,T,…] along time: within blocks, and of the blocks before."""
+    T = x.shape[1]
+    if T <= BLOCK:
+        return x.cumsum(1)
+    padded = torch.cat([x, x.new_zeros(x.shape[0], -T % BLOCK, *x.shape[2:])], 1) if T % BLOCK else x
+    within = padded.unflatten(1, (-1, BLOCK)).cumsum(2)
+    ends = within[:, :-1, -1].cumsum(1)
+    within[:, 1:] += ends[:, :, None]
+    return within.flatten(1, 2)[:, :T]

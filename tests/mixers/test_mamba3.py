@@ -10,9 +10,10 @@ import torch.nn.functional as F
 
 import kernels
 import mixers
+from kernels.rotation import rotated
 from mixers import Expanded, GatedRMSNorm, Mamba3, Site
 from mixers.mamba3 import Trapezoid
-from mixers.rotation import _rotated, cumulative_angles, rotate
+from mixers.rotation import cumulative_angles
 
 from .test_parity import by_name, shaken
 
@@ -25,12 +26,12 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
     return 1 / (1 + np.exp(-x))
 
 
-def rotated(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
+def turned(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
     """The first pairs of channels as complex numbers, times exp(i · angle)."""
     pairs = angle.shape[-1]
     z = (x[..., 0 : 2 * pairs : 2] + 1j * x[..., 1 : 2 * pairs : 2]) * np.exp(1j * angle)
-    turned = np.stack([z.real, z.imag], -1).reshape(*z.shape[:-1], 2 * pairs)
-    return np.concatenate([turned, x[..., 2 * pairs :]], -1)
+    numbers = np.stack([z.real, z.imag], -1).reshape(*z.shape[:-1], 2 * pairs)
+    return np.concatenate([numbers, x[..., 2 * pairs :]], -1)
 
 
 def formula(x: np.ndarray, w: Weights, mixer: Mamba3) -> np.ndarray:
@@ -53,7 +54,7 @@ def formula(x: np.ndarray, w: Weights, mixer: Mamba3) -> np.ndarray:
     r, share = stream("A"), sigmoid(stream("trap"))
     decay = np.exp(-np.where(r >= 0, 1 + r, 1 / (1 - r)) * dt)
     angle = np.cumsum(np.tanh(stream("angles"))[:, :, None] * np.pi * dt[..., None], 1)
-    q, k, repeated = rotated(q, angle), rotated(k, angle), v.repeat(E, 2)
+    q, k, repeated = turned(q, angle), turned(k, angle), v.repeat(E, 2)
     S, written, outputs = np.zeros((len(x), H * E, K, v.shape[-1])), 0, []
     for t in range(x.shape[1]):
         new = np.einsum("bhk,bhv->bhkv", k[:, t], repeated[:, t])
@@ -98,7 +99,8 @@ def test_without_rotation_and_with_the_current_token_alone_it_is_a_plain_recurre
         parts["angles"].zero_()
     mixer.decay.register_forward_hook(lambda module, args, out: (*out[:2], torch.ones_like(out[2])))
     s = mixer.gates(mixer.project(x))
-    o, _ = kernels.linear_recurrence(s.q, s.k, s.v, s.log_decay, s.beta, scale=1.0)
+    q, k = mixer.to_value_heads(s.q) + mixer.q_bias, mixer.to_value_heads(s.k) + mixer.k_bias
+    o, _ = kernels.linear_recurrence(q, k, s.v, s.log_decay, s.beta, scale=1.0)
     o = o + mixer.D[:, None] * s.v
     torch.testing.assert_close(mixer(x)[0], mixer.out_proj(mixer.output(o, s.gate[0]).flatten(2)))
 
@@ -139,7 +141,7 @@ def test_gradients_of_angles_stay_in_their_document():
 def test_keys_are_recomputed_with_the_same_gradients(bounds: list[int] | None, monkeypatch: pytest.MonkeyPatch):
     mixer, x = SMALL(SITE), torch.randn(1, 70, 32, requires_grad=True)
     cu_seqlens, calls = None if bounds is None else torch.tensor(bounds), []
-    monkeypatch.setattr("mixers.rotation._rotated", lambda *args: calls.append(args) or _rotated(*args))
+    monkeypatch.setattr("kernels.rotation.rotated", lambda *args: calls.append(args) or rotated(*args))
 
     def gradients(y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])
@@ -150,17 +152,6 @@ def test_keys_are_recomputed_with_the_same_gradients(bounds: list[int] | None, m
         y = mixer(x, cu_seqlens=cu_seqlens)[0]
     assert all(torch.equal(one, other) for one, other in zip(gradients(y), expected, strict=True))
     assert len(calls) == 10  # and once more each
-
-
-def test_a_rotation_and_its_gradients():
-    x, angles = torch.randn(2, 3, 2, 7, dtype=torch.float64), torch.rand(2, 3, 2, 2, dtype=torch.float64)
-    assert torch.autograd.gradcheck(rotate, (x.requires_grad_(), angles.requires_grad_()))
-
-
-def test_a_quarter_turn():
-    x = torch.arange(1.0, 6.0).view(1, 1, 1, 5)
-    expected = torch.tensor([-2.0, 1.0, 3.0, 4.0, 5.0]).view(1, 1, 1, 5)
-    torch.testing.assert_close(rotate(x, torch.full((1, 1, 1, 1), 0.25)), expected)
 
 
 def test_the_first_values_and_sizes():

@@ -1,0 +1,1 @@
+"""The implementation of `rotation` for GPUs."""
