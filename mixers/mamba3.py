@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.elementwise import sigmoid, softplus, tanh
-from kernels.core.recompute import remake
 from kernels.rotation import rotation
 
 from .arguments import check_numbers, check_sizes
@@ -19,7 +18,7 @@ from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .rotation import cumulative_angles
-from .shift import check_sequences, shifted
+from .shift import check_sequences, recomputed_shift
 
 SLOWEST = 1e-4  # smallest rate A
 
@@ -52,16 +51,6 @@ class Trapezoid(KeepsFp32):
         dt = softplus(a + self.dt_bias)
         rate = torch.where(r >= 0, 1 + r, 1 / (1 - r.clamp(max=0)))
         return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
-
-
-def _shifted(
-    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
-) -> tuple[Tensor, Tensor | None]:
-    """`shifted`, whose result is recomputed in the backward pass unless that would communicate."""
-    previous, last = shifted(x, before, cu_seqlens, context_parallel)
-    if context_parallel is None:
-        previous = remake(previous, lambda x: shifted(x, before, cu_seqlens)[0], x)
-    return previous, last
 
 
 @register(
@@ -167,23 +156,32 @@ class Mamba3(LinearMixer):
         past = carried or (None,) * 4
         check_sequences(past[0], s.v, cu_seqlens)
         where = (cu_seqlens, context_parallel)
-        angles, last_angles = cumulative_angles(angles, past[0], *where)
-        q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
-        q = q if self.q_gain is None else self.q_gain(q)
-        k = rotation(s.k, self.k_bias, angles, subheads=self.subheads)
-        own = (s.beta * (q * k).sum(-1, dtype=s.beta.dtype)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
+        angles, earlier, last_angles = cumulative_angles(angles, past[0], *where)
+        own = (s.beta * self._scores(s.q, s.k)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
         skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
         (k, last_k), (v, last_v), (written, last_written) = (
-            _shifted(x, before, *where) for x, before in zip((k, s.v, s.beta), past[1:], strict=True)
+            recomputed_shift(x, before, *where) for x, before in zip((s.k, s.v, s.beta), past[1:], strict=True)
         )
+        q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
+        q = q if self.q_gain is None else self.q_gain(q)
+        k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # in front of a sequence the value is 0
         s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
         last = (last_angles, last_k, last_v, last_written)
         return s, tuple(x for x in last if x is not None)
 
+    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Products [B,T,H·E] of queries and keys of the same token, before their biases and the same rotation."""
+        q, k = (kernels.at_least_fp32(x).unflatten(2, (self.num_key_heads, self.subheads)) for x in (q, k))
+        of_q, of_k = (x.unflatten(0, (self.num_key_heads, -1, self.subheads)) for x in (self.q_bias, self.k_bias))
+        with torch.autocast(q.device.type, enabled=False):
+            crossed = torch.einsum("btgek,grek->btgre", q, of_k) + torch.einsum("btgek,grek->btgre", k, of_q)
+        scores = (crossed + (q * k).sum(-1)[:, :, :, None] + (of_q * of_k).sum(-1)).flatten(2)
+        return scores if self.q_gain is None else self.q_gain(scores[..., None])[..., 0]
+
     def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         gates = self.gate_heads
         angles = torch.zeros(batch_size, gates, self.pairs, device=device, dtype=torch.float64)
-        shapes = ((gates, self.subhead_size), (self.num_heads, self.value_size), (gates,))
+        shapes = ((self.num_key_heads * self.subheads, self.subhead_size), (self.num_heads, self.value_size), (gates,))
         return angles, *(torch.zeros(batch_size, *shape, device=device, dtype=dtype) for shape in shapes)
 
     @property

@@ -19,7 +19,7 @@ BLOCK = 64  # tokens that are added up one after the other; a GPU adds up all bl
 
 def cumulative_angles(
     angles: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Add up angles along time, modulo 1, with the exact same result in any batch, document or piece.
 
     Args:
@@ -29,19 +29,20 @@ def cumulative_angles(
         context_parallel: Which part of each sequence `angles` are.
 
     Returns:
-        Sums in [0, 1), in the shape and dtype of `angles`, and the last ones [N,…]; None without `before`.
+        Sums in [0, 1) with and without the token's own angle, in the shape and dtype of `angles`, and the last ones
+        [N,…] in fp64; None without `before`.
     """
-    wide = angles.double()
-    wide = wide + ((wide.detach() * GRID).round() / GRID - wide.detach())
-    total: Tensor = _RunningSum.apply(wide, cu_seqlens)
+    total, earlier = _RunningSum.apply(angles, cu_seqlens)
     if context_parallel is not None:
         context_parallel.check(before, cu_seqlens)
-        total = _after_earlier_parts(total, cu_seqlens, context_parallel)
+        whole = _after_earlier_parts(total, cu_seqlens, context_parallel)
+        total, earlier = whole, earlier + (whole - total)
     if before is not None:
-        total = total + starting(total, before, cu_seqlens)[1]
-    total = total.remainder(1)
+        first = starting(total, before, cu_seqlens)[1]
+        total, earlier = total + first, earlier + first
+    total, earlier = total.remainder(1), earlier.remainder(1)
     last = None if before is None else last_tokens(total, before, cu_seqlens)
-    return total.to(angles.dtype), last
+    return total.to(angles.dtype), earlier.to(angles.dtype), last
 
 
 def _after_earlier_parts(total: Tensor, cu_seqlens: Tensor | None, context_parallel: ContextParallel) -> Tensor:
@@ -58,28 +59,30 @@ def _after_earlier_parts(total: Tensor, cu_seqlens: Tensor | None, context_paral
 
 
 class _RunningSum(torch.autograd.Function):
-    """Sums of x [B,T,…] along time in each document, with gradients that repeat to the bit.
+    """Sums of x [B,T,…] along time in each document, in fp64 on the grid: with and without the token itself.
 
-    The gradients of an index would be summed in any order on a GPU.
+    Their gradients repeat to the bit; those of an index would be summed in any order on a GPU.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-        ctx.cu_seqlens = cu_seqlens
-        total = _sums(x)
-        if cu_seqlens is None:
-            return total
-        _, place = places(cu_seqlens, x.shape[1])
-        first = torch.arange(x.shape[1], device=x.device) - place
-        return total - (total - x)[:, first]
+    def forward(ctx: Any, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.cu_seqlens, ctx.dtype = cu_seqlens, x.dtype
+        wide = (x.double() * GRID).round_().div_(GRID)
+        total = _sums(wide)
+        if cu_seqlens is not None:
+            _, place = places(cu_seqlens, x.shape[1])
+            first = torch.arange(x.shape[1], device=x.device) - place
+            total = total - (total - wide)[:, first]
+        return total, total - wide
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, of_total: Tensor, of_earlier: Tensor) -> tuple[Tensor, None]:
+        gradient = of_total + of_earlier
         total, last = _sums(gradient), slice(-1, None)
         if ctx.cu_seqlens is not None:
             owner, _ = places(ctx.cu_seqlens, gradient.shape[1])
             last = (ctx.cu_seqlens[1:].long() - 1)[owner]
-        return total[:, last] - total + gradient, None
+        return (total[:, last] - total + of_total).to(ctx.dtype), None
 
 
 def _sums(x: Tensor) -> Tensor:

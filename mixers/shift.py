@@ -5,6 +5,7 @@ from torch import Tensor
 
 import kernels
 from kernels import UserError
+from kernels.core.recompute import remake
 from kernels.token_shift import previous_tokens
 
 from .context_parallel import ContextParallel
@@ -72,6 +73,16 @@ def shifted(
     """
     x, first = continued(x, before, cu_seqlens, context_parallel)
     return previous_tokens(x, first, cu_seqlens), None if before is None else last_tokens(x, before, cu_seqlens)
+
+
+def recomputed_shift(
+    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Tensor | None]:
+    """`shifted`, whose result is recomputed in the backward pass unless that would communicate."""
+    previous, last = shifted(x, before, cu_seqlens, context_parallel)
+    if context_parallel is None:
+        previous = remake(previous, lambda x: shifted(x, before, cu_seqlens)[0], x)
+    return previous, last
 
 
 def mixed_with_previous(

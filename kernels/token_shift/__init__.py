@@ -41,6 +41,8 @@ def previous_tokens(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None)
     """The token before each token of x [B,T,…]: in front of each sequence that of `before` [N,…], by default zeros."""
     if before is None:
         before = x.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, *x.shape[2:])
+    if cu_seqlens is None:  # one copy
+        return torch.cat([before[:, None].to(x.dtype), x[:, :-1]], 1)
     starts, first = starting(x, before, cu_seqlens)
     return torch.where(starts, first, x.roll(1, 1))
 

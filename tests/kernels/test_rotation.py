@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.rotation import rotation
+from kernels.rotation import OP, rotation
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # B, T, G, H, E, K and P
@@ -50,10 +50,14 @@ def test_outputs_and_gradients(shape: tuple[int, ...], backend: str):
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
-def test_recomputed_results_have_the_same_gradients(backend: str):
+def test_recomputed_results_have_the_same_gradients(backend: str, monkeypatch: pytest.MonkeyPatch):
+    run, calls = OP.load(backend), []
+    monkeypatch.setitem(OP.implementations, backend, lambda *args: calls.append(args) or run(*args))
     inputs = inputs_of(SHAPES[2])
     expected = results(inputs, 3, backend)
+    assert len(calls) == 1
     assert all(map(torch.equal, results(inputs, 3, backend, recompute=True), expected))
+    assert len(calls) == 3  # once more in the backward pass
 
 
 def test_gradients_are_those_of_finite_differences():
