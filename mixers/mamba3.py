@@ -140,9 +140,9 @@ class Mamba3(LinearMixer):
         assert s.log_decay is not None
         z, trap, angles = s.gate
         log_decay, dt, share = self.decay(s.beta, s.log_decay, trap)
-        angles = tanh(kernels.at_least_fp32(angles))[:, :, None] * dt[..., None] / 2  # in full turns
+        rates = tanh(kernels.at_least_fp32(angles))  # in half turns
         s = s.replace(q=self.q_norm(s.q), k=self.k_norm(s.k))
-        return s.replace(log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, angles))
+        return s.replace(log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, rates, dt))
 
     def gained(self, s: Streams) -> Streams:
         return s  # until `carry` has added the bias, which is not 0 for q = 0
@@ -152,11 +152,11 @@ class Mamba3(LinearMixer):
     ) -> tuple[Streams, Carried]:
         assert s.beta is not None
         assert s.log_decay is not None
-        z, rest, angles = s.gate
+        z, rest, rates, dt = s.gate
         past = carried or (None,) * 4
         check_sequences(past[0], s.v, cu_seqlens)
         where = (cu_seqlens, context_parallel)
-        angles, earlier, last_angles = cumulative_angles(angles, past[0], *where)
+        angles, earlier, last_angles = cumulative_angles(rates, dt, past[0], *where)
         own = (s.beta * self._scores(s.q, s.k)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
         skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
         (k, last_k), (v, last_v), (written, last_written) = (
