@@ -76,3 +76,8 @@ def _multiprocessors(device: torch.device) -> int:
 def runs_gluon(device: torch.device) -> bool:
     """Return whether the kernels in Gluon run on a device: a Hopper GPU, with a tested version of Triton."""
     return DIRECT and (device.type == "cuda" or _assumed is not None) and capability(device) == HOPPER
+
+
+def overlaps(device: torch.device) -> bool:
+    """Return whether kernels can start before the one in front of them has finished: on Hopper, as `runs_gluon`."""
+    return device.type == "cuda" and runs_gluon(device)

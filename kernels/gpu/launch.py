@@ -23,7 +23,7 @@ from triton.runtime import driver
 
 from ..errors import UserError
 from . import paths
-from .device import DIRECT
+from .device import DIRECT, overlaps
 
 MOST_PROGRAMS = 2**31 - 1  # along the first axis of a grid, the only one of our launches: the others end at 65,535
 PLAIN = torch.version.hip is not None  # the ROCm compiler also looks at the size of a tensor's memory
@@ -97,6 +97,7 @@ def enqueue(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
+    overlap: bool = False,
     **constants: Any,
 ) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.
@@ -108,6 +109,8 @@ def enqueue(
         warps: Warps of a program.
         stages: Stages of software pipelining; None for Triton's default.
         registers: Most registers of a thread; None for what the compiler takes.
+        overlap: Whether the kernel may start before the one in front of it has finished, as `overlap.py` explains.
+            Its constant OVERLAP is set here: whether the device supports this.
         constants: The remaining constants by name.
 
     Returns:
@@ -118,10 +121,10 @@ def enqueue(
     """
     check_programs(kernel, programs)
     if paths.record is not None:
-        options: dict[str, Any] = {"warps": warps, "stages": stages, "registers": registers}
+        options: dict[str, Any] = {"warps": warps, "stages": stages, "registers": registers, "overlap": overlap}
         paths.record.launches.append(LaunchSpec(kernel, programs, **options, **constants))
         return None
-    constants = _named_for_triton(constants, warps, stages, registers)
+    constants = _named_for_triton(args[0], constants, warps, stages, registers, overlap)
     device = args[0].get_device()
     if device < 0 or PLAIN:  # on the CPU, Triton interprets the kernel
         kernel[(programs,)](*args, **constants)
@@ -134,9 +137,12 @@ def enqueue(
 
 
 def _named_for_triton(
-    constants: dict[str, Any], warps: int, stages: int | None, registers: int | None
+    x: Tensor, constants: dict[str, Any], warps: int, stages: int | None, registers: int | None, overlap: bool
 ) -> dict[str, Any]:
-    """The constants of a kernel and Triton's options."""
+    """The constants of a kernel and Triton's options, for the device of x."""
+    if overlap:
+        possible = overlaps(x.device)
+        constants = {**constants, "OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return {**constants, **{name: value for name, value in options.items() if value is not None}}
 
@@ -151,6 +157,7 @@ class LaunchSpec:
         warps: Warps of a program.
         stages: Stages of software pipelining; None for Triton's default.
         registers: Most registers of a thread; None for what the compiler takes.
+        overlap: As for `enqueue`.
         checked: Whether the caller guarantees that each tensor, if present, always has the same dtype and is on the
             device of the first one. They are not checked again then.
         constants: Constants of the kernel, by name.
@@ -164,13 +171,15 @@ class LaunchSpec:
         warps: int = 4,
         stages: int | None = None,
         registers: int | None = None,
+        overlap: bool = False,
         checked: bool = False,
         **constants: Any,
     ):
         check_programs(kernel, programs)
         self.kernel, self.programs, self.numbers, self.constants = kernel, programs, numbers, constants
         self.warps, self.stages, self.registers, self.checked = warps, stages, registers, checked
-        self.options = {**constants, "warps": warps, "stages": stages, "registers": registers}
+        self.overlap = overlap
+        self.options = {**constants, "warps": warps, "stages": stages, "registers": registers, "overlap": overlap}
         # by device, and what the compiler knows of the tensors
         self.compiled: dict[tuple[Any, ...], CompiledLaunch | None] = {}
 
@@ -223,7 +232,8 @@ class LaunchSpec:
         """Return what the compiler knows of a launch, the kernel, the device, the arguments and the constants."""
         assert tensors[0] is not None
         device, args = tensors[0].get_device(), (*tensors, *self.numbers)
-        constants = _named_for_triton(self.constants, self.warps, self.stages, self.registers)
+        options = (self.warps, self.stages, self.registers, self.overlap)
+        constants = _named_for_triton(tensors[0], self.constants, *options)
         constants["enable_fp_fusion"] = FUSED
         return _signature(self.kernel, device, args, constants)[0], self.kernel, device, args, constants
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...core.autograd import NAMESPACE, plain
 from ...core.recurrence import Recurrences
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import wait
 
 VALUES = 32  # columns of the blocks in which the state streams through registers
 
@@ -38,7 +39,9 @@ def advance(
     BK: tl.constexpr,
     BV: tl.constexpr,
     GATE: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     c = (tl.program_id(0) % BLOCKS) * BV + tl.arange(0, BV)
     row, h = tl.program_id(0) // BLOCKS // H, tl.program_id(0) // BLOCKS % H
@@ -76,7 +79,8 @@ def update(
     strides = (x.stride(axis) for x in (q, k, v) for axis in (0, 2))
     sizes = (H, subheads, H // (heads // subheads))
     constants = (K, V, next_power_of_2(K), VALUES, gate)
-    enqueue(advance, B * H * cdiv(V, VALUES), q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
+    args = (q, k, v, *gates, state, o, scale, *strides, *sizes, *constants)
+    enqueue(advance, B * H * cdiv(V, VALUES), *args, overlap=True)
     return o
 
 

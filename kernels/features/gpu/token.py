@@ -20,6 +20,7 @@ from ...delta_gates.gpu.op import Arguments as Gates
 from ...delta_gates.gpu.op import decay_of, gates_forward, tile
 from ...delta_gates.gpu.op import strided as gate_arguments
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
+from ...gpu.overlap import wait
 from ...gpu.rows import load, rows_of
 from ..arguments import FeatureStream
 from ..stages import EPS
@@ -29,6 +30,39 @@ from .op import LOAD, Cut, cut, parameters, strided
 MOST = 3  # streams of a launch
 GATE_TILE = 128  # gates of a program: as many warps share them as the streams need, which may be one
 WEIGHT_TILE = 2048  # numbers of the gates' weight that a program reads, and the longest row of it
+
+
+@triton.jit
+def featured(
+    x,  # [B,C], with any stride of rows
+    weight,  # [C,1,W]
+    bias,  # [C]
+    history,  # [B,W−1,C], which becomes that of the next token
+    c,
+    inside,
+    row,
+    x_batch,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    NORM: tl.constexpr,
+    EPS: tl.constexpr,
+):
+    """The features of the channels c [HEADS, BLOCK] of a token, in fp32."""
+    taps = taps_of(weight, c, inside, W)
+    window = ()
+    for j in tl.static_range(W - 1):
+        past = tl.load(history + (row * (W - 1) + j) * C + c, mask=inside, other=0.0)
+        window = window + (past.to(tl.float32),)
+    window = window + (tl.load(x + row * x_batch + c, mask=inside, other=0.0).to(tl.float32),)
+    z = convolve(window, taps, bias_of(bias, c, inside, HEADS, BLOCK), W)
+    a = normalise(activate(z, inside, ACTIVATION, NORM), NORM, EPS)
+    tl.debug_barrier()  # other threads may still have to read what is written next
+    for j in tl.static_range(W - 1):
+        tl.store(history + (row * (W - 1) + j) * C + c, window[j + 1].to(history.dtype.element_ty), mask=inside)
+    return a
 
 
 @triton.jit
@@ -53,18 +87,8 @@ def token(
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     c, inside = channels(program % BLOCKS, C, HEADS, SIZE, BLOCK)
     row = (program // BLOCKS).to(tl.int64)
-    taps = taps_of(weight, c, inside, W)
-    window = ()
-    for j in tl.static_range(W - 1):
-        past = tl.load(history + (row * (W - 1) + j) * C + c, mask=inside, other=0.0)
-        window = window + (past.to(tl.float32),)
-    window = window + (tl.load(x + row * x_batch + c, mask=inside, other=0.0).to(tl.float32),)
-    z = convolve(window, taps, bias_of(bias, c, inside, HEADS, BLOCK), W)
-    a = activate(z, inside, ACTIVATION, NORM)
-    tl.store(y + row * C + c, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside)
-    tl.debug_barrier()  # other threads may still have to read what is written next
-    for j in tl.static_range(W - 1):
-        tl.store(history + (row * (W - 1) + j) * C + c, window[j + 1].to(history.dtype.element_ty), mask=inside)
+    a = featured(x, weight, bias, history, c, inside, row, x_batch, C, W, HEADS, BLOCK, ACTIVATION, NORM, EPS)
+    tl.store(y + row * C + c, a.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -149,7 +173,9 @@ def tokens(
     STREAM2: tl.constexpr,
     GATES: tl.constexpr,  # M, SIZE, ROWS, BLOCK, HEAD_BLOCK, RANK, RANK_BLOCK, BOUNDED
     EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     p = tl.program_id(0)
     if p < first1:
         token(x0, weight0, bias0, history0, y0, p, batch0, STREAM0, EPS)
@@ -197,7 +223,7 @@ def launch(
     about: dict[str, Any] = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
     M, _, rows, block, _, rank, *_ = sizes
     count = first[2] + (gates[0] * cdiv(M, block) if rank else cdiv(gates[0], rows))
-    return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=max(piece.warps for piece in pieces), **about)
+    return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=max(piece.warps for piece in pieces), overlap=True, **about)
 
 
 def compute(

@@ -14,6 +14,7 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
+from ...gpu.overlap import wait
 from ...gpu.rows import load
 from ...linear import few_rows, fp8
 from ...linear.gpu import op as few
@@ -31,7 +32,8 @@ def places(SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    wait(OVERLAP)
     at, at_gate, inside = places(SIZE, BLOCK)
     gate, up = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside)
     if SILU:
@@ -82,7 +84,8 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     with as_given(gate_up.device.type):
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
-        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
+        silu = activation == "silu"
+        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=silu, BLOCK=BLOCK, warps=WARPS, overlap=True)
         y = _product(args, h.view(-1, size), weight.T).view(*outer, len(weight))
         return y, h if keep else new(gate_up, 0)
 

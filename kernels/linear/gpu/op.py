@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import prefetch, wait
 
 INPUTS, OUTPUTS = 1024, 2  # of a tile of the weight
 
@@ -41,8 +42,13 @@ def linear_rows(
     GATE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
-    n = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    first_output = tl.program_id(0) * OUTPUTS
+    n = first_output + tl.arange(0, OUTPUTS)
+    rows_of_weight = tl.minimum(OUTPUTS, O - first_output)
+    prefetch(weight, first_output.to(tl.int64) * I, rows_of_weight * I, OUTPUTS * I, OVERLAP)
+    wait(OVERLAP)
     sums = ()
     for _ in tl.static_range(ROWS):
         sums = sums + (tl.zeros([OUTPUTS, INPUTS], tl.float32),)
@@ -78,7 +84,7 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
     programs = cdiv(O, OUTPUTS)
-    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps)
+    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps, overlap=True)
     return (y,)
 
 

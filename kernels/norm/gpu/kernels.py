@@ -5,6 +5,7 @@
 import triton
 import triton.language as tl
 
+from ...gpu.overlap import wait
 from ...gpu.rows import load
 from ...gpu.tiles import sigmoid
 
@@ -40,7 +41,9 @@ def forward(
     BLOCK: tl.constexpr,
     GATE: tl.constexpr,  # none, first or last: where it is applied
     ACTIVATION: tl.constexpr,  # of the gate: silu or sigmoid
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
     u = load(x, outer * x_outer + within, inside)
     if added is not None:

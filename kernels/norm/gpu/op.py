@@ -53,7 +53,7 @@ def launch(
     fixed |= {"GATE": gate, "ACTIVATION": activation}
     fixed["warps"] = max(1, min(tile * block // PER_WARP, MOST_WARPS))
     if device is None:
-        return LaunchSpec(kernels.forward, cdiv(rows, tile), rows, *numbers, **fixed)
+        return LaunchSpec(kernels.forward, cdiv(rows, tile), rows, *numbers, **fixed, overlap=True)
     ahead = gate == "none" and size <= LONGEST_AHEAD  # loads tiles before it needs them
     resident = PROGRAMS_AHEAD if ahead else PROGRAMS if gate == "none" else PROGRAMS_GATED
     programs = walkers(rows, tile, device, resident)
