@@ -14,6 +14,7 @@ from .core.recompute import recomputing
 from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
 from .delta_rule import delta_rule
+from .delta_rule.token import delta_rule_token
 from .discretise import discretise
 from .erase_gates import erase_gates
 from .errors import Option, UserError
@@ -28,7 +29,7 @@ from .linear import linear
 from .linear.fp8 import fp8, in_fp8, is_fp8
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
-from .norm import add_rms_norm, gated_rms_norm, rms_norm
+from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
 from .selective_scan import selective_scan
 from .short_conv import short_conv
@@ -46,6 +47,7 @@ __all__ = [
     "NORMS",
     "FeatureStream",
     "GateInputs",
+    "GatedNorm",
     "Option",
     "UserError",
     "add_rms_norm",
@@ -56,6 +58,7 @@ __all__ = [
     "complement",
     "delta_gates",
     "delta_rule",
+    "delta_rule_token",
     "deterministic",
     "discretise",
     "documents",

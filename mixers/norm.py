@@ -12,6 +12,7 @@ from kernels.core.recompute import remake
 from kernels.norm import dtype_of
 
 from .arguments import check_numbers, check_sizes
+from .fusion import Fusable
 from .precision import KeepsFp32
 
 
@@ -176,8 +177,12 @@ class Output(KeepsFp32):
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         raise NotImplementedError
 
+    def gated_norm(self, gate: Tensor | None) -> kernels.GatedNorm | None:
+        """Return the arguments of `kernels.gated_rms_norm`, if that is what `forward` computes of o."""
+        return None
 
-class GatedRMSNorm(Output):
+
+class GatedRMSNorm(Output, Fusable):
     """RMSNorm(o) · SiLU(gate), or, with `gate_first`, RMSNorm(o · SiLU(gate)).
 
     Args:
@@ -209,6 +214,11 @@ class GatedRMSNorm(Output):
         o, gate = o.unflatten(-1, (self.groups, -1)), gate.unflatten(-1, (self.groups, -1))
         y = kernels.gated_rms_norm(o, gate, None, self.eps, gate_first=self.gate_first)
         return (y.flatten(-2) * self.weight).to(o.dtype)
+
+    def gated_norm(self, gate: Tensor | None) -> kernels.GatedNorm | None:
+        if gate is None or self.groups > 1 or not self.fused:
+            return None
+        return kernels.GatedNorm(gate, self.weight, self.eps, self.gate_first)
 
 
 class SigmoidGatedRMSNorm(Output):

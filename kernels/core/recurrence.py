@@ -149,7 +149,7 @@ def check(
     scale = K**-0.5 if scale is None else scale
     result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
     result.erase, result.read_before, result.steps = erase, read_before, steps
-    result.consume_state = consume_state and not result.differentiated and _writable(initial_state)
+    result.consume_state = consume_state and not result.differentiated and writable(initial_state)
     result.keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, q.device)
@@ -177,7 +177,8 @@ def _as_q(steps: int) -> str:
     return "as q has it" if steps == 1 else f"as q has it with steps={steps}"
 
 
-def _writable(state: Tensor | None) -> bool:
+def writable(state: Tensor | None) -> bool:
+    """Return whether a state may be overwritten where it is; None may."""
     if state is None:
         return True
     # inference tensors are read-only outside inference mode; compiled code cannot query the mode

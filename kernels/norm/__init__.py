@@ -1,6 +1,6 @@
 """Root-mean-square normalisation, alone and with an output gate."""
 
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ GPU = "kernels.norm.gpu.op:forward"
 OP = Op("rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
 GATED = Op("gated_rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
 ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernels.norm.gpu.op:added")
+
+
+class GatedNorm(NamedTuple):
+    """The arguments of `gated_rms_norm` besides x, where they are explained, with SiLU as the activation."""
+
+    gate: Tensor
+    weight: Tensor | None
+    eps: float
+    gate_first: bool = False
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:
