@@ -16,9 +16,9 @@ from ...core.recurrence import writable
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu.op import decay_of
 from ...features.arguments import FeatureStream
-from ...features.gpu.kernels import channels
+from ...features.gpu.kernels import activate, normalise
 from ...features.gpu.op import strided
-from ...features.gpu.token import featured, own_history
+from ...features.gpu.token import own_history
 from ...features.stages import EPS
 from ...gpu.launch import LaunchSpec
 from ...gpu.overlap import prefetch, wait
@@ -31,6 +31,7 @@ from ..token import padded
 from .select import WHOLE_TOKEN
 
 PER_WARP, MOST_WARPS = 2048, 16  # elements of the state
+REGISTERS = 128  # of a thread, so that two programs of eight warps fit on a multiprocessor
 
 
 @triton.jit
@@ -45,17 +46,49 @@ def prefetch_head(weight, history, row, h, STREAM: tl.constexpr, OVERLAP: tl.con
 
 
 @triton.jit
-def head_of(x, weight, bias, history, row, h, x_row, STREAM: tl.constexpr, EPS: tl.constexpr):
-    """The features of a head [BLOCK], rounded as in memory."""
+def places(h, STREAM: tl.constexpr):
+    """Channels [BLOCK,1] and taps [1,TAPS] of a head, and the masks of those that exist."""
+    within, j = tl.arange(0, STREAM[3])[:, None], tl.arange(0, STREAM[6])[None, :]
+    return h * STREAM[2] + within, j, (within < STREAM[2]) & (j < STREAM[1])
+
+
+@triton.jit
+def window_of(x, weight, history, row, h, x_row, STREAM: tl.constexpr):
+    """History, token and taps of a head, each [BLOCK,TAPS] with zeros elsewhere: all loads begin before any result."""
     C: tl.constexpr = STREAM[0]
     W: tl.constexpr = STREAM[1]
+    c, j, exists = places(h, STREAM)
+    past = tl.load(history + (row * (W - 1) + j) * C + c, mask=exists & (j < W - 1), other=0.0)
+    token = tl.load(x + row * x_row + c + 0 * j, mask=exists & (j == W - 1), other=0.0)
+    return past, token, tl.load(weight + c * W + j, mask=exists, other=0.0)
+
+
+@triton.jit
+def head_of(window, bias, h, DTYPE: tl.constexpr, STREAM: tl.constexpr, EPS: tl.constexpr):
+    """The features of a head [BLOCK], rounded as in memory.
+
+    Its channels are rows, whose sums several threads compute together: otherwise the compiler would repeat everything
+    in each thread that needs a channel.
+    """
     SIZE: tl.constexpr = STREAM[2]
     BLOCK: tl.constexpr = STREAM[3]
-    ACTIVATION: tl.constexpr = STREAM[4]
-    NORM: tl.constexpr = STREAM[5]
-    c, inside = channels(h, C, 1, SIZE, BLOCK)
-    y = featured(x, weight, bias, history, c, inside, row, x_row, C, W, 1, BLOCK, ACTIVATION, NORM, EPS)
-    return tl.where(inside, y, 0.0).to(x.dtype.element_ty).to(tl.float32).reshape(BLOCK)
+    z = tl.sum((window[0].to(tl.float32) + window[1].to(tl.float32)) * window[2].to(tl.float32), 1)
+    inside = tl.arange(0, BLOCK) < SIZE
+    if bias is not None:
+        z += load(bias, h * SIZE + tl.arange(0, BLOCK), inside)
+    y = normalise(activate(z, inside, STREAM[4], STREAM[5])[None, :], STREAM[5], EPS)
+    return tl.where(inside[None, :], y, 0.0).to(DTYPE).to(tl.float32).reshape(BLOCK)
+
+
+@triton.jit
+def keep(window, history, row, h, STREAM: tl.constexpr):
+    """Write the history of the next token."""
+    C: tl.constexpr = STREAM[0]
+    W: tl.constexpr = STREAM[1]
+    c, j, exists = places(h, STREAM)
+    at = (row * (W - 1) + j - 1) * C + c
+    both = window[0].to(tl.float32) + window[1].to(tl.float32)
+    tl.store(history + at, both.to(history.dtype.element_ty), mask=exists & (j > 0))
 
 
 @triton.jit(do_not_specialize=["a_row", "b_row"])
@@ -90,7 +123,7 @@ def advance_token(
     largest,
     scale,
     eps,
-    Q: tl.constexpr,  # C, W, SIZE, BLOCK, ACTIVATION, NORM
+    Q: tl.constexpr,  # C, W, SIZE, BLOCK, ACTIVATION, NORM, TAPS
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     H: tl.constexpr,
@@ -110,19 +143,28 @@ def advance_token(
     prefetch_head(v_weight, v_history, row, h, VALUE, OVERLAP)
     wait(OVERLAP)
     r, c = tl.arange(0, BK), tl.arange(0, BV)
-    at = head * (K * V) + r[:, None] * V + c[None, :]
+    at = r[:, None] * V + c[None, :]
+    state += head * (K * V)
     inside = (r < K)[:, None] & (c < V)[None, :]
+    q_window = window_of(q, q_weight, q_history, row, h, q_row, Q)
+    k_window = window_of(k, k_weight, k_history, row, h, k_row, KEY)
+    v_window = window_of(v, v_weight, v_history, row, h, v_row, VALUE)
     S = tl.load(state + at, mask=inside, other=0.0)
-    opened = load(gate, row * gate_row + h * V + c, c < V)
-    opened *= sigmoid(opened)
-    query = head_of(q, q_weight, q_bias, q_history, row, h, q_row, Q, EPS)
-    key = head_of(k, k_weight, k_bias, k_history, row, h, k_row, KEY, EPS)
-    value = head_of(v, v_weight, v_bias, v_history, row, h, v_row, VALUE, EPS)
-    step = load(a, row * a_row + h, True) + load(dt_bias, h, True)
+    step, rate = load(a, row * a_row + h, True) + load(dt_bias, h, True), tl.exp(load(A_log, h, True))
     raw = load(b, row * b_row + h, True)
     if bias is not None:
         raw += load(bias, h, True)
-    S *= tl.exp(decay_of(step, tl.exp(load(A_log, h, True)), 0.0, False))
+    opened = load(gate, row * gate_row + h * V + c, c < V)
+    opened *= sigmoid(opened)
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    query = head_of(q_window, q_bias, h, DTYPE, Q, EPS)
+    key = head_of(k_window, k_bias, h, DTYPE, KEY, EPS)
+    value = head_of(v_window, v_bias, h, DTYPE, VALUE, EPS)
+    tl.debug_barrier()  # other threads may still have to read what is written next
+    keep(q_window, q_history, row, h, Q)
+    keep(k_window, k_history, row, h, KEY)
+    keep(v_window, v_history, row, h, VALUE)
+    S *= tl.exp(decay_of(step, rate, 0.0, False))
     update = largest * tl.sigmoid(raw) * (value - tl.sum(key[:, None] * S, 0))
     S += key[:, None] * update[None, :]
     tl.store(state + at, S, mask=inside)
@@ -143,7 +185,7 @@ def launch(streams: tuple[tuple[Any, ...], ...], rows: int, H: int, gate_first: 
     elements = streams[1][3] * streams[2][3]
     constants = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True), H=H, GATE_FIRST=gate_first, EPS=EPS)
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
-    return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True)
+    return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True, registers=REGISTERS)
 
 
 def forward(
@@ -168,7 +210,8 @@ def forward(
         x, row, _ = strided(stream.x)
         assert stream.weight is not None
         size = stream.size
-        about.append((stream.channels, stream.taps, size, padded(size), stream.activation, stream.norm))
+        sizes = (stream.channels, stream.taps, size, padded(size))
+        about.append((*sizes, stream.activation, stream.norm, padded(stream.taps)))
         tensors += [x, stream.weight.contiguous(), None if stream.bias is None else stream.bias.contiguous(), history]
         strides.append(row)
     assert gates.b is not None

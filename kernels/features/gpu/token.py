@@ -33,39 +33,6 @@ WEIGHT_TILE = 2048  # numbers of the gates' weight that a program reads, and the
 
 
 @triton.jit
-def featured(
-    x,  # [B,C], with any stride of rows
-    weight,  # [C,1,W]
-    bias,  # [C]
-    history,  # [B,W−1,C], which becomes that of the next token
-    c,
-    inside,
-    row,
-    x_batch,
-    C: tl.constexpr,
-    W: tl.constexpr,
-    HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    NORM: tl.constexpr,
-    EPS: tl.constexpr,
-):
-    """The features of the channels c [HEADS, BLOCK] of a token, in fp32."""
-    taps = taps_of(weight, c, inside, W)
-    window = ()
-    for j in tl.static_range(W - 1):
-        past = tl.load(history + (row * (W - 1) + j) * C + c, mask=inside, other=0.0)
-        window = window + (past.to(tl.float32),)
-    window = window + (tl.load(x + row * x_batch + c, mask=inside, other=0.0).to(tl.float32),)
-    z = convolve(window, taps, bias_of(bias, c, inside, HEADS, BLOCK), W)
-    a = normalise(activate(z, inside, ACTIVATION, NORM), NORM, EPS)
-    tl.debug_barrier()  # other threads may still have to read what is written next
-    for j in tl.static_range(W - 1):
-        tl.store(history + (row * (W - 1) + j) * C + c, window[j + 1].to(history.dtype.element_ty), mask=inside)
-    return a
-
-
-@triton.jit
 def token(
     x,  # [B,C], with any stride of rows
     weight,  # [C,1,W]
@@ -87,8 +54,18 @@ def token(
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     c, inside = channels(program % BLOCKS, C, HEADS, SIZE, BLOCK)
     row = (program // BLOCKS).to(tl.int64)
-    a = featured(x, weight, bias, history, c, inside, row, x_batch, C, W, HEADS, BLOCK, ACTIVATION, NORM, EPS)
-    tl.store(y + row * C + c, a.to(y.dtype.element_ty), mask=inside)
+    taps = taps_of(weight, c, inside, W)
+    window = ()
+    for j in tl.static_range(W - 1):
+        past = tl.load(history + (row * (W - 1) + j) * C + c, mask=inside, other=0.0)
+        window = window + (past.to(tl.float32),)
+    window = window + (tl.load(x + row * x_batch + c, mask=inside, other=0.0).to(tl.float32),)
+    z = convolve(window, taps, bias_of(bias, c, inside, HEADS, BLOCK), W)
+    a = activate(z, inside, ACTIVATION, NORM)
+    tl.store(y + row * C + c, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # other threads may still have to read what is written next
+    for j in tl.static_range(W - 1):
+        tl.store(history + (row * (W - 1) + j) * C + c, window[j + 1].to(history.dtype.element_ty), mask=inside)
 
 
 @triton.jit
