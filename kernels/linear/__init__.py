@@ -1,4 +1,4 @@
-"""A linear map; for one or two rows, as in decoding, a kernel that reads the weight at the speed of the memory."""
+"""A linear map; for few rows, as in decoding, kernels that read the weight at the speed of the memory."""
 
 import torch
 import torch.nn.functional as F
@@ -7,9 +7,10 @@ from torch import Tensor
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
-from . import tiles
+from . import fp8, tiles
 
-MOST_ROWS, MOST_INPUTS = 2, 16384  # of the Triton kernel; with more rows, cuBLAS is as fast
+MOST_ROWS, MOST_INPUTS = 64, 16384  # of the Triton kernels; with more rows, cuBLAS is as fast
+MOST_ROWS_FP32 = 2  # the same for products that are not in half precision
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -28,13 +29,14 @@ def few_rows(x: Tensor, weight: Tensor) -> bool:
     """
     if is_deterministic():
         return False
-    small = x.numel() <= MOST_ROWS * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
+    half = x.dtype in (torch.bfloat16, torch.float16) and not fp8.in_fp8(*weight.shape)
+    small = x.numel() <= (MOST_ROWS if half else MOST_ROWS_FP32) * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias: PyTorch's product, except for one or two rows without gradients, and in deterministic mode.
+    """x Wᵀ + bias: PyTorch's product, except for few rows without gradients, and in deterministic mode.
 
     Args:
         x: Inputs […,I].

@@ -9,13 +9,18 @@ import kernels
 
 from .places import PLACES
 
+pytest.importorskip("triton")
+from kernels.gpu.device import GPUS, assumed
+from kernels.gpu.paths import dry_run
+
 SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 129)]  # rows, inputs, outputs
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.linear.gpu.op")
+    from kernels.linear.gpu import op as module
+
     allocate = module.new
     monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
@@ -80,6 +85,54 @@ def test_the_op_is_registered_properly():
         assert torch.equal(compiled, kernels.linear(x, weight, bias))
 
 
+TILES = [(3, 64, 16), (17, 70, 33), (64, 300, 40), (5, 128, 2049), (4, 9, 8193)]  # of each width of a tile
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", TILES)
+@torch.no_grad()
+def test_tiles_of_few_rows(shape: tuple[int, int, int], dtype: torch.dtype, device: str):
+    x, weight, bias = inputs(*shape, dtype, device)
+    with dry_run() as record, kernels.backend("triton"):
+        kernels.linear(x, weight)
+    assert [launch.name for launch in record.launches] == ["linear.op.linear_tile"]
+    for added in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
+        with kernels.backend("triton"), kernels.implementations() as ran:
+            y = kernels.linear(x, weight, added)
+            alone = kernels.linear(x[-3:], weight, added)
+        assert ran == {"linear": {"triton"}}
+        assert (y.shape, y.dtype) == (expected.shape, dtype)
+        assert error(y, expected) <= 4e-3
+        assert torch.equal(alone, y[-3:])  # of three rows or more, a row does not depend on the others
+
+
+@pytest.mark.parametrize("gpu", ["A100", "H100"])
+@torch.no_grad()
+def test_tiles_are_for_hopper(gpu: str):
+    x, weight, _ = inputs(4, 32, 8, torch.bfloat16)
+    with assumed(GPUS[gpu]), dry_run() as record, kernels.backend("triton"):
+        kernels.linear(x, weight)
+    assert len(record.launches) == (gpu == "H100")
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@torch.no_grad()
+def test_the_gated_product_of_more_rows(activation: str, device: str):
+    gate_up, weight, _ = inputs(7, 2 * 150, 37, torch.bfloat16, device)
+    weight = weight[:, :150].contiguous()
+    with kernels.backend("triton"), dry_run() as record:
+        kernels.gated_linear(gate_up, weight, activation=activation)
+    assert [spec.name for spec in record.launches] == ["gated_linear.op.multiply", "linear.op.linear_tile"]
+    with kernels.backend("triton"):
+        actual = kernels.gated_linear(gate_up, weight, activation=activation)
+    with kernels.backend("reference"):
+        assert error(actual, kernels.gated_linear(gate_up, weight, activation=activation)) <= 1e-2
+
+
 @pytest.mark.parametrize(
     ("rows", "kind", "gradients"),
     [(3, torch.float32, False), (3, torch.bfloat16, False), (1, torch.bfloat16, False), (1, torch.float32, True)],
@@ -108,7 +161,7 @@ def test_misfits(shapes: list[tuple[int, ...]], said: str):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 64])
 @pytest.mark.parametrize(("I", "O"), [(1024, 4112), (1024, 1024), (2816, 1024), (1000, 5632), (16384, 512), (999, 77)])
 @torch.no_grad()
 def test_on_device(rows: int, I: int, O: int):

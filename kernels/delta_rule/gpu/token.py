@@ -47,9 +47,13 @@ def prefetch_head(weight, history, row, h, STREAM: tl.constexpr, OVERLAP: tl.con
 
 @triton.jit
 def places(h, STREAM: tl.constexpr):
-    """Channels [BLOCK,1] and taps [1,TAPS] of a head, and the masks of those that exist."""
-    within, j = tl.arange(0, STREAM[3])[:, None], tl.arange(0, STREAM[6])[None, :]
-    return h * STREAM[2] + within, j, (within < STREAM[2]) & (j < STREAM[1])
+    """Channels [BLOCK,1] and taps [1,TAPS] of a head, and the mask of those that exist."""
+    W: tl.constexpr = STREAM[1]
+    SIZE: tl.constexpr = STREAM[2]
+    BLOCK: tl.constexpr = STREAM[3]
+    TAPS: tl.constexpr = STREAM[6]
+    within, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, TAPS)[None, :]
+    return h * SIZE + within, j, (within < SIZE) & (j < W)
 
 
 @triton.jit
@@ -72,11 +76,13 @@ def head_of(window, bias, h, DTYPE: tl.constexpr, STREAM: tl.constexpr, EPS: tl.
     """
     SIZE: tl.constexpr = STREAM[2]
     BLOCK: tl.constexpr = STREAM[3]
+    ACTIVATION: tl.constexpr = STREAM[4]
+    NORM: tl.constexpr = STREAM[5]
     z = tl.sum((window[0].to(tl.float32) + window[1].to(tl.float32)) * window[2].to(tl.float32), 1)
     inside = tl.arange(0, BLOCK) < SIZE
     if bias is not None:
         z += load(bias, h * SIZE + tl.arange(0, BLOCK), inside)
-    y = normalise(activate(z, inside, STREAM[4], STREAM[5])[None, :], STREAM[5], EPS)
+    y = normalise(activate(z, inside, ACTIVATION, NORM)[None, :], NORM, EPS)
     return tl.where(inside[None, :], y, 0.0).to(DTYPE).to(tl.float32).reshape(BLOCK)
 
 

@@ -1,19 +1,30 @@
-"""Products of one or two rows with a weight: every program reads some of its rows once, for all rows of the input."""
+"""Products of few rows with a weight: every program reads some rows of the weight once, for all rows of the input.
+
+One or two rows are multiplied without tensor cores, more of them with these, in tiles that hold all rows.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import register
+from ...gpu.device import HOPPER, capability
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
+from .. import MOST_ROWS, tiles
+from .tiles import INTERPRETED
 
+ROWS = 2  # most rows without tensor cores
+INNER, STAGES = 128, 4  # inputs of a tile with tensor cores, and how many of these are on their way
+COLUMNS = ((2048, 16), (8192, 32))  # up to so many outputs, tiles have so many: as many programs as multiprocessors
+WIDE = 64  # outputs of a tile beyond that
 INPUTS, OUTPUTS = 1024, 2  # of a tile of the weight
 
 
@@ -67,11 +78,42 @@ def linear_rows(
         tl.store(y + m * O + n, (tl.sum(sums[m], 1) + added).to(y.dtype.element_ty), mask=n < O)
 
 
+@triton.jit(do_not_specialize=["M", "O"])
+def linear_tile(
+    x,  # [M,I]
+    weight,  # [O,I]
+    bias,  # [O]
+    y,  # [M,O]
+    M,
+    O,
+    I: tl.constexpr,
+    ROWS: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INNER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    first = tl.program_id(0) * OUTPUTS
+    prefetch(weight, first.to(tl.int64) * I, tl.minimum(OUTPUTS, O - first) * I, OUTPUTS * I, OVERLAP)
+    wait(OVERLAP)
+    m, n, k = tl.arange(0, ROWS)[:, None], first + tl.arange(0, OUTPUTS), tl.arange(0, INNER)
+    of_x, of_weight = x + m * I + k[None, :], weight + n[None, :].to(tl.int64) * I + k[:, None]
+    sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    for start in tl.range(0, I, INNER):
+        inside = start + k < I
+        left = tl.load(of_x + start, mask=(m < M) & inside[None, :], other=0.0).to(DTYPE)
+        right = tl.load(of_weight + start, mask=inside[:, None] & (n < O)[None, :], other=0.0).to(DTYPE)
+        sums = tl.dot(left, right, sums, input_precision="ieee")
+    if bias is not None:
+        sums += tl.load(bias + n, mask=n < O, other=0.0).to(tl.float32)[None, :]
+    tl.store(y + m.to(tl.int64) * O + n[None, :], sums.to(y.dtype.element_ty), mask=(m < M) & (n < O)[None, :])
+
+
 class Arguments(NamedTuple):
     x: Tensor  # […,I], or […,2·I]: the gate and what it multiplies
     weight: Tensor  # [O,I]
     bias: Tensor | None  # [O]
-    gate: str  # activation of the gate, or none
+    gate: str  # activation of the gate, or none; of at most `ROWS` rows
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
@@ -80,8 +122,16 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor]:
     x, weight, bias, gate = args
-    (O, I), (y,) = weight.shape, _empty(args)
-    sizes = {"ROWS": x.numel() // x.shape[-1], "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
+    (O, I), (y,), rows = weight.shape, _empty(args), x.numel() // x.shape[-1]
+    if rows > ROWS:
+        columns = next((columns for most, columns in COLUMNS if most >= O), WIDE)
+        # the interpreter gets bf16 arithmetic wrong
+        dtype = tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+        constants = {"I": I, "ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER, "DTYPE": dtype}
+        tensors = (x, weight, bias, y)
+        enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants, stages=STAGES, overlap=True)
+        return (y,)
+    sizes = {"ROWS": rows, "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
     programs = cdiv(O, OUTPUTS)
     enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps, overlap=True)
@@ -92,5 +142,7 @@ linear_few = register("linear_few", _compute, None, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:
-    """y […,O]; with a gate, x holds its input and what it multiplies side by side."""
+    """y […,O]; with a gate, x holds its input and what it multiplies side by side, of at most `ROWS` rows."""
+    if x.numel() > ROWS * x.shape[-1] and capability(x.device) != HOPPER:
+        return tiles.linear(x, weight, bias)
     return linear_few(x.contiguous(), weight.contiguous(), bias, gate)
