@@ -97,7 +97,7 @@ def enqueue(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    overlap: bool = False,
+    overlap: int = False,
     **constants: Any,
 ) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.
@@ -137,7 +137,7 @@ def enqueue(
 
 
 def _named_for_triton(
-    x: Tensor, constants: dict[str, Any], warps: int, stages: int | None, registers: int | None, overlap: bool
+    x: Tensor, constants: dict[str, Any], warps: int, stages: int | None, registers: int | None, overlap: int
 ) -> dict[str, Any]:
     """The constants of a kernel and Triton's options, for the device of x."""
     if overlap:
@@ -171,7 +171,7 @@ class LaunchSpec:
         warps: int = 4,
         stages: int | None = None,
         registers: int | None = None,
-        overlap: bool = False,
+        overlap: int = False,
         checked: bool = False,
         **constants: Any,
     ):

@@ -189,7 +189,8 @@ def advance_token(
 def launch(streams: tuple[tuple[Any, ...], ...], rows: int, H: int, gate_first: bool, *numbers: Any) -> LaunchSpec:
     """The launch for streams of these shapes; `numbers` are the arguments between the tensors and the constants."""
     elements = streams[1][3] * streams[2][3]
-    constants = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True), H=H, GATE_FIRST=gate_first, EPS=EPS)
+    constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
+    constants |= {"H": H, "GATE_FIRST": gate_first, "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
     return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True, registers=REGISTERS)
 

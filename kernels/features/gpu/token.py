@@ -200,7 +200,9 @@ def launch(
     about: dict[str, Any] = {"STREAM0": streams[0], "STREAM1": streams[1], "STREAM2": third, "GATES": sizes}
     M, _, rows, block, _, rank, *_ = sizes
     count = first[2] + (gates[0] * cdiv(M, block) if rank else cdiv(gates[0], rows))
-    return LaunchSpec(tokens, count, *numbers, EPS=EPS, warps=max(piece.warps for piece in pieces), overlap=True, **about)
+    return LaunchSpec(
+        tokens, count, *numbers, EPS=EPS, warps=max(piece.warps for piece in pieces), overlap=True, **about
+    )
 
 
 def compute(

@@ -134,7 +134,9 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     sizes = {"ROWS": rows, "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
     warps = 4 if I <= INPUTS else 8
     programs = cdiv(O, OUTPUTS)
-    enqueue(linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps, overlap=True)
+    enqueue(
+        linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps, overlap=True
+    )
     return (y,)
 
 
