@@ -9,8 +9,9 @@ from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
 from . import fp8, tiles
 
-MOST_ROWS, MOST_INPUTS = 64, 16384  # of the Triton kernels; with more rows, cuBLAS is as fast
-MOST_ROWS_FP32 = 2  # the same for products that are not in half precision
+MOST_INPUTS = 16384  # of the Triton kernels
+FEW_ROWS = 2  # for which they serve any weight
+MOST_ROWS, MOST_OUTPUTS = 64, 8192  # up to which they serve half precision; beyond that, cuBLAS is as fast
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -30,7 +31,8 @@ def few_rows(x: Tensor, weight: Tensor) -> bool:
     if is_deterministic():
         return False
     half = x.dtype in (torch.bfloat16, torch.float16) and not fp8.in_fp8(*weight.shape)
-    small = x.numel() <= (MOST_ROWS if half else MOST_ROWS_FP32) * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
+    most = MOST_ROWS if half and weight.shape[0] <= MOST_OUTPUTS else FEW_ROWS
+    small = x.numel() <= most * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
 

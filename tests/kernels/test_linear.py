@@ -85,7 +85,7 @@ def test_the_op_is_registered_properly():
         assert torch.equal(compiled, kernels.linear(x, weight, bias))
 
 
-TILES = [(3, 64, 16), (17, 70, 33), (64, 300, 40), (5, 128, 2049), (4, 9, 8193)]  # of each width of a tile
+TILES = [(3, 64, 16), (17, 70, 33), (64, 300, 40), (5, 128, 2049)]  # narrow and wide
 
 
 @pytest.mark.slow
@@ -107,6 +107,15 @@ def test_tiles_of_few_rows(shape: tuple[int, int, int], dtype: torch.dtype, devi
         assert (y.shape, y.dtype) == (expected.shape, dtype)
         assert error(y, expected) <= 4e-3
         assert torch.equal(alone, y[-3:])  # of three rows or more, a row does not depend on the others
+
+
+@pytest.mark.parametrize(("rows", "outputs", "tiles"), [(64, 8192, True), (65, 16, False), (3, 8193, False)])
+@torch.no_grad()
+def test_products_that_cublas_computes(rows: int, outputs: int, tiles: bool):
+    x, weight = torch.zeros(rows, 1, 8, dtype=torch.bfloat16), torch.zeros(outputs, 8, dtype=torch.bfloat16)
+    with dry_run() as record, kernels.backend("triton"):
+        kernels.linear(x, weight)
+    assert bool(record.launches) is tiles
 
 
 @pytest.mark.parametrize("gpu", ["A100", "H100"])

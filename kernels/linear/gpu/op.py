@@ -23,8 +23,8 @@ from .tiles import INTERPRETED
 
 ROWS = 2  # most rows without tensor cores
 INNER, STAGES = 128, 4  # inputs of a tile with tensor cores, and how many of these are on their way
-COLUMNS = ((2048, 16), (8192, 32))  # up to so many outputs, tiles have so many: as many programs as multiprocessors
-WIDE = 64  # outputs of a tile beyond that
+NARROW, WIDE = 16, 64  # outputs of such a tile: with wide ones x is read less often, narrow ones make more programs
+FEW_OUTPUTS = 2048  # up to which tiles are narrow
 INPUTS, OUTPUTS = 1024, 2  # of a tile of the weight
 
 
@@ -124,7 +124,7 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     x, weight, bias, gate = args
     (O, I), (y,), rows = weight.shape, _empty(args), x.numel() // x.shape[-1]
     if rows > ROWS:
-        columns = next((columns for most, columns in COLUMNS if most >= O), WIDE)
+        columns = NARROW if O <= FEW_OUTPUTS else WIDE
         # the interpreter gets bf16 arithmetic wrong
         dtype = tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
         constants = {"I": I, "ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER, "DTYPE": dtype}
