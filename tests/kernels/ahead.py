@@ -3,12 +3,14 @@
     python -m tests.kernels.ahead 86
 
 calls each op as on that GPU, and compiles what it would launch instead of running it. It prints a JSON list of the
-launches: kernel, warps, stages, and the bytes of shared memory or the compiler's error. A launch that compiles and fits
+launches: kernel, warps, stages, and the bytes of shared memory or the compiler's error. Launches that overlap with the
+one before also have the number of their waits, and the instructions before these that access memory. A launch that compiles and fits
 into shared memory starts on such a GPU; whether its results are right, only a run there can tell.
 """
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,13 +25,14 @@ from triton.runtime.jit import JITFunction
 import kernels
 import mixers
 from kernels.gpu import device as gpu
-from kernels.gpu import launch_table
+from kernels.gpu import launch, launch_table
 
 from .recurrences import inputs
 
 # compute capability, major and minor number in one → bytes of shared memory that one program can have
 SHARED_MEMORY = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 GATES = {name: ("none", "constant", "head", "channel") for name in ("linear_recurrence", "delta_rule")}
+MEMORY = re.compile(r"\b(?:ld|st|atom|red)\.global|\bcp\.async\.\w+\.shared")
 LARGEST = {2: 512, 4: 256}  # by bytes per element; larger heads take the same launches, or none
 
 
@@ -62,6 +65,9 @@ class Compiler:
         else:
             about = compiled.metadata
             row |= {"warps": about.num_warps, "stages": about.num_stages, "shared": about.shared}
+            if getattr(about, "launch_pdl", False):
+                before, *after = compiled.asm["ptx"].split("griddepcontrol.wait")
+                row["overlaps"], row["touched"] = len(after), MEMORY.findall(before)
             self.launches[row["kernel"], compiled.hash] = row
 
 
@@ -94,6 +100,15 @@ def layer(name: str) -> None:
         mixer(x[:, :1], mixer.init_state(2))
 
 
+@torch.no_grad()
+def few_rows(rows: int) -> None:
+    """Products of few rows without gradients, with narrow and wide tiles, and that of a gated MLP."""
+    x = torch.randn(rows, 1, 1024, dtype=torch.bfloat16)
+    for outputs in (1024, 5632):
+        kernels.linear(x, torch.randn(outputs, 1024, dtype=torch.bfloat16))
+    kernels.gated_linear(x, torch.randn(1024, 512, dtype=torch.bfloat16))
+
+
 def calls(architecture: int) -> Iterator[Callable[[], None]]:
     """Calls that together need every entry of the launch table for an architecture, and all other kernels."""
     dtypes = {2: torch.bfloat16, 4: torch.float32}
@@ -107,6 +122,8 @@ def calls(architecture: int) -> Iterator[Callable[[], None]]:
             yield partial(call, gates[-1], documents=[0, 70, 200])
             yield partial(call, gates[-1], T=1)
             yield partial(call, gates[-1], E=2)
+    for rows in (1, 2, 64):
+        yield partial(few_rows, rows)
     for name in mixers.names():
         if name != "Bidirectional":  # which has two other mixers
             yield partial(layer, name)
@@ -119,6 +136,7 @@ def main(architecture: int) -> None:
     JITFunction.__getitem__ = lambda kernel, grid: partial(compiler.compile, kernel)  # type: ignore[method-assign]
     capability = gpu.HOPPER if architecture // 10 == gpu.HOPPER else gpu.OTHER
     gpu._capability = lambda device: capability  # type: ignore[assignment]
+    launch.overlaps = lambda device: capability == gpu.HOPPER
     backend: Any = sys.modules["kernels.core.backend"]
     backend._no_triton = lambda device, fp64, limits: limits  # although tensors are on the CPU
     # nothing is computed, so the values of decays are those that the memory had
