@@ -4,8 +4,8 @@
 
 calls each op as on that GPU, and compiles what it would launch instead of running it. It prints a JSON list of the
 launches: kernel, warps, stages, and the bytes of shared memory or the compiler's error. Launches that overlap with the
-one before also have the number of their waits, and the instructions before these that access memory. A launch that compiles and fits
-into shared memory starts on such a GPU; whether its results are right, only a run there can tell.
+one before also have the number of their waits, and the instructions before these that access memory. A launch that
+compiles and fits into shared memory starts on such a GPU; whether its results are right, only a run there can tell.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mixers import KDA, Discretisation, GatedDeltaNet, HeadWise, Mamba2Discretisation, Site
+from mixers import KDA, Discretisation, GatedDeltaNet, GatedRMSNorm, HeadWise, Mamba2Discretisation, Site
 from mixers.base import Streams
 from mixers.decay import BoundedChannelDecay, ChannelDecay
 from mixers.fusion import Fusable
@@ -87,3 +87,29 @@ def test_own_gates_are_called():
     s = GatedDeltaNet(site).project(torch.randn(1, 3, 32))
     assert GatedDeltaNet(site).gate_inputs(s) is not None
     assert OwnGates(site).gate_inputs(s) is None
+
+
+class DoubledReadout(GatedDeltaNet):
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return 2 * super().readout(o, s)
+
+
+class DoubledNorm(GatedRMSNorm):
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        return 2 * super().forward(o, gate)
+
+
+@pytest.mark.parametrize(
+    ("cls", "fused"), [(GatedDeltaNet, True), (OwnReadout, False), (OwnGates, False), (DoubledReadout, False)]
+)
+def test_a_token_is_fused_only_where_its_methods_are_not_overridden(cls: type[Fusable], fused: bool):
+    assert cls.fused_token is fused
+
+
+@pytest.mark.parametrize(("cls", "output"), [(DoubledReadout, GatedRMSNorm), (GatedDeltaNet, DoubledNorm)])
+@torch.no_grad()
+def test_own_readouts_and_norms_are_called_for_a_token(cls: type[GatedDeltaNet], output: type[GatedRMSNorm]):
+    site, x = Site(hidden_size=32, num_heads=2), torch.randn(2, 1, 32)
+    plain, own = GatedDeltaNet(site), cls(site, output=output)
+    own.load_state_dict(plain.state_dict())
+    torch.testing.assert_close(own(x, own.init_state(2))[0], 2 * plain(x, plain.init_state(2))[0])
