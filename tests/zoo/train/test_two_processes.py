@@ -209,7 +209,7 @@ def train_sharing(folder: Path, rank: int) -> None:
     """Runs whose processes share each sequence, in eager and in captured steps; one of two blocks is recomputed."""
     for case in ("rows", "packed"):
         recorder, options = Repeated(), OPTIONS | {"num_sanity_val_steps": 0}
-        for name, capture in (("eager", []), ("captured", [CapturedSteps(recorder)])):
+        for name, capture in (("eager", []), ("captured", [CapturedSteps(recorder, automatic=True)])):
             torch.manual_seed(0)
             model = LanguageModel(Uniform(GatedDeltaNet), vocab_size=VOCAB, hidden_size=16, num_heads=2, num_layers=2)
             optim = Optimisation(warmup_steps=2, learning_rate=2**-6, gradient_clip=0.5)

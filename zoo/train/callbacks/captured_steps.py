@@ -47,8 +47,7 @@ class CapturedSteps(Callback):
 
     Args:
         recorder: Captures the parts, on any device; None for CUDA graphs.
-        automatic: Whether a run without a GPU is silently eager, and runs with context parallelism or with other hooks
-            within a step are eager.
+        automatic: Whether a run without a GPU is silently eager, and a run with other hooks within a step is eager.
     """
 
     order = 97  # after callbacks that replace the forward functions of blocks, and those that compile kernels
@@ -142,8 +141,6 @@ def registers_segments() -> bool:
 
 def only_on_request(trainer: L.Trainer) -> str | None:
     """Return why steps are captured with `cuda_graph: true` only; None if null captures them, too."""
-    if trainer.lightning_module.context_parallel > 1:
-        return "with context_parallel they are captured only with cuda_graph: true"
     for part in (*trainer.callbacks, trainer.lightning_module):
         for name in HOOKS:
             method = getattr(part, name, None)
