@@ -53,7 +53,6 @@ CELL = ("mode", "length", "checkpointing", "layout", "turn", "gpus")
 SPEED = ("tokens_per_second", "step_ms", "slowest_ms", "forward_ms", "backward_ms", "update_ms", "peak_gib")
 COLUMNS = ("config", "device", "torch", "triton", "precision", *CELL, *SPEED, "reserved_gib", "losses", "note")
 UNFINISHED = "the processes ended before the cell was measured"
-PACKED = 4  # rows with different boundaries, which are repeated
 SPREAD = 1.0  # standard deviation of the logarithm of the lengths of documents
 MARKS = 4  # a step: its start, after the forward pass, after the backward pass, after the update
 Row = dict[str, Any]
@@ -81,6 +80,7 @@ class Settings(NamedTuple):
     config: list[str]
     precision: str
     document: int
+    rows: int
     steps: int
     device: str
     limit: int
@@ -114,7 +114,7 @@ class Trained:
         self.model, self.losses = build(parsed, to.precision, device), list[Tensor]()
         module = Pretraining(self.model, self.optim, config={}, context_parallel=cell.gpus)
         module.sharing = sharing
-        self.inner, self.parameters = Losses(module, to.precision, device), list(self.model.parameters())
+        self.inner, self.parameters = Losses(module, to.precision, device).to(device), list(self.model.parameters())
         self.computed: nn.Module = self.inner
         if cell.checkpointing:
             for block, forward in CheckpointedBlocks().replaced(self.model):
@@ -175,7 +175,7 @@ def rows_of(cell: Cell, to: Settings, vocab_size: int) -> list[Batch]:
     """Rows of random tokens on the host, all of one document, or of documents whose lengths are lognormal."""
     draw = torch.Generator().manual_seed(cell.length)
     batches = []
-    for _ in range(1 if cell.layout == "whole" else PACKED):
+    for _ in range(1 if cell.layout == "whole" else to.rows):
         tokens = torch.randint(vocab_size, (1, cell.length + 1), generator=draw)
         cu_seqlens = None if cell.layout == "whole" else boundaries(cell.length, to.document, draw)
         batches.append(Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), cu_seqlens))
@@ -319,6 +319,7 @@ def context_parallel_speed(
     recomputed: list[int] | None = None,
     layouts: list[str] | None = None,
     document: int = 4096,
+    rows: int = 4,
     steps: int = 8,
     turns: int = 1,
     precision: str | None = None,
@@ -335,6 +336,7 @@ def context_parallel_speed(
         recomputed: Lengths with activation checkpointing; null for 131072.
         layouts: Of whole and packed; null for both. Packed rows have documents of random lengths.
         document: Mean length of a document in packed rows.
+        rows: Number of packed rows with different boundaries, which are repeated.
         steps: Number of steps to time, after a few to warm up.
         turns: How often each cell is measured, in turns.
         precision: 32-true, bf16-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
@@ -354,11 +356,11 @@ def context_parallel_speed(
     lengths, recomputed = lengths or [65536, 131072], [131072] if recomputed is None else recomputed
     check_names("modes", modes, ["captured", "eager"])
     check_names("layouts", layouts, ["whole", "packed"])
-    check_options(precision, steps=steps, turns=turns, document=document, limit=limit, length=min(lengths))
+    check_options(precision, steps=steps, turns=turns, document=document, rows=rows, limit=limit, length=min(lengths))
     config, target = model or ["gated_deltanet.yaml", "size/400m.yaml"], Path(file)
     done = {tuple(row[key] for key in CELL) for row in write_csv.read(target)}
     cells = [cell for cell in cells_of(modes, lengths, recomputed, layouts, turns) if cell.key not in done]
-    settings = Settings(config, precision, document, steps, where.type, limit, target)
+    settings = Settings(config, precision, document, rows, steps, where.type, limit, target)
     if cells:
         with TemporaryDirectory() as folder:
             mp.start_processes(work, (cells, settings, f"{folder}/store"), nprocs=2, start_method="spawn")
