@@ -14,6 +14,7 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -121,7 +122,9 @@ class Trained:
                 block.forward = forward
         average = None
         if sharing is not None:  # in captured steps, too, where `fit` has its buckets in memory
-            self.computed = DistributedDataParallel(self.inner, [device] if device.type == "cuda" else None)
+            # as Lightning does: gradients accumulate on the stream of this moment, and no graph may use the default one
+            with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
+                self.computed = DistributedDataParallel(self.inner, [device] if device.type == "cuda" else None)
             average = GradientAverage()
         self.optimizer, self.captured = build_optimizer(self.model, self.optim), None
         if cell.mode == "captured":

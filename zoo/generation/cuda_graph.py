@@ -52,7 +52,8 @@ class Recorder:
         Raises:
             RuntimeError: The step cannot be captured, for instance because it waits for the device.
         """
-        with torch.cuda.device(self._device):
+        # a capture that fails leaves its stream behind as the current one
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
             graph = torch.cuda.CUDAGraph()
             generator = torch.cuda.default_generators[torch.cuda.current_device()]
             draws = generator.clone_state()

@@ -282,6 +282,7 @@ def test_a_step_that_waits_for_the_device_runs_eagerly(tmp_path: Path, caplog: p
     assert len(lines) == 1
     assert lines[0].startswith("cuda_graph: the training step runs eagerly: ")
     assert losses == pytest.approx(expected, rel=1e-2)
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
 
 class NoWaiting(L.Callback):

@@ -1,5 +1,6 @@
 """`cuda_graph`: training steps are captured as CUDA graphs and replayed."""
 
+import gc
 import logging
 import os
 from contextlib import ExitStack
@@ -109,10 +110,13 @@ class CapturedSteps(Callback):
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str = "fit") -> None:
         """Drop the graphs and their memory."""
         self._entered.close()
+        if pl_module.captured is None:
+            return
         pl_module.captured = pl_module.captured_scores = None
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, AdamW | Muon):
                 optimizer.replay = None
+        gc.collect()  # parts of a step refer to each other, and NCCL waits for its graphs when a process ends
 
     def on_exception(self, trainer: L.Trainer, pl_module: Any, exception: BaseException) -> None:
         self.teardown(trainer, pl_module)

@@ -1,7 +1,9 @@
 """Runs in captured steps: the same as eager runs, for the whole of what happens around a step."""
 
+import gc
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +77,30 @@ def test_a_captured_run_is_the_eager_run(batches: int, tmp_path: Path):
     assert others == [losses, hooks]
     assert guard.skipped == other_guard.skipped == 1
     assert captured.captured is None  # its memory is free for what follows
+
+
+class Watched(Repeated):
+    """Notes which replays exist, without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.replays: list[weakref.ref[Any]] = []
+
+    def record(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        replay = super().record(step)
+        self.replays.append(weakref.ref(replay))
+        return replay
+
+
+def test_no_graph_is_left_when_a_run_ends(tmp_path: Path):
+    recorder = Watched()
+    gc.disable()  # by itself, it would collect them at some moment
+    try:
+        fitted(tmp_path, CapturedSteps(recorder), steps=3)
+        left = [replay() is not None for replay in recorder.replays]
+    finally:
+        gc.enable()
+    assert left == [False] * 4  # two passes, norm and clipping
 
 
 def test_a_run_is_continued_captured_or_not(tmp_path: Path):
