@@ -53,6 +53,13 @@ class Trapezoid(KeepsFp32):
         return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
 
 
+def _products(x: Tensor, biases: Tensor) -> Tensor:
+    """Products [B,T,G,R,E] of x [B,T,G,E,K] and the biases of heads [G,R,E,K], each alone in deterministic mode."""
+    if kernels.is_deterministic():
+        return (x[:, :, :, None] * biases).sum(-1)
+    return torch.einsum("btgek,grek->btgre", x, biases)
+
+
 @register(
     recurrence="S_t = α_t S_{t−1} + (1 − λ_t) dt_t α_t B_{t−1} x_{t−1}ᵀ + λ_t dt_t B_t x_tᵀ,  y_t = S_tᵀ C_t + D·x_t",
     paper="Mamba-3, arXiv 2603.15569",
@@ -145,7 +152,7 @@ class Mamba3(LinearMixer):
         return s.replace(log_decay=log_decay, beta=share * dt, gate=(z, (1 - share) * dt, rates, dt))
 
     def gained(self, s: Streams) -> Streams:
-        return s  # until `carry` has added the bias, which is not 0 for q = 0
+        return s  # `carry` applies the gain, after the bias: with it, q = 0 does not give 0
 
     def carry(
         self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
@@ -164,17 +171,17 @@ class Mamba3(LinearMixer):
         )
         q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
         q = q if self.q_gain is None else self.q_gain(q)
-        k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # in front of a sequence the value is 0
+        k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # the first k is only a bias, but its v is 0
         s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
         last = (last_angles, last_k, last_v, last_written)
         return s, tuple(x for x in last if x is not None)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Products [B,T,H·E] of queries and keys of the same token, before their biases and the same rotation."""
+        """(q + q_bias)·(k + k_bias) of each head [B,T,H·E], which the rotation of both does not change."""
         q, k = (kernels.at_least_fp32(x).unflatten(2, (self.num_key_heads, self.subheads)) for x in (q, k))
         of_q, of_k = (x.unflatten(0, (self.num_key_heads, -1, self.subheads)) for x in (self.q_bias, self.k_bias))
         with torch.autocast(q.device.type, enabled=False):
-            crossed = torch.einsum("btgek,grek->btgre", q, of_k) + torch.einsum("btgek,grek->btgre", k, of_q)
+            crossed = _products(q, of_k) + _products(k, of_q)
         scores = (crossed + (q * k).sum(-1)[:, :, :, None] + (of_q * of_k).sum(-1)).flatten(2)
         return scores if self.q_gain is None else self.q_gain(scores[..., None])[..., 0]
 

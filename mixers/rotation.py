@@ -24,7 +24,7 @@ def cumulative_angles(
         steps: Step of each head [B,T,H]. The angle that a token adds is rate · step / 2, in full turns.
         before: Sum of the tokens before, in fp64 [N,H,P] (N = B without `cu_seqlens`); None for 0.
         cu_seqlens: Boundaries [N+1] of packed documents, or None.
-        context_parallel: Which part of each sequence the arguments are.
+        context_parallel: The part of each sequence that this process holds.
 
     Returns:
         Sums [B,T,H,P] from 0 to 1 with and without the token's own angle, in the dtype of `rates`, and the last ones

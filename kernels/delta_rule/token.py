@@ -24,7 +24,7 @@ def padded(size: int) -> int:
 def in_one_launch(streams: Sequence[FeatureStream], gates: GateInputs, norm: GatedNorm, state: Tensor) -> bool:
     """Return whether one kernel computes a token: neither gradients nor casts, and as many key heads as value heads.
 
-    In deterministic mode a token takes the kernels of longer sequences.
+    Deterministic mode uses the kernels of longer sequences.
     """
     q, _, v = streams
     tensors = (*gates.tensors, norm.gate, norm.weight, state, *(x for s in streams for x in (s.x, s.weight, s.history)))
@@ -34,6 +34,8 @@ def in_one_launch(streams: Sequence[FeatureStream], gates: GateInputs, norm: Gat
         and plain(tensors)
         and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
         and len(kinds) == 1
+        and gates.b is not None
+        and state.dtype != torch.float64
         and not torch.is_autocast_enabled(q.x.device.type)
         and q.x.shape[2] == v.x.shape[2]
         and padded(q.size) * padded(v.size) <= LARGEST

@@ -1,4 +1,4 @@
-"""Queries or keys of groups of heads, plus a bias of each head, rotated by angles of each token: those of Mamba-3."""
+"""Add a bias of each head to queries or keys of groups, and rotate them by the angles of each token (Mamba-3)."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from ..core.recurrence import at_least_fp32
 
 
 def biased(x: Tensor, bias: Tensor, subheads: int) -> Tensor:
-    """x of all heads [B,T,H·E,K] with their biases, of x [B,T,G·E,K] of the groups."""
+    """Repeat x [B,T,G·E,K] for all heads and add their biases: [B,T,H·E,K]."""
     repeats = bias.shape[0] // x.shape[2]
     grouped = x.unflatten(2, (-1, 1, subheads)).expand(-1, -1, -1, repeats, -1, -1)
     return grouped.flatten(2, 4) + bias.to(x.dtype)
@@ -91,6 +91,8 @@ def rotation(x: Tensor, bias: Tensor, angles: Tensor, *, subheads: int = 1) -> T
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    if x.dim() != 4 or not x.shape[1]:
+        raise ValueError(f"x: expected [B,T,G·E,K] with at least one token, got shape {tuple(x.shape)}")
     B, T, groups, K = x.shape
     heads, pairs = bias.shape[0], angles.shape[-1]
     if groups % subheads or bias.shape != (heads, K) or heads % groups:

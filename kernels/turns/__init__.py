@@ -6,12 +6,14 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Op
+from ..core.deterministic import is_deterministic
 from ..core.documents import documents, places
 
 # Sums of multiples of 1 / GRID are exact in fp64 while those along a row stay below 16,384 turns (half of 2¹⁵), so
 # their order does not matter.
 GRID = 2.0**38
-BLOCK = 64  # tokens that are added up one after the other; a GPU adds up all blocks at the same time
+MOST = 8192  # angles of a token that the kernels hold in registers
+TORCH_BLOCK = 64  # tokens that PyTorch adds up one after the other; blocks are added up at the same time
 
 
 def angles_of(rates: Tensor, steps: Tensor) -> Tensor:
@@ -52,10 +54,10 @@ class _RunningSums(torch.autograd.Function):
 def _sums(x: Tensor) -> Tensor:
     """Sums of x [B,T,…] along time: within blocks, and of the blocks before."""
     T = x.shape[1]
-    if T <= BLOCK:
+    if T <= TORCH_BLOCK:
         return x.cumsum(1)
-    padded = torch.cat([x, x.new_zeros(x.shape[0], -T % BLOCK, *x.shape[2:])], 1) if T % BLOCK else x
-    within = padded.unflatten(1, (-1, BLOCK)).cumsum(2)
+    padded = torch.cat([x, x.new_zeros(x.shape[0], -T % TORCH_BLOCK, *x.shape[2:])], 1) if T % TORCH_BLOCK else x
+    within = padded.unflatten(1, (-1, TORCH_BLOCK)).cumsum(2)
     ends = within[:, :-1, -1].cumsum(1)
     within[:, 1:] += ends[:, :, None]
     return within.flatten(1, 2)[:, :T]
@@ -82,14 +84,23 @@ def reference(rates: Tensor, steps: Tensor, cu_seqlens: Tensor | None) -> tuple[
     return total, before
 
 
-OP = Op("turns", reference=reference, torch=composed, gpu="kernels.turns.gpu.op:forward")
+def _limits(rates: Tensor, steps: Tensor, *rest: object) -> str | None:
+    padded = (rates.shape[2] - 1).bit_length() + (steps.shape[2] - 1).bit_length()  # as exponents of 2
+    return None if 2**padded <= MOST else f"which adds up at most {MOST} angles of a token, padded to powers of 2"
+
+
+OP = Op("turns", reference=reference, torch=composed, gpu="kernels.turns.gpu.op:forward", limits=_limits)
 
 
 def turns(rates: Tensor, steps: Tensor, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Add up the angles rates_t · steps_t / 2 along time, modulo 1. The sums are exact, so their order does not matter.
+    """Add up the angles rates_t · steps_t / 2 along time, modulo 1.
+
+    The sums are exact, so their order does not matter: in PyTorch while those of a row stay below 16,384 turns, in
+    Triton while an angle stays below 8,192. In deterministic mode PyTorch computes them, since Triton adds gradients in
+    blocks.
 
     Args:
-        rates: Rate of each pair [B,T,P], in half turns.
+        rates: Rate of each pair [B,T,P], in half turns, in fp32 or fp64.
         steps: Step of each head [B,T,H], in the dtype of the rates.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
 
@@ -106,5 +117,8 @@ def turns(rates: Tensor, steps: Tensor, cu_seqlens: Tensor | None = None) -> tup
         raise ValueError(f"steps: expected {wanted}, got {tuple(steps.shape)} in {steps.dtype}")
     if cu_seqlens is not None and not torch.compiler.is_compiling():
         documents(cu_seqlens, rates.shape[1], len(rates), rates.device)
-    total, earlier = OP(rates, rates, steps, cu_seqlens)
+    if rates.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"rates: expected fp32 or fp64, got {rates.dtype}")
+    args = (rates, steps, cu_seqlens)
+    total, earlier = composed(*args) if is_deterministic() else OP(rates, *args)
     return total, earlier

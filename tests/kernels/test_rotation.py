@@ -100,9 +100,7 @@ def test_arguments_that_do_not_fit(name: str):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "shape", [(4, 1023, 1, 32, 1, 128, 32), (1, 3001, 2, 8, 4, 64, 32), (2, 65, 8, 8, 1, 512, 256)]
-)
+@pytest.mark.parametrize("shape", LARGE)
 def test_on_device(shape: tuple[int, ...], dtype: torch.dtype):
     inputs = inputs_of(shape, dtype)
     exact = results(tuple(t.float() for t in inputs), shape[4], "reference")

@@ -94,6 +94,33 @@ def test_arguments_that_do_not_fit():
         turns(torch.zeros(1, 0, 2), torch.zeros(1, 0, 2))
     with pytest.raises(ValueError, match=r"^steps: expected \[1, 3, H\] in torch.float32, got \(1, 4, 2\) in"):
         turns(torch.zeros(1, 3, 2), torch.zeros(1, 4, 2))
+    with pytest.raises(ValueError, match=r"^rates: expected fp32 or fp64, got torch.bfloat16"):
+        turns(*torch.zeros(2, 1, 3, 2, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_angles_that_are_not_finite_are_not_hidden(wrong: float, backend: str):
+    rates, steps = torch.rand(1, 40, 2, device=DEVICE), torch.rand(1, 40, 1, device=DEVICE)
+    rates[0, 7, 1] = wrong
+    with kernels.backend(backend):
+        total, _ = turns(rates, steps)
+    assert total[0, 7, 0, 1].isnan()
+    assert total[0, :7].isfinite().all()
+
+
+def test_deterministic_mode_adds_gradients_in_pytorch():
+    inputs = inputs_of(1, 40, 2, 3)
+    with kernels.deterministic(), kernels.implementations() as ran:
+        expected = results(inputs, None, "triton")
+    assert "turns" not in ran
+    assert all(map(torch.equal, expected, results(inputs, None, "torch")))
+
+
+def test_more_angles_than_fit_into_registers():
+    rates, steps = torch.zeros(1, 2, 65), torch.zeros(1, 2, 65)
+    with kernels.backend("triton"), pytest.raises(kernels.UserError, match="at most 8192 angles of a token"):
+        turns(rates, steps)
 
 
 @pytest.mark.gpu

@@ -1,7 +1,7 @@
 """The sums in three launches, and their gradients in three: sums of blocks, sums of the blocks before, sums of tokens.
 
-Angles and their gradients are made of rates and steps where they are needed, and never stored. In the forward pass they
-are whole multiples of 1 / GRID in int64.
+Angles and their gradients are recomputed from rates and steps, and never stored. The forward pass adds angles in int64,
+in units of 1 / GRID.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,8 +20,10 @@ from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.rows import load
 from .. import GRID
 
-BLOCK, WARPS = 32, 4  # tokens that a program adds up, one after the other
+BLOCK = 32  # tokens that a program adds up, one after the other
+PER_WARP, FEWEST_WARPS = 512, 4  # angles of a token
 UNIT = tl.constexpr(GRID)
+PART_OF_A_TURN = tl.constexpr(int(GRID) - 1)  # bits of a sum in units of 1 / GRID
 # fp64 has no digits behind the point from here on: adding and subtracting it rounds to the nearest even number
 WHOLE = tl.constexpr(1.5 * 2.0**52)
 
@@ -41,10 +43,11 @@ def factors(rates, steps, r, H: tl.constexpr, P: tl.constexpr, HEADS: tl.constex
 
 
 @triton.jit
-def units(rates, steps, r, H: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
-    """The angles of a token, in units of 1 / GRID."""
+def angles_of(rates, steps, r, H: tl.constexpr, P: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr):
+    """The angles [H,P] of a token, in turns and in units of 1 / GRID."""
     rate, step = factors(rates, steps, r, H, P, HEADS, PAIRS)
-    return (((rate * step) * 0.5).to(tl.float64) * UNIT + WHOLE - WHOLE).to(tl.int64)
+    angles = (rate * step) * 0.5
+    return angles, (angles.to(tl.float64) * UNIT + WHOLE - WHOLE).to(tl.int64)
 
 
 @triton.jit
@@ -70,7 +73,8 @@ def sum_blocks(
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     total = tl.zeros([HEADS, PAIRS], tl.int64)
     for t in tl.range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, T)):
-        total = tl.where(starts(positions, t), 0, total) + units(rates, steps, row * T + t, H, P, HEADS, PAIRS)
+        _, units = angles_of(rates, steps, row * T + t, H, P, HEADS, PAIRS)
+        total = tl.where(starts(positions, t), 0, total) + units
     at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
     tl.store(ends + at, total, mask=inside)
 
@@ -122,15 +126,15 @@ def sum_tokens(
         at, inside = places_of(row * T + t, H, P, HEADS, PAIRS)
         total = tl.where(starts(positions, t), 0, total)
         tl.store(earlier + at, fraction(total), mask=inside)
-        total += units(rates, steps, row * T + t, H, P, HEADS, PAIRS)
-        tl.store(y + at, fraction(total), mask=inside)
+        angles, units = angles_of(rates, steps, row * T + t, H, P, HEADS, PAIRS)
+        total += units
+        tl.store(y + at, fraction(total) + angles * 0.0, mask=inside)  # NaN for angles that are not finite
 
 
 @triton.jit
 def fraction(total):
     """The part of a turn of sums in units of 1 / GRID."""
-    MASK: tl.constexpr = (1 << 38) - 1
-    return ((total & MASK).to(tl.float64) / UNIT).to(tl.float32)
+    return ((total & PART_OF_A_TURN).to(tl.float64) / UNIT).to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -148,11 +152,11 @@ def sum_gradients_of_blocks(
 ):
     blocks = tl.cdiv(T, BLOCK)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    total, going = tl.zeros([HEADS, PAIRS], tl.float32), True
+    total, in_first = tl.zeros([HEADS, PAIRS], tl.float32), True  # sequence of the block
     for t in tl.range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, T)):
-        going = going & ((t == block * BLOCK) | (starts(positions, t) == 0))
+        in_first = in_first & ((t == block * BLOCK) | (starts(positions, t) == 0))
         at, inside = places_of(row * T + t, H, P, HEADS, PAIRS)
-        total += load(dy, at, inside & going) + load(dearlier, at, inside & going)
+        total += load(dy, at, inside & in_first) + load(dearlier, at, inside & in_first)
     at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
     tl.store(ends + at, total, mask=inside)
 
@@ -175,7 +179,7 @@ def sum_gradients_after(
         at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
         end = tl.load(ends + at, mask=inside, other=0.0)
         tl.store(ends + at, total, mask=inside)
-        begins, stops = False, False  # whether a sequence begins with the block, and whether one begins within it
+        begins, stops = False, False  # whether a sequence starts at the first token of the block, and at a later one
         if positions is not None:
             last = tl.minimum(block * BLOCK + BLOCK, T) - 1
             stops = tl.load(positions + last) < last - block * BLOCK
@@ -238,7 +242,8 @@ def _plan(args: Arguments) -> Plan:
     H = args.steps.shape[2]
     sizes = {"H": H, "P": P, "HEADS": next_power_of_2(H), "PAIRS": next_power_of_2(P), "BLOCK": BLOCK}
     positions = None if args.cu_seqlens is None else places(args.cu_seqlens, T)[1]
-    return Plan(B, cdiv(T, BLOCK), positions, {**sizes, "warps": WARPS})
+    warps = min(16, max(FEWEST_WARPS, sizes["HEADS"] * sizes["PAIRS"] // PER_WARP))
+    return Plan(B, cdiv(T, BLOCK), positions, {**sizes, "warps": warps})
 
 
 def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
