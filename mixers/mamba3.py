@@ -9,6 +9,7 @@ import kernels
 from kernels.core.elementwise import sigmoid, softplus, tanh
 from kernels.rotation import rotation
 
+from .angles import cumulative_angles
 from .arguments import check_numbers, check_sizes
 from .base import Carried, LinearMixer, Site, Streams, checked_site
 from .context_parallel import ContextParallel
@@ -17,7 +18,6 @@ from .norm import GateOnly, Output, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .rotation import cumulative_angles
 from .shift import check_sequences, recomputed_shift
 
 SLOWEST = 1e-4  # smallest rate A

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 import kernels
 import mixers
 from mixers import Expanded, GatedRMSNorm, Mamba3, Site
+from mixers.angles import cumulative_angles
 from mixers.mamba3 import Trapezoid
-from mixers.rotation import cumulative_angles
 
 from .test_parity import by_name, shaken
 
