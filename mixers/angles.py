@@ -35,8 +35,8 @@ def cumulative_angles(
     total, earlier = running_sums(angles_of(rates, steps), cu_seqlens)
     if context_parallel is not None:
         context_parallel.check(before, cu_seqlens)
-        whole = _after_earlier_parts(total, cu_seqlens, context_parallel)
-        total, earlier = whole, earlier + (whole - total)
+        of_sequence = _after_earlier_parts(total, cu_seqlens, context_parallel)
+        total, earlier = of_sequence, earlier + (of_sequence - total)
     if before is not None:
         first = starting(total, before, cu_seqlens)[1]
         total, earlier = total + first, earlier + first
@@ -52,7 +52,7 @@ def _after_earlier_parts(total: Tensor, cu_seqlens: Tensor | None, context_paral
         before = first[:, None]
         if cu_seqlens is not None:
             before = before * context_parallel.continued_tokens().view(-1, *[1] * (total.dim() - 2))
-        whole = total + before
-        return whole, whole[:, -1]
+        with_before = total + before
+        return with_before, with_before[:, -1]
 
     return context_parallel.continued(continued, torch.zeros_like(total[:, 0]), [total])

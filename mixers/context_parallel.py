@@ -304,7 +304,8 @@ class ContextParallel:
 
 
 # Tables of a part of packed documents on their device. They are made once for each batch, so that no layer launches
-# kernels for them. They are no inference tensors even if an evaluation makes them: training may read them later.
+# kernels for them. They are never inference tensors, not even if an evaluation makes them, since training may read them
+# later.
 
 
 class _Ends(NamedTuple):

@@ -60,7 +60,7 @@ Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
-    """What a row measures: mode and layout of the steps, and the number of GPUs."""
+    """The settings of one row of the CSV."""
 
     mode: str
     length: int
@@ -348,7 +348,7 @@ def context_parallel_speed(
         file: The CSV to update.
 
     Raises:
-        UserError: An argument is invalid, there is no second GPU, or losses of one and of two GPUs differ.
+        UserError: An argument is invalid, there is no second GPU, or the losses on two GPUs differ from those on one.
     """
     where = pick_device(device)
     on_gpu = where.type == "cuda"

@@ -97,7 +97,7 @@ def enqueue(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    overlap: int = False,
+    overlap: int = False,  # int, so that callers can unpack dictionaries of numbers
     **constants: Any,
 ) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.

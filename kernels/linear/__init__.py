@@ -1,4 +1,4 @@
-"""A linear map; for few rows, as in decoding, kernels that read the weight at the speed of the memory."""
+"""A linear map; for few rows, as in decoding, kernels that read the weight once."""
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from . import fp8, tiles
 
 MOST_INPUTS = 16384  # of the Triton kernels
 FEW_ROWS = 2  # for which they serve any weight
-MOST_ROWS, MOST_OUTPUTS = 64, 8192  # up to which they serve half precision; beyond that, cuBLAS is as fast
+MOST_ROWS, MOST_OUTPUTS = 64, 8192  # up to which they serve half precision; the others take cuBLAS
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -224,6 +224,6 @@ def test_on_device(case: Case):
     tolerance = 1e-4 if case.dtype == torch.float32 else 2e-2
     assert_close((y, state), (expected[0], expected[-1]), tolerance)
     for _ in range(20):
-        again = run(arguments(case, "cuda"), "triton", consume_state=True)
-        assert torch.equal(again[0], y)
-        assert torch.equal(again[-1], state)
+        repeated = run(arguments(case, "cuda"), "triton", consume_state=True)
+        assert torch.equal(repeated[0], y)
+        assert torch.equal(repeated[-1], state)

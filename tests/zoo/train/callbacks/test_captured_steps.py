@@ -94,7 +94,7 @@ class Watched(Repeated):
 
 def test_no_graph_is_left_when_a_run_ends(tmp_path: Path):
     recorder = Watched()
-    gc.disable()  # by itself, it would collect them at some moment
+    gc.disable()  # an automatic collection would free the graphs, too
     try:
         fitted(tmp_path, CapturedSteps(recorder), steps=3)
         left = [replay() is not None for replay in recorder.replays]
