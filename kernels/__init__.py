@@ -24,6 +24,7 @@ from .forget_gate import forget_gate
 from .forget_gate.input_gate import complement
 from .forget_gate.low_rank import low_rank_forget_gate
 from .gated_linear import gated_linear
+from .gated_linear.mlp import gated_mlp
 from .head_linear import head_linear
 from .linear import linear
 from .linear.fp8 import fp8, in_fp8, is_fp8
@@ -69,6 +70,7 @@ __all__ = [
     "forget_gate",
     "fp8",
     "gated_linear",
+    "gated_mlp",
     "gated_rms_norm",
     "head_linear",
     "implementations",

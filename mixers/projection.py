@@ -63,10 +63,6 @@ class Projection(nn.Linear):
             outputs |= zip(chosen, parts, strict=True)
         return tuple(outputs[i] for i in range(len(widths)))
 
-    def together(self, x: Tensor) -> Tensor:
-        """All outputs side by side."""
-        return kernels.linear(x, self.weight, self.bias)
-
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int]) -> tuple[Tensor, ...]:
     """The outputs of maps of these widths, as views of one product."""

@@ -14,7 +14,6 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -112,6 +111,7 @@ class Trained:
         parsed = read([*to.config, "optim.learning_rate=1e-4"])
         torch.manual_seed(0)
         self.device, self.clock, self.optim = device, Clock(device), configs.instantiate("optim", parsed)
+        self.sharing = sharing
         self.model, self.losses = build(parsed, to.precision, device), list[Tensor]()
         module = Pretraining(self.model, self.optim, config={}, context_parallel=cell.gpus)
         module.sharing = sharing
@@ -120,23 +120,20 @@ class Trained:
         if cell.checkpointing:
             for block, forward in CheckpointedBlocks().replaced(self.model):
                 block.forward = forward
-        average = None
-        if sharing is not None:  # in captured steps, too, where `fit` has its buckets in memory
-            # as Lightning does: gradients accumulate on the stream of this moment, and no graph may use the default one
-            with torch.cuda.stream(torch.cuda.Stream()) if device.type == "cuda" else nullcontext():
-                self.computed = DistributedDataParallel(self.inner, [device] if device.type == "cuda" else None)
-            average = GradientAverage()
         self.optimizer, self.captured = build_optimizer(self.model, self.optim), None
         if cell.mode == "captured":
+            average = None if sharing is None else GradientAverage()
             self.captured = CapturedStep(
                 self.inner, self.parameters, Recorder(device), average, sharing, may_draw=not cell.checkpointing
             )
             if isinstance(self.optimizer, AdamW):
                 self.optimizer.replay = partial(self.captured.update, self.optimizer)
+        elif sharing is not None:
+            self.computed = DistributedDataParallel(self.inner, [device] if device.type == "cuda" else None)
 
     def prepare(self, batch: Batch) -> None:
         """Compile the kernels of a batch side by side, before its first step; `fit` does so in one process."""
-        if self.inner is self.computed:
+        if self.sharing is None:
             inputs = self._moved(batch)
             compile_ahead(self.model, lambda: self.inner(*inputs)[0])
 

@@ -36,7 +36,16 @@ def gated_linear(gate_up: Tensor, weight: Tensor, *, activation: Literal["identi
         raise ValueError(f"gate_up: {gate_up.shape[-1]} channels are not two equal parts")
     if weight.dim() != 2 or weight.shape[1] != gate_up.shape[-1] // 2:
         raise ValueError(f"weight: expected [O,{gate_up.shape[-1] // 2}], got shape {tuple(weight.shape)}")
-    if activation not in composition.ACTIVATIONS:
-        raise ValueError(f"activation: {activation!r} is not one of {', '.join(composition.ACTIVATIONS)}")
+    check(activation)
     y: Tensor = OP(gate_up, gate_up, weight, activation)
     return y
+
+
+def check(activation: str) -> None:
+    """Check the name of an activation.
+
+    Raises:
+        ValueError: It is not one of `composition.ACTIVATIONS`.
+    """
+    if activation not in composition.ACTIVATIONS:
+        raise ValueError(f"activation: {activation!r} is not one of {', '.join(composition.ACTIVATIONS)}")

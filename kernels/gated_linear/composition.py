@@ -20,10 +20,21 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
+    return linear(multiplied(gate_up, activation), weight)
+
+
+def multiplied(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) ⊙ up […,I]."""
     if activation == "silu" and gate_up.is_cpu and plain((gate_up,)) and not is_deterministic():
-        return linear(_Gated.apply(gate_up), weight)
+        y: Tensor = _Gated.apply(gate_up)
+        return y
     gate, up = gate_up.chunk(2, -1)
-    return linear(ACTIVATIONS[activation](gate) * up, weight)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """The input of the second map of a gated MLP […,I], from the weight [2·I,…] of the first."""
+    return multiplied(linear(x, weight), activation)
 
 
 class _Gated(torch.autograd.Function):
@@ -50,8 +61,17 @@ class _Gated(torch.autograd.Function):
 def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """The formula in at least fp32."""
     with torch.autocast(gate_up.device.type, enabled=False):
-        gate, up = at_least_fp32(gate_up).chunk(2, -1)
-        opened = gate / (1 + torch.exp(-gate)) if activation == "silu" else gate
+        h = _multiplied(gate_up, activation)
         if fp8.in_fp8(*weight.shape):
-            return fp8.linear((opened * up).to(gate_up.dtype), weight)
-        return ((opened * up) @ at_least_fp32(weight).mT).to(gate_up.dtype)
+            return fp8.linear(h.to(gate_up.dtype), weight)
+        return (h @ at_least_fp32(weight).mT).to(gate_up.dtype)
+
+
+def product_reference(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """The formula of `product` in at least fp32."""
+    return _multiplied(at_least_fp32(x) @ at_least_fp32(weight).mT, activation).to(x.dtype)
+
+
+def _multiplied(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = at_least_fp32(gate_up).chunk(2, -1)
+    return up * (gate / (1 + torch.exp(-gate)) if activation == "silu" else gate)

@@ -106,7 +106,8 @@ def few_rows(rows: int) -> None:
     x = torch.randn(rows, 1, 1024, dtype=torch.bfloat16)
     for outputs in (1024, 5632):
         kernels.linear(x, torch.randn(outputs, 1024, dtype=torch.bfloat16))
-    kernels.gated_linear(x, torch.randn(1024, 512, dtype=torch.bfloat16))
+    inner = torch.randn(1024, 2816, dtype=torch.bfloat16)
+    kernels.gated_mlp(x, torch.randn(5632, 1024, dtype=torch.bfloat16), inner)
 
 
 def calls(architecture: int) -> Iterator[Callable[[], None]]:

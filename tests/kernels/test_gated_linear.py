@@ -82,7 +82,7 @@ def test_the_op_is_registered_properly():
     results(inputs(2, 3), "triton")
     arguments = [x.requires_grad_() for x in inputs(3, 4).values()]
     for keep in (True, False):
-        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*arguments, "silu", keep, "", False, False))
+        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*arguments, "silu", keep, "", False))
 
 
 @pytest.mark.parametrize("learns", [True, False])
@@ -112,6 +112,21 @@ def test_the_product_is_kept_for_a_weight_or_computed_again(again: bool, learns:
 def test_misfits(change: dict[str, Any], message: str):
     with pytest.raises(ValueError, match=message):
         kernels.gated_linear(**{"gate_up": torch.zeros(2, 6), "weight": torch.zeros(5, 3)} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.zeros(1, 5)}, r"^gate_up: expected \[6, 5\], got shape \(6, 4\)"),
+        ({"down": torch.zeros(5, 2)}, r"^gate_up: expected \[4, 4\], got shape \(6, 4\)"),
+        ({"activation": "relu"}, "^activation: 'relu' is not one of identity, silu"),
+    ],
+)
+@pytest.mark.parametrize("rows", [1, 5])
+def test_misfits_of_an_mlp(rows: int, change: dict[str, Any], message: str):
+    fitting = {"x": torch.zeros(rows, 4), "gate_up": torch.zeros(6, 4), "down": torch.zeros(5, 3)}
+    with pytest.raises(ValueError, match=message):
+        kernels.gated_mlp(**fitting | change)
 
 
 @pytest.mark.gpu

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from kernels.gpu.device import GPUS, assumed
 from kernels.gpu.paths import dry_run
 
-SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 129)]  # rows, inputs, outputs
+SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 300), (1, 40, 2100)]  # rows, inputs, outputs
 
 
 @pytest.fixture(autouse=True)
@@ -52,18 +52,58 @@ def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: tor
         assert error(y, expected) <= (1e-2 if dtype == torch.bfloat16 else 1e-6)
 
 
+MLPS = [(1, 70, 37), (1, 40, 1100), (2, 1030, 150), (3, 70, 37), (64, 130, 1100)]  # rows, inputs, inner size
+
+
+def mlp_inputs(rows: int, I: int, inner: int, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter cuts digits of bf16 off
+    x, weight, _ = inputs(rows, I, 2 * inner, dtype, device)
+    down = torch.randn(33, inner, generator=torch.Generator().manual_seed(1)) / inner**0.5
+    return x, weight / I**0.5, down.to(device, dtype)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("activation", ["silu", "identity"])
-@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("shape", MLPS)
 @torch.no_grad()
-def test_the_gated_product_in_the_same_launch(rows: int, activation: str, device: str):
-    gate_up, weight, _ = inputs(rows, 2 * 150, 37, torch.bfloat16, device)
-    weight = weight[:, :150].contiguous()
-    actual = {}
-    for backend in ("triton", "reference"):
-        with kernels.backend(backend):
-            actual[backend] = kernels.gated_linear(gate_up, weight, activation=activation)
-    assert error(actual["triton"], actual["reference"]) <= 1e-2
+def test_a_gated_mlp_of_few_rows(shape: tuple[int, int, int], activation: str, device: str):
+    x, gate_up, down = mlp_inputs(*shape, device)
+    with dry_run() as record, kernels.backend("triton"):
+        kernels.gated_mlp(x, gate_up, down, activation=activation)
+    kernel = "linear.op.linear_rows" if len(x) <= 2 else "linear.op.linear_tile"
+    assert [launch.name for launch in record.launches] == [kernel] * 2
+    gate, up = F.linear(x.double(), gate_up.double()).chunk(2, -1)
+    expected = F.linear((F.silu(gate) if activation == "silu" else gate) * up, down.double())
+    for backend in ("triton", "torch", "reference"):
+        with kernels.backend(backend), kernels.implementations() as ran:
+            y = kernels.gated_mlp(x, gate_up, down, activation=activation)
+        assert ran == {"gated_product": {backend}, "linear": {backend}}
+        assert (y.shape, y.dtype) == (expected.shape, x.dtype)
+        assert error(y, expected) <= (6e-3 if device == "cuda" else 2e-3)
+        if backend == "triton" and len(x) > 2:
+            with kernels.backend(backend):
+                alone = kernels.gated_mlp(x[-3:], gate_up, down, activation=activation)
+            assert torch.equal(alone, y[-3:])
+
+
+def test_a_gated_mlp_of_many_rows_or_with_gradients():
+    x, gate_up, down = (part.float().requires_grad_() for part in mlp_inputs(5, 20, 12, "cpu"))
+    with kernels.implementations() as ran:
+        y = kernels.gated_mlp(x, gate_up, down)
+    assert set(ran) == {"gated_linear"}
+    assert torch.equal(y, kernels.gated_linear(F.linear(x, gate_up), down))
+
+
+@pytest.mark.parametrize(("gpu", "launches"), [("A100", 0), ("H100", 2)])
+@torch.no_grad()
+def test_tiles_of_a_gated_mlp_are_for_hopper(gpu: str, launches: int):
+    x, gate_up, down = mlp_inputs(3, 20, 12, "cpu")
+    with assumed(GPUS[gpu]), dry_run() as record, kernels.backend("triton"):
+        y = kernels.gated_mlp(x, gate_up, down)
+    assert len(record.launches) == launches
+    if not launches:
+        assert error(y, kernels.gated_mlp(x.double(), gate_up.double(), down.double())) <= 1e-2
 
 
 @pytest.mark.parametrize("device", PLACES)
@@ -127,21 +167,6 @@ def test_tiles_are_for_hopper(gpu: str):
     assert len(record.launches) == (gpu == "H100")
 
 
-@pytest.mark.parametrize("device", PLACES)
-@pytest.mark.parametrize("activation", ["silu", "identity"])
-@torch.no_grad()
-def test_the_gated_product_of_more_rows(activation: str, device: str):
-    gate_up, weight, _ = inputs(7, 2 * 150, 37, torch.bfloat16, device)
-    weight = weight[:, :150].contiguous()
-    with kernels.backend("triton"), dry_run() as record:
-        kernels.gated_linear(gate_up, weight, activation=activation)
-    assert [spec.name for spec in record.launches] == ["gated_linear.op.multiply", "linear.op.linear_tile"]
-    with kernels.backend("triton"):
-        actual = kernels.gated_linear(gate_up, weight, activation=activation)
-    with kernels.backend("reference"):
-        assert error(actual, kernels.gated_linear(gate_up, weight, activation=activation)) <= 1e-2
-
-
 @pytest.mark.parametrize(
     ("rows", "kind", "gradients"),
     [(3, torch.float32, False), (3, torch.bfloat16, False), (1, torch.bfloat16, False), (1, torch.float32, True)],
@@ -180,6 +205,18 @@ def test_on_device(rows: int, I: int, O: int):
         actual = kernels.linear(x, weight, bias)
         assert error(actual, expected) <= 4e-3
         assert all(torch.equal(kernels.linear(x, weight, bias), actual) for _ in range(5))
-        gated = kernels.gated_linear(torch.cat([x, x], -1), weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 2, 3, 64])
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize(("I", "inner"), [(1024, 2816), (1000, 1100), (999, 77), (2816, 512)])
+@torch.no_grad()
+def test_a_gated_mlp_on_device(rows: int, I: int, inner: int, activation: str):
+    x, gate_up, down = mlp_inputs(rows, I, inner, "cuda")
+    with kernels.backend("triton"):
+        actual = kernels.gated_mlp(x, gate_up, down, activation=activation)
+        assert all(torch.equal(kernels.gated_mlp(x, gate_up, down, activation=activation), actual) for _ in range(5))
     with kernels.backend("reference"):
-        assert error(gated, kernels.gated_linear(torch.cat([x, x], -1).float(), weight.float())) <= 6e-3
+        expected = kernels.gated_mlp(x.float(), gate_up.float(), down.float(), activation=activation)
+    assert error(actual, expected) <= 6e-3

@@ -18,7 +18,6 @@ OVERLAPPING = {
     "kernels.linear.gpu.op.linear_rows",
     "kernels.linear.gpu.op.linear_tile",
     "kernels.norm.gpu.kernels.forward",
-    "kernels.gated_linear.gpu.op.multiply",
 }
 
 

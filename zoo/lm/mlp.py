@@ -58,7 +58,7 @@ class GLU(ChannelMixer):
         self.down_proj = OutputProjection(size, hidden_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernels.gated_linear(self.in_proj.together(x), self.down_proj.weight, activation=self.activation)
+        return kernels.gated_mlp(x, self.in_proj.weight, self.down_proj.weight, activation=self.activation)
 
 
 class SwiGLU(GLU):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kernels.core.documents import Documents
 from zoo.generation.cuda_graph import Recording, casts_not_cached
 from zoo.train.capture_agreement import CaptureAgreement
+from zoo.train.gradient_average import GradientAverage
 from zoo.train.optim import total_norm
 from zoo.train.static_inputs import Compute, StaticInputs, eager
 
@@ -44,11 +45,12 @@ class CapturedPasses:
         parameters: The trained parameters.
         recorder: Returns what captures the passes.
         agreement: With the processes that share the sequences.
+        average: As for a `CapturedStep`; the gradients are in the memory of its results.
         may_draw: As for a `CapturedStep`.
 
     Attributes:
         graphs: The graphs of each shape.
-        gradients: Those of the parameters, in the memory that all graphs share; empty before the first replay.
+        gradients: Those of the parameters, in the memory that all graphs share; empty before the first capture.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class CapturedPasses:
         parameters: Sequence[nn.Parameter],
         recorder: Callable[[], Recording],
         agreement: CaptureAgreement,
+        average: GradientAverage | None,
         *,
         may_draw: bool,
     ) -> None:
         self.parameters, self.graphs, self.gradients = parameters, list[Graphs](), list[Tensor | None]()
         self._compute, self._recorder, self._agreement, self._may_draw = compute, recorder, agreement, may_draw
+        self._average = average
         self._scale: Tensor | None = None  # gradient of the loss
         self._loss: Tensor | None = None  # with its autograd graph, between the captures of two passes
 
@@ -138,12 +142,14 @@ class CapturedPasses:
                     expected = self._recorder().rehearse(partial(run, boundaries))
                     self._agreement.in_all(check)
         self._agreement.add(static, first)
+        if self._average is not None:
+            self.gradients = list(self._average.allocate([parameter.grad for parameter in self.parameters]))
         self._drop_gradients()
         return graphs, expected
 
     def _record(self, static: StaticInputs, first: bool) -> _Pass:
         """Capture a forward pass, and the backward pass that writes the gradients, or adds to them."""
-        gradients = list(self.gradients)  # empty for the first shape, whose backward pass allocates them
+        gradients = list(self.gradients)  # if empty, as for the first shape, the backward pass allocates them
 
         def forward() -> tuple[Tensor, ...]:
             with torch.enable_grad(), casts_not_cached(), self._agreement.joined():
@@ -168,7 +174,7 @@ class CapturedPasses:
         return passes
 
     def _move(self, shared: list[Tensor | None]) -> None:
-        """Copy new gradients to the memory of the first shape's graphs."""
+        """Copy new gradients to the memory that all graphs share."""
         gradients = [parameter.grad for parameter in self.parameters]
         if [x is None for x in gradients] != [x is None for x in shared]:
             raise RuntimeError("batches of different shapes give gradients to different parameters")

@@ -59,7 +59,7 @@ class CapturedStep:
         self.refused: str | None = None
         self._compute, self._all, self._may_draw = compute, list(parameters), may_draw
         self._own_recorder = recorder
-        self._agreement = CaptureAgreement(sharing)
+        self._agreement, self._average = CaptureAgreement(sharing), average
         self._update = CapturedUpdate(self._recorder, average, self._refuse)
         self._odd_shapes_reported = False
         self.forget()
@@ -68,7 +68,9 @@ class CapturedStep:
         """Drop all graphs, which are captured again when they are used."""
         self._memory = addresses(self._all)
         trained = [parameter for parameter in self._all if parameter.requires_grad]
-        self._passes = CapturedPasses(self._compute, trained, self._recorder, self._agreement, may_draw=self._may_draw)
+        self._passes = CapturedPasses(
+            self._compute, trained, self._recorder, self._agreement, self._average, may_draw=self._may_draw
+        )
         self._update.restart(self._passes)
 
     def _recorder(self) -> Recording:

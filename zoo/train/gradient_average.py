@@ -8,7 +8,9 @@ from torch import Tensor
 
 
 class GradientAverage:
-    """Averages the gradients of all processes into memory that stays the same, as a CUDA graph needs.
+    """Averages the gradients of all processes in memory that stays the same, as a CUDA graph needs.
+
+    Captured backward passes write the gradients there, so that they need no other memory; others are copied.
 
     Attributes:
         results: The means; None for a parameter without a gradient.
@@ -22,10 +24,10 @@ class GradientAverage:
         """Drop the results, for other parameters."""
         self.results, self._flat = [], []
 
-    def allocate(self, gradients: Sequence[Tensor | None]) -> None:
-        """Allocate the results for such gradients, unless that is done."""
+    def allocate(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return the results, allocated for such gradients unless that is done."""
         if self.results:
-            return
+            return self.results
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
         places: list[int] = []
         for gradient in gradients:
@@ -41,6 +43,7 @@ class GradientAverage:
             None if x is None else flat[x.dtype, x.device][place : place + x.numel()].view(x.shape)
             for x, place in zip(gradients, places, strict=True)
         ]
+        return self.results
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
         """Compute the results; all processes must call it. A gradient that is missing here only counts as 0."""
@@ -56,5 +59,8 @@ class GradientAverage:
         if pairs:
             torch._foreach_copy_([result for result, _ in pairs], [gradient for _, gradient in pairs])
         for flat in self._flat:
-            flat.mul_(1 / dist.get_world_size())
-            dist.all_reduce(flat)
+            if dist.get_backend() == "nccl":
+                dist.all_reduce(flat, dist.ReduceOp.AVG)
+            else:  # Gloo only has sums
+                flat.mul_(1 / dist.get_world_size())
+                dist.all_reduce(flat)

@@ -20,6 +20,7 @@ from ...features.gpu.kernels import activate, normalise
 from ...features.gpu.op import strided
 from ...features.gpu.token import own_history
 from ...features.stages import EPS
+from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec
 from ...gpu.overlap import prefetch, wait
 from ...gpu.paths import note
@@ -32,6 +33,7 @@ from .select import WHOLE_TOKEN
 
 PER_WARP, MOST_WARPS = 2048, 16  # elements of the state
 REGISTERS = 128  # of a thread, so that two programs of eight warps fit on a multiprocessor
+RESIDENT_WARPS = 16  # of a multiprocessor, with these registers
 
 
 @triton.jit
@@ -97,7 +99,7 @@ def keep(window, history, row, h, STREAM: tl.constexpr):
     tl.store(history + at, both.to(history.dtype.element_ty), mask=exists & (j > 0))
 
 
-@triton.jit(do_not_specialize=["a_row", "b_row"])
+@triton.jit(do_not_specialize=["a_row", "b_row", "resident"])
 def advance_token(
     q,  # [B,H·K], with any stride of rows, as k and v
     q_weight,  # [H·K,1,W]
@@ -126,6 +128,7 @@ def advance_token(
     a_row,
     b_row,
     gate_row,
+    resident,
     largest,
     scale,
     eps,
@@ -144,9 +147,15 @@ def advance_token(
     row, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     head = row * H + h
     prefetch(state, head * (K * V), K * V, K * V, OVERLAP)
+    if head + resident < tl.num_programs(0):  # the program that takes the place of this one
+        prefetch(state, (head + resident) * (K * V), K * V, K * V, OVERLAP)
     prefetch_head(q_weight, q_history, row, h, Q, OVERLAP)
     prefetch_head(k_weight, k_history, row, h, KEY, OVERLAP)
     prefetch_head(v_weight, v_history, row, h, VALUE, OVERLAP)
+    prefetch(A_log, 0, H, H, OVERLAP)
+    prefetch(dt_bias, 0, H, H, OVERLAP)
+    if scale_of_norm is not None:
+        prefetch(scale_of_norm, 0, V, V, OVERLAP)
     wait(OVERLAP)
     r, c = tl.arange(0, BK), tl.arange(0, BV)
     at = r[:, None] * V + c[None, :]
@@ -162,6 +171,8 @@ def advance_token(
         raw += load(bias, h, True)
     opened = load(gate, row * gate_row + h * V + c, c < V)
     opened *= sigmoid(opened)
+    if scale_of_norm is not None:
+        factor = load(scale_of_norm, c, c < V)
     DTYPE: tl.constexpr = q.dtype.element_ty
     query = head_of(q_window, q_bias, h, DTYPE, Q, EPS)
     key = head_of(k_window, k_bias, h, DTYPE, KEY, EPS)
@@ -179,19 +190,29 @@ def advance_token(
         o *= opened
     o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps)
     if scale_of_norm is not None:
-        o *= load(scale_of_norm, c, c < V)
+        o *= factor
     if not GATE_FIRST:
         o *= opened
     tl.store(y + head * V + c, o.to(y.dtype.element_ty), mask=c < V)
 
 
 @lru_cache(maxsize=1024)
-def launch(streams: tuple[tuple[Any, ...], ...], rows: int, H: int, gate_first: bool, *numbers: Any) -> LaunchSpec:
-    """The launch for streams of these shapes; `numbers` are the arguments between the tensors and the constants."""
+def launch(
+    device: torch.device,
+    streams: tuple[tuple[Any, ...], ...],
+    rows: int,
+    H: int,
+    gate_first: bool,
+    strides: tuple[int, ...],
+    *factors: float,
+) -> LaunchSpec:
+    """The launch for streams of these shapes; strides and factors are arguments of the kernel."""
     elements = streams[1][3] * streams[2][3]
     constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
     constants |= {"H": H, "GATE_FIRST": gate_first, "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
+    resident = multiprocessors(device) * max(1, RESIDENT_WARPS // warps)
+    numbers = (*strides, resident, *factors)
     return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True, registers=REGISTERS)
 
 
@@ -226,7 +247,7 @@ def forward(
     parameters = [None if x is None else x.contiguous() for x in (gates.A_log, gates.dt_bias, gates.bias, norm.weight)]
     A_log, dt_bias, bias, weight = parameters
     y = new(v, *v.shape)
-    numbers = (*strides, a_row, b_row, gate_row, float(gates.largest), float(scale), float(norm.eps))
-    queue = launch(tuple(about), B, H, norm.gate_first, *numbers)
+    factors = (float(gates.largest), float(scale), float(norm.eps))
+    queue = launch(v.device, tuple(about), B, H, norm.gate_first, (*strides, a_row, b_row, gate_row), *factors)
     queue(*tensors, a, A_log, dt_bias, b, bias, gate, weight, state, y)
     return y, histories, state

@@ -14,11 +14,10 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
-from ...gpu.overlap import wait
 from ...gpu.rows import load
-from ...linear import few_rows, fp8
+from ...linear import fp8, tiles
 from ...linear.gpu import op as few
-from ...linear.tiles import product
+from .. import composition
 
 BLOCK, WARPS = 1024, 4
 
@@ -32,8 +31,7 @@ def places(SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    wait(OVERLAP)
+def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
     at, at_gate, inside = places(SIZE, BLOCK)
     gate, up = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside)
     if SILU:
@@ -68,27 +66,23 @@ class Arguments(NamedTuple):
     activation: str
     keep: bool  # whether the product is saved for the backward pass
     in_fp8: str  # implementation of products in FP8; empty for the dtype of gate_up
-    few: bool  # whether the product is that of few rows
 
 
 def _product(args: Arguments, a: Tensor, b: Tensor) -> Tensor:
     """a [M,K] times b [K,N], or the weight."""
     if args.in_fp8:
         return fp8.product(a, b, args.in_fp8)
-    return product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
+    return tiles.product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
-    gate_up, weight, activation, keep, *_ = args
+    gate_up, weight, activation, keep, _ = args
     (*outer, both), size = gate_up.shape, weight.shape[1]
     with as_given(gate_up.device.type):
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
-        constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        enqueue(multiply, programs, gate_up, h, **constants, warps=WARPS, overlap=True)
-        if args.few:
-            return few.forward(h, weight, None), new(gate_up, 0)
+        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
         y = _product(args, h.view(-1, size), weight.T).view(*outer, len(weight))
         return y, h if keep else new(gate_up, 0)
 
@@ -99,7 +93,7 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
-    gate_up, weight, activation, keep, *_ = args
+    gate_up, weight, activation, keep, _ = args
     dy, size = dy.reshape(-1, weight.shape[0]), weight.shape[1]
     with as_given(gate_up.device.type):
         dh = _product(args, dy, weight)
@@ -117,11 +111,15 @@ gated_linear = register("gated_linear", _compute, _differentiate, _empty)
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
-    is_few = few_rows(gate_up, weight)
-    if is_few and gate_up.numel() <= few.ROWS * gate_up.shape[-1]:
-        return few.forward(gate_up, weight, None, activation)
     if torch.is_autocast_enabled(gate_up.device.type):
         gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
     keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
     in_fp8 = fp8.implementation(gate_up, weight) if fp8.in_fp8(*weight.shape) else ""
-    return gated_linear(gate_up.contiguous(), weight, activation, keep, in_fp8, is_few)
+    return gated_linear(gate_up.contiguous(), weight, activation, keep, in_fp8)
+
+
+def product(x: Tensor, weight: Tensor, activation: str) -> Tensor:
+    """The gated product of few rows, in the launch that computes its factors."""
+    if not few.serves(x):
+        return composition.product(x, weight, activation)
+    return few.linear_few(x.contiguous(), weight.contiguous(), None, activation)

@@ -6,7 +6,7 @@ One or two rows are multiplied without tensor cores, more of them with these, in
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -22,31 +22,38 @@ from .. import MOST_ROWS, tiles
 from .tiles import INTERPRETED
 
 ROWS = 2  # most rows without tensor cores
-INNER, STAGES = 128, 4  # inputs of a tile with tensor cores, and how many of these are on their way
+INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many of these are on their way at most
 NARROW, WIDE = 16, 64  # outputs of such a tile: with wide ones x is read less often, narrow ones make more programs
 FEW_OUTPUTS = 2048  # up to which tiles are narrow
-INPUTS, OUTPUTS = 1024, 2  # of a tile of the weight
+SHARED = 200 << 10  # bytes for the tiles that are on their way: reading from L2 takes so long that many have to be
+INPUTS, MOST_OUTPUTS, WARPS = 1024, 16, 8  # of a tile without tensor cores
+NUMBERS = 32 << 10  # of such a tile's products at most, so that they fit into registers
+PROGRAMS = 128  # at least, one for most multiprocessors; few enough that all start, and prefetch, at once
 
 
 @triton.jit
-def part(x, at, inside, I: tl.constexpr, GATE: tl.constexpr):
-    """A part of a row of x, or of the gated product of its two halves."""
-    value = tl.load(x + at, mask=inside, other=0.0)
-    if GATE != "none":
-        gate, up = value.to(tl.float32), tl.load(x + at + I, mask=inside, other=0.0).to(tl.float32)
-        if GATE == "silu":
-            gate *= tl.sigmoid(gate)
-        value = (gate * up).to(value.dtype)  # rounded as on the path for many rows
-    return value.to(tl.float32)
+def gated(gate, up, dtype: tl.constexpr, GATE: tl.constexpr):
+    """The gated product of two sums, both rounded as in memory."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if GATE == "silu":
+        gate *= tl.sigmoid(gate)
+    return gate * up
+
+
+@triton.jit
+def prefetch_rows(weight, first, O, I: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
+    """Start to load the rows of a tile, in each part of the weight."""
+    for part in tl.static_range(PARTS):
+        size = tl.minimum(OUTPUTS, O - first) * I
+        prefetch(weight, (first + part * O).to(tl.int64) * I, size, OUTPUTS * I, OVERLAP)
 
 
 @triton.jit(do_not_specialize=["O"])
 def linear_rows(
-    x,  # [ROWS,I], or [ROWS,2·I] with a gate
-    weight,  # [O,I]
-    bias,  # [O]
+    x,  # [ROWS,I]
+    weight,  # [O,I], or [2·O,I] with a gate
+    bias,  # [O]; None with a gate
     y,  # [ROWS,O]
-    x_row,
     O,
     I: tl.constexpr,
     ROWS: tl.constexpr,
@@ -55,96 +62,114 @@ def linear_rows(
     INPUTS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    PARTS: tl.constexpr = 1 if GATE == "none" else 2
     first_output = tl.program_id(0) * OUTPUTS
     n = first_output + tl.arange(0, OUTPUTS)
-    rows_of_weight = tl.minimum(OUTPUTS, O - first_output)
-    prefetch(weight, first_output.to(tl.int64) * I, rows_of_weight * I, OUTPUTS * I, OVERLAP)
+    prefetch_rows(weight, first_output, O, I, OUTPUTS, PARTS, OVERLAP)
     wait(OVERLAP)
     sums = ()
-    for _ in tl.static_range(ROWS):
+    for _ in tl.static_range(ROWS * PARTS):
         sums = sums + (tl.zeros([OUTPUTS, INPUTS], tl.float32),)
     for first in tl.static_range(0, I, INPUTS):
         k = first + tl.arange(0, INPUTS)
         inside = (n < O)[:, None] & (k < I)[None, :]
-        w = tl.load(weight + n[:, None].to(tl.int64) * I + k[None, :], mask=inside, other=0.0).to(tl.float32)
         longer = ()
-        for m in tl.static_range(ROWS):
-            longer = longer + (sums[m] + w * part(x, m * x_row + k, k < I, I, GATE)[None, :],)
+        for part in tl.static_range(PARTS):
+            at = (n + part * O)[:, None].to(tl.int64) * I + k[None, :]
+            w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+            for m in tl.static_range(ROWS):
+                u = tl.load(x + m * I + k, mask=k < I, other=0.0).to(tl.float32)
+                longer = longer + (sums[part * ROWS + m] + w * u[None, :],)
         sums = longer
     added = tl.zeros([OUTPUTS], tl.float32)
     if bias is not None:
         added = tl.load(bias + n, mask=n < O, other=0.0).to(tl.float32)
     for m in tl.static_range(ROWS):
-        tl.store(y + m * O + n, (tl.sum(sums[m], 1) + added).to(y.dtype.element_ty), mask=n < O)
+        total = tl.sum(sums[m], 1) + added
+        if PARTS == 2:
+            total = gated(total, tl.sum(sums[ROWS + m], 1), y.dtype.element_ty, GATE)
+        tl.store(y + m * O + n, total.to(y.dtype.element_ty), mask=n < O)
 
 
 @triton.jit(do_not_specialize=["M", "O"])
 def linear_tile(
     x,  # [M,I]
-    weight,  # [O,I]
-    bias,  # [O]
+    weight,  # [O,I], or [2·O,I] with a gate
+    bias,  # [O]; None with a gate
     y,  # [M,O]
     M,
     O,
     I: tl.constexpr,
     ROWS: tl.constexpr,
+    GATE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INNER: tl.constexpr,
     DTYPE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
+    PARTS: tl.constexpr = 1 if GATE == "none" else 2
     first = tl.program_id(0) * OUTPUTS
-    prefetch(weight, first.to(tl.int64) * I, tl.minimum(OUTPUTS, O - first) * I, OUTPUTS * I, OVERLAP)
+    prefetch_rows(weight, first, O, I, OUTPUTS, PARTS, OVERLAP)
     wait(OVERLAP)
     m, n, k = tl.arange(0, ROWS)[:, None], first + tl.arange(0, OUTPUTS), tl.arange(0, INNER)
     of_x, of_weight = x + m * I + k[None, :], weight + n[None, :].to(tl.int64) * I + k[:, None]
     sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
+    of_up = of_weight + O.to(tl.int64) * I
+    ups = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in tl.range(0, I, INNER):
-        inside = start + k < I
+        inside = k < INNER if I % INNER == 0 else start + k < I
         left = tl.load(of_x + start, mask=(m < M) & inside[None, :], other=0.0).to(DTYPE)
-        right = tl.load(of_weight + start, mask=inside[:, None] & (n < O)[None, :], other=0.0).to(DTYPE)
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+        exists = inside[:, None] & (n < O)[None, :]
+        sums = tl.dot(left, tl.load(of_weight + start, mask=exists, other=0.0).to(DTYPE), sums, input_precision="ieee")
+        if PARTS == 2:
+            ups = tl.dot(left, tl.load(of_up + start, mask=exists, other=0.0).to(DTYPE), ups, input_precision="ieee")
     if bias is not None:
         sums += tl.load(bias + n, mask=n < O, other=0.0).to(tl.float32)[None, :]
+    if PARTS == 2:
+        sums = gated(sums, ups, y.dtype.element_ty, GATE)
     tl.store(y + m.to(tl.int64) * O + n[None, :], sums.to(y.dtype.element_ty), mask=(m < M) & (n < O)[None, :])
 
 
 class Arguments(NamedTuple):
-    x: Tensor  # […,I], or […,2·I]: the gate and what it multiplies
-    weight: Tensor  # [O,I]
-    bias: Tensor | None  # [O]
-    gate: str  # activation of the gate, or none; of at most `ROWS` rows
+    x: Tensor  # […,I]
+    weight: Tensor  # [O,I], or [2·O,I]: the gate and what it multiplies
+    bias: Tensor | None  # [O]; None with a gate
+    gate: str  # activation of the gate, or none
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
-    return (new(args.x, *args.x.shape[:-1], args.weight.shape[0]),)
+    return (new(args.x, *args.x.shape[:-1], len(args.weight) // (1 if args.gate == "none" else 2)),)
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
     x, weight, bias, gate = args
-    (O, I), (y,), rows = weight.shape, _empty(args), x.numel() // x.shape[-1]
+    (parts, I), (y,), rows = weight.shape, _empty(args), x.numel() // x.shape[-1]
+    O, tensors = y.shape[-1], (x, weight, bias, y)
+    constants: dict[str, Any] = {"I": I, "GATE": gate, "overlap": True}
     if rows > ROWS:
-        columns = NARROW if O <= FEW_OUTPUTS else WIDE
+        columns = NARROW if parts <= FEW_OUTPUTS else WIDE
         # the interpreter gets bf16 arithmetic wrong
         dtype = tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
-        constants = {"I": I, "ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER, "DTYPE": dtype}
-        tensors = (x, weight, bias, y)
-        enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants, stages=STAGES, overlap=True)
+        stages = min(MOST_STAGES, SHARED // ((MOST_ROWS + columns) * INNER * x.element_size()))
+        columns = columns * O // parts
+        constants |= {"ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER, "DTYPE": dtype, "stages": stages}
+        enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants)
         return (y,)
-    sizes = {"ROWS": rows, "OUTPUTS": OUTPUTS, "INPUTS": min(INPUTS, next_power_of_2(I))}
-    warps = 4 if I <= INPUTS else 8
-    programs = cdiv(O, OUTPUTS)
-    enqueue(
-        linear_rows, programs, x, weight, bias, y, x.shape[-1], O, I=I, GATE=gate, **sizes, warps=warps, overlap=True
-    )
+    outputs = min(MOST_OUTPUTS, parts // PROGRAMS, NUMBERS // (rows * max(I, INPUTS))) * O // parts
+    outputs = 1 << max(outputs, 1).bit_length() - 1
+    constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": min(INPUTS, next_power_of_2(I)), "warps": WARPS}
+    enqueue(linear_rows, cdiv(O, outputs), *tensors, O, **constants)
     return (y,)
 
 
 linear_few = register("linear_few", _compute, None, _empty)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, gate: str = "none") -> Tensor:
-    """y […,O]; with a gate, x holds its input and what it multiplies side by side, of at most `ROWS` rows."""
-    if x.numel() > ROWS * x.shape[-1] and capability(x.device) != HOPPER:
-        return tiles.linear(x, weight, bias)
-    return linear_few(x.contiguous(), weight.contiguous(), bias, gate)
+def serves(x: Tensor) -> bool:
+    """Return whether these kernels are made for a device and a number of rows: the tiles are for Hopper."""
+    return x.numel() <= ROWS * x.shape[-1] or capability(x.device) == HOPPER
+
+
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """y […,O]; see `linear`."""
+    return linear_few(x.contiguous(), weight.contiguous(), bias, "none") if serves(x) else tiles.linear(x, weight, bias)

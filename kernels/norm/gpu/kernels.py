@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ...gpu.overlap import wait
+from ...gpu.overlap import prefetch, wait
 from ...gpu.rows import load
 from ...gpu.tiles import sigmoid
 
@@ -43,9 +43,14 @@ def forward(
     ACTIVATION: tl.constexpr,  # of the gate: silu or sigmoid
     OVERLAP: tl.constexpr,
 ):
+    if weight is not None:
+        prefetch(weight, 0, D, D, OVERLAP)
     wait(OVERLAP)
     outer, within, dense, inside = tile_of(tl.program_id(0) * ROWS, rows, INNER, D, ROWS, BLOCK)
     u = load(x, outer * x_outer + within, inside)
+    if weight is not None:  # its latency is that of x
+        c = tl.arange(0, BLOCK)
+        scale = load(weight, c, c < D)[None, :]
     if added is not None:
         both = (u + load(added, dense, inside)).to(total.dtype.element_ty)
         tl.store(total + dense, both, mask=inside)
@@ -57,8 +62,7 @@ def forward(
         u *= opened
     h = u * inverse_root(u, eps, D)
     if weight is not None:
-        c = tl.arange(0, BLOCK)
-        h *= load(weight, c, c < D)[None, :]
+        h *= scale
     if GATE == "last":
         h *= opened
     tl.store(y + dense, h.to(y.dtype.element_ty), mask=inside)

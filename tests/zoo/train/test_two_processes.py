@@ -30,6 +30,7 @@ from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
 from zoo.lm import Uniform
+from zoo.lm.classifier import Classifier
 from zoo.train import shards
 from zoo.train.callbacks import step_times
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
@@ -146,17 +147,59 @@ def train_corrupted(folder: Path, rank: int) -> None:
     torch.save({"skipped": guard.skipped, "weights": module.model.state_dict()}, folder / f"rank-{rank}.pt")
 
 
+class Memory(L.Callback):
+    """Notes whether the model is in DDP, and whether gradients are averaged where the backward pass wrote them."""
+
+    def __init__(self) -> None:
+        self.wrapped, self.in_place, self._gradients = set[bool](), set[bool](), list[int]()
+
+    def on_after_backward(self, trainer, pl_module):
+        self._gradients = self.of(pl_module)
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.wrapped.add(trainer.strategy.model is not pl_module)
+        self.in_place.add(self.of(pl_module) == self._gradients)
+
+    def of(self, module: torch.nn.Module) -> list[int]:
+        return [parameter.grad.data_ptr() for parameter in module.parameters()]
+
+
 def train_captured(folder: Path, rank: int) -> None:
     """The same run in eager steps and in captured ones; in both a gradient of one process is NaN at a step."""
     recorder = Repeated()
     for name, callbacks in (("eager", []), ("captured", [CapturedSteps(recorder)])):
-        module, guard = pretraining(learning_rate=2**-6), LossGuard()
-        each = [guard, *callbacks, *([Corrupts()] if rank == 1 else [])]
+        module, guard, memory = pretraining(learning_rate=2**-6), LossGuard(), Memory()
+        each = [guard, memory, *callbacks, *([Corrupts()] if rank == 1 else [])]
         trainer(folder / name, each, strategy="ddp", devices=2, **OPTIONS).fit(
             module, Share(rank, 2), validation_loader()
         )
         saved = {"skipped": guard.skipped, "parts": recorder.recorded, "weights": module.model.state_dict()}
-        torch.save(saved, folder / f"{name}-{rank}.pt")
+        torch.save(saved | {"memory": (memory.wrapped, memory.in_place)}, folder / f"{name}-{rank}.pt")
+
+
+class TwoDocuments:
+    """Rows of two documents; those of the processes differ."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __iter__(self) -> Iterator[Batch]:
+        for number in range(len(self)):
+            tokens, labels, *_ = batch(2 * number + self.rank)
+            yield Batch(tokens[:1], labels[:1], torch.tensor([0, 5, tokens.shape[1]]))
+
+
+def train_classifier(folder: Path, rank: int) -> None:
+    """A run whose steps are not captured only because of its batches."""
+    module, recorder = pretraining(learning_rate=2**-6), Repeated()
+    module.model.head = Classifier(8, VOCAB)
+    run = trainer(folder, [CapturedSteps(recorder)], max_steps=STEPS, strategy="ddp", devices=2)
+    run.fit(module, TwoDocuments(rank))
+    saved = {"parts": recorder.recorded, "weights": module.model.state_dict()}
+    torch.save(saved, folder / f"classifier-{rank}.pt")
 
 
 def refuse_at_start(folder: Path, rank: int) -> None:
@@ -404,6 +447,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
             train(Path(folder, f"late-{late}"), rank, 2, *([Late(rank, clock)] if rank == late else []))
     train_corrupted(Path(folder, "corrupted"), rank)
     train_captured(Path(folder), rank)
+    train_classifier(Path(folder), rank)
     refuse_at_start(Path(folder), rank)
     train_sharing(Path(folder, "sharing"), rank)
     refuse(Path(folder), rank)
@@ -467,6 +511,7 @@ def test_captured_steps_average_the_gradients(found: Path) -> None:
     assert [run["skipped"] for run in runs] == [1] * 4
     # two passes for each of two batches, exchange, norm, clipping, validation; PyTorch's AdamW is not captured on a CPU
     assert [run["parts"] for run in runs] == [0, 0, 8, 8]
+    assert [run["memory"] for run in runs[2:]] == [({False}, {True})] * 2
     for run in runs[1:]:
         for name, weight in runs[0]["weights"].items():
             assert torch.equal(weight, run["weights"][name]), name
@@ -474,6 +519,13 @@ def test_captured_steps_average_the_gradients(found: Path) -> None:
     keys = ("train_loss", "gradient_norm", "val_loss")
     losses, captured = ([[row.get(key) for key in keys] for row in each] for each in rows)
     assert repr(losses) == repr(captured)
+
+
+def test_eager_steps_average_the_gradients_after_all(found: Path) -> None:
+    first, second = (torch.load(found / f"classifier-{rank}.pt") for rank in range(2))
+    assert [run["parts"] for run in (first, second)] == [0, 0]
+    for name, weight in first["weights"].items():
+        assert torch.equal(weight, second["weights"][name]), name
 
 
 @pytest.mark.parametrize("case", ["rows", "packed"])

@@ -3,7 +3,6 @@
 import gc
 import logging
 import os
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -55,7 +54,6 @@ class CapturedSteps(Callback):
 
     def __init__(self, recorder: Recording | None = None, *, automatic: bool = False) -> None:
         self._recorder, self._automatic = recorder, automatic
-        self._entered = ExitStack()
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:
         """Set up the capture, unless this run cannot be captured."""
@@ -84,7 +82,8 @@ class CapturedSteps(Callback):
         parameters = list(pl_module.model.parameters())
         average = None
         if trainer.world_size > 1:
-            self._entered.enter_context(trainer.strategy.model.no_sync())
+            # without DDP, whose buckets need memory, and whose nodes of autograd are on a stream of their own
+            trainer.strategy.model = pl_module
             average = GradientAverage()
         captured = CapturedStep(losses, parameters, recorder, average, pl_module.sharing, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
@@ -102,6 +101,8 @@ class CapturedSteps(Callback):
             return
         if batch.cu_seqlens is not None and isinstance(getattr(pl_module.model, "head", None), Classifier):
             self.teardown(trainer, pl_module)
+            if trainer.world_size > 1:
+                trainer.strategy.configure_ddp()
             log.warning("cuda_graph: the training step runs eagerly: the number of labels is that of packed sequences")
             return
         first = batch_idx % trainer.accumulate_grad_batches == 0
@@ -109,7 +110,6 @@ class CapturedSteps(Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: Any, stage: str = "fit") -> None:
         """Drop the graphs and their memory."""
-        self._entered.close()
         if pl_module.captured is None:
             return
         pl_module.captured = pl_module.captured_scores = None
