@@ -170,34 +170,44 @@ class ContextParallel:
             self.put([last], self.rank + 1)
         return outputs
 
-    def before(self, streams: Sequence[Tensor], size: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    def before(
+        self, streams: Sequence[Tensor], size: int | None, *, own_gradients: bool = False
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Exchange the last tokens of streams [B,T,…]; those of one dtype in one message.
+
+        Args:
+            streams: The streams.
+            size: Number of tokens; None for all earlier tokens of the sequence or document that the part continues.
+            own_gradients: Whether nothing else reads the gradients of the results, as those that a convolution
+                computes. Those of the last tokens are then added in place, which saves a copy.
 
         Returns:
             The streams, to be used in place of the arguments, and for each its last `size` tokens before this part
-            [B,n,…]; n is smaller where the row has fewer. Some of them may belong to other documents. None instead of a
-            size stands for all earlier tokens of the sequence or document that the part continues.
+            [B,n,…]; n is smaller where the row has fewer. Some of them may belong to other documents.
         """
         here, earlier = list(streams), list(streams)
         for dtype in dict.fromkeys(x.dtype for x in streams):
             places = [i for i, x in enumerate(streams) if x.dtype == dtype]
-            for i, new, old in zip(places, *self._before([streams[i] for i in places], size), strict=True):
+            exchanged = self._before([streams[i] for i in places], size, own_gradients)
+            for i, new, old in zip(places, *exchanged, strict=True):
                 here[i], earlier[i] = new, old
         return here, earlier
 
-    def _before(self, streams: list[Tensor], size: int | None) -> tuple[list[Tensor], list[Tensor]]:
+    def _before(
+        self, streams: list[Tensor], size: int | None, own_gradients: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """`before` for streams of one dtype."""
         count, sent = self._earlier(self.rank, size), self._earlier(self.rank + 1, size)
         length = streams[0].shape[1]
         earlier = [x[:, :0] for x in streams]
         if sent and sent <= length:  # first, as the next part does not need those of the part before
-            streams = list(_HandOnTails.apply(self, sent, *streams))
+            streams = list(_HandOnTails.apply(self, sent, own_gradients, *streams))
         if count:
             like = [x.new_empty(1).expand(x.shape[0], count, *x.shape[2:]) for x in streams]
             earlier = list(_Receive.apply(self, like, *streams))
         if sent > length:
             both = [torch.cat(pair, 1) for pair in zip(earlier, streams, strict=True)]
-            both = list(_HandOnTails.apply(self, sent, *both))
+            both = list(_HandOnTails.apply(self, sent, own_gradients, *both))
             earlier, streams = [x[:, :count] for x in both], [x[:, count:] for x in both]
         return streams, earlier
 
@@ -211,14 +221,16 @@ class ContextParallel:
         self._documents.forbid_graphs("full attention with context_parallel sends as many tokens as documents have")
         return _offset(self._documents, start)
 
-    def histories(self, streams: Sequence[Tensor], sizes: Sequence[int]) -> tuple[list[Tensor], list[Tensor | None]]:
+    def histories(
+        self, streams: Sequence[Tensor], sizes: Sequence[int], *, own_gradients: bool = False
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Exchange the inputs [B,T,C] of convolutions that read so many earlier tokens each, as `before` does.
 
         Returns:
             The streams, and the tokens before each sequence or document [N,size,C], with zeros where there are none;
             None for the first part.
         """
-        here, earlier = self.before(streams, max(sizes))
+        here, earlier = self.before(streams, max(sizes), own_gradients=own_gradients)
         if not self.rank:
             return here, [None for _ in here]
         others = 0
@@ -395,19 +407,23 @@ class _HandOnTails(torch.autograd.Function):
     """Streams [B,T,…] unchanged; their last tokens are sent to the next part, whose gradients come back from there."""
 
     @staticmethod
-    def forward(ctx: Any, parallel: ContextParallel, size: int, *streams: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, parallel: ContextParallel, size: int, own_gradients: bool, *streams: Tensor
+    ) -> tuple[Tensor, ...]:
         tails = [x[:, x.shape[1] - size :] for x in streams]
         ctx.parallel, ctx.like = parallel, [x.new_empty(1).expand(x.shape) for x in tails]
+        ctx.own_gradients = own_gradients
         parallel.put(tails, parallel.rank + 1)
         return tuple(x.view_as(x) for x in streams)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         tails = ctx.parallel.get(ctx.like, ctx.parallel.rank + 1)
-        cut = gradients[0].shape[1] - tails[0].shape[1]
-        # a copy, since a gradient may be used elsewhere, too
-        sums = [torch.cat([x[:, :cut], x[:, cut:] + tail], 1) for x, tail in zip(gradients, tails, strict=True)]
-        return None, None, *sums
+        if not ctx.own_gradients:
+            gradients = tuple(x.clone() for x in gradients)
+        for x, tail in zip(gradients, tails, strict=True):
+            x[:, x.shape[1] - tail.shape[1] :] += tail
+        return None, None, None, *gradients
 
 
 class _Exchange(AbstractContextManager[None]):

@@ -170,7 +170,7 @@ def _continue_parts(
             streams[i] = kernels.head_linear(x, product).view(*x.shape[:2], paths[i].heads, -1)
     if places:
         taps = [paths[i].spec.conv - 1 for i in places]
-        exchanged = context_parallel.histories([streams[i].flatten(2) for i in places], taps)
+        exchanged = context_parallel.histories([streams[i].flatten(2) for i in places], taps, own_gradients=True)
         for i, x, history in zip(places, *exchanged, strict=True):
             streams[i], histories[i] = x.view(streams[i].shape), history
 
