@@ -415,6 +415,22 @@ def test_messages_of_a_failed_capture_are_dropped(alone: ContextParallel, monkey
     assert message.waits == 0
 
 
+def test_a_gradient_that_something_else_reads_stays(alone: ContextParallel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum passes one tensor on as the gradient of both terms."""
+    monkeypatch.setattr(ContextParallel, "put", lambda *_: None)
+    monkeypatch.setattr(ContextParallel, "get", lambda _, like, __: [torch.ones(x.shape) for x in like])
+    alone.count = 2
+    x, other, dy = (
+        torch.randn(1, 4, 3, requires_grad=True),
+        torch.randn(1, 4, 3, requires_grad=True),
+        torch.randn(1, 4, 3),
+    )
+    (here,), _ = alone.of(8).before([x], 1)
+    of_x, of_other = torch.autograd.grad(other + here, [x, other], dy)
+    assert torch.equal(of_other, dy)
+    assert torch.equal(of_x, dy + torch.tensor([0.0, 0, 0, 1]).view(1, 4, 1))
+
+
 def test_the_signature_says_who_works_on_parts() -> None:
     class Whole(mixers.GLA):
         def forward(self, x, state=None, *, cu_seqlens=None):
