@@ -20,7 +20,6 @@ from ...features.gpu.kernels import activate, normalise
 from ...features.gpu.op import strided
 from ...features.gpu.token import own_history
 from ...features.stages import EPS
-from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec
 from ...gpu.overlap import prefetch, wait
 from ...gpu.paths import note
@@ -33,7 +32,6 @@ from .select import WHOLE_TOKEN
 
 PER_WARP, MOST_WARPS = 2048, 16  # elements of the state
 REGISTERS = 128  # of a thread, so that two programs of eight warps fit on a multiprocessor
-RESIDENT_WARPS = 16  # of a multiprocessor, with these registers
 
 
 @triton.jit
@@ -99,7 +97,7 @@ def keep(window, history, row, h, STREAM: tl.constexpr):
     tl.store(history + at, both.to(history.dtype.element_ty), mask=exists & (j > 0))
 
 
-@triton.jit(do_not_specialize=["a_row", "b_row", "resident"])
+@triton.jit(do_not_specialize=["a_row", "b_row"])
 def advance_token(
     q,  # [B,H·K], with any stride of rows, as k and v
     q_weight,  # [H·K,1,W]
@@ -128,7 +126,6 @@ def advance_token(
     a_row,
     b_row,
     gate_row,
-    resident,
     largest,
     scale,
     eps,
@@ -147,8 +144,6 @@ def advance_token(
     row, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
     head = row * H + h
     prefetch(state, head * (K * V), K * V, K * V, OVERLAP)
-    if head + resident < tl.num_programs(0):  # the program that takes the place of this one
-        prefetch(state, (head + resident) * (K * V), K * V, K * V, OVERLAP)
     prefetch_head(q_weight, q_history, row, h, Q, OVERLAP)
     prefetch_head(k_weight, k_history, row, h, KEY, OVERLAP)
     prefetch_head(v_weight, v_history, row, h, VALUE, OVERLAP)
@@ -198,7 +193,6 @@ def advance_token(
 
 @lru_cache(maxsize=1024)
 def launch(
-    device: torch.device,
     streams: tuple[tuple[Any, ...], ...],
     rows: int,
     H: int,
@@ -211,8 +205,7 @@ def launch(
     constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
     constants |= {"H": H, "GATE_FIRST": gate_first, "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
-    resident = multiprocessors(device) * max(1, RESIDENT_WARPS // warps)
-    numbers = (*strides, resident, *factors)
+    numbers = (*strides, *factors)
     return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True, registers=REGISTERS)
 
 
@@ -248,6 +241,6 @@ def forward(
     A_log, dt_bias, bias, weight = parameters
     y = new(v, *v.shape)
     factors = (float(gates.largest), float(scale), float(norm.eps))
-    queue = launch(v.device, tuple(about), B, H, norm.gate_first, (*strides, a_row, b_row, gate_row), *factors)
+    queue = launch(tuple(about), B, H, norm.gate_first, (*strides, a_row, b_row, gate_row), *factors)
     queue(*tensors, a, A_log, dt_bias, b, bias, gate, weight, state, y)
     return y, histories, state

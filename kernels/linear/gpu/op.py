@@ -26,8 +26,8 @@ INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many 
 NARROW, WIDE = 16, 64  # outputs of such a tile: with wide ones x is read less often, narrow ones make more programs
 FEW_OUTPUTS = 2048  # up to which tiles are narrow
 SHARED = 200 << 10  # bytes for the tiles that are on their way: reading from L2 takes so long that many have to be
-INPUTS, MOST_OUTPUTS, WARPS = 1024, 16, 8  # of a tile without tensor cores
-NUMBERS = 32 << 10  # of such a tile's products at most, so that they fit into registers
+INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
+NUMBERS = 16 << 10  # of such a tile's products at most, so that they fit into registers
 PROGRAMS = 128  # at least, one for most multiprocessors; few enough that all start, and prefetch, at once
 
 
