@@ -254,7 +254,7 @@ def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pyte
 def test_segments_of_documents(documents: list[int], gate: str, state: bool, monkeypatch: pytest.MonkeyPatch):
     # as where a few long documents would leave a device idle
     monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 6)
-    monkeypatch.setattr(gpu_plan, "FEWEST_SEGMENTS", 2)
+    monkeypatch.setattr(gpu_plan, "FEWEST_OF_LONGEST", 2)
     cuts, combine = [], gpu_plan.DeltaRule.combine
     monkeypatch.setattr(gpu_plan.DeltaRule, "combine", lambda to, *passed: cuts.append(to.cut) or combine(to, *passed))
     a = small(documents[-1], K=24, V=20, gate=gate, decay="mixed", documents=documents, state=state, R=2)

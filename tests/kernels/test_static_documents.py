@@ -52,7 +52,7 @@ def poison() -> Iterator[None]:
 def cut_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut documents of more than one chunk (delta rule) or two (linear recurrence), as if a device were idle."""
     monkeypatch.setattr(delta_plan, "segments", lambda *_: 4)
-    monkeypatch.setattr(delta_plan, "FEWEST_SEGMENTS", 2)
+    monkeypatch.setattr(delta_plan, "FEWEST_OF_LONGEST", 2)
     for module in (linear_plan, multi_pass):
         monkeypatch.setattr(module, "BLOCK", 128)
     monkeypatch.setattr(linear_plan, "RESIDENT", 1000)

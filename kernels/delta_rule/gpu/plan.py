@@ -24,6 +24,7 @@ from .sequential_pass_long import long_backward, long_forward
 
 THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
+FEWEST_OF_LONGEST = 3  # segments of the longest packed document for which it is cut
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 INTERPRETED = triton.knobs.runtime.interpret
 
@@ -74,7 +75,7 @@ class DeltaRule(Plan):
     def place(self, packed: Documents | None) -> None:
         """Cut the sequences into segments; packed documents only if one of them is long."""
         segment = self.segment
-        if packed and not packed.reaches(cdiv(FEWEST_SEGMENTS * segment * CHUNK, self.steps)):
+        if packed and not packed.reaches(cdiv(FEWEST_OF_LONGEST * segment * CHUNK, self.steps)):
             segment = -(-self.rows // CHUNK)  # cutting the longest would not finish it much sooner
         self.layout = layout(packed, self.B, self.rows, CHUNK, CHUNK, segment * CHUNK, self.device, self.steps)
         self.cut, self.ends = self.layout.cut, self.layout.ends

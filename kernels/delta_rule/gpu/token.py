@@ -30,8 +30,7 @@ from ...norm.gpu.op import strided as heads_of_rows
 from ..token import padded
 from .select import WHOLE_TOKEN
 
-PER_WARP, MOST_WARPS = 2048, 16  # elements of the state
-REGISTERS = 128  # of a thread, so that two programs of eight warps fit on a multiprocessor
+PER_WARP, MOST_WARPS = 4096, 16  # elements of the state: few warps, as threads with many elements wait less for others
 
 
 @triton.jit
@@ -206,7 +205,7 @@ def launch(
     constants |= {"H": H, "GATE_FIRST": gate_first, "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
     numbers = (*strides, *factors)
-    return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True, registers=REGISTERS)
+    return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True)
 
 
 def forward(

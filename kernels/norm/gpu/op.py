@@ -10,6 +10,7 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
 from ...core.recompute import remake
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
+from ...gpu.overlap import MOST_PROGRAMS
 from ...gpu.reductions import add_parts
 from ...gpu.rows import walkers
 from .. import dtype_of
@@ -53,7 +54,8 @@ def launch(
     fixed |= {"GATE": gate, "ACTIVATION": activation}
     fixed["warps"] = max(1, min(tile * block // PER_WARP, MOST_WARPS))
     if device is None:
-        return LaunchSpec(kernels.forward, cdiv(rows, tile), rows, *numbers, **fixed, overlap=True)
+        programs = cdiv(rows, tile)
+        return LaunchSpec(kernels.forward, programs, rows, *numbers, **fixed, overlap=programs <= MOST_PROGRAMS)
     ahead = gate == "none" and size <= LONGEST_AHEAD  # loads tiles before it needs them
     resident = PROGRAMS_AHEAD if ahead else PROGRAMS if gate == "none" else PROGRAMS_GATED
     programs = walkers(rows, tile, device, resident)
