@@ -97,7 +97,7 @@ def enqueue(
     warps: int = 4,
     stages: int | None = None,
     registers: int | None = None,
-    overlap: int = False,  # int, so that callers can unpack dictionaries of numbers
+    overlap: int | None = None,  # int, so that callers can unpack dictionaries of numbers
     **constants: Any,
 ) -> CompiledLaunch | None:
     """Launch a kernel on the current stream of the device of its first tensor.
@@ -110,7 +110,8 @@ def enqueue(
         stages: Stages of software pipelining; None for Triton's default.
         registers: Most registers of a thread; None for what the compiler takes.
         overlap: Whether the kernel may start before the one in front of it has finished, as `overlap.py` explains.
-            Its constant OVERLAP is set here: whether the device supports this.
+            Its constant OVERLAP is set here: whether it does, as only some devices support this. None for a kernel
+            without this constant.
         constants: The remaining constants by name.
 
     Returns:
@@ -137,11 +138,11 @@ def enqueue(
 
 
 def _named_for_triton(
-    x: Tensor, constants: dict[str, Any], warps: int, stages: int | None, registers: int | None, overlap: int
+    x: Tensor, constants: dict[str, Any], warps: int, stages: int | None, registers: int | None, overlap: int | None
 ) -> dict[str, Any]:
     """The constants of a kernel and Triton's options, for the device of x."""
-    if overlap:
-        possible = overlaps(x.device)
+    if overlap is not None:
+        possible = bool(overlap) and overlaps(x.device)
         constants = {**constants, "OVERLAP": possible, **({"launch_pdl": True} if possible else {})}
     options = {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
     return {**constants, **{name: value for name, value in options.items() if value is not None}}
@@ -171,7 +172,7 @@ class LaunchSpec:
         warps: int = 4,
         stages: int | None = None,
         registers: int | None = None,
-        overlap: int = False,
+        overlap: int | None = None,
         checked: bool = False,
         **constants: Any,
     ):

@@ -77,10 +77,18 @@ def test_gates(gate: str, weight: bool, eps: float):
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("shape", [(5,), (1, 2), (3, 64), (2, 5, 3, 24), (300, 128), (3, 2, 2050), (1, 8192)])
+@pytest.mark.parametrize(
+    "shape", [(5,), (1, 2), (3, 64), (2, 5, 3, 24), (300, 128), (130, 1025), (3, 2, 2050), (1, 8192)]
+)
 def test_shapes(shape: tuple[int, ...]):
-    # 300 rows are more than all programs take at once
+    # 300 rows are more than all programs take at once, and 130 long ones so many programs that none starts early
     agree(inputs(*shape))
+
+
+def test_only_short_kernels_start_early():
+    few, many = (gpu_op.launch(None, rows, 1, 1024, "none", "silu", 1024, 0, 1e-5) for rows in (64, 4096))
+    assert few.overlap
+    assert not many.overlap
 
 
 @interpreted

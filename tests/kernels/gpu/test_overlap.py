@@ -32,19 +32,20 @@ def add_neighbour(x, y, size, BLOCK: tl.constexpr, ROUNDS: tl.constexpr, OVERLAP
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("prepared", [False, True])
-def test_a_chain_of_launches(prepared: bool, place: str):
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_chain_of_launches(overlap: bool, prepared: bool, place: str):
     """Each reads what programs of the one before wrote, and overwrites what the one before that read."""
     size = SIZE if place == "cuda" else 2 * BLOCK
     x = [torch.arange(size, device=place).remainder(64).float(), torch.full((size,), torch.nan, device=place)]
     expected = x[0].clone()
     constants = {"BLOCK": BLOCK, "ROUNDS": 4}
-    spec = LaunchSpec(add_neighbour, size // BLOCK, size, overlap=True, **constants)
+    spec = LaunchSpec(add_neighbour, size // BLOCK, size, overlap=overlap, **constants)
     for i in range(12):
         tensors = (x[i % 2], x[1 - i % 2])
         if prepared:
             spec(*tensors)
         else:
-            enqueue(add_neighbour, size // BLOCK, *tensors, size, **constants, overlap=True)
+            enqueue(add_neighbour, size // BLOCK, *tensors, size, **constants, overlap=overlap)
         expected = expected + expected.roll(-1)
     assert torch.equal(x[0], expected)
 
