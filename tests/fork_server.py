@@ -157,6 +157,7 @@ def import_everything() -> None:
     import contextlib
     import io
 
+    import torch
     import torchmetrics  # noqa: F401
 
     import mixers
@@ -178,11 +179,12 @@ def import_everything() -> None:
     config = configs.read("gdn_h2.yaml")  # parsers are made once per process
     configs.to_dict(config)
     config.model.vocab_size = 512
-    with sys.modules["torch"].random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # by default it initialises CUDA, which a forked process cannot do again
         configs.from_config(config, "meta")
         for key in configs.GROUPS:
             if key != "model":
                 configs.instantiate(key, config)
+    assert not torch.cuda.is_initialized(), "an import initialises CUDA, so no forked process could use a GPU"
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ class Background:
     """
 
     def __init__(self) -> None:
-        on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+        on_gpu = torch.cuda.is_initialized()
         device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if on_gpu else (None, ())
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "background", *device)
         self._last: concurrent.futures.Future[None] | None = None
