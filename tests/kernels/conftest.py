@@ -5,6 +5,7 @@ import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -50,9 +51,13 @@ def _remembered() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     import triton.language as tl
     from triton.runtime import interpreter
 
+    semantic = type(interpreter.interpreter_semantic)
     make_block, make_tensor, numpy_dtype = tl.block_type.__init__, tl.tensor.__init__, interpreter._get_np_dtype
-    broadcast = type(interpreter.interpreter_semantic).broadcast_impl_value
+    broadcast, convert = semantic.broadcast_impl_value, semantic.binary_op_type_checking_impl
+    make_constant = semantic.scalar_constant
     blocks: dict[Any, dict[str, Any]] = {}
+    common: dict[tuple[int, int], Any] = {}
+    constants: dict[Any, Any] = {}
     sizes: dict[Any, Any] = {}
     shapes: dict[Any, tuple[Any, Any]] = {}
     dtypes: dict[str, Any] = {}
@@ -79,11 +84,39 @@ def _remembered() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
             dtypes[tt_dtype.name] = numpy_dtype(tt_dtype)
         return dtypes[tt_dtype.name]
 
-    def broadcast_unless_equal(self: Any, lhs: Any, rhs: Any) -> Any:
-        equal = lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape is rhs.type.shape
-        return (lhs, rhs) if equal else broadcast(self, lhs, rhs)
+    def widened(x: Any, shape: Any) -> Any:
+        if x.type.is_block() and x.type.shape is shape:
+            return x
+        data = np.empty(tuple(shape.values), x.handle.data.dtype)
+        data[...] = x.handle.data
+        return tl.tensor(interpreter.TensorHandle(data, x.handle.dtype.scalar), tl.block_type(x.dtype, shape))
 
-    yield type(interpreter.interpreter_semantic), "broadcast_impl_value", broadcast_unless_equal
+    def broadcast_to_common(self: Any, lhs: Any, rhs: Any) -> Any:
+        left, right = (x.type.shape if x.type.is_block() else None for x in (lhs, rhs))
+        if left is right:
+            return lhs, rhs
+        key = id(left), id(right)  # of shapes that `sizes` holds
+        if key not in common:
+            lhs, rhs = broadcast(self, lhs, rhs)
+            common[key] = lhs.type.shape
+            return lhs, rhs
+        return widened(lhs, common[key]), widened(rhs, common[key])
+
+    def convert_unless_equal(self: Any, lhs: Any, rhs: Any, *rules: Any) -> Any:
+        equal = isinstance(lhs, tl.tensor) and isinstance(rhs, tl.tensor) and lhs.dtype.name == rhs.dtype.name
+        if equal and lhs.dtype.name in ("fp32", "int32", "int64", "int1"):  # which no operation converts
+            return self.broadcast_impl_value(lhs, rhs)
+        return convert(self, lhs, rhs, *rules)
+
+    def constant(self: Any, value: Any, dtype: Any) -> Any:
+        key = type(value), value, dtype.name
+        if key not in constants:
+            constants[key] = make_constant(self, value, dtype)
+        return constants[key]
+
+    yield semantic, "broadcast_impl_value", broadcast_to_common
+    yield semantic, "binary_op_type_checking_impl", convert_unless_equal
+    yield semantic, "scalar_constant", constant
     yield tl.block_type, "__init__", block
     yield tl.tensor, "__init__", tensor
     yield interpreter, "_get_np_dtype", dtype_of

@@ -13,6 +13,7 @@ from tests.zoo.train.test_captured_step import Repeated
 
 MODEL = ["gated_deltanet.yaml", "model.hidden_size=32", "model.num_heads=1", "model.num_layers=2"]
 OPTIONS = {"model": MODEL, "document": 16, "rows": 3, "steps": 2, "device": "cpu"}
+FORKED = {"start_method": "forkserver"}
 WORK = speed.work
 
 
@@ -28,6 +29,9 @@ def test_cells_of_one_and_of_two_devices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr(speed, "work", work_repeated)
+    speed.mp.get_context("forkserver").set_forkserver_preload([__name__])  # imported once for both processes
+    start = speed.mp.start_processes
+    monkeypatch.setattr(speed.mp, "start_processes", lambda *args, **options: start(*args, **options | FORKED))
     file = tmp_path / "speed.csv"
     options = OPTIONS | {"file": str(file), "recomputed": [64], "layouts": ["packed"]}
     speed.context_parallel_speed(lengths=[64], modes=["captured", "eager"], **options)
