@@ -463,7 +463,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with runs: `one` of one process, `two`, `late-0` and `late-1` of two, of which the named one is late."""
     folder = tmp_path_factory.mktemp("processes")
     clock = SharedClock()  # held until the processes have started
-    context = mp.start_processes(work, (str(folder), clock), nprocs=2, start_method="spawn", join=False)
+    mp.get_context("forkserver").set_forkserver_preload([__name__])  # imported once for both processes
+    context = mp.start_processes(work, (str(folder), clock), nprocs=2, start_method="forkserver", join=False)
     train(folder / "one", 0, 1)
     while not context.join():
         pass
