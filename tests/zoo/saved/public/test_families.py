@@ -82,7 +82,7 @@ def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
     close(packed, torch.cat([theirs(model, tokens[:, :11]), theirs(model, tokens[:, 11:])], 1))
     if case != "fla mamba2":  # whose formula is transformers' model
         close(theirs(again, tokens), found)
-    close(decoded(ours, tokens, 11), found)
+    close(decoded(ours, tokens, 52), found)  # windows are full, and a chunk ends on the way
 
 
 @pytest.mark.slow
