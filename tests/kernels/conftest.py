@@ -19,6 +19,7 @@ def quick_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     It patches Triton's language again in each call of a device function, instead of once per launch, and checks each
     sum and product of integers for an overflow, while tensors are far too small for one. It writes the name of the type
     and wraps each number of the shape of every intermediate tensor, which are now computed once per type and shape.
+    Constants, and the common shape of two tensors, are also computed once; tensors of one type are not converted to it.
     """
     if not INTERPRETED:
         return
