@@ -177,8 +177,8 @@ def _attention(draw: Draw, size: int) -> Iterator[OpCall]:
     for variant, window in {"all tokens": None, "a window": 48}.items():
         inputs = {name: draw(*HEADED, size) for name in ("q", "k", "v")}
         yield OpCall("window_attention", variant, size, inputs, {"window_size": window})
-    inputs |= {"log_decay": F.logsigmoid(draw(*HEADED))}
-    yield OpCall("window_attention", "decays", size, inputs, kept=("log_decay",))
+    decayed = inputs | {"log_decay": F.logsigmoid(draw(*HEADED))}
+    yield OpCall("window_attention", "decays", size, decayed, kept=("log_decay",))
 
 
 def _streams(draw: Draw, size: int) -> Iterator[OpCall]:

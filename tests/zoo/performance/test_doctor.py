@@ -19,9 +19,10 @@ import kernels
 import mixers
 import zoo
 from kernels import UserError
+from kernels.core.deterministic import is_deterministic
 from kernels.gpu.launch_table import TABLE, LaunchConfig
 from zoo.performance.doctor import checks, workers
-from zoo.performance.doctor.checks import Finding, examine, examined, known_cases
+from zoo.performance.doctor.checks import Finding, examine, examined, known_cases, repeats
 from zoo.performance.doctor.machine import compiler, packages
 from zoo.performance.op_calls import cases, ops
 
@@ -113,6 +114,34 @@ def test_results_that_change_from_call_to_call(few_cases: None, monkeypatch: pyt
     (failure,) = zoo.doctor("cpu", verbose=False).failures
     assert (failure.subject, failure.check) == ("discretise (32)", "repeats")
     assert "output 2" in failure.says
+
+
+class Noise(torch.autograd.Function):
+    """x with noise in the output or in the gradient, in deterministic mode only if `always`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, where: str, always: bool) -> Tensor:
+        ctx.noisy = (always or not is_deterministic()) and where == "gradient"
+        return (
+            x * (1 + 1e-6 * torch.rand(())) if where == "output" and (always or not is_deterministic()) else x.clone()
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
+        return dx * (1 + 1e-6 * torch.rand(())) if ctx.noisy else dx, None, None
+
+
+@pytest.mark.parametrize(
+    ("where", "always", "status"),
+    [("gradient", False, "noted"), ("gradient", True, "failed"), ("output", False, "failed")],
+)
+def test_gradients_of_a_library_may_change(where: str, always: bool, status: str, monkeypatch: pytest.MonkeyPatch):
+    """They do in FlexAttention, unless PyTorch is deterministic."""
+    plant(monkeypatch, "window_attention", lambda run: lambda a: run(replace(a, q=Noise.apply(a.q, where, always))))
+    case = next(case for case in cases(32) if case.op == "window_attention")
+    finding = repeats(case, torch.device("cpu"))
+    assert finding.status == status
+    assert ("but not in deterministic mode" in finding.says) == (status == "noted")
 
 
 @pytest.mark.slow
