@@ -95,6 +95,15 @@ def test_a_gated_mlp_of_many_rows_or_with_gradients():
     assert torch.equal(y, kernels.gated_linear(F.linear(x, gate_up), down))
 
 
+@pytest.mark.parametrize("device", PLACES)
+@torch.no_grad()
+def test_empty_batches(device: str):
+    x, gate_up, down = mlp_inputs(0, 20, 12, device)
+    with kernels.backend("triton"):
+        assert kernels.linear(x, gate_up).shape == (0, 1, 24)
+        assert kernels.gated_mlp(x, gate_up, down).shape == (0, 1, 33)
+
+
 @pytest.mark.parametrize(("gpu", "launches"), [("A100", 0), ("H100", 2)])
 @torch.no_grad()
 def test_tiles_of_a_gated_mlp_are_for_hopper(gpu: str, launches: int):

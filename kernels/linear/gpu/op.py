@@ -25,10 +25,10 @@ ROWS = 2  # most rows without tensor cores
 INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many of these are on their way at most
 NARROW, WIDE = 16, 64  # outputs of such a tile: with wide ones x is read less often, narrow ones make more programs
 FEW_OUTPUTS = 2048  # up to which tiles are narrow
-SHARED = 200 << 10  # bytes for the tiles that are on their way: reading from L2 takes so long that many have to be
+SHARED = 200 << 10  # bytes of shared memory for the tiles that are on their way: many, to hide the latency of L2
 INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
-NUMBERS = 16 << 10  # of such a tile's products at most, so that they fit into registers
-PROGRAMS = 128  # at least, one for most multiprocessors; few enough that all start, and prefetch, at once
+NUMBERS = 16 << 10  # products that such a tile adds up at most, so that they fit into registers
+PROGRAMS = 128  # fewest programs, if there are as many outputs: one for most multiprocessors
 
 
 @triton.jit
@@ -137,26 +137,30 @@ class Arguments(NamedTuple):
     gate: str  # activation of the gate, or none
 
 
+def _parts(args: Arguments) -> int:
+    return 1 if args.gate == "none" else 2
+
+
 def _empty(args: Arguments) -> tuple[Tensor]:
-    return (new(args.x, *args.x.shape[:-1], len(args.weight) // (1 if args.gate == "none" else 2)),)
+    return (new(args.x, *args.x.shape[:-1], len(args.weight) // _parts(args)),)
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
     x, weight, bias, gate = args
-    (parts, I), (y,), rows = weight.shape, _empty(args), x.numel() // x.shape[-1]
+    (both, I), (y,), rows, parts = weight.shape, _empty(args), x.numel() // x.shape[-1], _parts(args)
     O, tensors = y.shape[-1], (x, weight, bias, y)
     constants: dict[str, Any] = {"I": I, "GATE": gate, "overlap": True}
     if rows > ROWS:
-        columns = NARROW if parts <= FEW_OUTPUTS else WIDE
+        columns = NARROW if both <= FEW_OUTPUTS else WIDE
         # the interpreter gets bf16 arithmetic wrong
         dtype = tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
         stages = min(MOST_STAGES, SHARED // ((MOST_ROWS + columns) * INNER * x.element_size()))
-        columns = columns * O // parts
+        columns //= parts
         constants |= {"ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER, "DTYPE": dtype, "stages": stages}
         enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants)
         return (y,)
-    outputs = min(MOST_OUTPUTS, parts // PROGRAMS, NUMBERS // (rows * max(I, INPUTS))) * O // parts
-    outputs = 1 << max(outputs, 1).bit_length() - 1
+    outputs = min(MOST_OUTPUTS, both // PROGRAMS, NUMBERS // (max(rows, 1) * max(I, INPUTS)))
+    outputs = 1 << max(outputs // parts, 1).bit_length() - 1
     constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": min(INPUTS, next_power_of_2(I)), "warps": WARPS}
     enqueue(linear_rows, cdiv(O, outputs), *tensors, O, **constants)
     return (y,)
