@@ -13,9 +13,6 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(128)  # bytes that one prefetch moves
-MOST_PROGRAMS = (
-    128  # of a kernel that may start early: programs that wait hold multiprocessors, and slow down long kernels
-)
 
 
 @triton.jit

@@ -10,7 +10,7 @@ from torch import Tensor
 class GradientAverage:
     """Averages the gradients of all processes in memory that stays the same, as a CUDA graph needs.
 
-    Captured backward passes write the gradients there, so that they need no other memory; others are copied.
+    The gradients of captured passes are already there, so that only those of eager passes are copied.
 
     Attributes:
         results: The means; None for a parameter without a gradient.

@@ -10,7 +10,6 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
 from ...core.recompute import remake
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
-from ...gpu.overlap import MOST_PROGRAMS
 from ...gpu.reductions import add_parts
 from ...gpu.rows import walkers
 from .. import dtype_of
@@ -19,6 +18,7 @@ from . import kernels
 
 ELEMENTS = 1024  # per tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
+MOST_EARLY = 128  # programs that may start early: while they wait, they take room from the kernel in front of them
 # Programs per multiprocessor in the backward pass, all of which finish at about the same time: each walks over many
 # rows, because it stores a part of the weight's gradient. Of short rows without a gate, several tiles fit into shared
 # memory, and fewer programs do.
@@ -55,7 +55,7 @@ def launch(
     fixed["warps"] = max(1, min(tile * block // PER_WARP, MOST_WARPS))
     if device is None:
         programs = cdiv(rows, tile)
-        return LaunchSpec(kernels.forward, programs, rows, *numbers, **fixed, overlap=programs <= MOST_PROGRAMS)
+        return LaunchSpec(kernels.forward, programs, rows, *numbers, **fixed, overlap=programs <= MOST_EARLY)
     ahead = gate == "none" and size <= LONGEST_AHEAD  # loads tiles before it needs them
     resident = PROGRAMS_AHEAD if ahead else PROGRAMS if gate == "none" else PROGRAMS_GATED
     programs = walkers(rows, tile, device, resident)

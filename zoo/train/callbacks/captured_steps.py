@@ -84,6 +84,7 @@ class CapturedSteps(Callback):
         if trainer.world_size > 1:
             # without DDP, whose buckets need memory, and whose nodes of autograd are on a stream of their own
             trainer.strategy.model = pl_module
+            gc.collect()  # DDP is part of a reference cycle
             average = GradientAverage()
         captured = CapturedStep(losses, parameters, recorder, average, pl_module.sharing, may_draw=not recomputes)
         pl_module.captured, (optimizer,) = captured, trainer.optimizers
