@@ -178,8 +178,8 @@ class ContextParallel:
         Args:
             streams: The streams.
             size: Number of tokens; None for all earlier tokens of the sequence or document that the part continues.
-            own_gradients: Whether nothing else reads the gradients of the results, as those that a convolution
-                computes. Those of the last tokens are then added in place, which saves a copy.
+            own_gradients: Whether nothing else reads the gradients of the returned streams, as after a convolution,
+                which allocates them. The gradients from the next part are then added in place, which saves a copy.
 
         Returns:
             The streams, to be used in place of the arguments, and for each its last `size` tokens before this part

@@ -110,8 +110,8 @@ def enqueue(
         stages: Stages of software pipelining; None for Triton's default.
         registers: Most registers of a thread; None for what the compiler takes.
         overlap: Whether the kernel may start before the one in front of it has finished, as `overlap.py` explains.
-            Its constant OVERLAP is set here: whether it does, as only some devices support this. None for a kernel
-            without this constant.
+            Its constant OVERLAP is set here: True if the device supports that, too. None for a kernel without this
+            constant.
         constants: The remaining constants by name.
 
     Returns:

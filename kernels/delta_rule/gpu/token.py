@@ -30,7 +30,7 @@ from ...norm.gpu.op import strided as heads_of_rows
 from ..token import padded
 from .select import WHOLE_TOKEN
 
-PER_WARP, MOST_WARPS = 4096, 16  # elements of the state: few warps, as threads with many elements wait less for others
+PER_WARP, MOST_WARPS = 4096, 16  # elements of the state; with few warps, sums wait less for other threads
 
 
 @triton.jit
