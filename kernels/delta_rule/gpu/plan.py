@@ -24,7 +24,7 @@ from .sequential_pass_long import long_backward, long_forward
 
 THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
-FEWEST_OF_LONGEST = 3  # segments of the longest packed document for which it is cut
+FEWEST_OF_LONGEST = 3  # packed documents are cut if the longest has as many segments
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 INTERPRETED = triton.knobs.runtime.interpret
 

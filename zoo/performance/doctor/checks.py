@@ -141,7 +141,7 @@ def accuracy(case: OpCall, device: torch.device, check: str) -> Finding:
 def repeats(case: OpCall, device: torch.device) -> Finding:
     """Check that outputs and gradients are the same bits each time, in the dtype that models are trained in.
 
-    Gradients of PyTorch's own kernels may change, if they do not in deterministic mode.
+    Gradients of PyTorch's own kernels are only noted if deterministic mode repeats them.
     """
     here = case.on(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
     changed = _changing(here)
