@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kernels import UserError
+
 
 class GradientAverage:
     """Averages the gradients of all processes in memory that stays the same, as a CUDA graph needs.
@@ -46,8 +48,17 @@ class GradientAverage:
         return self.results
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Compute the results; all processes must call it. A gradient that is missing here only counts as 0."""
+        """Compute the results; all processes must call it. A gradient that is missing here only counts as 0.
+
+        Raises:
+            UserError: There is a gradient that was missing when the results were allocated.
+        """
         self.allocate(gradients)
+        if any(x is None and gradient is not None for x, gradient in zip(self.results, gradients, strict=True)):
+            raise UserError(
+                "cuda_graph: captured steps of several processes require gradients of the same parameters in every "
+                "step; use trainer.strategy=ddp_find_unused_parameters_true, whose steps are not captured"
+            )
         for result, gradient in zip(self.results, gradients, strict=True):
             if result is not None and gradient is None:
                 result.zero_()
