@@ -70,8 +70,8 @@ class GradientAverage:
         if pairs:
             torch._foreach_copy_([result for result, _ in pairs], [gradient for _, gradient in pairs])
         for flat in self._flat:
-            if dist.get_backend() == "nccl":
+            if dist.get_backend() == "nccl" and flat.dtype == torch.float32:  # NCCL rounds 1/n to the dtype
                 dist.all_reduce(flat, dist.ReduceOp.AVG)
-            else:  # Gloo only has sums
+            else:  # Gloo has only sums
                 flat.mul_(1 / dist.get_world_size())
                 dist.all_reduce(flat)
