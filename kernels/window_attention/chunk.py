@@ -22,7 +22,7 @@ def forward(a: Attention) -> Tensor:
     """o [B,T,H,V]."""
     if a.log_decay is not None:
         with torch.autocast(a.v.device.type, enabled=False):
-            return forward(widened(a, from_middle=True))[..., : a.v.shape[3]].to(a.v.dtype)
+            return forward(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
     if a.documents is None:
         return _attend(a, a.q, a.k, a.v, a.first_key)
     spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]

@@ -32,24 +32,15 @@ def _summed(decays: Tensor) -> Tensor:
     return F.pad(sums(decays[:, 1:], 1, decays.dtype), (0, 0, 1, 0))
 
 
-def widened(a: Attention, *, from_middle: bool = False) -> Attention:
-    """The call without log decays, in at least fp32, with further channels; those of its output are 0.
-
-    Args:
-        a: The call.
-        from_middle: Whether sums are counted from the middle of a row, so that they are half as large and are rounded
-            half as much. Results then depend on the length by a rounding.
-    """
+def widened(a: Attention) -> Attention:
+    """The call without log decays, in at least fp32, with further channels; those of its output are 0."""
     shared = a.k.shape[2]
     repeats = a.q.shape[2] // shared
     extra = -(-repeats // UNIT) * UNIT if a.q.is_cuda else repeats
     q, k, v = at_least_fp32(a.q) * a.scale, at_least_fp32(a.k), at_least_fp32(a.v)
     own = torch.eye(repeats, extra, dtype=q.dtype, device=q.device).repeat(shared, 1)
     q = torch.cat([q, own.expand(*q.shape[:3], extra)], -1)
-    total = summed(a)
-    if from_middle:
-        total = total - total[:, total.shape[1] // 2, None].detach()
-    k = torch.cat([k, F.pad(-total.unflatten(2, (shared, repeats)), (0, extra - repeats))], -1)
+    k = torch.cat([k, F.pad(-summed(a).unflatten(2, (shared, repeats)), (0, extra - repeats))], -1)
     v = F.pad(v, (0, max(0, k.shape[3] - v.shape[3])))  # equal sizes are what the fused kernels are for
     return dataclasses.replace(a, q=q, k=k, v=v, scale=1.0, log_decay=None)
 
