@@ -345,7 +345,7 @@ def context_parallel_speed(
         file: The CSV to update.
 
     Raises:
-        UserError: An argument is invalid, there is no second GPU, or the losses on two GPUs differ from those on one.
+        UserError: An argument is invalid, there is no second GPU, or one GPU and two have different losses.
     """
     where = pick_device(device)
     on_gpu = where.type == "cuda"

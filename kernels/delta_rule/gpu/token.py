@@ -191,20 +191,12 @@ def advance_token(
 
 
 @lru_cache(maxsize=1024)
-def launch(
-    streams: tuple[tuple[Any, ...], ...],
-    rows: int,
-    H: int,
-    gate_first: bool,
-    strides: tuple[int, ...],
-    *factors: float,
-) -> LaunchSpec:
-    """The launch for streams of these shapes; strides and factors are arguments of the kernel."""
+def launch(streams: tuple[tuple[Any, ...], ...], rows: int, H: int, gate_first: bool, *numbers: Any) -> LaunchSpec:
+    """The launch for streams of these shapes; `numbers` are the arguments between the tensors and the constants."""
     elements = streams[1][3] * streams[2][3]
     constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
     constants |= {"H": H, "GATE_FIRST": gate_first, "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
-    numbers = (*strides, *factors)
     return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True)
 
 
@@ -239,7 +231,7 @@ def forward(
     parameters = [None if x is None else x.contiguous() for x in (gates.A_log, gates.dt_bias, gates.bias, norm.weight)]
     A_log, dt_bias, bias, weight = parameters
     y = new(v, *v.shape)
-    factors = (float(gates.largest), float(scale), float(norm.eps))
-    queue = launch(tuple(about), B, H, norm.gate_first, (*strides, a_row, b_row, gate_row), *factors)
+    numbers = (*strides, a_row, b_row, gate_row, float(gates.largest), float(scale), float(norm.eps))
+    queue = launch(tuple(about), B, H, norm.gate_first, *numbers)
     queue(*tensors, a, A_log, dt_bias, b, bias, gate, weight, state, y)
     return y, histories, state
