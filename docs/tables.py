@@ -13,6 +13,8 @@ A generated table stands between two comments. The first names a CSV file and a 
 
 Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
 that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs recalled with an accuracy of `level`.
+`formatted(form, number, …)` is `printf`, but null if a number is null. `field(rowid, pattern)` is the first value of a
+line in a column whose name matches the pattern, such as `peers.fla *.fwd_ms`; null if there is none.
 """
 
 import csv
@@ -21,6 +23,7 @@ import sqlite3
 import statistics
 import textwrap
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -64,6 +67,10 @@ def _value(text: str) -> str | int | float | None:
 
 def _pairs(level: float, pairs: str, *accuracies: float) -> float:
     return pairs_at(dict(zip(map(int, pairs.split()), accuracies, strict=True)), level)
+
+
+def _formatted(form: str, *numbers: float | None) -> str | None:
+    return None if None in numbers else form % numbers
 
 
 def own_mixers() -> list[str]:
@@ -121,11 +128,17 @@ def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
     base.create_aggregate("median", 1, Median)  # type: ignore[arg-type]  # typeshed wants an int of `finalize`
     base.create_function("word", 2, lambda text, n: None if text is None else float(str(text).split()[n]))
     base.create_function("pairs_at", -1, _pairs)
+    base.create_function("formatted", -1, _formatted)
     names = ", ".join(f'"{name}"' for name in header)
     base.execute(f"create table rows ({names})")
-    base.executemany(
-        f"insert into rows values ({', '.join('?' * len(header))})", [[_value(text) for text in line] for line in lines]
-    )
+    table = [[_value(text) for text in line] for line in lines]
+    base.executemany(f"insert into rows values ({', '.join('?' * len(header))})", table)
+
+    def field(rowid: int, pattern: str) -> str | int | float | None:
+        values = zip(header, table[rowid - 1], strict=True)
+        return next((value for name, value in values if value is not None and fnmatchcase(name, pattern)), None)
+
+    base.create_function("field", 2, field)
     answer = base.execute(sql)
     return [column[0] for column in answer.description], answer.fetchall()
 

@@ -90,10 +90,13 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
     decode = ("cli.py", "bench", "decode", *model, f"--positions=[{8 if tiny else 1024}]", "--batch_sizes=[1,64]")
     decode += ("--seconds=0.02",) if tiny else ("--precision=bf16-true",)
     yield Job("decode", "ours", decode)
+    expansion = ("reproductions/bench.py", "expansion", "--long_head=false", *step)
     for mixer in ("gated_deltanet", "gla"):
         of_mixer = ("--config", f"{mixer}.yaml", *TINY) if tiny else (f"--mixers=[{mixer}]",)
-        options = ("--factors=[2,4,8]", "--long_head=false", *step)
-        yield Job("expansion", mixer, ("reproductions/bench.py", "expansion", *of_mixer, *options))
+        yield Job("expansion", mixer, (*expansion, *of_mixer, "--factors=[2,4,8]"))
+    gla = ("--config", "state_expansion/gla.yaml", *(TINY if tiny else ("--config", "size/400m.yaml")))
+    recomputing = ("--model.stack.mixer.recompute=states", "--factors=[8]")  # else E = 8 needs more than 80 GB
+    yield Job("expansion", "gla_recompute_states", (*expansion, *gla, *recomputing))
     yield Job(DOCTOR, "cold_and_warm")
     for op in RECURRENCES:
         with_fla = ("--peers", "--libraries=[fla]") if peers else ()

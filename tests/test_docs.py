@@ -16,6 +16,8 @@ from matplotlib.image import imread
 
 from docs import draw_compare
 from docs.tables import TABLE, render, rewrite
+from reproductions import performance
+from reproductions.write_csv import read
 
 from .commands import ROOT
 
@@ -65,6 +67,27 @@ def test_a_table_is_written_from_its_rows(tmp_path: Path):
     rows.write_text("name,x,list\na,1,0.5 0.25\nb,2.5,0.125 0.5\na,4,\n")
     sql = "select name, median(x) as middle, max(word(list, -1)) as last from rows group by name"
     assert render(rows, sql).splitlines()[2:] == ["| a | 2.5 | 0.25 |", "| b | 2.5 | 0.5 |"]
+
+
+def test_a_number_that_is_missing_is_a_dash(tmp_path: Path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("ms,peers.fla chunk_gla.ms,peers.fla chunk_kda.ms\n1,,2.25\n4,8,\n5,,\n")
+    sql = "select formatted('%.1f / %.2f', ms, field(rowid, 'peers.fla *.ms')), field(rowid, 'peers.cudnn*') from rows"
+    assert render(rows, sql).splitlines()[2:] == ["| 1.0 / 2.25 | – |", "| 4.0 / 8.00 | – |", "| – | – |"]
+
+
+def test_the_numbers_of_the_performance_page_come_from_one_kind_of_machine():
+    parts = {job.part for job in performance.jobs(tiny=False, peers=True)}
+    files = {part: ROOT / "reproductions" / "measured" / f"performance_{part}.csv" for part in parts}
+    assert {f"reproductions/measured/{file.name}" for file in files.values()} == {
+        name for _, _, name, *_ in TABLE.findall((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
+    }
+    rows = [row for file in files.values() for row in read(file)]
+    assert {row["part"] for row in rows} == parts
+    assert len({(row["device"], row["torch"], row["triton"]) for row in rows}) == 1
+    assert {row["tiny"] for row in rows} == {"False"}
+    assert "False" not in {row.get("gate.passed") for row in rows}
+    assert not [row["commit"] for row in rows if row["commit"].endswith("+")]  # of files that differ from the commit
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in RENDERED], ids=lambda page: page.stem)
