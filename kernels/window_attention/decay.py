@@ -1,9 +1,11 @@
-"""Attention whose scores decay: the sums of log decays as channels of the keys, or as a bias of one query.
+"""Attention whose scores decay: the sums of log decays as channels of queries and keys, or as a bias of one query.
 
-Softmax over the keys of a query leaves out what all of them share. So of F_i − F_j, where F sums the log decays up to a
-token, kernels in fp32 only need −F_j (in bf16, `flex.py` needs both). It becomes further channels of k, one for each
-query head that shares it, and the queries of a head have 1 in one of them and 0 in the others. The scores are computed
-in fp32, because F grows with the length.
+A score gets F_i − F_j, where F sums the log decays up to a token. Kernels in fp32 add it as further channels: those of
+a query hold F_i and 1, those of a key 1 and −F_j, once for each query head that shares the key. F grows with the
+length, and a score that is added to it would lose digits. So F is split into an integer and a rest of at most ½. The
+integers come first: their difference is exact, and small for the keys that matter.
+
+Softmax does not depend on F_i, but the rounding errors of its gradient cancel those of −F_j.
 """
 
 import dataclasses
@@ -36,11 +38,19 @@ def widened(a: Attention) -> Attention:
     """The call without log decays, in at least fp32, with further channels; those of its output are 0."""
     shared = a.k.shape[2]
     repeats = a.q.shape[2] // shared
-    extra = -(-repeats // UNIT) * UNIT if a.q.is_cuda else repeats
     q, k, v = at_least_fp32(a.q) * a.scale, at_least_fp32(a.k), at_least_fp32(a.v)
-    own = torch.eye(repeats, extra, dtype=q.dtype, device=q.device).repeat(shared, 1)
-    q = torch.cat([q, own.expand(*q.shape[:3], extra)], -1)
-    k = torch.cat([k, F.pad(-summed(a).unflatten(2, (shared, repeats)), (0, extra - repeats))], -1)
+    total = summed(a)
+    whole = total.detach().round()
+    own = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(shared, 1).expand(*q.shape[:3], repeats)
+    one = torch.ones_like(k[..., :1])
+    # both parts of F of the queries, and of −F of the keys for each query head that shares them
+    (whole_i, whole_j), (rest_i, rest_j) = (
+        (x[:, -q.shape[1] :, :, None], -x.unflatten(2, (shared, repeats))) for x in (whole, total - whole)
+    )
+    q = torch.cat([whole_i, own, q, own, rest_i], -1)
+    k = torch.cat([one, whole_j, k, rest_j, one], -1)
+    if a.q.is_cuda:
+        q, k = (F.pad(x, (0, -x.shape[3] % UNIT)) for x in (q, k))
     v = F.pad(v, (0, max(0, k.shape[3] - v.shape[3])))  # equal sizes are what the fused kernels are for
     return dataclasses.replace(a, q=q, k=k, v=v, scale=1.0, log_decay=None)
 

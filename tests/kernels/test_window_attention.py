@@ -177,6 +177,27 @@ def test_decays_keep_their_digits_in_bf16():
     assert (kernels.window_attention(**one).double() - exact[:, -1:]).norm() < 0.01 * exact[:, -1:].norm()
 
 
+@pytest.mark.parametrize("window", [None, 20])
+@torch.no_grad()
+def test_decays_elsewhere_change_no_bit(window: int | None):
+    """Those of later tokens, and of other documents, even if their sums are large."""
+    a = {name: x.float() for name, x in decayed(inputs(150, B=1)).items()}
+    for start, bounds in ((90, None), (70, torch.tensor([0, 70, 150]))):
+        options = {"window_size": window, "cu_seqlens": bounds}
+        changed = a | {"log_decay": a["log_decay"].index_fill(1, torch.arange(start, 150), -100.0)}
+        o = kernels.window_attention(**a, **options)
+        assert torch.equal(kernels.window_attention(**changed, **options)[:, :start], o[:, :start])
+
+
+@torch.no_grad()
+def test_scores_keep_their_digits_behind_large_sums():
+    a = decayed(inputs(2000, B=1, H=2, D=16))
+    a["log_decay"] = a["log_decay"].clamp(min=-8).mul(4).round() / 4  # sums without rounding
+    exact = kernels.window_attention(**a)
+    o = kernels.window_attention(**{name: x.float() for name, x in a.items()})
+    assert (o.double() - exact).norm() < 1e-6 * exact.norm()
+
+
 @pytest.mark.parametrize("decaying", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
 @pytest.mark.parametrize("size", [3, 11])
