@@ -134,22 +134,24 @@ def test_the_op_is_registered_properly():
         assert torch.equal(compiled, kernels.linear(x, weight, bias))
 
 
-TILES = [(3, 64, 16), (17, 70, 33), (64, 300, 40), (5, 128, 2049)]  # narrow and wide
+# rows, inputs, outputs, and the width of tiles that 132 multiprocessors compute at the same time
+TILES = [(3, 64, 16, 16), (17, 70, 33, 16), (64, 300, 40, 16), (5, 128, 2113, 32), (3, 20, 4225, 64), (3, 8, 8192, 64)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("shape", TILES)
+@pytest.mark.parametrize(("rows", "I", "O", "width"), TILES)
 @torch.no_grad()
-def test_tiles_of_few_rows(shape: tuple[int, int, int], dtype: torch.dtype, device: str):
-    x, weight, bias = inputs(*shape, dtype, device)
-    with dry_run() as record, kernels.backend("triton"):
+def test_tiles_of_few_rows(rows: int, I: int, O: int, width: int, dtype: torch.dtype, device: str):
+    x, weight, bias = inputs(rows, I, O, dtype, device)
+    with assumed(GPUS["H100"]), dry_run() as record, kernels.backend("triton"):
         kernels.linear(x, weight)
-    assert [launch.name for launch in record.launches] == ["linear.op.linear_tile"]
+    (launch,) = record.launches
+    assert (launch.name, launch.constants["OUTPUTS"]) == ("linear.op.linear_tile", width)
     for added in (None, bias):
         expected = F.linear(x.double(), weight.double(), None if added is None else added.double())
-        with kernels.backend("triton"), kernels.implementations() as ran:
+        with assumed(GPUS["H100"]), kernels.backend("triton"), kernels.implementations() as ran:
             y = kernels.linear(x, weight, added)
             alone = kernels.linear(x[-3:], weight, added)
         assert ran == {"linear": {"triton"}}

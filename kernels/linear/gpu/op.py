@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import register
-from ...gpu.device import HOPPER, capability
+from ...gpu.device import HOPPER, capability, multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
 from .. import MOST_ROWS, tiles
@@ -23,8 +23,7 @@ from .tiles import INTERPRETED
 
 ROWS = 2  # most rows without tensor cores
 INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many of these are on their way at most
-NARROW, WIDE = 16, 64  # outputs of such a tile: with wide ones x is read less often, narrow ones make more programs
-FEW_OUTPUTS = 2048  # up to which tiles are narrow
+WIDTHS = (16, 32, 64)  # outputs of such a tile: the narrowest whose programs all run at the same time
 SHARED = 200 << 10  # bytes of shared memory for the tiles that are on their way: many, to hide the latency of L2
 INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
 NUMBERS = 16 << 10  # products that such a tile adds up at most, so that they fit into registers
@@ -151,7 +150,7 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     O, tensors = y.shape[-1], (x, weight, bias, y)
     constants: dict[str, Any] = {"I": I, "GATE": gate, "overlap": True}
     if rows > ROWS:
-        columns = NARROW if both <= FEW_OUTPUTS else WIDE
+        columns = next((n for n in WIDTHS if cdiv(both, n) <= multiprocessors(x.device)), WIDTHS[-1])
         # the interpreter gets bf16 arithmetic wrong
         dtype = tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
         stages = min(MOST_STAGES, SHARED // ((MOST_ROWS + columns) * INNER * x.element_size()))
