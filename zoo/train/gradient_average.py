@@ -21,6 +21,7 @@ class GradientAverage:
     def __init__(self) -> None:
         self.results: list[Tensor | None] = []
         self._flat: list[Tensor] = []
+        self._compared = False  # once: a process that stops to capture allocates its results again, the others do not
 
     def forget(self) -> None:
         """Drop the results, for other parameters."""
@@ -51,10 +52,12 @@ class GradientAverage:
         """Compute the results; all processes must call it. A gradient that is missing here only counts as 0.
 
         Raises:
-            UserError: There is a gradient that was missing when the results were allocated.
+            UserError: There is a gradient that was missing when the results were allocated, or in the first step a
+                parameter that has a gradient in some of the processes only.
         """
         self.allocate(gradients)
-        if any(x is None and gradient is not None for x, gradient in zip(self.results, gradients, strict=True)):
+        extra = any(x is None and gradient is not None for x, gradient in zip(self.results, gradients, strict=True))
+        if extra or not self._same_in_all():
             raise UserError(
                 "cuda_graph: captured steps of several processes require gradients of the same parameters in every "
                 "step; use trainer.strategy=ddp_find_unused_parameters_true, whose steps are not captured"
@@ -75,3 +78,13 @@ class GradientAverage:
             else:  # Gloo has only sums
                 flat.mul_(1 / dist.get_world_size())
                 dist.all_reduce(flat)
+
+    def _same_in_all(self) -> bool:
+        """Return whether all processes have results for the same parameters; compared in the first step."""
+        if self._compared:
+            return True
+        self._compared = True
+        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+        present = torch.tensor([x is not None for x in self.results], dtype=torch.float32, device=device)
+        dist.all_reduce(present)
+        return bool(((present == 0) | (present == dist.get_world_size())).all())

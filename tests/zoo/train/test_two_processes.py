@@ -419,6 +419,19 @@ def train_sharded(folder: Path, rank: int) -> None:
     torch.save({"losses": losses, "behind": slow.behind, "errors": errors}, folder / f"rank-{rank}.pt")
 
 
+def average(folder: Path, rank: int) -> None:
+    """Means of gradients that both processes have, and of some that only the first one has."""
+    means, errors = GradientAverage(), []
+    for number in range(2):
+        means([torch.full((3,), float(rank + number)), None, None if number and rank else torch.ones(2)])
+    only_first = None if rank else torch.ones(1)
+    for gradients in ([only_first, torch.ones(2)], [only_first]):
+        with pytest.raises(UserError) as raised:
+            GradientAverage()(gradients)
+        errors.append(str(raised.value))
+    torch.save({"means": means.results, "errors": errors}, folder / f"means-{rank}.pt")
+
+
 def work(rank: int, folder: str, clock: SharedClock) -> None:
     """One process of two."""
     torch.set_num_threads(1)
@@ -452,6 +465,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     train_sharing(Path(folder, "sharing"), rank)
     refuse(Path(folder), rank)
     capture_long(Path(folder), rank)
+    average(Path(folder), rank)
     train_sharded(Path(folder, "sharded"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
@@ -520,6 +534,15 @@ def test_captured_steps_average_the_gradients(found: Path) -> None:
     keys = ("train_loss", "gradient_norm", "val_loss")
     losses, captured = ([[row.get(key) for key in keys] for row in each] for each in rows)
     assert repr(losses) == repr(captured)
+
+
+def test_gradients_that_only_one_process_has_are_an_error_in_both(found: Path) -> None:
+    for rank in range(2):
+        saved = torch.load(found / f"means-{rank}.pt")
+        first, none, last = saved["means"]
+        assert none is None
+        assert (first.tolist(), last.tolist()) == ([1.5] * 3, [0.5] * 2)  # a gradient that is missing later is zero
+        assert [error.startswith("cuda_graph: captured steps of several") for error in saved["errors"]] == [True] * 2
 
 
 def test_eager_steps_average_the_gradients_after_all(found: Path) -> None:
