@@ -46,7 +46,7 @@ def read_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def become(request: dict[str, Any], streams: list[int]) -> None:
     """Be the requested process, and end it."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as of a process whose interpreter is starting
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may themselves run under nohup
     for stream, source in enumerate(streams):
         os.dup2(source, stream)
@@ -64,6 +64,7 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0])))
     code: int | str | None = 0
     try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         if is_module:
             runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
         else:
