@@ -144,6 +144,22 @@ def test_gradients_of_a_library_may_change(where: str, always: bool, status: str
     assert ("but not in deterministic mode" in finding.says) == (status == "noted")
 
 
+def test_a_long_note_is_below_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """In its cell it would squeeze all other columns."""
+    name, note = (
+        "window_attention (32)",
+        "the gradient of q changed from one call to the next, but not in deterministic mode",
+    )
+    ops = [Finding(name, "path", "noted", "torch", {}), Finding(name, "repeats", "noted", note, {})]
+    layers = [Finding("GLA", "bf16", "passed", "4e-03", {})]
+    monkeypatch.setattr(sys.modules[zoo.doctor.__module__], "examine", lambda place, say: (ops, layers))
+    zoo.doctor("cpu")
+    lines = capsys.readouterr().out.splitlines()
+    (row,) = (line.split() for line in lines if line.startswith(f"  {name}"))
+    assert row[-2:] == ["torch", "noted"]
+    assert f"noted {name}, repeats: {note}" in lines
+
+
 @pytest.mark.slow
 def test_a_crash_is_a_finding(few_cases: None, monkeypatch: pytest.MonkeyPatch):
     def fault(run):

@@ -29,6 +29,7 @@ packed: a document does not depend on its neighbours
 repeats: results are the same bits each time
 """
 WIDE = 110  # columns of a terminal, for a table of proofs
+LONGEST = 24  # characters of a cell; longer results are sentences below the tables
 STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
 
 
@@ -144,11 +145,15 @@ def _print(console: Console, examination: Examination, output: str | None) -> No
             _matrix(TITLES[kind], sorted(group, key=lambda each: ORDER.index(each.check))) for kind, group in groups
         ]
         console.print(_list(examination.machine), *tables, PROPERTIES, highlight=False)
+        in_tables = [each for _, group in groups for each in group]
     else:
+        in_tables = [*examination.ops, *examination.mixers]
         tables = [_matrix("op", examination.ops), _matrix("mixer", examination.mixers)]
         console.print(_list(examination.machine), *tables, EXPLAINED, highlight=False)
-    for each in examination.failures:
-        console.print(f"[bold red]failed[/bold red] {escape(str(each))}", highlight=False, soft_wrap=True)
+    for each in examination.findings:
+        if each.status == "failed" or (each in in_tables and _is_sentence(each)):
+            style = STYLES[each.status]
+            console.print(f"[{style}]{each.status}[/] {escape(str(each))}", highlight=False, soft_wrap=True)
     failures, checks = len(examination.failures), len(examination.findings)
     verdict = f"{failures} of {checks} checks failed" if failures else f"all {checks} checks passed"
     if not examination.finished:
@@ -173,11 +178,16 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
     table = new_table([what, *checks], left=1 + len(checks), wrapped=[what])  # names wrap, and no number is cut
     rows: dict[str, dict[str, str]] = {}
     for each in findings:
-        says = "failed" if each.status == "failed" else each.says  # the sentence comes below the table
+        says = each.status if _is_sentence(each) else each.says
         rows.setdefault(each.subject, {})[each.check] = f"[{STYLES[each.status]}]{escape(says)}[/]"
     for subject, cells in rows.items():
         table.add_row(subject, *(cells.get(check, "") for check in checks))
     return table
+
+
+def _is_sentence(finding: Finding) -> bool:
+    """Return whether a result comes below the tables, as it is too long for a cell."""
+    return finding.status == "failed" or len(finding.says) > LONGEST
 
 
 def _write(examination: Examination, file: Path) -> None:
