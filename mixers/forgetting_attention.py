@@ -165,7 +165,7 @@ class ForgettingAttention(TokenMixer):
         return (math.inf if length is None else length) * (2 * self.kv_width + self.num_heads)
 
     def flops(self, length: int) -> int:
-        # sums of decays, in two parts, are further channels of queries and keys
+        # further channels of queries and keys for sums of decays, each in two parts (kernels/window_attention/decay.py)
         channels = self.head_dim + 2 * (self.num_heads // self.num_kv_heads + 1)
         return dense_flops(self, length) + kernels.attention_flops(length, heads=self.num_heads, head_dim=channels)
 

@@ -1,4 +1,4 @@
-"""Measure everything in docs/performance.md on one GPU: CSV files whose rows name card, versions, date and commit.
+"""Measure the tables of GPUs in docs/performance.md: CSV files whose rows name card, versions, date and commit.
 
     python reproductions/performance.py
     python reproductions/performance.py --parts=[kernels/delta_rule,loss] --seconds=500

@@ -46,7 +46,7 @@ def read_request(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 def become(request: dict[str, Any], streams: list[int]) -> None:
     """Be the requested process, and end it."""
     os.setsid()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as of a process whose interpreter is starting
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback, as while an interpreter starts
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests may themselves run under nohup
     for stream, source in enumerate(streams):
         os.dup2(source, stream)

@@ -76,7 +76,7 @@ def test_a_number_that_is_missing_is_a_dash(tmp_path: Path):
     assert render(rows, sql).splitlines()[2:] == ["| 1.0 / 2.25 | – |", "| 4.0 / 8.00 | – |", "| – | – |"]
 
 
-def test_the_numbers_of_the_performance_page_come_from_one_kind_of_machine():
+def test_the_numbers_of_the_performance_page_come_from_one_commit_and_kind_of_machine():
     parts = {job.part for job in performance.jobs(tiny=False, peers=True)}
     files = {part: ROOT / "reproductions" / "measured" / f"performance_{part}.csv" for part in parts}
     assert {f"reproductions/measured/{file.name}" for file in files.values()} == {
@@ -84,7 +84,7 @@ def test_the_numbers_of_the_performance_page_come_from_one_kind_of_machine():
     }
     rows = [row for file in files.values() for row in read(file)]
     assert {row["part"] for row in rows} == parts
-    assert len({(row["device"], row["torch"], row["triton"]) for row in rows}) == 1
+    assert len({(row["device"], row["torch"], row["triton"], row["date"], row["commit"]) for row in rows}) == 1
     assert {row["tiny"] for row in rows} == {"False"}
     assert "False" not in {row.get("gate.passed") for row in rows}
     assert not [row["commit"] for row in rows if row["commit"].endswith("+")]  # of files that differ from the commit

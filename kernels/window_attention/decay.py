@@ -1,11 +1,11 @@
 """Attention whose scores decay: the sums of log decays as channels of queries and keys, or as a bias of one query.
 
-A score gets F_i − F_j, where F sums the log decays up to a token. Kernels in fp32 add it as further channels: those of
-a query hold F_i and 1, those of a key 1 and −F_j, once for each query head that shares the key. F grows with the
-length, and a score that is added to it would lose digits. So F is split into an integer and a rest of at most ½. The
-integers come first: their difference is exact, and small for the keys that matter.
+A score gets F_i − F_j, where F sums the log decays up to a token. Kernels in fp32 add it by further channels: queries
+hold F_i and 1, keys hold 1 and −F_j, once for each query head that shares the key. F grows with the length, and a large
+F would cost the score digits. So F is split into an integer and a remainder of at most ½. The integers come
+first: their difference is exact, and small for the keys that matter.
 
-Softmax does not depend on F_i, but the rounding errors of its gradient cancel those of −F_j.
+F_i cancels in the softmax, but in the gradient of the decays its rounding errors cancel those of −F_j.
 """
 
 import dataclasses
@@ -40,15 +40,15 @@ def widened(a: Attention) -> Attention:
     repeats = a.q.shape[2] // shared
     q, k, v = at_least_fp32(a.q) * a.scale, at_least_fp32(a.k), at_least_fp32(a.v)
     total = summed(a)
-    whole = total.detach().round()
-    own = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(shared, 1).expand(*q.shape[:3], repeats)
-    one = torch.ones_like(k[..., :1])
-    # both parts of F of the queries, and of −F of the keys for each query head that shares them
-    (whole_i, whole_j), (rest_i, rest_j) = (
-        (x[:, -q.shape[1] :, :, None], -x.unflatten(2, (shared, repeats))) for x in (whole, total - whole)
+    integers = total.detach().round()
+    one_hot = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(shared, 1).expand(*q.shape[:3], repeats)
+    ones = torch.ones_like(k[..., :1])
+    # of queries, and of keys for each query head that shares them
+    (integers_i, integers_j), (rest_i, rest_j) = (
+        (x[:, -q.shape[1] :, :, None], -x.unflatten(2, (shared, repeats))) for x in (integers, total - integers)
     )
-    q = torch.cat([whole_i, own, q, own, rest_i], -1)
-    k = torch.cat([one, whole_j, k, rest_j, one], -1)
+    q = torch.cat([integers_i, one_hot, q, one_hot, rest_i], -1)
+    k = torch.cat([ones, integers_j, k, rest_j, ones], -1)
     if a.q.is_cuda:
         q, k = (F.pad(x, (0, -x.shape[3] % UNIT)) for x in (q, k))
     v = F.pad(v, (0, max(0, k.shape[3] - v.shape[3])))  # equal sizes are what the fused kernels are for

@@ -134,7 +134,7 @@ def test_the_op_is_registered_properly():
         assert torch.equal(compiled, kernels.linear(x, weight, bias))
 
 
-# rows, inputs, outputs, and the width of tiles that 132 multiprocessors compute at the same time
+# rows, inputs, outputs, and the expected width of tiles on 132 multiprocessors
 TILES = [(3, 64, 16, 16), (17, 70, 33, 16), (64, 300, 40, 16), (5, 128, 2113, 32), (3, 20, 4225, 64), (3, 8, 8192, 64)]
 
 

@@ -21,7 +21,7 @@ class GradientAverage:
     def __init__(self) -> None:
         self.results: list[Tensor | None] = []
         self._flat: list[Tensor] = []
-        self._compared = False  # once: a process that stops to capture allocates its results again, the others do not
+        self._compared = False  # only once: a process that refuses to capture allocates again, and the others do not
 
     def forget(self) -> None:
         """Drop the results, for other parameters."""
@@ -49,11 +49,12 @@ class GradientAverage:
         return self.results
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Compute the results; all processes must call it. A gradient that is missing here only counts as 0.
+        """Compute the results; all processes must call it. A gradient that is missing in this process only counts as
+        0.
 
         Raises:
-            UserError: There is a gradient that was missing when the results were allocated, or in the first step a
-                parameter that has a gradient in some of the processes only.
+            UserError: A gradient was missing when the results were allocated, or in the first step only some processes
+                have a gradient of a parameter.
         """
         self.allocate(gradients)
         extra = any(x is None and gradient is not None for x, gradient in zip(self.results, gradients, strict=True))
@@ -73,7 +74,7 @@ class GradientAverage:
         if pairs:
             torch._foreach_copy_([result for result, _ in pairs], [gradient for _, gradient in pairs])
         for flat in self._flat:
-            if dist.get_backend() == "nccl" and flat.dtype == torch.float32:  # NCCL rounds 1/n to the dtype
+            if "nccl" in dist.get_backend() and flat.dtype == torch.float32:  # NCCL rounds 1/n to the dtype
                 dist.all_reduce(flat, dist.ReduceOp.AVG)
             else:  # Gloo has only sums
                 flat.mul_(1 / dist.get_world_size())

@@ -145,7 +145,7 @@ def test_gradients_of_a_library_may_change(where: str, always: bool, status: str
 
 
 def test_a_long_note_is_below_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """In its cell it would squeeze all other columns."""
+    """A long note in a cell would squeeze the other columns."""
     name, note = (
         "window_attention (32)",
         "the gradient of q changed from one call to the next, but not in deterministic mode",

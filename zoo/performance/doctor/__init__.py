@@ -138,7 +138,7 @@ def _line(done: Done[Job, Finding]) -> str:
 
 
 def _print(console: Console, examination: Examination, output: str | None) -> None:
-    """Print all findings as tables, and then what failed."""
+    """Print all findings as tables, then failures and long notes."""
     if examination.proofs:  # whose lines have said the same in a narrow terminal
         groups = examination.proofs.items() if console.width >= WIDE else []
         tables = [
@@ -150,10 +150,9 @@ def _print(console: Console, examination: Examination, output: str | None) -> No
         in_tables = [*examination.ops, *examination.mixers]
         tables = [_matrix("op", examination.ops), _matrix("mixer", examination.mixers)]
         console.print(_list(examination.machine), *tables, EXPLAINED, highlight=False)
-    for each in examination.findings:
-        if each.status == "failed" or (each in in_tables and _is_sentence(each)):
-            style = STYLES[each.status]
-            console.print(f"[{style}]{each.status}[/] {escape(str(each))}", highlight=False, soft_wrap=True)
+    long = [each for each in in_tables if each.status != "failed" and _is_below_the_tables(each)]
+    for each in [*examination.failures, *long]:
+        console.print(f"[{STYLES[each.status]}]{each.status}[/] {escape(str(each))}", highlight=False, soft_wrap=True)
     failures, checks = len(examination.failures), len(examination.findings)
     verdict = f"{failures} of {checks} checks failed" if failures else f"all {checks} checks passed"
     if not examination.finished:
@@ -178,15 +177,15 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
     table = new_table([what, *checks], left=1 + len(checks), wrapped=[what])  # names wrap, and no number is cut
     rows: dict[str, dict[str, str]] = {}
     for each in findings:
-        says = each.status if _is_sentence(each) else each.says
+        says = each.status if _is_below_the_tables(each) else each.says
         rows.setdefault(each.subject, {})[each.check] = f"[{STYLES[each.status]}]{escape(says)}[/]"
     for subject, cells in rows.items():
         table.add_row(subject, *(cells.get(check, "") for check in checks))
     return table
 
 
-def _is_sentence(finding: Finding) -> bool:
-    """Return whether a result comes below the tables, as it is too long for a cell."""
+def _is_below_the_tables(finding: Finding) -> bool:
+    """Return whether a finding is printed below the tables: a failure, or a result that is too long for a cell."""
     return finding.status == "failed" or len(finding.says) > LONGEST
 
 
