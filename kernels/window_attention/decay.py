@@ -2,8 +2,8 @@
 
 A score gets F_i − F_j, where F sums the log decays up to a token. Kernels in fp32 add it by further channels: queries
 hold F_i and 1, keys hold 1 and −F_j, once for each query head that shares the key. F grows with the length, and a large
-F would cost the score digits. So F is split into an integer and a remainder of at most ½. The integers come
-first: their difference is exact, and small for the keys that matter.
+F would cost the score digits. So F is split into an integer and a remainder of at most ½. The integers come first:
+where channels are added in order, their difference is exact, and small for the keys that matter. F itself is rounded.
 
 F_i cancels in the softmax, but in the gradient of the decays its rounding errors cancel those of −F_j.
 """
@@ -45,7 +45,8 @@ def widened(a: Attention) -> Attention:
     ones = torch.ones_like(k[..., :1])
     # of queries, and of keys for each query head that shares them
     (integers_i, integers_j), (rest_i, rest_j) = (
-        (x[:, -q.shape[1] :, :, None], -x.unflatten(2, (shared, repeats))) for x in (integers, total - integers)
+        (x[:, -q.shape[1] :, :, None], -x.unflatten(2, (shared, repeats)))
+        for x in (integers.to(q.dtype), (total - integers).to(q.dtype))
     )
     q = torch.cat([integers_i, one_hot, q, one_hot, rest_i], -1)
     k = torch.cat([ones, integers_j, k, rest_j, ones], -1)

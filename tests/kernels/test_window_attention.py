@@ -190,6 +190,14 @@ def test_decays_elsewhere_change_no_bit(window: int | None):
 
 
 @torch.no_grad()
+def test_decays_in_a_wider_dtype():
+    a = {name: x.float() for name, x in decayed(inputs(40, B=1)).items()}
+    o = kernels.window_attention(**a | {"log_decay": a["log_decay"].double()})
+    assert o.dtype == torch.float32
+    assert (o - kernels.window_attention(**a)).norm() < 1e-5 * o.norm()
+
+
+@torch.no_grad()
 def test_scores_keep_their_digits_behind_large_sums():
     a = decayed(inputs(2000, B=1, H=2, D=16))
     a["log_decay"] = a["log_decay"].clamp(min=-8).mul(4).round() / 4  # sums without rounding

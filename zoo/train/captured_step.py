@@ -62,16 +62,18 @@ class CapturedStep:
         self._agreement, self._average = CaptureAgreement(sharing), average
         self._update = CapturedUpdate(self._recorder, average, self._refuse)
         self._odd_shapes_reported = False
+        self._memory: list[tuple[int, bool]] | None = None
         self.forget()
 
     def forget(self) -> None:
         """Drop all graphs, which are captured again when they are used."""
-        self._memory = addresses(self._all)
+        memory, before = addresses(self._all), self._memory
+        self._memory = memory
         trained = [parameter for parameter in self._all if parameter.requires_grad]
         self._passes = CapturedPasses(
             self._compute, trained, self._recorder, self._agreement, self._average, may_draw=self._may_draw
         )
-        self._update.restart(self._passes)
+        self._update.restart(self._passes, same_parameters=memory == before)
 
     def _recorder(self) -> Recording:
         """Return what captures the parts; CUDA graphs by default, on the device that the parameters have now."""

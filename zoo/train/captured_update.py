@@ -37,11 +37,16 @@ class CapturedUpdate:
         self._odd_update_reported = False
         self._max_norm = 0.0  # when the clipping was captured
 
-    def restart(self, passes: CapturedPasses) -> None:
-        """Drop all graphs and the memory of the averages, for the gradients of these passes from now on."""
+    def restart(self, passes: CapturedPasses, *, same_parameters: bool) -> None:
+        """Drop all graphs, for the gradients of these passes from now on.
+
+        Averages are dropped only if parameters were moved, frozen or unfrozen, which all processes do. If one process
+        stops to capture, the sizes that it exchanges must not change.
+        """
         self._passes = passes
-        if self._average is not None:
+        if self._average is not None and not same_parameters:
             self._average.forget()
+            self._exchanges = 0
         self._exchange: Callable[[], None] | None = None
         self._norm: Callable[[], Tensor] | None = None
         self._clip: Callable[[], None] | None = None

@@ -21,11 +21,11 @@ class GradientAverage:
     def __init__(self) -> None:
         self.results: list[Tensor | None] = []
         self._flat: list[Tensor] = []
-        self._compared = False  # only once: a process that refuses to capture allocates again, and the others do not
+        self._compared = False
 
     def forget(self) -> None:
-        """Drop the results, for other parameters."""
-        self.results, self._flat = [], []
+        """Drop the results, for other parameters; all processes must call it."""
+        self.results, self._flat, self._compared = [], [], False
 
     def allocate(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Return the results, allocated for such gradients unless that is done."""
@@ -57,8 +57,7 @@ class GradientAverage:
                 have a gradient of a parameter.
         """
         self.allocate(gradients)
-        extra = any(x is None and gradient is not None for x, gradient in zip(self.results, gradients, strict=True))
-        if extra or not self._same_in_all():
+        if not self._agrees(gradients):
             raise UserError(
                 "cuda_graph: captured steps of several processes require gradients of the same parameters in every "
                 "step; use trainer.strategy=ddp_find_unused_parameters_true, whose steps are not captured"
@@ -80,12 +79,15 @@ class GradientAverage:
                 flat.mul_(1 / dist.get_world_size())
                 dist.all_reduce(flat)
 
-    def _same_in_all(self) -> bool:
-        """Return whether all processes have results for the same parameters; compared in the first step."""
+    def _agrees(self, gradients: Sequence[Tensor | None]) -> bool:
+        """Return whether no gradient lacks a result and, in the first step, all processes have the same results."""
+        extra = [x is None and gradient is not None for x, gradient in zip(self.results, gradients, strict=True)]
         if self._compared:
-            return True
+            return not any(extra)
         self._compared = True
         device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
-        present = torch.tensor([x is not None for x in self.results], dtype=torch.float32, device=device)
-        dist.all_reduce(present)
-        return bool(((present == 0) | (present == dist.get_world_size())).all())
+        # with one half for an extra gradient, the sum is neither 0 nor the number of processes
+        present = [0.5 if more else float(x is not None) for more, x in zip(extra, self.results, strict=True)]
+        total = torch.tensor(present, device=device)
+        dist.all_reduce(total)
+        return bool(((total == 0) | (total == dist.get_world_size())).all())

@@ -9,14 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from kernels import UserError
 from kernels.core.documents import documents
 from tests.zoo.tiny import TinyModel, batch
 from zoo.train import captured_forward, captured_step
 from zoo.train.adamw import AdamW
 from zoo.train.captured_forward import CapturedForward
 from zoo.train.captured_step import CapturedStep
-from zoo.train.gradient_average import GradientAverage
 from zoo.train.metrics import label_scores, total_loss
 from zoo.train.optim import clip, parameter_groups, total_norm
 
@@ -388,12 +386,3 @@ def test_a_forward_pass_that_cannot_be_captured_runs_eagerly(caplog: pytest.LogC
     captured = CapturedForward(lambda x: (x + 1,), [], Repeated(fails_at=1), lambda: failures.append(1))
     assert [captured(torch.ones(()))[0].item() for _ in range(2)] == [2, 2]
     assert len(failures) == len(caplog.messages) == 1
-
-
-def test_no_gradient_is_left_out_of_an_average():
-    average = GradientAverage()
-    average.allocate([torch.ones(2), None])
-    with pytest.raises(
-        UserError, match=r"^cuda_graph: captured steps of several processes require gradients of the same"
-    ):
-        average([torch.ones(2), torch.ones(3)])

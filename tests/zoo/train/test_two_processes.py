@@ -424,12 +424,41 @@ def average(folder: Path, rank: int) -> None:
     means, errors = GradientAverage(), []
     for number in range(2):
         means([torch.full((3,), float(rank + number)), None, None if number and rank else torch.ones(2)])
-    only_first = None if rank else torch.ones(1)
-    for gradients in ([only_first, torch.ones(2)], [only_first]):
+    results, only_first = means.results, None if rank else torch.ones(1)
+    with pytest.raises(UserError):
+        means([torch.ones(3), torch.ones(1), torch.ones(2)])
+    means.forget()
+    checked = GradientAverage()
+    checked.allocate([None])
+    for each, gradients in (
+        (means, [only_first, torch.ones(2)]),
+        (GradientAverage(), [only_first]),
+        (checked, [only_first]),
+    ):
         with pytest.raises(UserError) as raised:
-            GradientAverage()(gradients)
+            each(gradients)
         errors.append(str(raised.value))
-    torch.save({"means": means.results, "errors": errors}, folder / f"means-{rank}.pt")
+    torch.save({"means": results, "errors": errors}, folder / f"means-{rank}.pt")
+
+
+def stop_alone(folder: Path, rank: int) -> None:
+    """Steps that the first process stops to capture at a batch that gives no gradient to a parameter."""
+    weights, gradients = [torch.nn.Parameter(torch.ones(size)) for size in (2, 3)], []
+
+    def loss(x: torch.Tensor) -> tuple[torch.Tensor]:
+        total = (x * weights[0]).sum()
+        return (total + (x.mean() * weights[1]).sum() if x.shape[1] > 8 else total,)
+
+    step = CapturedStep(loss, weights, Repeated(), GradientAverage())
+    for number, length in enumerate((16, 16, 16 if rank else 8, 16)):
+        x = torch.full((1, length, 2), float(number + 1 + rank))
+        step.prepare(x)
+        for weight in weights:
+            weight.grad = None
+        step(x)[0].backward()
+        step.gradient_norm()
+        gradients.append([weight.grad.tolist() for weight in weights])
+    torch.save({"gradients": gradients, "refused": step.refused}, folder / f"alone-{rank}.pt")
 
 
 def work(rank: int, folder: str, clock: SharedClock) -> None:
@@ -466,6 +495,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     refuse(Path(folder), rank)
     capture_long(Path(folder), rank)
     average(Path(folder), rank)
+    stop_alone(Path(folder), rank)
     train_sharded(Path(folder, "sharded"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
@@ -542,7 +572,17 @@ def test_gradients_that_only_one_process_has_are_an_error_in_both(found: Path) -
         first, none, last = saved["means"]
         assert none is None
         assert (first.tolist(), last.tolist()) == ([1.5] * 3, [0.5] * 2)  # a gradient that is missing later is zero
-        assert [error.startswith("cuda_graph: captured steps of several") for error in saved["errors"]] == [True] * 2
+        assert [error.startswith("cuda_graph: captured steps of several") for error in saved["errors"]] == [True] * 3
+
+
+def test_a_process_that_stops_to_capture_alone_exchanges_the_same_gradients(found: Path) -> None:
+    first, second = (torch.load(found / f"alone-{rank}.pt") for rank in range(2))
+    assert first["refused"].startswith("batches of different shapes give gradients to different parameters")
+    assert second["refused"] is None
+    assert first["gradients"] == second["gradients"]
+    means = [[24.0, 24.0], [40.0, 40.0], [44.0, 44.0], [72.0, 72.0]]  # of 8 tokens times 3, and 16 tokens times 4
+    assert [a for a, _ in first["gradients"]] == means
+    assert [b for _, b in first["gradients"]] == [[1.5] * 3, [2.5] * 3, [2.0] * 3, [4.5] * 3]
 
 
 def test_eager_steps_average_the_gradients_after_all(found: Path) -> None:
