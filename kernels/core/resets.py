@@ -19,9 +19,9 @@ LEAST = {torch.float64: -800.0, torch.float32: -110.0}
 LEAST_ALONE = -1e20  # likewise where log decays are multiplied by rates, but no differences of sums are taken
 
 
-def sums(log_decay: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
-    """log_decay summed along an axis, inclusive, in `dtype`."""
-    least = LEAST[dtype]
+def sums(log_decay: Tensor, dim: int, dtype: torch.dtype, *, least: float | None = None) -> Tensor:
+    """log_decay summed along an axis, inclusive, in `dtype`; `least` replaces −inf, by default that of the dtype."""
+    least = LEAST[dtype] if least is None else least
     readable = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
     resets = log_decay < least if readable and float(log_decay.detach().amin()) < least else None
     bounded = log_decay.clamp(min=least).to(dtype)  # whose gradient is 0 where it is bounded

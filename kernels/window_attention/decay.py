@@ -3,7 +3,7 @@
 A score gets F_i − F_j, where F sums the log decays up to a token. Kernels in fp32 add it by further channels: queries
 hold F_i and 1, keys hold 1 and −F_j, once for each query head that shares the key. F grows with the length, and a large
 F would cost the score digits. So F is split into an integer and a remainder of at most ½. The integers come first:
-where channels are added in order, their difference is exact, and small for the keys that matter. F itself is rounded.
+where channels are added in order, their difference is exact, and small for the keys that matter. F is summed in fp64.
 
 F_i cancels in the softmax, but in the gradient of the decays its rounding errors cancel those of −F_j.
 """
@@ -15,23 +15,26 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.recurrence import at_least_fp32
-from ..core.resets import sums
+from ..core.resets import LEAST, sums
 from .arguments import Attention
 
 UNIT = 8  # channels: fused kernels on a GPU need multiples
 
 
-def summed(a: Attention) -> Tensor:
-    """F [B,S,H] in at least fp32: sums of the log decays after the first token of each row or document, inclusive."""
+def summed(a: Attention, dtype: torch.dtype | None = None) -> Tensor:
+    """F [B,S,H]: sums of the log decays after the first token of each row or document, inclusive.
+
+    `dtype` is that of the sums; None for that of the decays, at least fp32.
+    """
     assert a.log_decay is not None
     decays = at_least_fp32(a.log_decay)
     spans = [(0, decays.shape[1])] if a.documents is None else a.documents.spans
-    return torch.cat([_summed(decays[:, i:j]) for i, j in spans if j > i], 1)
+    return torch.cat([_summed(decays[:, i:j], dtype or decays.dtype) for i, j in spans if j > i], 1)
 
 
-def _summed(decays: Tensor) -> Tensor:
+def _summed(decays: Tensor, dtype: torch.dtype) -> Tensor:
     """Sums [B,T,H] that leave the first token out: no score depends on its decay, so its gradient is exactly 0."""
-    return F.pad(sums(decays[:, 1:], 1, decays.dtype), (0, 0, 1, 0))
+    return F.pad(sums(decays[:, 1:], 1, dtype, least=LEAST[decays.dtype]), (0, 0, 1, 0))
 
 
 def widened(a: Attention) -> Attention:
@@ -39,14 +42,15 @@ def widened(a: Attention) -> Attention:
     shared = a.k.shape[2]
     repeats = a.q.shape[2] // shared
     q, k, v = at_least_fp32(a.q) * a.scale, at_least_fp32(a.k), at_least_fp32(a.v)
-    total = summed(a)
+    total = summed(a, torch.float64)
     integers = total.detach().round()
+    first = integers[:, -q.shape[1] :][:, :1]  # of the first query: not all libraries add the channels in order
     one_hot = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(shared, 1).expand(*q.shape[:3], repeats)
     ones = torch.ones_like(k[..., :1])
     # of queries, and of keys for each query head that shares them
     (integers_i, integers_j), (rest_i, rest_j) = (
         (x[:, -q.shape[1] :, :, None], -x.unflatten(2, (shared, repeats)))
-        for x in (integers.to(q.dtype), (total - integers).to(q.dtype))
+        for x in ((integers - first).to(q.dtype), (total - integers).to(q.dtype))
     )
     q = torch.cat([integers_i, one_hot, q, one_hot, rest_i], -1)
     k = torch.cat([ones, integers_j, k, rest_j, ones], -1)

@@ -198,6 +198,17 @@ def test_decays_in_a_wider_dtype():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("queries", "window"), [(2000, None), (2, None), (2, 300), (65, 20)])
+def test_sums_of_decays_keep_their_digits(queries: int, window: int | None):
+    a = decayed(inputs(2000, B=1, H=2, D=16))
+    a |= {"q": a["q"][:, -queries:], "log_decay": -3 * torch.rand_like(a["log_decay"])}
+    a = {name: x.float() for name, x in a.items()}
+    exact = kernels.window_attention(**{name: x.double() for name, x in a.items()}, window_size=window)
+    o = kernels.window_attention(**a, window_size=window)
+    assert (o.double() - exact).norm() < 1e-6 * exact.norm()
+
+
+@torch.no_grad()
 def test_scores_keep_their_digits_behind_large_sums():
     a = decayed(inputs(2000, B=1, H=2, D=16))
     a["log_decay"] = a["log_decay"].clamp(min=-8).mul(4).round() / 4  # sums without rounding
