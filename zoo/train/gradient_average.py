@@ -49,8 +49,7 @@ class GradientAverage:
         return self.results
 
     def __call__(self, gradients: Sequence[Tensor | None]) -> None:
-        """Compute the results; all processes must call it. A gradient that is missing in this process only counts as
-        0.
+        """Compute the results; all processes must call it. A gradient that only this process lacks counts as 0.
 
         Raises:
             UserError: A gradient was missing when the results were allocated, or in the first step only some processes
@@ -73,7 +72,7 @@ class GradientAverage:
         if pairs:
             torch._foreach_copy_([result for result, _ in pairs], [gradient for _, gradient in pairs])
         for flat in self._flat:
-            if "nccl" in dist.get_backend() and flat.dtype == torch.float32:  # NCCL rounds 1/n to the dtype
+            if dist.get_backend() == "nccl" and flat.dtype == torch.float32:  # NCCL rounds 1/n to the dtype
                 dist.all_reduce(flat, dist.ReduceOp.AVG)
             else:  # Gloo has only sums
                 flat.mul_(1 / dist.get_world_size())
@@ -85,7 +84,7 @@ class GradientAverage:
         if self._compared:
             return not any(extra)
         self._compared = True
-        device = torch.device("cuda", torch.cuda.current_device()) if "nccl" in dist.get_backend() else "cpu"
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else "cpu"
         # with one half for an extra gradient, the sum is neither 0 nor the number of processes
         present = [0.5 if more else float(x is not None) for more, x in zip(extra, self.results, strict=True)]
         total = torch.tensor(present, device=device)

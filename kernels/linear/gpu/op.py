@@ -23,11 +23,8 @@ from .tiles import INTERPRETED
 
 ROWS = 2  # most rows without tensor cores
 INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many of these are on their way at most
-WIDTHS = (
-    16,
-    32,
-    64,
-)  # outputs of such a tile: the narrowest with at most one program per multiprocessor, else the widest
+# outputs of such a tile: the narrowest with at most one program per multiprocessor, else the widest
+WIDTHS = (16, 32, 64)
 SHARED = 200 << 10  # bytes of shared memory for the tiles that are on their way: many, to hide the latency of L2
 INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
 NUMBERS = 16 << 10  # products that such a tile adds up at most, so that they fit into registers
