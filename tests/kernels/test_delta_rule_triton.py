@@ -521,6 +521,81 @@ def test_chunks_step_by_step(options: dict[str, Any], gate: str, monkeypatch: py
     agree(a, subheads=options.get("E", 1))
 
 
+PASS = "kernels.delta_rule.gpu.hopper_sequential_pass"
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("keep", ["all", "chunks", "nothing"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"T": 1, "gate": "head"},
+        {"T": 300, "V": 128, "gate": "constant"},  # two chains in a program
+        {"T": 70, "R": 2, "E": 2, "V": 192, "gate": "none", "beta": 2},
+        {"T": 70, "R": 2, "E": 2, "V": 256, "gate": "head"},
+        {"T": 400, "documents": [0, 0, 3, 67, 67, 400], "gate": "head", "decay": "mixed"},
+        {"T": 50, "steps": 3, "gate": "head", "decay": "mixed", "documents": [0, 0, 1, 50]},
+    ],
+)
+def test_the_forward_pass_in_gluon_step_by_step(options: dict[str, Any], keep: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, PREPARE, gluon_interpreter.interpreted(PREPARE, "prepare"))
+    monkeypatch.setitem(sys.modules, PASS, gluon_interpreter.interpreted(PASS, "scan_forward"))
+    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(Case, "gluon", True)
+    monkeypatch.setattr(Case, "gluon_backward", False)
+    steps, sizes = options.get("steps", 1), {"B": 1, "G": 1, "K": 128, "V": 64, "dtype": torch.float32, **options}
+    a = arguments(form="beta", **sizes)
+    numbers = {"subheads": options.get("E", 1), "steps": steps}
+    if keep == "nothing":
+        plan.of_rows.cache_clear()
+        with torch.no_grad(), kernels.backend("triton"):
+            actual = kernels.delta_rule(**a, **numbers)
+        with kernels.backend("reference"):
+            expected = kernels.delta_rule(**a, **numbers)
+        for x, y in zip(actual, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
+    else:
+        agree(a, **numbers, keep_states=keep == "all")
+
+
+@pytest.mark.gpu
+@pytest.mark.pairwise
+@pytest.mark.parametrize("H", [40, 96])  # one chain in a program, and two
+@pytest.mark.parametrize("V", [64, 128])
+@pytest.mark.parametrize("gate", ["none", "constant", "head"])
+@pytest.mark.parametrize("decay", ["mild", "mixed", "strong"])
+@pytest.mark.parametrize("options", [{"beta": 2, "correlated": True}, {"E": 2, "beta": 1}, {"R": 4}])
+@pytest.mark.parametrize(("T", "documents"), [(1, None), (65, None), (1000, [0, 0, 1, 65, 700, 1000]), (2048, None)])
+def test_outputs_without_gradients_on_a_device(
+    T: int, documents: list[int] | None, options: dict[str, Any], decay: str, gate: str, V: int, H: int
+):
+    subheads, groups = options.get("E", 1), options.get("R", 1)
+    sizes = {"B": 1, "G": H // (subheads * groups), "K": 128, "V": V, "gate": gate, "decay": decay}
+    a = on_device(T, **sizes, documents=documents, **options)
+    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
+    options = {"subheads": subheads, "return_state": True}
+    expected = kernels.delta_rule(**exact, **options)
+    trained = kernels.delta_rule(**{**a, "q": a["q"].clone().requires_grad_()}, **options)
+    with torch.no_grad():
+        actual, again = (kernels.delta_rule(**a, **options) for _ in range(2))
+    for x, repeated, of_training, y in zip(actual, again, trained, expected, strict=True):
+        errors = (float((each.detach().double() - y.double()).norm() / y.double().norm()) for each in (x, of_training))
+        error, allowed = errors
+        assert error <= max(5e-3, 1.2 * allowed)
+        assert torch.equal(x, repeated)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chains", [1, 2])
+@pytest.mark.parametrize("missing", [(), ("o",), ("scores", "u", "states")])
+def test_shared_memory_of_the_forward_pass_in_gluon(missing: tuple[str, ...], chains: int):
+    types = dict.fromkeys(("gates", "initial", "final"), "*fp32") | {"segments": "*i32", "scale": "fp32"}
+    types |= {"inverse": "*fp16"} if "scores" in missing else {}
+    fixed = {"M": 16, "E": 1, "R": 1, "STEPS": 1, "V": 128, "CHAINS": chains} | dict.fromkeys(missing)
+    assert shared_memory(PASS, "scan_forward", fixed, types, warps=4) <= MOST
+
+
 @pytest.mark.slow
 @interpreted
 def test_resets_step_by_step(monkeypatch: pytest.MonkeyPatch):

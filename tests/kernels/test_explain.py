@@ -51,14 +51,24 @@ CASES = {
     ),
     "linear_recurrence --T 1 --inference": (["one_token"], STEP, []),
     "delta_rule": (
-        ["one_pass", "hopper_prepare", "wide_blocks"],
-        ["hopper_prepare.prepare", "sequential_pass.scan_forward"],
+        ["one_pass", "hopper_prepare", "hopper_pass"],
+        ["hopper_prepare.prepare", "hopper_sequential_pass.scan_forward"],
         ["hopper_backward.gradients", "chunk_gradients.gradient_of_log_decay"],
     ),
     "delta_rule --B 8": (
-        ["one_pass_in_halves", "hopper_prepare"],
-        ["hopper_prepare.prepare", "sequential_pass.scan_forward"],
+        ["one_pass_in_halves", "hopper_prepare", "hopper_pass"],
+        ["hopper_prepare.prepare", "hopper_sequential_pass.scan_forward"],
         ["sequential_pass.scan_backward", "hopper_backward.gradients", "chunk_gradients.gradient_of_log_decay"],
+    ),
+    "delta_rule --inference": (
+        ["hopper_prepare", "hopper_pass", "scores_in_pass"],
+        ["hopper_prepare.prepare", "hopper_sequential_pass.scan_forward"],
+        [],
+    ),
+    "delta_rule --B 1 --H 16": (
+        ["hopper_prepare", "narrow_blocks"],
+        ["hopper_prepare.prepare", "sequential_pass.scan_forward"],
+        None,
     ),
     "delta_rule --gate none --device A100 --K 64": (
         ["three_passes", "prepare", "wide_blocks"],
@@ -104,7 +114,7 @@ def test_paths_and_launches(words: str):
 @pytest.mark.skipif(not DIRECT, reason="the kernels in Gluon were not tested with this version of Triton")
 def test_the_path_of_the_gradients_is_listed_where_they_are_computed():
     forward, backward = explain(parser().parse_args(["explain", "delta_rule", "--B", "16"]))
-    assert [path.name for path in forward.paths] == ["hopper_prepare", "wide_blocks"]
+    assert [path.name for path in forward.paths] == ["hopper_pass", "hopper_prepare"]
     assert backward.paths[0].name == "one_pass"
     forward, backward = explain(parser().parse_args(["explain", "delta_rule", "--inference"]))
     assert "one_pass" not in {path.name for path in forward.paths + backward.paths}

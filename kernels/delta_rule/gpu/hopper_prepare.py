@@ -76,8 +76,8 @@ def add(x, y):
 
 @gluon.jit
 def store_pairs(x, tile, value):
-    """Store a tile [64, 64] in bf16, 16 bytes a thread."""
-    gl.store(at_tile(x, tile * 64, 0, 64, QUADS, 64, 64), gl.convert_layout(value.to(gl.bfloat16), QUADS))
+    """Store a tile [64, 64] of 2 bytes a number, 16 bytes a thread."""
+    gl.store(at_tile(x, tile * 64, 0, 64, QUADS, 64, 64), gl.convert_layout(value, QUADS))
 
 
 @gluon.jit
@@ -100,9 +100,9 @@ def prepare(
     k,
     log_decay,
     beta,
-    inverse,
+    inverse,  # without scores, β H in fp16
     scores,
-    gates,
+    gates,  # e^b, e^{b_C − b} (without scores, β), and b in two parts
     bounds,  # [chunks,M], if sequences are cut
     chunks,
     scale,
@@ -119,10 +119,13 @@ def prepare(
     keys: gl.constexpr = M // R  # heads of q and k
     head = ((m // (E * R)) * E + m % E) * 128
     keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
-    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    SCORES: gl.constexpr = scores is not None
+    pairs_s = gl.allocate_shared_memory(gl.float16, [2 if SCORES else 1, 64, 64], SHARED)
     numbers_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)  # b in two parts, and β
     copy_tokens(keys_s, k, token, head, stop, keys * 128, COPY)
-    copy_tokens(queries_s, q, token, head, stop, keys * 128, COPY, STEPS)
+    if SCORES:
+        queries_s = reinterpret(pairs_s, gl.bfloat16, [64, 128], SHARED)
+        copy_tokens(queries_s, q, token, head, stop, keys * 128, COPY, STEPS)
     async_copy.commit_group()
 
     t = gl.arange(0, 64, ONCE)
@@ -149,7 +152,7 @@ def prepare(
     numbers_s.slice(128, 64).store(write)
     at = gates + (tile * 256 + t)
     gl.store(at, gl.exp2(high))
-    gl.store(at + 64, gl.exp2((gl.sum(g, 0) - b).to(gl.float32)))
+    gl.store(at + 64, gl.exp2((gl.sum(g, 0) - b).to(gl.float32)) if SCORES else write)
     gl.store(at + 128, high)
     gl.store(at + 192, low)
 
@@ -158,7 +161,8 @@ def prepare(
     fence_async_shared()
     barrier()
     overlap = warpgroup_mma(keys_s, keys_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    dots = warpgroup_mma(queries_s, keys_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if SCORES:
+        dots = warpgroup_mma(queries_s, keys_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     difference = gl.expand_dims(numbers_s.slice(0, 64).load(OF_ROWS), 1) - gl.expand_dims(
         numbers_s.slice(0, 64).load(OF_COLUMNS), 0
     )
@@ -168,17 +172,21 @@ def prepare(
     r = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
     c = gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
     D = gl.where(r >= c, gl.exp2(-gl.abs(difference)), 0.0)
-    overlap, dots = warpgroup_mma_wait(0, deps=[overlap, dots])
+    if SCORES:
+        overlap, dots = warpgroup_mma_wait(0, deps=[overlap, dots])
+    else:
+        overlap = warpgroup_mma_wait(0, deps=[overlap])
     if bounds is not None:
         length = gl.sum(gl.where(r == c, overlap, 0.0), 1)
         beyond = gl.abs(1.0 - numbers_s.slice(128, 64).load(OF_ROWS) * length)
         growth = gl.sum(gl.log2(gl.maximum(beyond, 1.0)), 0)
         gl.store(bounds + tile, gl.sum(g, 0).to(gl.float32) + growth)
     barrier()  # nobody reads keys and queries any more
-    pairs_s = reinterpret(queries_s, gl.float16, [2, 64, 64], SHARED)
-    n_s, dots_s = pairs_s.index(0), pairs_s.index(1)
+    n_s = pairs_s.index(0)
     x_s = reinterpret(keys_s, gl.float16, [2, 64, 64], SHARED)
-    dots_s.store((dots * D).to(gl.float16))
+    if SCORES:
+        dots_s = pairs_s.index(1)
+        dots_s.store((dots * D).to(gl.float16))
     N = gl.where(r > c, -(overlap * D), 0.0)
     n_s.store(N.to(gl.float16))
 
@@ -205,10 +213,13 @@ def prepare(
     H = merged(H, n_s, x_s.index(1), beta_of_rows, beta_of_columns, r // 32 != c // 32)
 
     H *= beta_of_rows
-    x_s.index(0).store(H.to(gl.float16))
-    fence_async_shared()
-    weights = warpgroup_mma(dots_s, x_s.index(0), zeros, use_acc=False, is_async=True)
-    # before anything else: what a store needs of shared memory may be where the product reads
-    weights = warpgroup_mma_wait(0, deps=[weights])
-    store_pairs(inverse, tile, H * beta_of_columns)
-    store_pairs(scores, tile, weights * (beta_of_columns * scale))
+    if SCORES:
+        x_s.index(0).store(H.to(gl.float16))
+        fence_async_shared()
+        weights = warpgroup_mma(dots_s, x_s.index(0), zeros, use_acc=False, is_async=True)
+        # before anything else: what a store needs of shared memory may be where the product reads
+        weights = warpgroup_mma_wait(0, deps=[weights])
+        store_pairs(inverse, tile, (H * beta_of_columns).to(gl.bfloat16))
+        store_pairs(scores, tile, (weights * (beta_of_columns * scale)).to(gl.bfloat16))
+    else:
+        store_pairs(inverse, tile, H.to(gl.float16))

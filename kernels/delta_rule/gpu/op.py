@@ -8,7 +8,7 @@ give equal bits.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,14 +26,22 @@ from .select import BACKWARD, ONE_TOKEN
 
 SHORT = 16  # up to this key size, everything is computed in fp32
 NOTHING, CHUNKS, ALL = range(3)  # what is kept for the gradients; chunks are what `prepared` returns
-KEPT = (0, 4, 7)  # how many tensors that is
+KEPT = (0, 4, 8)  # how many tensors that is
 FEW_ENOUGH = 1024  # channels of a head's keys, in all subheads, up to which chunks are kept
 GATES = {1: "constant", 3: "per step"}  # by the number of axes of the log decay
 
 
-def prepared(plan: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None) -> tuple[Tensor, ...]:
-    """Inverse, scores, gates and, if sequences are cut or run in halves, bounds of every chunk."""
-    chunks = tuple(plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:4])
+def prepared(
+    plan: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Tensor | None, *, scores: bool = True
+) -> tuple[Tensor | None, ...]:
+    """Inverse, scores, gates and, if sequences are cut or run in halves, bounds of every chunk.
+
+    Without scores, these are for a pass that computes them itself: None in their place, and β H for the inverse.
+    """
+    chunks: tuple[Tensor | None, ...] = tuple(plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:4])
+    if not scores:
+        half = torch.float16 if plan.dtype == torch.bfloat16 else plan.dtype
+        chunks = (plan.new(*plan.kept[0][0], dtype=half), None, *chunks[2:])
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
     bounds = chunks[3] if plan.cut or plan.halved else None
@@ -43,10 +51,12 @@ def prepared(plan: DeltaRule, q: Tensor, k: Tensor, beta: Tensor, log_decay: Ten
     return chunks
 
 
-def cuts(plan: DeltaRule, transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool) -> Tensor:
+def cuts(
+    plan: DeltaRule, transition: Tensor, kept: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool
+) -> Tensor:
     """The states before all segments (with `reverse`, the gradients after them), from those at that end."""
     states = plan.states()
-    plan.combine(reverse)(transition, local, end, states, plan.layout.sequences)
+    plan.combine(reverse)(transition, kept, local, end, states, plan.layout.sequences)
     return states
 
 
@@ -55,7 +65,7 @@ def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    chunks: tuple[Tensor, ...],
+    chunks: tuple[Tensor | None, ...],
     initial: Tensor | None,
     o: Tensor | None,
     *,
@@ -64,22 +74,25 @@ def run_forward(
     """The final states, and what the gradients need; writes the outputs of every recurrence to o [B,T,H·E,V], if given.
 
     What the gradients need are, with `save`, U and the states before all chunks, and in any case the transition of
-    every segment.
+    every segment, and 0 for each that keeps nothing of a state.
     """
     table = plan.layout.segments
     initial = None if initial is None else initial.contiguous()
-    transition = plan.new(plan.most, plan.M, plan.K, plan.K, dtype=torch.float32)
+    transition, kept = (plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[6:])
     if plan.cut:
         local = plan.new(plan.cut, plan.M, plan.K, plan.V, dtype=torch.float32)
         nothing = (None, None, None, None)
-        plan.forward(plan.cut, plan.V)(q, k, v, *chunks, *nothing, local, table)
-        plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, table)
-        initial = cuts(plan, transition, local, initial, reverse=False)
+        plan.forward(plan.cut, plan.V)(q, k, v, *chunks, *nothing, local, None, table)
+        plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, kept, table)
+        initial = cuts(plan, transition, kept, local, initial, reverse=False)
     final = plan.states()
     saved = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[4:6]] if save else []
     u, states = saved or (None, None)
-    plan.forward(len(table), plan.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, table)
-    return final.index_select(0, plan.ends[1]) if plan.cut else final, [*saved, transition]
+    if plan.in_gluon:
+        plan.outputs(save)(aligned(q), aligned(k), aligned(v), *chunks[:3], initial, o, u, states, final, table)
+    else:
+        plan.forward(len(table), plan.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, None, table)
+    return final.index_select(0, plan.ends[1]) if plan.cut else final, [*saved, transition, kept]
 
 
 def gradients_of_ends(
@@ -89,6 +102,7 @@ def gradients_of_ends(
     do: Tensor,
     chunks: tuple[Tensor, ...],
     transition: Tensor,
+    kept: Tensor,
     dfinal: Tensor | None,
 ) -> Tensor | None:
     """The gradients of the states after all segments; None if all are zero."""
@@ -96,7 +110,7 @@ def gradients_of_ends(
         return dfinal
     local = plan.new(plan.cut, plan.M, plan.K, plan.V, dtype=torch.float32)
     plan.backward(plan.cut)(q, k, do, *chunks, None, None, None, local, plan.layout.segments)
-    return cuts(plan, transition, local, dfinal, reverse=True)
+    return cuts(plan, transition, kept, local, dfinal, reverse=True)
 
 
 def in_one_pass(
@@ -111,7 +125,7 @@ def in_one_pass(
     gated: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, tuple[Tensor | None, ...]]:
     """Gradients of q, k, v, β and the first states, and what that of the log decay is made of, in one pass."""
-    inverse, scores, gates, bounds, u, states, _ = residuals
+    inverse, scores, gates, bounds, u, states, *_ = residuals
     B, rows, M, slots = plan.B, plan.rows, plan.M, len(plan.layout.chunks)
     dq, dk, dv = plan.new(B, plan.T, M, plan.K), plan.new(B, rows, M, plan.K), plan.new(B, rows, M, plan.V)
     dbeta, dinitial, table = plan.new(B, rows, M, dtype=torch.float32), plan.states(), plan.layout.segments
@@ -145,7 +159,7 @@ def in_three_passes(
     """Compute all gradients in three passes: one along time, then those of queries and of keys for all chunks in
     parallel.
     """
-    inverse, scores, gates, _, u, states, _ = residuals
+    inverse, scores, gates, _, u, states, *_ = residuals
     B, rows, M, K, table, slots = plan.B, plan.rows, plan.M, plan.K, plan.layout.chunks, len(plan.layout.chunks)
     dv, dinitial, dstates = plan.new(B, rows, M, plan.V), plan.states(), plan.new(slots, M, K, plan.V)
     segments = plan.layout.segments
@@ -205,16 +219,18 @@ class Outputs(NamedTuple):
     u: Tensor
     states: Tensor
     transition: Tensor
+    kept: Tensor
 
 
 def compute(args: Arguments) -> Outputs:
     """o, the final states and the residuals."""
     plan, keep = args.plan, args.keep
     q, k, v, beta = (x.contiguous() for x in args[:4])
-    chunks = prepared(plan, q, k, beta, args.log_decay)
+    scores = not plan.scores_in_pass(kept=keep != NOTHING)
+    chunks = prepared(plan, q, k, beta, args.log_decay, scores=scores)
     o = plan.new(plan.B, plan.T, plan.M, plan.V)
     final, along = run_forward(plan, q, k, v, chunks, args.initial_state, o, save=keep == ALL)
-    saved = (*chunks, *along)[: KEPT[keep]]
+    saved = cast(tuple[Tensor, ...], (*chunks, *along)[: KEPT[keep]])  # of chunks that are kept, none is None
     nothing = (plan.new(0, dtype=dtype) for _, dtype in plan.kept[len(saved) :])
     return Outputs(add_subheads(o, args.subheads), final, *saved, *nothing)
 
@@ -229,10 +245,10 @@ def differentiate(
     if keep != ALL:
         chunks = tuple(residuals[:4]) if keep == CHUNKS else prepared(plan, q, k, beta, log_decay)
         along = run_forward(plan, q, k, args.v.contiguous(), chunks, args.initial_state, None, save=True)[1]
-        residuals = (*chunks, *along)
+        residuals = cast(tuple[Tensor, ...], (*chunks, *along))
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
     do = plan.new(plan.B, plan.T, plan.H, plan.V).zero_() if do is None else do
-    dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[-1], dfinal)
+    dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[6], residuals[7], dfinal)
     note(next(path for path in BACKWARD if path.name == plan.backward_path))
     run = in_three_passes if plan.backward_path == "three_passes" else in_one_pass
     dq, dk, dv, dbeta, dinitial, sums = run(plan, q, k, do, beta, residuals, dends, gated=log_decay is not None)

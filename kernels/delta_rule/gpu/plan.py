@@ -13,12 +13,12 @@ from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.launch_table import LaunchConfig, launch, optional
 from ...gpu.layout import CHUNK, layout, most_chunks
-from ...gpu.paths import first_match, select
+from ...gpu.paths import first_match, select, takes
 from ...gpu.plan import Plan, prepared
 from .. import WHOLE
 from .chunk_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .prepare import prepare
-from .select import BACKWARD, PREPARE, SEQUENTIAL, Case
+from .select import BACKWARD, FORWARD, PREPARE, SCORES, SEQUENTIAL, Case
 from .sequential_pass import combine, scan_backward, scan_forward
 from .sequential_pass_long import long_backward, long_forward
 
@@ -96,7 +96,7 @@ class DeltaRule(Plan):
         bounds = (slots if self.most or self.halved else 0, M)
         of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32), (bounds, torch.float32)]
         states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
-        return [*of_chunks, ((B, rows, M, V), self.dtype), states, transition]
+        return [*of_chunks, ((B, rows, M, V), self.dtype), states, transition, ((self.most, M), torch.float32)]
 
     def shapes(self, count: int) -> Shapes:
         """Shapes and dtypes of the op's outputs: o, the final states, and the first `count` of what gradients need."""
@@ -119,6 +119,15 @@ class DeltaRule(Plan):
     def prepare_path(self) -> str:
         """Name of the path that prepares the chunks."""
         return select(PREPARE, self.case).name
+
+    @cached_property
+    def in_gluon(self) -> bool:
+        """Return whether a kernel in Gluon runs the forward pass."""
+        return takes(FORWARD, self.case._replace(narrow=self.narrow("forward")))
+
+    def scores_in_pass(self, kept: bool) -> bool:
+        """Return whether the forward pass computes the scores of pairs itself."""
+        return self.in_gluon and takes(SCORES, self.case._replace(kept=kept or self.cut > 0))
 
     @cached_property
     def backward_path(self) -> str:
@@ -144,12 +153,16 @@ class DeltaRule(Plan):
         """The launch configuration of a kernel."""
         return launch(f"delta_rule.{kernel}", self.size, self.dtype, self.device)
 
+    def narrow(self, kernel: str) -> bool:
+        """Return whether a sequential pass runs in narrow blocks of values."""
+        if self.long or self.cut or self.deterministic:
+            return False
+        entry = optional("delta_rule.narrow", self.size, self.dtype, self.device)
+        return entry is not None and fitting(self.entry(kernel), self.many * self.M, self.V, self.device) > 1
+
     def pass_entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a sequential pass."""
-        narrow = None if self.long else optional("delta_rule.narrow", self.size, self.dtype, self.device)
-        fits = narrow is not None and fitting(self.entry(kernel), self.many * self.M, self.V, self.device) > 1
-        fits = fits and not self.deterministic
-        path = select(SEQUENTIAL, self.case._replace(narrow=fits and not self.cut)).name
+        path = select(SEQUENTIAL, self.case._replace(narrow=self.narrow(kernel))).name
         return self.entry({"long_keys": "long", "narrow_blocks": "narrow", "wide_blocks": kernel}[path])
 
     def blocks(self, kernel: str) -> tuple[int, int, int]:
@@ -205,6 +218,23 @@ class DeltaRule(Plan):
         """The pass along time over the first `segments` segments, with states [K,columns]."""
         kernel = long_forward if self.long else scan_forward
         return self._along_time(kernel, self.pass_entry("forward"), segments, columns)
+
+    @prepared
+    def outputs(self, saved: bool) -> LaunchSpec:
+        """The pass along time over all segments in Gluon, which may save what the gradients need.
+
+        Two chains in a program read tiles once for all values. If they save something, that takes longer than a chunk.
+        """
+        from .hopper_sequential_pass import (
+            scan_forward as in_gluon,
+        )  # the interpreter and other devices do without Gluon
+
+        recurrences, places = len(self.layout.segments) * self.M, multiprocessors(self.device)
+        fewer_waves = cdiv(2 * recurrences, places) > cdiv(recurrences, places)
+        chains = 2 if fewer_waves and not saved and self.V % 128 == 0 else 1
+        sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "V": self.V}
+        programs = recurrences * self.V // (64 * chains)
+        return LaunchSpec(in_gluon, programs, self.scale, **sizes, CHAINS=chains, warps=4)
 
     @prepared
     def backward(self, segments: int) -> LaunchSpec:

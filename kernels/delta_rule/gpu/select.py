@@ -22,6 +22,7 @@ class Case(NamedTuple):
     device: torch.device
     programs: int = 0  # recurrences, times segments of all sequences
     halvable: bool = False  # whether sequences are whole rows, long enough to be cut into halves
+    kept: bool = True  # whether the preparation of chunks is kept for the gradients, or sequences are cut
     filled: bool = False  # whether to choose as if the programs filled the device, however many there are
     narrow: bool = False  # whether wide blocks of values leave half of the device idle, and narrow ones have a launch
 
@@ -73,6 +74,16 @@ GENERAL_FORWARD = (
         why="keys of 128 channels in bf16 on Hopper: a kernel in Gluon",
     ),
     KernelPath("pass", when=always, why="all other keys"),
+)
+FORWARD = KernelPath(
+    "hopper_pass",
+    when=lambda case: case.gluon and case.V % 64 == 0 and not case.narrow,
+    why="outputs for keys of 128 channels in bf16 on Hopper: a kernel in Gluon",
+)
+SCORES = KernelPath(
+    "scores_in_pass",
+    when=lambda case: not case.kept,
+    why="nothing is kept for gradients: that kernel computes the scores itself, instead of reading them",
 )
 SEQUENTIAL = (
     KernelPath(

@@ -22,7 +22,9 @@ import triton.language as tl
 from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, of_program, store_state, store_tokens
 from .steps import load_last, store_last
 
-ERASED = tl.constexpr(-100.0)  # log2 of a transition that leaves nothing of a state, in fp32
+ERASED = tl.constexpr(
+    -60.0
+)  # log2 of a transition that leaves nothing of a state in fp32, unless it was 2^36 times as large
 FARTHEST = tl.constexpr(256)  # chunks
 
 
@@ -54,6 +56,7 @@ def scan_forward(
     u,
     states,
     final,
+    kept,  # of segments and recurrences, for transitions: 0 if a segment keeps nothing of the state before it
     segments,
     scale,
     M: tl.constexpr,
@@ -95,6 +98,7 @@ def scan_forward(
             one = tl.where(erased, 0.0, 1.0)
             S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], one, 0.0)
             begin = tl.where(erased, chunks, 0)
+            tl.store(kept + recurrence, one, mask=column == 0)
         else:
             begin = chunks - count
     before = S.to(DTYPE)
@@ -209,6 +213,7 @@ def scan_backward(
 @triton.jit(do_not_specialize=["M"])
 def combine(
     transition,
+    kept,
     local,
     end,
     states,
@@ -238,18 +243,22 @@ def combine(
             block = tl.zeros([BK, BV], tl.float32)
         store_state(states + known_at * (K * V), row, column, K, V, BK, BV, block)
         S = S + (block,)
+    r, c = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
     for i in tl.range(0, count - 1, num_stages=STAGES):
         here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
         there = here - M if REVERSE else here + M
+        keeps = tl.load(kept + here) != 0
         following = ()
         for row in tl.static_range(0, K, BK):
             block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
             for inner in tl.static_range(0, K, BK):
+                i_r, i_c = (inner + r, row + c) if REVERSE else (row + r, inner + c)
+                at = transition + here * (K * K) + i_r * K + i_c
+                A = tl.load(at, mask=keeps & (i_r < K) & (i_c < K), other=0.0)
                 if REVERSE:
-                    A = tl.trans(load_state(transition + here * (K * K), inner, row, K, K, BK, BK, tl.float32))
-                else:
-                    A = load_state(transition + here * (K * K), row, inner, K, K, BK, BK, tl.float32)
-                block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
+                    A = tl.trans(A)
+                if keeps:  # around the products alone, so that loads are ahead of them
+                    block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
             store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
             following = following + (block,)
         S = following

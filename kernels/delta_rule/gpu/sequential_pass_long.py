@@ -38,6 +38,7 @@ def long_forward(
     u,
     states,
     final,
+    kept,  # None, like bounds
     segments,
     scale,
     M: tl.constexpr,
