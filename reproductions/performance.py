@@ -215,7 +215,8 @@ def _bench(job: Job, file: Path, device: str, end: float | None) -> list[Row]:
 def _doctor(file: Path, device: str, end: float | None) -> list[Row]:
     """A row for `doctor` with an empty cache of compiled kernels, and one with the cache that this leaves."""
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    # processes of PyTorch's compiler may still write to the caches when the doctor has ended
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         record = Path(folder) / "doctor.json"
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
         for cache in ("cold", "warm"):

@@ -126,8 +126,11 @@ class DeltaRule(Plan):
         return takes(FORWARD, self.case._replace(narrow=self.narrow("forward")))
 
     def scores_in_pass(self, kept: bool) -> bool:
-        """Return whether the forward pass computes the scores of pairs itself."""
-        return self.in_gluon and takes(SCORES, self.case._replace(kept=kept or self.cut > 0))
+        """Return whether the forward pass computes the scores itself: in deterministic mode, training and inference
+        run the same kernels.
+        """
+        kept = kept or self.cut > 0 or self.deterministic
+        return self.in_gluon and takes(SCORES, self.case._replace(kept=kept))
 
     @cached_property
     def backward_path(self) -> str:

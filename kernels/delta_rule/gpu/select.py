@@ -22,7 +22,7 @@ class Case(NamedTuple):
     device: torch.device
     programs: int = 0  # recurrences, times segments of all sequences
     halvable: bool = False  # whether sequences are whole rows, long enough to be cut into halves
-    kept: bool = True  # whether the preparation of chunks is kept for the gradients, or sequences are cut
+    kept: bool = True  # whether scores are needed later, for gradients or for passes over segments
     filled: bool = False  # whether to choose as if the programs filled the device, however many there are
     narrow: bool = False  # whether wide blocks of values leave half of the device idle, and narrow ones have a launch
 
