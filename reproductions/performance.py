@@ -108,7 +108,7 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
         yield Job("flashqla", f"{B}x{H}x{T}", (*_kernels("delta_rule", f"[[{B},{H},{T},128]]", tiny), *options))
     if peers:
         yield Job("training", "fla", (*training, "--peers"))
-        yield Job("training", "fla_captured", (*training, "--cuda_graph=true", "--peers"))
+        yield Job("training", "captured_beside_fla", (*training, "--cuda_graph=true", "--peers"))
         yield Job("decode", "fla", (*decode, "--peers"))
 
 
@@ -131,8 +131,8 @@ def performance(
 
     Args:
         parts: Of loss, attention, training, decode, expansion, doctor, kernels and flashqla, or single jobs, such as
-            kernels/delta_rule; null for all. Kernels and the jobs named fla need flash-linear-attention, flashqla needs
-            FlashQLA.
+            kernels/delta_rule; null for all. Kernels and jobs with fla in their names need flash-linear-attention,
+            flashqla needs FlashQLA.
         tiny: Whether to use small sizes, to try the commands on any machine; other libraries are left out.
         device: cpu or cuda; null for the GPU if available.
         seconds: Time limit for all jobs; one that is running then is stopped, and its rows are lost. Null for none.

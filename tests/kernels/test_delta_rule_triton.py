@@ -234,8 +234,9 @@ def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pyte
     a["log_decay"] -= torch.tensor([0.0, 0.6])
     a["k"] *= length  # beyond 1.4, a strong β enlarges what it replaces
     tensors = (a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state"))
-    results = gpu_op.compute(gpu_op.Arguments(*tensors, None, 1, 1.0, gpu_op.ALL))
-    slow, fast = results[-1][0]
+    computed = gpu_op.compute(gpu_op.Arguments(*tensors, None, 1, 1.0, gpu_op.ALL))
+    slow, fast = computed.transition[0]
+    assert computed.kept[0].tolist() == [1, 0]
     assert slow.norm() > 1e-9
     assert not fast.any()  # its chunks are not visited, nor all of those that the state is made of
     agree(a)
@@ -550,9 +551,9 @@ def test_the_forward_pass_in_gluon_step_by_step(options: dict[str, Any], keep: s
     if keep == "nothing":
         plan.of_rows.cache_clear()
         with torch.no_grad(), kernels.backend("triton"):
-            actual = kernels.delta_rule(**a, **numbers)
+            actual = kernels.delta_rule(**a, **numbers, return_state=True)
         with kernels.backend("reference"):
-            expected = kernels.delta_rule(**a, **numbers)
+            expected = kernels.delta_rule(**a, **numbers, return_state=True)
         for x, y in zip(actual, expected, strict=True):
             torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
     else:
@@ -561,7 +562,7 @@ def test_the_forward_pass_in_gluon_step_by_step(options: dict[str, Any], keep: s
 
 @pytest.mark.gpu
 @pytest.mark.pairwise
-@pytest.mark.parametrize("H", [40, 96])  # one chain in a program, and two
+@pytest.mark.parametrize("H", [40, 96])  # with 128 values, one chain in a program and two
 @pytest.mark.parametrize("V", [64, 128])
 @pytest.mark.parametrize("gate", ["none", "constant", "head"])
 @pytest.mark.parametrize("decay", ["mild", "mixed", "strong"])

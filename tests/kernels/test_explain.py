@@ -112,6 +112,13 @@ def test_paths_and_launches(words: str):
 
 
 @pytest.mark.skipif(not DIRECT, reason="the kernels in Gluon were not tested with this version of Triton")
+def test_training_and_inference_run_the_same_kernels_in_deterministic_mode():
+    with kernels.deterministic():
+        forward, _ = explain(parser().parse_args(["explain", "delta_rule", "--B", "16", "--inference"]))
+    assert [path.name for path in forward.paths] == ["hopper_pass", "hopper_prepare"]
+
+
+@pytest.mark.skipif(not DIRECT, reason="the kernels in Gluon were not tested with this version of Triton")
 def test_the_path_of_the_gradients_is_listed_where_they_are_computed():
     forward, backward = explain(parser().parse_args(["explain", "delta_rule", "--B", "16"]))
     assert [path.name for path in forward.paths] == ["hopper_pass", "hopper_prepare"]

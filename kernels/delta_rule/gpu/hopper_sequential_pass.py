@@ -124,7 +124,7 @@ def chain(
         mbarrier.wait(free, (c & 1) ^ 1)
         before_s.index(H).store(before)
         read = warpgroup_mma_wait(0, deps=[read])
-        # loaded no earlier: registers are short
+        # The values are loaded only here, because registers are short.
         W = v_s.index(i * CHAINS + H).permute((1, 0)).load(PAIRS).to(gl.float32)
         W -= read * of_columns(gates, 0)
         if not SCORES:
@@ -183,6 +183,7 @@ def results(
                 weights = warpgroup_mma(pairs, inverse_s.index(j), none, use_acc=False, is_async=True)
                 weights = warpgroup_mma_wait(0, deps=[weights])
                 scores_s.index(i).store((weights * scale).to(gl.bfloat16))
+                fence_async_shared()
             done(empty.index(j))
         mbarrier.wait(ready, c & 1)
         if STATES:
@@ -205,7 +206,7 @@ def results(
             else:
                 out = warpgroup_mma_wait(0, deps=[out])
         done(free)
-        if STATES:  # behind the barrier
+        if STATES:  # `done` has a barrier, so `state_s` is complete
             for h in gl.static_range(CHAINS):
                 at = at_tile(states + tile * (128 * V), 0, column + h * 64, V, COPY_PAIRS, 128, 64)
                 gl.store(at, state_s.index(h).load(COPY_PAIRS))

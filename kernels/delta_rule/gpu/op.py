@@ -74,7 +74,7 @@ def run_forward(
     """The final states, and what the gradients need; writes the outputs of every recurrence to o [B,T,H·E,V], if given.
 
     What the gradients need are, with `save`, U and the states before all chunks, and in any case the transition of
-    every segment, and 0 for each that keeps nothing of a state.
+    every segment, and for each segment 1, or 0 if it keeps nothing of a state.
     """
     table = plan.layout.segments
     initial = None if initial is None else initial.contiguous()

@@ -226,18 +226,18 @@ class DeltaRule(Plan):
     def outputs(self, saved: bool) -> LaunchSpec:
         """The pass along time over all segments in Gluon, which may save what the gradients need.
 
-        Two chains in a program read tiles once for all values. If they save something, that takes longer than a chunk.
+        A program with two chains reads each tile once for twice as many values. Where U and states are saved, storing
+        them takes longer than the chains do, so such programs have one chain.
         """
         from .hopper_sequential_pass import (
             scan_forward as in_gluon,
         )  # the interpreter and other devices do without Gluon
 
-        recurrences, places = len(self.layout.segments) * self.M, multiprocessors(self.device)
-        fewer_waves = cdiv(2 * recurrences, places) > cdiv(recurrences, places)
+        blocks, places = len(self.layout.segments) * self.M * self.V // 64, multiprocessors(self.device)
+        fewer_waves = cdiv(blocks, places) > cdiv(blocks // 2, places)
         chains = 2 if fewer_waves and not saved and self.V % 128 == 0 else 1
         sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "V": self.V}
-        programs = recurrences * self.V // (64 * chains)
-        return LaunchSpec(in_gluon, programs, self.scale, **sizes, CHAINS=chains, warps=4)
+        return LaunchSpec(in_gluon, blocks // chains, self.scale, **sizes, CHAINS=chains, warps=4)
 
     @prepared
     def backward(self, segments: int) -> LaunchSpec:

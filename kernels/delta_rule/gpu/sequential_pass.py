@@ -22,9 +22,8 @@ import triton.language as tl
 from ...gpu.tiles import CHUNK, load_pairs, load_state, load_tokens, of_program, store_state, store_tokens
 from .steps import load_last, store_last
 
-ERASED = tl.constexpr(
-    -60.0
-)  # log2 of a transition that leaves nothing of a state in fp32, unless it was 2^36 times as large
+# A transition of norm 2^−60 leaves nothing of a state in fp32, unless that state is 2^36 times as large as the next.
+ERASED = tl.constexpr(-60.0)  # log2
 FARTHEST = tl.constexpr(256)  # chunks
 
 
@@ -247,7 +246,7 @@ def combine(
     for i in tl.range(0, count - 1, num_stages=STAGES):
         here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
         there = here - M if REVERSE else here + M
-        keeps = tl.load(kept + here) != 0
+        keeps = tl.load(kept + here).to(tl.int32) != 0
         following = ()
         for row in tl.static_range(0, K, BK):
             block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
