@@ -236,7 +236,7 @@ def test_segments_of_which_little_is_remembered(length: float, monkeypatch: pyte
     tensors = (a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state"))
     computed = gpu_op.compute(gpu_op.Arguments(*tensors, None, 1, 1.0, gpu_op.ALL))
     slow, fast = computed.transition[0]
-    assert computed.kept[0].tolist() == [1, 0]
+    assert computed.has_transition[0].tolist() == [1, 0]
     assert slow.norm() > 1e-9
     assert not fast.any()  # its chunks are not visited, nor all of those that the state is made of
     agree(a)

@@ -141,8 +141,8 @@ def chain(
             keep = gl.expand_dims(high, 0) - of_columns(gates, 128) + (gl.expand_dims(low, 0) - of_columns(gates, 192))
             keep = gl.exp2(keep)
         new = warpgroup_mma_wait(0, deps=[new])
-        kept = gl.convert_layout((new * keep).to(gl.bfloat16), OF_STATE)
-        S = warpgroup_mma(kept, k_s.index(i), S, is_async=True)
+        decayed = gl.convert_layout((new * keep).to(gl.bfloat16), OF_STATE)
+        S = warpgroup_mma(decayed, k_s.index(i), S, is_async=True)
         if U:
             mbarrier.wait(free_u, (c & 1) ^ 1)
             u_s.index(H).permute((1, 0)).store(new.to(gl.bfloat16))
@@ -297,6 +297,7 @@ def scan_forward(
     mbarrier.init(ready_u, count=CHAINS)
     mbarrier.init(free_u, count=1)
     barrier()
+    # The arguments are written out for each case, because Gluon loses the constants of a tuple that has a name.
     if CHAINS == 2:
         gl.warp_specialize(
             [

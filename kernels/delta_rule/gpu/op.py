@@ -52,11 +52,11 @@ def prepared(
 
 
 def cuts(
-    plan: DeltaRule, transition: Tensor, kept: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool
+    plan: DeltaRule, transition: Tensor, has_transition: Tensor, local: Tensor, end: Tensor | None, *, reverse: bool
 ) -> Tensor:
     """The states before all segments (with `reverse`, the gradients after them), from those at that end."""
     states = plan.states()
-    plan.combine(reverse)(transition, kept, local, end, states, plan.layout.sequences)
+    plan.combine(reverse)(transition, has_transition, local, end, states, plan.layout.sequences)
     return states
 
 
@@ -74,17 +74,17 @@ def run_forward(
     """The final states, and what the gradients need; writes the outputs of every recurrence to o [B,T,H·E,V], if given.
 
     What the gradients need are, with `save`, U and the states before all chunks, and in any case the transition of
-    every segment, and for each segment 1, or 0 if it keeps nothing of a state.
+    every segment, and for each segment 1, or 0 if its transition is zero.
     """
     table = plan.layout.segments
     initial = None if initial is None else initial.contiguous()
-    transition, kept = (plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[6:])
+    transition, has_transition = (plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[6:])
     if plan.cut:
         local = plan.new(plan.cut, plan.M, plan.K, plan.V, dtype=torch.float32)
         nothing = (None, None, None, None)
         plan.forward(plan.cut, plan.V)(q, k, v, *chunks, *nothing, local, None, table)
-        plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, kept, table)
-        initial = cuts(plan, transition, kept, local, initial, reverse=False)
+        plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, has_transition, table)
+        initial = cuts(plan, transition, has_transition, local, initial, reverse=False)
     final = plan.states()
     saved = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[4:6]] if save else []
     u, states = saved or (None, None)
@@ -92,7 +92,7 @@ def run_forward(
         plan.outputs(save)(aligned(q), aligned(k), aligned(v), *chunks[:3], initial, o, u, states, final, table)
     else:
         plan.forward(len(table), plan.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, None, table)
-    return final.index_select(0, plan.ends[1]) if plan.cut else final, [*saved, transition, kept]
+    return final.index_select(0, plan.ends[1]) if plan.cut else final, [*saved, transition, has_transition]
 
 
 def gradients_of_ends(
@@ -102,7 +102,7 @@ def gradients_of_ends(
     do: Tensor,
     chunks: tuple[Tensor, ...],
     transition: Tensor,
-    kept: Tensor,
+    has_transition: Tensor,
     dfinal: Tensor | None,
 ) -> Tensor | None:
     """The gradients of the states after all segments; None if all are zero."""
@@ -110,7 +110,7 @@ def gradients_of_ends(
         return dfinal
     local = plan.new(plan.cut, plan.M, plan.K, plan.V, dtype=torch.float32)
     plan.backward(plan.cut)(q, k, do, *chunks, None, None, None, local, plan.layout.segments)
-    return cuts(plan, transition, kept, local, dfinal, reverse=True)
+    return cuts(plan, transition, has_transition, local, dfinal, reverse=True)
 
 
 def in_one_pass(
@@ -219,7 +219,7 @@ class Outputs(NamedTuple):
     u: Tensor
     states: Tensor
     transition: Tensor
-    kept: Tensor
+    has_transition: Tensor
 
 
 def compute(args: Arguments) -> Outputs:

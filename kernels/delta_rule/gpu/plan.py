@@ -129,8 +129,8 @@ class DeltaRule(Plan):
         """Return whether the forward pass computes the scores itself: in deterministic mode, training and inference
         run the same kernels.
         """
-        kept = kept or self.cut > 0 or self.deterministic
-        return self.in_gluon and takes(SCORES, self.case._replace(kept=kept))
+        stored = kept or self.cut > 0 or self.deterministic
+        return self.in_gluon and takes(SCORES, self.case._replace(stored=stored))
 
     @cached_property
     def backward_path(self) -> str:
@@ -229,9 +229,8 @@ class DeltaRule(Plan):
         A program with two chains reads each tile once for twice as many values. Where U and states are saved, storing
         them takes longer than the chains do, so such programs have one chain.
         """
-        from .hopper_sequential_pass import (
-            scan_forward as in_gluon,
-        )  # the interpreter and other devices do without Gluon
+        # the interpreter and other devices do without Gluon
+        from .hopper_sequential_pass import scan_forward as in_gluon
 
         blocks, places = len(self.layout.segments) * self.M * self.V // 64, multiprocessors(self.device)
         fewer_waves = cdiv(blocks, places) > cdiv(blocks // 2, places)

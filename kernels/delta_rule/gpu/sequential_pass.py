@@ -55,7 +55,7 @@ def scan_forward(
     u,
     states,
     final,
-    kept,  # of segments and recurrences, for transitions: 0 if a segment keeps nothing of the state before it
+    has_transition,  # of segments and recurrences, for transitions: 1, or 0 if the transition is zero
     segments,
     scale,
     M: tl.constexpr,
@@ -97,7 +97,7 @@ def scan_forward(
             one = tl.where(erased, 0.0, 1.0)
             S = tl.where(tl.arange(0, BK)[:, None] == (column + tl.arange(0, BV))[None, :], one, 0.0)
             begin = tl.where(erased, chunks, 0)
-            tl.store(kept + recurrence, one, mask=column == 0)
+            tl.store(has_transition + recurrence, one, mask=column == 0)
         else:
             begin = chunks - count
     before = S.to(DTYPE)
@@ -212,7 +212,7 @@ def scan_backward(
 @triton.jit(do_not_specialize=["M"])
 def combine(
     transition,
-    kept,
+    has_transition,
     local,
     end,
     states,
@@ -246,17 +246,17 @@ def combine(
     for i in tl.range(0, count - 1, num_stages=STAGES):
         here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
         there = here - M if REVERSE else here + M
-        keeps = tl.load(kept + here).to(tl.int32) != 0
+        exists = tl.load(has_transition + here).to(tl.int32) != 0
         following = ()
         for row in tl.static_range(0, K, BK):
             block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
             for inner in tl.static_range(0, K, BK):
                 i_r, i_c = (inner + r, row + c) if REVERSE else (row + r, inner + c)
                 at = transition + here * (K * K) + i_r * K + i_c
-                A = tl.load(at, mask=keeps & (i_r < K) & (i_c < K), other=0.0)
+                A = tl.load(at, mask=exists & (i_r < K) & (i_c < K), other=0.0)
                 if REVERSE:
                     A = tl.trans(A)
-                if keeps:  # around the products alone, so that loads are ahead of them
+                if exists:  # around the products alone, so that loads are ahead of them
                     block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
             store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
             following = following + (block,)

@@ -38,7 +38,7 @@ def long_forward(
     u,
     states,
     final,
-    kept,  # None, like bounds
+    has_transition,  # None, like bounds
     segments,
     scale,
     M: tl.constexpr,
