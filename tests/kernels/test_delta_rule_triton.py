@@ -537,6 +537,9 @@ PASS = "kernels.delta_rule.gpu.hopper_sequential_pass"
         {"T": 70, "R": 2, "E": 2, "V": 256, "gate": "head"},
         {"T": 400, "documents": [0, 0, 3, 67, 67, 400], "gate": "head", "decay": "mixed"},
         {"T": 50, "steps": 3, "gate": "head", "decay": "mixed", "documents": [0, 0, 1, 50]},
+        {"T": 450, "gate": "head", "beta": 2, "segments": 3},  # of which the decays leave something
+        {"T": 450, "R": 2, "gate": "constant", "decay": "mixed", "segments": 3},
+        {"T": 450, "gate": "none", "documents": [0, 3, 3, 450], "segments": 6},
     ],
 )
 def test_the_forward_pass_in_gluon_step_by_step(options: dict[str, Any], keep: str, monkeypatch: pytest.MonkeyPatch):
@@ -545,6 +548,9 @@ def test_the_forward_pass_in_gluon_step_by_step(options: dict[str, Any], keep: s
     monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(Case, "gluon", True)
     monkeypatch.setattr(Case, "gluon_backward", False)
+    options = dict(options)
+    if count := options.pop("segments", 0):
+        monkeypatch.setattr(gpu_plan, "segments", lambda *passed: count)
     steps, sizes = options.get("steps", 1), {"B": 1, "G": 1, "K": 128, "V": 64, "dtype": torch.float32, **options}
     a = arguments(form="beta", **sizes)
     numbers = {"subheads": options.get("E", 1), "steps": steps}

@@ -22,7 +22,7 @@ class Case(NamedTuple):
     device: torch.device
     programs: int = 0  # recurrences, times segments of all sequences
     halvable: bool = False  # whether sequences are whole rows, long enough to be cut into halves
-    stored: bool = True  # whether the scores are in memory: for gradients, segments or deterministic mode
+    stored: bool = True  # whether the scores are in memory: for gradients or deterministic mode
     filled: bool = False  # whether to choose as if the programs filled the device, however many there are
     narrow: bool = False  # whether wide blocks of values leave half of the device idle, and narrow ones have a launch
 
@@ -83,7 +83,7 @@ FORWARD = KernelPath(
 SCORES = KernelPath(
     "scores_in_pass",
     when=lambda case: not case.stored,
-    why="no scores are stored for gradients or segments: that kernel computes them, instead of reading them",
+    why="no scores are stored for gradients: that kernel computes them, instead of reading them",
 )
 SEQUENTIAL = (
     KernelPath(

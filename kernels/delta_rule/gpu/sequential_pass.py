@@ -47,7 +47,7 @@ def scan_forward(
     k,
     v,
     inverse,
-    scores,
+    scores,  # None: `inverse` has β H, and gates are those of the pass in Gluon that computes the scores
     gates,
     bounds,  # of chunks, for what a segment does to the state; None for whole passes
     initial,
@@ -116,6 +116,12 @@ def scan_forward(
         update = tl.dot(keys_here, before, input_precision=PRECISION) * -shrink[:, None]
         if v is not None:
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
+        if scores is None:
+            update *= keep[:, None]  # which is β there
+            high, low = at + 2 * CHUNK, at + 3 * CHUNK
+            until = tl.load(high + (CHUNK - 1)) - tl.load(high + r)
+            until += tl.load(low + (CHUNK - 1)) - tl.load(low + r)
+            keep = tl.exp2(until)
         W = update.to(DTYPE)
         U = tl.dot(solve, W, input_precision=PRECISION)
         if o is not None:
