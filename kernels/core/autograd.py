@@ -24,9 +24,9 @@ Gradients = Mapping[str, Tensor | None]
 
 def register(
     name: str,
-    forward: Callable[[Any], tuple[Tensor, ...]],
+    forward: Callable[[Any], tuple[Tensor | None, ...]],
     backward: Callable[..., Gradients] | None,
-    empty: Callable[[Any], tuple[Tensor, ...]],
+    empty: Callable[[Any], tuple[Tensor | None, ...]],
     *,
     results: int = 1,
     unread: Callable[[Any], Sequence[str]] = lambda args: (),
@@ -38,12 +38,14 @@ def register(
 
     Args:
         name: Name of the op; its gradient is `<name>_backward`.
-        forward: `forward(args)` returns a tuple of fresh contiguous tensors; its annotation tells how many.
+        forward: `forward(args)` returns a tuple of fresh contiguous tensors; its annotation tells how many. None stands
+            for a residual that is not kept.
         backward: `backward(args, needed, *gradients, *residuals)`. `needed` has for each argument whether its gradient
             is needed (`needed.x`); the gradients are those of the results (None for a result without one, but never
             for all), the residuals are the outputs of `forward` that are not results. It returns contiguous gradients
             by the name of the argument, each of its shape and dtype; several may be parts of one tensor. An argument
-            left out has none. None if the op has no gradient.
+            left out has none. A residual that is not kept is None, or an empty tensor if the dispatcher saved it. None
+            if the op has no gradient.
         empty: `empty(args)` returns uninitialised tensors of the shapes and dtypes that `forward` returns.
         results: How many of the outputs are results. The others are residuals: saved for `backward`, and hidden from
             the caller.
@@ -56,21 +58,24 @@ def register(
     hints = get_type_hints(forward)
     returns = hints.pop("return")
     if hasattr(returns, "_fields"):  # a NamedTuple
-        returns = tuple[tuple(get_type_hints(returns).values())]  # type: ignore[misc]
+        returns = tuple[(Tensor,) * len(returns._fields)]  # type: ignore[misc]
     (make,) = hints.values()
     fields = get_type_hints(make)
 
-    def run(*values: Any) -> tuple[Tensor, ...]:
-        return tuple(in_mode(values[-1], forward, make(*values[:-1])))
+    def run(*values: Any) -> tuple[Any, ...]:
+        return in_mode(values[-1], forward, make(*values[:-1]))
+
+    def dispatched(*values: Any) -> tuple[Tensor, ...]:
+        return _without_none(run(*values))
 
     def fake(*values: Any) -> tuple[Tensor, ...]:
-        return tuple(in_mode(values[-1], empty, make(*values[:-1])))
+        return _without_none(in_mode(values[-1], empty, make(*values[:-1])))
 
     kinds_of_values = {**fields, "deterministic": bool}.items()
     parameters = [Parameter(field, Parameter.POSITIONAL_OR_KEYWORD, annotation=kind) for field, kind in kinds_of_values]
-    run.__signature__ = Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
-    schema = torch.library.infer_schema(run, mutates_args=())
-    op = torch.library.custom_op(f"{NAMESPACE}::{name}", run, mutates_args=(), schema=schema)
+    dispatched.__signature__ = Signature(parameters, return_annotation=returns)  # type: ignore[attr-defined]
+    schema = torch.library.infer_schema(dispatched, mutates_args=())
+    op = torch.library.custom_op(f"{NAMESPACE}::{name}", dispatched, mutates_args=(), schema=schema)
     op.register_fake(fake)
 
     def returned_by(output: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
@@ -99,8 +104,7 @@ def register(
         return [by_name.get(field) if want else None for field, want in zip(tensors, needed, strict=False)]
 
     def run_backward(*values: Any) -> tuple[Tensor, ...]:
-        # a schema has no optional results: an empty tensor represents None
-        every = [values[first + 1].new_empty(0) if g is None else g for g in derive(*values)]
+        every = _without_none(derive(*values), like=values[first + 1])
         # nor may two results share memory
         memory = [g.untyped_storage().data_ptr() for g in every]
         return tuple(g.clone() if memory[i] in memory[:i] else g for i, g in enumerate(every))
@@ -115,12 +119,12 @@ def register(
     gradient = torch.library.custom_op(f"{NAMESPACE}::{name}_backward", run_backward, mutates_args=(), schema=signature)
     gradient.register_fake(fake_backward)
 
-    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor | None, ...]) -> None:
         ctx.set_materialize_grads(False)
         saved = list(inputs[:count])
         for field in unread(make(*inputs[:-1])):
             i = tensors.index(field)
-            saved[i] = inputs[i].new_empty(1).expand(inputs[i].shape)
+            saved[i] = inputs[i].new_empty_strided(inputs[i].shape, [0] * inputs[i].dim())  # one element
         ctx.save_for_backward(*saved, *output[results:])
         ctx.options = inputs[count:]
 
@@ -142,7 +146,8 @@ def register(
         @staticmethod
         def forward(ctx: Any, *args: Any) -> tuple[Tensor, ...]:
             output = run(*args)
-            keep(ctx, args, output)
+            if any(ctx.needs_input_grad):
+                keep(ctx, args, output)
             return output[:results]
 
         backward = staticmethod(once(partial(differentiated, derive)))
@@ -151,6 +156,18 @@ def register(
         return returned_by((Direct.apply if plain(args) else op)(*args, is_deterministic()))
 
     return call
+
+
+def _without_none(outputs: Sequence[Tensor | None], like: Tensor | None = None) -> tuple[Tensor, ...]:
+    """The outputs of an op, with an empty tensor for None, as a schema has no optional results.
+
+    Args:
+        outputs: The outputs.
+        like: A tensor with the dtype and the device of the empty ones; by default the first output.
+    """
+    like = outputs[0] if like is None else like
+    assert like is not None
+    return tuple(like.new_empty(0) if x is None else x for x in outputs)
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:

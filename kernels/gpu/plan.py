@@ -1,6 +1,6 @@
 """Quantities that follow from the sizes of a call, computed once for all calls of these sizes to save host time."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from functools import lru_cache, wraps
 from typing import Any, Self, TypeVar, TypeVarTuple
 
@@ -60,6 +60,11 @@ class Plan:
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor for a kernel to fill."""
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
+
+    def empty(self, shapes: Iterable[tuple[tuple[int, ...], torch.dtype] | None]) -> tuple[Tensor | None, ...]:
+        """Uninitialised tensors of these shapes and dtypes; None stays None."""
+        device = self.device
+        return tuple(None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in shapes)
 
 
 @lru_cache(maxsize=256)

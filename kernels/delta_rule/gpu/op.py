@@ -8,7 +8,7 @@ give equal bits.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,10 +38,12 @@ def prepared(
 
     Without scores, these are for a pass that computes them itself: None in their place, and β H for the inverse.
     """
-    chunks: tuple[Tensor | None, ...] = tuple(plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:4])
-    if not scores:
+    chunks: tuple[Tensor | None, ...]
+    if scores:
+        chunks = plan.empty(plan.kept[:4])
+    else:
         half = torch.float16 if plan.dtype == torch.bfloat16 else plan.dtype
-        chunks = (plan.new(*plan.kept[0][0], dtype=half), None, *chunks[2:])
+        chunks = (plan.new(plan.slots, plan.M, CHUNK, CHUNK, dtype=half), None, *plan.empty(plan.kept[2:4]))
     gate = "none" if log_decay is None else GATES[log_decay.dim()]
     decays = None if log_decay is None else log_decay.contiguous()
     bounds = chunks[3] if plan.cut or plan.halved else None
@@ -70,7 +72,7 @@ def run_forward(
     o: Tensor | None,
     *,
     save: bool,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
     """The final states, and what the gradients need; writes the outputs of every recurrence to o [B,T,H·E,V], if given.
 
     What the gradients need are, with `save`, U and the states before all chunks, and in any case the transition of
@@ -78,21 +80,22 @@ def run_forward(
     """
     table = plan.layout.segments
     initial = None if initial is None else initial.contiguous()
-    transition, has_transition = (plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[6:])
+    transition, has_transition = of_segments = plan.empty(plan.kept[6:])
     if plan.cut:
+        assert transition is not None
+        assert has_transition is not None
         local = plan.new(plan.cut, plan.M, plan.K, plan.V, dtype=torch.float32)
         nothing = (None, None, None, None)
         plan.forward(plan.cut, plan.V)(q, k, v, *chunks, *nothing, local, None, table)
         plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, has_transition, table)
         initial = cuts(plan, transition, has_transition, local, initial, reverse=False)
     final = plan.states()
-    saved = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[4:6]] if save else []
-    u, states = saved or (None, None)
+    u, states = saved = plan.empty(plan.kept[4:6]) if save else (None, None)
     if plan.in_gluon:
         plan.outputs(save)(aligned(q), aligned(k), aligned(v), *chunks[:3], initial, o, u, states, final, table)
     else:
         plan.forward(len(table), plan.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, None, table)
-    return final.index_select(0, plan.ends[1]) if plan.cut else final, [*saved, transition, has_transition]
+    return final.index_select(0, plan.ends[1]) if plan.cut else final, (*saved, *of_segments)
 
 
 def gradients_of_ends(
@@ -100,14 +103,16 @@ def gradients_of_ends(
     q: Tensor,
     k: Tensor,
     do: Tensor,
-    chunks: tuple[Tensor, ...],
-    transition: Tensor,
-    has_transition: Tensor,
+    chunks: tuple[Tensor | None, ...],
+    transition: Tensor | None,
+    has_transition: Tensor | None,
     dfinal: Tensor | None,
 ) -> Tensor | None:
     """The gradients of the states after all segments; None if all are zero."""
     if not plan.cut:
         return dfinal
+    assert transition is not None
+    assert has_transition is not None
     local = plan.new(plan.cut, plan.M, plan.K, plan.V, dtype=torch.float32)
     plan.backward(plan.cut)(q, k, do, *chunks, None, None, None, local, plan.layout.segments)
     return cuts(plan, transition, has_transition, local, dfinal, reverse=True)
@@ -119,7 +124,7 @@ def in_one_pass(
     k: Tensor,
     do: Tensor,
     beta: Tensor,
-    residuals: Sequence[Tensor],
+    residuals: Sequence[Tensor | None],
     dends: Tensor | None,
     *,
     gated: bool,
@@ -151,7 +156,7 @@ def in_three_passes(
     k: Tensor,
     do: Tensor,
     beta: Tensor,
-    residuals: Sequence[Tensor],
+    residuals: Sequence[Tensor | None],
     dends: Tensor | None,
     *,
     gated: bool,
@@ -172,7 +177,7 @@ def in_three_passes(
             plan.new(slots, M, n, CHUNK, dtype=torch.float32) for n in (parts, parts_k, parts_k)
         )
         across = plan.new(slots, M, parts_k, 1, dtype=torch.float32)
-    reads, writes = plan.new(*inverse.shape), plan.new(*inverse.shape)
+    reads, writes = (plan.new(plan.slots, M, CHUNK, CHUNK) for _ in range(2))
     diagonal = plan.new(slots, M, CHUNK, dtype=torch.float32)
     dq, dk, dbeta = plan.new(B, plan.T, M, K), plan.new(B, rows, M, K), plan.new(B, rows, M, dtype=torch.float32)
     args: tuple[Any, ...] = (q, k, u, do, dv, beta, gates, states, dq, dbeta, reads, writes, diagonal, from_queries)
@@ -212,14 +217,14 @@ class Outputs(NamedTuple):
 
     o: Tensor
     final_state: Tensor
-    inverse: Tensor
-    scores: Tensor
-    gates: Tensor
-    bounds: Tensor
-    u: Tensor
-    states: Tensor
-    transition: Tensor
-    has_transition: Tensor
+    inverse: Tensor | None
+    scores: Tensor | None
+    gates: Tensor | None
+    bounds: Tensor | None
+    u: Tensor | None
+    states: Tensor | None
+    transition: Tensor | None
+    has_transition: Tensor | None
 
 
 def compute(args: Arguments) -> Outputs:
@@ -230,13 +235,12 @@ def compute(args: Arguments) -> Outputs:
     chunks = prepared(plan, q, k, beta, args.log_decay, scores=scores)
     o = plan.new(plan.B, plan.T, plan.M, plan.V)
     final, along = run_forward(plan, q, k, v, chunks, args.initial_state, o, save=keep == ALL)
-    saved = cast(tuple[Tensor, ...], (*chunks, *along)[: KEPT[keep]])  # of chunks that are kept, none is None
-    nothing = (plan.new(0, dtype=dtype) for _, dtype in plan.kept[len(saved) :])
-    return Outputs(add_subheads(o, args.subheads), final, *saved, *nothing)
+    kept = (*chunks, *along)[: KEPT[keep]]
+    return Outputs(add_subheads(o, args.subheads), final, *kept, *[None] * (KEPT[ALL] - len(kept)))
 
 
 def differentiate(
-    args: Arguments, needed: Any, do: Tensor | None, dfinal: Tensor | None, *residuals: Tensor
+    args: Arguments, needed: Any, do: Tensor | None, dfinal: Tensor | None, *residuals: Tensor | None
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
     plan, subheads = args.plan, args.subheads
@@ -245,7 +249,7 @@ def differentiate(
     if keep != ALL:
         chunks = tuple(residuals[:4]) if keep == CHUNKS else prepared(plan, q, k, beta, log_decay)
         along = run_forward(plan, q, k, args.v.contiguous(), chunks, args.initial_state, None, save=True)[1]
-        residuals = cast(tuple[Tensor, ...], (*chunks, *along))
+        residuals = (*chunks, *along)
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
     do = plan.new(plan.B, plan.T, plan.H, plan.V).zero_() if do is None else do
     dends = gradients_of_ends(plan, q, k, do, tuple(residuals[:4]), residuals[6], residuals[7], dfinal)
@@ -272,7 +276,7 @@ def differentiate(
 def fake(args: Arguments) -> Outputs:
     """Empty tensors of the shapes and dtypes that `compute` returns."""
     plan = DeltaRule(*args.sizes)
-    return Outputs(*(plan.new(*shape, dtype=dtype) for shape, dtype in plan.shapes(KEPT[args.keep])))
+    return Outputs._make(plan.empty(plan.shapes(KEPT[args.keep])))
 
 
 def unread(args: Arguments) -> Sequence[str]:

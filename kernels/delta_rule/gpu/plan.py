@@ -25,7 +25,7 @@ from .sequential_pass_long import long_backward, long_forward
 THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of four warps fit on a multiprocessor
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 FEWEST_OF_LONGEST = 3  # packed documents are cut if the longest has as many segments
-Shapes = list[tuple[tuple[int, ...], torch.dtype]]
+Shapes = list[tuple[tuple[int, ...], torch.dtype] | None]
 INTERPRETED = triton.knobs.runtime.interpret
 
 
@@ -92,11 +92,12 @@ class DeltaRule(Plan):
     def kept(self) -> Shapes:
         """Shapes and dtypes of what `prepare` stores of all chunks, and of what the pass along time saves."""
         B, rows, V, M, K, slots = self.B, self.rows, self.V, self.M, self.K, self.slots
-        pairs = ((slots, M, CHUNK, CHUNK), self.dtype)
-        bounds = (slots if self.most or self.halved else 0, M)
-        of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32), (bounds, torch.float32)]
-        states, transition = ((slots, M, K, V), self.dtype), ((self.most, M, K, K), torch.float32)
-        return [*of_chunks, ((B, rows, M, V), self.dtype), states, transition, ((self.most, M), torch.float32)]
+        pairs, bounds = ((slots, M, CHUNK, CHUNK), self.dtype), ((slots, M), torch.float32)
+        of_chunks: Shapes = [pairs, pairs, ((slots, M, 4, CHUNK), torch.float32)]
+        of_chunks.append(bounds if self.most or self.halved else None)
+        along: Shapes = [((B, rows, M, V), self.dtype), ((slots, M, K, V), self.dtype)]
+        of_segments: Shapes = [((self.most, M, K, K), torch.float32), ((self.most, M), torch.float32)]
+        return [*of_chunks, *along, *(of_segments if self.most else (None, None))]
 
     def shapes(self, count: int) -> Shapes:
         """Shapes and dtypes of the op's outputs: o, the final states, and the first `count` of what gradients need."""
@@ -104,7 +105,7 @@ class DeltaRule(Plan):
             ((self.B, self.T, self.H, self.V), self.dtype),
             ((self.N, self.M, self.K, self.V), torch.float32),
         ]
-        return [*results, *self.kept[:count], *(((0,), dtype) for _, dtype in self.kept[count:])]
+        return [*results, *self.kept[:count], *[None] * (len(self.kept) - count)]
 
     @cached_property
     def case(self) -> Case:
@@ -129,7 +130,7 @@ class DeltaRule(Plan):
         """Return whether the forward pass computes the scores itself: in deterministic mode, training and inference
         run the same kernels.
         """
-        stored = kept or self.cut > 0 or self.deterministic
+        stored = kept or self.deterministic
         return self.in_gluon and takes(SCORES, self.case._replace(stored=stored))
 
     @cached_property

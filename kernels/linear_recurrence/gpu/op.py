@@ -31,13 +31,13 @@ from .select import ONE_TOKEN, PATHS, Case
 
 
 class Outputs(NamedTuple):
-    """Results of the op, and what is saved for the backward pass; what is not needed is empty."""
+    """Results of the op, and what is saved for the backward pass; what is not needed is None."""
 
     o: Tensor
     final_state: Tensor
-    first: Tensor  # the states that segments start from
-    states: Tensor  # the states before all chunks
-    ends: Tensor  # the sums of decays in them
+    first: Tensor | None  # the states that segments start from
+    states: Tensor | None  # the states before all chunks
+    ends: Tensor | None  # the sums of decays in them
 
 
 def call_of(args: Arguments, grad: Tensor | None = None, *, gate_gradients: bool = False) -> Call:
@@ -59,8 +59,7 @@ def compute(args: Arguments) -> Outputs:
     saved = call.output(o, first, final, keep=args.keep)
     if args.cu_seqlens is None and plan.segmented and saved.states is None:
         saved = saved._replace(first=first)
-    residuals = (plan.new(0, dtype=torch.float32) if x is None else x for x in saved)
-    return Outputs(add_subheads(o, args.subheads), final, *residuals)
+    return Outputs(add_subheads(o, args.subheads), final, *saved)
 
 
 def fake(args: Arguments) -> Outputs:
@@ -70,24 +69,25 @@ def fake(args: Arguments) -> Outputs:
     documents = B if args.cu_seqlens is None else args.cu_seqlens.shape[0] - 1
     case = Case(gate_of(args.log_decay), args.beta is not None, K, V, v.dtype, v.device)
     one_pass = select(PATHS, case).name == "hopper_vector_decay"
-    first: Shape = (0,)
-    states: Shape = (0,)
-    ends: Shape = (0,)
+    first: Shape | None = None
+    states: Shape | None = None
+    ends: Shape | None = None
     if args.keep and one_pass:
         slots = most_chunks(B, T, documents if packed else None)
         states, ends = states_of_chunks(slots, heads, K, V), ends_of_chunks(slots, heads, K)
     elif not packed:
         length = segment_length(q.shape, v.shape, args.subheads, filling(heads, K, V, v.dtype, v.device, one_pass))
         segments = B * -(-T // length)
-        first = (segments, heads, K, V) if segments > B else (0,)
-    shapes = (documents, heads, K, V), first, states, ends
-    dtypes = torch.float32, torch.float32, v.dtype if args.keep and one_pass else torch.float32, torch.float32
-    residuals = (v.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True))
-    return Outputs(v.new_empty(v.shape), *residuals)
+        first = (segments, heads, K, V) if segments > B else None
+    shapes, dtypes = (first, states, ends), (torch.float32, v.dtype, torch.float32)
+    residuals = (
+        None if shape is None else v.new_empty(shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    return Outputs(v.new_empty(v.shape), v.new_empty((documents, heads, K, V), dtype=torch.float32), *residuals)
 
 
 def differentiate(
-    args: Arguments, needed: Any, o_grad: Tensor | None, state_grad: Tensor | None, *residuals: Tensor
+    args: Arguments, needed: Any, o_grad: Tensor | None, state_grad: Tensor | None, *residuals: Tensor | None
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
     grad = torch.zeros_like(args.v) if o_grad is None else o_grad.contiguous()
@@ -95,7 +95,7 @@ def differentiate(
     wanted = Wanted(args.log_decay is not None and needed.log_decay, args.beta is not None and needed.beta)
     call = call_of(args, grad, gate_gradients=any(wanted))
     first_grad = call.plan.states() if args.initial_state is not None and needed.initial_state else None
-    saved = Saved(*(x if x.numel() else None for x in residuals))
+    saved = Saved(*(None if x is None or x.numel() == 0 else x for x in residuals))
     if saved.first is None and saved.states is None:
         saved = saved._replace(first=call.starts(args.initial_state, None))
     last = call.starts(state_grad, first_grad, reverse=True)

@@ -61,15 +61,15 @@ class Outputs(NamedTuple):
 
     o: Tensor
     final_state: Tensor
-    inverse: Tensor
-    scores: Tensor
-    read_q: Tensor
-    read_a: Tensor
-    keep: Tensor
-    total: Tensor
-    steep: Tensor
-    u: Tensor
-    states: Tensor
+    inverse: Tensor | None
+    scores: Tensor | None
+    read_q: Tensor | None
+    read_a: Tensor | None
+    keep: Tensor | None
+    total: Tensor | None
+    steep: Tensor | None
+    u: Tensor | None
+    states: Tensor | None
 
 
 def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor | None, Tensor, list[Tensor]]:
@@ -95,9 +95,7 @@ def compute(args: Arguments) -> Outputs:
     plan, args = args.plan, args.contiguous()
     o, final, saved = run_forward(args, outputs=True, save=args.keep)
     assert o is not None
-    if not args.keep:
-        saved = [plan.new(0, dtype=dtype) for _, dtype in plan.kept]
-    return Outputs(add_subheads(o, args.subheads), final, *saved)
+    return Outputs(add_subheads(o, args.subheads), final, *(saved if args.keep else [None] * len(plan.kept)))
 
 
 def differentiate(
@@ -169,8 +167,7 @@ def fake(args: Arguments) -> Outputs:
     """Empty tensors of the shapes and dtypes that `compute` returns."""
     plan = GeneralDeltaRule(*args.sizes)
     results = [((plan.B, plan.T, plan.H, plan.V), plan.dtype), ((plan.N, plan.M, plan.K, plan.V), torch.float32)]
-    kept = [(shape if args.keep else (0,), dtype) for shape, dtype in plan.kept]
-    return Outputs(*(plan.new(*shape, dtype=dtype) for shape, dtype in (*results, *kept)))
+    return Outputs._make(plan.empty([*results, *(plan.kept if args.keep else [None] * len(plan.kept))]))
 
 
 def unread(args: Arguments) -> Sequence[str]:
