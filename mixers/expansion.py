@@ -46,8 +46,11 @@ class Expansion(nn.Module):
 
 
 def activated(stream: Tensor, activation: Activation) -> Tensor:
-    """The activation alone; the gradient of a part of a projection is written to where it belongs."""
-    return kernels.features(stream, activation=activation)[0]
+    """The activation alone, which is recomputed in the backward pass; the gradient of a part of a projection is
+    written to where it belongs.
+    """
+    ((y, _),) = kernels.features_together([kernels.FeatureStream(stream, activation=activation, kept=False)])
+    return y
 
 
 class HeadWise(Expansion, Fusable):

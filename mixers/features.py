@@ -119,7 +119,7 @@ class FeaturePath(nn.Module):
             consume_history=True,  # it is part of a state
             product=product,
             subheads=1 if product is None else self.heads // len(product),
-            kept=self.kept,
+            kept=True if self.kept else None,
         )
 
 

@@ -29,7 +29,8 @@ class FeatureStream:
     consume_history: bool = False  # whether a single token may write the next history into `history`
     product: Tensor | None = None  # [G,K,subheads·size]: each head is multiplied by its matrix first
     subheads: int = 1  # into how many heads the result of each is cut then
-    kept: bool = False  # whether what an expansion makes is saved for the backward pass even inside `recomputing()`
+    # Whether the result is saved for the backward pass even inside `recomputing()`; None for all but expansions.
+    kept: bool | None = None
 
     def __post_init__(self) -> None:
         x, weight, bias = self.x, self.weight, self.bias

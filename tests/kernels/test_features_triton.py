@@ -62,6 +62,24 @@ def test_features_of_an_expansion_are_computed_again(expanded: bool):
         assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
+@interpreted
+@pytest.mark.parametrize("kept", [None, True, False])
+def test_features_are_kept_if_the_stream_does_not_say_otherwise(kept: bool | None):
+    x = torch.randn(2, 9, 2, 4, requires_grad=True)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        ((y, _),) = kernels.features_together([kernels.FeatureStream(x, activation="silu", kept=kept)])
+        return y, y.sin()
+
+    with kernels.backend("triton"):
+        (expected,) = torch.autograd.grad(run()[1].sum(), x)
+        with kernels.recomputing():
+            y, z = run()
+    assert (z.grad_fn._saved_self.data_ptr() == y.data_ptr()) is (kept is not False)
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(z.sum(), x, retain_graph=True)[0], expected)
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.usefixtures("short_runs")

@@ -193,7 +193,7 @@ def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
         return step(*args)
     y = features(*args)
-    if noted(x) and not stream.kept:
-        # an expansion of a smaller stream: neither it nor its features are worth their memory
+    # An expansion of a smaller stream is recomputed. Neither it nor its features are worth their memory.
+    if noted(x) if stream.kept is None else not stream.kept:
         y = remake(y, lambda *args: run(Arguments(*args)), *args)
     return y, continued(stream) if stream.return_history else None
