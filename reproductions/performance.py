@@ -95,9 +95,10 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
         of_mixer = ("--config", f"{mixer}.yaml", *TINY) if tiny else (f"--mixers=[{mixer}]",)
         factors = "[2,4]" if mixer == "gla" else "[2,4,8]"  # GLA at E = 8 needs more than 80 GB; see below
         yield Job("expansion", mixer, (*expansion, *of_mixer, f"--factors={factors}"))
-    gla = ("--config", "state_expansion/gla.yaml", *(TINY if tiny else ("--config", "size/400m.yaml")))
-    recomputing = ("--model.stack.mixer.recompute=states", "--factors=[8]")
-    yield Job("expansion", "gla_recompute_states", (*expansion, *gla, *recomputing))
+    for mixer in ("gated_deltanet", "gla"):
+        of_mixer = ("--config", f"state_expansion/{mixer}.yaml", *(TINY if tiny else ("--config", "size/400m.yaml")))
+        recomputing = ("--model.stack.mixer.recompute=states", "--factors=[8]")
+        yield Job("expansion", f"{mixer}_recompute_states", (*expansion, *of_mixer, *recomputing))
     yield Job(DOCTOR, "cold_and_warm")
     for op in RECURRENCES:
         with_fla = ("--peers", "--libraries=[fla]") if peers else ()
