@@ -256,7 +256,7 @@ def bench_expansion(
         length: Tokens in a sequence.
         steps: Number of steps to time, after a few to warm up.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
-        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         folder: The folder of bench.json and bench.png.
 
@@ -437,7 +437,7 @@ def bench_length(
         tokens: Tokens in a step, a multiple of each length.
         steps: Number of steps to time, after a few to warm up.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
-        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         folder: The folder of bench.json and bench.png.
 

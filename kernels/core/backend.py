@@ -2,8 +2,7 @@
 
 ``auto`` picks the fastest implementation for the tensor's device: ``triton`` on a GPU, else ``torch`` (chunks). Where
 the Triton kernels cannot take the arguments, it runs PyTorch on the GPU and logs a warning. ``reference`` are loops in
-fp32. An explicit choice that an op cannot honour is an error, never a fallback. ``flashqla``, an optional package, is
-of one op alone, the delta rule; under it other ops, and single tokens, run as under ``auto``.
+fp32. An explicit choice that an op cannot honour is an error, never a fallback.
 
 The scope of a choice:
 
@@ -41,9 +40,7 @@ from .scope import scope
 
 log = logging.getLogger(__name__)
 
-BACKENDS = ("auto", "triton", "torch", "reference", "flashqla")
-PARTIAL = ("flashqla",)  # of some ops only, which check their arguments themselves
-AUTO = ("auto", *PARTIAL)
+BACKENDS = ("auto", "triton", "torch", "reference")
 _default = os.environ.get("ZOO_BACKEND", "auto")
 _chosen: ContextVar[str] = ContextVar("backend", default=_default)
 _ran: ContextVar[dict[str, set[str]] | None] = ContextVar("implementations", default=None)
@@ -115,7 +112,6 @@ class Op:
         gpu: The implementation in Triton as "module:function", imported on first use: not every platform has Triton.
         limits: Of the same arguments: why the Triton kernels cannot take them, as a relative clause ("which takes …");
             None if they can.
-        flashqla: The implementation by FlashQLA, as `gpu`.
     """
 
     def __init__(
@@ -126,10 +122,9 @@ class Op:
         torch: Implementation,
         gpu: str | None = None,
         limits: Callable[..., str | None] | None = None,
-        flashqla: str | None = None,
     ):
         self.name, self.limits = name, limits
-        every = {"triton": gpu, "torch": torch, "reference": reference, "flashqla": flashqla}
+        every = {"triton": gpu, "torch": torch, "reference": reference}
         self.implementations = {backend: one for backend, one in every.items() if one is not None}
 
     def __call__(self, x: Tensor, *args: Any) -> Any:
@@ -154,7 +149,7 @@ class Op:
         name = _choose(self.name, tuple(self.implementations), x.device.type, fp64, limits)
         if x.is_cuda and name == "torch" and "triton" in self.implementations and not pytorch.compiler.is_compiling():
             reason = _no_triton("cuda", fp64, limits)
-            if reason and _chosen.get() in AUTO:
+            if reason and _chosen.get() == "auto":
                 _say(self.name, x.shape[-1], reason)
         return name
 
@@ -169,11 +164,11 @@ def _choose(op: str, implemented: tuple[str, ...], device: str, fp64: bool, limi
     if name not in BACKENDS:
         raise UserError(f"ZOO_BACKEND: {name!r} is not one of {', '.join(BACKENDS)}")
     reason = _no_triton(device, fp64, limits)
-    if name not in implemented and name in AUTO:
+    if name == "auto":
         name = "triton" if "triton" in implemented and device == "cuda" and not reason else "torch"
     if name not in implemented or (name == "triton" and reason):
         lacks = f"cannot run on 'triton', {reason}" if name in implemented else f"has no {name!r} implementation"
-        others = ", ".join(other for other in implemented if other not in (name, *PARTIAL))
+        others = ", ".join(other for other in implemented if other != name)
         raise UserError(f"backend: {op} {lacks}; choose one of {others} or auto")
     ran = _ran.get()
     if ran is not None:

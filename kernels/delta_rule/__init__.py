@@ -51,9 +51,7 @@ def in_torch(a: Recurrences) -> tuple[Tensor, Tensor]:
 
 
 GPU = "kernels.delta_rule.gpu.op:forward"
-FLASHQLA = "kernels.delta_rule.gpu.flashqla:forward"
-OP = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits, flashqla=FLASHQLA)
-WITHOUT_FLASHQLA = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)
+OP = Op("delta_rule", reference=reference.forward, torch=in_torch, gpu=GPU, limits=limits)
 GENERAL = Op(
     "delta_rule",
     reference=reference.forward,
@@ -65,7 +63,7 @@ GENERAL = Op(
 
 def op_of(a: Recurrences) -> Op:
     """The op that serves a call."""
-    return GENERAL if general(a) else WITHOUT_FLASHQLA if one_token(a) or a.steps > 1 else OP
+    return GENERAL if general(a) else OP
 
 
 def delta_rule(

@@ -78,7 +78,7 @@ class Op(NamedTuple):
         if not self.general:
             return op_of(self.function)
         rule = sys.modules["kernels.delta_rule"]
-        op: KernelOp = rule.GENERAL if self.erase or self.decay == "channel" else rule.WITHOUT_FLASHQLA
+        op: KernelOp = rule.GENERAL if self.erase or self.decay == "channel" else rule.OP
         return op
 
 

@@ -13,7 +13,7 @@ from kernels import UserError
 from zoo.display import new_console, new_table, write_figure
 from zoo.files.atomic import atomic_write
 
-PATH = "path: the implementations that ran, triton, torch, reference or flashqla"
+PATH = "path: the implementations that ran, triton, torch or reference"
 
 
 @dataclass

@@ -71,7 +71,7 @@ def bench_decode(
         batch_sizes: Sequences in a batch; null for 1 and 64.
         positions: Numbers of preceding tokens; null for 1024 and 65536.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
-        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         seconds: Time to spend on each measurement.
         peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet

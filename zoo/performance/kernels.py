@@ -153,7 +153,7 @@ def bench_kernels(
         lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for defaults of the
             device.
         dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a CPU.
-        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU. One that is not shorter than
             the sequences is full attention.

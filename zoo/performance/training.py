@@ -94,7 +94,7 @@ def bench_training(
         steps: Number of steps to time, after a few to warm up.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or else bf16-mixed on a GPU and
             32-true on a CPU.
-        backend: Backend of the kernels: auto, triton, torch, reference or flashqla; null for ZOO_BACKEND, or auto.
+        backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         compile: Whether to compile each block with torch.compile.
         cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.

@@ -158,7 +158,7 @@ ANSWERS = {
     "fit --config gla.yaml --optim.learning_rate=fast": "optim.learning_rate: 'fast' is not a number",
     "fit --config gla.yaml --optim.learning_rate=1e-3x": "optim.learning_rate: '1e-3x' is not a number",
     "fit --config gla.yaml --compile=maybe": "compile: 'maybe' is not true or false",
-    "fit --config gla.yaml --backend=cuda": "backend: 'cuda' is not one of auto, triton, torch, reference, flashqla",
+    "fit --config gla.yaml --backend=cuda": "backend: 'cuda' is not one of auto, triton, torch, reference",
     "fit --config gla.yaml --trainer.precision=fp16": (
         "trainer.precision: 'fp16' is not one of 64, 32, 16, transformer-engine, transformer-engine-float16, "
         "16-true, 16-mixed, bf16-true, bf16-mixed, 32-true, 64-true, bf16"
