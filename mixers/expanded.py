@@ -27,7 +27,7 @@ class Expanded:
         recompute: What training on a GPU computes again in the backward pass, in place of keeping it: expanded queries
             and keys, each a tensor [B,T,heads·E·K], and the states before all chunks, [B,T/64,heads·E,K,V] (with few
             subheads, these are kept anyway). `true` is all of it, `queries` spares the keys, `states` the queries as
-            well, and `false` keeps everything.
+            well, and `false` keeps all of these. The activation in front of an expansion is always computed again.
     """
 
     def __init__(

@@ -46,8 +46,9 @@ class Expansion(nn.Module):
 
 
 def activated(stream: Tensor, activation: Activation) -> Tensor:
-    """The activation alone, which is recomputed in the backward pass; the gradient of a part of a projection is
-    written to where it belongs.
+    """The activation alone, which is recomputed in the backward pass inside `kernels.recomputing()`.
+
+    The gradient of a part of a projection is written to where it belongs.
     """
     ((y, _),) = kernels.features_together([kernels.FeatureStream(stream, activation=activation, kept=False)])
     return y

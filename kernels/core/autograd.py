@@ -44,9 +44,10 @@ def register(
             is needed (`needed.x`); the gradients are those of the results (None for a result without one, but never
             for all), the residuals are the outputs of `forward` that are not results. It returns contiguous gradients
             by the name of the argument, each of its shape and dtype; several may be parts of one tensor. An argument
-            left out has none. A residual that is not kept is None, or an empty tensor if the dispatcher saved it. None
-            if the op has no gradient.
-        empty: `empty(args)` returns uninitialised tensors of the shapes and dtypes that `forward` returns.
+            left out has none. `backward` itself is None if the op has no gradient. A residual that was not kept is
+            None, or an empty tensor if the call went through PyTorch's dispatcher.
+        empty: `empty(args)` returns uninitialised tensors of the shapes and dtypes that `forward` returns, and None
+            where `forward` does.
         results: How many of the outputs are results. The others are residuals: saved for `backward`, and hidden from
             the caller.
         unread: Given the arguments of a call, the names of the tensors whose values `backward` does not read; their
@@ -159,7 +160,7 @@ def register(
 
 
 def _without_none(outputs: Sequence[Tensor | None], like: Tensor | None = None) -> tuple[Tensor, ...]:
-    """The outputs of an op, with an empty tensor for None, as a schema has no optional results.
+    """Return the outputs of an op with an empty tensor in place of None, as a schema has no optional results.
 
     Args:
         outputs: The outputs.

@@ -29,7 +29,8 @@ class FeatureStream:
     consume_history: bool = False  # whether a single token may write the next history into `history`
     product: Tensor | None = None  # [G,K,subheads·size]: each head is multiplied by its matrix first
     subheads: int = 1  # into how many heads the result of each is cut then
-    # Whether the result is saved for the backward pass even inside `recomputing()`; None for all but expansions.
+    # Inside `recomputing()`: whether the result is saved for the backward pass. False: it is recomputed. None: it is
+    # recomputed only if x is, or if it is multiplied by `product`.
     kept: bool | None = None
 
     def __post_init__(self) -> None:

@@ -62,9 +62,8 @@ class Plan:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def empty(self, shapes: Iterable[tuple[tuple[int, ...], torch.dtype] | None]) -> tuple[Tensor | None, ...]:
-        """Uninitialised tensors of these shapes and dtypes; None stays None."""
-        device = self.device
-        return tuple(None if x is None else torch.empty(x[0], dtype=x[1], device=device) for x in shapes)
+        """Return uninitialised tensors of these shapes and dtypes; None stays None."""
+        return tuple(None if x is None else self.new(*x[0], dtype=x[1]) for x in shapes)
 
 
 @lru_cache(maxsize=256)

@@ -537,7 +537,7 @@ PASS = "kernels.delta_rule.gpu.hopper_sequential_pass"
         {"T": 70, "R": 2, "E": 2, "V": 256, "gate": "head"},
         {"T": 400, "documents": [0, 0, 3, 67, 67, 400], "gate": "head", "decay": "mixed"},
         {"T": 50, "steps": 3, "gate": "head", "decay": "mixed", "documents": [0, 0, 1, 50]},
-        {"T": 450, "gate": "head", "beta": 2, "segments": 3},  # of which the decays leave something
+        {"T": 450, "gate": "head", "beta": 2, "segments": 3},  # whose transitions are not zero
         {"T": 450, "R": 2, "gate": "constant", "decay": "mixed", "segments": 3},
         {"T": 450, "gate": "none", "documents": [0, 3, 3, 450], "segments": 6},
     ],
@@ -564,6 +564,13 @@ def test_the_forward_pass_in_gluon_step_by_step(options: dict[str, Any], keep: s
             torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-5)
     else:
         agree(a, **numbers, keep_states=keep == "all")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("decay", ["mild", "mixed", "zero"])
+@pytest.mark.parametrize(("T", "documents"), [(8192, None), (20000, [0, 0, 16000, 16001, 20000])])
+def test_outputs_of_segments_without_gradients_on_a_device(T: int, documents: list[int] | None, decay: str):
+    test_outputs_without_gradients_on_a_device(T, documents, {"beta": 2}, decay, "head", V=128, H=2)
 
 
 @pytest.mark.gpu

@@ -36,7 +36,8 @@ def prepared(
 ) -> tuple[Tensor | None, ...]:
     """Inverse, scores, gates and, if sequences are cut or run in halves, bounds of every chunk.
 
-    Without scores, these are for a pass that computes them itself: None in their place, and β H for the inverse.
+    Without `scores`, these are for a pass that computes the scores itself: the second result is None, and the first is
+    β H in place of the inverse.
     """
     chunks: tuple[Tensor | None, ...]
     if scores:

@@ -83,7 +83,7 @@ FORWARD = KernelPath(
 SCORES = KernelPath(
     "scores_in_pass",
     when=lambda case: not case.stored,
-    why="no scores are stored for gradients: that kernel computes them, instead of reading them",
+    why="no scores are stored for gradients: the kernel of `hopper_pass` computes them, instead of reading them",
 )
 SEQUENTIAL = (
     KernelPath(

@@ -47,7 +47,7 @@ def scan_forward(
     k,
     v,
     inverse,
-    scores,  # None: `inverse` has β H, and gates are those of the pass in Gluon that computes the scores
+    scores,  # None: W is β ⊙ W, U = β H W; `inverse` has β H, and `gates` are those of `hopper_prepare.py` without scores
     gates,
     bounds,  # of chunks, for what a segment does to the state; None for whole passes
     initial,
@@ -117,7 +117,7 @@ def scan_forward(
         if v is not None:
             update += load_tokens(v, token, stop, values * V, column, V, BV, DTYPE).to(tl.float32)
         if scores is None:
-            update *= keep[:, None]  # which is β there
+            update *= keep[:, None]  # without scores, the second row of `gates` has β
             high, low = at + 2 * CHUNK, at + 3 * CHUNK
             until = tl.load(high + (CHUNK - 1)) - tl.load(high + r)
             until += tl.load(low + (CHUNK - 1)) - tl.load(low + r)
@@ -217,7 +217,7 @@ def scan_backward(
 
 @triton.jit
 def neighbours(first, count, i, m, M, REVERSE: tl.constexpr):
-    """Indices of recurrence m in segment i of a sequence, in reverse from its end, and in the one after it."""
+    """Return the indices of the states of the i-th segment in the order of the pass, and of the next one."""
     here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
     return here, here - M if REVERSE else here + M
 
@@ -260,10 +260,10 @@ def combine(
     for begin in range(0, count - 1, 32):
         group = first + (count - 1 - begin - bit if REVERSE else begin + bit)
         flags = tl.load(has_transition + group.to(tl.int64) * M + m, mask=begin + bit < count - 1, other=0.0) != 0
-        exist = tl.sum(flags.to(tl.int32) << bit, 0)
+        exist = tl.sum(flags.to(tl.int32) << bit, 0)  # bit i: whether segment i of the group has a transition
         end_of_group = tl.minimum(begin + 32, count - 1)
         begin_of_products = end_of_group if exist == 0 else begin
-        # without transitions, no segment waits for another: loads of several are on their way
+        # without transitions, no segment depends on another, so several loads overlap
         for i in tl.range(begin, begin_of_products, num_stages=4):
             here, there = neighbours(first, count, i, m, M, REVERSE)
             following = ()

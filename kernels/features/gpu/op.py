@@ -193,7 +193,8 @@ def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
         return step(*args)
     y = features(*args)
-    # An expansion of a smaller stream is recomputed. Neither it nor its features are worth their memory.
-    if noted(x) if stream.kept is None else not stream.kept:
+    # By default, a result is recomputed if its input is: an expansion and its features are not worth their memory.
+    recomputed = noted(x) if stream.kept is None else not stream.kept
+    if recomputed:
         y = remake(y, lambda *args: run(Arguments(*args)), *args)
     return y, continued(stream) if stream.return_history else None
