@@ -47,7 +47,7 @@ def scan_forward(
     k,
     v,
     inverse,
-    scores,  # None: W is β ⊙ W and U = β H W; `inverse` has β H, and `gates` are as `hopper_prepare.py` then stores them
+    scores,  # None: W is β ⊙ W, U = β H W, `inverse` has β H; `gates` are those of `hopper_prepare.py` for that
     gates,
     bounds,  # of chunks, for what a segment does to the state; None for whole passes
     initial,
