@@ -11,7 +11,8 @@ from ..core.deterministic import is_deterministic
 from ..delta_gates import GateInputs
 from ..features import MOST_TAPS, FeatureStream, features_and_gates
 from ..norm import GatedNorm, gated_rms_norm
-from . import OP, delta_rule
+from . import OP as DELTA_RULE  # the OP of a module is that of its function
+from . import delta_rule
 
 LARGEST = 128 * 256  # elements of a head's state, with both sizes rounded up to powers of two
 
@@ -101,7 +102,7 @@ def delta_rule_token(
     """
     check(streams, gates, norm, initial_state)
     v = streams[2].x
-    if in_one_launch(streams, gates, norm, initial_state) and OP.backend(v) == "triton":
+    if in_one_launch(streams, gates, norm, initial_state) and DELTA_RULE.backend(v) == "triton":
         scale = streams[0].size ** -0.5 if scale is None else scale
         run = loaded("kernels.delta_rule.gpu.token:forward")
         y, histories, state = run(streams, gates, norm, initial_state, scale, consume_state)
