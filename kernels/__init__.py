@@ -18,7 +18,15 @@ from .delta_rule.token import delta_rule_token
 from .discretise import discretise
 from .erase_gates import erase_gates
 from .errors import Option, UserError
-from .features import ACTIVATIONS, NORMS, FeatureStream, features, features_and_gates, features_together
+from .features import (
+    ACTIVATIONS,
+    NORMS,
+    FeatureStream,
+    features,
+    features_and_gates,
+    features_of_columns,
+    features_together,
+)
 from .flops import attention_flops, recurrence_flops
 from .forget_gate import forget_gate
 from .forget_gate.input_gate import complement
@@ -27,6 +35,7 @@ from .gated_linear import gated_linear
 from .gated_linear.mlp import gated_mlp
 from .head_linear import head_linear
 from .linear import linear
+from .linear.columns import split_columns
 from .linear.fp8 import fp8, in_fp8, is_fp8
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
@@ -66,6 +75,7 @@ __all__ = [
     "erase_gates",
     "features",
     "features_and_gates",
+    "features_of_columns",
     "features_together",
     "forget_gate",
     "fp8",
@@ -90,6 +100,7 @@ __all__ = [
     "selective_scan",
     "short_conv",
     "sigmoid_mix",
+    "split_columns",
     "token_shift",
     "value_decay_recurrence",
     "window_attention",

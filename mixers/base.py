@@ -22,7 +22,7 @@ from .arguments import check_sizes, size_or
 from .context_parallel import ContextParallel, run_recurrence
 from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
-from .features import FeaturePath, Features, together
+from .features import FeaturePath, Features, HeadProduct, together
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
 from .shift import check_sequences
@@ -404,11 +404,15 @@ class LinearMixer(TokenMixer):
         histories_before = [None] * 3 if state is None else state.histories
         gate_inputs = self.gate_inputs(s)
         products = (q_product, k_product, None)
-        made, gates = together(
-            self._features, s[:3], histories_before, where, cu_seqlens, context_parallel, gate_inputs, products
+        names = ("gate", "erase") if gate_inputs is not None else ("gate", "erase", "log_decay", "beta")
+        others = {name: x for name in names if isinstance(x := getattr(s, name), Tensor) and x.dim() > 2}
+        made, gates, others_after = together(
+            *(self._features, s[:3], histories_before, where, cu_seqlens, context_parallel, gate_inputs, products),
+            others=[*others.values()],
         )
         done, histories = zip(*made, strict=True)
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
+        s = s.replace(**dict(zip(others, others_after, strict=True)))
         s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
         past = None if state is None else state.carried
         s, carried = self.carry(self.gained(s), past, cu_seqlens, context_parallel)
@@ -445,8 +449,8 @@ class LinearMixer(TokenMixer):
         written = precondition(k, curvature, s.beta, centre, limit=self.preconditioner.limit)
         return s.replace(q=q, k=written, beta=None, erase=k), () if last is None else (last,)
 
-    def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The subheads of a stream; or a stream, and the matrices that make them of its heads."""
+    def _expand(self, expansion: Expansion, stream: Tensor, x: Tensor) -> tuple[Tensor, HeadProduct | None]:
+        """The subheads of a stream; or a stream, and the product that makes them of its heads."""
         y, product = expansion.factors(stream, x)
         if product is None:
             # with parameters in fp32, under autocast, an expansion may make more of a stream than it was

@@ -12,7 +12,7 @@ import kernels
 from kernels.linear.tiles import linear
 
 from .arguments import check_sizes
-from .features import Activation
+from .features import Activation, HeadProduct, activated
 from .fusion import Fusable
 from .precision import KeepsFp32
 from .projection import Linear
@@ -40,18 +40,12 @@ class Expansion(nn.Module):
         """Expand `stream` [B,T,heads,size]; x [B,T,hidden] is the layer's input, for expansions that depend on it."""
         raise NotImplementedError
 
-    def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Two tensors whose `kernels.head_linear` the result is, so that features can include it; or it, and None."""
+    def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, HeadProduct | None]:
+        """A stream and the product by each head that makes the result of it, so that features can include it.
+
+        Without such a product, the result and None.
+        """
         return self(stream, x), None
-
-
-def activated(stream: Tensor, activation: Activation) -> Tensor:
-    """The activation alone, which is recomputed in the backward pass inside `kernels.recomputing()`.
-
-    The gradient of a part of a projection is written to where it belongs.
-    """
-    ((y, _),) = kernels.features_together([kernels.FeatureStream(stream, activation=activation, kept=False)])
-    return y
 
 
 class HeadWise(Expansion, Fusable):
@@ -76,8 +70,8 @@ class HeadWise(Expansion, Fusable):
     def forward(self, stream: Tensor, x: Tensor) -> Tensor:
         return kernels.head_linear(activated(stream, self.activation), self.weight)
 
-    def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return (activated(stream, self.activation), self.weight) if self.fused else (self(stream, x), None)
+    def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, HeadProduct | None]:
+        return (stream, HeadProduct(self.weight, self.activation)) if self.fused else (self(stream, x), None)
 
 
 class LowRank(Expansion):

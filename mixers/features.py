@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,19 @@ class Features:
                 raise kernels.UserError(f"{name}: {value!r} is not one of {', '.join(allowed)}")
 
 
+def activated(stream: Tensor, activation: Activation) -> Tensor:
+    """The activation alone, which is recomputed in the backward pass inside `kernels.recomputing()`."""
+    ((y, _),) = kernels.features_together([kernels.FeatureStream(stream, activation=activation, kept=False)])
+    return y
+
+
+class HeadProduct(NamedTuple):
+    """A product of each head of a stream [B,T,G,K] by its matrix, after an activation."""
+
+    weight: Tensor  # [G,K,N]
+    before: Activation = "identity"
+
+
 class FeaturePath(nn.Module):
     """The modules behind one `Features`, for `heads` heads of `size`.
 
@@ -95,13 +108,13 @@ class FeaturePath(nn.Module):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """x [B,T,heads,size] → [B,T,heads,out_size], and the next history if one was given."""
-        (result,), _ = together([self], [x], [history], positions, cu_seqlens, context_parallel)
+        (result,), _, _ = together([self], [x], [history], positions, cu_seqlens, context_parallel)
         return result
 
     def stream(
         self,
         x: Tensor,
-        product: Tensor | None,
+        product: HeadProduct | None,
         history: Tensor | None,
         cu_seqlens: Tensor | None,
         return_history: bool,
@@ -117,8 +130,9 @@ class FeaturePath(nn.Module):
             return_history=return_history,
             cu_seqlens=cu_seqlens,
             consume_history=True,  # it is part of a state
-            product=product,
-            subheads=1 if product is None else self.heads // len(product),
+            product=None if product is None else product.weight,
+            before="identity" if product is None else product.before,
+            subheads=1 if product is None else self.heads // len(product.weight),
             kept=True if self.kept else None,
         )
 
@@ -131,11 +145,13 @@ def together(
     cu_seqlens: Tensor | None,
     context_parallel: ContextParallel | None = None,
     gates: kernels.GateInputs | None = None,
-    products: Sequence[Tensor | None] | None = None,
-) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
+    products: Sequence[HeadProduct | None] | None = None,
+    others: Sequence[Tensor] = (),
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None, list[Tensor]]:
     """Compute the features of each path's stream, and the gates if there are any, in fewer launches where possible.
 
-    Each head of a stream with a product [G,K,N] is multiplied by its matrix first.
+    A stream with a product is multiplied first. `others` are what other ops read of
+    the projection that made the streams; they are to be read from what is returned (`kernels.features_of_columns`).
     """
     streams, histories, products = list(streams), list(histories), list(products or [None] * len(paths))
     returned = [history is not None for history in histories]
@@ -143,21 +159,19 @@ def together(
         _continue_parts(paths, streams, histories, products, cu_seqlens, context_parallel)
     arguments = zip(paths, streams, products, histories, returned, strict=True)
     inputs = [path.stream(x, product, history, cu_seqlens, back) for path, x, product, history, back in arguments]
-    made, done = (
-        (kernels.features_together(inputs), None) if gates is None else kernels.features_and_gates(inputs, gates)
-    )
+    made, done, others = kernels.features_of_columns(inputs, gates, others)
     mapped = [
         (y if path.map is None else path.map(y, positions).to(y.dtype), history)
         for path, (y, history) in zip(paths, made, strict=True)
     ]
-    return mapped, done
+    return mapped, done, others
 
 
 def _continue_parts(
     paths: Sequence[FeaturePath],
     streams: list[Tensor],
     histories: list[Tensor | None],
-    products: list[Tensor | None],
+    products: list[HeadProduct | None],
     cu_seqlens: Tensor | None,
     context_parallel: ContextParallel,
 ) -> None:
@@ -166,8 +180,8 @@ def _continue_parts(
     for i in places:
         context_parallel.check(histories[i], cu_seqlens)
         if (product := products[i]) is not None:  # its results are what other parts of the sequence need
-            x, products[i] = streams[i], None
-            streams[i] = kernels.head_linear(x, product).view(*x.shape[:2], paths[i].heads, -1)
+            x, products[i] = activated(streams[i], product.before), None
+            streams[i] = kernels.head_linear(x, product.weight).view(*x.shape[:2], paths[i].heads, -1)
     if places:
         taps = [paths[i].spec.conv - 1 for i in places]
         exchanged = context_parallel.histories([streams[i].flatten(2) for i in places], taps, own_gradients=True)

@@ -67,9 +67,9 @@ class Projection(nn.Linear):
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int]) -> tuple[Tensor, ...]:
     """The outputs of maps of these widths, as views of one product."""
     if not (more := lacking(x, len(weight))):
-        return kernels.linear(x, weight, bias).split(widths, -1)
+        return kernels.split_columns(kernels.linear(x, weight, bias), widths)
     weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
-    return kernels.linear(x, weight, bias).split([*widths, more], -1)[:-1]
+    return kernels.split_columns(kernels.linear(x, weight, bias), [*widths, more])[:-1]
 
 
 def _fused(module: Projection, prefix: str) -> dict[str, list[str]]:

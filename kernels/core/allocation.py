@@ -1,5 +1,8 @@
 """Uninitialised memory for kernels. Each op's module imports `new` by name, so that its tests can poison the memory."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,35 @@ def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     if not shape:
         return torch.empty_like(like, dtype=dtype, memory_format=torch.contiguous_format)
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
+
+
+def beside(xs: Sequence[Tensor]) -> list[Tensor]:
+    """Uninitialised tensors for the gradients of xs [B,T,…], laid out as they are.
+
+    Those that are columns of one tensor become columns of one new tensor [B,T,columns]. The others are contiguous.
+    """
+    (B, T), row = xs[0].shape[:2], xs[0].stride(1)
+    memory = xs[0].untyped_storage().data_ptr()
+    whole: Tensor | None = None
+    made = []
+    for x in xs:
+        column, width = x.storage_offset() % row, math.prod(x.shape[2:])
+        dense = x.stride()[2:] == _contiguous_strides(x.shape[2:])
+        inside = x.stride()[:2] == (T * row, row) and dense and column + width <= row
+        if not inside or x.shape[:2] != (B, T) or x.untyped_storage().data_ptr() != memory or x.dtype != xs[0].dtype:
+            made.append(new(x))
+            continue
+        whole = new(x, B, T, row) if whole is None else whole
+        made.append(whole[..., column : column + width].view(x.shape))
+    return made
+
+
+def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def aligned(x: Tensor) -> Tensor:

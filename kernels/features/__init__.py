@@ -12,7 +12,15 @@ from . import composition
 from .arguments import FeatureStream
 from .stages import ACTIVATIONS, NORMS
 
-__all__ = ["ACTIVATIONS", "NORMS", "FeatureStream", "features", "features_and_gates", "features_together"]
+__all__ = [
+    "ACTIVATIONS",
+    "NORMS",
+    "FeatureStream",
+    "features",
+    "features_and_gates",
+    "features_of_columns",
+    "features_together",
+]
 
 
 LARGEST, MOST_TAPS = 1024, 8  # heads and their last inputs have to fit in the registers of eight warps, or 16 in fp32
@@ -79,7 +87,7 @@ def features_together(streams: Sequence[FeatureStream]) -> list[tuple[Tensor, Te
     Returns:
         y [B,T,heads,size] and the history of each stream, or None in its place.
     """
-    outputs, _ = together(streams, None)
+    outputs, _, _ = features_of_columns(streams)
     return outputs
 
 
@@ -95,17 +103,41 @@ def features_and_gates(
     Returns:
         y [B,T,heads,size] and the history of each stream, and log_decay and β.
     """
-    outputs, both = together(streams, gates)
-    log_decay, beta = GATES(gates.a, gates) if both is None else both
-    return outputs, (log_decay, beta)
+    outputs, both, _ = features_of_columns(streams, gates)
+    assert both is not None
+    return outputs, both
 
 
-def together(
-    streams: Sequence[FeatureStream], gates: GateInputs | None
-) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
-    """y and the history of each stream, and both gates if the same launch made them."""
+def features_of_columns(
+    streams: Sequence[FeatureStream], gates: GateInputs | None = None, others: Sequence[Tensor] = ()
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None, list[Tensor]]:
+    """Compute `features_together`, and `delta_gates` if there are any, of columns of one projection.
+
+    If the inputs and `others` are all columns of one tensor, kernels on a GPU write their gradients into the columns of
+    one tensor, which `split_columns` then need not concatenate.
+
+    Args:
+        streams: The arguments of each call of `features`.
+        gates: The arguments of `delta_gates`; None for none.
+        others: The other columns [B,T,…], to be read from what is returned.
+
+    Returns:
+        y [B,T,heads,size] and the history of each stream; log_decay and β, or None without `gates`; and the others.
+    """
+    if any(stream.before != "identity" for stream in streams):
+        made, both, rest = features_of_columns([stream.in_front() for stream in streams], gates, others)
+        waiting = [i for i, stream in enumerate(streams) if stream.before != "identity"]
+        behind = features_together([streams[i].behind(made[i][0]) for i in waiting])
+        for i, result in zip(waiting, behind, strict=True):
+            made[i] = result
+        return made, both, rest
     backends = [OP.backend(stream.x, stream) for stream in streams]
     if all(backend == "triton" for backend in backends):
-        return loaded("kernels.features.gpu.select:run")(streams, gates)
-    multiplied = [stream.multiplied() for stream in streams]
-    return [OP.choose(stream.x, stream)(stream) for stream in multiplied], None
+        outputs, both, rest = loaded("kernels.features.gpu.select:run")(streams, gates, others)
+    else:
+        multiplied = [stream.multiplied() for stream in streams]
+        outputs, both, rest = [OP.choose(stream.x, stream)(stream) for stream in multiplied], None, list(others)
+    if gates is not None and both is None:
+        log_decay, beta = GATES(gates.a, gates)
+        both = log_decay, beta
+    return outputs, both, rest

@@ -1,6 +1,6 @@
 """The arguments of `features`, checked once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ class FeatureStream:
     consume_history: bool = False  # whether a single token may write the next history into `history`
     product: Tensor | None = None  # [G,K,subheads·size]: each head is multiplied by its matrix first
     subheads: int = 1  # into how many heads the result of each is cut then
+    before: str = "identity"  # activation of x in front of the product
     # Inside `recomputing()`: whether the result is saved for the backward pass. False: it is recomputed. None: it is
     # recomputed only if x is, or if it is multiplied by `product`.
     kept: bool | None = None
@@ -50,7 +51,10 @@ class FeatureStream:
             raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")
         if bias is not None and (weight is None or bias.shape != (C,)):
             raise ValueError(f"bias: expected [{C}] and a weight, got shape {tuple(bias.shape)}")
-        for name, value, choices in (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS)):
+        if self.before != "identity" and product is None:
+            raise ValueError(f"before: {self.before!r} needs a product; without one, give an activation")
+        named = (("activation", self.activation, ACTIVATIONS), ("norm", self.norm, NORMS))
+        for name, value, choices in (*named, ("before", self.before, ACTIVATIONS)):
             if value not in choices:
                 raise ValueError(f"{name}: {value!r} is not one of {', '.join(choices)}")
         if self.cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
@@ -71,6 +75,17 @@ class FeatureStream:
     def size(self) -> int:
         """Channels of a head of the result."""
         return self.x.shape[3] if self.product is None else self.product.shape[2] // self.subheads
+
+    def in_front(self) -> "FeatureStream":
+        """What precedes the product: the activation `before` of x; without one, the whole stream.
+
+        Its result is recomputed in the backward pass.
+        """
+        return self if self.before == "identity" else FeatureStream(self.x, activation=self.before, kept=False)
+
+    def behind(self, x: Tensor) -> "FeatureStream":
+        """The product, and what follows it, of the result of `in_front`."""
+        return replace(self, x=x, before="identity")
 
     def multiplied(self) -> "FeatureStream":
         """Return the stream after its product, which becomes x."""

@@ -65,7 +65,9 @@ def test_factors_are_the_expansion():
     stream, x = torch.randn(2, 5, 3, 4), torch.randn(2, 5, 12)
     plain, doubled = HeadWise(3, 4, 2, 12), Doubled(3, 4, 2, 12)
     doubled.load_state_dict(plain.state_dict())
-    assert plain.factors(stream, x)[1] is plain.weight
+    factors = plain.factors(stream, x)
+    assert factors[0] is stream
+    assert factors[1] == (plain.weight, "silu")
     y, product = doubled.factors(stream, x)
     assert product is None
     torch.testing.assert_close(y, 2 * plain(stream, x))

@@ -86,6 +86,8 @@ def gates_backward(
     b_row,
     largest,
     lower,
+    da_row,
+    db_row,
     M: tl.constexpr,  # decays of a step
     SIZE: tl.constexpr,  # of these, for each recurrence
     ROWS: tl.constexpr,
@@ -113,7 +115,8 @@ def gates_backward(
         if b is None and dsecond is not None:
             dx += load(dsecond, dense, inside) * tl.sigmoid(x)
         from_step += dx
-        tl.store(da + dense, dx.to(da.dtype.element_ty), mask=inside)
+        in_da, _, _ = tile_of(first, rows, da_row, m, M, ROWS)
+        tl.store(da + in_da, dx.to(da.dtype.element_ty), mask=inside)
         if b is not None:
             of_b = tl.zeros([ROWS, HEAD_BLOCK], tl.float32)
             in_b, of_heads, heads = tile_of(first, rows, b_row, h, M // SIZE, ROWS)
@@ -121,7 +124,8 @@ def gates_backward(
                 share = tl.sigmoid(shifted(b, bias, in_b, heads, h, M // SIZE))
                 of_b = load(dsecond, of_heads, heads) * largest * share * (1 - share)
                 from_bias += of_b
-            tl.store(db + of_heads, of_b.to(db.dtype.element_ty), mask=heads)
+            in_db, _, _ = tile_of(first, rows, db_row, h, M // SIZE, ROWS)
+            tl.store(db + in_db, of_b.to(db.dtype.element_ty), mask=heads)
     PARTS: tl.constexpr = 2 * M if b is None else 2 * M + M // SIZE
     at = parts + tl.program_id(0) * PARTS
     tl.store(at + m, tl.sum(from_rate, 0), mask=m < M)
@@ -147,9 +151,14 @@ class Arguments(NamedTuple):
     lower: float  # bound of the log decays; 0 for none
 
 
+def _flat(args: Arguments, a: Tensor) -> Tensor:
+    """A tensor with the shape of a, as rows of decays."""
+    return a if args.dt_bias.dim() == 1 else a.flatten(-2)
+
+
 def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """The tensors that kernels read, and their numbers."""
-    a, rows, a_row = rows_of(args.a if args.dt_bias.dim() == 1 else args.a.flatten(-2))
+    a, rows, a_row = rows_of(_flat(args, args.a))
     b, _, b_row = (None, 0, 0) if args.b is None else rows_of(args.b)
     return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest, args.lower)
 
@@ -171,7 +180,7 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
     return new(args.a, dtype=torch.float32), new(args.a, *second, dtype=torch.float32)
 
 
-def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
+def compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """log_decay, and β; without b dt, or for decays per channel nothing."""
     (log_decay, second), sizes, (tensors, numbers) = _empty(args), constants(args), strided(args)
     stored = None if nothing_second(args) else second
@@ -179,17 +188,25 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     return log_decay, second
 
 
-def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
-    if nothing_second(args):
-        gradients = (gradients[0], None)
+def differentiate(
+    args: Arguments,
+    needed: Any,
+    of_decay: Tensor | None,
+    of_second: Tensor | None,
+    da: Tensor | None = None,
+    db: Tensor | None = None,
+) -> Gradients:
+    """The gradients of all tensors; those of a and b are written to `da` and `db`, if these are given."""
+    gradients = of_decay, None if nothing_second(args) else of_second
     arriving, sizes = [None if g is None else g.contiguous() for g in gradients], constants(args)
-    da, db = new(args.a), None if args.b is None else new(args.b)
+    da, db = new(args.a) if da is None else da, new(args.b) if db is None and args.b is not None else db
+    (_, _, da_row), (_, _, db_row) = rows_of(_flat(args, da)), (None, 0, 0) if db is None else rows_of(db)
     tensors, numbers = strided(args)
     programs = walkers(numbers[0], sizes["ROWS"], da.device, PROGRAMS)
     M, heads = sizes["M"], args.dt_bias.shape[0]
     lengths = [M, M] if db is None else [M, M, heads]
     parts = new(da, programs, 1, sum(lengths), dtype=torch.float32)
-    enqueue(gates_backward, programs, *tensors, *arriving, da, db, parts, *numbers, **sizes)
+    enqueue(gates_backward, programs, *tensors, *arriving, da, db, parts, *numbers, da_row, db_row, **sizes)
     learned = {name: x for name in ("A_log", "dt_bias", "bias") if (x := getattr(args, name)) is not None}
     sums = add_parts(parts, reduce(torch.promote_types, (x.dtype for x in learned.values()))).flatten()
     rates, *rest = sums.split(lengths)
@@ -197,16 +214,19 @@ def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> G
     return {"a": da, "b": db, **{name: g.view(x.shape).to(x.dtype) for (name, x), g in every}}
 
 
-gates = register("delta_gates", _compute, _differentiate, _empty, results=2)
+gates = register("delta_gates", compute, differentiate, _empty, results=2)
+
+
+def arguments(inputs: GateInputs) -> Arguments:
+    """The arguments of the op, without the product with `up`."""
+    bias = None if inputs.bias is None else inputs.bias.contiguous()
+    learned = inputs.A_log.contiguous(), inputs.dt_bias.contiguous()
+    return Arguments(inputs.a, *learned, inputs.b, bias, inputs.largest, inputs.lower)
 
 
 def forward(inputs: GateInputs) -> tuple[Tensor, Tensor | None]:
     """The log decay and β of all steps."""
-    inputs = inputs.multiplied()
-    bias = None if inputs.bias is None else inputs.bias.contiguous()
-    log_decay, beta = gates(
-        inputs.a, inputs.A_log.contiguous(), inputs.dt_bias.contiguous(), inputs.b, bias, inputs.largest, inputs.lower
-    )
+    log_decay, beta = gates(*arguments(inputs.multiplied()))
     return log_decay, None if inputs.b is None else beta
 
 

@@ -218,7 +218,7 @@ def backward(
     history,  # [N,W−1,C]
     cu_seqlens,  # [N+1]
     dy,
-    dx,  # [B,T,C]
+    dx,  # [B,T,C], with any strides of rows and tokens
     dtaps,  # [runs,W (+1 for the bias),C]: to be summed over the runs
     dhistory,  # [N,W−1,W−1,C] zeroed: to be summed over the second axis, the tokens that read the history
     T,
@@ -228,6 +228,8 @@ def backward(
     x_row,
     dy_batch,
     dy_row,
+    dx_batch,
+    dx_row,
     UNIT: tl.constexpr,
     C: tl.constexpr,
     W: tl.constexpr,
@@ -244,10 +246,10 @@ def backward(
     row, first = run // runs, run % runs * length
     last = tl.minimum(first + length, T)
     c, inside = channels(block, C, HEADS, SIZE, BLOCK)
-    x_row, dy_row = x_row * UNIT, dy_row * UNIT
+    x_row, dy_row, dx_row = x_row * UNIT, dy_row * UNIT, dx_row * UNIT
     x += row.to(tl.int64) * x_batch * UNIT
     dy += row.to(tl.int64) * dy_batch * UNIT + first.to(tl.int64) * dy_row + c
-    dx += (row.to(tl.int64) * T + first - (W - 1)) * C + c
+    dx += row.to(tl.int64) * dx_batch * UNIT + (first.to(tl.int64) - (W - 1)) * dx_row + c
     nothing = tl.zeros([HEADS, BLOCK], tl.float32)
     added = bias_of(bias, c, inside, HEADS, BLOCK)
     pending = ()  # gradients of the last W − 1 inputs, to which later tokens will add
@@ -310,9 +312,9 @@ def backward(
             else:
                 finished = dz
             token = t - (W - 1)
-            tl.store(dx + m * C, finished.to(dx.dtype.element_ty), mask=inside & (token >= first) & (token < last))
+            tl.store(dx + m * dx_row, finished.to(dx.dtype.element_ty), mask=inside & (token >= first) & (token < last))
             past = window[1:]
-        dx += TOKENS * C
+        dx += TOKENS * dx_row
     if weight is not None:
         ROWS: tl.constexpr = W + 1 if bias is not None else W
         dtaps += run.to(tl.int64) * ROWS * C + c

@@ -79,7 +79,7 @@ def strided(x: Tensor) -> tuple[Tensor, int, int]:
 def launch(
     cut: Cut, shape: tuple[int, ...], taps: int, activation: str, norm: str, documents: int, *strides: int
 ) -> LaunchSpec:
-    """The launch for an x of this shape, backward if there are strides of two streams: of rows and tokens of each."""
+    """The launch for an x of this shape, backward if there are strides of x, dy and dx: of rows and tokens of each."""
     backward, unit = len(strides) > 2, math.gcd(ALIGNED, *strides)
     numbers = (shape[1], cut.length, documents, *(stride // unit for stride in strides))
     constants: dict[str, Any] = {
@@ -134,15 +134,16 @@ def run(args: Arguments, tail: Tensor | None = None) -> Tensor:
     return y
 
 
-def _compute(args: Arguments) -> tuple[Tensor]:
+def compute(args: Arguments) -> tuple[Tensor]:
+    """y, shaped as x."""
     return (run(args),)
 
 
-def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    """The gradients of all tensors but `cu_seqlens`."""
+def differentiate(args: Arguments, needed: Any, dy: Tensor, dx: Tensor | None = None) -> Gradients:
+    """The gradients of all tensors but `cu_seqlens`; that of x is written to `dx`, if there is one."""
     x, weight, bias, initial_history, cu_seqlens, activation, norm = args
     weight, bias, history = parameters(weight, bias, initial_history)
-    dx = new(x)
+    dx = new(x) if dx is None else dx
     (x, *strides), (dy, *dy_strides) = strided(x), strided(dy)
     B, C, W = x.shape[0], x.shape[2] * x.shape[3], args.taps
     room = WARPS_BACKWARD * multiprocessors(x.device)
@@ -153,7 +154,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     if history is not None and needed.history:
         # at most W − 1 tokens of a document read the history, fewer in short documents
         dhistory = torch.zeros(len(history), W - 1, W - 1, C, dtype=torch.float32, device=x.device)
-    queue = launch(pieces, x.shape, W, activation, norm, args.documents, *strides, *dy_strides)
+    queue = launch(pieces, x.shape, W, activation, norm, args.documents, *strides, *dy_strides, *dx.stride()[:2])
     queue(x, weight, bias, history, cu_seqlens, dy, dx, dtaps, dhistory)
     dweight = dbias = None
     if weight is not None and dtaps is not None:
@@ -167,7 +168,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "weight": dweight, "bias": dbias, "history": past}
 
 
-features = register("features", _compute, differentiate, lambda args: (new(args.x),))
+features = register("features", compute, differentiate, lambda args: (new(args.x),))
 
 
 def _empty_tail(args: Arguments) -> Tensor:
@@ -184,17 +185,33 @@ def compute_step(args: Arguments) -> tuple[Tensor, Tensor]:
 step = register("features_step", compute_step, None, lambda args: (new(args.x), _empty_tail(args)), results=2)
 
 
+def nothing(stream: FeatureStream) -> bool:
+    """Return whether the features are x itself."""
+    return stream.weight is None and stream.activation == "identity" and stream.norm == "none"
+
+
+def arguments(stream: FeatureStream) -> Arguments:
+    """The arguments of the op."""
+    x, weight, bias = stream.x, stream.weight, stream.bias
+    return Arguments(x, weight, bias, stream.history, stream.cu_seqlens, stream.activation, stream.norm)
+
+
+def recomputed(y: Tensor, args: Arguments, kept: bool | None) -> Tensor:
+    """y, noted as a result that is recomputed in the backward pass, unless it is to be kept.
+
+    By default, a result is recomputed if its input is: an expansion and its features are not worth their memory.
+    """
+    if not (noted(args.x) if kept is None else not kept):
+        return y
+    return remake(y, lambda *args: run(Arguments(*args)), *args)
+
+
 def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """y [B,T,heads,size], and the history for the next call if it is to be returned."""
-    x, weight = stream.x, stream.weight
-    if weight is None and stream.activation == "identity" and stream.norm == "none":
-        return x, continued(stream) if stream.return_history else None
-    args = (x, weight, stream.bias, stream.history, stream.cu_seqlens, stream.activation, stream.norm)
-    if stream.return_history and weight is not None and stream.cu_seqlens is None and not stream.differentiated:
+    if nothing(stream):
+        return stream.x, continued(stream) if stream.return_history else None
+    args = arguments(stream)
+    if stream.return_history and stream.weight is not None and stream.cu_seqlens is None and not stream.differentiated:
         return step(*args)
-    y = features(*args)
-    # By default, a result is recomputed if its input is: an expansion and its features are not worth their memory.
-    recomputed = noted(x) if stream.kept is None else not stream.kept
-    if recomputed:
-        y = remake(y, lambda *args: run(Arguments(*args)), *args)
+    y = recomputed(features(*args), args, stream.kept)
     return y, continued(stream) if stream.return_history else None

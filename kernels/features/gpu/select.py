@@ -7,7 +7,7 @@ from torch import Tensor
 from ...delta_gates import GateInputs
 from ...gpu.paths import KernelPath, always, select
 from ..arguments import FeatureStream
-from . import expanded, op, token
+from . import expanded, joint, op, token
 
 PATHS = (
     KernelPath(
@@ -25,15 +25,18 @@ PATHS = (
 
 
 def run(
-    streams: Sequence[FeatureStream], gates: GateInputs | None
-) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None]:
-    """y and the history of each stream, and both gates if the same launch computed them.
+    streams: Sequence[FeatureStream], gates: GateInputs | None, others: Sequence[Tensor]
+) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None, list[Tensor]]:
+    """y and the history of each stream, both gates if they were computed, and the other columns.
 
     One token of several streams and the gates take a single launch (`token.py`).
     """
     fused = [select(PATHS, stream).name == "with_product" for stream in streams]
     inputs = [stream if one else stream.multiplied() for one, stream in zip(fused, streams, strict=True)]
-    if not any(fused) and token.fits(inputs, gates):
-        return token.forward(inputs, gates)
+    if not any(fused):
+        if token.fits(inputs, gates):
+            return *token.forward(inputs, gates), list(others)
+        if len(inputs) > 1 and joint.fits(inputs, gates):
+            return joint.forward(inputs, gates, others)
     forwards = [expanded.forward if one else op.forward for one in fused]
-    return [forward(stream) for forward, stream in zip(forwards, inputs, strict=True)], None
+    return [forward(stream) for forward, stream in zip(forwards, inputs, strict=True)], None, list(others)
