@@ -25,9 +25,8 @@ def beside(xs: Sequence[Tensor]) -> list[Tensor]:
     made = []
     for x in xs:
         column, width = x.storage_offset() % row, math.prod(x.shape[2:])
-        dense = x.stride()[2:] == _contiguous_strides(x.shape[2:])
-        inside = x.stride()[:2] == (T * row, row) and dense and column + width <= row
-        if not inside or x.shape[:2] != (B, T) or x.untyped_storage().data_ptr() != memory or x.dtype != xs[0].dtype:
+        same = x.shape[:2] == (B, T) and x.untyped_storage().data_ptr() == memory and x.dtype == xs[0].dtype
+        if not (same and column + width <= row and lies(x, [T * row, row, *contiguous_strides(x.shape[2:])])):
             made.append(new(x))
             continue
         whole = new(x, B, T, row) if whole is None else whole
@@ -35,12 +34,14 @@ def beside(xs: Sequence[Tensor]) -> list[Tensor]:
     return made
 
 
-def _contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
+def lies(x: Tensor, strides: Sequence[int]) -> bool:
+    """Return whether x has these strides, along the axes that have more than one entry."""
+    return all(step == wanted or size == 1 for size, step, wanted in zip(x.shape, x.stride(), strides, strict=True))
+
+
+def contiguous_strides(shape: Sequence[int]) -> list[int]:
+    """The strides of a contiguous tensor."""
+    return [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def aligned(x: Tensor) -> Tensor:

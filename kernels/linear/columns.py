@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.allocation import contiguous_strides, lies
 from ..core.autograd import once, plain
 
 
@@ -41,12 +42,11 @@ class _Split(torch.autograd.Function):
 
 def _whole(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor | None:
     """The contiguous tensor that consists of the parts; None if there is none."""
-    first, columns = parts[0], sum(widths)
-    shape = (*first.shape[:-1], columns)
-    strides = torch.empty(shape, device="meta").stride()
-    memory, at = first.untyped_storage().data_ptr(), first.storage_offset()
+    first, at = parts[0], parts[0].storage_offset()
+    shape, memory = (*first.shape[:-1], sum(widths)), first.untyped_storage().data_ptr()
+    strides = contiguous_strides(shape)
     for part, width in zip(parts, widths, strict=True):
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != at or part.stride() != strides:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != at or not lies(part, strides):
             return None
         at += width
     return first.as_strided(shape, strides)
