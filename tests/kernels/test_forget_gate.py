@@ -123,6 +123,31 @@ def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("walk", ["WALK_OF_HALF", "WALK_OF_WIDE_HALF"])
+@pytest.mark.parametrize(("rank", "size"), [(16, 300), (40, 250), (3, 5)])
+@pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
+def test_low_rank_gradients_by_every_walk(
+    walk: str, rank: int, size: int, given: tuple[str, ...], low_rank_poison: None, monkeypatch: pytest.MonkeyPatch
+):
+    module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
+    monkeypatch.setattr(module, "WALK_OF_FP32", getattr(module, walk))
+    monkeypatch.setattr(module, "walkers", lambda *sizes: 2)  # so that a program walks over several tiles
+    a = {name: x for name, x in low_rank(rank, size, (3, 67)).items() if name in given}
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
+    for name, x in low_rank_results(a, "triton").items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_extreme_low_rank_gates():
+    a = {"x": torch.tensor([[[-300.0], [-90.0], [0.0], [43.0], [90.0], [300.0]]]), "weight": torch.ones(3, 1)}
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
+    for name, x in low_rank_results(a, "triton").items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
+
+
 @interpreted
 def test_low_rank_of_a_part_of_a_projection_is_computed_again(low_rank_poison: None):
     whole = torch.randn(2, 30, 20).requires_grad_()

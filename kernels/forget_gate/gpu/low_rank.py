@@ -17,20 +17,67 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_outer, add_parts
-from ...gpu.rows import load, per_channel, rows_of, tile_of, walkers
-from ...gpu.tiles import sigmoid
+from ...gpu.rows import per_channel, rows_of, tile_of, walkers
+from ...gpu.tiles import LOG2E, PTX, exp2
 from ..low_rank import dtype_of
 from .op import log_sigmoid
 
 FORWARD = {"ROWS": 64, "BLOCK": 128}
-BACKWARD = {"ROWS": 64, "BLOCK": 128}
-PROGRAMS = 2  # per multiprocessor in the backward pass
+# Largest log2 e^gate in the backward pass: the product of two e^gate does not overflow, and the derivative is 1e-18.
+LARGEST = tl.constexpr(60.0)
+
+
+class Walk(NamedTuple):
+    """Launch configuration of the backward pass. Its programs walk over the rows of a block of columns.
+
+    Attributes:
+        rows: Rows of a tile, a multiple of 16.
+        columns: Columns of a tile.
+        tiles: Adjacent tiles that form a block of columns. A program computes one after another.
+        resident: Programs per multiprocessor.
+        registers: Most registers of a thread; None for what the compiler takes.
+    """
+
+    rows: int
+    columns: int
+    tiles: int
+    resident: int
+    registers: int | None = None
+
+
+# More tiles mean fewer parts of the gradients of x, but the sums of the gradients of W take registers, more so with a
+# larger rank. Products in fp32 take the most.
+WALK_OF_HALF = Walk(rows=64, columns=64, tiles=4, resident=2)
+WALK_OF_WIDE_HALF = Walk(rows=64, columns=64, tiles=2, resident=2)  # ranks above 16
+WALK_OF_FP32 = Walk(rows=32, columns=64, tiles=1, resident=2)
 
 
 @triton.jit
 def load_tile(x, first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
     at, _, inside = tile_of(first, rows, stride, c, C, ROWS)
     return tl.load(x + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def one_over_one_plus(x):
+    """1 / (1 + x) in fp32, for x whose products of two do not overflow: one reciprocal for two numbers."""
+    if PTX:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .f32 second, inverse;
+            add.f32 second, $3, 0f3F800000;
+            fma.rn.f32 inverse, $2, second, second;
+            rcp.approx.ftz.f32 inverse, inverse;
+            mul.f32 $0, inverse, second;
+            fma.rn.f32 $1, inverse, $2, inverse;
+            }""",
+            "=&f,=&f,f,f",
+            [x],
+            tl.float32,
+            True,
+            2,
+        )
+    return 1 / (1 + x)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -61,6 +108,39 @@ def low_rank_forward(
     tl.store(log_decay + at, (log_sigmoid(wide) * scale).to(log_decay.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def appended(items, item):
+    return items + (item,)  # noqa: RUF005 (Triton does not unpack tuples)
+
+
+@triton.jit
+def add_tile(
+    X,
+    W,
+    shift,
+    dy,
+    inside,
+    from_x,
+    from_weight,
+    from_bias,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Add a tile's unscaled gradients to those of x [ROWS,BR], W [BR,COLUMNS] and the bias [ROWS/16,8,COLUMNS]."""
+    raw = tl.dot(X, tl.trans(W), input_precision=PRECISION) * LOG2E
+    if shift is not None:
+        raw += shift
+    d = tl.load(dy, mask=inside, other=0.0).to(tl.float32) * one_over_one_plus(
+        exp2(tl.minimum(raw, LARGEST, propagate_nan=tl.PropagateNan.ALL))
+    )
+    # Sums over rows 8 apart, which the same thread has, take no exchange between threads in the loop.
+    from_bias += tl.sum(tl.reshape(d, [ROWS // 16, 2, 8, COLUMNS]), 1)
+    D = d.to(X.dtype)
+    from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)
+    return tl.dot(D, W, from_x, input_precision=PRECISION), from_weight, from_bias
+
+
 @triton.jit(do_not_specialize=["rows"])
 def low_rank_backward(
     x,
@@ -77,32 +157,55 @@ def low_rank_backward(
     R: tl.constexpr,
     BR: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    BLOCK: tl.constexpr = COLUMNS * TILES
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     block = tl.program_id(0) % BLOCKS
     program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
-    c, r = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BR)
-    W = load_tile(weight, block * BLOCK, C, R, r, R, BLOCK).to(x.dtype.element_ty)
-    from_weight, from_bias = tl.zeros([BR, BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    row, c, r = tl.arange(0, ROWS)[:, None], block * BLOCK + tl.arange(0, COLUMNS), tl.arange(0, BR)
+    weights, shifts, sums = (), (), ()
+    for i in tl.static_range(TILES):
+        W = load_tile(weight, block * BLOCK + i * COLUMNS, C, R, r, R, COLUMNS).to(x.dtype.element_ty)
+        weights = appended(weights, W)
+        if bias is not None:
+            shifts = appended(shifts, per_channel(bias, c + i * COLUMNS, C) * LOG2E)
+        from_weight = tl.zeros([BR, COLUMNS], tl.float32)
+        sums = appended(sums, (from_weight, tl.zeros([ROWS // 16, 8, COLUMNS], tl.float32)))
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=3):
         X = load_tile(x, first, rows, x_row, r, R, ROWS)
-        at, _, inside = tile_of(first, rows, C, c, C, ROWS)
-        wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
-        if bias is not None:
-            wide += per_channel(bias, c, C)
-        d = load(dy, at, inside) * scale * sigmoid(-wide)
-        from_bias += tl.sum(d, 0)
-        D = d.to(X.dtype)
-        from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)
-        dx = tl.dot(D, W, input_precision=PRECISION)
+        at = dy + tl.cast(first, tl.int64) * C + (row * C + c[None, :])
+        from_x, new_sums = tl.zeros([ROWS, BR], tl.float32), ()
+        for i in tl.static_range(TILES):
+            inside = row < rows - first
+            if C % BLOCK != 0:
+                inside = inside & (c + i * COLUMNS < C)[None, :]
+            shift = shifts[i] if bias is not None else None
+            from_x, from_weight, from_bias = add_tile(
+                X,
+                weights[i],
+                shift,
+                at + i * COLUMNS,
+                inside,
+                from_x,
+                sums[i][0],
+                sums[i][1],
+                ROWS,
+                COLUMNS,
+                PRECISION,
+            )
+            new_sums = appended(new_sums, (from_weight, from_bias))
+        sums = new_sums
         into, _, inside = tile_of(first, rows, R, r, R, ROWS)
-        tl.store(x_parts + block.to(tl.int64) * rows * R + into, dx, mask=inside)
-    mask = (r < R)[:, None] & (c < C)[None, :]
-    tl.store(weight_parts + (program * R + r[:, None]) * C + c[None, :], from_weight, mask=mask)
-    if bias_parts is not None:
-        tl.store(bias_parts + program * C + c, from_bias, mask=c < C)
+        tl.store(x_parts + block.to(tl.int64) * rows * R + into, from_x * scale, mask=inside)
+    for i in tl.static_range(TILES):
+        at = c + i * COLUMNS
+        mask = (r < R)[:, None] & (at < C)[None, :]
+        tl.store(weight_parts + (program * R + r[:, None]) * C + at[None, :], sums[i][0] * scale, mask=mask)
+        if bias_parts is not None:
+            tl.store(bias_parts + program * C + at, tl.sum(tl.sum(sums[i][1], 0), 0) * scale, mask=at < C)
 
 
 def _constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
@@ -133,17 +236,21 @@ def _compute(args: Arguments) -> tuple[Tensor]:
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, weight, bias, scale = args
-    dx, (C, R) = new(x), weight.shape
+    shape, (C, R) = x.shape, weight.shape
     x, rows, x_row = rows_of(x)
-    blocks = cdiv(C, BACKWARD["BLOCK"])
-    programs = walkers(rows, BACKWARD["ROWS"], x.device, PROGRAMS, blocks)
-    of_x, of_weight = (new(x, *shape, dtype=torch.float32) for shape in ((blocks, rows, R), (programs, R, C)))
+    constants, walk = _constants(x, weight), WALK_OF_FP32
+    if x.element_size() == 2:
+        walk = WALK_OF_HALF if constants["BR"] == 16 else WALK_OF_WIDE_HALF
+    blocks = cdiv(C, walk.columns * walk.tiles)
+    programs = walkers(rows, walk.rows, x.device, walk.resident, blocks)
+    of_x, of_weight = (new(x, *sizes, dtype=torch.float32) for sizes in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
     tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
-    sizes = {**_constants(x, weight), **BACKWARD}
-    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes, warps=4)
-    dx.copy_(add_outer(of_x, dx.dtype).view(dx.shape))
+    tile = {"ROWS": walk.rows, "COLUMNS": walk.columns, "TILES": walk.tiles}
+    options: dict[str, Any] = {"warps": 4, "registers": walk.registers}
+    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **constants, **tile, **options)
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
+    dx = add_outer(of_x, x.dtype).view(shape)
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
 
 
