@@ -13,6 +13,8 @@ from .launch import cdiv, enqueue, next_power_of_2
 # A program's columns are one sector of memory; with this many rows at a time, few loads wait for one another.
 COLUMNS, ROWS, WARPS = 8, 512, 4
 TILE = 2048  # elements that a program adds to at a time
+# A thread loads 16 bytes of a part, and the loads of several of these parts overlap.
+OUTER_TILE, AHEAD = 512, 8
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -57,11 +59,13 @@ def add_subheads(x: Tensor, subheads: int) -> Tensor:
 
 
 @triton.jit(do_not_specialize=["n"])
-def add_outer_axis(parts, total, n, size, BLOCK: tl.constexpr):
+def add_outer_axis(parts, total, n, size, BLOCK: tl.constexpr, AHEAD: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     sums = tl.zeros([BLOCK], tl.float32)
-    for i in tl.range(0, n):
-        sums += tl.load(parts + tl.cast(i, tl.int64) * size + at, mask=at < size, other=0.0)
+    for first in tl.range(0, n, AHEAD):
+        for i in tl.static_range(AHEAD):
+            inside = (at < size) & (first + i < n)
+            sums += tl.load(parts + tl.cast(first + i, tl.int64) * size + at, mask=inside, other=0.0)
     tl.store(total + at, sums.to(total.dtype.element_ty), mask=at < size)
 
 
@@ -70,7 +74,8 @@ def add_outer(parts: Tensor, dtype: torch.dtype) -> Tensor:
     total = new(parts, *parts.shape[1:], dtype=dtype)
     size = total.numel()
     if size:
-        enqueue(add_outer_axis, cdiv(size, TILE), parts, total, len(parts), size, BLOCK=TILE, warps=WARPS)
+        sizes = {"BLOCK": OUTER_TILE, "AHEAD": AHEAD}
+        enqueue(add_outer_axis, cdiv(size, OUTER_TILE), parts, total, len(parts), size, **sizes, warps=WARPS)
     return total
 
 
