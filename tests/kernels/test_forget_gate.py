@@ -125,19 +125,31 @@ def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize("walk", ["WALK_OF_HALF", "WALK_OF_WIDE_HALF"])
+@pytest.mark.parametrize("walk", ["OF_HALF", "OF_WIDE_HALF"])
 @pytest.mark.parametrize(("rank", "size"), [(16, 300), (40, 250), (3, 5)])
 @pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
-def test_low_rank_gradients_by_every_walk(
+def test_low_rank_by_every_walk(
     walk: str, rank: int, size: int, given: tuple[str, ...], low_rank_poison: None, monkeypatch: pytest.MonkeyPatch
 ):
     module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
-    monkeypatch.setattr(module, "WALK_OF_FP32", getattr(module, walk))
+    for direction in ("FORWARD_", "BACKWARD_"):
+        monkeypatch.setattr(module, f"{direction}OF_FP32", getattr(module, direction + walk))
     monkeypatch.setattr(module, "walkers", lambda *sizes: 2)  # so that a program walks over several tiles
     a = {name: x for name, x in low_rank(rank, size, (3, 67)).items() if name in given}
     expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
     for name, x in low_rank_results(a, "triton").items():
         torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
+
+
+@interpreted
+def test_low_rank_decays_in_bf16_before_they_are_rounded(monkeypatch: pytest.MonkeyPatch):
+    module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")  # the interpreter has no products in bf16
+    monkeypatch.setattr(module, "log_sigmoid", module.log_sigmoid_for_half)
+    a = {"x": torch.linspace(-12, 12, 500)[None, :, None], "weight": torch.ones(1, 1)}
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")["y"].float()
+    actual = low_rank_results(a, "triton")["y"]
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+    assert (actual / expected - 1).abs().max() > 3e-6  # of the shorter polynomial, not of `log_sigmoid`
 
 
 @interpreted
