@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .device import multiprocessors
-from .launch import cdiv
+from .launch import cdiv, enqueue, next_power_of_2
 
 
 @triton.jit
@@ -53,6 +53,32 @@ def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
         if x.stride(1) == 1:
             return x, rows, x.stride(0)
     return x.contiguous(), rows, size
+
+
+COPIED = 4096  # elements of a program
+
+
+@triton.jit(do_not_specialize=["rows"])
+def copy_tile(x, y, rows, x_row, y_row, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    c = tl.arange(0, BLOCK)
+    source, _, inside = tile_of(tl.program_id(0) * ROWS, rows, x_row, c, C, ROWS)
+    target, _, _ = tile_of(tl.program_id(0) * ROWS, rows, y_row, c, C, ROWS)
+    tl.store(y + target, tl.load(x + source, mask=inside), mask=inside)
+
+
+def copy_rows(x: Tensor, y: Tensor) -> None:
+    """Copy x […,C] to y of the same shape, whose rows may be apart: then PyTorch's copy moves few bytes at a time.
+
+    Args:
+        x: The source.
+        y: The target, with a stride of 1 along the last axis and the same stride between all rows.
+    """
+    (x, rows, x_row), (y, _, y_row) = rows_of(x), rows_of(y)
+    C = x.shape[-1]
+    block = next_power_of_2(C)
+    tile = {"C": C, "ROWS": max(1, COPIED // block), "BLOCK": block}
+    if rows:
+        enqueue(copy_tile, cdiv(rows, tile["ROWS"]), x, y, rows, x_row, y_row, **tile)
 
 
 def walkers(rows: int, tile: int, device: torch.device, resident: int, blocks: int = 1) -> int:

@@ -18,6 +18,7 @@ from ...core.autograd import once, plain
 from ...core.deterministic import in_mode, is_deterministic
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu import op as gate_op
+from ...gpu.rows import copy_rows
 from ..arguments import FeatureStream
 from . import op
 
@@ -99,20 +100,25 @@ class _Joint(torch.autograd.Function):
 
     @staticmethod
     def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        calls, passing = _calls(ctx.steps, ctx.options, ctx.saved_tensors)
+        calls, passed = _calls(ctx.steps, ctx.options, ctx.saved_tensors)
         wanted, _ = _calls(ctx.steps, ctx.options, ctx.needs_input_grad[3:])
         columns = [getattr(args, name) for step, args in zip(ctx.steps, calls, strict=True) for name in step.columns]
-        memory, arriving = iter(beside([*columns, *passing])), iter(gradients)
+        memory, arriving = iter(beside([*columns, *passed])), iter(gradients)
         returned: list[Tensor | None] = []
         for step, args, want in zip(ctx.steps, calls, wanted, strict=True):
-            incoming, place = [*islice(arriving, step.results)], [*islice(memory, len(step.columns))]
+            incoming, own = [*islice(arriving, step.results)], [*islice(memory, len(step.columns))]
             if all(g is None for g in incoming):
-                by_name = {name: x.zero_() for name, x in zip(step.columns, place, strict=True)}
+                by_name = {name: x.zero_() for name, x in zip(step.columns, own, strict=True)}
             else:
-                by_name = in_mode(ctx.mode, step.differentiate, args, want, *incoming, *place)
+                by_name = in_mode(ctx.mode, step.differentiate, args, want, *incoming, *own)
             names = args._fields[: step.tensors]
             returned += [by_name.get(name) if want[i] else None for i, name in enumerate(names)]
-        returned += [x.zero_() if g is None else x.copy_(g) for x, g in zip(memory, arriving, strict=True)]
+        for place, g in zip(memory, arriving, strict=True):
+            if g is None:
+                place.zero_()
+            else:
+                copy_rows(g.flatten(2), place.flatten(2))
+            returned.append(place)
         return None, None, None, *returned
 
     backward = staticmethod(once(_differentiate))
