@@ -32,26 +32,20 @@ class Walk(NamedTuple):
     Attributes:
         rows: Rows of a tile, a multiple of 16.
         columns: Columns of a tile.
-        tiles: Adjacent tiles that form a block of columns. A program computes one after another; 1 in the forward pass.
+        tiles: Adjacent tiles that form a block of columns, one in the forward pass. A program computes them in turns.
         resident: Programs per multiprocessor.
-        registers: Most registers of a thread; None for what the compiler takes.
     """
 
     rows: int
     columns: int
     tiles: int
     resident: int
-    registers: int | None = None
 
 
-# By the size of a number of x: 2 bytes with ranks up to 16, 2 bytes with larger ranks, and 4 bytes.
-FORWARD_OF_HALF = Walk(rows=64, columns=64, tiles=1, resident=6)
-FORWARD_OF_WIDE_HALF = Walk(rows=64, columns=64, tiles=1, resident=4)
-FORWARD_OF_FP32 = Walk(rows=64, columns=64, tiles=1, resident=3)
-# More tiles mean fewer parts of the gradients of x, but the sums of the gradients of W take registers, more so with a
-# larger rank. Products in fp32 take the most.
-BACKWARD_OF_HALF = Walk(rows=64, columns=64, tiles=4, resident=2)
-BACKWARD_OF_WIDE_HALF = Walk(rows=64, columns=64, tiles=2, resident=2)
+FORWARD = Walk(rows=64, columns=64, tiles=1, resident=16)
+# Backward by the size of a number of x, 2 or 4 bytes. With more tiles there are fewer parts of the gradients of x, but the
+# sums for the gradients of W take more registers. Products in fp32 take the most.
+BACKWARD_OF_HALF = Walk(rows=64, columns=64, tiles=2, resident=2)
 BACKWARD_OF_FP32 = Walk(rows=32, columns=64, tiles=1, resident=2)
 
 
@@ -250,14 +244,10 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 def _compute(args: Arguments) -> tuple[Tensor]:
     (x, weight, bias, scale), (y,) = args, _empty(args)
     x, rows, x_row = rows_of(x)
-    constants, walk = _constants(x, weight), FORWARD_OF_FP32
-    if x.element_size() == 2:
-        walk = FORWARD_OF_HALF if constants["BR"] == 16 else FORWARD_OF_WIDE_HALF
-    blocks = cdiv(constants["C"], walk.columns)
-    programs = walkers(rows, walk.rows, x.device, walk.resident, blocks) * blocks
-    constants |= {"ROWS": walk.rows, "COLUMNS": walk.columns}
-    options: dict[str, Any] = {"warps": 4, "registers": walk.registers}
-    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **constants, **options)
+    constants = _constants(x, weight) | {"ROWS": FORWARD.rows, "COLUMNS": FORWARD.columns}
+    blocks = cdiv(constants["C"], FORWARD.columns)
+    programs = walkers(rows, FORWARD.rows, x.device, FORWARD.resident, blocks) * blocks
+    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **constants, warps=4)
     return (y,)
 
 
@@ -265,17 +255,14 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     x, weight, bias, scale = args
     shape, (C, R) = x.shape, weight.shape
     x, rows, x_row = rows_of(x)
-    constants, walk = _constants(x, weight), BACKWARD_OF_FP32
-    if x.element_size() == 2:
-        walk = BACKWARD_OF_HALF if constants["BR"] == 16 else BACKWARD_OF_WIDE_HALF
+    constants, walk = _constants(x, weight), BACKWARD_OF_HALF if x.element_size() == 2 else BACKWARD_OF_FP32
     blocks = cdiv(C, walk.columns * walk.tiles)
     programs = walkers(rows, walk.rows, x.device, walk.resident, blocks)
     of_x, of_weight = (new(x, *sizes, dtype=torch.float32) for sizes in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
     tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
     tile = {"ROWS": walk.rows, "COLUMNS": walk.columns, "TILES": walk.tiles}
-    options: dict[str, Any] = {"warps": 4, "registers": walk.registers}
-    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **constants, **tile, **options)
+    enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **constants, **tile, warps=4)
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     dx = add_outer(of_x, x.dtype).view(shape)
     return {"x": dx, "weight": add_parts(of_weight, weight.dtype), "bias": dbias}
