@@ -14,7 +14,7 @@ def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device)
 
 
-def beside(xs: Sequence[Tensor]) -> list[Tensor]:
+def gradients_like(xs: Sequence[Tensor]) -> list[Tensor]:
     """Uninitialised tensors for the gradients of xs [B,T,…], laid out as they are.
 
     Those that are columns of one tensor become columns of one new tensor [B,T,columns]. The others are contiguous.

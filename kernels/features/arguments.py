@@ -77,14 +77,11 @@ class FeatureStream:
         return self.x.shape[3] if self.product is None else self.product.shape[2] // self.subheads
 
     def in_front(self) -> "FeatureStream":
-        """What precedes the product: the activation `before` of x; without one, the whole stream.
-
-        Its result is recomputed in the backward pass.
-        """
+        """Return the stream of the activation `before`, whose result is recomputed; without one, the whole stream."""
         return self if self.before == "identity" else FeatureStream(self.x, activation=self.before, kept=False)
 
     def behind(self, x: Tensor) -> "FeatureStream":
-        """The product, and what follows it, of the result of `in_front`."""
+        """Return the stream of the product and what follows it, for x as `in_front` makes it."""
         return replace(self, x=x, before="identity")
 
     def multiplied(self) -> "FeatureStream":

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.allocation import beside
+from ...core.allocation import gradients_like
 from ...core.autograd import once, plain
 from ...core.deterministic import in_mode, is_deterministic
 from ...delta_gates import GateInputs
@@ -103,7 +103,7 @@ class _Joint(torch.autograd.Function):
         calls, passed = _calls(ctx.steps, ctx.options, ctx.saved_tensors)
         wanted, _ = _calls(ctx.steps, ctx.options, ctx.needs_input_grad[3:])
         columns = [getattr(args, name) for step, args in zip(ctx.steps, calls, strict=True) for name in step.columns]
-        memory, arriving = iter(beside([*columns, *passed])), iter(gradients)
+        memory, arriving = iter(gradients_like([*columns, *passed])), iter(gradients)
         returned: list[Tensor | None] = []
         for step, args, want in zip(ctx.steps, calls, wanted, strict=True):
             incoming, own = [*islice(arriving, step.results)], [*islice(memory, len(step.columns))]

@@ -43,8 +43,8 @@ class Walk(NamedTuple):
 
 
 FORWARD = Walk(rows=64, columns=64, tiles=1, resident=16)
-# Backward by the size of a number of x, 2 or 4 bytes. With more tiles there are fewer parts of the gradients of x, but the
-# sums for the gradients of W take more registers. Products in fp32 take the most.
+# Backward by the size of a number of x, 2 or 4 bytes. With more tiles there are fewer parts of the gradients of x, but
+# the sums for the gradients of W take more registers. Products in fp32 take the most.
 BACKWARD_OF_HALF = Walk(rows=64, columns=64, tiles=2, resident=2)
 BACKWARD_OF_FP32 = Walk(rows=32, columns=64, tiles=1, resident=2)
 
