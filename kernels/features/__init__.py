@@ -113,8 +113,8 @@ def features_of_columns(
 ) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None, list[Tensor]]:
     """Compute `features_together`, and `delta_gates` if there are any, of columns of one projection.
 
-    If the inputs and `others` are all columns that `split_columns` made of a tensor, kernels on a GPU write the gradients
-    into one tensor, so that the backward pass does not concatenate them.
+    If the inputs and `others` are all columns that `split_columns` made of a tensor, kernels on a GPU write the
+    gradients into one tensor, so that the backward pass does not concatenate them.
 
     Args:
         streams: The arguments of each call of `features`.
