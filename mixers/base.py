@@ -404,7 +404,8 @@ class LinearMixer(TokenMixer):
         histories_before = [None] * 3 if state is None else state.histories
         gate_inputs = self.gate_inputs(s)
         products = (q_product, k_product, None)
-        names = ("gate", "erase") if gate_inputs is not None else ("gate", "erase", "log_decay", "beta")
+        names = ["gate", "erase", "erase_write", *["log_decay", "beta"] * (gate_inputs is None)]
+        # what is not of each token is not of the projection
         others = {name: x for name in names if isinstance(x := getattr(s, name), Tensor) and x.dim() > 2}
         made, gates, others_after = together(
             *(self._features, s[:3], histories_before, where, cu_seqlens, context_parallel, gate_inputs, products),

@@ -41,9 +41,9 @@ class Expansion(nn.Module):
         raise NotImplementedError
 
     def factors(self, stream: Tensor, x: Tensor) -> tuple[Tensor, HeadProduct | None]:
-        """A stream and the product by each head that makes the result of it, so that features can include it.
+        """Return a stream and the product of each head that expands it, so that features can include the product.
 
-        Without such a product, the result and None.
+        Without such a product, return the expanded stream and None.
         """
         return self(stream, x), None
 

@@ -150,8 +150,8 @@ def together(
 ) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None, list[Tensor]]:
     """Compute the features of each path's stream, and the gates if there are any, in fewer launches where possible.
 
-    A stream with a product is multiplied first. `others` are what other ops read of
-    the projection that made the streams; they are to be read from what is returned (`kernels.features_of_columns`).
+    A stream with a product is multiplied first. `others` are further columns of
+    the projection; the returned tensors are to be used in their place (`kernels.features_of_columns`).
     """
     streams, histories, products = list(streams), list(histories), list(products or [None] * len(paths))
     returned = [history is not None for history in histories]

@@ -119,18 +119,24 @@ def features_of_columns(
     Args:
         streams: The arguments of each call of `features`.
         gates: The arguments of `delta_gates`; None for none.
-        others: The other columns [B,T,…], to be read from what is returned.
+        others: Further columns [B,T,…]. The returned tensors are to be used in their place.
 
     Returns:
         y [B,T,heads,size] and the history of each stream; log_decay and β, or None without `gates`; and the others.
     """
-    if any(stream.before != "identity" for stream in streams):
-        made, both, rest = features_of_columns([stream.in_front() for stream in streams], gates, others)
-        waiting = [i for i, stream in enumerate(streams) if stream.before != "identity"]
-        behind = features_together([streams[i].behind(made[i][0]) for i in waiting])
-        for i, result in zip(waiting, behind, strict=True):
-            made[i] = result
-        return made, both, rest
+    waiting = [i for i, stream in enumerate(streams) if stream.before != "identity"]
+    if waiting and any(
+        stream.differentiated for stream in streams
+    ):  # the activations are columns, the products are not
+        outputs, both, rest = features_of_columns([stream.in_front() for stream in streams], gates, others)
+        behind = features_together([streams[i].behind(outputs[i][0]) for i in waiting])
+        for i, output in zip(waiting, behind, strict=True):
+            outputs[i] = output
+        return outputs, both, rest
+    if waiting:
+        streams = list(streams)
+        for i, (x, _) in zip(waiting, features_together([streams[i].in_front() for i in waiting]), strict=True):
+            streams[i] = streams[i].behind(x)
     backends = [OP.backend(stream.x, stream) for stream in streams]
     if all(backend == "triton" for backend in backends):
         outputs, both, rest = loaded("kernels.features.gpu.select:run")(streams, gates, others)

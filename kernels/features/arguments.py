@@ -77,7 +77,7 @@ class FeatureStream:
         return self.x.shape[3] if self.product is None else self.product.shape[2] // self.subheads
 
     def in_front(self) -> "FeatureStream":
-        """Return the stream of the activation `before`, whose result is recomputed; without one, the whole stream."""
+        """Return the stream of the activation `before` alone, whose result is recomputed; self if there is none."""
         return self if self.before == "identity" else FeatureStream(self.x, activation=self.before, kept=False)
 
     def behind(self, x: Tensor) -> "FeatureStream":

@@ -67,18 +67,26 @@ def copy_tile(x, y, rows, x_row, y_row, C: tl.constexpr, ROWS: tl.constexpr, BLO
 
 
 def copy_rows(x: Tensor, y: Tensor) -> None:
-    """Copy x […,C] to y of the same shape, whose rows may be apart: then PyTorch's copy moves few bytes at a time.
+    """Copy x […,C] to y, whose rows may be apart. PyTorch's copy is slow there, since it moves few bytes at a time.
 
     Args:
         x: The source.
         y: The target, with a stride of 1 along the last axis and the same stride between all rows.
     """
-    (x, rows, x_row), (y, _, y_row) = rows_of(x), rows_of(y)
-    C = x.shape[-1]
+    (x, rows, x_row), C = rows_of(x), x.shape[-1]
     block = next_power_of_2(C)
     tile = {"C": C, "ROWS": max(1, COPIED // block), "BLOCK": block}
     if rows:
-        enqueue(copy_tile, cdiv(rows, tile["ROWS"]), x, y, rows, x_row, y_row, **tile)
+        enqueue(copy_tile, cdiv(rows, tile["ROWS"]), x, y, rows, x_row, row_stride(y), **tile)
+
+
+def row_stride(x: Tensor) -> int:
+    """The stride between the rows of x […,C], into which a kernel writes.
+
+    Raises:
+        RuntimeError: The rows have different strides.
+    """
+    return x.view(-1, x.shape[-1]).stride(0)
 
 
 def walkers(rows: int, tile: int, device: torch.device, resident: int, blocks: int = 1) -> int:

@@ -1,17 +1,19 @@
-"""Columns of a product. Their gradients become that of the product without a copy if they lie side by side."""
+"""Columns of a product. If their gradients are adjacent in memory, they are its gradient without a copy."""
 
+import math
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.allocation import contiguous_strides, lies
-from ..core.autograd import once, plain
+from ..core.autograd import plain
+from ..core.backend import backend_name
 
 
 def split_columns(y: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-    """`y.split(widths, -1)`. The backward pass concatenates the gradients only if they are not parts of one tensor.
+    """`y.split(widths, -1)`. The backward pass concatenates the gradients, unless they already are columns of a tensor.
 
     Args:
         y: […,N].
@@ -20,33 +22,62 @@ def split_columns(y: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
     Returns:
         Views […,width] of y.
     """
-    if plain((y,)) and torch.is_grad_enabled() and y.requires_grad:
+    if plain((y,)) and y.requires_grad and torch.is_grad_enabled() and _on_gpu(y):
         parts: tuple[Tensor, ...] = _Split.apply(y, widths)
         return parts
     return y.split(list(widths), -1)
 
 
+def columns_of(xs: Sequence[Tensor], rows: int) -> list[int] | None:
+    """Return the first column of each tensor in the one tensor that they are all columns of; None if there is none.
+
+    They have to be all of its columns, without overlaps, and it has to be contiguous.
+
+    Args:
+        xs: Tensors that share their first axes. The entries along all other axes are columns.
+        rows: Number of these first axes.
+    """
+    shape, widths = xs[0].shape[:rows], [math.prod(x.shape[rows:]) for x in xs]
+    strides = contiguous_strides((*shape, sum(widths)))[:rows]
+    memory, start = xs[0].untyped_storage().data_ptr(), min(x.storage_offset() for x in xs)
+    for x in xs:
+        same = x.shape[:rows] == shape and x.dtype == xs[0].dtype and x.untyped_storage().data_ptr() == memory
+        if not same or not has_strides(x, (*strides, *contiguous_strides(x.shape[rows:]))):
+            return None
+    columns = [int(x.storage_offset() - start) for x in xs]
+    end = 0
+    for column, width in sorted(zip(columns, widths, strict=True)):
+        if column != end:  # a gap, or a column that belongs to two tensors
+            return None
+        end += width
+    return columns
+
+
+def has_strides(x: Tensor, strides: Sequence[int]) -> bool:
+    """Return whether x has these strides, along the axes with more than one entry."""
+    return all(step == wanted or size == 1 for size, step, wanted in zip(x.shape, x.stride(), strides, strict=True))
+
+
+def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+
+
+def _on_gpu(y: Tensor) -> bool:
+    """Return whether ops for GPUs may follow, which can write gradients into the columns of a tensor."""
+    return backend_name() == "triton" or (backend_name() == "auto" and y.is_cuda)
+
+
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-        ctx.widths = widths
+        ctx.starts = [0, *accumulate(widths)][:-1]
         return y.split(list(widths), -1)
 
     @staticmethod
-    def _joined(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        whole = _whole(gradients, ctx.widths)
-        return torch.cat(gradients, -1) if whole is None else whole, None
-
-    backward = staticmethod(once(_joined))
-
-
-def _whole(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor | None:
-    """The contiguous tensor that consists of the parts; None if there is none."""
-    first, at = parts[0], parts[0].storage_offset()
-    shape, memory = (*first.shape[:-1], sum(widths)), first.untyped_storage().data_ptr()
-    strides = contiguous_strides(shape)
-    for part, width in zip(parts, widths, strict=True):
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != at or not lies(part, strides):
-            return None
-        at += width
-    return first.as_strided(shape, strides)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        first = gradients[0]
+        if torch.is_grad_enabled() or columns_of(gradients, first.dim() - 1) != ctx.starts:
+            return torch.cat(gradients, -1), None  # which can be differentiated again
+        shape = (*first.shape[:-1], sum(g.shape[-1] for g in gradients))
+        return first.as_strided(shape, contiguous_strides(shape)), None

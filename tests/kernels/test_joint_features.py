@@ -9,8 +9,8 @@ from torch import Tensor
 import kernels
 
 pytest.importorskip("triton")
-import kernels.core.allocation as allocation
-from kernels.features.gpu import joint
+from kernels.delta_gates.gpu import op as gate_op
+from kernels.features.gpu import joint, token
 from kernels.features.gpu import op as gpu_op
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -22,8 +22,8 @@ NAMES = ["q", "k", "v", "gate", "a", "b"]
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    allocate = allocation.new
-    for module in (gpu_op, allocation):
+    allocate = gpu_op.new
+    for module in (gpu_op, gate_op, joint, token):
         monkeypatch.setattr(
             module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan)
         )
@@ -185,7 +185,8 @@ def test_split_columns(columns: list[int], whole: bool, copies: list[int]):
     widths = [widths[i] for i in columns]
     given = [gradient.split([4, 2, 3], -1)[i] for i in columns]
     y = y[..., : sum(widths)]
-    parts = kernels.split_columns(y * 1, widths)
+    with kernels.backend("triton"):
+        parts = kernels.split_columns(y * 1, widths)
     expected = torch.cat(given, -1)
     copies.clear()
     (actual,) = torch.autograd.grad(parts, y, given)
@@ -204,3 +205,124 @@ def test_split_columns_under_a_compiler():
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(torch.autograd.grad(compiled(y), y), torch.autograd.grad(run(y), y))
+
+
+def test_split_columns_is_differentiated_twice():
+    y = torch.randn(2, 6, dtype=torch.float64).requires_grad_()
+
+    def run(y: Tensor) -> Tensor:
+        with kernels.backend("triton"):
+            a, b = kernels.split_columns(y, [2, 4])
+        return torch.cat([b.sin(), a.exp()], -1)
+
+    assert torch.autograd.gradgradcheck(run, y)
+
+
+def alone(y: Tensor) -> list[Tensor]:
+    return [y, y]
+
+
+def rows(y: Tensor) -> list[Tensor]:
+    return [*y.chunk(2, 0)]
+
+
+def stacked(y: Tensor) -> list[Tensor]:
+    return [*y.unflatten(0, (2, 1)).unbind(0)]
+
+
+def times(y: Tensor) -> list[Tensor]:
+    return [*y[:1].chunk(2, 1)]
+
+
+def overlapping(y: Tensor) -> list[Tensor]:
+    return [y[..., :16], y[..., 8:24]]
+
+
+def expanded(y: Tensor) -> list[Tensor]:
+    return [y[:, :1, :16].expand(-1, 6, -1), y[..., 16:32]]
+
+
+@pytest.mark.parametrize("parts", [alone, rows, stacked, times, overlapping, expanded])
+def test_inputs_that_share_memory_have_gradients_of_their_own(parts: Any):
+    p, y = parameters(torch.float32), torch.randn(2, 6, 32, device=device)
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        x = y.detach().requires_grad_()
+        with kernels.backend(backend):
+            inputs = [part.unflatten(-1, (-1, SIZE)) for part in parts(x * 1)]
+            taps = [p[name].repeat(2, 1, 1)[: inputs[0].shape[2] * SIZE] for name in ("taps_q", "taps_k")]
+            streams = [kernels.FeatureStream(*both, activation="silu") for both in zip(inputs, taps, strict=True)]
+            losses = [z.sin().sum() * i for i, (z, _) in enumerate(kernels.features_together(streams), 1)]
+        return torch.autograd.grad(losses, (x, p["taps_q"], p["taps_k"]))
+
+    torch.testing.assert_close(gradients("triton"), gradients("reference"), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_the_same_columns_for_several_uses(several: bool):
+    """As the inputs of both gates, and twice among the others; or a column that is no axis, once."""
+    p, y = parameters(torch.float32), torch.randn(2, 6, 35, device=device)
+
+    def gradients(backend: str) -> tuple[Tensor, ...]:
+        x = y.detach().requires_grad_()
+        with kernels.backend(backend):
+            q, k, gate, a = kernels.split_columns(x * 1, [16, 16, 1, 2])
+            streams = [kernels.FeatureStream(z.unflatten(-1, (2, 8)), p["taps_q"]) for z in (q, k)]
+            gates = kernels.GateInputs(a, p["A_log"], p["dt_bias"], a) if several else None
+            others = [gate, gate, gate[..., 0]] if several else [gate[..., 0], a]
+            made, both, others = kernels.features_of_columns(streams, gates, others)
+        every = [*(z for z, _ in made), *(both or ()), *others]
+        return torch.autograd.grad([z.sin().sum() * i for i, z in enumerate(every, 1)], (x, p["taps_q"]))
+
+    torch.testing.assert_close(gradients("triton"), gradients("reference"), rtol=1e-5, atol=1e-5)
+
+
+def test_the_backward_pass_is_in_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch):
+    p, y = parameters(torch.float32), torch.randn(1, 5, sum(WIDTHS), device=device).requires_grad_()
+    step, seen = joint.FEATURES, list[bool]()
+
+    def differentiate(*args: Any) -> Any:
+        seen.append(kernels.is_deterministic())
+        return step.differentiate(*args)
+
+    monkeypatch.setattr(joint, "FEATURES", step._replace(differentiate=differentiate))
+    with kernels.backend("triton"), kernels.deterministic():
+        results = layer(y * 1, p)
+    torch.autograd.backward([x.sum() for x in results])
+    assert seen == [True] * 3
+
+
+def test_results_that_are_to_be_recomputed_are_not_saved():
+    y = torch.randn(1, 5, 16, device=device).requires_grad_()
+    with kernels.backend("triton"), kernels.recomputing():
+        q = (y * 1).unflatten(-1, (HEADS, SIZE))
+        streams = [kernels.FeatureStream(q, activation="silu", kept=kept) for kept in (False, True)]
+        (a, _), (b, _) = kernels.features_together(streams)
+        sines = [x.sin() for x in (a, b)]
+    saved = [sine.grad_fn._saved_self.data_ptr() == x.data_ptr() for sine, x in zip(sines, (a, b), strict=True)]
+    assert saved == [False, True]
+
+
+def test_a_token_behind_an_activation_takes_one_launch(monkeypatch: pytest.MonkeyPatch):
+    p, y = parameters(torch.float32, before=True), torch.randn(2, 1, 50, device=device)
+    launch, launched = token.forward, list[int]()
+    monkeypatch.setattr(
+        token, "forward", lambda streams, gates: (launched.append(len(streams)), launch(streams, gates))[1]
+    )
+
+    def run(backend: str) -> Any:
+        with torch.no_grad(), kernels.backend(backend):
+            q, v, a = y.split([16, 32, 2], -1)
+            streams = [
+                kernels.FeatureStream(
+                    x.unflatten(-1, (-1, SIZE)),
+                    p["taps_q"],
+                    return_history=True,
+                    **({"product": p["product_q"], "subheads": 2, "before": "relu"} if x is q else {}),
+                )
+                for x in (q, v)
+            ]
+            return kernels.features_of_columns(streams, kernels.GateInputs(a, p["A_log"], p["dt_bias"], a))
+
+    torch.testing.assert_close(run("triton"), run("reference"))
+    assert launched == [2]

@@ -14,7 +14,7 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
-from ...gpu.rows import load, per_channel, rows_of, shifted, tile_of, walkers
+from ...gpu.rows import load, per_channel, row_stride, rows_of, shifted, tile_of, walkers
 from .. import GateInputs
 
 ELEMENTS = 1024  # per tile of rows
@@ -151,14 +151,14 @@ class Arguments(NamedTuple):
     lower: float  # bound of the log decays; 0 for none
 
 
-def _flat(args: Arguments, a: Tensor) -> Tensor:
-    """A tensor with the shape of a, as rows of decays."""
+def _rows(args: Arguments, a: Tensor) -> Tensor:
+    """Return a, or its gradient, with the channels of all heads along one axis."""
     return a if args.dt_bias.dim() == 1 else a.flatten(-2)
 
 
 def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
     """The tensors that kernels read, and their numbers."""
-    a, rows, a_row = rows_of(_flat(args, args.a))
+    a, rows, a_row = rows_of(_rows(args, args.a))
     b, _, b_row = (None, 0, 0) if args.b is None else rows_of(args.b)
     return (a, args.A_log, args.dt_bias, b, args.bias), (rows, a_row, b_row, args.largest, args.lower)
 
@@ -200,7 +200,7 @@ def differentiate(
     gradients = of_decay, None if nothing_second(args) else of_second
     arriving, sizes = [None if g is None else g.contiguous() for g in gradients], constants(args)
     da, db = new(args.a) if da is None else da, new(args.b) if db is None and args.b is not None else db
-    (_, _, da_row), (_, _, db_row) = rows_of(_flat(args, da)), (None, 0, 0) if db is None else rows_of(db)
+    da_row, db_row = row_stride(_rows(args, da)), 0 if db is None else row_stride(db)
     tensors, numbers = strided(args)
     programs = walkers(numbers[0], sizes["ROWS"], da.device, PROGRAMS)
     M, heads = sizes["M"], args.dt_bias.shape[0]

@@ -1,8 +1,9 @@
 """Features of several streams, and the gates, as one node of autograd.
 
-The streams of a layer are columns of one projection. Separate nodes would return the gradients of some columns each,
-which the backward pass would concatenate: a copy that takes 2 % of a training step of 400M parameters. In this node the
-kernels write into the columns of one tensor. What other ops read passes through the node, which copies its gradients.
+With a node for each stream, autograd would concatenate the gradients of the columns of their projection. That copy
+takes 2 % of a training step of 400M parameters. If the streams, the inputs of the gates and what other ops read are
+together all columns of a projection, this node writes the gradients into one tensor. What other ops read passes through
+it, so that it can copy those gradients there as well.
 """
 
 import math
@@ -13,12 +14,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.allocation import gradients_like
+from ...core.allocation import new
 from ...core.autograd import once, plain
 from ...core.deterministic import in_mode, is_deterministic
 from ...delta_gates import GateInputs
 from ...delta_gates.gpu import op as gate_op
 from ...gpu.rows import copy_rows
+from ...linear.columns import columns_of
 from ..arguments import FeatureStream
 from . import op
 
@@ -30,9 +32,9 @@ class Step(NamedTuple):
     tensors: int
     results: int
     compute: Callable[[Any], tuple[Tensor, ...]]
-    # the gradients by name, from arguments, which of them are needed, gradients, and memory for those of `columns`
+    # gradients by name, from the arguments, which of them need one, gradients of the results, and memory for `inputs`
     differentiate: Callable[..., Any]
-    columns: tuple[str, ...]  # arguments that may be columns of a projection
+    inputs: tuple[str, ...]  # arguments that may be columns of a projection
 
 
 FEATURES = Step(op.Arguments, 5, 1, op.compute, op.differentiate, ("x",))
@@ -58,39 +60,36 @@ def forward(
     """y of each stream, log decay and β, and the others."""
     steps, features = [FEATURES] * len(streams), [op.arguments(stream) for stream in streams]
     calls: list[Any] = [*features]
-    columns = [stream.x for stream in streams]
+    inputs = [stream.x for stream in streams]
     if gates is not None:
         gates = gates.multiplied()
-        steps, calls = [*steps, GATES], [*calls, gate_op.arguments(gates)]
-        columns += [gates.a] if gates.b is None else [gates.a, gates.b]
-    passing = list(others) if _complete([*columns, *others]) else []
+        assert gates.b is not None
+        steps, calls, inputs = [*steps, GATES], [*calls, gate_op.arguments(gates)], [*inputs, gates.a, gates.b]
+    columns = columns_of([*inputs, *others], 2) if all(x.requires_grad for x in (*inputs, *others)) else None
+    passing = [] if columns is None else list(others)
     tensors = [x for step, call in zip(steps, calls, strict=True) for x in call[: step.tensors]]
     options = [call[step.tensors :] for step, call in zip(steps, calls, strict=True)]
-    results = _Joint.apply(steps, options, is_deterministic(), *tensors, *passing)
-    made = zip(results, streams, features, strict=False)
+    results = _Joint.apply(steps, options, columns, is_deterministic(), *tensors, *passing)
     outputs: list[tuple[Tensor, Tensor | None]] = [
-        (op.recomputed(y, args, stream.kept), None) for y, stream, args in made
+        (op.recomputed(y, args, stream.kept), None) for y, stream, args in zip(results, streams, features, strict=False)
     ]
-    after = len(streams)
-    both = None if gates is None else (results[after], results[after + 1])
+    end = len(streams)
+    both = None if gates is None else (results[end], results[end + 1])
     return outputs, both, list(results[len(results) - len(passing) :]) if passing else list(others)
-
-
-def _complete(columns: Sequence[Tensor]) -> bool:
-    """Return whether tensors [B,T,…] are all columns of one tensor that needs a gradient."""
-    memory, row = columns[0].untyped_storage().data_ptr(), columns[0].stride(1)
-    return sum(math.prod(x.shape[2:]) for x in columns) == row and all(
-        x.requires_grad and x.stride(1) == row and x.untyped_storage().data_ptr() == memory for x in columns
-    )
 
 
 class _Joint(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, steps: Sequence[Step], options: Sequence[Any], mode: bool, *tensors: Tensor | None
+        ctx: Any,
+        steps: Sequence[Step],
+        options: Sequence[Any],
+        columns: Sequence[int] | None,
+        mode: bool,
+        *tensors: Tensor | None,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.steps, ctx.options, ctx.mode = steps, options, mode
+        ctx.steps, ctx.options, ctx.columns, ctx.mode = steps, options, columns, mode
         ctx.save_for_backward(*tensors)
         calls, passing = _calls(steps, options, tensors)
         outputs: list[Any] = []
@@ -101,14 +100,14 @@ class _Joint(torch.autograd.Function):
     @staticmethod
     def _differentiate(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         calls, passed = _calls(ctx.steps, ctx.options, ctx.saved_tensors)
-        wanted, _ = _calls(ctx.steps, ctx.options, ctx.needs_input_grad[3:])
-        columns = [getattr(args, name) for step, args in zip(ctx.steps, calls, strict=True) for name in step.columns]
-        memory, arriving = iter(gradients_like([*columns, *passed])), iter(gradients)
+        wanted, _ = _calls(ctx.steps, ctx.options, ctx.needs_input_grad[4:])
+        inputs = [getattr(args, name) for step, args in zip(ctx.steps, calls, strict=True) for name in step.inputs]
+        memory, arriving = iter(_new([*inputs, *passed], ctx.columns)), iter(gradients)
         returned: list[Tensor | None] = []
         for step, args, want in zip(ctx.steps, calls, wanted, strict=True):
-            incoming, own = [*islice(arriving, step.results)], [*islice(memory, len(step.columns))]
+            incoming, own = [*islice(arriving, step.results)], [*islice(memory, len(step.inputs))]
             if all(g is None for g in incoming):
-                by_name = {name: x.zero_() for name, x in zip(step.columns, own, strict=True)}
+                by_name = {name: x.zero_() for name, x in zip(step.inputs, own, strict=True)}
             else:
                 by_name = in_mode(ctx.mode, step.differentiate, args, want, *incoming, *own)
             names = args._fields[: step.tensors]
@@ -117,11 +116,22 @@ class _Joint(torch.autograd.Function):
             if g is None:
                 place.zero_()
             else:
-                copy_rows(g.flatten(2), place.flatten(2))
+                rows = (*g.shape[:2], -1)
+                copy_rows(g.reshape(rows), place.view(rows))
             returned.append(place)
-        return None, None, None, *returned
+        return None, None, None, None, *returned
 
     backward = staticmethod(once(_differentiate))
+
+
+def _new(inputs: Sequence[Tensor], columns: Sequence[int] | None) -> list[Tensor]:
+    """Uninitialised gradients of the inputs [B,T,…]: columns of one tensor that start here, or separate tensors."""
+    if columns is None:
+        return [new(x) for x in inputs]
+    widths = [math.prod(x.shape[2:]) for x in inputs]
+    whole = new(inputs[0], *inputs[0].shape[:2], sum(widths))
+    places = zip(inputs, columns, widths, strict=True)
+    return [whole[..., column : column + width].view(x.shape) for x, column, width in places]
 
 
 def _calls(steps: Sequence[Step], options: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:

@@ -22,7 +22,7 @@ from ...gpu.tiles import LOG2E, PTX, exp2
 from ..low_rank import dtype_of
 from .op import log_sigmoid
 
-# Largest log2 e^gate in the backward pass: the product of two e^gate does not overflow, and the derivative is 1e-18.
+# Cap of log2 e^gate in the backward pass, where the derivative is 1e-18. The product of two e^gate does not overflow.
 LARGEST = tl.constexpr(60.0)
 
 
@@ -32,7 +32,7 @@ class Walk(NamedTuple):
     Attributes:
         rows: Rows of a tile, a multiple of 16.
         columns: Columns of a tile.
-        tiles: Adjacent tiles that form a block of columns, one in the forward pass. A program computes them in turns.
+        tiles: Adjacent tiles of a block of columns, which a program computes one after the other; forward 1.
         resident: Programs per multiprocessor.
     """
 
@@ -57,7 +57,7 @@ def load_tile(x, first, rows, stride, c, C: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def one_over_one_plus(x):
-    """1 / (1 + x) in fp32, for x whose products of two do not overflow: one reciprocal for two numbers."""
+    """1 / (1 + x) in fp32, with one reciprocal for two elements, whose product must not overflow."""
     if PTX:
         return tl.inline_asm_elementwise(
             """{
@@ -78,7 +78,7 @@ def one_over_one_plus(x):
 
 
 @triton.jit
-def log_sigmoid_for_half(x):
+def log_sigmoid_for_bf16(x):
     """Like `log_sigmoid`, to a relative error of 9e-6: far below the rounding to bf16, and two instructions shorter."""
     e = exp2(tl.abs(x) * -1.4426950408889634)
     p = e * -0.0238691214 + 0.10122221
@@ -105,7 +105,7 @@ def low_rank_forward(
     PRECISION: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
-    HALF: tl.constexpr = log_decay.dtype.element_ty == tl.bfloat16
+    BF16: tl.constexpr = log_decay.dtype.element_ty == tl.bfloat16
     column = tl.program_id(0) % BLOCKS * COLUMNS
     program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     row, c, r = tl.arange(0, ROWS)[:, None], column + tl.arange(0, COLUMNS), tl.arange(0, BR)
@@ -116,7 +116,7 @@ def low_rank_forward(
         wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
         if bias is not None:
             wide += shift
-        y = (log_sigmoid_for_half(wide) if HALF else log_sigmoid(wide)) * scale
+        y = (log_sigmoid_for_bf16(wide) if BF16 else log_sigmoid(wide)) * scale
         inside = row < rows - first
         if C % COLUMNS != 0:
             inside = inside & (c < C)[None, :]
@@ -150,7 +150,7 @@ def add_tile(
     d = tl.load(dy, mask=inside, other=0.0).to(tl.float32) * one_over_one_plus(
         exp2(tl.minimum(raw, LARGEST, propagate_nan=tl.PropagateNan.ALL))
     )
-    # Sums over rows 8 apart, which the same thread has, take no exchange between threads in the loop.
+    # Rows 8 apart belong to the same thread, so that these sums need no exchange between threads.
     from_bias += tl.sum(tl.reshape(d, [ROWS // 16, 2, 8, COLUMNS]), 1)
     D = d.to(X.dtype)
     from_weight = tl.dot(tl.trans(X), D, from_weight, input_precision=PRECISION)
