@@ -125,9 +125,8 @@ def features_of_columns(
         y [B,T,heads,size] and the history of each stream; log_decay and β, or None without `gates`; and the others.
     """
     waiting = [i for i, stream in enumerate(streams) if stream.before != "identity"]
-    if waiting and any(
-        stream.differentiated for stream in streams
-    ):  # the activations are columns, the products are not
+    if waiting and any(stream.differentiated for stream in streams):
+        # what the activations read are columns of the projection, what the products read are not
         outputs, both, rest = features_of_columns([stream.in_front() for stream in streams], gates, others)
         behind = features_together([streams[i].behind(outputs[i][0]) for i in waiting])
         for i, output in zip(waiting, behind, strict=True):

@@ -137,6 +137,17 @@ def test_activations_in_front_of_products(dtype: torch.dtype, recompute: bool, c
     agree(actual, expected, 1e-5 if dtype == torch.float32 else 0.05)
 
 
+def test_an_empty_batch():
+    p, y = parameters(torch.float32), torch.randn(0, 5, sum(WIDTHS), device=device)
+    results, gradients = differentiated("triton", y, p)
+    assert [*results[0].shape] == [0, 5, HEADS, SIZE]
+    for name, x in {"y": y, **p}.items():
+        gradient = gradients[name]
+        assert gradient is not None, name
+        assert gradient.shape == x.shape, name
+        assert not gradient.any(), name
+
+
 def test_documents_packed_into_one_row(copies: list[int]):
     p, cu_seqlens = parameters(torch.float32), torch.tensor([0, 3, 3, 10, 19], device=device)
     y = torch.randn(1, 19, sum(WIDTHS), device=device)

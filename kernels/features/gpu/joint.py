@@ -116,7 +116,7 @@ class _Joint(torch.autograd.Function):
             if g is None:
                 place.zero_()
             else:
-                rows = (*g.shape[:2], -1)
+                rows = (*g.shape[:2], math.prod(g.shape[2:]))
                 copy_rows(g.reshape(rows), place.view(rows))
             returned.append(place)
         return None, None, None, None, *returned
