@@ -153,6 +153,14 @@ def test_a_product_that_does_not_fit(product: Tensor):
         kernels.FeatureStream(torch.zeros(1, 9, 3, 4), product=product, subheads=2)
 
 
+def test_an_activation_in_front_of_a_product_that_does_not_fit():
+    x, product = torch.zeros(1, 9, 3, 4), torch.zeros(3, 4, 8)
+    with pytest.raises(ValueError, match=r"^before: 'silu' needs a product"):
+        kernels.FeatureStream(x, before="silu")
+    with pytest.raises(ValueError, match=r"^before: 'gelu' is not one of identity, silu"):
+        kernels.FeatureStream(x, product=product, before="gelu")
+
+
 @pytest.mark.parametrize(("tiles", "columns"), [(67, 512), (71, 512), (2, 8), (1, 1), (1000, 64)])
 def test_runs_hold_all_tiles(tiles: int, columns: int):
     runs, each = expanded.cut(tiles, columns, 396)
