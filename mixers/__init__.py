@@ -18,7 +18,7 @@ from .decay import (
 )
 from .expanded import Expanded, MixerFactory
 from .expansion import DPFP, LFM, Expansion, HeadWise, LowRank
-from .features import LRPE, FeatureMap, Features, Rotary
+from .features import LRPE, FeatureMap, Features, HeadProduct, Rotary
 from .fla_layer import FLALayer
 from .growth import Growth, growths
 from .hgrn2 import LowerBounds
@@ -95,6 +95,7 @@ __all__ = [
     "GateOnly",
     "GatedRMSNorm",
     "Growth",
+    "HeadProduct",
     "HeadWise",
     "History",
     "KeepsFp32",

@@ -197,6 +197,9 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     both = {name: x[:, :1] if x.dim() > 1 else x for name, x in both.items()}
     in_fp32 = ("A_log", "dt_bias", "bias")
     yield OpCall("features_and_gates", "one token", size, one | weights | both, kept=in_fp32, call=_decoded_with_gates)
+    whole = {"projection": draw(ROWS, LENGTH, 3 * channels + 2 * HEADS), "q_weight": weights["q_weight"]}
+    whole |= {"v_weight": draw(channels, 1, 4) / 2, "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
+    yield OpCall("features_of_columns", "", size, whole, kept=("A_log", "dt_bias"), call=_columns)
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
@@ -241,6 +244,20 @@ def _decoded(**inputs: Tensor) -> tuple[Tensor, ...]:
 def _decoded_with_gates(q: Tensor, v: Tensor, q_weight: Tensor, v_weight: Tensor, **gates: Any) -> tuple[Tensor, ...]:
     streams, both = kernels.features_and_gates(_token(q, v, q_weight, v_weight), kernels.GateInputs(**gates))
     return *(y for y, _ in streams), *both
+
+
+def _columns(
+    projection: Tensor, q_weight: Tensor, v_weight: Tensor, A_log: Tensor, dt_bias: Tensor
+) -> tuple[Tensor, ...]:
+    channels = len(q_weight)
+    q, v, gate, a, b = kernels.split_columns(projection, [channels, channels, channels, HEADS, HEADS])
+    streams = [
+        kernels.FeatureStream(x.unflatten(-1, (HEADS, -1)), weight, activation="silu", norm=norm)
+        for x, weight, norm in ((q, q_weight, "l2"), (v, v_weight, "none"))
+    ]
+    made, both, others = kernels.features_of_columns(streams, kernels.GateInputs(a, A_log, dt_bias, b), [gate])
+    assert both is not None
+    return *(y for y, _ in made), *both, *(x.sigmoid() for x in others)
 
 
 def _norms(draw: Draw, size: int) -> Iterator[OpCall]:
