@@ -405,7 +405,7 @@ class LinearMixer(TokenMixer):
         gate_inputs = self.gate_inputs(s)
         products = (q_product, k_product, None)
         names = ["gate", "erase", "erase_write", *["log_decay", "beta"] * (gate_inputs is None)]
-        # what is not of each token is not of the projection
+        # a tensor without an axis of tokens is not a column of the projection
         others = {name: x for name in names if isinstance(x := getattr(s, name), Tensor) and x.dim() > 2}
         made, gates, others_after = together(
             *(self._features, s[:3], histories_before, where, cu_seqlens, context_parallel, gate_inputs, products),

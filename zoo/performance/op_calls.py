@@ -197,9 +197,9 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     both = {name: x[:, :1] if x.dim() > 1 else x for name, x in both.items()}
     in_fp32 = ("A_log", "dt_bias", "bias")
     yield OpCall("features_and_gates", "one token", size, one | weights | both, kept=in_fp32, call=_decoded_with_gates)
-    whole = {"projection": draw(ROWS, LENGTH, 3 * channels + 2 * HEADS), "q_weight": weights["q_weight"]}
-    whole |= {"v_weight": draw(channels, 1, 4) / 2, "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
-    yield OpCall("features_of_columns", "", size, whole, kept=("A_log", "dt_bias"), call=_columns)
+    columns = {"projection": draw(ROWS, LENGTH, 3 * channels + 2 * HEADS), "q_weight": weights["q_weight"]}
+    columns |= {"v_weight": draw(channels, 1, 4) / 2, "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
+    yield OpCall("features_of_columns", "", size, columns, kept=("A_log", "dt_bias"), call=_columns)
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}

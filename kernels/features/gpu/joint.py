@@ -129,9 +129,10 @@ def _new(inputs: Sequence[Tensor], columns: Sequence[int] | None) -> list[Tensor
     if columns is None:
         return [new(x) for x in inputs]
     widths = [math.prod(x.shape[2:]) for x in inputs]
-    whole = new(inputs[0], *inputs[0].shape[:2], sum(widths))
+    B, T = inputs[0].shape[:2]
+    gradient = new(inputs[0], B, T, sum(widths))
     places = zip(inputs, columns, widths, strict=True)
-    return [whole[..., column : column + width].view(x.shape) for x, column, width in places]
+    return [gradient[..., column : column + width].view(x.shape) for x, column, width in places]
 
 
 def _calls(steps: Sequence[Step], options: Sequence[Any], tensors: Sequence[Any]) -> tuple[list[Any], Sequence[Any]]:
