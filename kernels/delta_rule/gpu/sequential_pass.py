@@ -215,6 +215,13 @@ def scan_backward(
     store_state(dinitial + state, 0, column, K, V, BK, BV, dS)
 
 
+@triton.jit
+def neighbours(first, count, i, m, M, REVERSE: tl.constexpr):
+    """Return the indices of the states of the i-th segment in the order of the pass, and of the next one."""
+    here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
+    return here, here - M if REVERSE else here + M
+
+
 @triton.jit(do_not_specialize=["M"])
 def combine(
     transition,
@@ -249,21 +256,36 @@ def combine(
         store_state(states + known_at * (K * V), row, column, K, V, BK, BV, block)
         S = S + (block,)
     r, c = tl.arange(0, BK)[:, None], tl.arange(0, BK)[None, :]
-    for i in tl.range(0, count - 1, num_stages=STAGES):
-        here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
-        there = here - M if REVERSE else here + M
-        exists = tl.load(has_transition + here).to(tl.int32) != 0
-        following = ()
-        for row in tl.static_range(0, K, BK):
-            block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
-            for inner in tl.static_range(0, K, BK):
-                i_r, i_c = (inner + r, row + c) if REVERSE else (row + r, inner + c)
-                at = transition + here * (K * K) + i_r * K + i_c
-                A = tl.load(at, mask=exists & (i_r < K) & (i_c < K), other=0.0)
-                if REVERSE:
-                    A = tl.trans(A)
-                if exists:  # around the products alone, so that loads are ahead of them
-                    block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
-            store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
-            following = following + (block,)
-        S = following
+    bit = tl.arange(0, 32)
+    for begin in range(0, count - 1, 32):
+        group = first + (count - 1 - begin - bit if REVERSE else begin + bit)
+        flags = tl.load(has_transition + group.to(tl.int64) * M + m, mask=begin + bit < count - 1, other=0.0) != 0
+        exist = tl.sum(flags.to(tl.int32) << bit, 0)  # bit i: whether segment i of the group has a transition
+        end_of_group = tl.minimum(begin + 32, count - 1)
+        begin_of_products = end_of_group if exist == 0 else begin
+        # without transitions, no segment depends on another, so several loads overlap
+        for i in tl.range(begin, begin_of_products, num_stages=4):
+            here, there = neighbours(first, count, i, m, M, REVERSE)
+            following = ()
+            for row in tl.static_range(0, K, BK):
+                block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
+                store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
+                following = following + (block,)
+            S = following
+        for i in tl.range(begin_of_products, end_of_group, num_stages=STAGES):
+            here, there = neighbours(first, count, i, m, M, REVERSE)
+            exists = (exist >> (i - begin)) & 1 != 0
+            following = ()
+            for row in tl.static_range(0, K, BK):
+                block = load_state(local + here * (K * V), row, column, K, V, BK, BV, tl.float32)
+                for inner in tl.static_range(0, K, BK):
+                    i_r, i_c = (inner + r, row + c) if REVERSE else (row + r, inner + c)
+                    at = transition + here * (K * K) + i_r * K + i_c
+                    A = tl.load(at, mask=exists & (i_r < K) & (i_c < K), other=0.0)
+                    if REVERSE:
+                        A = tl.trans(A)
+                    if exists:  # around the products alone, so that loads are ahead of them
+                        block = tl.dot(A, S[inner // BK], block, input_precision=PRECISION)
+                store_state(states + there * (K * V), row, column, K, V, BK, BV, block)
+                following = following + (block,)
+            S = following
