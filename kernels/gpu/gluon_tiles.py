@@ -15,11 +15,12 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 byt
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
-# As `ROWS`, but 8 neighbours to a thread.
+# As `ROWS`, but 4 neighbours to a thread, of which it gets 2 from another one. For 8, it would get 6 of them through
+# shared memory.
 QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
-        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
+        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0], [0, 64]],
         [],
         [64, 128],
@@ -122,7 +123,7 @@ def copy_state(shared, x, tile, wanted):
 
 @gluon.jit
 def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1):
-    """Store a tile [64, 128] in bf16, 16 bytes a thread; each thread gets them from the other three of its quad.
+    """Store a tile [64, 128] in bf16, 8 bytes a thread and 32 a quad of threads.
 
     Of `STEPS` rows per token, only the last is stored.
     """
