@@ -1,4 +1,4 @@
-"""A gated MLP: two launches for few rows on a GPU, the first of which also applies the gate."""
+"""A gated MLP. On a GPU, one launch multiplies first and applies the gate: for few rows, and on Hopper for many."""
 
 from typing import Literal
 
@@ -14,6 +14,14 @@ PRODUCT = Op(
     torch=composition.product,
     gpu="kernels.gated_linear.gpu.op:product",
 )
+
+
+def in_halves(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["identity", "silu"]) -> Tensor:
+    """y […,O], from two ops; see `gated_mlp`."""
+    return gated_linear(linear(x, gate_up), down, activation=activation)
+
+
+OP = Op("gated_mlp", reference=in_halves, torch=in_halves, gpu="kernels.gated_linear.gpu.mlp:forward")
 
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: Literal["identity", "silu"] = "silu") -> Tensor:
@@ -34,7 +42,10 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: Literal["
     if gate_up.shape != (2 * down.shape[-1], x.shape[-1]):
         expected = [2 * down.shape[-1], x.shape[-1]]
         raise ValueError(f"gate_up: expected {expected}, got shape {tuple(gate_up.shape)}")
-    if not few_rows(x, gate_up):
-        return gated_linear(linear(x, gate_up), down, activation=activation)
+    if down.dim() != 2:
+        raise ValueError(f"down: expected [O,I], got shape {tuple(down.shape)}")
     check(activation)
-    return linear(PRODUCT(x, x, gate_up, activation), down)
+    if few_rows(x, gate_up):
+        return linear(PRODUCT(x, x, gate_up, activation), down)
+    y: Tensor = OP(x, x, gate_up, down, activation)
+    return y
