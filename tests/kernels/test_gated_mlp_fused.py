@@ -82,6 +82,7 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: 
 
 
 # rows that are not whole tiles; channels that are not whole steps of the sum; programs without a tile, with one or more
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("activation", ["silu", "identity"])
 @pytest.mark.parametrize(("M", "K", "programs"), [(1, 8, 1), (300, 72, 1), (300, 200, 4), (300, 64, 9)])
@@ -193,6 +194,7 @@ def test_gradients_are_not_differentiated(launched: list[str]):
         dx.sum().backward()
 
 
+@pytest.mark.slow
 @without_a_gpu
 def test_the_op_is_registered_properly(launched: list[str]):
     arguments = [x.requires_grad_() for x in inputs(80, D=72, I=128, O=24).values()]
@@ -202,6 +204,7 @@ def test_the_op_is_registered_properly(launched: list[str]):
         torch.library.opcheck(torch.ops.token_mixer_zoo.gated_mlp, (*arguments, *options), test_utils=tests)
 
 
+@pytest.mark.slow
 @without_a_gpu
 def test_compiled(launched: list[str]):
     a = {name: x.requires_grad_() for name, x in inputs(80, D=72, I=128, O=24).items()}
@@ -250,6 +253,7 @@ def test_when_they_are_chosen(change: dict[str, Any], expected: list[str]):
     assert paths == ([select.FUSED] if set(expected) & set(FUSED) else [])
 
 
+@pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("scope", [kernels.deterministic, kernels.fp8])
 def test_modes_that_exclude_them(scope: Callable[[], Any], launched: list[str]):
@@ -260,15 +264,16 @@ def test_modes_that_exclude_them(scope: Callable[[], Any], launched: list[str]):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("missing", [(), ("h",)])
-@pytest.mark.parametrize("kernel", ["gated_product", "gated_gradients"])
+@pytest.mark.parametrize(
+    ("kernel", "missing"), [("gated_product", ()), ("gated_gradients", ()), ("gated_gradients", ("h",))]
+)
 def test_shared_memory(kernel: str, missing: tuple[str, ...]):
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     layout = repr(NVMMASharedLayout(128, 16, 2))
     rows, columns = f"tensordesc<bf16[128, 64],{layout}>", f"tensordesc<bf16[64, 128],{layout}>"
     types = {"x": rows, "dy": rows, "weight": rows if kernel == "gated_product" else columns, "M": "i32"}
-    fixed = {"K": 1024, "I": 2816, "SILU": True} | (dict.fromkeys(missing) if kernel == "gated_gradients" else {})
+    fixed = {"K": 1024, "I": 2816, "SILU": True} | dict.fromkeys(missing)
     assert shared_memory(HOPPER, kernel, fixed, types, warps=4) <= MOST
 
 
