@@ -81,3 +81,8 @@ def runs_gluon(device: torch.device) -> bool:
 def overlaps(device: torch.device) -> bool:
     """Return whether kernels can start before the one in front of them has finished: on Hopper, as `runs_gluon`."""
     return device.type == "cuda" and runs_gluon(device)
+
+
+# as in `core/backend.py`: the compiler can trace neither caches nor queries of a device
+multiprocessors._dynamo_marked_constant = True  # type: ignore[attr-defined]
+runs_gluon._dynamo_marked_constant = True  # type: ignore[attr-defined]

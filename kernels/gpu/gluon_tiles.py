@@ -5,6 +5,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 # names of Triton 3.6 and 3.7, and those of 3.7 or 3.9
 barrier = getattr(gl, "thread_barrier", None) or gl.barrier
@@ -38,6 +39,13 @@ def opaque(x):
     into registers.
     """
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def done(bar):
+    """Arrive at a barrier once all warps of this group are here."""
+    barrier()
+    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit

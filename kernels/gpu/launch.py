@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
 from ..errors import UserError
@@ -105,7 +106,8 @@ def enqueue(
     Args:
         kernel: A `triton.jit` function whose constants follow all other arguments.
         programs: Number of programs, along one axis.
-        args: The arguments before the constants, optionally followed by constants; the first one is a tensor.
+        args: The arguments before the constants, optionally followed by constants; the first one is a tensor. Tensor
+            descriptors are tensors that the kernel copies in blocks.
         warps: Warps of a program.
         stages: Stages of software pipelining; None for Triton's default.
         registers: Most registers of a thread; None for what the compiler takes.
@@ -304,6 +306,8 @@ def _signature(
             signature.append((dtype,) if at & 15 else dtype)
             if x.is_cuda:  # the launcher rejects tensors elsewhere
                 x = at
+        elif isinstance(x, TensorDescriptor):  # the launcher makes a tensor map of it
+            signature.append((x.base.dtype, *x.block_shape, x.layout))
         else:  # of other values, the compiler knows only the type
             signature.append(x if x is None else type(x))
         values.append(x)

@@ -12,10 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from threading import Condition
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -77,9 +78,9 @@ class Shared:
         """One of its parts along the first axis."""
         return self.parts.setdefault(int(i), Shared(self.tensor[int(i)]))
 
-    def slice(self, start: int, length: int) -> "Shared":
+    def slice(self, start: int, length: int, dim: int = 0) -> "Shared":
         """Some of its elements."""
-        return Shared(self.tensor[start : start + length])
+        return Shared(self.tensor.narrow(dim, start, length))
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
         """The same with its axes in another order."""
@@ -93,6 +94,26 @@ class Shared:
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     """New shared memory."""
     return Shared(torch.full(shape, float("nan") if dtype.is_floating_point else 0, dtype=dtype))
+
+
+class TensorDescriptor(NamedTuple):
+    """A matrix that is copied to shared memory in blocks."""
+
+    base: Tensor
+    block_shape: list[int]
+
+    @classmethod
+    def from_tensor(cls, tensor: Tensor, block_shape: list[int], layout: Any) -> "TensorDescriptor":
+        """One of all of a tensor."""
+        return cls(tensor, block_shape)
+
+    def block(self, place: list[Any]) -> Tensor:
+        """The block that begins at a row and a column, with zeros outside of the matrix."""
+        (row, column), (rows, columns) = map(int, place), self.block_shape
+        assert row >= 0
+        assert column >= 0
+        part = self.base[row : row + rows, column : column + columns]
+        return F.pad(part, (0, columns - part.shape[1], 0, rows - part.shape[0]))
 
 
 class Stopped(Exception):
@@ -111,6 +132,7 @@ class Barriers:
     def __init__(self) -> None:
         self.turn, self.state = Condition(), dict[Shared, list[int]]()
         self.groups, self.failed, self.awaited = 0, False, list[tuple[Shared, int]]()
+        self.expected = dict[Shared, int]()  # bytes that are still to be copied
 
     def init(self, bar: Shared, count: int) -> None:
         """Wait for this many arrivals in each phase, of which the first is phase 0."""
@@ -123,6 +145,19 @@ class Barriers:
         assert state[1] >= 0, "more arrivals than the barrier waits for"
         if not state[1]:
             state[1:] = [state[0], state[2] + 1]
+
+    def expect(self, bar: Shared, size: int) -> None:
+        """Arrive once as many bytes have been copied."""
+        assert not self.expected.get(bar)
+        self.expected[bar] = size
+
+    def copy_block(self, source: TensorDescriptor, place: list[Any], bar: Shared, to: Shared) -> None:
+        """Copy a block, whose numbers have two bytes on a device."""
+        to.tensor.copy_(source.block(place))
+        self.expected[bar] -= 2 * to.tensor.numel()
+        assert self.expected[bar] >= 0, "more bytes than the barrier waits for"
+        if not self.expected[bar]:
+            self.arrive(bar, 1)
 
     def passed(self, bar: Shared, parity: int) -> bool:
         """The last phase of this parity is over."""
@@ -146,7 +181,7 @@ class Barriers:
 
     def in_turn(self, function: Callable[..., None], *arguments: Any) -> None:
         """Run one group of warps, and give way to the others wherever it waits."""
-        with self.turn:
+        with self.turn, torch.no_grad():  # threads do not inherit the mode
             try:
                 function(*arguments)
                 self.groups -= 1
@@ -234,11 +269,15 @@ class Language(ModuleType):
 
     float16 = bfloat16 = float32 = float64 = torch.float64
     int8, int32, int64 = torch.int8, torch.int32, torch.int64
-    program = 0
+    program, programs = 0, 1
 
     def program_id(self, axis: int) -> Tensor:
         """Which program this is."""
         return value(self.program)
+
+    def num_programs(self, axis: int) -> int:
+        """How many there are."""
+        return self.programs
 
     constexpr = staticmethod(lambda x: x)
     arange = staticmethod(lambda start, stop, layout: value(torch.arange(start, stop)))
@@ -274,10 +313,17 @@ def jit(function: Any = None, **options: Any) -> Any:
 @contextmanager
 def stand_ins() -> Iterator[None]:
     """Imports of Gluon lead here."""
-    names = ["", ".language", ".language.nvidia", ".language.nvidia.ampere", ".language.nvidia.hopper"]
+    names = [
+        "",
+        ".language",
+        ".language.nvidia",
+        ".language.nvidia.ampere",
+        ".language.nvidia.hopper",
+        ".nvidia.hopper",
+    ]
     modules = {f"triton.experimental.gluon{name}": ModuleType(name) for name in names}
     modules["triton.experimental.gluon.language"] = language = Language("language")
-    gluon, _, _, ampere, hopper = modules.values()
+    gluon, _, _, ampere, hopper, host = modules.values()
     gluon.jit, gluon.language = jit, language  # type: ignore[attr-defined]
     asynchronous = ModuleType("async_copy")
     asynchronous.async_load = copy  # type: ignore[attr-defined]
@@ -288,6 +334,8 @@ def stand_ins() -> Iterator[None]:
     ampere.async_copy = asynchronous  # type: ignore[attr-defined]
     hopper.fence_async_shared, hopper.warpgroup_mma = nothing, multiply  # type: ignore[attr-defined]
     hopper.warpgroup_mma_wait, hopper.mbarrier = wait, barriers  # type: ignore[attr-defined]
+    hopper.tma = SimpleNamespace(async_copy_global_to_shared=barriers.copy_block)  # type: ignore[attr-defined]
+    host.TensorDescriptor = TensorDescriptor  # type: ignore[attr-defined]
     experimental = importlib.import_module("triton.experimental")
     with patch.dict(sys.modules, modules), patch.object(experimental, "gluon", gluon, create=True):
         yield
@@ -302,6 +350,7 @@ class Kernel:
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in arguments]
+            self.language.programs = grid[0]
             for self.language.program in range(grid[0]):
                 self.function(*pointers, **constants)
 

@@ -6,9 +6,8 @@ the rows of all products, and a state is transposed.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from ...gpu.gluon_tiles import async_load, at_tile, barrier, last_steps
+from ...gpu.gluon_tiles import async_load, at_tile, last_steps
 
 COPIERS = gl.constexpr(128)  # threads that copy
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows of 128
@@ -37,13 +36,6 @@ def write_block(x, token, column, stop, stride: gl.constexpr, block, STEPS: gl.c
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY_PAIRS)), 1)
     at = at_tile(x, token, column, stride, COPY_PAIRS, 64, 64, STEPS)
     gl.store(at, block.load(COPY_PAIRS), mask=last_steps(r, token, stop, STEPS))
-
-
-@gluon.jit
-def done(bar):
-    """Tell those who wait that all warps of this group have come here."""
-    barrier()
-    mbarrier.arrive(bar, count=1)
 
 
 @gluon.jit

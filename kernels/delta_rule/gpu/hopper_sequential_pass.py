@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_tokens, reinterpret
+from ...gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_tokens, done, reinterpret
 from .hopper_groups import (
     COPIERS,
     COPY,
@@ -39,7 +39,6 @@ from .hopper_groups import (
     STATE,
     copy_block,
     copy_pairs,
-    done,
     in_state,
     write_block,
 )

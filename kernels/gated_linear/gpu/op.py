@@ -1,4 +1,7 @@
-"""The gated product in Triton, one launch forward and one backward, around PyTorch's matrix products."""
+"""The gated product in Triton, one launch forward and one backward, around PyTorch's matrix products.
+
+On Hopper, `hopper.py` computes the launch of the backward pass together with the product in front of it.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -14,10 +17,12 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
+from ...gpu.paths import takes
 from ...gpu.rows import load
 from ...linear import fp8, tiles
 from ...linear.gpu import op as few
 from .. import composition
+from .select import FUSED, ROWS_BACKWARD, Case
 
 BLOCK, WARPS = 1024, 4
 
@@ -68,8 +73,8 @@ class Arguments(NamedTuple):
     in_fp8: str  # implementation of products in FP8; empty for the dtype of gate_up
 
 
-def _product(args: Arguments, a: Tensor, b: Tensor) -> Tensor:
-    """a [M,K] times b [K,N], or the weight."""
+def matmul(args: Arguments, a: Tensor, b: Tensor) -> Tensor:
+    """a [M,K] times b [K,N], one of which may be the weight of another dtype."""
     if args.in_fp8:
         return fp8.product(a, b, args.in_fp8)
     return tiles.product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
@@ -83,7 +88,7 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
         enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
-        y = _product(args, h.view(-1, size), weight.T).view(*outer, len(weight))
+        y = matmul(args, h.view(-1, size), weight.T).view(*outer, len(weight))
         return y, h if keep else new(gate_up, 0)
 
 
@@ -92,21 +97,35 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
     return new(gate_up, *outer, O), new(gate_up, *((*outer, I) if args.keep else (0,)))
 
 
-def _differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
-    gate_up, weight, activation, keep, _ = args
-    dy, size = dy.reshape(-1, weight.shape[0]), weight.shape[1]
-    with as_given(gate_up.device.type):
-        dh = _product(args, dy, weight)
-        recomputed, dgate_up = None if keep else new(gate_up, *dh.shape), new(gate_up, *gate_up.shape)
-        programs = len(dy) * cdiv(size, BLOCK)
-        constants = {"SIZE": size, "SILU": activation == "silu", "BLOCK": BLOCK}
-        enqueue(differentiate_product, programs, gate_up, dh, recomputed, dgate_up, **constants, warps=WARPS)
-        h = h.view(dh.shape) if recomputed is None else recomputed
-        dweight = _product(args, dy.T, h).to(weight.dtype) if needed.weight else None
+def _through_product(args: Arguments, dy: Tensor, h: Tensor | None) -> Tensor:
+    """The gradients of gate and up of those of y [M,O]; unless it is None, the product is written to h [M,I]."""
+    gate_up, weight, silu = args.gate_up, args.weight, args.activation == "silu"
+    dgate_up, (O, size) = new(gate_up, *gate_up.shape), weight.shape
+    case = Case((gate_up, dy), rows=len(dy), inner=O, size=size, tile=ROWS_BACKWARD)
+    if not args.in_fp8 and takes(FUSED, case):
+        from .hopper import differentiate  # the interpreter does without Gluon
+
+        differentiate(gate_up, dy, weight.to(dy.dtype), h, dgate_up, silu)
+        return dgate_up
+    programs, constants = len(dy) * cdiv(size, BLOCK), {"SIZE": size, "SILU": silu, "BLOCK": BLOCK}
+    dh = matmul(args, dy, weight)
+    enqueue(differentiate_product, programs, gate_up, dh, h, dgate_up, **constants, warps=WARPS)
+    return dgate_up
+
+
+def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
+    """The gradients of `gated_linear`; h is the product, or anything if it was not kept."""
+    weight = args.weight
+    dy = dy.reshape(-1, len(weight))
+    with as_given(dy.device.type):
+        recomputed = None if args.keep else new(args.gate_up, len(dy), weight.shape[1])
+        dgate_up = _through_product(args, dy, recomputed)
+        h = h.view(len(dy), -1) if recomputed is None else recomputed
+        dweight = matmul(args, dy.T, h).to(weight.dtype) if needed.weight else None
         return {"gate_up": dgate_up, "weight": dweight}
 
 
-gated_linear = register("gated_linear", _compute, _differentiate, _empty)
+gated_linear = register("gated_linear", _compute, differentiate, _empty)
 
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:

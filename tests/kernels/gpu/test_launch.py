@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from triton.compiler import CompiledKernel
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
@@ -95,6 +97,23 @@ def test_a_prepared_launch_knows_what_the_compiler_does(checked: bool, monkeypat
         for tensors in different:
             launch(*tensors)
     assert started == compiled * 2
+
+
+def test_descriptors_that_the_compiler_can_tell_apart():
+    """Dtype, block and layout; not the tensor, nor its sizes. The launcher gets the descriptor."""
+    kernel = SimpleNamespace(constexprs=(), params=("x", "block"))
+    half, single = torch.zeros(64, 128).half(), torch.zeros(64, 128)
+
+    def described(x: torch.Tensor, block: list[int], swizzle: int = 128) -> tuple[object, ...]:
+        block_of_x = TensorDescriptor.from_tensor(x, block, NVMMASharedLayout(swizzle, 8 * x.itemsize, 2))
+        signature, values = enqueue_module._signature(kernel, 0, (single, block_of_x), {})
+        assert values[1] is block_of_x
+        return signature
+
+    every = [(half, [16, 64]), (half, [32, 64]), (half, [16, 128]), (half, [16, 64], 64), (single, [16, 64])]
+    assert len({described(*each) for each in every}) == len(every)
+    for each in every:
+        assert described(*each) == described(torch.zeros(32, 256).to(each[0]), *each[1:])
 
 
 class Compiled:

@@ -1,0 +1,349 @@
+"""The kernels for Hopper that compute a product of a gated MLP together with what follows it: against fp32."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import kernels
+
+pytest.importorskip("triton")
+from kernels.gated_linear.gpu import mlp, op, select
+from kernels.gpu.device import Gpu, assumed
+from kernels.gpu.paths import dry_run
+
+from .gluon_interpreter import interpreted
+from .hopper import MOST, shared_memory
+
+HOPPER = "kernels.gated_linear.gpu.hopper"
+MLP = ("x", "gate_up", "down")
+without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new tensors with NaN, so that reading unwritten memory shows."""
+    allocate = op.new
+    for module in (op, mlp):
+        monkeypatch.setattr(module, "new", lambda *arguments: allocate(*arguments).fill_(torch.nan))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The fused launches so far: "multiply" or "differentiate". Without a GPU they run step by step."""
+    if torch.cuda.is_available():
+        module: Any = pytest.importorskip(HOPPER)
+    else:
+        monkeypatch.setitem(sys.modules, HOPPER, module := interpreted(HOPPER, "gated_product", "gated_gradients"))
+        monkeypatch.setattr(select, "runs_gluon", lambda device: True)
+    names: list[str] = []
+    for name in ("multiply", "differentiate"):
+
+        def run(*arguments: Any, name: str = name, launch: Callable[..., None] = getattr(module, name)) -> None:
+            names.append(name)
+            launch(*arguments)
+
+        monkeypatch.setattr(module, name, run)
+    return names
+
+
+def opened(gate_up: Tensor, activation: str) -> Tensor:
+    gate, up = gate_up.chunk(2, -1)
+    return (F.silu(gate) if activation == "silu" else gate) * up
+
+
+def inputs(*rows: int, D: int, I: int, O: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = {"x": (*rows, D), "gate_up": (2 * I, D), "down": (O, I)}
+    tensors = {name: torch.randn(size, device=device) for name, size in sizes.items()}
+    return {name: (x if name == "x" else x / x.shape[1] ** 0.5).to(dtype) for name, x in tensors.items()}
+
+
+def results(a: dict[str, Tensor], activation: Any = "silu", learned: tuple[str, ...] = MLP, backend: str = "triton"):
+    """y of a gated MLP, and the gradients of the tensors that are learned."""
+    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in a.items()}
+    with kernels.backend(backend):
+        y = kernels.gated_mlp(**leaves, activation=activation)
+    dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(y)
+    gradients = torch.autograd.grad(y, [leaves[name] for name in learned], dy)
+    return {"y": y.detach(), **dict(zip(learned, gradients, strict=True))}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
+    for name, x in actual.items():
+        assert x.shape == expected[name].shape
+        error = float((x.double() - expected[name].double()).norm() / expected[name].double().norm())
+        assert error <= limit, f"{name}: {error:.2g}"
+
+
+# rows that are not whole tiles; channels that are not whole steps of the sum; programs without a tile, with one or more
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize(("M", "K", "programs"), [(1, 8, 1), (300, 72, 1), (300, 200, 4), (300, 64, 9)])
+def test_step_by_step(M: int, K: int, programs: int, activation: str, monkeypatch: pytest.MonkeyPatch):
+    module = interpreted(HOPPER, "gated_product", "gated_gradients")
+    monkeypatch.setattr(module, "multiprocessors", lambda device: programs)
+    I, silu = 256, activation == "silu"
+    x, weight = (torch.randn(n, K, dtype=torch.float64) for n in (M, 2 * I))
+    expected = (x @ weight.T).requires_grad_()
+    gate_up, h = torch.full((M, 2 * I), torch.nan).double(), torch.full((M, I), torch.nan).double()
+    module.multiply(x, weight, gate_up, h, silu)
+    torch.testing.assert_close(gate_up, expected.detach())
+    torch.testing.assert_close(h, opened(expected, activation).detach())
+
+    dy, down = (torch.randn(n, K, dtype=torch.float64) for n in (M, I))
+    (gradient,) = torch.autograd.grad(opened(expected, activation), expected, dy @ down.T)
+    for recomputed in (torch.full_like(h, torch.nan), None):
+        dgate_up = torch.full_like(gate_up, torch.nan)
+        module.differentiate(gate_up, dy, down.T, recomputed, dgate_up, silu)
+        torch.testing.assert_close(dgate_up, gradient)
+        if recomputed is not None:
+            torch.testing.assert_close(recomputed, h)
+
+
+@without_a_gpu
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("learned", [MLP, ("x",), ("gate_up",), ("down",), ("x", "down")])
+def test_the_op_on_a_cpu(learned: tuple[str, ...], again: bool, launched: list[str]):
+    a = inputs(2, 40, D=72, I=128, O=24)
+    expected = results({name: x.float() for name, x in a.items()}, learned=learned, backend="reference")
+    with kernels.recomputing(again):
+        assert_close(results(a, learned=learned), expected, 2e-2)
+    assert launched == ["multiply", "differentiate"]
+
+
+@without_a_gpu
+@pytest.mark.parametrize("learned", [MLP, ("x", "down"), ("x", "gate_up")])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_is_saved(again: bool, learned: tuple[str, ...], launched: list[str]):
+    """Like the two ops: x for the gradient of its weight, and the product for that of the other."""
+    a = inputs(80, D=72, I=128, O=24)
+    leaves = {name: x.requires_grad_(name in learned) for name, x in a.items()}
+    saved: list[int] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.untyped_storage().size() // 2) or x, id)
+    with kernels.backend("triton"), kernels.recomputing() if again else nullcontext(), hooks:
+        kernels.gated_mlp(**leaves)
+    x, product = 80 * 72 if "gate_up" in learned else 1, 80 * 128 if "down" in learned and not again else 0
+    assert saved == [x, 256 * 72, 24 * 128, 80 * 256, product]
+
+
+@without_a_gpu
+def test_x_is_recomputed(launched: list[str]):
+    """A norm in front of the MLP is recomputed in the backward pass."""
+    a, weight, kept = inputs(80, D=72, I=128, O=24), torch.ones(72).bfloat16(), []
+    a["x"].requires_grad_(), a["gate_up"].requires_grad_()
+
+    def gradients() -> tuple[Tensor, ...]:
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+            y = kernels.gated_mlp(kernels.rms_norm(a["x"], weight), a["gate_up"], a["down"])
+        return torch.autograd.grad(y.square().sum(), [a["x"], a["gate_up"]])
+
+    with kernels.backend("triton"):
+        expected = gradients()
+        with kernels.recomputing():
+            y = kernels.gated_mlp(kernels.rms_norm(a["x"], weight), a["gate_up"], a["down"])
+        actual = torch.autograd.grad(y.square().sum(), [a["x"], a["gate_up"]])
+    assert all(torch.equal(x, z) for x, z in zip(actual, expected, strict=True))
+    assert launched == ["multiply", "differentiate"] * 2
+
+
+@without_a_gpu
+def test_without_gradients(launched: list[str]):
+    a = inputs(80, D=72, I=128, O=24)
+    with torch.no_grad(), kernels.backend("triton"):
+        y, few = kernels.gated_mlp(**a), kernels.gated_mlp(**a | {"x": a["x"][:3]})
+        assert kernels.gated_mlp(**a | {"x": a["x"][:0]}).shape == (0, 24)
+    assert launched == ["multiply"]  # few rows have kernels of their own
+    assert_close({"y": y}, {"y": kernels.gated_mlp(**{name: x.float() for name, x in a.items()})}, 1e-2)
+    torch.testing.assert_close(few, y[:3], rtol=2e-2, atol=2e-2)
+
+
+@without_a_gpu
+def test_views(launched: list[str]):
+    a = inputs(80, D=72, I=128, O=24)
+    wide = {name: torch.cat([x.new_zeros(len(x), 3), x, x], 1)[:, 3 : 3 + x.shape[1]] for name, x in a.items()}
+    expected, actual = results(a), results(wide)
+    assert all(torch.equal(x, expected[name]) for name, x in actual.items())
+    assert launched == ["multiply", "differentiate"] * 2
+
+
+@without_a_gpu
+def test_the_weight_may_be_of_another_dtype_under_autocast(launched: list[str]):
+    a = inputs(80, D=72, I=128, O=24, dtype=torch.float32)
+    expected = results(a, backend="reference")
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = results(a)
+    assert launched == ["differentiate"]
+    assert actual["down"].dtype == torch.float32
+    assert_close(actual, expected, 2e-2)
+
+
+@without_a_gpu
+def test_gradients_are_not_differentiated(launched: list[str]):
+    a = {name: x.requires_grad_() for name, x in inputs(80, D=72, I=128, O=24).items()}
+    with kernels.backend("triton"):
+        y = kernels.gated_mlp(**a).square().sum()
+    (dx,) = torch.autograd.grad(y, [a["x"]], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+@pytest.mark.slow
+@without_a_gpu
+def test_the_op_is_registered_properly(launched: list[str]):
+    arguments = [x.requires_grad_() for x in inputs(80, D=72, I=128, O=24).values()]
+    for keep in (True, False):
+        options = ("silu", keep, False, False)
+        tests = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_mlp, (*arguments, *options), test_utils=tests)
+
+
+@pytest.mark.slow
+@without_a_gpu
+def test_compiled(launched: list[str]):
+    a = {name: x.requires_grad_() for name, x in inputs(80, D=72, I=128, O=24).items()}
+    with kernels.backend("triton"):
+        with kernels.recomputing():  # like compiled code
+            y = kernels.gated_mlp(**a)
+        expected = torch.autograd.grad(y.sum(), list(a.values()))
+        for dynamic in (False, True):
+            compiled = torch.compile(kernels.gated_mlp, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+            actual = torch.autograd.grad(compiled(**a).sum(), list(a.values()))
+            assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+    assert launched == ["multiply", "differentiate"] * 3
+
+
+def dry(*, gpu: Gpu, M: int, D: int, I: int, O: int, dtype: torch.dtype):
+    """Names of the launches of a call and its backward pass, none of which runs, and the paths."""
+    sizes = {"x": (M, D), "gate_up": (2 * I, D), "down": (O, I)}
+    a = {name: torch.zeros(size, dtype=dtype, requires_grad=True) for name, size in sizes.items()}
+    with assumed(gpu), kernels.backend("triton"), dry_run() as record:
+        kernels.gated_mlp(**a).sum().backward()
+    return [launch.name.removeprefix("gated_linear.") for launch in record.launches], record.paths
+
+
+FUSED, SEPARATE = ["hopper.gated_product", "hopper.gated_gradients"], ["op.multiply", "op.differentiate_product"]
+
+
+@without_a_gpu
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({}, FUSED),
+        ({"M": 256}, [FUSED[0], SEPARATE[1]]),  # four tiles forward, two backward
+        ({"M": 128}, SEPARATE),
+        ({"I": 320}, SEPARATE),
+        ({"D": 60}, [SEPARATE[0], FUSED[1]]),
+        ({"O": 60}, [FUSED[0], SEPARATE[1]]),
+        ({"dtype": torch.float16}, SEPARATE),
+        ({"gpu": Gpu((8, 0), 4)}, SEPARATE),
+        ({"gpu": Gpu((10, 0), 4)}, SEPARATE),
+    ],
+)
+def test_when_they_are_chosen(change: dict[str, Any], expected: list[str]):
+    call = {"gpu": Gpu((9, 0), 4), "M": 257, "D": 64, "I": 256, "O": 64, "dtype": torch.bfloat16} | change
+    names, paths = dry(**call)
+    assert names == expected
+    assert paths == ([select.FUSED] if set(expected) & set(FUSED) else [])
+
+
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize("scope", [kernels.deterministic, kernels.fp8])
+def test_modes_that_exclude_them(scope: Callable[[], Any], launched: list[str]):
+    a = inputs(64, D=256, I=256, O=256)
+    with scope():
+        results(a, activation="identity", backend="triton")
+    assert not launched
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kernel", "missing"), [("gated_product", ()), ("gated_gradients", ()), ("gated_gradients", ("h",))]
+)
+def test_shared_memory(kernel: str, missing: tuple[str, ...]):
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    layout = repr(NVMMASharedLayout(128, 16, 2))
+    rows, columns = f"tensordesc<bf16[128, 64],{layout}>", f"tensordesc<bf16[64, 128],{layout}>"
+    types = {"x": rows, "dy": rows, "weight": rows if kernel == "gated_product" else columns, "M": "i32"}
+    fixed = {"K": 1024, "I": 2816, "SILU": True} | dict.fromkeys(missing)
+    assert shared_memory(HOPPER, kernel, fixed, types, warps=4) <= MOST
+
+
+# rows, D, I and O: sizes of training; a short sum and many columns; sums that are not whole steps
+SIZES = [(8193, 1024, 2816, 1024), (2500, 64, 8192, 64), (20001, 136, 384, 72)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_on_device(size: tuple[int, int, int, int], again: bool, activation: str, launched: list[str]):
+    M, D, I, O = size
+    a = inputs(M, D=D, I=I, O=O)
+    expected = results({name: x.float() for name, x in a.items()}, activation, backend="reference")
+    with kernels.recomputing(again):
+        runs = [results(a, activation) for _ in range(5)]
+    assert launched == ["multiply", "differentiate"] * 5
+    assert_close(runs[0], expected, 1e-2)
+    assert all(torch.equal(x, run[name]) for run in runs for name, x in runs[0].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("learned", [("x",), ("gate_up",), ("down",), ("x", "down")])
+def test_frozen_weights_on_device(learned: tuple[str, ...], launched: list[str]):
+    a = inputs(2, 2001, D=512, I=1280, O=264)
+    expected, actual = results(a), results(a, learned=learned)
+    assert launched == ["multiply", "differentiate"] * 2
+    assert all(torch.equal(x, expected[name]) for name, x in actual.items())
+
+
+@pytest.mark.gpu
+def test_the_second_half_alone_on_device(launched: list[str]):
+    a = inputs(4001, D=512, I=1280, O=264)
+    gate_up = (a["x"] @ a["gate_up"].T).requires_grad_()
+    weight = a["down"].requires_grad_()
+    dy = torch.randn(4001, 264, device="cuda")
+    actual = torch.autograd.grad(kernels.gated_linear(gate_up, weight), [gate_up, weight], dy.bfloat16())
+    assert launched == ["differentiate"]
+    exact = [x.detach().float().requires_grad_() for x in (gate_up, weight)]
+    expected = torch.autograd.grad(opened(exact[0], "silu") @ exact[1].T, exact, dy.bfloat16().float())
+    assert_close({str(i): x for i, x in enumerate(actual)}, {str(i): x for i, x in enumerate(expected)}, 1e-2)
+
+
+@pytest.mark.gpu
+def test_unaligned_tensors_on_device(launched: list[str]):
+    a = inputs(4001, D=512, I=1280, O=264)
+    shifted = {name: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape) for name, x in a.items()}
+    expected, actual = results(a), results(shifted)
+    assert launched == ["multiply", "differentiate"] * 2
+    assert_close(actual, expected, 5e-3)
+
+
+@pytest.mark.gpu
+def test_compiled_on_device(launched: list[str]):
+    a = {name: x.requires_grad_() for name, x in inputs(4001, D=512, I=1280, O=264).items()}
+    compiled = torch.compile(kernels.gated_mlp, fullgraph=True)
+    expected, actual = (torch.autograd.grad(f(**a).sum(), list(a.values())) for f in (kernels.gated_mlp, compiled))
+    assert launched == ["multiply", "differentiate"] * 2
+    assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_captured_launch_can_be_replayed(launched: list[str]):
+    a = inputs(4001, D=512, I=1280, O=264)
+    with torch.no_grad():
+        kernels.gated_mlp(**a)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = kernels.gated_mlp(**a)
+        a["x"].neg_()
+        graph.replay()
+        assert torch.equal(y, kernels.gated_mlp(**a))
