@@ -170,7 +170,7 @@ def test_a_crash_is_a_finding(few_cases: None, monkeypatch: pytest.MonkeyPatch):
 
     plant(monkeypatch, "gated_linear", fault)
     failures = zoo.doctor("cpu", verbose=False).failures
-    assert {each.subject for each in failures} == {"gated_linear (32)"}
+    assert {each.subject for each in failures} == {"gated_linear (32)", "gated_linear (whole MLP, 32)"}
     assert failures[0].says == "RuntimeError: no kernel image is available for execution on the device"
 
 
