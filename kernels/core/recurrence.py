@@ -156,15 +156,16 @@ def check(
     if initial_state is not None and tuple(initial_state.shape) != result.state_shape:
         raise ValueError(f"initial_state: expected {result.state_shape}, got shape {tuple(initial_state.shape)}")
     device, dtype = q.device, q.dtype
-    gates = dict(log_decay=log_decay, beta=beta, initial_state=initial_state, erase=erase)
-    for name, x in dict(q=q, k=k, v=v, **gates).items():
+    streams = ("q", q), ("k", k), ("v", v)
+    gates = ("log_decay", log_decay), ("beta", beta), ("initial_state", initial_state), ("erase", erase)
+    for name, x in (*streams, *gates):
         if x is None:
             continue
         if not x.is_floating_point():
             raise ValueError(f"{name}: expected a floating dtype, got {x.dtype}")
         if x.device != device:
             raise ValueError(f"{name}: is on {x.device}, but q is on {device}")
-    for name, x in dict(q=q, k=k, v=v).items():
+    for name, x in streams:
         if x.stride(-1) != 1 and x.shape[-1] > 1:
             raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
         if x.dtype != dtype:

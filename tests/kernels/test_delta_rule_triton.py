@@ -435,6 +435,27 @@ def test_real_sizes(options: dict[str, Any], gate: str):
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1))
 
 
+@pytest.mark.parametrize("name", ["beta", "log_decay", "initial_state"])
+def test_a_plan_has_one_dtype_of_each_tensor(name: str):
+    # launches compiled for another one would read wrong numbers
+    a = inputs(70, B=1, G=1, K=16, V=16, gate="head", dtype=torch.float32)
+    streams = {"cu_seqlens": None, "initial_state": torch.zeros(1, 1, 16, 16), **a}
+    first, again, other = (
+        gpu_op.Arguments(**{**streams, name: streams[name].to(dtype)}, subheads=1, scale=1.0, keep=gpu_op.ALL).plan
+        for dtype in (torch.float32, torch.float32, torch.bfloat16)
+    )
+    assert first is again
+    assert first is not other
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [300, 8192])  # whole, and in segments
+def test_gates_of_other_dtypes(T: int):
+    a = on_device(T, G=2, K=128, V=128, gate="head")
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        agree_on_device({**a, **{name: a[name].to(dtype) for name in ("beta", "log_decay")}}, torch.bfloat16)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("options", [{"T": 4096, "B": 2, "G": 16}, {"T": 8192, "G": 8}])  # whole, and in segments

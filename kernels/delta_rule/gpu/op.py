@@ -205,8 +205,9 @@ class Arguments(NamedTuple):
     @property
     def sizes(self) -> tuple[Any, ...]:
         """The arguments of the plan."""
-        documents = None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
-        return self.q.shape, self.v.shape, self.subheads, self.scale, self.q.dtype, self.q.device, documents
+        q, documents = self.q, None if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+        others = tuple(None if x is None else x.dtype for x in (self.beta, self.log_decay, self.initial_state))
+        return q.shape, self.v.shape, self.subheads, self.scale, q.dtype, q.device, documents, others
 
     @property
     def plan(self) -> DeltaRule:

@@ -40,6 +40,8 @@ class DeltaRule(Plan):
         dtype: Dtype of q, k and v.
         device: Device of q, k and v.
         documents: Number of documents packed into one row; None without packing.
+        others: Dtypes of β, the log decay and the first states. A plan has one of each, so that launches need not look
+            at the dtypes of their tensors.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class DeltaRule(Plan):
         dtype: torch.dtype,
         device: torch.device,
         documents: int | None,
+        others: tuple[torch.dtype | None, ...] = (),
     ):
         super().__init__(dtype, device)
         (self.B, self.T, heads, self.K), (self.rows, self.H, self.V), self.E = q, v[1:], subheads
@@ -194,7 +197,7 @@ class DeltaRule(Plan):
             "PRECISION": precision,
         }
         warps, stages = entry.warps, entry.stages
-        return LaunchSpec(kernel, programs, self.scale, **sizes, **constants, warps=warps, stages=stages)
+        return LaunchSpec(kernel, programs, self.scale, **sizes, **constants, warps=warps, stages=stages, checked=True)
 
     @prepared
     def prepare(self, gate: str) -> LaunchSpec:
@@ -204,7 +207,7 @@ class DeltaRule(Plan):
             from .hopper_prepare import prepare as in_gluon  # the interpreter and other devices do without Gluon
 
             sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "GATE": gate}
-            return LaunchSpec(in_gluon, programs, self.scale, **sizes, warps=4, registers=FOURTH)
+            return LaunchSpec(in_gluon, programs, self.scale, **sizes, warps=4, registers=FOURTH, checked=True)
         entry = self.entry("prepare")
         merge = "ieee" if INTERPRETED else "tf32x3" if self.dtype == torch.float32 else "tf32"
         constants = {"BK": min(entry.keys, key_block(self.K)), "GATE": gate, "MERGE": merge}
@@ -237,7 +240,7 @@ class DeltaRule(Plan):
         fewer_waves = cdiv(blocks, places) > cdiv(blocks // 2, places)
         chains = 2 if fewer_waves and not saved and self.V % 128 == 0 else 1
         sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "V": self.V}
-        return LaunchSpec(in_gluon, blocks // chains, self.scale, **sizes, CHAINS=chains, warps=4)
+        return LaunchSpec(in_gluon, blocks // chains, self.scale, **sizes, CHAINS=chains, warps=4, checked=True)
 
     @prepared
     def backward(self, segments: int) -> LaunchSpec:
@@ -258,7 +261,7 @@ class DeltaRule(Plan):
             "STAGES": 2 if self.K <= 128 else 1,  # of longer keys, two do not fit
             "PRECISION": precision,
         }
-        return LaunchSpec(combine, self.N * self.M * cdiv(self.V, BV), self.M, **constants, warps=4)
+        return LaunchSpec(combine, self.N * self.M * cdiv(self.V, BV), self.M, **constants, warps=4, checked=True)
 
     @prepared
     def one_pass(self) -> LaunchSpec:
@@ -266,7 +269,8 @@ class DeltaRule(Plan):
         from .hopper_backward import gradients  # the interpreter and other devices do without Gluon
 
         programs = len(self.halves if self.halved else self.layout.segments) * self.M
-        return LaunchSpec(gradients, programs, self.scale, M=self.M, E=self.E, R=self.R, STEPS=self.steps, warps=8)
+        sizes: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps}
+        return LaunchSpec(gradients, programs, self.scale, **sizes, warps=8, checked=True)
 
     def _over_chunks(self, kernel: Any, name: str, **constants: Any) -> LaunchSpec:
         """One program per chunk, recurrence and block of keys."""
@@ -290,8 +294,9 @@ class DeltaRule(Plan):
         parts: dict[str, Any] = {"QUERY_PARTS": self.blocks("dq")[2], "KEY_PARTS": self.blocks("dk")[2], "WAYS": 1}
         if self.backward_path != "three_passes":
             parts = {"QUERY_PARTS": 4, "KEY_PARTS": 2, "WAYS": CHUNK}
+        sizes: dict[str, Any] = {"STEPS": self.steps, "GATE": gate, **parts}
         programs = self.layout.chunks.shape[0] * self.M
-        return LaunchSpec(gradient_of_log_decay, programs, self.M, STEPS=self.steps, GATE=gate, **parts, warps=1)
+        return LaunchSpec(gradient_of_log_decay, programs, self.M, **sizes, warps=1, checked=True)
 
 
 def segments(room: int, chunks: int) -> int:
