@@ -1,4 +1,4 @@
-"""A gated MLP. On a GPU, one launch multiplies first and applies the gate: for few rows, and on Hopper for many."""
+"""A gated MLP. On a GPU, the first product and the gate can be one launch."""
 
 from typing import Literal
 
@@ -16,19 +16,19 @@ PRODUCT = Op(
 )
 
 
-def in_halves(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["identity", "silu"]) -> Tensor:
+def two_ops(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["identity", "silu"]) -> Tensor:
     """y […,O], from two ops; see `gated_mlp`."""
     return gated_linear(linear(x, gate_up), down, activation=activation)
 
 
-MLP = Op("gated_mlp", reference=in_halves, torch=in_halves, gpu="kernels.gated_linear.gpu.mlp:forward")
+MLP = Op("gated_mlp", reference=two_ops, torch=two_ops, gpu="kernels.gated_linear.gpu.mlp:forward")
 
 
 def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: Literal["identity", "silu"] = "silu") -> Tensor:
     """`gated_linear` of a linear map: W_down (activation(W_gate x) ⊙ W_up x).
 
-    On a GPU one launch computes the first product and applies the gate: for few rows without gradients, and on Hopper
-    in bf16 for many rows and a multiple of 128 channels. The backward pass of the latter is fused, too.
+    On a GPU the first product and the gate are one launch for few rows without gradients, and on Hopper in bf16 for
+    many rows and a multiple of 128 channels. For the latter, so are the gradients of the product and of the gate.
 
     Args:
         x: Inputs […,D].
@@ -42,11 +42,11 @@ def gated_mlp(x: Tensor, gate_up: Tensor, down: Tensor, *, activation: Literal["
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    if down.dim() != 2:
+        raise ValueError(f"down: expected [O,I], got shape {tuple(down.shape)}")
     if gate_up.shape != (2 * down.shape[-1], x.shape[-1]):
         expected = [2 * down.shape[-1], x.shape[-1]]
         raise ValueError(f"gate_up: expected {expected}, got shape {tuple(gate_up.shape)}")
-    if down.dim() != 2:
-        raise ValueError(f"down: expected [O,I], got shape {tuple(down.shape)}")
     check(activation)
     if few_rows(x, gate_up):
         return linear(PRODUCT(x, x, gate_up, activation), down)

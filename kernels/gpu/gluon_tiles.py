@@ -16,8 +16,8 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 byt
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
-# As `ROWS`, but 4 neighbours to a thread, of which it gets 2 from another one. For 8, it would get 6 of them through
-# shared memory.
+# As `ROWS`, but a thread has 4 neighbouring columns, which takes one exchange between threads. For 8 columns, Triton
+# would exchange them through shared memory.
 QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
@@ -27,7 +27,8 @@ QUADS = gl.constexpr(
         [64, 128],
     )
 )
-SHARED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
+SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # for the host
+SHARED = gl.constexpr(SHARED_LAYOUT)
 OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
 OF_TOKENS, OF_CHANNELS = gl.constexpr(gl.SliceLayout(1, ROWS)), gl.constexpr(gl.SliceLayout(0, ROWS))
 FLAT = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))

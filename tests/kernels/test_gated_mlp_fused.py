@@ -1,6 +1,7 @@
 """The kernels for Hopper that compute a product of a gated MLP together with what follows it: against fp32."""
 
 import sys
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -35,14 +36,14 @@ def poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The fused launches so far: "multiply" or "differentiate". Without a GPU they run step by step."""
+    """The fused launches so far: "fused_forward" or "fused_backward". Without a GPU they run step by step."""
     if torch.cuda.is_available():
         module: Any = pytest.importorskip(HOPPER)
     else:
         monkeypatch.setitem(sys.modules, HOPPER, module := interpreted(HOPPER, "gated_product", "gated_gradients"))
         monkeypatch.setattr(select, "runs_gluon", lambda device: True)
     names: list[str] = []
-    for name in ("multiply", "differentiate"):
+    for name in ("fused_forward", "fused_backward"):
 
         def run(*arguments: Any, name: str = name, launch: Callable[..., None] = getattr(module, name)) -> None:
             names.append(name)
@@ -93,64 +94,66 @@ def test_step_by_step(M: int, K: int, programs: int, activation: str, monkeypatc
     x, weight = (torch.randn(n, K, dtype=torch.float64) for n in (M, 2 * I))
     expected = (x @ weight.T).requires_grad_()
     gate_up, h = torch.full((M, 2 * I), torch.nan).double(), torch.full((M, I), torch.nan).double()
-    module.multiply(x, weight, gate_up, h, silu)
+    for saved in (None, gate_up):
+        module.fused_forward(x, weight, saved, h.fill_(torch.nan), silu)
+        torch.testing.assert_close(h, opened(expected, activation).detach())
     torch.testing.assert_close(gate_up, expected.detach())
-    torch.testing.assert_close(h, opened(expected, activation).detach())
 
     dy, down = (torch.randn(n, K, dtype=torch.float64) for n in (M, I))
     (gradient,) = torch.autograd.grad(opened(expected, activation), expected, dy @ down.T)
     for recomputed in (torch.full_like(h, torch.nan), None):
         dgate_up = torch.full_like(gate_up, torch.nan)
-        module.differentiate(gate_up, dy, down.T, recomputed, dgate_up, silu)
+        module.fused_backward(gate_up, dy, down.T, recomputed, dgate_up, silu)
         torch.testing.assert_close(dgate_up, gradient)
         if recomputed is not None:
             torch.testing.assert_close(recomputed, h)
 
 
 @without_a_gpu
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("learned", [MLP, ("x",), ("gate_up",), ("down",), ("x", "down")])
-def test_the_op_on_a_cpu(learned: tuple[str, ...], again: bool, launched: list[str]):
+def test_the_op_on_a_cpu(learned: tuple[str, ...], recompute: bool, launched: list[str]):
     a = inputs(2, 40, D=72, I=128, O=24)
     expected = results({name: x.float() for name, x in a.items()}, learned=learned, backend="reference")
-    with kernels.recomputing(again):
+    with kernels.recomputing(recompute):
         assert_close(results(a, learned=learned), expected, 2e-2)
-    assert launched == ["multiply", "differentiate"]
+    # the product that is kept is all that the gradient of the last weight needs
+    assert launched == ["fused_forward", "fused_backward"][: 1 if learned == ("down",) and not recompute else 2]
 
 
 @without_a_gpu
 @pytest.mark.parametrize("learned", [MLP, ("x", "down"), ("x", "gate_up")])
-@pytest.mark.parametrize("again", [False, True])
-def test_what_is_saved(again: bool, learned: tuple[str, ...], launched: list[str]):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_saved(recompute: bool, learned: tuple[str, ...], launched: list[str]):
     """Like the two ops: x for the gradient of its weight, and the product for that of the other."""
     a = inputs(80, D=72, I=128, O=24)
     leaves = {name: x.requires_grad_(name in learned) for name, x in a.items()}
     saved: list[int] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.untyped_storage().size() // 2) or x, id)
-    with kernels.backend("triton"), kernels.recomputing() if again else nullcontext(), hooks:
+    with kernels.backend("triton"), kernels.recomputing() if recompute else nullcontext(), hooks:
         kernels.gated_mlp(**leaves)
-    x, product = 80 * 72 if "gate_up" in learned else 1, 80 * 128 if "down" in learned and not again else 0
+    x, product = 80 * 72 if "gate_up" in learned else 1, 80 * 128 if "down" in learned and not recompute else 0
     assert saved == [x, 256 * 72, 24 * 128, 80 * 256, product]
 
 
 @without_a_gpu
-def test_x_is_recomputed(launched: list[str]):
-    """A norm in front of the MLP is recomputed in the backward pass."""
-    a, weight, kept = inputs(80, D=72, I=128, O=24), torch.ones(72).bfloat16(), []
-    a["x"].requires_grad_(), a["gate_up"].requires_grad_()
-
-    def gradients() -> tuple[Tensor, ...]:
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
-            y = kernels.gated_mlp(kernels.rms_norm(a["x"], weight), a["gate_up"], a["down"])
-        return torch.autograd.grad(y.square().sum(), [a["x"], a["gate_up"]])
-
+@pytest.mark.parametrize("recompute", [False, True])
+def test_x_is_recomputed(recompute: bool, launched: list[str]):
+    """Inside `recomputing()`, the result of a norm in front of the MLP is not kept for the backward pass."""
+    a, weight = inputs(80, D=72, I=128, O=24), torch.ones(72).bfloat16()
+    x, gate_up = a["x"].requires_grad_(), a["gate_up"].requires_grad_()
+    with kernels.backend("triton"), kernels.recomputing(recompute):
+        normed = kernels.rms_norm(x, weight)
+        kept = weakref.ref(normed)
+        y = kernels.gated_mlp(normed, gate_up, a["down"])
+        del normed
+    assert (kept() is None) == recompute
+    actual = torch.autograd.grad(y.float().square().sum(), [x, gate_up])
     with kernels.backend("triton"):
-        expected = gradients()
-        with kernels.recomputing():
-            y = kernels.gated_mlp(kernels.rms_norm(a["x"], weight), a["gate_up"], a["down"])
-        actual = torch.autograd.grad(y.square().sum(), [a["x"], a["gate_up"]])
+        y = kernels.gated_mlp(kernels.rms_norm(x, weight), gate_up, a["down"])
+    expected = torch.autograd.grad(y.float().square().sum(), [x, gate_up])
     assert all(torch.equal(x, z) for x, z in zip(actual, expected, strict=True))
-    assert launched == ["multiply", "differentiate"] * 2
+    assert launched == ["fused_forward", "fused_backward"] * 2
 
 
 @without_a_gpu
@@ -159,7 +162,7 @@ def test_without_gradients(launched: list[str]):
     with torch.no_grad(), kernels.backend("triton"):
         y, few = kernels.gated_mlp(**a), kernels.gated_mlp(**a | {"x": a["x"][:3]})
         assert kernels.gated_mlp(**a | {"x": a["x"][:0]}).shape == (0, 24)
-    assert launched == ["multiply"]  # few rows have kernels of their own
+    assert launched == ["fused_forward"]  # few rows have kernels of their own
     assert_close({"y": y}, {"y": kernels.gated_mlp(**{name: x.float() for name, x in a.items()})}, 1e-2)
     torch.testing.assert_close(few, y[:3], rtol=2e-2, atol=2e-2)
 
@@ -170,18 +173,27 @@ def test_views(launched: list[str]):
     wide = {name: torch.cat([x.new_zeros(len(x), 3), x, x], 1)[:, 3 : 3 + x.shape[1]] for name, x in a.items()}
     expected, actual = results(a), results(wide)
     assert all(torch.equal(x, expected[name]) for name, x in actual.items())
-    assert launched == ["multiply", "differentiate"] * 2
+    assert launched == ["fused_forward", "fused_backward"] * 2
 
 
 @without_a_gpu
-def test_the_weight_may_be_of_another_dtype_under_autocast(launched: list[str]):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_autocast(recompute: bool, launched: list[str]):
     a = inputs(80, D=72, I=128, O=24, dtype=torch.float32)
     expected = results(a, backend="reference")
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), kernels.recomputing(recompute):
         actual = results(a)
-    assert launched == ["differentiate"]
-    assert actual["down"].dtype == torch.float32
+    assert launched == ["fused_forward", "fused_backward"]
+    assert actual["y"].dtype == torch.bfloat16
+    assert all(actual[name].dtype == torch.float32 for name in MLP)
     assert_close(actual, expected, 2e-2)
+
+
+@without_a_gpu
+def test_autocast_to_another_dtype(launched: list[str]):
+    with torch.autocast("cpu", torch.float16):
+        results(inputs(80, D=72, I=128, O=24, dtype=torch.float32))
+    assert not launched
 
 
 @without_a_gpu
@@ -199,7 +211,7 @@ def test_gradients_are_not_differentiated(launched: list[str]):
 def test_the_op_is_registered_properly(launched: list[str]):
     arguments = [x.requires_grad_() for x in inputs(80, D=72, I=128, O=24).values()]
     for keep in (True, False):
-        options = ("silu", keep, False, False)
+        options = ("silu", keep, False, True, False)
         tests = ("test_schema", "test_autograd_registration", "test_faketensor")
         torch.library.opcheck(torch.ops.token_mixer_zoo.gated_mlp, (*arguments, *options), test_utils=tests)
 
@@ -216,7 +228,7 @@ def test_compiled(launched: list[str]):
             compiled = torch.compile(kernels.gated_mlp, fullgraph=True, backend="aot_eager", dynamic=dynamic)
             actual = torch.autograd.grad(compiled(**a).sum(), list(a.values()))
             assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
-    assert launched == ["multiply", "differentiate"] * 3
+    assert launched == ["fused_forward", "fused_backward"] * 3
 
 
 def dry(*, gpu: Gpu, M: int, D: int, I: int, O: int, dtype: torch.dtype):
@@ -265,7 +277,8 @@ def test_modes_that_exclude_them(scope: Callable[[], Any], launched: list[str]):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "missing"), [("gated_product", ()), ("gated_gradients", ()), ("gated_gradients", ("h",))]
+    ("kernel", "missing"),
+    [("gated_product", ()), ("gated_product", ("gate_up",)), ("gated_gradients", ()), ("gated_gradients", ("h",))],
 )
 def test_shared_memory(kernel: str, missing: tuple[str, ...]):
     from triton.experimental.gluon.language import NVMMASharedLayout
@@ -283,16 +296,25 @@ SIZES = [(8193, 1024, 2816, 1024), (2500, 64, 8192, 64), (20001, 136, 384, 72)]
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["silu", "identity"])
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_on_device(size: tuple[int, int, int, int], again: bool, activation: str, launched: list[str]):
+def test_on_device(
+    size: tuple[int, int, int, int],
+    recompute: bool,
+    activation: str,
+    launched: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
     M, D, I, O = size
     a = inputs(M, D=D, I=I, O=O)
     expected = results({name: x.float() for name, x in a.items()}, activation, backend="reference")
-    with kernels.recomputing(again):
+    with kernels.recomputing(recompute):
         runs = [results(a, activation) for _ in range(5)]
-    assert launched == ["multiply", "differentiate"] * 5
+    assert launched == ["fused_forward", "fused_backward"] * 5
     assert_close(runs[0], expected, 1e-2)
+    monkeypatch.setattr(select, "runs_gluon", lambda device: False)
+    runs.append(results(a, activation))  # no row may be off, which the norm of a large tensor would not show
+    assert len(launched) == 10
     assert all(torch.equal(x, run[name]) for run in runs for name, x in runs[0].items())
 
 
@@ -301,7 +323,7 @@ def test_on_device(size: tuple[int, int, int, int], again: bool, activation: str
 def test_frozen_weights_on_device(learned: tuple[str, ...], launched: list[str]):
     a = inputs(2, 2001, D=512, I=1280, O=264)
     expected, actual = results(a), results(a, learned=learned)
-    assert launched == ["multiply", "differentiate"] * 2
+    assert launched == (["fused_forward", "fused_backward"] * 2)[: 3 if learned == ("down",) else 4]
     assert all(torch.equal(x, expected[name]) for name, x in actual.items())
 
 
@@ -312,7 +334,7 @@ def test_the_second_half_alone_on_device(launched: list[str]):
     weight = a["down"].requires_grad_()
     dy = torch.randn(4001, 264, device="cuda")
     actual = torch.autograd.grad(kernels.gated_linear(gate_up, weight), [gate_up, weight], dy.bfloat16())
-    assert launched == ["differentiate"]
+    assert launched == ["fused_backward"]
     exact = [x.detach().float().requires_grad_() for x in (gate_up, weight)]
     expected = torch.autograd.grad(opened(exact[0], "silu") @ exact[1].T, exact, dy.bfloat16().float())
     assert_close({str(i): x for i, x in enumerate(actual)}, {str(i): x for i, x in enumerate(expected)}, 1e-2)
@@ -323,7 +345,7 @@ def test_unaligned_tensors_on_device(launched: list[str]):
     a = inputs(4001, D=512, I=1280, O=264)
     shifted = {name: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape) for name, x in a.items()}
     expected, actual = results(a), results(shifted)
-    assert launched == ["multiply", "differentiate"] * 2
+    assert launched == ["fused_forward", "fused_backward"] * 2
     assert_close(actual, expected, 5e-3)
 
 
@@ -332,7 +354,7 @@ def test_compiled_on_device(launched: list[str]):
     a = {name: x.requires_grad_() for name, x in inputs(4001, D=512, I=1280, O=264).items()}
     compiled = torch.compile(kernels.gated_mlp, fullgraph=True)
     expected, actual = (torch.autograd.grad(f(**a).sum(), list(a.values())) for f in (kernels.gated_mlp, compiled))
-    assert launched == ["multiply", "differentiate"] * 2
+    assert launched == ["fused_forward", "fused_backward"] * 2
     assert all(torch.equal(x, y) for x, y in zip(actual, expected, strict=True))
 
 

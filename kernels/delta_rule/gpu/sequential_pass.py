@@ -217,7 +217,7 @@ def scan_backward(
 
 @triton.jit
 def neighbours(first, count, i, m, M, REVERSE: tl.constexpr):
-    """Return the indices of the states of the i-th segment in the order of the pass, and of the next one."""
+    """Return the state indices of the i-th segment, in the order of the pass, and of the segment after it."""
     here = (first + (count - 1 - i if REVERSE else i)).to(tl.int64) * M + m
     return here, here - M if REVERSE else here + M
 

@@ -1,13 +1,13 @@
-"""Matrix products of a gated MLP with what follows them elementwise, in Gluon: Hopper, bf16.
+"""Fused kernels of a gated MLP in Gluon: a matrix product and the gate, forward and backward (Hopper, bf16).
 
     forward     gate, up = x W_gateᵀ, x W_upᵀ      h = activation(gate) ⊙ up
     backward    dh = dy W_down      dgate = dh ⊙ up ⊙ activation'(gate)      dup = dh ⊙ activation(gate)
 
 The backward pass also recomputes h, unless it was kept. Each product is rounded to bf16, as in memory.
 
-Programs stay on their multiprocessors, and compute one tile after another: 128 columns of gate and the same of up, or
-256 rows and 128 columns of dh. Groups of warps share the work, so that the elementwise part of a tile is computed, read
-and stored during the product of the next one:
+The kernels are persistent: each multiprocessor has one program, which computes tile after tile. A tile is 128 columns
+of gate and the same columns of up, or 256 rows and 128 columns of dh. Groups of warps share the work, so that the
+elementwise part of a tile overlaps with the product of the next one:
 
     copies      bring blocks of both factors, 64 channels at a time, into rings of buffers
     products    two groups: gate and up, or the two halves of dh; they hand their tiles over in shared memory
@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ...core.allocation import aligned
 from ...gpu.device import multiprocessors
-from ...gpu.gluon_tiles import SHARED, at_tile, barrier, done
+from ...gpu.gluon_tiles import SHARED, SHARED_LAYOUT, at_tile, barrier, done
 from ...gpu.launch import enqueue
 from . import select
 
@@ -39,8 +39,8 @@ ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 byt
 
 @gluon.jit
 def buffers(FORWARD: gl.constexpr):
-    """Rings of blocks of both factors, the tiles that are handed over, and the barriers of both."""
-    A: gl.constexpr = 1 if FORWARD else 2  # blocks of the left factor per step; of three in total
+    """Allocate the rings of input blocks, the tiles that are handed over, and their barriers."""
+    A: gl.constexpr = 1 if FORWARD else 2  # left blocks per step; left and right blocks together are three
     a_s = gl.allocate_shared_memory(gl.bfloat16, [A * AHEAD, WIDTH, INNER], SHARED)
     b_s = gl.allocate_shared_memory(
         gl.bfloat16, [2 * AHEAD, WIDTH, INNER] if FORWARD else [AHEAD, INNER, WIDTH], SHARED
@@ -48,8 +48,8 @@ def buffers(FORWARD: gl.constexpr):
     tiles_s = gl.allocate_shared_memory(gl.bfloat16, [2, WIDTH, WIDTH], SHARED)
     full = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [AHEAD, 1], mbarrier.MBarrierLayout())
-    handed = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    ready, free = handed.index(0), handed.index(1)
+    tile_barriers = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ready, free = tile_barriers.index(0), tile_barriers.index(1)
     for i in gl.static_range(AHEAD):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)  # both groups of products read each block
@@ -86,7 +86,7 @@ def copies(a, b, a_s, b_s, full, empty, tiles, K: gl.constexpr, I: gl.constexpr,
 def products(
     a_s, b_s, tiles_s, full, empty, ready, free, tiles, GROUP: gl.constexpr, K: gl.constexpr, FORWARD: gl.constexpr
 ):
-    """Multiply one of two: gate or up, or a half of the rows of dh."""
+    """Compute one of the two products of a tile: gate or up, or one half of the rows of dh."""
     STEPS: gl.constexpr = (K + INNER - 1) // INNER
     step = 0
     phase = 0
@@ -114,25 +114,26 @@ def products(
 
 
 @gluon.jit
-def of_rows(x, row, column, stride: gl.constexpr, M):
-    """Addresses of a part of a tile, and which of its rows exist (written so that no register spills)."""
+def addresses(x, row, column, stride: gl.constexpr, M):
+    """Return the addresses of a part of a tile, and the mask of its rows."""
     r = gl.expand_dims(gl.arange(0, PART, gl.SliceLayout(1, ROWS)), 1)
+    # `r < M - row` would spill registers
     return at_tile(x, row, column, stride, ROWS, PART, WIDTH), row + r < M
 
 
 @gluon.jit
 def load_factors(gate_up, row, column, M, I: gl.constexpr):
-    """A part of gate, and that of up."""
-    at, exists = of_rows(gate_up, row, column, 2 * I, M)
+    """Load the same part of gate and of up."""
+    at, exists = addresses(gate_up, row, column, 2 * I, M)
     gate = gl.load(at, mask=exists, other=0.0)
-    at, exists = of_rows(gate_up, row, I + column, 2 * I, M)
+    at, exists = addresses(gate_up, row, I + column, 2 * I, M)
     return gate, gl.load(at, mask=exists, other=0.0)
 
 
 @gluon.jit
 def store(x, row, column, stride: gl.constexpr, M, value):
     """Store a part of a tile in bf16."""
-    at, exists = of_rows(x, row, column, stride, M)
+    at, exists = addresses(x, row, column, stride, M)
     gl.store(at, value.to(gl.bfloat16), mask=exists)
 
 
@@ -143,7 +144,7 @@ def sigmoid(x):
 
 @gluon.jit
 def results(gate_up, h, tiles_s, ready, free, tiles, M, I: gl.constexpr, SILU: gl.constexpr):
-    """Store gate, up and their product."""
+    """Store the gated product and, if `gate_up` is given, gate and up."""
     PARTS: gl.constexpr = WIDTH // PART
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -154,19 +155,20 @@ def results(gate_up, h, tiles_s, ready, free, tiles, M, I: gl.constexpr, SILU: g
             up = tiles_s.index(1).slice(part * PART, PART, 0).load(ROWS)
             if part == PARTS - 1:
                 done(free)
-            opened = gate.to(gl.float32)
+            activated = gate.to(gl.float32)
             if SILU:
-                opened = opened * sigmoid(opened)
+                activated = activated * sigmoid(activated)
             row = first + part * PART
-            store(h, row, column, I, M, opened * up.to(gl.float32))
-            store(gate_up, row, column, 2 * I, M, gate)
-            store(gate_up, row, I + column, 2 * I, M, up)
+            store(h, row, column, I, M, activated * up.to(gl.float32))
+            if gate_up is not None:
+                store(gate_up, row, column, 2 * I, M, gate)
+                store(gate_up, row, I + column, 2 * I, M, up)
         phase ^= 1
 
 
 @gluon.jit
 def gradients(gate_up, h, dgate_up, tiles_s, ready, free, tiles, M, I: gl.constexpr, SILU: gl.constexpr):
-    """Store the gradients of gate and up, and if it is recomputed their product.
+    """Store the gradients of gate and up and, if `h` is given, the gated product.
 
     Gate and up are read two parts ahead, across tiles: the latency of memory would otherwise take longer than the
     product of the next tile.
@@ -179,36 +181,36 @@ def gradients(gate_up, h, dgate_up, tiles_s, ready, free, tiles, M, I: gl.conste
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         first, column = tile // (I // WIDTH) * (2 * WIDTH), tile % (I // WIDTH) * WIDTH
-        next = tile + gl.num_programs(0)
-        next_first, next_column = next // (I // WIDTH) * (2 * WIDTH), next % (I // WIDTH) * WIDTH
+        later = tile + gl.num_programs(0)
+        later_first, later_column = later // (I // WIDTH) * (2 * WIDTH), later % (I // WIDTH) * WIDTH
         mbarrier.wait(ready, phase)
         for part in gl.static_range(PARTS):
             if part + 2 < PARTS:
                 gate2, up2 = load_factors(gate_up, first + (part + 2) * PART, column, M, I)
-            else:  # of no row after the last tile
-                gate2, up2 = load_factors(gate_up, next_first + (part + 2 - PARTS) * PART, next_column, M, I)
+            else:  # after the last tile, all rows are masked
+                gate2, up2 = load_factors(gate_up, later_first + (part + 2 - PARTS) * PART, later_column, M, I)
             half = tiles_s.index(part // (PARTS // 2))
             d = half.slice((part % (PARTS // 2)) * PART, PART, 0).load(ROWS).to(gl.float32)
             if part == PARTS - 1:
                 done(free)
-            opened, times = gate.to(gl.float32), up.to(gl.float32)
-            dgate = d * times
+            activated, factor = gate.to(gl.float32), up.to(gl.float32)
+            dgate = d * factor
             if SILU:
-                s = sigmoid(opened)
-                dgate *= s * (1 + opened * (1 - s))
-                opened = opened * s
+                s = sigmoid(activated)
+                dgate *= s * (1 + activated * (1 - s))
+                activated = activated * s
             row = first + part * PART
             if h is not None:
-                store(h, row, column, I, M, opened * times)
+                store(h, row, column, I, M, activated * factor)
             store(dgate_up, row, column, 2 * I, M, dgate)
-            store(dgate_up, row, I + column, 2 * I, M, d * opened)
+            store(dgate_up, row, I + column, 2 * I, M, d * activated)
             gate, up, gate1, up1 = gate1, up1, gate2, up2
         phase ^= 1
 
 
 @gluon.jit(do_not_specialize=["M"])
 def gated_product(h, x, weight, gate_up, M, K: gl.constexpr, I: gl.constexpr, SILU: gl.constexpr):
-    """Forward: x [M,K] and weight [2·I,K] are descriptors; h [M,I], gate_up [M,2·I]."""
+    """Forward: x [M,K] and weight [2·I,K] are descriptors; h [M,I]; gate_up [M,2·I], or None."""
     tiles = gl.cdiv(M, WIDTH) * (I // WIDTH)
     a_s, b_s, tiles_s, full, empty, ready, free = buffers(True)
     gl.warp_specialize(
@@ -242,18 +244,24 @@ def gated_gradients(gate_up, dy, weight, h, dgate_up, M, K: gl.constexpr, I: gl.
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     """A matrix that is copied in blocks of this size, to shared memory in the layout `SHARED`."""
-    return TensorDescriptor.from_tensor(aligned(x.contiguous()), [rows, columns], gl.NVMMASharedLayout(128, 16, 2))
+    return TensorDescriptor.from_tensor(aligned(x.contiguous()), [rows, columns], SHARED_LAYOUT)
 
 
-def multiply(x: Tensor, weight: Tensor, gate_up: Tensor, h: Tensor, silu: bool) -> None:
-    """Write gate and up of x [M,K] and a weight [2·I,K] to gate_up [M,2·I], and their product to h [M,I]."""
+def fused_forward(x: Tensor, weight: Tensor, gate_up: Tensor | None, h: Tensor, silu: bool) -> None:
+    """Compute gate and up of x [M,K] and a weight [2·I,K], and write the gated product to h [M,I].
+
+    Gate and up are written to gate_up [M,2·I], if given.
+    """
     (M, K), I = x.shape, h.shape[1]
     factors = (_described(each, select.WIDTH, select.INNER) for each in (x, weight))
     enqueue(gated_product, multiprocessors(h.device), h, *factors, gate_up, M, K=K, I=I, SILU=silu)
 
 
-def differentiate(gate_up: Tensor, dy: Tensor, weight: Tensor, h: Tensor | None, dgate_up: Tensor, silu: bool) -> None:
-    """Write the gradients of gate and up [M,2·I] that follow from dh, dy [M,K] times a weight [K,I]; and h, if any."""
+def fused_backward(gate_up: Tensor, dy: Tensor, weight: Tensor, h: Tensor | None, dgate_up: Tensor, silu: bool) -> None:
+    """Compute dh, dy [M,K] times a weight [K,I], and write the gradients of gate and up to dgate_up [M,2·I].
+
+    The gated product is written to h [M,I], if given.
+    """
     (M, K), I = dy.shape, weight.shape[1]
     factors = _described(dy, select.WIDTH, select.INNER), _described(weight, select.INNER, select.WIDTH)
     programs = multiprocessors(gate_up.device)

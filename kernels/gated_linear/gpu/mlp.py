@@ -10,7 +10,7 @@ from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.paths import takes
 from ...linear import fp8
-from ..mlp import in_halves
+from ..mlp import two_ops
 from . import op
 from .select import FUSED, ROWS_FORWARD, Case
 
@@ -22,6 +22,7 @@ class Arguments(NamedTuple):
     activation: str
     keep: bool  # whether the product is saved for the backward pass
     frozen: bool  # whether gate_up gets no gradient, for which x would be saved
+    differentiated: bool  # whether there is a backward pass, for which gate and up are saved
 
 
 def _second(args: Arguments, gate_up: Tensor) -> op.Arguments:
@@ -30,27 +31,32 @@ def _second(args: Arguments, gate_up: Tensor) -> op.Arguments:
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    """y […,O], gate and up […,2·I], and their product […,I], empty unless it is to be kept."""
-    from .hopper import multiply  # the interpreter does without Gluon
+    """y […,O], gate and up […,2·I], and their product […,I]; the last two are empty unless they are saved."""
+    from .hopper import fused_forward  # imported on first use: other GPUs do not need Gluon
 
-    x, weight, down, activation, keep, _ = args
+    x, weight, down, activation, keep, _, differentiated = args
     (*outer, D), (O, I) = x.shape, down.shape
-    gate_up, h = new(x, *outer, 2 * I), new(x, *outer, I)
-    multiply(x.reshape(-1, D), weight, gate_up.view(-1, 2 * I), h.view(-1, I), activation == "silu")
+    gate_up, h = new(x, *((*outer, 2 * I) if differentiated else (0,))), new(x, *outer, I)
+    saved = gate_up.view(-1, 2 * I) if differentiated else None
+    # a flat x also has the strides that a descriptor requires if it is a single row
+    fused_forward(x.reshape(-1, D), weight, saved, h.view(-1, I), activation == "silu")
     y = op.matmul(_second(args, gate_up), h.view(-1, I), down.T).view(*outer, O)
     return y, gate_up, h if keep else new(x, 0)
 
 
 def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     x, (*outer, _), (O, I) = args.x, args.x.shape, args.down.shape
-    return new(x, *outer, O), new(x, *outer, 2 * I), new(x, *((*outer, I) if args.keep else (0,)))
+    gate_up = (*outer, 2 * I) if args.differentiated else (0,)
+    return new(x, *outer, O), new(x, *gate_up), new(x, *((*outer, I) if args.keep else (0,)))
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor, gate_up: Tensor, h: Tensor) -> Gradients:
     x, weight, second = args.x, args.gate_up, _second(args, gate_up)
-    gradients = op.differentiate(second, second._replace(weight=needed.down), dy, h)
+    wanted: Any = second._replace(gate_up=needed.x or needed.gate_up, weight=needed.down)
+    gradients = op.differentiate(second, wanted, dy, h)
     dgate_up = gradients["gate_up"]
-    assert dgate_up is not None
+    if dgate_up is None:
+        return {"down": gradients["weight"]}
     dgate_up = dgate_up.view(-1, len(weight))
     with op.as_given(x.device.type):
         return {
@@ -66,10 +72,14 @@ gated_mlp = register("gated_mlp", _compute, _differentiate, _empty, unread=lambd
 def forward(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["identity", "silu"]) -> Tensor:
     """y […,O]; see `kernels.gated_mlp`."""
     (O, I), D = down.shape, x.shape[-1]
-    case = Case((x, gate_up, down), rows=x.numel() // max(D, 1), inner=D, size=I, tile=ROWS_FORWARD)
-    plain = not torch.is_autocast_enabled(x.device.type) and not fp8.in_fp8(D, 2 * I) and not fp8.in_fp8(I, O)
-    if not (plain and takes(FUSED, case)):
-        return in_halves(x, gate_up, down, activation)
-    keep = keeping() and torch.is_grad_enabled() and down.requires_grad
-    y: Tensor = gated_mlp(x, gate_up, down, activation, keep, not gate_up.requires_grad)
+    tensors, autocast = (x, gate_up, down), torch.is_autocast_enabled(x.device.type)
+    cast = torch.get_autocast_dtype(x.device.type) if autocast else None
+    case = Case(tensors, rows=x.numel() // max(D, 1), inner=D, size=I, tile=ROWS_FORWARD, cast=cast)
+    if fp8.in_fp8(D, 2 * I) or fp8.in_fp8(I, O) or not takes(FUSED, case):
+        return two_ops(*tensors, activation)
+    if cast is not None:
+        x, gate_up, down = (each.to(cast) for each in tensors)
+    differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in tensors)
+    keep = keeping() and differentiated and down.requires_grad
+    y: Tensor = gated_mlp(x, gate_up, down, activation, keep, not gate_up.requires_grad, differentiated)
     return y

@@ -1,6 +1,6 @@
 """The gated product in Triton, one launch forward and one backward, around PyTorch's matrix products.
 
-On Hopper, `hopper.py` computes the launch of the backward pass together with the product in front of it.
+On Hopper, `hopper.py` fuses the launch of the backward pass with the product in front of it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -74,7 +74,7 @@ class Arguments(NamedTuple):
 
 
 def matmul(args: Arguments, a: Tensor, b: Tensor) -> Tensor:
-    """a [M,K] times b [K,N], one of which may be the weight of another dtype."""
+    """a [M,K] times b [K,N], which is cast to the dtype of a."""
     if args.in_fp8:
         return fp8.product(a, b, args.in_fp8)
     return tiles.product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
@@ -98,14 +98,14 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 
 def _through_product(args: Arguments, dy: Tensor, h: Tensor | None) -> Tensor:
-    """The gradients of gate and up of those of y [M,O]; unless it is None, the product is written to h [M,I]."""
+    """Return the gradients of gate and up for those of y [M,O]; the gated product is written to h [M,I], if given."""
     gate_up, weight, silu = args.gate_up, args.weight, args.activation == "silu"
     dgate_up, (O, size) = new(gate_up, *gate_up.shape), weight.shape
     case = Case((gate_up, dy), rows=len(dy), inner=O, size=size, tile=ROWS_BACKWARD)
     if not args.in_fp8 and takes(FUSED, case):
-        from .hopper import differentiate  # the interpreter does without Gluon
+        from .hopper import fused_backward  # imported on first use: other GPUs do not need Gluon
 
-        differentiate(gate_up, dy, weight.to(dy.dtype), h, dgate_up, silu)
+        fused_backward(gate_up, dy, weight.to(dy.dtype), h, dgate_up, silu)
         return dgate_up
     programs, constants = len(dy) * cdiv(size, BLOCK), {"SIZE": size, "SILU": silu, "BLOCK": BLOCK}
     dh = matmul(args, dy, weight)
@@ -114,12 +114,12 @@ def _through_product(args: Arguments, dy: Tensor, h: Tensor | None) -> Tensor:
 
 
 def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradients:
-    """The gradients of `gated_linear`; h is the product, or anything if it was not kept."""
+    """The gradients of `gated_linear`; h, the gated product, is ignored unless it was kept."""
     weight = args.weight
     dy = dy.reshape(-1, len(weight))
     with as_given(dy.device.type):
         recomputed = None if args.keep else new(args.gate_up, len(dy), weight.shape[1])
-        dgate_up = _through_product(args, dy, recomputed)
+        dgate_up = _through_product(args, dy, recomputed) if needed.gate_up or not args.keep else None
         h = h.view(len(dy), -1) if recomputed is None else recomputed
         dweight = matmul(args, dy.T, h).to(weight.dtype) if needed.weight else None
         return {"gate_up": dgate_up, "weight": dweight}

@@ -17,17 +17,20 @@ UNIT = 8  # numbers in bf16: TMA requires that rows begin at multiples of 16 byt
 class Case(NamedTuple):
     """The quantities that the choice depends on."""
 
-    tensors: tuple[Tensor, ...]  # that have to be in bf16, on one device
+    tensors: tuple[Tensor, ...]  # on one device, in bf16 or cast to it
     rows: int
     inner: int  # channels that the product sums over
     size: int  # channels of gate, and of up
     tile: int  # rows of a tile
+    cast: torch.dtype | None = None  # dtype that the tensors are cast to, if any
 
     @property
     def fits(self) -> bool:
         """Return whether the kernels are made for the tensors and their sizes."""
         first, sizes = self.tensors[0], self.inner > 0 and self.inner % UNIT == 0 and self.size % WIDTH == 0
-        return sizes and all(x.dtype == torch.bfloat16 and x.device == first.device for x in self.tensors)
+        return sizes and all(
+            (self.cast or x.dtype) == torch.bfloat16 and x.device == first.device for x in self.tensors
+        )
 
     @property
     def fills(self) -> bool:
@@ -38,6 +41,6 @@ class Case(NamedTuple):
 FUSED = KernelPath(
     "fused_gate",
     when=lambda case: runs_gluon(case.tensors[0].device) and not is_deterministic() and case.fits and case.fills,
-    why="a multiple of 128 channels in bf16 on Hopper, and a tile for every multiprocessor: a kernel in Gluon computes "
-    "the product and, from its tiles, the gated product or the gradients of its factors",
+    why="bf16 on Hopper with a multiple of 128 channels inside and of 8 outside, and a tile for every multiprocessor: "
+    "a kernel in Gluon computes a product and the gate; in the backward pass, the gradients of both",
 )
