@@ -276,7 +276,7 @@ class Language(ModuleType):
         return value(self.program)
 
     def num_programs(self, axis: int) -> int:
-        """How many there are."""
+        """The number of programs."""
         return self.programs
 
     constexpr = staticmethod(lambda x: x)

@@ -144,10 +144,10 @@ def test_x_is_recomputed(recompute: bool, launched: list[str]):
     x, gate_up = a["x"].requires_grad_(), a["gate_up"].requires_grad_()
     with kernels.backend("triton"), kernels.recomputing(recompute):
         normed = kernels.rms_norm(x, weight)
-        kept = weakref.ref(normed)
+        saved = weakref.ref(normed)
         y = kernels.gated_mlp(normed, gate_up, a["down"])
         del normed
-    assert (kept() is None) == recompute
+    assert (saved() is None) == recompute
     actual = torch.autograd.grad(y.float().square().sum(), [x, gate_up])
     with kernels.backend("triton"):
         y = kernels.gated_mlp(kernels.rms_norm(x, weight), gate_up, a["down"])
@@ -190,9 +190,18 @@ def test_autocast(recompute: bool, launched: list[str]):
 
 
 @without_a_gpu
-def test_autocast_to_another_dtype(launched: list[str]):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_to_another_dtype(dtype: torch.dtype, launched: list[str]):
     with torch.autocast("cpu", torch.float16):
-        results(inputs(80, D=72, I=128, O=24, dtype=torch.float32))
+        results(inputs(80, D=72, I=128, O=24, dtype=dtype))
+    assert not launched
+
+
+@without_a_gpu
+def test_autocast_does_not_round_fp64(launched: list[str]):
+    a = inputs(80, D=72, I=128, O=24, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(RuntimeError, match="dtype"):  # as PyTorch's products
+        results(a | {"gate_up": a["gate_up"].double()})
     assert not launched
 
 

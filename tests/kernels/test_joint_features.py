@@ -194,14 +194,14 @@ def test_split_columns(columns: list[int], whole: bool, copies: list[int]):
     """Gradients that are parts of one tensor, in order and without gaps, are not copied."""
     y, widths, gradient = torch.randn(3, 5, 9).requires_grad_(), [4, 2, 3], torch.randn(3, 5, 9)
     widths = [widths[i] for i in columns]
-    parts_of_it = gradient.split([4, 2, 3], -1)
-    given = [parts_of_it[i] for i in columns]
+    of_columns = gradient.split([4, 2, 3], -1)
+    arriving = [of_columns[i] for i in columns]
     y = y[..., : sum(widths)]
     with kernels.backend("triton"):
         parts = kernels.split_columns(y * 1, widths)
-    expected = torch.cat(given, -1)
+    expected = torch.cat(arriving, -1)
     copies.clear()
-    (actual,) = torch.autograd.grad(parts, y, given)
+    (actual,) = torch.autograd.grad(parts, y, arriving)
     assert (not copies) is whole
     assert torch.equal(actual, expected)
     for part, wanted in zip(parts, y.split(widths, -1), strict=True):

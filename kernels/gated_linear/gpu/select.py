@@ -10,27 +10,27 @@ from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.paths import KernelPath
 
 WIDTH, INNER = 128, 64  # columns of a tile, and channels of a step of the sum
-ROWS_FORWARD, ROWS_BACKWARD = 128, 256  # of a tile
+ROWS_FORWARD, ROWS_BACKWARD = WIDTH, 2 * WIDTH  # of a tile
 UNIT = 8  # numbers in bf16: TMA requires that rows begin at multiples of 16 bytes
 
 
 class Case(NamedTuple):
     """The quantities that the choice depends on."""
 
-    tensors: tuple[Tensor, ...]  # on one device, in bf16 or cast to it
+    tensors: tuple[Tensor, ...]
     rows: int
     inner: int  # channels that the product sums over
     size: int  # channels of gate, and of up
     tile: int  # rows of a tile
-    cast: torch.dtype | None = None  # dtype that the tensors are cast to, if any
+    cast: torch.dtype | None = None  # dtype of autocast, if it is on
 
     @property
     def fits(self) -> bool:
         """Return whether the kernels are made for the tensors and their sizes."""
         first, sizes = self.tensors[0], self.inner > 0 and self.inner % UNIT == 0 and self.size % WIDTH == 0
-        return sizes and all(
-            (self.cast or x.dtype) == torch.bfloat16 and x.device == first.device for x in self.tensors
-        )
+        # autocast does not cast fp64
+        dtypes = {x.dtype if x.dtype == torch.float64 else self.cast or x.dtype for x in self.tensors}
+        return sizes and dtypes == {torch.bfloat16} and all(x.device == first.device for x in self.tensors)
 
     @property
     def fills(self) -> bool:
