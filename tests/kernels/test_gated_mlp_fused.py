@@ -42,6 +42,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     else:
         monkeypatch.setitem(sys.modules, HOPPER, module := interpreted(HOPPER, "gated_product", "gated_gradients"))
         monkeypatch.setattr(select, "runs_gluon", lambda device: True)
+    monkeypatch.setattr(select, "TILES", 1)  # also where they are not faster
+    monkeypatch.setattr(select, "SHORTEST_BACKWARD", 1)
     names: list[str] = []
     for name in ("fused_forward", "fused_backward"):
 
@@ -257,18 +259,20 @@ FUSED, SEPARATE = ["hopper.gated_product", "hopper.gated_gradients"], ["op.multi
     ("change", "expected"),
     [
         ({}, FUSED),
-        ({"M": 256}, [FUSED[0], SEPARATE[1]]),  # four tiles forward, two backward
-        ({"M": 128}, SEPARATE),
+        ({"M": 2304}, [FUSED[0], SEPARATE[1]]),  # 36 tiles forward, 18 backward
+        ({"M": 1152}, SEPARATE),  # 18 tiles
         ({"I": 320}, SEPARATE),
         ({"D": 60}, [SEPARATE[0], FUSED[1]]),
-        ({"O": 60}, [FUSED[0], SEPARATE[1]]),
+        ({"D": 1032}, [SEPARATE[0], FUSED[1]]),
+        ({"O": 1028}, [FUSED[0], SEPARATE[1]]),
+        ({"O": 1016}, [FUSED[0], SEPARATE[1]]),
         ({"dtype": torch.float16}, SEPARATE),
         ({"gpu": Gpu((8, 0), 4)}, SEPARATE),
         ({"gpu": Gpu((10, 0), 4)}, SEPARATE),
     ],
 )
 def test_when_they_are_chosen(change: dict[str, Any], expected: list[str]):
-    call = {"gpu": Gpu((9, 0), 4), "M": 257, "D": 64, "I": 256, "O": 64, "dtype": torch.bfloat16} | change
+    call = {"gpu": Gpu((9, 0), 4), "M": 2305, "D": 1024, "I": 256, "O": 1024, "dtype": torch.bfloat16} | change
     names, paths = dry(**call)
     assert names == expected
     assert paths == ([select.FUSED] if set(expected) & set(FUSED) else [])

@@ -190,7 +190,16 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16, gate: str = "las
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize(
-    "shape", [(8, 4096, 8, 128), (3, 1001, 5, 64), (3, 1001, 2, 256), (8, 4096, 1024), (2, 1001, 2048), (1, 501, 8192)]
+    "shape",
+    [
+        (8, 4096, 8, 128),
+        (3, 1001, 5, 64),
+        (3, 1001, 2, 256),
+        (8, 4096, 1024),
+        (2, 1001, 2048),
+        (1, 1001, 4096),
+        (1, 501, 8192),
+    ],
 )
 def test_real_sizes(shape: tuple[int, ...], gate: str, dtype: torch.dtype):
     a, limits = on_device(*shape, dtype=dtype, gate=gate), (1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)

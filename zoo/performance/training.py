@@ -31,6 +31,7 @@ from zoo.train.optim import Optimisation
 
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
+TURN = 4  # steps of a model in a row
 
 
 class TrainingReport(Report):
@@ -99,7 +100,7 @@ def bench_training(
         compile: Whether to compile each block with torch.compile.
         cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.
         peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet
-            if it has none, alternating with ours.
+            if it has none, in turns with ours.
         folder: The folder of bench.json.
 
     Raises:
@@ -276,8 +277,9 @@ def _peer(
 
 
 def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any) -> None:
-    """Run steps of all models, alternating."""
-    for _ in range(steps):
+    """Run steps of all models in turns of several steps, so that the clock of a GPU has time to adapt to a model."""
+    for done in range(0, steps, TURN):
         for _, learner in learners:
-            learner.step(learner.clock.mark)
-            bar.update()
+            for _ in range(min(TURN, steps - done)):
+                learner.step(learner.clock.mark)
+                bar.update()

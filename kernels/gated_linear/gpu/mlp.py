@@ -12,7 +12,7 @@ from ...gpu.paths import takes
 from ...linear import fp8
 from ..mlp import two_ops
 from . import op
-from .select import FUSED, ROWS_FORWARD, Case
+from .select import FUSED, Case
 
 
 class Arguments(NamedTuple):
@@ -74,7 +74,7 @@ def forward(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["ident
     (O, I), D = down.shape, x.shape[-1]
     tensors, autocast = (x, gate_up, down), torch.is_autocast_enabled(x.device.type)
     cast = torch.get_autocast_dtype(x.device.type) if autocast else None
-    case = Case(tensors, rows=x.numel() // max(D, 1), inner=D, size=I, tile=ROWS_FORWARD, cast=cast)
+    case = Case(tensors, rows=x.numel() // max(D, 1), inner=D, size=I, backward=False, cast=cast)
     if fp8.in_fp8(D, 2 * I) or fp8.in_fp8(I, O) or not takes(FUSED, case):
         return two_ops(*tensors, activation)
     if cast is not None:

@@ -22,7 +22,7 @@ from ...gpu.rows import load
 from ...linear import fp8, tiles
 from ...linear.gpu import op as few
 from .. import composition
-from .select import FUSED, ROWS_BACKWARD, Case
+from .select import FUSED, Case
 
 BLOCK, WARPS = 1024, 4
 
@@ -101,7 +101,7 @@ def _through_product(args: Arguments, dy: Tensor, h: Tensor | None) -> Tensor:
     """Return the gradients of gate and up for those of y [M,O]; the gated product is written to h [M,I], if given."""
     gate_up, weight, silu = args.gate_up, args.weight, args.activation == "silu"
     dgate_up, (O, size) = new(gate_up, *gate_up.shape), weight.shape
-    case = Case((gate_up, dy), rows=len(dy), inner=O, size=size, tile=ROWS_BACKWARD)
+    case = Case((gate_up, dy), rows=len(dy), inner=O, size=size, backward=True)
     if not args.in_fp8 and takes(FUSED, case):
         from .hopper import fused_backward  # imported on first use: other GPUs do not need Gluon
 

@@ -12,6 +12,10 @@ from ...gpu.paths import KernelPath
 WIDTH, INNER = 128, 64  # columns of a tile, and channels of a step of the sum
 ROWS_FORWARD, ROWS_BACKWARD = WIDTH, 2 * WIDTH  # of a tile
 UNIT = 8  # numbers in bf16: TMA requires that rows begin at multiples of 16 bytes
+# Limits measured on an H200. With fewer tiles for each multiprocessor, the kernels are slower than a product of cuBLAS
+# and an elementwise kernel, because too few products overlap with the rest of a tile. Longer sums in the forward pass
+# take more time than cuBLAS's, and shorter ones in the backward pass do not hide the gradients of the gate.
+TILES, LONGEST_FORWARD, SHORTEST_BACKWARD = 5, 1024, 1024
 
 
 class Case(NamedTuple):
@@ -21,7 +25,7 @@ class Case(NamedTuple):
     rows: int
     inner: int  # channels that the product sums over
     size: int  # channels of gate, and of up
-    tile: int  # rows of a tile
+    backward: bool
     cast: torch.dtype | None = None  # dtype of autocast, if it is on
 
     @property
@@ -33,14 +37,18 @@ class Case(NamedTuple):
         return sizes and dtypes == {torch.bfloat16} and all(x.device == first.device for x in self.tensors)
 
     @property
-    def fills(self) -> bool:
-        """Return whether there is a tile for every multiprocessor."""
-        return -(-self.rows // self.tile) * (self.size // WIDTH) >= multiprocessors(self.tensors[0].device)
+    def pays(self) -> bool:
+        """Return whether the kernels are faster than a product and an elementwise kernel."""
+        tile = ROWS_BACKWARD if self.backward else ROWS_FORWARD
+        tiles = -(-self.rows // tile) * (self.size // WIDTH)
+        long_enough = self.inner >= SHORTEST_BACKWARD if self.backward else self.inner <= LONGEST_FORWARD
+        return long_enough and tiles >= TILES * multiprocessors(self.tensors[0].device)
 
 
 FUSED = KernelPath(
     "fused_gate",
-    when=lambda case: runs_gluon(case.tensors[0].device) and not is_deterministic() and case.fits and case.fills,
-    why="bf16 on Hopper with a multiple of 128 channels inside and of 8 outside, and a tile for every multiprocessor: "
-    "a kernel in Gluon computes a product and the gate; in the backward pass, the gradients of both",
+    when=lambda case: runs_gluon(case.tensors[0].device) and not is_deterministic() and case.fits and case.pays,
+    why="bf16 on Hopper, with multiples of 128 inner and 8 other channels, five tiles for every multiprocessor, and at "
+    "most 1,024 inputs (in the backward pass, at least 1,024 outputs): a kernel in Gluon computes a product and the "
+    "gate, or the gradients of both",
 )

@@ -1,7 +1,7 @@
 """RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,25 @@ from . import kernels
 ELEMENTS = 1024  # per tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
 MOST_EARLY = 128  # programs that may start early: while they wait, they take room from the kernel in front of them
-# Programs per multiprocessor in the backward pass, all of which finish at about the same time: each walks over many
-# rows, because it stores a part of the weight's gradient. Of short rows without a gate, several tiles fit into shared
-# memory, and fewer programs do.
-PROGRAMS, PROGRAMS_GATED, PROGRAMS_AHEAD = 12, 6, 8
-AHEAD, LONGEST_AHEAD = 3, 1024  # tiles on their way, and the longest rows of these
+
+
+class Walk(NamedTuple):
+    """Programs of the backward pass, which walk over the rows. Each stores a part of the weight's gradient."""
+
+    programs: int  # on a multiprocessor; all finish at about the same time
+    tiles: int  # that are loaded at a time
+
+
+SHORT, LONG = 1024, 8192  # numbers of a row, and bytes of a row: three tiles of all inputs fit into shared memory
+
+
+def walk(size: int, row: int, gated: bool) -> Walk:
+    """The fastest walk over rows of `size` numbers and `row` bytes, for bf16 on an H200."""
+    if not gated:
+        return Walk(8, 3) if size <= SHORT else Walk(12, 1)
+    if size <= SHORT:
+        return Walk(8, 2)
+    return Walk(8, 3) if row <= LONG else Walk(6, 1)
 
 
 def inner(x: Tensor) -> int:
@@ -42,11 +56,18 @@ def strided(x: Tensor) -> tuple[Tensor, int]:
 
 @lru_cache(maxsize=1024)
 def launch(
-    device: torch.device | None, rows: int, inner: int, size: int, gate: str, activation: str, *numbers: Any
+    device: torch.device | None,
+    rows: int,
+    inner: int,
+    size: int,
+    gate: str,
+    activation: str,
+    *numbers: Any,
+    widest: int = 0,
 ) -> LaunchSpec:
     """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps.
 
-    Forward, `device` is None; the number of programs of the backward pass depends on it.
+    Forward, `device` is None; the backward pass depends on it, and on `widest`, the most bytes of a number.
     """
     block = next_power_of_2(size)
     tile = max(1, ELEMENTS // block)
@@ -56,10 +77,9 @@ def launch(
     if device is None:
         programs = cdiv(rows, tile)
         return LaunchSpec(kernels.forward, programs, rows, *numbers, **fixed, overlap=programs <= MOST_EARLY)
-    ahead = gate == "none" and size <= LONGEST_AHEAD  # loads tiles before it needs them
-    resident = PROGRAMS_AHEAD if ahead else PROGRAMS if gate == "none" else PROGRAMS_GATED
-    programs = walkers(rows, tile, device, resident)
-    return LaunchSpec(kernels.backward, programs, rows, *numbers, **fixed, STAGES=AHEAD if ahead else 1)
+    how = walk(size, size * widest, gate != "none")
+    programs = walkers(rows, tile, device, how.programs)
+    return LaunchSpec(kernels.backward, programs, rows, *numbers, **fixed, STAGES=how.tiles)
 
 
 def sizes(args: Arguments) -> tuple[int, int, int, str, str]:
@@ -87,7 +107,8 @@ def differentiate_rows(
     weight = None if weight is None else weight.contiguous()
     dx, dgate = new(x), None if gate is None else new(gate)
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    queue = launch(x.device, *sizes(args), x_outer, gate_outer, eps)
+    widest = max(each.element_size() for each in (x, gate, dy) if each is not None)
+    queue = launch(x.device, *sizes(args), x_outer, gate_outer, eps, widest=widest)
     parts = None if weight is None else new(x, queue.programs, 1, x.shape[-1], dtype=torch.float32)
     queue(x, gate, weight, dy.contiguous(), dtotal, dx, dgate, parts)
     dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
