@@ -16,12 +16,21 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 byt
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
-# As `ROWS`, but a thread has 4 neighbouring columns, which takes one exchange between threads. For 8 columns, Triton
-# would exchange them through shared memory.
+# As `ROWS`, but a thread has 4 neighbouring columns, or 8. Triton exchanges eight through shared memory, but they are
+# half as many stores. Which of them is faster depends on the kernel.
 QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],
         [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [0, 64]],
+        [],
+        [64, 128],
+    )
+)
+OCTETS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [0, 32], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
         [[16, 0], [32, 0], [0, 64]],
         [],
         [64, 128],
@@ -131,12 +140,14 @@ def copy_state(shared, x, tile, wanted):
 
 
 @gluon.jit
-def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1):
-    """Store a tile [64, 128] in bf16, 8 bytes a thread and 32 a quad of threads.
+def store_rows(
+    x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1, LAYOUT: gl.constexpr = QUADS
+):
+    """Store a tile [64, 128] in bf16, in the layout `QUADS` or `OCTETS`.
 
     Of `STEPS` rows per token, only the last is stored.
     """
-    tile = gl.convert_layout(value.to(gl.bfloat16), QUADS)
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, QUADS)), 1)
-    at = at_tile(x, start, column, stride, QUADS, 64, 128, STEPS)
+    tile = gl.convert_layout(value.to(gl.bfloat16), LAYOUT)
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    at = at_tile(x, start, column, stride, LAYOUT, 64, 128, STEPS)
     gl.store(at, tile, mask=last_steps(r, start, stop, STEPS))

@@ -365,6 +365,9 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
         kernels: Its kernels.
     """
     with stand_ins(), patch.dict(sys.modules):
+        ours = [each for each in sys.modules if each.startswith("kernels.")]
+        for each in [each for each in ours if hasattr(sys.modules[each], "gluon")]:
+            del sys.modules[each]  # the module may import it, and it was imported for a GPU
         for each in ("kernels.gpu.gluon_tiles", name):
             spec = importlib.util.find_spec(each)
             assert spec

@@ -23,6 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
+    OCTETS,
     OF_COLUMNS,
     OF_ROWS,
     OF_TOKENS,
@@ -253,7 +254,7 @@ def gradients(
             # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
             later = in_halves(Q_s.load(ROWS).to(gl.float32) * dQ)
         dQ += itself * K_s.load(ROWS).to(gl.float32)
-        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ)
+        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ, LAYOUT=OCTETS)
         T = warpgroup_mma(V_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
         dK = warpgroup_mma_wait(2, deps=[dK])
         if log_decay_grad is not None:
@@ -269,7 +270,7 @@ def gradients(
         if log_decay_grad is not None:
             later_s.store(gl.reshape(later, [128]))
             store_halves(earlier_s, K_s.load(ROWS).to(gl.float32) * T)
-        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T)
+        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T, LAYOUT=OCTETS)
         dV = warpgroup_mma_wait(0, deps=[dV])
         dV *= leave
         dV = warpgroup_mma(scores_s.permute((1, 0)), dO_s, dV, is_async=True)
@@ -283,6 +284,6 @@ def gradients(
             at = log_decay_grad + ((token + r).to(gl.int64) * heads + n)
             gl.store(at, around, mask=r < stop - token)
         dV = warpgroup_mma_wait(0, deps=[dV])
-        store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
+        store_rows(v_grad, token, n * 128, stop, heads * 128, dV, LAYOUT=OCTETS)
     if first is not None:
         gl.store(first + offsets, dS)

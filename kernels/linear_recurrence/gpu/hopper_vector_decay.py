@@ -33,6 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
+    OCTETS,
     OF_CHANNELS,
     OF_COLUMNS,
     OF_ROWS,
@@ -553,7 +554,8 @@ def gradients(
             # of both, so both take the factors as the products took them, rounded to bf16.
             past = enter_s.load(ROWS).to(gl.float32) * dQ
         dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(load_points(points_s, OF_CHANNELS)[0], 0)) * scale
-        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ + itself * keys_s.load(ROWS).to(gl.float32))
+        dQ += itself * keys_s.load(ROWS).to(gl.float32)
+        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ, LAYOUT=OCTETS)
         dK = warpgroup_mma_wait(0, deps=[dK])
         if log_decay_grad is not None:
             past -= leave_s.load(ROWS).to(gl.float32) * dK
@@ -569,7 +571,7 @@ def gradients(
         T *= down
         if log_decay_grad is not None:
             keys_s.store((K * T).to(gl.bfloat16))
-        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T)
+        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T, LAYOUT=OCTETS)
         fence_async_shared()
         barrier()
         if log_decay_grad is not None:
@@ -589,7 +591,7 @@ def gradients(
             dg = warpgroup_mma_wait(3, deps=[dg])
             dg += gl.expand_dims(through_s.load(OF_CHANNELS), 0) - keys_s.load(ROWS).to(gl.float32)
             if NARROW:
-                store_rows(log_decay_grad, token, n * 128, stop, heads * 128, dg)
+                store_rows(log_decay_grad, token, n * 128, stop, heads * 128, dg, LAYOUT=OCTETS)
             else:
                 at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
                 valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
@@ -601,6 +603,6 @@ def gradients(
         async_copy.commit_group()
         dS *= gl.expand_dims(rest, 1)
         dV = warpgroup_mma_wait(0, deps=[dV])
-        store_rows(v_grad, token, n * 128, stop, heads * 128, dV)
+        store_rows(v_grad, token, n * 128, stop, heads * 128, dV, LAYOUT=OCTETS)
     if first is not None:
         gl.store(first + offsets, dS)
