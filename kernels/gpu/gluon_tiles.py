@@ -16,8 +16,8 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 byt
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
-# As `ROWS`, but a thread has 4 neighbouring columns, or 8. Triton exchanges eight through shared memory, but they are
-# half as many stores. Which of them is faster depends on the kernel.
+# As `ROWS`, but each thread has 4 (`QUADS`) or 8 (`OCTETS`) neighbouring columns. Eight take half as many stores, but
+# Triton exchanges them through shared memory. Which of them is faster depends on the kernel.
 QUADS = gl.constexpr(
     gl.DistributedLinearLayout(
         [[0, 1], [0, 2], [0, 16], [0, 32], [8, 0]],

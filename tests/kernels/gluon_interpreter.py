@@ -367,7 +367,7 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
     with stand_ins(), patch.dict(sys.modules):
         ours = [each for each in sys.modules if each.startswith("kernels.")]
         for each in [each for each in ours if hasattr(sys.modules[each], "gluon")]:
-            del sys.modules[each]  # the module may import it, and it was imported for a GPU
+            del sys.modules[each]  # imported for a GPU; the module may import it again
         for each in ("kernels.gpu.gluon_tiles", name):
             spec = importlib.util.find_spec(each)
             assert spec

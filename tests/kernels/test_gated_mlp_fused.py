@@ -42,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     else:
         monkeypatch.setitem(sys.modules, HOPPER, module := interpreted(HOPPER, "gated_product", "gated_gradients"))
         monkeypatch.setattr(select, "runs_gluon", lambda device: True)
-    monkeypatch.setattr(select, "TILES", 1)  # also where they are not faster
+    monkeypatch.setattr(select, "TILES", 1)  # also where they are slower
     monkeypatch.setattr(select, "SHORTEST_BACKWARD", 1)
     names: list[str] = []
     for name in ("fused_forward", "fused_backward"):

@@ -85,6 +85,22 @@ def test_shapes(shape: tuple[int, ...]):
     agree(inputs(*shape))
 
 
+@pytest.mark.parametrize(
+    ("size", "row", "gated", "expected"),
+    [
+        (1024, 2048, False, (8, 3)),
+        (1025, 2050, False, (12, 1)),
+        (1024, 8192, True, (8, 2)),
+        (1025, 2050, True, (8, 3)),
+        (2048, 8192, True, (8, 3)),
+        (4097, 8194, True, (6, 1)),
+    ],
+)
+def test_walks(size: int, row: int, gated: bool, expected: tuple[int, int]):
+    """Pipelines of long rows would not fit into the shared memory of small GPUs."""
+    assert gpu_op.walk(size, row, gated) == expected
+
+
 def test_only_short_kernels_start_early():
     few, many = (gpu_op.launch(None, rows, 1, 1024, "none", "silu", 1024, 0, 1e-5) for rows in (64, 4096))
     assert few.overlap
@@ -196,8 +212,8 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16, gate: str = "las
         (3, 1001, 5, 64),
         (3, 1001, 2, 256),
         (8, 4096, 1024),
-        (2, 1001, 2048),
-        (1, 1001, 4096),
+        (8, 1001, 2048),
+        (3, 1101, 4096),
         (1, 501, 8192),
     ],
 )

@@ -276,10 +276,10 @@ def _norms(draw: Draw, size: int) -> Iterator[OpCall]:
 def _products(draw: Draw, size: int) -> Iterator[OpCall]:
     inputs = {"gate_up": draw(ROWS, LENGTH, 4 * size), "weight": draw(size, 2 * size) / 8}
     yield OpCall("gated_linear", "", size, inputs)
-    # with two blocks of 256 rows, five tiles for each of 132 multiprocessors
-    channels, outputs = (5 * 66 * 128, 1024) if size == 64 else (256, size)
+    # One size of GPUs is large enough for the fused kernels: 17 × 39 tiles, five for each of 132 multiprocessors.
+    rows, channels, outputs = (16 * ROWS, 39 * 128, 1024) if size == 64 else (ROWS, 256, size)
     weights = {"gate_up": draw(2 * channels, size) / 8, "down": draw(outputs, channels) / 8}
-    x = draw(ROWS, LENGTH, size)
+    x = draw(rows, LENGTH, size)
     yield OpCall("gated_linear", "whole MLP", size, {"x": x, **weights}, call=kernels.gated_mlp)
     inputs = {"x": draw(ROWS, 1, 4 * size), "weight": draw(3 * size, 4 * size) / 8, "bias": draw(3 * size)}
     yield OpCall("linear", "few rows", size, inputs, call=torch.no_grad()(kernels.linear))

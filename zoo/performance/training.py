@@ -277,7 +277,7 @@ def _peer(
 
 
 def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any) -> None:
-    """Run steps of all models in turns of several steps, so that the clock of a GPU has time to adapt to a model."""
+    """Run steps of all models in turns of `TURN` steps, since training runs many in a row."""
     for done in range(0, steps, TURN):
         for _, learner in learners:
             for _ in range(min(TURN, steps - done)):

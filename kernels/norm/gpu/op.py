@@ -24,15 +24,16 @@ MOST_EARLY = 128  # programs that may start early: while they wait, they take ro
 class Walk(NamedTuple):
     """Programs of the backward pass, which walk over the rows. Each stores a part of the weight's gradient."""
 
-    programs: int  # on a multiprocessor; all finish at about the same time
-    tiles: int  # that are loaded at a time
+    programs: int  # on a multiprocessor
+    stages: int  # of the pipeline that loads tiles
 
 
-SHORT, LONG = 1024, 8192  # numbers of a row, and bytes of a row: three tiles of all inputs fit into shared memory
+SHORT = 1024  # numbers of a row
+LONG = 8192  # bytes of a row, up to which three stages have room in the shared memory of any GPU
 
 
 def walk(size: int, row: int, gated: bool) -> Walk:
-    """The fastest walk over rows of `size` numbers and `row` bytes, for bf16 on an H200."""
+    """Return the fastest walk over rows of `size` numbers and `row` bytes, measured in bf16 on an H200."""
     if not gated:
         return Walk(8, 3) if size <= SHORT else Walk(12, 1)
     if size <= SHORT:
@@ -67,7 +68,8 @@ def launch(
 ) -> LaunchSpec:
     """The launch for `rows` rows; `numbers` are the strides of x and of the gate, and eps.
 
-    Forward, `device` is None; the backward pass depends on it, and on `widest`, the most bytes of a number.
+    Forward, `device` is None. The backward pass depends on it and, with a gate, on `widest`, the size in bytes of the
+    widest input's numbers.
     """
     block = next_power_of_2(size)
     tile = max(1, ELEMENTS // block)
@@ -77,9 +79,8 @@ def launch(
     if device is None:
         programs = cdiv(rows, tile)
         return LaunchSpec(kernels.forward, programs, rows, *numbers, **fixed, overlap=programs <= MOST_EARLY)
-    how = walk(size, size * widest, gate != "none")
-    programs = walkers(rows, tile, device, how.programs)
-    return LaunchSpec(kernels.backward, programs, rows, *numbers, **fixed, STAGES=how.tiles)
+    each, stages = walk(size, size * widest, gate != "none")
+    return LaunchSpec(kernels.backward, walkers(rows, tile, device, each), rows, *numbers, **fixed, STAGES=stages)
 
 
 def sizes(args: Arguments) -> tuple[int, int, int, str, str]:
@@ -107,7 +108,7 @@ def differentiate_rows(
     weight = None if weight is None else weight.contiguous()
     dx, dgate = new(x), None if gate is None else new(gate)
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    widest = max(each.element_size() for each in (x, gate, dy) if each is not None)
+    widest = 0 if gate is None else max(each.element_size() for each in (x, gate, dy))
     queue = launch(x.device, *sizes(args), x_outer, gate_outer, eps, widest=widest)
     parts = None if weight is None else new(x, queue.programs, 1, x.shape[-1], dtype=torch.float32)
     queue(x, gate, weight, dy.contiguous(), dtotal, dx, dgate, parts)
