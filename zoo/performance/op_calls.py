@@ -276,7 +276,7 @@ def _norms(draw: Draw, size: int) -> Iterator[OpCall]:
 def _products(draw: Draw, size: int) -> Iterator[OpCall]:
     inputs = {"gate_up": draw(ROWS, LENGTH, 4 * size), "weight": draw(size, 2 * size) / 8}
     yield OpCall("gated_linear", "", size, inputs)
-    # One size of GPUs is large enough for the fused kernels: 17 × 39 tiles, five for each of 132 multiprocessors.
+    # 64, which only GPUs are examined with, reaches the fused kernels: 17 × 39 tiles, five for each multiprocessor
     rows, channels, outputs = (16 * ROWS, 39 * 128, 1024) if size == 64 else (ROWS, 256, size)
     weights = {"gate_up": draw(2 * channels, size) / 8, "down": draw(outputs, channels) / 8}
     x = draw(rows, LENGTH, size)

@@ -12,8 +12,8 @@ from ...gpu.paths import KernelPath
 WIDTH, INNER = 128, 64  # columns of a tile, and channels of a step of the sum
 ROWS_FORWARD, ROWS_BACKWARD = WIDTH, 2 * WIDTH  # of a tile
 UNIT = 8  # numbers in bf16: TMA requires that rows begin at multiples of 16 bytes
-# On an H200, the kernels gained nothing with fewer tiles per multiprocessor, nothing forward with 2,048 inputs, and
-# nothing backward with 512 outputs.
+# In training on an H200, the kernels gained nothing with fewer tiles per multiprocessor, nothing forward with 2,048
+# inputs, and nothing backward with 512 outputs.
 TILES, LONGEST_FORWARD, SHORTEST_BACKWARD = 5, 1024, 1024
 
 

@@ -26,7 +26,7 @@ from zoo.performance.kernels import bench_kernels, measured
 from zoo.performance.peer_ops import PEERS, PeerOp
 from zoo.performance.peers import language_model
 from zoo.performance.timing import medians, process_age
-from zoo.performance.training import TrainingReport, bench_training
+from zoo.performance.training import TrainingReport, bench_training, timed
 
 pytest_plugins = "tests.desk"
 
@@ -392,6 +392,16 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
     assert cells[0] == ["kda", "  theirs", "  same"]
     assert cells[2][1] == "–"
     assert cells[1][2].startswith("±")
+
+
+def test_models_train_in_turns():
+    order: list[str] = []
+    learners = [
+        types.SimpleNamespace(step=lambda mark, name=name: order.append(name), clock=types.SimpleNamespace(mark=None))
+        for name in "ab"
+    ]
+    timed([({}, learner) for learner in learners], 6, types.SimpleNamespace(update=lambda: None))
+    assert "".join(order) == "aaaabbbbaabb"
 
 
 @pytest.mark.slow
