@@ -267,10 +267,10 @@ class Meter:
         """Time steps for about `SECONDS`, at least two of them."""
         with tqdm(disable=True) as bar:
             start = time.perf_counter()
-            timed([(row, learner)], 1, bar)
+            timed([(row, learner)], 1, bar, heat=0)
             synchronize(self.to.device)
             steps = min(self.to.steps, max(2, int(SECONDS / (time.perf_counter() - start))))
-            timed([(row, learner)], steps - 1, bar)
+            timed([(row, learner)], steps - 1, bar, heat=0)
         row["steps"] = steps
 
     def _free(self) -> None:

@@ -84,7 +84,7 @@ def test_a_cell_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
 
 def test_memory_that_runs_out_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cost, "warmed", lambda *_, **__: True)
-    monkeypatch.setattr(cost, "timed", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    monkeypatch.setattr(cost, "timed", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
     assert meter().row(16, "eager")["note"] == DOES_NOT_FIT
 
 

@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from zoo.train.optim import Optimisation
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
 TURN = 4  # steps of a model in a row
+HEAT = 4.0  # seconds in which a GPU's clock falls to what its limit of power allows
 
 
 class TrainingReport(Report):
@@ -92,7 +93,7 @@ def bench_training(
         config: Configs and `key=value` overrides, in order.
         batch_size: Sequences in a step; null for the config's.
         length: Tokens in a sequence; null for the config's.
-        steps: Number of steps to time, after a few to warm up.
+        steps: Number of steps to time, after a few to warm up, and on a GPU after four seconds more.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or else bf16-mixed on a GPU and
             32-true on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
@@ -276,10 +277,25 @@ def _peer(
     return [(row, learner)] if done else []
 
 
-def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any) -> None:
-    """Run steps of all models in turns of `TURN` steps, since training runs many in a row."""
-    for done in range(0, steps, TURN):
+def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any, *, heat: float = HEAT) -> None:
+    """Run steps of all models in turns of `TURN` steps, since training runs many in a row.
+
+    On a GPU, turns that take `heat` seconds come first and are not measured.
+    """
+    end = time.perf_counter() + heat
+    while any(learner.device.type == "cuda" for _, learner in learners) and time.perf_counter() < end:
+        for _ in _turn(learners, TURN):
+            pass
         for _, learner in learners:
-            for _ in range(min(TURN, steps - done)):
-                learner.step(learner.clock.mark)
-                bar.update()
+            learner.clock.between()
+    for done in range(0, steps, TURN):
+        for _ in _turn(learners, min(TURN, steps - done)):
+            bar.update()
+
+
+def _turn(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int) -> Iterator[None]:
+    """Run some steps of each model."""
+    for _, learner in learners:
+        for _ in range(steps):
+            learner.step(learner.clock.mark)
+            yield

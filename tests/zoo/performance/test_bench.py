@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from tqdm import tqdm
 
 import kernels
 from kernels import UserError
@@ -394,14 +395,25 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
     assert cells[1][2].startswith("±")
 
 
-def test_models_train_in_turns():
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", "aaaabbbbaabb"), ("cuda", "aaaabbbb--aaaabbbb--aaaabbbbaabb")]
+)
+def test_models_train_in_turns(device: str, expected: str, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU, turns come first whose times are cleared. Here, each step takes a quarter of a second."""
     order: list[str] = []
+    clock = types.SimpleNamespace(perf_counter=lambda: len("".join(order).replace("-", "")) / 4)
+    monkeypatch.setattr("zoo.performance.training.time", clock)
     learners = [
-        types.SimpleNamespace(step=lambda mark, name=name: order.append(name), clock=types.SimpleNamespace(mark=None))
+        types.SimpleNamespace(
+            step=lambda mark, name=name: order.append(name),
+            clock=types.SimpleNamespace(mark=None, between=lambda: order.append("-")),
+            device=torch.device(device),
+        )
         for name in "ab"
     ]
-    timed([({}, learner) for learner in learners], 6, types.SimpleNamespace(update=lambda: None))
-    assert "".join(order) == "aaaabbbbaabb"
+    with tqdm(disable=True) as bar:
+        timed([({}, learner) for learner in learners], 6, bar)
+    assert "".join(order) == expected
 
 
 @pytest.mark.slow
