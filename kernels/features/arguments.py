@@ -76,6 +76,11 @@ class FeatureStream:
         """Channels of a head of the result."""
         return self.x.shape[3] if self.product is None else self.product.shape[2] // self.subheads
 
+    @property
+    def is_identity(self) -> bool:
+        """Return whether nothing follows the product, or changes x if there is none."""
+        return self.weight is None and self.activation == "identity" and self.norm == "none"
+
     def in_front(self) -> "FeatureStream":
         """Return the stream of the activation `before` alone, whose result is recomputed; self if there is none."""
         return self if self.before == "identity" else FeatureStream(self.x, activation=self.before, kept=False)
@@ -88,7 +93,7 @@ class FeatureStream:
         """Return the stream after its product, which becomes x."""
         if self.product is None:
             return self
-        x = head_linear(self.x, self.product)
+        x = head_linear(self.x, self.product, kept=self.is_identity and bool(self.kept))
         x = x.view(*x.shape[:2], x.shape[2] * self.subheads, self.size)
         rest = (self.history, self.return_history, self.cu_seqlens, self.consume_history)
         return FeatureStream(x, self.weight, self.bias, self.activation, self.norm, *rest, kept=self.kept)

@@ -30,6 +30,7 @@ from mixers.base import LinearMixer
 from mixers.contract import CLAUSES
 
 SITE = Site(hidden_size=64, num_heads=2)
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 MIXERS = {
     "GatedDeltaNet": GatedDeltaNet,
     "fewer key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=16),
@@ -370,6 +371,26 @@ def test_streams_and_gates_of_an_expansion_are_computed_again(
     more = kept(mixer, 8, monkeypatch) - kept(mixer, 2, monkeypatch)
     # on a CPU, an activation of the queries keeps its result; nothing else has the size of the state
     assert more < (1 + 6 if mixer.func is HGRN2 and "q" not in mixer.keywords else 1)
+
+
+@interpreted
+@pytest.mark.parametrize("qk", [Features(), Features(norm="l2"), Features(conv=4, activation="silu")])
+@pytest.mark.parametrize("recompute", [True, "queries", "states", False])
+def test_named_streams_are_computed_again(recompute: Any, qk: Features, monkeypatch: pytest.MonkeyPatch):
+    made, calls = Expanded(mixer=partial(GLA, qk=qk), factor=2, recompute=recompute)(SITE), []
+
+    def recurrence(q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, **_: Any) -> tuple[Tensor, None]:
+        o = Keeping.apply(q, k, v, log_decay)
+        calls.append((q, k, o))
+        return o, None
+
+    monkeypatch.setattr(made, "recurrence", recurrence)
+    with kernels.backend("triton"), kernels.recomputing():
+        made(torch.randn(1, 16, 64))
+        ((q, k, o),) = calls
+        saved_q, saved_k, *_ = o.grad_fn.saved_tensors
+    assert (saved_q.data_ptr() != q.data_ptr()) == (recompute in (True, "queries"))
+    assert (saved_k.data_ptr() != k.data_ptr()) == (recompute is True)
 
 
 @pytest.mark.parametrize("mixer", [GLA, partial(HGRN2, head_dim=32)])

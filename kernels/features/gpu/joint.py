@@ -47,7 +47,7 @@ def fits(streams: Sequence[FeatureStream], gates: GateInputs | None) -> bool:
     return (
         plain(tensors if gates is None else [*tensors, *gates.tensors])
         and all(
-            stream.differentiated and not op.nothing(stream) and stream.history is None and not stream.return_history
+            stream.differentiated and not stream.is_identity and stream.history is None and not stream.return_history
             for stream in streams
         )
         and (gates is None or (gates.differentiated and gates.b is not None))

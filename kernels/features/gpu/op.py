@@ -185,11 +185,6 @@ def compute_step(args: Arguments) -> tuple[Tensor, Tensor]:
 step = register("features_step", compute_step, None, lambda args: (new(args.x), _empty_tail(args)), results=2)
 
 
-def nothing(stream: FeatureStream) -> bool:
-    """Return whether the features are x itself."""
-    return stream.weight is None and stream.activation == "identity" and stream.norm == "none"
-
-
 def arguments(stream: FeatureStream) -> Arguments:
     """The arguments of the op."""
     x, weight, bias = stream.x, stream.weight, stream.bias
@@ -208,7 +203,7 @@ def recomputed(y: Tensor, args: Arguments, kept: bool | None) -> Tensor:
 
 def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """y [B,T,heads,size], and the history for the next call if it is to be returned."""
-    if nothing(stream):
+    if stream.is_identity:
         return stream.x, continued(stream) if stream.return_history else None
     args = arguments(stream)
     if stream.return_history and stream.weight is not None and stream.cu_seqlens is None and not stream.differentiated:
