@@ -48,15 +48,16 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
 apply = register("head_linear", compute, differentiate, _empty)
 
 
-def head_linear(x: Tensor, weight: Tensor, *, kept: bool = False) -> Tensor:
+def head_linear(x: Tensor, weight: Tensor, *, save_result: bool = False) -> Tensor:
     """x_h W_h for each head h, in the dtype of x, or of autocast where that is on.
 
-    Inside `recomputing()` the result is not saved by what follows, unless `kept`: it may be many times larger than x.
+    Inside `recomputing()`, the backward pass recomputes the result unless `save_result`, since it may be many times
+    larger than x.
 
     Args:
         x: [B,T,H,K].
         weight: W [H,K,N].
-        kept: Whether what follows may save the result inside `recomputing()`.
+        save_result: Whether what follows may save the result inside `recomputing()`.
 
     Returns:
         y [B,T,H,N].
@@ -72,4 +73,4 @@ def head_linear(x: Tensor, weight: Tensor, *, kept: bool = False) -> Tensor:
         x = x.to(torch.get_autocast_dtype(x.device.type))
     how = implementation(x)
     y = apply(x, weight, how)
-    return y if kept else remake(y, lambda *args: compute(Arguments(*args))[0], x, weight, how)
+    return y if save_result else remake(y, lambda *args: compute(Arguments(*args))[0], x, weight, how)

@@ -28,6 +28,7 @@ class Expanded:
             and keys, each a tensor [B,T,heads·E·K], and the states before all chunks, [B,T/64,heads·E,K,V] (with few
             subheads, these are kept anyway). `true` is all of it, `queries` spares the keys, `states` the queries as
             well, and `false` keeps all of these. The activation in front of an expansion is always computed again.
+            Queries and keys of other expansions than HeadWise, or with `residual`, are always kept.
     """
 
     def __init__(

@@ -254,7 +254,7 @@ def bench_expansion(
         long_head: Whether to measure each E with one long head, too.
         batch_size: Sequences in a step.
         length: Tokens in a sequence.
-        steps: Number of steps to time, after a few to warm up, and on a GPU after four seconds more.
+        steps: Number of steps to time, after a few others; on a GPU after four seconds of them, or 100.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
@@ -435,7 +435,7 @@ def bench_length(
         size: Their size, 0.4b or 1.3b.
         lengths: Tokens in a sequence; null for 2048, 4096, 8192 and 16384.
         tokens: Tokens in a step, a multiple of each length.
-        steps: Number of steps to time, after a few to warm up, and on a GPU after four seconds more.
+        steps: Number of steps to time, after a few others; on a GPU after four seconds of them, or 100.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.

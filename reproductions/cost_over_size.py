@@ -267,6 +267,7 @@ class Meter:
         """Time steps for about `SECONDS`, at least two of them."""
         with tqdm(disable=True) as bar:
             start = time.perf_counter()
+            # most models are too small to reach a GPU's limit of power, and there are many cells
             timed([(row, learner)], 1, bar, heat=0)
             synchronize(self.to.device)
             steps = min(self.to.steps, max(2, int(SECONDS / (time.perf_counter() - start))))

@@ -98,7 +98,7 @@ def mixers_400m(
         speed: Whether to measure the speed of models whose row has none.
         batch_size: Sequences in a step; half as many where they do not fit.
         length: Tokens in a sequence.
-        steps: Number of steps to time, after a few to warm up.
+        steps: Number of steps to time, after a few others; on a GPU after four seconds of them, or 100.
         device: cpu or cuda; null for the GPU if available.
         seconds: Time after which no further model is measured; null for no limit.
         file: The CSV to update.

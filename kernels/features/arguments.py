@@ -78,7 +78,7 @@ class FeatureStream:
 
     @property
     def is_identity(self) -> bool:
-        """Return whether nothing follows the product, or changes x if there is none."""
+        """Return whether x, or its product, gets no convolution, activation or norm."""
         return self.weight is None and self.activation == "identity" and self.norm == "none"
 
     def in_front(self) -> "FeatureStream":
@@ -93,7 +93,7 @@ class FeatureStream:
         """Return the stream after its product, which becomes x."""
         if self.product is None:
             return self
-        x = head_linear(self.x, self.product, kept=self.is_identity and bool(self.kept))
+        x = head_linear(self.x, self.product, save_result=self.is_identity and bool(self.kept))
         x = x.view(*x.shape[:2], x.shape[2] * self.subheads, self.size)
         rest = (self.history, self.return_history, self.cu_seqlens, self.consume_history)
         return FeatureStream(x, self.weight, self.bias, self.activation, self.norm, *rest, kept=self.kept)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.core.recompute import noted
 
 PACKED = [0, 0, 1, 3, 10, 10, 20, 20]  # documents shorter than the convolution, and empty ones
 STAGES = list(product(kernels.ACTIVATIONS, kernels.NORMS))
@@ -112,6 +113,15 @@ def test_without_anything_to_do(backend: str):
         y, history = kernels.features(**a)
     assert torch.equal(y, a["x"])
     assert history is None
+
+
+@pytest.mark.parametrize("kept", [True, False, None])
+@pytest.mark.parametrize("after", [{}, {"weight": torch.ones(6, 1, 2)}, {"activation": "silu"}, {"norm": "l2"}])
+def test_a_product_is_saved_only_if_it_is_the_result(after: dict[str, Any], kept: bool | None):
+    matrix = torch.ones(1, 3, 6, requires_grad=True)
+    with kernels.recomputing():
+        x = kernels.FeatureStream(torch.ones(1, 4, 1, 3), product=matrix, kept=kept, **after).multiplied().x
+        assert noted(x) == (kept is not True or after != {})
 
 
 def test_silent_heads_have_gradients():

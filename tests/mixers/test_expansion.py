@@ -30,7 +30,6 @@ from mixers.base import LinearMixer
 from mixers.contract import CLAUSES
 
 SITE = Site(hidden_size=64, num_heads=2)
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 MIXERS = {
     "GatedDeltaNet": GatedDeltaNet,
     "fewer key heads": partial(GatedDeltaNet, num_heads=4, num_key_heads=2, head_dim=16),
@@ -373,11 +372,11 @@ def test_streams_and_gates_of_an_expansion_are_computed_again(
     assert more < (1 + 6 if mixer.func is HGRN2 and "q" not in mixer.keywords else 1)
 
 
-@interpreted
 @pytest.mark.parametrize("qk", [Features(), Features(norm="l2"), Features(conv=4, activation="silu")])
 @pytest.mark.parametrize("recompute", [True, "queries", "states", False])
 def test_named_streams_are_computed_again(recompute: Any, qk: Features, monkeypatch: pytest.MonkeyPatch):
-    made, calls = Expanded(mixer=partial(GLA, qk=qk), factor=2, recompute=recompute)(SITE), []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made, calls = Expanded(mixer=partial(GLA, qk=qk), factor=2, recompute=recompute)(SITE).to(device), []
 
     def recurrence(q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, **_: Any) -> tuple[Tensor, None]:
         o = Keeping.apply(q, k, v, log_decay)
@@ -386,7 +385,7 @@ def test_named_streams_are_computed_again(recompute: Any, qk: Features, monkeypa
 
     monkeypatch.setattr(made, "recurrence", recurrence)
     with kernels.backend("triton"), kernels.recomputing():
-        made(torch.randn(1, 16, 64))
+        made(torch.randn(1, 16, 64, device=device))
         ((q, k, o),) = calls
         saved_q, saved_k, *_ = o.grad_fn.saved_tensors
     assert (saved_q.data_ptr() != q.data_ptr()) == (recompute in (True, "queries"))

@@ -84,8 +84,16 @@ def test_a_cell_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
 
 def test_memory_that_runs_out_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cost, "warmed", lambda *_, **__: True)
-    monkeypatch.setattr(cost, "timed", lambda *_, **__: (_ for _ in ()).throw(torch.OutOfMemoryError("out of memory")))
+    options: list[dict] = []
+
+    def timed(*_: object, **named: object) -> None:
+        options.append(named)
+        if len(options) == 2:
+            raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(cost, "timed", timed)
     assert meter().row(16, "eager")["note"] == DOES_NOT_FIT
+    assert options == [{"heat": 0}] * 2
 
 
 def test_eager_steps_are_left_out_where_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch):

@@ -32,7 +32,8 @@ from zoo.train.optim import Optimisation
 DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
 TURN = 4  # steps of a model in a row
-HEAT = 4.0  # seconds in which a GPU's clock falls to what its limit of power allows
+HEAT = 4.0  # seconds of load before timing, after which a GPU at its limit of power has slowed down
+MOST_HEATING = 100  # steps of a model in that time; small models reach no such limit
 
 
 class TrainingReport(Report):
@@ -93,7 +94,7 @@ def bench_training(
         config: Configs and `key=value` overrides, in order.
         batch_size: Sequences in a step; null for the config's.
         length: Tokens in a sequence; null for the config's.
-        steps: Number of steps to time, after a few to warm up, and on a GPU after four seconds more.
+        steps: Number of steps to time, after a few others; on a GPU after four seconds of them, or 100.
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for the config's, or else bf16-mixed on a GPU and
             32-true on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
@@ -280,10 +281,12 @@ def _peer(
 def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any, *, heat: float = HEAT) -> None:
     """Run steps of all models in turns of `TURN` steps, since training runs many in a row.
 
-    On a GPU, turns that take `heat` seconds come first and are not measured.
+    On a GPU, it first runs untimed turns for at least `heat` seconds, or 100 steps of each model.
     """
-    end = time.perf_counter() + heat
-    while any(learner.device.type == "cuda" for _, learner in learners) and time.perf_counter() < end:
+    on_gpu, end = any(learner.device.type == "cuda" for _, learner in learners), time.perf_counter() + heat
+    for _ in range(MOST_HEATING // TURN if on_gpu else 0):
+        if time.perf_counter() >= end:
+            break
         for _ in _turn(learners, TURN):
             pass
         for _, learner in learners:

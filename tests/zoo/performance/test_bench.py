@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from tqdm import tqdm
 
 import kernels
 from kernels import UserError
@@ -399,7 +398,7 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
     ("device", "expected"), [("cpu", "aaaabbbbaabb"), ("cuda", "aaaabbbb--aaaabbbb--aaaabbbbaabb")]
 )
 def test_models_train_in_turns(device: str, expected: str, monkeypatch: pytest.MonkeyPatch):
-    """On a GPU, turns come first whose times are cleared. Here, each step takes a quarter of a second."""
+    """On a GPU, untimed turns come first. Here, each step takes a quarter of a second."""
     order: list[str] = []
     clock = types.SimpleNamespace(perf_counter=lambda: len("".join(order).replace("-", "")) / 4)
     monkeypatch.setattr("zoo.performance.training.time", clock)
@@ -407,13 +406,26 @@ def test_models_train_in_turns(device: str, expected: str, monkeypatch: pytest.M
         types.SimpleNamespace(
             step=lambda mark, name=name: order.append(name),
             clock=types.SimpleNamespace(mark=None, between=lambda: order.append("-")),
-            device=torch.device(device),
+            device=torch.device(device if name == "a" else "cpu"),
         )
         for name in "ab"
     ]
-    with tqdm(disable=True) as bar:
-        timed([({}, learner) for learner in learners], 6, bar)
+    updates: list[None] = []
+    timed([({}, learner) for learner in learners], 6, types.SimpleNamespace(update=lambda: updates.append(None)))
     assert "".join(order) == expected
+    assert len(updates) == 2 * 6
+
+
+def test_a_small_model_heats_a_gpu_for_a_hundred_steps(monkeypatch: pytest.MonkeyPatch):
+    steps: list[None] = []
+    monkeypatch.setattr("zoo.performance.training.time", types.SimpleNamespace(perf_counter=lambda: len(steps) / 1e3))
+    learner = types.SimpleNamespace(
+        step=lambda mark: steps.append(None),
+        clock=types.SimpleNamespace(mark=None, between=lambda: None),
+        device=torch.device("cuda"),
+    )
+    timed([({}, learner)], 8, types.SimpleNamespace(update=lambda: None))
+    assert len(steps) == 100 + 8
 
 
 @pytest.mark.slow
