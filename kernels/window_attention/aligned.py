@@ -28,10 +28,17 @@ def forward(a: Attention) -> Tensor:
         if a.first_key is None and not a.q.is_cuda:
             return _rows(a)
         first = [0] * len(a.q) if a.first_key is None else a.first_key.tolist()
-        T, S = a.q.shape[1], a.k.shape[1]
-        # a cache that is not full begins with empty places; only the key of a query itself is never one
-        parts = [(slice(b, b + 1), slice(min(start, S - T), S)) for b, start in enumerate(first)]
-        return torch.cat([_rows(_part(a, row, slice(None), keys)) for row, keys in parts])
+        return torch.cat([_row(a, b, max(0, start)) for b, start in enumerate(first)])
+
+
+def _row(a: Attention, row: int, first: int) -> Tensor:
+    """o [1,T,H,V] of a row from its first valid key on; 0 for queries before it."""
+    T, S = a.q.shape[1], a.k.shape[1]
+    skipped = max(0, first - (S - T))
+    if skipped >= T:
+        return a.v.new_zeros(1, T, a.q.shape[2], a.v.shape[3])
+    o = _rows(_part(a, slice(row, row + 1), slice(skipped, T), slice(first, S)))
+    return F.pad(o, (0, 0, 0, 0, skipped, 0))
 
 
 def _part(a: Attention, rows: slice, queries: slice, keys: slice) -> Attention:

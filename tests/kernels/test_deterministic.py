@@ -122,6 +122,24 @@ def test_attention_to_the_loop_and_from_a_cache(groups: int, window: int | None,
     torch.testing.assert_close(o, reference.forward(check(q, k, v, window, None, None, None)), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("decays", [False, True])
+def test_attention_of_queries_without_a_key(decays: bool, window: int | None, device: str):
+    """The first valid key may come after the first query, after the last key, or before the first place."""
+    lengths, heads = (70, 80, 80), (4, 2, 2)
+    q, k, v = (torch.randn(6, T, H, 8, device=device) for T, H in zip(lengths, heads, strict=True))
+    log_decay = -torch.rand(6, 80, 4, device=device) if decays else None
+    first = torch.tensor([0, 10, 11, 79, 80, -3], device=device)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with kernels.deterministic():
+        o = kernels.window_attention(q, k, v, window_size=window, first_key=first, log_decay=log_decay)
+    expected = reference.forward(check(q, k, v, window, first, None, None, log_decay))
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    for actual, wanted in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (o, expected)), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.slow
 def test_rows_and_documents_of_every_op():
     every_op("cpu")
