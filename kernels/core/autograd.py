@@ -22,6 +22,11 @@ NAMESPACE = "token_mixer_zoo"
 Gradients = Mapping[str, Tensor | None]
 
 
+def over_rows(x: Tensor) -> Tensor:
+    """The sum of x […,C] over all axes but the last, in new memory."""
+    return x.flatten(0, -2).sum(0) if x.dim() > 1 else x.clone()
+
+
 def register(
     name: str,
     forward: Callable[[Any], tuple[Tensor | None, ...]],

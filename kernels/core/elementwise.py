@@ -67,4 +67,7 @@ def rsqrt(x: Tensor) -> Tensor:
 
 def logaddexp(x: Tensor, y: Tensor) -> Tensor:
     """log(exp x + exp y)."""
-    return torch.maximum(x, y) + (-(x - y).abs()).exp().log1p() if _exact(x) else torch.logaddexp(x, y)
+    if not _exact(x):
+        return torch.logaddexp(x, y)
+    apart = torch.where(x == y, 0, x - y)  # also where both are infinite
+    return torch.maximum(x, y) + (-apart.abs()).exp().log1p()

@@ -123,6 +123,8 @@ def check(
         raise ValueError(f"v: expected [{B},{rows},H,V] {_as_q(steps)}, got shape {tuple(v.shape)}")
     if T < 1:
         raise ValueError("q: a sequence needs at least one token")
+    if key_heads < 1 or K < 1:
+        raise ValueError(f"q: needs at least one head and one channel, got shape {tuple(shape)}")
     H = v.shape[2]
     if k.shape != (B, rows, key_heads, K):
         expected = f"the shape of q, {tuple(shape)}" if steps == 1 else f"[{B},{rows},{key_heads},{K}] {_as_q(steps)}"
@@ -146,7 +148,10 @@ def check(
         raise ValueError(f"beta: expected [{B},{rows},{count}]{wide}, got shape {tuple(beta.shape)}")
     if erase is not None and erase.shape != (B, rows, count, K):
         raise ValueError(f"erase: expected [{B},{rows},{count},{K}], got shape {tuple(erase.shape)}")
-    scale = K**-0.5 if scale is None else scale
+    if scale is None:
+        scale = K**-0.5
+    else:
+        check_scale(scale)
     result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
     result.erase, result.read_before, result.steps = erase, read_before, steps
     result.consume_state = consume_state and not result.differentiated and writable(initial_state)
@@ -170,7 +175,20 @@ def check(
             raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
         if x.dtype != dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {dtype}")
+    precision = torch.promote_types(dtype, torch.float32)
+    result.beta, result.initial_state = _in_precision(beta, precision), _in_precision(initial_state, precision)
     return result
+
+
+def _in_precision(x: Tensor | None, precision: torch.dtype) -> Tensor | None:
+    """x in the precision of the computation if only one of both is fp64."""
+    return x if x is None or torch.float64 not in (x.dtype, precision) else x.to(precision)
+
+
+def check_scale(scale: float) -> None:
+    """Raise a ValueError unless a factor on scores or outputs is finite."""
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: must be a finite number, got {scale}")
 
 
 def _as_q(steps: int) -> str:

@@ -134,6 +134,7 @@ def delta_rule(
     if erase_write is not None:
         if erase is None:
             raise ValueError("erase_write: needs erase, which it goes with")
+        check(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, erase=erase, steps=steps)
         q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
         beta = None if beta is None else beta.repeat_interleave(2, 1)
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
@@ -162,6 +163,9 @@ def two_steps(
         raise ValueError(
             f"erase_write: expected the shape of erase, {tuple(erase.shape)}, got {tuple(erase_write.shape)}"
         )
+    for name, x in ("erase", erase), ("erase_write", erase_write):
+        if x.dtype != k.dtype:
+            raise ValueError(f"{name}: is {x.dtype}, but k is {k.dtype}; with erase_write, both have one dtype")
     heads, groups = v.shape[2], k.shape[2] // subheads
     if heads != groups:  # the keys of the first step are those of value heads
         q, k = (

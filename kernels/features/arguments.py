@@ -36,8 +36,10 @@ class FeatureStream:
 
     def __post_init__(self) -> None:
         x, weight, bias = self.x, self.weight, self.bias
-        if x.dim() != 4:
-            raise ValueError(f"x: expected [B,T,heads,size], got shape {tuple(x.shape)}")
+        if x.dim() != 4 or not x.is_floating_point():
+            raise ValueError(f"x: expected a floating [B,T,heads,size], got {x.dtype} {tuple(x.shape)}")
+        if self.subheads < 1:
+            raise ValueError(f"subheads: must be at least 1, got {self.subheads}")
         if x.shape[1] < 1:
             raise ValueError("x: a sequence needs at least one token")
         if (product := self.product) is not None:

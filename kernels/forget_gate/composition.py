@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.allocation import new
-from ..core.autograd import Gradients, register
+from ..core.autograd import Gradients, over_rows, register
 from ..core.elementwise import logaddexp, sigmoid
 from ..core.recurrence import at_least_fp32
 
@@ -56,9 +56,10 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
         stays, opens, shut = F.logsigmoid(at), F.logsigmoid(-at), F.logsigmoid(-wide) - log_f
         dwide = (F.logsigmoid(wide) + (shut + opens)).exp_().mul_(dy)
         if needed.odds:
-            dodds = (shut + (stays + opens)).exp_().mul_(dy).flatten(0, -2).sum(0).mul_(scale).to(odds.dtype)
+            dodds = (shut + (stays + opens)).exp_().mul_(dy)
+            dodds = over_rows(dodds).mul_(scale).to(odds.dtype)
     dwide.mul_(scale)
-    dbias = dwide.flatten(0, -2).sum(0).to(bias.dtype) if bias is not None and needed.bias else None
+    dbias = over_rows(dwide).to(bias.dtype) if bias is not None and needed.bias else None
     return {"x": dwide.to(x.dtype) if needed.x else None, "bias": dbias, "odds": dodds}
 
 
@@ -66,10 +67,10 @@ forward = register("forget_gate", _compute, _differentiate, empty)
 
 
 def reference(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
-    """The formula of the papers."""
-    x = at_least_fp32(x) if bias is None else at_least_fp32(x) + bias
-    forget = x.sigmoid()
+    """The formula of the papers, in fp64, where σ of a strong gate is not 0."""
+    wide = x.double() if bias is None else x.double() + bias
+    forget = wide.sigmoid()
     if odds is not None:
-        lower = at_least_fp32(odds).sigmoid()
+        lower = odds.double().sigmoid()
         forget = lower + (1 - lower) * forget
-    return scale * torch.log(forget)
+    return (scale * torch.log(forget)).to(torch.promote_types(x.dtype, torch.float32))

@@ -1,5 +1,6 @@
 """The cross-entropy of a linear head: −log softmax(x Wᵀ) at the labels, without the logits of all tokens in memory."""
 
+import math
 from typing import Any
 
 import torch
@@ -103,8 +104,8 @@ def linear_token_losses(
 
 
 def _check(x: Tensor, weight: Tensor, labels: Tensor, cap: float | None) -> None:
-    if cap is not None and cap <= 0:
-        raise ValueError(f"cap: expected a number above 0, or None, got {cap}")
+    if cap is not None and not 0 < cap < math.inf:
+        raise ValueError(f"cap: expected a finite number above 0, or None, got {cap}")
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x: expected a floating [N,D], got {x.dtype} {tuple(x.shape)}")
     if weight.dim() != 2 or weight.shape[1] != x.shape[1]:

@@ -48,9 +48,17 @@ def token_losses(
     return losses, correct
 
 
+def _counted(labels: Tensor, size: int, ignore_index: int) -> Tensor:
+    """Return which tokens have a loss; raise an IndexError for a label outside a vocabulary of `size` on a CPU."""
+    counted = labels != ignore_index
+    if labels.is_cpu and bool((counted & ((labels < 0) | (labels >= size))).any()):
+        raise IndexError(f"labels: one is outside the vocabulary of {size} entries")
+    return counted
+
+
 def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> Tensor:
     """Sum of the losses, in at least fp32."""
-    counted = labels != ignore_index
+    counted = _counted(labels, len(weight), ignore_index)
     with torch.autocast(x.device.type, enabled=False):
         logits = soft_cap(at_least_fp32(x[counted]) @ at_least_fp32(weight).T, cap)
         return (logits.logsumexp(-1) - logits.gather(-1, labels[counted, None])[:, 0]).sum()
@@ -60,7 +68,7 @@ def reference_token_losses(
     x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None
 ) -> tuple[Tensor, Tensor]:
     """As `token_losses`, in at least fp32."""
-    counted = labels != ignore_index
+    counted = _counted(labels, len(weight), ignore_index)
     with torch.autocast(x.device.type, enabled=False):
         logits = soft_cap(at_least_fp32(x) @ at_least_fp32(weight).T, cap)
         losses = logits.logsumexp(-1) - logits.gather(-1, labels.where(counted, 0)[:, None])[:, 0]

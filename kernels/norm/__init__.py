@@ -125,6 +125,8 @@ def _run(
 
 
 def _check(x: Tensor, weight: Tensor | None) -> None:
+    if not x.dim() or not x.is_floating_point():
+        raise ValueError(f"x: expected a floating […,D], got {x.dtype} {tuple(x.shape)}")
     if weight is not None and weight.shape != x.shape[-1:]:
         raise ValueError(f"weight: expected [{x.shape[-1]}], got shape {tuple(weight.shape)}")
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..core.autograd import plain
+from ..core.autograd import over_rows, plain
 from ..core.deterministic import is_deterministic
 from ..core.elementwise import sigmoid, silu
 from ..core.recurrence import at_least_fp32
@@ -62,7 +62,7 @@ class _Norm(torch.autograd.Function):
         if weight is None:
             mean = along.mean(-1, keepdim=True)
         else:
-            dweight = along.flatten(0, -2).sum(0)
+            dweight = over_rows(along)
             # a product is faster, but its rounding depends on the number of rows
             total = (along * weight).sum(-1) if ctx.deterministic else along @ weight
             mean = total.unsqueeze(-1) / len(weight)

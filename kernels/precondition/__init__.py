@@ -1,5 +1,7 @@
 """Preconditioned keys: β k ⊙ M, where M falls with the curvature of each key channel."""
 
+import math
+
 from torch import Tensor
 
 from ..core.backend import Op
@@ -29,8 +31,8 @@ def precondition(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, *, 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if k.dim() != 4:
-        raise ValueError(f"k: expected [B,T,H,K], got shape {tuple(k.shape)}")
+    if k.dim() != 4 or not k.is_floating_point():
+        raise ValueError(f"k: expected a floating [B,T,H,K], got {k.dtype} {tuple(k.shape)}")
     for name, x, shape in (
         ("curvature", curvature, k.shape),
         ("beta", beta, k.shape[:3]),
@@ -38,6 +40,6 @@ def precondition(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, *, 
     ):
         if x.shape != shape:
             raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-    if not limit > 1:
-        raise ValueError(f"limit: must be above 1, got {limit}")
+    if not 1 < limit < math.inf:
+        raise ValueError(f"limit: must be a finite number above 1, got {limit}")
     return OP(k, k, curvature, beta, centre, limit)

@@ -94,8 +94,10 @@ def rotation(x: Tensor, bias: Tensor, angles: Tensor, *, subheads: int = 1) -> T
     if x.dim() != 4 or not x.shape[1]:
         raise ValueError(f"x: expected [B,T,G·E,K] with at least one token, got shape {tuple(x.shape)}")
     B, T, groups, K = x.shape
-    heads, pairs = bias.shape[0], angles.shape[-1]
-    if groups % subheads or bias.shape != (heads, K) or heads % groups:
+    if subheads < 1:
+        raise ValueError(f"subheads: must be at least 1, got {subheads}")
+    heads, pairs = bias.shape[0] if bias.dim() else 0, angles.shape[-1]
+    if not groups or groups % subheads or bias.shape != (heads, K) or heads % groups:
         raise ValueError(
             f"bias: shape {tuple(bias.shape)} does not fit {groups} x {K} channels of x with {subheads} subheads; "
             "expected a row of channels for a multiple of the heads of x, which are a multiple of the subheads"

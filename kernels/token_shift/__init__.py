@@ -90,8 +90,8 @@ def token_shift(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if x.dim() != 3 or not x.shape[1]:
-        raise ValueError(f"x: expected [B,T,D] with at least one token, got shape {tuple(x.shape)}")
+    if x.dim() != 3 or not x.shape[1] or not x.is_floating_point():
+        raise ValueError(f"x: expected a floating [B,T,D] with at least one token, got {x.dtype} {tuple(x.shape)}")
     if shares.dim() != 2 or shares.shape[1] != x.shape[2] or not len(shares):
         raise ValueError(f"shares: expected [n,{x.shape[2]}], got shape {tuple(shares.shape)}")
     if cu_seqlens is not None and not torch.compiler.is_compiling():

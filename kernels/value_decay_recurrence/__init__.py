@@ -69,6 +69,8 @@ def value_decay_recurrence(
             raise ValueError(f"{name}: is {x.dtype}; q, k and v must have one floating dtype")
         if x.device != q.device:
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
+        if name != "q" and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"{name}: the last axis must be contiguous, its stride is {x.stride(-1)}")
     scale = q.shape[3] ** -0.5 if scale is None else scale
     # `check` expects the decay on the key channels, so keys and values are exchanged
     exchanged = (v, v, k, log_decay, None, 1, scale, initial_state, cu_seqlens)

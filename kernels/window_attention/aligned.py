@@ -28,7 +28,8 @@ def forward(a: Attention) -> Tensor:
         if a.first_key is None and not a.q.is_cuda:
             return _rows(a)
         first = [0] * len(a.q) if a.first_key is None else a.first_key.tolist()
-        return torch.cat([_row(a, b, max(0, start)) for b, start in enumerate(first)])
+        rows = [_row(a, b, max(0, start)) for b, start in enumerate(first)]
+        return torch.cat(rows) if rows else a.v.new_zeros(0, *a.q.shape[1:3], a.v.shape[3])
 
 
 def _row(a: Attention, row: int, first: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.documents import Documents, documents
+from ..core.recurrence import check_decay, check_scale
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,20 @@ def check(
     Raises:
         ValueError: An argument does not fit the others.
     """
-    if q.dim() != 4 or not q.shape[1]:
-        raise ValueError(f"q: expected [B,T,H,D] with T ≥ 1, got shape {tuple(q.shape)}")
+    if q.dim() != 4 or not q.shape[1] or not q.is_floating_point():
+        raise ValueError(f"q: expected a floating [B,T,H,D] with T ≥ 1, got {q.dtype} {tuple(q.shape)}")
     B, T, H, D = q.shape
     if k.dim() != 4 or k.shape[0] != B or k.shape[3] != D or k.shape[1] < T:
         raise ValueError(f"k: expected [{B},S,Hkv,{D}] with S ≥ {T}, got shape {tuple(k.shape)}")
-    if H % k.shape[2]:
+    if not k.shape[2] or H % k.shape[2]:
         raise ValueError(f"k: {k.shape[2]} key heads do not divide the {H} heads of q")
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(f"v: expected {[*k.shape[:3]]} and any size, as k has, got shape {tuple(v.shape)}")
     if log_decay is not None and (log_decay.shape != (B, k.shape[1], H) or not log_decay.is_floating_point()):
         expected = f"a floating-point [{B},{k.shape[1]},{H}]"
         raise ValueError(f"log_decay: expected {expected}, got {log_decay.dtype} {tuple(log_decay.shape)}")
-    if window_size is not None and window_size < 1:
-        raise ValueError(f"window_size: {window_size} must be at least 1 (the token itself), or None")
+    if window_size is not None and (isinstance(window_size, bool | float) or window_size < 1):
+        raise ValueError(f"window_size: {window_size} must be a whole number from 1 (the token itself), or None")
     if cu_seqlens is not None and (k.shape[1] != T or first_key is not None):
         raise ValueError("cu_seqlens: packed documents allow neither more keys than queries nor first_key")
     if first_key is not None and (first_key.shape != (B,) or first_key.dtype not in (torch.int32, torch.int64)):
@@ -61,6 +62,14 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if x is not None and name in "kv" and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
+    if log_decay is not None:
+        check_decay(log_decay)
+    if scale is None:
+        scale = D**-0.5
+    else:
+        check_scale(scale)
+        if scale <= 0:  # PyTorch's kernels multiply masked scores, which are −inf, by the scale
+            q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     docs = documents(cu_seqlens, T, B, q.device) if cu_seqlens is not None else None
     window = None if window_size is None or window_size >= k.shape[1] else window_size
-    return Attention(q, k, v, window, first_key, D**-0.5 if scale is None else scale, docs, cu_seqlens, log_decay)
+    return Attention(q, k, v, window, first_key, scale, docs, cu_seqlens, log_decay)

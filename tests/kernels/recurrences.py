@@ -31,6 +31,8 @@ def shorter(dim: int) -> Callable[[Tensor], Tensor]:
 MISFITS: list[tuple[str, Callable[[Tensor], object]]] = [
     ("q", lambda x: x[0]),
     ("q", lambda x: x.long()),
+    ("q", lambda x: x[:, :, :0]),
+    ("q", lambda x: x[..., :0]),
     ("k", shorter(1)),
     ("k", shorter(3)),
     ("k", lambda x: x.float()),
@@ -52,6 +54,7 @@ MISFITS: list[tuple[str, Callable[[Tensor], object]]] = [
     ("initial_state", lambda x: x.mT),
     ("initial_state", lambda x: x.long()),
     ("cu_seqlens", lambda x: torch.tensor([0, 10])),  # for two rows
+    ("scale", lambda x: math.nan),
     ("subheads", lambda x: 0),
     ("subheads", lambda x: 3),
 ]

@@ -140,6 +140,18 @@ def test_attention_of_queries_without_a_key(decays: bool, window: int | None, de
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
+def test_attention_without_rows():
+    x, first = torch.zeros(0, 5, 1, 4), torch.zeros(0, dtype=torch.int64)
+    with kernels.deterministic():
+        assert kernels.window_attention(x, x, x, first_key=first).shape == x.shape
+
+
+def test_a_closed_gate_without_a_lower_bound():
+    closed = torch.tensor([[-torch.inf]])
+    with kernels.deterministic():
+        assert kernels.forget_gate(closed, None, closed[0]).item() == -torch.inf
+
+
 @pytest.mark.slow
 def test_rows_and_documents_of_every_op():
     every_op("cpu")

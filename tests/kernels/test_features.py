@@ -150,6 +150,7 @@ def test_one_graph():
     ("name", "change"),
     [
         ("x", lambda x: x[0]),
+        ("x", lambda x: x.long()),
         ("weight", lambda x: x[:4]),
         ("bias", lambda x: x[:4]),
         ("weight", lambda x: None),  # the bias has no place then

@@ -1,5 +1,6 @@
 """Decays and input gates of raw gates: by the formula, and computed again instead of saved."""
 
+import math
 from typing import Any
 
 import pytest
@@ -248,6 +249,21 @@ def test_the_results_are_computed_again_instead_of_saved():
 def test_what_does_not_fit(wrong: dict[str, Any]):
     with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: expected \[4\]"):
         kernels.forget_gate(torch.zeros(2, 4), **wrong)
+
+
+def test_gradients_of_a_single_vector():
+    x, bias, odds = leaves = [torch.randn(6).requires_grad_() for _ in range(3)]
+    results = [torch.autograd.grad(kernels.forget_gate(z, bias, odds).square().sum(), leaves) for z in (x, x[None])]
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_strong_decays_are_not_resets(backend: str):
+    x = torch.tensor([-110.0])
+    with kernels.backend(backend):
+        torch.testing.assert_close(kernels.forget_gate(x), x)
+        torch.testing.assert_close(kernels.forget_gate(x, None, x), x + math.log(2))
 
 
 def test_compiled():

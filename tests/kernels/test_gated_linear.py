@@ -61,6 +61,14 @@ def test_triton(shape: tuple[int, ...], activation: str):
 
 
 @interpreted
+def test_no_rows():
+    a = {"gate_up": torch.randn(0, 6), "weight": torch.randn(5, 3)}
+    assert {name: x.shape for name, x in results(a, "triton").items()} == {
+        name: x.shape for name, x in results(a, "torch").items()
+    }
+
+
+@interpreted
 def test_views():
     a = {"gate_up": torch.randn(4, 5, 30)[..., 3:27], "weight": torch.randn(12, 3).T}
     assert_close(results(a, "triton"), results(a, "reference"), 1e-5)

@@ -83,7 +83,7 @@ def test_a_cap_bounds_the_logits(backend: str):
     actual = results(x, weight, labels, backend, cap=2.0)
     torch.testing.assert_close(actual["loss"], expected.sum())
     assert actual["loss"] < 0.7 * usual["loss"]  # the cap mattered
-    with pytest.raises(ValueError, match=r"^cap: expected a number above 0, or None, got 0"):
+    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0, or None, got 0"):
         results(x, weight, labels, backend, cap=0)
 
 
@@ -168,6 +168,21 @@ def test_errors_name_the_argument(name: str, change: Callable[[Tensor], Tensor])
     a[name] = change(a[name])
     with pytest.raises(ValueError, match=rf"^{name}: "):
         kernels.linear_cross_entropy(**a)
+
+
+@pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), float("inf")])
+def test_caps_that_are_no_bounds(cap: float):
+    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0"):
+        kernels.linear_cross_entropy(*inputs(10), cap=cap)
+
+
+@pytest.mark.parametrize("label", [-1, 61])
+@pytest.mark.parametrize("op", [kernels.linear_cross_entropy, kernels.linear_token_losses])
+def test_a_label_outside_of_the_vocabulary_of_the_reference(op: Callable[..., object], label: int):
+    x, weight, labels = (y.cpu() for y in inputs(10))
+    labels[3] = label
+    with kernels.backend("reference"), pytest.raises(IndexError, match="outside the vocabulary of 61 entries"):
+        op(x, weight, labels)
 
 
 @pytest.mark.parametrize("label", [-1, 61])

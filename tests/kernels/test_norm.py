@@ -72,8 +72,19 @@ def test_zeros_stay_zero():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_gradients_of_a_single_vector(gated: bool):
+    x, weight = torch.randn(8).requires_grad_(), torch.randn(8).requires_grad_()
+    y = [kernels.gated_rms_norm(z, z, weight) if gated else kernels.rms_norm(z, weight) for z in (x, x[None])]
+    for actual, expected in zip(*(torch.autograd.grad(z.square().sum(), [x, weight]) for z in y), strict=True):
+        torch.testing.assert_close(actual, expected)
+
+
 def test_errors_name_the_argument():
     x = torch.zeros(2, 8)
+    for wrong in (x.long(), x[0, 0]):
+        with pytest.raises(ValueError, match=r"^x: expected a floating"):
+            kernels.rms_norm(wrong)
     with pytest.raises(ValueError, match=r"^weight: "):
         kernels.rms_norm(x, torch.ones(1))
     with pytest.raises(ValueError, match=r"^weight: "):

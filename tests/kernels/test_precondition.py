@@ -95,11 +95,12 @@ def test_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, tolerance: floa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": torch.zeros(2, 3)}, r"^k: expected \[B,T,H,K\], got shape \(2, 3\)$"),
+        ({"k": torch.zeros(2, 3)}, r"^k: expected a floating \[B,T,H,K\], got torch.float32 \(2, 3\)$"),
         ({"curvature": torch.zeros(1, 3, 2, 5)}, r"^curvature: expected shape \(1, 3, 2, 4\), got \(1, 3, 2, 5\)$"),
         ({"beta": torch.zeros(3, 2)}, r"^beta: expected shape \(1, 3, 2\), got \(3, 2\)$"),
         ({"centre": torch.zeros(3)}, r"^centre: expected shape \(2,\), got \(3,\)$"),
-        ({"limit": 1.0}, r"^limit: must be above 1, got 1.0$"),
+        ({"limit": 1.0}, r"^limit: must be a finite number above 1, got 1.0$"),
+        ({"limit": float("inf")}, r"^limit: must be a finite number above 1, got inf$"),
     ],
 )
 def test_arguments_that_do_not_fit(changes: dict[str, object], message: str):

@@ -214,6 +214,18 @@ def test_errors_name_the_argument(op: Op, name: str, change):
         op(**a)
 
 
+@pytest.mark.parametrize("length", [1, 10])
+@pytest.mark.parametrize("double", [["beta", "initial_state"], ["q", "k", "v", "log_decay"]])
+@each_op
+def test_gates_and_states_in_another_precision(op: Op, double: list[str], length: int):
+    a = inputs(length, R=2)
+    mixed = {name: x if name in double else x.float() for name, x in a.items()}
+    o, state = op(**mixed, return_state=True)
+    assert o.dtype == state.dtype == mixed["q"].dtype
+    for actual, expected in zip((o, state), op(**a, return_state=True), strict=True):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @each_op
 def test_no_token_is_an_error(op: Op):
     a = inputs(3, state=False)

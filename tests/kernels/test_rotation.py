@@ -99,6 +99,11 @@ def test_arguments_that_do_not_fit(name: str):
         rotation(**arguments | {name: wrong[name]})
 
 
+def test_subheads_below_one():
+    with pytest.raises(ValueError, match=r"^subheads: must be at least 1, got 0"):
+        rotation(torch.zeros(1, 5, 2, 4), torch.zeros(4, 4), torch.zeros(1, 5, 4, 2), subheads=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("shape", LARGE)

@@ -165,6 +165,8 @@ def test_a_step_may_overwrite_the_state():
         ("v", lambda x: x[..., 0]),
         ("v", lambda x: x.float()),
         ("v", lambda x: x.to("meta")),
+        ("k", lambda x: x.mT.contiguous().mT),
+        ("v", lambda x: x.mT.contiguous().mT),
         ("log_decay", shorter(3)),
         ("log_decay", lambda x: x[..., 0]),
         ("log_decay", lambda x: -x),

@@ -241,6 +241,14 @@ def test_a_query_before_the_first_key_is_zero_with_finite_gradients():
     assert not actual["dk"][0, :4].any()
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
+@pytest.mark.parametrize("bounds", [None, [0, 30, 70]])
+def test_scales_that_are_not_positive(bounds: list[int] | None, scale: float):
+    a = inputs(70, B=1)
+    options = {"scale": scale, "cu_seqlens": None if bounds is None else torch.tensor(bounds)}
+    assert_same(attend(a, **options), attend(a, "reference", **options))
+
+
 def test_bf16():
     a = inputs(100, dtype=torch.bfloat16)
     o = kernels.window_attention(**a, window_size=30)
@@ -281,7 +289,13 @@ def test_views_of_one_projection(backend: str):
         ("log_decay", lambda x: torch.zeros(2, 10, 4, dtype=torch.int64)),
         ("log_decay", lambda x: torch.zeros(2, 10, 4, device="meta")),
         ("v", lambda x: x.to("meta")),
+        ("q", lambda x: x.long()),
+        ("k", lambda x: x[:, :, :0]),
+        ("log_decay", lambda x: torch.ones(2, 10, 4)),
+        ("scale", lambda x: float("nan")),
         ("window_size", lambda x: 0),
+        ("window_size", lambda x: 1.5),
+        ("window_size", lambda x: True),
         ("first_key", lambda x: torch.zeros(3, dtype=torch.int64)),
         ("first_key", lambda x: torch.zeros(2)),
         ("cu_seqlens", lambda x: torch.tensor([0, 10])),  # two rows

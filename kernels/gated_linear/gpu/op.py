@@ -120,7 +120,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradie
     with as_given(dy.device.type):
         recomputed = None if args.keep else new(args.gate_up, len(dy), weight.shape[1])
         dgate_up = _through_product(args, dy, recomputed) if needed.gate_up or not args.keep else None
-        h = h.view(len(dy), -1) if recomputed is None else recomputed
+        h = h.view(len(dy), weight.shape[1]) if recomputed is None else recomputed
         dweight = matmul(args, dy.T, h).to(weight.dtype) if needed.weight else None
         return {"gate_up": dgate_up, "weight": dweight}
 
