@@ -202,12 +202,12 @@ def started() -> int:
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
         sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError
+    from zoo.config import working_folder
     from zoo.runs.folder import launched
     from zoo.train.signals import end_with_parent
 
     mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # for the user's mixers; last, so as not to shadow the standard library
+    working_folder.search()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:

@@ -110,6 +110,30 @@ def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):
 
 
 @pytest.mark.slow
+def test_a_run_whose_replacement_was_killed_is_put_back(command: Command, copied: Path):
+    """As by SIGKILL before the first batch: the old files are set aside, and some of the new ones exist."""
+    before = {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*") if file.is_file()}
+    aside = copied / ".replaced"
+    aside.mkdir()
+    for path in [*copied.iterdir()]:
+        if path != aside:
+            path.rename(aside / path.name)
+    (copied / "config.yaml").write_text("a new one")
+    assert "runs/done exists already" in command(*FIT, "--run", "done").err
+    after = {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*") if file.is_file()}
+    assert {name: after.get(name) for name in before} == before
+
+
+@pytest.mark.slow
+def test_a_home_directory_in_the_name_of_a_run(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HOME", str(desk / "home"))
+    assert command(*FIT, "--run=~/mine").code == 0
+    assert (desk / "home" / "mine" / "metrics.jsonl").is_file()
+    assert not (desk / "~").exists()
+    assert "is complete" in command("fit", "--resume=~/mine").out
+
+
+@pytest.mark.slow
 def test_a_run_that_was_killed_before_its_first_checkpoint_starts_anew(command: Command, copied: Path):
     shutil.rmtree(copied / "checkpoints")
     with (copied / "metrics.jsonl").open("a") as file:

@@ -660,7 +660,9 @@ def in_a_process(folder: Path, cache: Path, *arguments: str) -> "subprocess.Comp
 @pytest.mark.slow
 def test_the_working_directory_hides_nothing(theirs: Path, shared_cache: Path):
     here = theirs.parent
-    for name in ("resource", "wave", "lightning", "zoo", "_sitebuiltins"):
+    libraries = ("resource", "wave", "lightning", "zoo", "_sitebuiltins")
+    optional = ("cython", "uarray", "brotli", "librosa", "trio", "h2", "torchdistx")  # which libraries try to import
+    for name in libraries + optional:
         (here / f"{name}.py").write_text(TOUCH)
     (here / "evil-1.0.dist-info").mkdir()
     (here / "evil-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: evil\nVersion: 1.0\n")

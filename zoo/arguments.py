@@ -16,6 +16,12 @@ def names_in(value: list[str] | str | None) -> list[str]:
     return [name.strip() for name in inside.split(",") if name.strip()]
 
 
+def check_seed(seed: int | None) -> None:
+    """Raise a UserError unless PyTorch can use the seed; None means a random one."""
+    if seed is not None and not -(2**63) <= seed < 2**64:
+        raise UserError(f"seed is {seed}, but must be between -2**63 and 2**64 - 1.")
+
+
 def check_names(argument: str, values: Iterable[str], names: Iterable[str]) -> None:
     """Raise a UserError for the first value that is not one of the names."""
     names = list(names)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.documents import Documents, documents
-from ..core.recurrence import check_decay, check_scale
+from ..core.recurrence import check_scale
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,6 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if x is not None and name in "kv" and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
-    if log_decay is not None:
-        check_decay(log_decay)
     if scale is None:
         scale = D**-0.5
     else:

@@ -291,7 +291,6 @@ def test_views_of_one_projection(backend: str):
         ("v", lambda x: x.to("meta")),
         ("q", lambda x: x.long()),
         ("k", lambda x: x[:, :, :0]),
-        ("log_decay", lambda x: torch.ones(2, 10, 4)),
         ("scale", lambda x: float("nan")),
         ("window_size", lambda x: 0),
         ("window_size", lambda x: 1.5),

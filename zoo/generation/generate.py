@@ -12,6 +12,7 @@ from torch import Tensor
 from kernels import deterministic, is_deterministic
 from kernels.errors import UserError
 from kernels.linear_cross_entropy import losses_of_logits
+from zoo.arguments import check_seed
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
 from zoo.generation.graphs import DecodingGraphs
@@ -236,7 +237,9 @@ def _draws(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The tokens of `sample_tokens`, with log-probabilities if they are to be `scored`, else with empty tensors."""
     check_predicts_tokens(model, "generate")
-    _check(max_new_tokens, temperature, top_k, top_p)  # not in the generator, which would raise at its first use only
+    check_sampling(
+        max_new_tokens, temperature, top_k, top_p, seed
+    )  # not in the generator, which would raise at its first use only
     rows = list(prompts)
     for row in rows:
         if row.ndim != 1 or not len(row):
@@ -403,7 +406,11 @@ def _begun(text: str, stop: str) -> int:
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
-def _check(max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None) -> None:
+def check_sampling(
+    max_new_tokens: int, temperature: float, top_k: int | None, top_p: float | None, seed: int | None
+) -> None:
+    """Raise a UserError for the first setting of `generate` that is out of its range."""
+    check_seed(seed)
     if max_new_tokens < 1:
         raise UserError(f"max_new_tokens is {max_new_tokens}, but must be 1 or more.")
     if not 0 <= temperature < math.inf:

@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,25 @@ def quiet() -> Iterator[None]:
 
 
 class FirstBatch(Callback):
-    """Notes that a batch was finished after the training state was restored."""
+    """Notes that a batch was finished after the training state was restored.
 
-    def __init__(self) -> None:
-        self.finished = False
+    Args:
+        trained: Called after the first batch of training.
+    """
+
+    def __init__(self, trained: Callable[[], None] | None = None) -> None:
+        self.finished, self._trained = False, trained
 
     def _note(self, *_: Any, **__: Any) -> None:
         self.finished = True
 
-    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _note
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _note
+
+    def on_train_batch_end(self, *_: Any, **__: Any) -> None:
+        self.finished = True
+        if self._trained is not None:
+            self._trained()
+            self._trained = None
 
     def on_sanity_check_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Forget the batches before the first step, which do not use the training state."""

@@ -55,7 +55,7 @@ def fit(
             Null names it after the config.
         resume: The run to continue, or one of its checkpoints. All configs and overrides are applied on top of its
             config.
-        overwrite: Whether a new run replaces a run of the same name.
+        overwrite: Whether a new run replaces a run of the same name, which is removed after the first batch.
         trust: Import, call, read and write what the config of the resumed run, or of the initial weights, names, even
             if someone else wrote it.
         callbacks: Lightning callbacks, in addition to those in the config's `trainer.callbacks`.

@@ -3,9 +3,11 @@
 import logging
 import os
 import re
+import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from kernels import Option, UserError
@@ -19,6 +21,7 @@ log = logging.getLogger(__name__)
 RUNS = Path("runs")
 _INHERITED = "ZOO_RUN"  # by the processes of other devices: the folder that the first process chose
 LOCK = ".lock"
+REPLACED = ".replaced"  # folder for the files of a run until the one that replaces it has trained a batch
 
 # Files that a run writes before its first checkpoint; they are safe to overwrite.
 _WRITTEN_BY_A_RUN = re.compile(
@@ -48,7 +51,8 @@ def new_run(name: str | None, config: str, root: Path = RUNS) -> Path:
     # processes of one job on several nodes share its id, but not the clock
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     automatic = f"{config}-{job or time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path(name) if name and "/" in name else root / (name or automatic)
+    root = root.expanduser()  # as Lightning does for its files
+    folder = Path(name).expanduser() if name and "/" in name else root / (name or automatic)
     first, number = _first_process(), 1
     while first and not name and not job and folder.exists():  # another run started in the same second
         number += 1
@@ -65,7 +69,7 @@ def _first_process() -> bool:
 def _check_new(folder: Path, overwrite: bool) -> None:
     """Raise a UserError if a folder has anything but files that a run writes before its first checkpoint.
 
-    With `overwrite`, remove the files of a whole run instead.
+    With `overwrite`, set the files of a whole run aside instead.
     """
     paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
     files = [path.relative_to(folder).as_posix() for path in paths]
@@ -84,38 +88,74 @@ def _check_new(folder: Path, overwrite: bool) -> None:
             f"run: {folder} exists already and holds {other}, which is not a run's file; choose another run"
         )
     if overwrite:
-        for name in files:
-            if name != LOCK:
-                (folder / name).unlink()
+        parts = _parts(folder)
+        (folder / REPLACED).mkdir()
+        for path in parts:
+            path.rename(folder / REPLACED / path.name)
         return
     if any(name != LOCK for name in files):
         log.warning("run: the run in %s was stopped before its first checkpoint; it starts again", folder)
 
 
+def _parts(folder: Path) -> list[Path]:
+    """The files and folders of the run in a folder."""
+    return [path for path in folder.iterdir() if path.name not in (LOCK, REPLACED)]
+
+
+def _put_back(folder: Path) -> None:
+    """Replace the files of a new run with those of the run that was set aside."""
+    for path in _parts(folder):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+    for path in (folder / REPLACED).iterdir():
+        path.rename(folder / path.name)
+    (folder / REPLACED).rmdir()
+    log.warning("run: the new run trained no batch, so the run in %s is as before", folder)
+
+
+def _drop_replaced(folder: Path) -> None:
+    """Remove the run that was set aside, if there is one."""
+    if (folder / REPLACED).is_dir():
+        shutil.rmtree(folder / REPLACED)
+
+
 @contextmanager
-def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[None]:
+def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[Callable[[], None]]:
     """Lock the folder of a run for this process and its children, until the block or the process ends.
 
     Args:
         folder: The run's folder.
         new: Whether a new run starts there. The folder may then hold the files of a run that was killed before its
             first checkpoint, and nothing else.
-        overwrite: Whether a new run replaces a run that lies there.
+        overwrite: Whether a new run replaces a run that lies there. If the new one ends with an error before it has
+            trained a batch, the old one is put back.
+
+    Yields:
+        A function to call when a batch was trained.
 
     Raises:
         UserError: Another process holds the lock, or the folder of a new run has other contents.
     """
     if not _first_process():
-        yield
+        yield lambda: None
         return
     previous = os.environ.get(PARENT, "")
     busy = f"run: {folder} is being trained by another process; wait for it, or name another run"
     with held_lock(folder / LOCK, busy):
         os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
         try:
+            if (folder / REPLACED).is_dir():  # by a run that was killed
+                (_drop_replaced if has_checkpoint(folder) else _put_back)(folder)
             if new:
                 _check_new(folder, overwrite)
-            yield
+            yield partial(_drop_replaced, folder)
+            _drop_replaced(folder)
+        except BaseException:
+            if (folder / REPLACED).is_dir():
+                _put_back(folder)
+            raise
         finally:
             os.environ[PARENT] = previous
             if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # the run did not start
@@ -151,7 +191,7 @@ def find_run(name: str) -> tuple[Path, Path]:
     Raises:
         UserError: The run does not exist, or has no checkpoint yet.
     """
-    file = Path(name)
+    file = Path(name).expanduser()
     if file.is_file() and file.suffix == ".ckpt" and file.parent.name == "checkpoints":
         make_folder(run_of(file), "run")
         return run_of(file), file

@@ -66,8 +66,8 @@ def fit(
             if place is not None and "://" in place:
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
         folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
-    with claimed(folder, new=checkpoint is None, overwrite=overwrite):
-        first_batch = FirstBatch()
+    with claimed(folder, new=checkpoint is None, overwrite=overwrite) as trained:
+        first_batch = FirstBatch(trained)
         trainer = fitting_trainer(config, folder, [*callbacks, first_batch])
         if trainer.num_nodes > 1 and trainer.is_global_zero:
             Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")

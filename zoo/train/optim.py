@@ -75,10 +75,10 @@ class Optimisation:
     def __post_init__(self) -> None:
         """Raise a UserError for the first value that is out of its range."""
         rules = {
-            "learning_rate": (self.learning_rate > 0, "above 0"),
-            "weight_decay": (self.weight_decay >= 0, "0 or more"),
+            "learning_rate": (0 < self.learning_rate < math.inf, "above 0 and finite"),
+            "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more and finite"),
             "betas": (len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two numbers from 0 to below 1"),
-            "eps": (self.eps > 0, "above 0"),
+            "eps": (0 < self.eps < math.inf, "above 0 and finite"),
             "schedule": (
                 callable(self.schedule) or self.schedule in get_args(Schedule),
                 f"one of {', '.join(get_args(Schedule))}, or a class",

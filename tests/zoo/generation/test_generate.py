@@ -183,6 +183,8 @@ def test_decoders_that_treat_a_first_token_otherwise():
         ("top_k", 0),
         ("top_p", 0.0),
         ("top_p", 1.1),
+        ("seed", 2**64),
+        ("seed", -(2**63) - 1),
     ],
 )
 def test_arguments_out_of_range(option, value):

@@ -224,10 +224,14 @@ def test_a_full_disk(few_cases: None, monkeypatch: pytest.MonkeyPatch, tmp_path:
     [
         (["--device=gpu"], "device: 'gpu' is not one of cpu, cuda"),
         (["--output=."], "output: . is a folder; name a file, such as doctor.json"),
+        (["--output=thesis.md"], "output: thesis.md exists and is not a record of the doctor"),
+        (["--output=thesis.json"], "output: thesis.json exists and is not a record of the doctor"),
         (["--outptu=a.json"], "did you mean 'output'"),
     ],
 )
-def test_mistakes(command, arguments: list[str], expected: str):
+def test_mistakes(command, arguments: list[str], expected: str, desk: Path):
+    (desk / "thesis.md").write_text("years of work")
+    (desk / "thesis.json").write_text('{"work": "years"}')
     done = command("doctor", *arguments)
     assert done.code == 2
     assert expected in done.err

@@ -61,6 +61,15 @@ def test_overwrite_replaces_a_run_and_nothing_else(desk: Path, finished: Path) -
     (desk / "runs" / "done" / "thesis.tex").unlink()
     with pytest.raises(zoo.UserError, match="num_layers"):  # before anything is removed
         zoo.fit(*small, "model.num_layers=none", run="done", overwrite=True)
+    before = {file: file.read_bytes() for file in (desk / "runs" / "done").rglob("*") if file.is_file()}
+    for mistake, message in (
+        ("optim.initial_weights=runs/none", "there is no checkpoint"),
+        ("optim.initial_weights=runs/done", "has no weights"),
+        ("data.sequence_length=1000000", "data.sequence_length is 1000000"),
+    ):
+        with pytest.raises(zoo.UserError, match=message):  # before the first batch
+            zoo.fit(*small, mistake, run="done", overwrite=True)
+        assert {file: file.read_bytes() for file in (desk / "runs" / "done").rglob("*") if file.is_file()} == before
     sentence = "continue it with resume='runs/done', replace it with overwrite=True, or choose another run"
     with pytest.raises(zoo.UserError, match=f"^run: runs/done exists already; {sentence}$"):
         zoo.fit(*small, run="done")

@@ -12,6 +12,7 @@ from rich.table import Column, Table
 from kernels import UserError
 from mixers import Expanded, Growth, TokenMixer, did_you_mean, growths
 from mixers.growth import INITS, Init
+from zoo.arguments import check_seed
 from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.config import from_config, parse_model, to_dict
@@ -91,6 +92,7 @@ def statex(
     """
     if init not in INITS:
         raise UserError(f"init: {init!r} is not one of {', '.join(INITS)}{did_you_mean(init, list(INITS))}")
+    check_seed(seed)
     folder = Path(output)
     check_output(folder, "an exported model", overwrite, checkpoint)
     check_shard_size(max_shard_size)

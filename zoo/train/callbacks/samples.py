@@ -8,7 +8,7 @@ import lightning as L
 
 from kernels.errors import UserError
 from zoo.files.links import open_in_place
-from zoo.generation.generate import generate
+from zoo.generation.generate import check_sampling, generate
 from zoo.generation.graphs import DecodingGraphs
 from zoo.train.callbacks.run_callback import RunCallback
 
@@ -23,6 +23,9 @@ class Samples(RunCallback):
         top_p: Sample from the likeliest tokens whose probabilities add up to this; null samples from all.
         seed: Seed of the sampling, so that samples of different steps differ by the model alone.
         cuda_graph: Whether to capture decoding steps as CUDA graphs, on a GPU.
+
+    Raises:
+        UserError: A setting is out of its range.
     """
 
     key = "samples"
@@ -39,6 +42,10 @@ class Samples(RunCallback):
     ) -> None:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         settings = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+        try:
+            check_sampling(max_new_tokens, temperature, None, top_p, seed)
+        except UserError as error:
+            raise UserError(f"samples.{error}") from None
         self._settings: dict[str, Any] = settings
         self._graphs = DecodingGraphs(cuda_graph)
 

@@ -545,6 +545,14 @@ def test_samples_are_written_at_each_validation_and_disturb_nothing(tmp_path, ca
     assert with_samples.losses == without.losses
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_p", 7.0), ("temperature", -1.0), ("max_new_tokens", 0), ("seed", 10**30)]
+)
+def test_settings_of_samples_are_checked_before_training(name: str, value: float):
+    with pytest.raises(UserError, match=rf"^samples\.{name} is .*, but must be"):
+        Samples(**{name: value})
+
+
 @pytest.mark.parametrize(("steps", "expected"), [(6, [4, 6]), (8, [4, 8])])
 def test_a_run_ends_with_one_validation_of_its_last_step(tmp_path, steps, expected):
     """Between two validations (every 4 steps) one more is made; at one of them it is not made twice."""
