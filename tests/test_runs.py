@@ -110,15 +110,17 @@ def test_a_run_with_any_checkpoint_is_never_new(command: Command, copied: Path):
 
 
 @pytest.mark.slow
-def test_a_run_whose_replacement_was_killed_is_put_back(command: Command, copied: Path):
-    """As by SIGKILL before the first batch: the old files are set aside, and some of the new ones exist."""
+@pytest.mark.parametrize("moved", [1, 3, None])
+def test_a_run_whose_replacement_was_killed_is_put_back(command: Command, copied: Path, moved: int | None):
+    """As by SIGKILL while the old files are set aside, or when all of them are and some of the new ones exist."""
     before = {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*") if file.is_file()}
-    aside = copied / ".replaced"
+    paths = sorted(copied.iterdir())
+    aside = copied / (".replaced" if moved is None else ".replacing")
     aside.mkdir()
-    for path in [*copied.iterdir()]:
-        if path != aside:
-            path.rename(aside / path.name)
-    (copied / "config.yaml").write_text("a new one")
+    for path in paths[:moved]:
+        path.rename(aside / path.name)
+    if moved is None:
+        (copied / "config.yaml").write_text("a new one")
     assert "runs/done exists already" in command(*FIT, "--run", "done").err
     after = {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*") if file.is_file()}
     assert {name: after.get(name) for name in before} == before

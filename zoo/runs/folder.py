@@ -22,6 +22,7 @@ RUNS = Path("runs")
 _INHERITED = "ZOO_RUN"  # by the processes of other devices: the folder that the first process chose
 LOCK = ".lock"
 REPLACED = ".replaced"  # folder for the files of a run until the one that replaces it has trained a batch
+MOVING = ".replacing"  # its name while some of the files are in the run's folder
 
 # Files that a run writes before its first checkpoint; they are safe to overwrite.
 _WRITTEN_BY_A_RUN = re.compile(
@@ -89,9 +90,10 @@ def _check_new(folder: Path, overwrite: bool) -> None:
         )
     if overwrite:
         parts = _parts(folder)
-        (folder / REPLACED).mkdir()
+        (folder / MOVING).mkdir()
         for path in parts:
-            path.rename(folder / REPLACED / path.name)
+            path.rename(folder / MOVING / path.name)
+        (folder / MOVING).rename(folder / REPLACED)
         return
     if any(name != LOCK for name in files):
         log.warning("run: the run in %s was stopped before its first checkpoint; it starts again", folder)
@@ -99,7 +101,13 @@ def _check_new(folder: Path, overwrite: bool) -> None:
 
 def _parts(folder: Path) -> list[Path]:
     """The files and folders of the run in a folder."""
-    return [path for path in folder.iterdir() if path.name not in (LOCK, REPLACED)]
+    return [path for path in folder.iterdir() if path.name not in (LOCK, REPLACED, MOVING)]
+
+
+def _move_back(folder: Path) -> None:
+    for path in (folder / MOVING).iterdir():
+        path.rename(folder / path.name)
+    (folder / MOVING).rmdir()
 
 
 def _put_back(folder: Path) -> None:
@@ -109,9 +117,8 @@ def _put_back(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-    for path in (folder / REPLACED).iterdir():
-        path.rename(folder / path.name)
-    (folder / REPLACED).rmdir()
+    (folder / REPLACED).rename(folder / MOVING)  # from here on, nothing is removed
+    _move_back(folder)
     log.warning("run: the new run trained no batch, so the run in %s is as before", folder)
 
 
@@ -146,13 +153,17 @@ def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[Callab
     with held_lock(folder / LOCK, busy):
         os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
         try:
-            if (folder / REPLACED).is_dir():  # by a run that was killed
+            if (folder / MOVING).is_dir():  # by a process that was killed, like the next
+                _move_back(folder)
+            if (folder / REPLACED).is_dir():
                 (_drop_replaced if has_checkpoint(folder) else _put_back)(folder)
             if new:
                 _check_new(folder, overwrite)
             yield partial(_drop_replaced, folder)
             _drop_replaced(folder)
         except BaseException:
+            if (folder / MOVING).is_dir():
+                _move_back(folder)
             if (folder / REPLACED).is_dir():
                 _put_back(folder)
             raise
