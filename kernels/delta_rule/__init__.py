@@ -134,7 +134,8 @@ def delta_rule(
     if erase_write is not None:
         if erase is None:
             raise ValueError("erase_write: needs erase, which it goes with")
-        check(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens, erase=erase, steps=steps)
+        # the streams and β as the caller knows them; the rest does not change
+        check(q, k, v, None, beta, subheads, scale, None, None, erase=erase, steps=steps)
         q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
         beta = None if beta is None else beta.repeat_interleave(2, 1)
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)

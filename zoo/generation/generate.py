@@ -237,9 +237,8 @@ def _draws(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The tokens of `sample_tokens`, with log-probabilities if they are to be `scored`, else with empty tensors."""
     check_predicts_tokens(model, "generate")
-    check_sampling(
-        max_new_tokens, temperature, top_k, top_p, seed
-    )  # not in the generator, which would raise at its first use only
+    # not in the generator, which would raise at its first use only
+    check_sampling(max_new_tokens, temperature, top_k, top_p, seed)
     rows = list(prompts)
     for row in rows:
         if row.ndim != 1 or not len(row):

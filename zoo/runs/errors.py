@@ -68,7 +68,7 @@ class FirstBatch(Callback):
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _note
 
     def on_train_batch_end(self, *_: Any, **__: Any) -> None:
-        self.finished = True
+        self._note()
         if self._trained is not None:
             self._trained()
             self._trained = None
