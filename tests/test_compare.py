@@ -89,6 +89,16 @@ def test_without_names_the_plan_comes_first(command, desk, monkeypatch, answer) 
     assert (desk / "out" / "retnet.log").exists() == (answer != "n")
 
 
+@pytest.mark.parametrize("name", ["comparison.png", "comparison.json"])
+def test_files_of_somebody_else_are_kept(command, desk, name) -> None:
+    (desk / "mine").mkdir()
+    (desk / "mine" / name).write_text("years of work")
+    done = command("compare", "gla.yaml", "--config=tiny.yaml", "--folder=mine")
+    assert done.code == 2
+    assert f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced" in done.err
+    assert [path.read_text() for path in (desk / "mine").iterdir()] == ["years of work"]
+
+
 def test_overlays_are_no_whole_configs() -> None:
     assert "gdn_h2.yaml" in whole_configs()
     assert not any("/" in name for name in whole_configs())

@@ -11,9 +11,11 @@ import pytest
 from filelock import FileLock
 
 import cli
+from kernels import UserError
 from zoo.checkpoints.format import read_checkpoint
 from zoo.config.parser import read
 from zoo.files.sealed_json import read_sealed
+from zoo.runs.folder import claimed
 from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command, sitting_at, start
@@ -133,6 +135,17 @@ def test_a_home_directory_in_the_name_of_a_run(command: Command, desk: Path, mon
     assert (desk / "home" / "mine" / "metrics.jsonl").is_file()
     assert not (desk / "~").exists()
     assert "is complete" in command("fit", "--resume=~/mine").out
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", "results.json", "profile/table.txt"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_files_of_somebody_else_are_kept(tmp_path: Path, name: str, overwrite: bool):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text("years of work")
+    message = f"holds {name}, but not the config.yaml of a run, so nothing there is replaced; choose another run"
+    with pytest.raises(UserError, match=message), claimed(tmp_path, new=True, overwrite=overwrite):
+        pass
+    assert (tmp_path / name).read_text() == "years of work"
 
 
 @pytest.mark.slow

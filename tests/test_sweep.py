@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from kernels import UserError
+from zoo.experiments import Runner
+
 pytest_plugins = "tests.desk"
 
 SWEEP = """
@@ -32,6 +35,24 @@ def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
     assert "factor=1" in shown.out
     assert "256" in shown.out  # 2 heads · 8²: one layer's state times two
     assert not (small / "runs").exists()
+
+
+@pytest.mark.parametrize("name", ["sweep.csv", "sweep.png"])
+def test_files_of_somebody_else_are_kept(command, small, name) -> None:
+    (small / "mine").mkdir()
+    (small / "mine" / name).write_text("years of work")
+    done = command("sweep", "--config", "small.yaml", "--folder=mine")
+    assert done.code == 2
+    expected = f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced; choose another"
+    assert expected in done.err
+    assert [path.read_text() for path in (small / "mine").iterdir()] == ["years of work"]
+
+
+def test_the_list_of_runs_of_somebody_else_is_kept(tmp_path) -> None:
+    (tmp_path / "runs.json").write_text('{"monday": {"km": 5}}')
+    with pytest.raises(UserError, match=r"runs\.json is damaged \(monday has no config\).* or choose another folder"):
+        Runner(["false"], tmp_path).run([])
+    assert (tmp_path / "runs.json").read_text() == '{"monday": {"km": 5}}'
 
 
 @pytest.mark.slow

@@ -18,6 +18,8 @@ from zoo.files.links import held_lock, open_in_place
 from zoo.files.output import make_folder
 
 FILE, LOCK = "rows.jsonl", ".lock"
+START = b'{"key": "'  # of each line
+ADVICE = "remove it, or choose another output"
 
 
 class Records:
@@ -56,18 +58,21 @@ class Records:
 
     def _read(self) -> Iterator[dict[str, Any]]:
         content = self.file.read_bytes()
-        end = content.rfind(b"\n") + 1
-        if end < len(content):  # killed while it wrote
-            with open_in_place(self.file, "r+b") as file:
-                file.truncate(end)
-        for number, line in enumerate(content[:end].splitlines(), start=1):
+        lines = content.split(b"\n")
+        rest = lines.pop()  # half of a line, if a process was killed while it wrote
+        for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
                 if record["key"] != key_of(record["what"]) or not isinstance(record["rows"], list):
                     raise ValueError("its key does not belong to its content")
             except (ValueError, KeyError, TypeError) as error:
-                raise UserError(f"output: line {number} of {self.file} is damaged ({error}); remove it") from None
+                raise UserError(f"output: line {number} of {self.file} is damaged ({error}); {ADVICE}") from None
             yield record
+        if rest[: len(START)] != START[: len(rest)]:
+            raise UserError(f"output: line {len(lines) + 1} of {self.file} is not a record of an evaluation; {ADVICE}")
+        if rest:
+            with open_in_place(self.file, "r+b") as file:
+                file.truncate(len(content) - len(rest))
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Results of tasks: a table for the terminal, and figures fit for a paper."""
 
+import glob
 import itertools
 import math
 from collections import defaultdict
@@ -14,11 +15,14 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.table import Table
 
 from zoo.display import new_figure, new_table, write_figure
+from zoo.evaluation.record import FILE
 from zoo.evaluation.task import Row, Task
+from zoo.files.output import check_no_others
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
 MARKERS = "osD^vP*X"
+FORMATS = ("png", "svg")  # of each picture
 PANELS_ACROSS = 6  # heatmaps side by side
 LABELS = 12  # on an axis of a heatmap, at most
 COLUMNS = 8  # values of an axis that a table shows of more than `LABELS`
@@ -87,15 +91,29 @@ def write_pictures(task: Task, rows: Sequence[Row], folder: Path) -> list[Path]:
     """Write a task's pictures to a folder, each as PNG and SVG; none for single numbers."""
     files = []
     for name, picture in pictures(task, rows).items():
-        for form in ("png", "svg"):
+        for form in FORMATS:
             files.append(folder / f"{name}.{form}")
             write_figure(picture, files[-1])
     return files
 
 
+def check_pictures(tasks: Iterable[Task], folder: Path) -> None:
+    """Raise a UserError if a folder without records of an evaluation has files with names of the tasks' pictures."""
+    if (file := folder / FILE).exists() and file.stat().st_size:
+        return
+    stems = [glob.escape(_stem(task)) for task in tasks]
+    patterns = [f"{stem}{part}.{form}" for stem in stems for part in ("", "-*") for form in FORMATS]
+    check_no_others((path for pattern in patterns for path in sorted(folder.glob(pattern))), "output", FILE)
+
+
+def _stem(task: Task) -> str:
+    """Return the beginning of the names of a task's pictures."""
+    return task.name.replace("/", "-")
+
+
 def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
     """Name → picture: heatmaps over depth and length, curves over the task's axis or positions, and the task's own."""
-    stem = task.name.replace("/", "-")
+    stem = _stem(task)
     drawn = {}
     if any("depth" in row for row in rows):
         drawn[f"{stem}-depth"] = heatmaps(task, [row for row in rows if "depth" in row])

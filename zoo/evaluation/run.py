@@ -16,7 +16,7 @@ from zoo.arguments import check_names, check_seed, names_in
 from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
-from zoo.evaluation.results import table, write_pictures
+from zoo.evaluation.results import check_pictures, table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.evaluation.tasks.needle_task import NeedleTask
@@ -76,7 +76,8 @@ def evaluate(
         `low` and `high`, a 95 % interval.
 
     Raises:
-        UserError: A checkpoint or task does not exist or does not fit; nothing has run then.
+        UserError: A checkpoint or task does not exist or does not fit, or the output folder has other files of the
+            same names; nothing has run then.
         KeyboardInterrupt: Ctrl-C; what was measured is kept.
     """
     if tasks is None:
@@ -108,6 +109,7 @@ def evaluate(
     ]
     plan = [(subject, task, cell) for task in chosen for subject in subjects for cell in _cells(task, subject, where)]
     folder = Path(output) if output is not None else Path("evaluations") / _joined(_names(paths))
+    check_pictures(chosen, folder)
     with locked(folder):
         records = Records(folder)
         rows = _measure(plan, records, where, verbose)

@@ -33,6 +33,7 @@ from zoo.train.metrics_file import read_metrics
 from zoo.train.results import rank
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sweep))
+TABLE, PICTURE = "comparison.json", "comparison.png"
 
 
 class SweepResult(NamedTuple):
@@ -72,7 +73,8 @@ def sweep(
         cluster_options: Options of submitit, such as `{slurm_partition: gpu}`.
 
     Raises:
-        UserError: The sweep or one of its configs is wrong; or runs failed, after all others have completed.
+        UserError: The sweep or one of its configs is wrong, or its folder has other files of the same names; or runs
+            failed, after all others have completed.
     """
     if cluster is None and cluster_options:
         raise UserError(f"cluster_options: {cluster_options} are for a cluster, and none is named; add --cluster=slurm")
@@ -90,6 +92,7 @@ def sweep(
     if dry_run:
         console.print(results.preview(runs, target))
         return SweepResult(target, [results.Outcome(run, None) for run in runs])
+    Runner(COMMAND, target).check_results(runs, results.FILES)
     if jobs == "auto":
         waiting = [run for run in runs if result(target / run.name) is None]
         with console.status("timing training steps of several runs …"):
@@ -175,7 +178,7 @@ class Comparison(NamedTuple):
 
     def _repr_html_(self) -> str:
         """The table and the picture of the comparison, for notebooks."""
-        return as_html(comparison_table(self.rows), self.folder / "comparison.png")
+        return as_html(comparison_table(self.rows), self.folder / PICTURE)
 
 
 def compare(
@@ -197,7 +200,8 @@ def compare(
         yes: Start without asking.
 
     Raises:
-        UserError: A config is missing or wrong; or runs failed, after all others have completed.
+        UserError: A config is missing or wrong, or the folder has other files of the same names; or runs failed, after
+            all others have completed.
     """
     folder = Path(folder)
     configs, overlays = _sorted_out(configs_and_overrides)
@@ -205,16 +209,17 @@ def compare(
     runs = [Run(name, (config, *overlays)) for name, config in zip(_names(configs), configs, strict=True)]
     runs = [run._replace(parsed=run.check()) for run in runs]  # reports mistakes before any run starts
     runner = Runner(COMMAND, folder, jobs)
+    runner.check_results(runs, (TABLE, PICTURE))
     if not named and not _agreed(runs, runner, yes):
         return Comparison(folder, [])
     failures = runner.run(runs)
     rows = [row for run in runs if (row := result(folder / run.name))]
     if rows:
-        write_figure(comparison_figure(rows, folder), folder / "comparison.png")
-        with atomic_write(folder / "comparison.json") as file:
+        write_figure(comparison_figure(rows, folder), folder / PICTURE)
+        with atomic_write(folder / TABLE) as file:
             file.write(json.dumps(rows, indent=1).encode())
         Console().print(comparison_table(rows))
-        Console().print(f"{folder}/comparison.json · {folder}/comparison.png", style="dim", soft_wrap=True)
+        Console().print(f"{folder}/{TABLE} · {folder}/{PICTURE}", style="dim", soft_wrap=True)
     if failures:
         raise failed(failures, len(runs))
     return Comparison(folder, rows)

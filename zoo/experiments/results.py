@@ -22,6 +22,7 @@ from zoo.experiments.runner import result
 from zoo.files.atomic import atomic_write
 from zoo.train.results import rank
 
+FILES = ("sweep.csv", "sweep.png")  # of a sweep, in its folder
 WIDE = 120  # columns in which a table of a sweep fits whole
 
 
@@ -257,8 +258,9 @@ def _is_number(label: str) -> bool:
 def write(sweep: Sweep, results: Sequence[Outcome], folder: Path, width: int = WIDE) -> Table:
     """Write `sweep.csv` and `sweep.png` to the folder, and return the table, made for a terminal of `width` columns."""
     shown = table(sweep, results, width)
-    write_csv(sweep, results, folder / "sweep.csv")
-    write_figure(figure(sweep, results), folder / "sweep.png")
+    table_file, picture_file = (folder / name for name in FILES)
+    write_csv(sweep, results, table_file)
+    write_figure(figure(sweep, results), picture_file)
     return shown
 
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -26,6 +26,7 @@ from zoo.display import short_list
 from zoo.experiments.definition import Run
 from zoo.experiments.progress import RunBars
 from zoo.files.links import held_lock, lock_of, open_in_place
+from zoo.files.output import check_no_others
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
 from zoo.train.results import read_row
@@ -34,6 +35,7 @@ from zoo.train.signals import PARENT, sigterm_raises
 log = logging.getLogger(__name__)
 
 COMMAND = (sys.executable, str(Path(__file__).parents[2] / "cli.py"))  # next to the package, also in a wheel
+RECORD = "runs.json"  # the configs of all runs in a folder
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 120.0  # time for a run of a killed sweep to save and end
 
@@ -107,6 +109,11 @@ class Runner:
                     _stop(running)
         return failures
 
+    def check_results(self, runs: Sequence[Run], names: Iterable[str]) -> None:
+        """Raise a UserError if a file that the results go to exists in a folder which is not that of these runs."""
+        if not (self.folder / RECORD).exists() and not any(has_checkpoint(self.folder / run.name) for run in runs):
+            check_no_others([self.folder / name for name in names], "folder", RECORD)
+
     def prepare(self, run: Run) -> list[str]:
         """The command line that starts a run, or resumes it from its last checkpoint.
 
@@ -159,7 +166,7 @@ class Runner:
         self.folder.mkdir(parents=True, exist_ok=True)
         busy = f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
         with held_lock(self.folder / ".lock", busy):
-            write_sealed(self.folder / "runs.json", self.checked(runs))
+            write_sealed(self.folder / RECORD, self.checked(runs))
             yield
 
     def checked(self, runs: Sequence[Run]) -> dict[str, Any]:
@@ -168,15 +175,16 @@ class Runner:
         Raises:
             UserError: The folder has a run of the same name with another config.
         """
-        file = self.folder / "runs.json"
-        advice = "delete it, and the runs there count as runs of this sweep"
+        file = self.folder / RECORD
+        advice = "delete it, and the runs there count as runs of this sweep, or choose another folder"
         recorded = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        for name, config in recorded.items():
+            if not isinstance(config, dict) or "model" not in config:
+                raise UserError(f"{file} is damaged ({name} has no config); {advice}.")
         for run in runs:
             plain = json.loads(json.dumps(verified(run.read())))
             # keys that did not exist when the run was started do not count as differences
             config = recorded.setdefault(run.name, plain)
-            if not isinstance(config, dict):
-                raise UserError(f"{file} is damaged ({run.name} has no config); {advice}.")
             old = {**plain, **up_to_date(config)}
             started = (self.folder / run.name).exists()
             if started and old != plain:

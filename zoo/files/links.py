@@ -88,8 +88,10 @@ def check_in_place(path: str | os.PathLike[str]) -> None:
 
 
 def lock_of(path: str | os.PathLike[str]) -> FileLock:
-    """A lock in the file `path`, which is created; a UserError if it is a link, a pipe or a device."""
+    """A lock in the file `path`, which is created; a UserError if it is a link, a pipe or a device, or has content."""
     check_in_place(path)
+    if os.path.exists(path) and os.path.getsize(path):
+        raise UserError(f"{path} is not a lock, as it has content; move it, or choose another folder.")
     return FileLock(path)
 
 
@@ -98,7 +100,7 @@ def held_lock(path: str | os.PathLike[str], busy: str) -> Iterator[None]:
     """Hold the lock in the file `path` during the block; a file system without locks is only warned about.
 
     Raises:
-        UserError: `busy`: another process holds it; or `path` is a link, a pipe or a device.
+        UserError: `busy`: another process holds it; or `path` is a link, a pipe or a device, or has content.
     """
     lock = lock_of(path)
     try:

@@ -1,7 +1,12 @@
-"""Outputs of verbs. `overwrite` allows to replace a model of the same kind or a page of `report`, nothing else."""
+"""Outputs of verbs. `overwrite` allows to replace a model of the same kind or a page of `report`, nothing else.
 
+Verbs that continue or repeat a measurement have no `overwrite`: they replace files of their own records only.
+"""
+
+import json
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
@@ -16,6 +21,7 @@ OF_A_MODEL = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
     "modeling_token_mixer_zoo.py",
 )
+CONFIG_HEADER = b"# The complete config of this run; fit --config accepts it as is.\n"  # of a run's config.yaml
 CARD = "README.md"  # the model card
 MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `report`
 
@@ -37,6 +43,35 @@ def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | N
             f"output: {path} exists already and is {there}; choose another, or replace it by ",
             Option("overwrite", True),
         )
+
+
+def check_record(file: Path, entries: Iterable[str], option: str, kind: str) -> None:
+    """Raise a UserError if a file exists and is not a JSON object with these entries, as a `kind` of record is."""
+    if not os.path.lexists(file):
+        return
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not {*entries} <= {*record}:
+        raise UserError(f"{option}: {file} exists and is not a record of {kind}; choose another {option}")
+
+
+def check_no_others(files: Iterable[Path], option: str, record: str) -> None:
+    """Raise a UserError if a file exists that a verb would write next to its record, which the folder does not have."""
+    for file in files:
+        if os.path.lexists(file):
+            raise UserError(
+                f"{option}: {file} exists, but the folder has no {record}, so it is not replaced; choose another folder"
+            )
+
+
+def is_config_of_run(file: Path) -> bool:
+    """Return whether a file is a `config.yaml` that a run wrote."""
+    if not file.is_file():
+        return False
+    with open(file, "rb") as opened:
+        return opened.read(len(CONFIG_HEADER)) == CONFIG_HEADER
 
 
 def make_folder(folder: Path, option: str) -> None:

@@ -12,8 +12,11 @@ from rich.table import Table
 from kernels import UserError
 from zoo.display import new_console, new_table, write_figure
 from zoo.files.atomic import atomic_write
+from zoo.files.output import check_no_others, check_record
 
 PATH = "path: the implementations that ran, triton, torch or reference"
+
+FILE, PICTURE = "bench.json", "bench.png"
 
 
 @dataclass
@@ -26,7 +29,7 @@ class Report:
         rows: One row per measurement.
 
     Raises:
-        UserError: The folder is a file.
+        UserError: The folder is a file, or has a bench.json or bench.png that no benchmark wrote.
     """
 
     benchmark: ClassVar[str]  # kernels, training and so on
@@ -38,6 +41,10 @@ class Report:
     def __post_init__(self) -> None:  # before anything is measured
         if self.folder.exists() and not self.folder.is_dir():
             raise UserError(f"folder: {self.folder} is a file")
+        if (file := self.folder / FILE).exists():
+            check_record(file, ("kind", "device", "rows"), "folder", "a benchmark")
+        else:
+            check_no_others([self.folder / PICTURE], "folder", FILE)
 
     @property
     def failed(self) -> bool:
@@ -47,10 +54,10 @@ class Report:
     def write(self) -> None:
         """Write bench.json and bench.png."""
         record = {"kind": self.benchmark, **self.about, "rows": self.rows}
-        with atomic_write(self.folder / "bench.json") as file:
+        with atomic_write(self.folder / FILE) as file:
             file.write(json.dumps(record, indent=1, allow_nan=False).encode())
         if (picture := self.picture()) is not None:
-            write_figure(picture, self.folder / "bench.png")
+            write_figure(picture, self.folder / PICTURE)
 
     def table(self) -> Table:
         """The table for the terminal."""

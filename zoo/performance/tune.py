@@ -28,6 +28,7 @@ from mixers import did_you_mean
 from zoo.arguments import check_names, names_in
 from zoo.display import new_console, new_table, progress_bar
 from zoo.files.atomic import atomic_write
+from zoo.files.output import check_record
 from zoo.performance.accuracy import Gate
 from zoo.performance.bench_calls import BenchCall, Shape
 from zoo.performance.device import DTYPES, described
@@ -276,20 +277,21 @@ def tune(
         folder: The folder of launch.json.
 
     Raises:
-        UserError: An argument is invalid, or no GPU is available.
+        UserError: An argument is invalid, no GPU is available, or launch.json is not a file of this function.
     """
     targets = _targets(kernels, sizes, dtypes)
     if jobs < 1:
         raise UserError(f"jobs: expected at least 1, got {jobs}")
     if not torch.cuda.is_available():
         raise UserError("tune: PyTorch finds no CUDA device on this machine, and tuning needs one")
+    file = Path(folder) / "launch.json"
+    check_record(file, ("capability", "entries", "measured"), "folder", "tune")
     device = torch.device("cuda")
     tuner = Tuner(device, jobs, seconds, in_process)
     with launch_file(None):  # start from the built-in configurations
-        tuner.run(targets, Path(folder) / "launch.json")
+        tuner.run(targets, file)
     console = new_console()
     console.print(table(tuner.trials, torch.cuda.get_device_name(device)))
-    file = Path(folder) / "launch.json"
     console.out(f"written to {file}; to use it: ZOO_LAUNCH={file} python cli.py …", highlight=False)
 
 

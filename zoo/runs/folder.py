@@ -13,7 +13,7 @@ from pathlib import Path
 from kernels import Option, UserError
 from mixers import did_you_mean
 from zoo.files.links import held_lock
-from zoo.files.output import make_folder
+from zoo.files.output import is_config_of_run, make_folder
 from zoo.train.signals import PARENT
 
 log = logging.getLogger(__name__)
@@ -24,10 +24,13 @@ LOCK = ".lock"
 REPLACED = ".replaced"  # folder for the files of a run until the one that replaces it has trained a batch
 MOVING = ".replacing"  # its name while some of the files are in the run's folder
 
-# Files that a run writes before its first checkpoint; they are safe to overwrite.
+# Files that a run writes before its first checkpoint, `config.yaml` first; next to that, they are safe to overwrite.
+_REPLACED_BY_A_RUN = re.compile(
+    r"config\.yaml|tokenizer\.json|tokenizer_config\.json|metrics\.jsonl|metrics\.csv|loss\.png|samples\.txt|results\.json"
+    r"|hang-\d+\.txt|profile/(trace\.json\.gz|table\.txt)"
+)
 _WRITTEN_BY_A_RUN = re.compile(
-    r"(config\.yaml|tokenizer\.json|tokenizer_config\.json|metrics\.jsonl|metrics\.csv|loss\.png|samples\.txt|results\.json"
-    r"|hang-\d+\.txt|profile/(trace\.json\.gz|table\.txt)|(\w+/)?\.[^/]*\.partial|checkpoints/shards-[\w-]+/.*"
+    rf"({_REPLACED_BY_A_RUN.pattern}|(\w+/)?\.[^/]*\.partial|checkpoints/shards-[\w-]+/.*"
     r"|(lightning_logs/)?version_\d+/.*|tensorboard/.*|wandb/.*|\.lock)"
 )
 
@@ -87,6 +90,12 @@ def _check_new(folder: Path, overwrite: bool) -> None:
     if (other := next(strange, None)) is not None:
         raise UserError(
             f"run: {folder} exists already and holds {other}, which is not a run's file; choose another run"
+        )
+    replaced = [name for name in files if _REPLACED_BY_A_RUN.fullmatch(name)]
+    if replaced and not any(name.endswith(".ckpt") for name in files) and not is_config_of_run(folder / "config.yaml"):
+        raise UserError(
+            f"run: {folder} exists already and holds {replaced[0]}, but not the config.yaml of a run, so nothing there "
+            "is replaced; choose another run"
         )
     if overwrite:
         parts = _parts(folder)

@@ -16,6 +16,7 @@ from zoo.scaling.law import Crossing, Law, span
 from zoo.scaling.optima import Laws
 from zoo.scaling.power import PowerLaw
 
+PICTURES = ("laws.png", "laws.svg")
 FEW_SIZES = 8  # for an envelope
 
 
@@ -104,7 +105,7 @@ def alike(crossings: Sequence[Crossing]) -> list[str]:
 
 def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
     """Write `laws.png` and `.svg`: L(C), N_opt(C) and D_opt(C) of all mixers together, and a row for each."""
-    files = [folder / "laws.png", folder / "laws.svg"]
+    files = [folder / name for name in PICTURES]
     for file in files:
         write_figure(picture(laws), file)
     return files

@@ -9,14 +9,16 @@ from kernels import UserError
 from mixers.arguments import check_sizes
 from zoo.arguments import check_names
 from zoo.display import SOON, new_console, progress_bar
-from zoo.files.sealed_json import write_sealed
+from zoo.files.output import check_no_others
+from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.scaling.curves import Curve
-from zoo.scaling.figures import alike, crossing_table, remarks, table, write_pictures
+from zoo.scaling.figures import PICTURES, alike, crossing_table, remarks, table, write_pictures
 from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
 from zoo.scaling.runs import find_runs, mixed_kinds, one_rate, select, untrained
 
 Counting = Literal["model", "6n"]
+FILE = "laws.json"
 
 
 def fit(
@@ -47,8 +49,8 @@ def fit(
         A row for each mixer that could be fitted.
 
     Raises:
-        UserError: A folder does not exist, a table is damaged, nothing can be fitted (the message says why), or scipy
-            is not installed.
+        UserError: A folder does not exist, a table is damaged, nothing can be fitted (the message says why), scipy is
+            not installed, or a file of the output is not one that this function wrote.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
@@ -57,6 +59,9 @@ def fit(
     check_names("flops", [flops], get_args(Counting))
     check_sizes({"draws": draws, "seed": seed}, least=0)
     selection = select(find_runs(places), untrained(places), single_losses=method == "parametric")
+    first = Path(places[0])
+    folder = (first.parent if first.is_file() else first) / "law" if output is None else Path(output)
+    _check_replaceable(folder)
     console = new_console(verbose)
     for name, reason in selection.left_out.items():
         console.print(f"left out {name}: {reason}", style="dim", highlight=False)
@@ -75,19 +80,25 @@ def fit(
             failures.append(str(error))
     if not laws:
         raise UserError("; ".join(failures))
-    first = Path(places[0])
-    folder = (first.parent if first.is_file() else first) / "law" if output is None else Path(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         rows = [as_row(law) | {"counting": flops} for law in laws]
         crossed = crossings(laws)
         said = [*failures, *mixed_kinds(selection.runs), *one_rate(selection), *remarks(laws), *alike(crossed)]
         content = {"laws": rows, "crossings": [pair._asdict() for pair in crossed]}
-        write_sealed(folder / "laws.json", content | {"left_out": selection.left_out, "remarks": said})
+        write_sealed(folder / FILE, content | {"left_out": selection.left_out, "remarks": said})
         pictures = write_pictures(laws, folder)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
     tables = [table(laws), *([crossing_table(crossed)] if crossed else [])]
     console.print(*tables, *said, sep="\n", highlight=False)
-    console.print(f"{folder / 'laws.json'} {pictures[0]}", style="dim", highlight=False)
+    console.print(f"{folder / FILE} {pictures[0]}", style="dim", highlight=False)
     return rows
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Raise a UserError if the folder has files with the names of the results that `fit` did not write."""
+    if (folder / FILE).exists():
+        read_sealed(folder / FILE, advice="delete it, or choose another output")
+    else:
+        check_no_others([folder / name for name in PICTURES], "output", FILE)

@@ -13,8 +13,8 @@ import zoo
 from kernels import UserError
 from tests.commands import Command
 from zoo.evaluation.loaded import is_of_embedded_text
-from zoo.evaluation.record import locked
-from zoo.evaluation.results import pictures, table
+from zoo.evaluation.record import Records, locked
+from zoo.evaluation.results import check_pictures, pictures, table
 from zoo.evaluation.task import Options, interval
 from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.evaluation.tasks.perplexity import Perplexity, ranges
@@ -239,6 +239,28 @@ def test_mistakes_are_told_before_anything_runs(done: str, options: dict, messag
     with pytest.raises(UserError, match=re.escape(message)):
         zoo.evaluate(done, **{**OPTIONS, **options})
     assert not Path("evaluations").exists()
+
+
+@pytest.mark.parametrize("name", ["perplexity.png", "perplexity-position.svg"])
+def test_pictures_of_somebody_else_are_kept(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("years of work")
+    tasks = tasks_of(["perplexity"], Options())
+    with pytest.raises(UserError, match=f"output: .*{name} exists, but the folder has no rows.jsonl, so it is not"):
+        check_pictures(tasks, tmp_path)
+    (tmp_path / "rows.jsonl").write_text('{"key": "of a record"}\n')
+    check_pictures(tasks, tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"km": 5}', '{"key', "5\n"])
+def test_rows_of_somebody_else_are_kept(tmp_path: Path, content: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(content)
+    if content == '{"key':  # half of a line that an evaluation was writing
+        assert not Records(tmp_path).find({})
+        content = ""
+    else:
+        with pytest.raises(UserError, match=r"output: line 1 of .*rows.jsonl is .*; remove it, or choose another"):
+            Records(tmp_path)
+    assert (tmp_path / "rows.jsonl").read_text() == content
 
 
 def test_no_checkpoint() -> None:

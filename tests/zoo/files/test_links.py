@@ -29,6 +29,13 @@ def test_a_pipe_is_refused_without_waiting(tmp_path: Path, mode: Any):
         open_in_place(tmp_path / "pipe", mode)
 
 
+def test_a_file_with_content_is_not_taken_for_a_lock(tmp_path: Path):
+    (tmp_path / ".lock").write_text("precious")
+    with pytest.raises(UserError, match="lock is not a lock, as it has content; move it, or choose another folder"):
+        lock_of(tmp_path / ".lock")
+    assert (tmp_path / ".lock").read_text() == "precious"
+
+
 def test_files_are_extended(tmp_path: Path):
     for text in ("ä", "b"):
         with open_in_place(tmp_path / "file", "a") as file:

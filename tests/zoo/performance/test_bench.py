@@ -40,6 +40,20 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "bench.json").read_text())
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("bench.json", r"folder: .*bench\.json exists and is not a record of a benchmark; choose another folder"),
+        ("bench.png", r"folder: .*bench\.png exists, but the folder has no bench\.json, so it is not replaced"),
+    ],
+)
+def test_files_of_somebody_else_are_kept(tmp_path: Path, name: str, message: str):
+    (tmp_path / name).write_text('{"bench": "in the park"}')
+    with pytest.raises(UserError, match=message):
+        bench_kernels(ops=["delta_rule"], folder=str(tmp_path))
+    assert (tmp_path / name).read_text() == '{"bench": "in the park"}'
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_every_op_passes_its_check(name):
     case = BenchCall(name, Shape(2, 2, 100, 8), "fp32", CPU, "auto", window=20)

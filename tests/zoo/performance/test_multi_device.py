@@ -288,7 +288,7 @@ def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
 @pytest.mark.slow
 def test_only_runs_of_a_benchmark_are_removed(fake: Path, command: Command):
     (fake / "mine/fits/notes").mkdir(parents=True)
-    (fake / "mine/bench.json").write_text("{}")
+    (fake / "mine/bench.json").write_text('{"kind": "scaling", "device": "cpu", "rows": []}')
     done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine")
     assert done.code == 2
     assert "folder: mine/fits/notes is not a run of a benchmark" in done.err

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import zoo
+from kernels import UserError
 from tests.zoo.scaling.curves import write_run
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.law import crossing
@@ -47,6 +48,21 @@ def test_a_law_its_table_and_its_picture(command, ladder: Path) -> None:
     assert low <= law["size_exponent"] <= high
     assert law["parametric"]["alpha"] == pytest.approx(CHINCHILLA.alpha, abs=0.01)
     assert (Path("law/laws.png").stat().st_size, Path("law/laws.svg").stat().st_size) > (5000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("laws.png", r"output: law/laws\.png exists, but the folder has no laws\.json, so it is not replaced"),
+        ("laws.json", r"law/laws\.json is damaged .*; delete it, or choose another output"),
+    ],
+)
+def test_files_of_somebody_else_are_kept(ladder: Path, name: str, message: str) -> None:
+    Path("law").mkdir()
+    Path("law", name).write_text('{"laws": "of nature"}')
+    with pytest.raises(UserError, match=message):
+        zoo.scaling.fit(ladder, output="law", draws=0, verbose=False)
+    assert Path("law", name).read_text() == '{"laws": "of nature"}'
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ from rich.table import Table
 from kernels import UserError
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
+from zoo.files.output import check_record
 from zoo.performance.doctor.checks import LIMIT_S, Finding, examine
 from zoo.performance.doctor.machine import machine
 from zoo.performance.doctor.proofs import EXPLAINED as PROPERTIES
@@ -104,8 +105,8 @@ def doctor(
             raise UserError(f"{name}: this is about proofs; add --proofs=true")
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
-    if output is not None and not _replaceable(Path(output)):
-        raise UserError(f"output: {output} exists and is not a record of the doctor; name another file")
+    if output is not None:
+        check_record(Path(output), ("device", "passed", "machine", "ops", "mixers"), "output", "the doctor")
     place, start, stopped = pick_device(device), monotonic(), False
     by_job: dict[Job, list[Finding]] = {}
     every = jobs(place, peers, only) if proofs else []
@@ -189,17 +190,6 @@ def _matrix(what: str, findings: Sequence[Finding]) -> Table:
 def _is_below_the_tables(finding: Finding) -> bool:
     """Return whether a finding is printed below the tables: a failure, or a result that is too long for a cell."""
     return finding.status == "failed" or len(finding.says) > LONGEST
-
-
-def _replaceable(file: Path) -> bool:
-    """Return whether the file does not exist, or was written by `_write`."""
-    if not file.exists():
-        return True
-    try:
-        record = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(record, dict) and {"device", "passed", "machine", "ops", "mixers"} <= {*record}
 
 
 def _write(examination: Examination, file: Path) -> None:

@@ -6,10 +6,10 @@ import lightning as L
 
 from zoo.files.atomic import atomic_write
 from zoo.files.links import check_in_place
+from zoo.files.output import CONFIG_HEADER
 from zoo.files.safe_yaml import dump_yaml
 from zoo.train.callbacks.run_callback import RunCallback
 
-HEADER = "# The complete config of this run; fit --config accepts it as is.\n"
 APPENDED = ("metrics.jsonl", "metrics.csv", "samples.txt", "results.json")  # files to which a run appends
 
 
@@ -34,6 +34,6 @@ class RunFiles(RunCallback):
             for name in APPENDED:
                 (folder / name).unlink(missing_ok=True)
         with atomic_write(folder / "config.yaml") as file:
-            file.write((HEADER + dump_yaml(pl_module.config)).encode())
+            file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())
         if pl_module.tokenizer is not None:
             pl_module.tokenizer.save(folder / "tokenizer.json")
