@@ -41,8 +41,8 @@ class TokenisedText(ResumableData):
             or else the first that it has of `<eos>`, `</s>`, `<|endoftext|>` and `<|end_of_text|>`.
         bos_token: The token at the start of every document, also when generating text. Null: the one recorded in a
             tokenizer saved by a run or export, or else none.
-        vocab_size: Number of tokens of a trained tokenizer, at least 257. It may be null with a loaded one, which
-            does not use it.
+        vocab_size: Number of tokens of a trained tokenizer, from 257 to 10 million. It may be null with a loaded one,
+            which does not use it.
         sequence_length: Tokens in a sequence.
         batch_size: Sequences in a batch, over all devices; a multiple of the number of devices.
         packing: "windows": sequences continue across document boundaries. "documents": each batch is one row, in which

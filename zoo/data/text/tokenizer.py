@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 EOS = "<eos>"
 END_TOKENS = (EOS, "</s>", "<|endoftext|>", "<|end_of_text|>")
 SMALLEST_VOCABULARY = 257  # all bytes, and the end of a document
+LARGEST_VOCABULARY = 10_000_000  # the library first reserves memory for all tokens, and aborts the process without it
 # More text hardly changes the vocabulary, but training keeps all distinct words in memory.
 TRAINING_CHARACTERS = 200_000_000
 TRAINING_PIECE = 20_000
@@ -299,12 +300,15 @@ def train_tokenizer(
     A small corpus may have too few distinct pairs for `vocab_size` tokens: then there are fewer, which is logged.
 
     Raises:
-        UserError: `vocab_size` is below 257, a token does not exist, or the corpus or the cache cannot be used.
+        UserError: `vocab_size` is below 257 or above 10 million, a token does not exist, or the corpus or the cache
+            cannot be used.
     """
     if vocab_size < SMALLEST_VOCABULARY:
         raise UserError(
             f"data.vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}."
         )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"data.vocab_size is {vocab_size}; it can be at most {LARGEST_VOCABULARY:,}.")
     key = hashlib.sha256(f"{_FORMAT} {vocab_size} {corpus.signature()}".encode()).hexdigest()[:16]
     folder = cache_folder() / "tokenizers" / key
     build_once(folder, lambda new: _save(_train(corpus, vocab_size), new))

@@ -67,6 +67,8 @@ def test_end_token_of_a_loaded_tokenizer(tokenizer: Tokenizer, tmp_path: Path):
 def test_errors(tmp_path: Path):
     with pytest.raises(UserError, match=r"data\.vocab_size is 256; a byte-level tokenizer needs at least 257"):
         train_tokenizer(CORPUS, 256)
+    with pytest.raises(UserError, match=r"data\.vocab_size is 99999999999; it can be at most 10,000,000\."):
+        train_tokenizer(CORPUS, 99_999_999_999)  # for which the library aborted the process
     with pytest.raises(UserError, match=r"data\.tokenizer: .*tokenizer\.json does not exist"):
         Tokenizer.from_file(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
