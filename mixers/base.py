@@ -50,7 +50,7 @@ class Site(NamedTuple):
             UserError: head_dim is None and num_heads does not divide hidden_size, or only head_dim is given and the
                 model's number of heads of that size are wider than hidden_size, or a size is not a whole number from 1.
         """
-        check_sizes({"num_heads": num_heads, "head_dim": head_dim})
+        check_sizes({"num_heads": self.num_heads if num_heads is None else num_heads, "head_dim": head_dim})
         if num_heads is None and head_dim is not None and self.num_heads * head_dim > self.hidden_size:
             raise kernels.UserError(
                 f"num_heads: the model's {self.num_heads} heads of head_dim {head_dim} are wider than hidden_size "
@@ -59,8 +59,7 @@ class Site(NamedTuple):
         num_heads = self.num_heads if num_heads is None else num_heads
         if head_dim is None and self.hidden_size % num_heads:
             raise kernels.UserError(
-                f"num_heads: {num_heads} does not divide hidden_size {self.hidden_size}; "
-                "choose a divisor, or give head_dim as well"
+                f"num_heads: {num_heads} does not divide hidden_size {self.hidden_size}; choose a divisor"
             )
         return num_heads, self.hidden_size // num_heads if head_dim is None else head_dim
 

@@ -476,6 +476,8 @@ MISTAKES = {
     (*ASK, "--device=abacus"): ("device: abacus cannot be used here",),
     ("mixers", "GatedDeltaNte"): ("did you mean 'GatedDeltaNet'?",),
     ("mixers", "--hidden_size=100"): ("num_heads: 8 does not divide hidden_size 100",),
+    ("mixers", "--num_heads=0"): ("num_heads: 0 must be at least 1",),
+    ("mixers", "GLA", "--length=-1"): ("length: -1 must be at least 1",),
 }
 VERBS = ("fit", "sweep", "fti", "train", "validate", "predict", "generate", "mixers")
 

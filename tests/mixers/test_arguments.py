@@ -164,3 +164,11 @@ def test_numbers_beyond_what_a_machine_holds(mixer: str):
         mixers.get(mixer)(SITE, **{"num_groups" if mixer == "Mamba2" else "num_heads": 10**30})
     with pytest.raises(mixers.UserError, match=r"^eps: 1000+ must be a finite number that is not below 0$"):
         mixers.RMSNorm(8, 10**400)
+
+
+@pytest.mark.parametrize("mixer", ["GLA", "TNL", "SoftmaxAttention"])
+def test_a_number_of_heads_that_does_not_fit(mixer: str):
+    with pytest.raises(mixers.UserError, match=r"^num_heads: 5 does not divide hidden_size 64; choose a divisor$"):
+        mixers.get(mixer)(SITE._replace(num_heads=5))
+    with pytest.raises(mixers.UserError, match=r"^num_heads: 0 must be at least 1$"):
+        mixers.get(mixer)(SITE._replace(num_heads=0))

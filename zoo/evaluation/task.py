@@ -74,6 +74,11 @@ class Task(ABC):
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        """The names of the options that it uses in addition to lengths, samples and seed; none by default."""
+        return ()
+
     @abstractmethod
     def cells(self, subject: Subject) -> list[Cell]:
         """The cells to measure, as plain values by name.

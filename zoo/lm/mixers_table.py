@@ -12,6 +12,7 @@ from rich.text import Text
 
 import mixers
 from mixers import Expanded, LinearMixer, MixerFactory, Site
+from mixers.arguments import check_sizes
 from zoo.display import new_table
 from zoo.lm.creation import created_on
 
@@ -94,6 +95,10 @@ def show_mixers(name: str | None = None, hidden_size: int = 1024, num_heads: int
         hidden_size: Size of the residual stream.
         num_heads: Number of heads.
         length: Tokens in a sequence, for FLOPs and growing states.
+
+    Raises:
+        UserError: A mixer of the name does not exist, or a size is below 1 or does not fit.
     """
+    check_sizes({"hidden_size": hidden_size, "num_heads": num_heads, "length": length})
     site = mixers.Site(hidden_size, num_heads)
     Console().print(mixers_table(site, length) if name is None else page(name, site, length))

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,21 @@ def test_rows_of_somebody_else_are_kept(tmp_path: Path, content: str) -> None:
         with pytest.raises(UserError, match=r"output: line 1 of .*rows.jsonl is .*; remove it, or choose another"):
             Records(tmp_path)
     assert (tmp_path / "rows.jsonl").read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("tasks", "options", "message"),
+    [
+        (["throughput"], {"haystack": "/no/such/file"}, r"haystack: none of the tasks uses it \(throughput\)"),
+        (["s_niah_1", "passkey"], {"haystack": "a.txt"}, r"haystack: none .* \(s_niah_1, passkey\); leave it out"),
+        (["perplexity"], {"depths": (0.5,)}, "depths: none of the tasks uses it"),
+        (["perplexity"], {"data": "benchmarks/"}, "data: none of the tasks uses it"),
+    ],
+)
+def test_an_option_that_no_task_uses(tasks: list[str], options: dict, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        tasks_of(tasks, Options(**options))
+    tasks_of([*tasks, "s_niah_2", "perplexity"], replace(Options(**options), data=None))
 
 
 def test_no_checkpoint() -> None:

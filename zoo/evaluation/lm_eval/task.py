@@ -43,6 +43,10 @@ class LmEval(Task):
         except ImportError:
             raise UserError(f"{self.name}: needs lm-eval; pip install 'token-mixer-zoo[eval]'") from None
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return ("data",)
+
     def cells(self, subject: Subject) -> list[Cell]:
         """A cell for each task and length. Every task is built once, so that missing or odd data is reported first."""
         from zoo.evaluation.lm_eval.building import names

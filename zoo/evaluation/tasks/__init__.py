@@ -22,6 +22,7 @@ _NEEDLES = (SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, P
 _RECALL = (NiahEasy, NiahStandard, StateRecall)
 _CLASSES: tuple[type[Task], ...] = (*_NEEDLES, *_RECALL, *TOKEN_TASKS, Perplexity, Throughput)
 
+OF_SOME_TASKS = ("depths", "haystack", "data")  # options
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 
@@ -29,14 +30,21 @@ def tasks_of(names: Sequence[str], options: Options) -> list[Task]:
     """The named tasks, and those of the named presets.
 
     Raises:
-        UserError: A name is unknown, a task refuses its options, or presets want one of them at different lengths.
+        UserError: A name is unknown, a task refuses its options, presets want one of them at different lengths, or none
+            of the tasks uses an option.
     """
     chosen: dict[str, Options] = {}
     for name in names:
         for task, its_options in PRESETS[name].choices(options) if name in PRESETS else [(name, options)]:
             if chosen.setdefault(task, its_options) != its_options:
                 raise UserError(f"tasks: {task} is wanted at different lengths; evaluate {name} separately")
-    return [_task_class(name)(its_options) for name, its_options in chosen.items()]
+    tasks = [_task_class(name)(its_options) for name, its_options in chosen.items()]
+    for option in OF_SOME_TASKS:
+        if getattr(options, option) is not None and not any(option in task.uses for task in tasks):
+            raise UserError(
+                f"{option}: none of the tasks uses it ({', '.join(task.name for task in tasks)}); leave it out"
+            )
+    return tasks
 
 
 def _task_class(name: str) -> type[Task]:

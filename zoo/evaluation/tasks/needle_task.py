@@ -55,6 +55,10 @@ class NeedleTask(Task):
         self._sentences: list[str] = []
         self._built: Haystack | None = None
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return ("depths", "haystack") if self.text == "text" else ("depths",)
+
     def cells(self, subject: Subject) -> list[Cell]:
         """A cell for each length, or for each length and depth.
 

@@ -42,6 +42,10 @@ class Perplexity(Task):
         self.corpus = Corpus(options.haystack, key="haystack")
         self._streams: dict[str, Tensor] = {}  # by tokenizer
 
+    @property
+    def uses(self) -> tuple[str, ...]:
+        return ("haystack",)
+
     def cells(self, subject: Subject) -> list[Cell]:
         """One for each length."""
         if subject.tokenizer is None:
