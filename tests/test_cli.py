@@ -422,7 +422,10 @@ MISTAKES = {
     # what the constructors refuse themselves, at any depth
     (*PLAIN, "--data.batch_size=0"): ("data.batch_size is 0", "at least 1"),
     (*PLAIN, "--data.packing=rows"): ("data.packing", "'rows' is not one of windows, documents"),
-    (*PLAIN, "--checkpoints.every_n_steps=0"): ("every_n_steps is 0",),
+    (*PLAIN, "--checkpoints.every_n_steps=0"): ("checkpoints.every_n_steps is 0",),
+    ("--config", "tiny.yaml", "--optim.initial_weights=nothing"): (
+        "optim.initial_weights: there is nothing at nothing",
+    ),
     ("--config", "letters.yaml", "--config", "tiny.yaml"): ("pattern", "'MX' has no mixer for ['X']"),
     # files that are no configs
     ("--config", "list.yaml"): ("config", "list.yaml holds no keys"),
@@ -468,6 +471,7 @@ MISTAKES = {
     ("generate", "--checkpoint", "done"): ("there is nothing at done; did you mean runs/done?",),
     ("generate", "--checkpoint", "cut.ckpt"): ("cut.ckpt is truncated or not a checkpoint",),
     ("generate", "--checkpoint", "nothing.ckpt"): ("nothing.ckpt is truncated or not a checkpoint",),
+    (*ASK, "--prompt=a\udcff"): (r"prompt: 'a\udcff' cannot be encoded as UTF-8",),
     (*ASK, "--promt=x"): ("promt", "did you mean 'prompt'?"),
     (*ASK, "--temperature=hot"): ("temperature", "'hot' is not a number"),
     (*ASK, "--temperature=-1"): ("temperature is -1",),

@@ -1,6 +1,7 @@
 """Names in the arguments of verbs."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from kernels import UserError
 from mixers import did_you_mean
@@ -14,6 +15,16 @@ def names_in(value: list[str] | str | None) -> list[str]:
     if inside.startswith("[") and inside.endswith("]"):
         inside = inside[1:-1]
     return [name.strip() for name in inside.split(",") if name.strip()]
+
+
+@contextmanager
+def errors_about(key: str) -> Iterator[None]:
+    """Let the sentence of a UserError in the block, which reads what `key` names, begin with that key."""
+    try:
+        yield
+    except UserError as error:
+        sentence, *rest = error.args
+        raise UserError(f"{key}: {str(sentence).removeprefix('checkpoint: ')}", *rest) from error
 
 
 def check_seed(seed: int | None) -> None:

@@ -129,7 +129,8 @@ def parse_yaml(text: str, name: str) -> Any:
     except _LongNumber:
         raise UserError(f"{name} has a number of more than {LONGEST:,} characters.") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{name} is not YAML: {' '.join(str(_in_python(text) or error).split())}") from None
+        reason = str(_in_python(text) or error).replace(' in "<unicode string>"', "")  # PyYAML's name of any text
+        raise UserError(f"{name} is not YAML: {' '.join(reason.split())}") from None
     # also invalid dates and numbers and unhashable keys
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError) as error:
         raise UserError(f"{name} is not YAML: {' '.join(str(error).split())}") from None

@@ -5,7 +5,7 @@ from typing import Unpack
 
 from zoo.data.text.chat import Chat
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.generation.generate import Sampling, stop_ids, text_after
+from zoo.generation.generate import Sampling, check_prompt, stop_ids, text_after
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 
@@ -46,8 +46,9 @@ class Conversation:
         """Yield the reply to a message, piece by piece; what was yielded is part of the conversation if it is closed.
 
         Raises:
-            UserError: The chat template refuses the conversation, or as `generate`.
+            UserError: The message is not valid text, the chat template refuses the conversation, or as `generate`.
         """
+        check_prompt(message)
         self.messages.append({"role": "user", "content": message})
         ids, said = self._chat.prompt(self.messages), ""
         seed = None if self._seed is None else self._seed + len(self.messages)

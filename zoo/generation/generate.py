@@ -92,8 +92,10 @@ def generate(
         incomplete one at the end is left out.
 
     Raises:
-        UserError: An argument is out of range; while it generates, if the model's logits are not finite.
+        UserError: An argument is out of range or the prompt is not valid text; while it generates, if the model's
+            logits are not finite.
     """
+    check_prompt(prompt)
     start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
     ids = tokenizer.encode(prompt, special_tokens=True) if special_tokens else tokenizer.encode(prompt)
     ids = (ids if start and ids[:1] == start else start + ids) or [tokenizer.eos_id]
@@ -101,6 +103,14 @@ def generate(
     sampling["graphs"] = graphs
     ends = stop_ids(tokenizer)
     return text_after(model, tokenizer, ids, shown=bool(prompt), ends=ends, seed=seed, stop=stop, **sampling)
+
+
+def check_prompt(prompt: str) -> None:
+    """Raise a UserError for text that has no UTF-8, as of bytes of a command line that are not UTF-8."""
+    try:
+        prompt.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"prompt: {prompt!r} cannot be encoded as UTF-8") from None
 
 
 def text_after(

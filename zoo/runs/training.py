@@ -12,6 +12,7 @@ from rich.console import Console
 
 from kernels import Option, UserError
 from zoo import config as configs
+from zoo.arguments import errors_about
 from zoo.config.find import CONFIGS
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
@@ -148,10 +149,11 @@ def _with_initial_model(items: Items, trust: bool) -> Items:
         return items
     if not isinstance(path, str) or path == "null" or path.endswith(".safetensors"):
         return items
-    saved = SavedModel.open(path, trust)
-    config = saved.model_config
-    if not saved.is_trusted:
-        saved.check_sizes()
+    with errors_about("optim.initial_weights"):
+        saved = SavedModel.open(path, trust)
+        config = saved.model_config
+        if not saved.is_trusted:
+            saved.check_sizes()
     return [{"model": config}, *items]
 
 

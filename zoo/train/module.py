@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from kernels.core.documents import copied, tracked
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
+from zoo.arguments import errors_about
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.checkpoints.signature import sign
 from zoo.data.batch import NO_LOSS, Batch
@@ -127,7 +128,8 @@ class Pretraining(L.LightningModule):
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
         if stage == "fit" and self.optim.initial_weights is not None:
-            load_weights(self.model, self.optim.initial_weights)
+            with errors_about("optim.initial_weights"):
+                load_weights(self.model, self.optim.initial_weights)
         if stage == "fit" and self.optim.train_only is not None:
             freeze_others(self.model, self.optim.train_only)
 

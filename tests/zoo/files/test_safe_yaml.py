@@ -37,6 +37,12 @@ def test_an_alias_counts_as_what_it_stands_for(monkeypatch: pytest.MonkeyPatch):
             parse_yaml(aliases(levels), "config")
 
 
+@pytest.mark.parametrize("text", ["{a: [", "[1,", "a: [1\nb: 2", "\x00", '"\\udcff"'])
+def test_text_that_is_not_yaml_is_called_by_its_name(text: str):
+    with pytest.raises(UserError, match=r"^optim\.betas is not YAML: [^<]*(<stream end>)?[^<]*$"):
+        parse_yaml(text, "optim.betas")
+
+
 def test_merged_keys_and_anchors_used_twice():
     text = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: &b [1]\nd: *b\ne: &s text\nf: *s\n"
     assert parse_yaml(text, "config")["b"] == {"x": 1, "y": 2}

@@ -137,3 +137,10 @@ def test_a_model_is_asked_as_it_was_trained():
     encoded = Chat(tokenizer).encode(conversation_of(TURNS, "turns"))
     prompt = Chat(tokenizer).prompt(TURNS[:4])
     assert encoded.ids[: len(prompt)].tolist() == prompt
+
+
+def test_a_message_that_is_not_text_leaves_the_conversation_unchanged():
+    chat = conversation(Answers("yes<eos>"))
+    with pytest.raises(UserError, match=r"^prompt: 'a\\udcff' cannot be encoded as UTF-8$"):
+        list(chat.reply("a\udcff"))
+    assert chat.messages == []

@@ -252,8 +252,9 @@ def test_warm_start_with_weights_that_do_not_fit(tmp_path):
 
 
 def test_warm_start_without_a_file(tmp_path):
-    with pytest.raises(UserError, match="there is no checkpoint at"):
-        pretraining(initial_weights=str(tmp_path / "none.ckpt")).setup("fit")
+    for name in ("none.ckpt", "none.safetensors"):
+        with pytest.raises(UserError, match=r"^optim\.initial_weights: there is no checkpoint at .*none"):
+            pretraining(initial_weights=str(tmp_path / name)).setup("fit")
 
 
 def parameters(*dtypes: torch.dtype) -> list[nn.Parameter]:

@@ -73,13 +73,12 @@ class Checkpoints(RunCallback, Checkpoint):
         resume_command: str = "python cli.py fit --resume {run}",
     ) -> None:
         super().__init__()
-        if every_n_steps < 1 or (keep_every_n_steps is not None and keep_every_n_steps < 1):
-            raise UserError(
-                f"every_n_steps is {every_n_steps} and keep_every_n_steps {keep_every_n_steps}, but they count steps: "
-                "1 or more."
-            )
-        if (every_n_minutes is not None and every_n_minutes <= 0) or (keep_last is not None and keep_last < 1):
-            raise UserError(f"every_n_minutes is {every_n_minutes} and keep_last {keep_last}, but must be above 0.")
+        counts = {"every_n_steps": every_n_steps, "keep_every_n_steps": keep_every_n_steps, "keep_last": keep_last}
+        for name, number in counts.items():
+            if number is not None and number < 1:
+                raise UserError(f"checkpoints.{name} is {number}, but must be 1 or more.")
+        if every_n_minutes is not None and not every_n_minutes > 0:
+            raise UserError(f"checkpoints.every_n_minutes is {every_n_minutes}, but must be above 0.")
         if keep_last is not None and keep_every_n_steps is None:
             raise UserError(
                 f"checkpoints.keep_last is {keep_last}, but keep_every_n_steps is null, so no checkpoint is "
@@ -131,9 +130,9 @@ class Checkpoints(RunCallback, Checkpoint):
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"the folder {folder} cannot be created: {error.strerror}.") from error
+            raise UserError(f"checkpoints.folder: {folder} cannot be created: {error.strerror}.") from error
         if not os.access(folder, os.W_OK):
-            raise UserError(f"the folder {folder} cannot be written to.")
+            raise UserError(f"checkpoints.folder: {folder} cannot be written to.")
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2):
             possible, advice = strategy.sharded_checkpoints, ", or set the strategy's sharded_checkpoints to true"

@@ -283,7 +283,7 @@ def test_the_clock_saves_too(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [{"every_n_minutes": 0}, {"keep_last": 0}, {"every_n_steps": 0}], ids=str)
 def test_counts_below_one(wrong):
-    with pytest.raises(UserError, match=next(iter(wrong))):
+    with pytest.raises(UserError, match=rf"^checkpoints\.{next(iter(wrong))} is 0, but must be"):
         Checkpoints(**wrong)
 
 
