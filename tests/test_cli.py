@@ -455,6 +455,19 @@ MISTAKES = {
     (*PLAIN, "--trainer.accelerator=cpu", "--trainer.devices=[0,1]"): ("trainer", "devices", "int"),
     (*PLAIN, "--trainer.accumulate_grad_batches=0"): ("trainer.accumulate_grad_batches: 0 must be at least 1",),
     (*PLAIN, "--trainer.limit_val_batches=-1"): ("trainer.limit_val_batches: -1", "at least 0"),
+    (*PLAIN, "--trainer.max_steps=0"): ("trainer.max_steps: 0 leaves nothing to train; it must be at least 1, or -1",),
+    (*PLAIN, "--trainer.limit_train_batches=0"): ("trainer.limit_train_batches: 0 leaves nothing to train",),
+    (*PLAIN, "--trainer.min_steps=100"): ("trainer.min_steps: 100 is above trainer.max_steps, 4, where the run ends",),
+    (*PLAIN, "--trainer.min_epochs=-1"): ("trainer.min_epochs: -1 must be at least 0",),
+    (*PLAIN, "--run="): ("run: '' is empty; write a name, or leave it out",),
+    ("sweep", "--config", "sweep/heads.yaml", "--folder="): ("folder: '' is empty",),
+    ("compare", "gla.yaml", "--folder="): ("folder: '' is empty",),
+    ("validate", "--checkpoint", "runs/done", "--trainer.limit_val_batches=0"): (
+        "trainer.limit_val_batches: 0 leaves nothing to measure",
+    ),
+    ("predict", "--checkpoint", "runs/done", "--trainer.limit_predict_batches=0"): (
+        "trainer.limit_predict_batches: 0 leaves nothing",
+    ),
     (*PLAIN, "--trainer.val_check_interval=0"): ("trainer.val_check_interval: 0 must be above 0",),
     # options without effect, since another one is missing
     (*PLAIN, "--guard.window=50"): ("guard.window is 50, but guard.spike is null",),
@@ -483,7 +496,7 @@ MISTAKES = {
     ("mixers", "--num_heads=0"): ("num_heads: 0 must be at least 1",),
     ("mixers", "GLA", "--length=-1"): ("length: -1 must be at least 1",),
 }
-VERBS = ("fit", "sweep", "fti", "train", "validate", "predict", "generate", "mixers")
+VERBS = ("fit", "sweep", "compare", "fti", "train", "validate", "predict", "generate", "mixers")
 
 
 @pytest.mark.slow

@@ -27,6 +27,12 @@ def errors_about(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {str(sentence).removeprefix('checkpoint: ')}", *rest) from error
 
 
+def check_not_empty(argument: str, value: object) -> None:
+    """Raise a UserError for a name or path that is empty text."""
+    if isinstance(value, str) and not value.strip():
+        raise UserError(f"{argument}: {value!r} is empty; write a name, or leave it out")
+
+
 def check_seed(seed: int | None) -> None:
     """Raise a UserError unless PyTorch can use the seed; None means a random one."""
     if seed is not None and not -(2**63) <= seed < 2**64:

@@ -69,7 +69,7 @@ class TensorFiles:
         self._file: dict[str, Path] = {}
         self.specs: dict[str, Spec] = {}
         if not path.exists():
-            raise UserError(f"there is no checkpoint at {path}.")
+            raise UserError(f"{path} does not exist.")
         index = None if path.is_file() or (path / SINGLE).is_file() else read_index(path / INDEX)
         single = path if path.is_file() else path / SINGLE
         self.files = [single] if index is None else [path / name for name in sorted(set(index.values()))]

@@ -44,8 +44,15 @@ MINIMUM = {
     "accumulate_grad_batches": 1,
     "num_nodes": 1,
     "max_steps": -1,
+    "min_steps": 0,
+    "min_epochs": 0,
     "log_every_n_steps": 0,
     **dict.fromkeys(LIMITS, 0),
+}
+# limits of a run, which would train nothing if they were 0, and their allowed values
+LENGTHS = {
+    **dict.fromkeys(("max_steps", "max_epochs"), "at least 1, or -1 for no limit"),
+    "limit_train_batches": "above 0",
 }
 # arguments that would have no effect on these runs, or a wrong one, and what takes their place
 REFUSED = {
@@ -164,6 +171,7 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     """The trainer of a run, with all its callbacks; a UserError if `trainer` or a callback's argument is invalid."""
     if odd := [each for each in callbacks if not isinstance(each, Callback)]:
         raise UserError(f"callbacks: {odd[0]!r} is not a callback of Lightning")
+    _check_lengths(config.trainer)
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:
@@ -180,8 +188,10 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     return _trainer(arguments)
 
 
-def evaluating_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
-    """A trainer for evaluating a checkpoint; a UserError if `trainer` is invalid."""
+def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
+    """A trainer for evaluating a checkpoint; a UserError if `trainer` is invalid, or its `limit` of batches is 0."""
+    if config.trainer.get(limit) == 0:
+        raise UserError(f"trainer.{limit}: 0 leaves nothing to measure; it must be above 0")
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
@@ -216,6 +226,17 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     if (interval := config.activation_checkpointing) is not None:
         built.append(CheckpointedBlocks(interval))
     return sorted(built, key=lambda callback: callback.order)
+
+
+def _check_lengths(trainer: Namespace) -> None:
+    """Refuse runs without steps, and lower bounds that an upper bound does not let a run reach."""
+    for name, allowed in LENGTHS.items():
+        if trainer.get(name) == 0:
+            raise UserError(f"trainer.{name}: 0 leaves nothing to train; it must be {allowed}")
+    for unit in ("steps", "epochs"):
+        least, most = trainer.get(f"min_{unit}"), trainer.get(f"max_{unit}")
+        if least is not None and most not in (None, -1) and most < least:
+            raise UserError(f"trainer.min_{unit}: {least} is above trainer.max_{unit}, {most}, where the run ends")
 
 
 def _arguments(config: Namespace) -> dict[str, Any]:

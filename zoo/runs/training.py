@@ -12,7 +12,7 @@ from rich.console import Console
 
 from kernels import Option, UserError
 from zoo import config as configs
-from zoo.arguments import errors_about
+from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
@@ -49,6 +49,7 @@ def fit(
         )
     if resume is not None and overwrite:
         raise UserError("overwrite: a run that is continued by resume cannot be replaced; give one of them")
+    check_not_empty("run", run)
     items = load_items(configs_and_overrides)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
     own = True
@@ -95,7 +96,9 @@ def predict(
     file, config, own = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
     first_batch = FirstBatch()
-    trainer = evaluating_trainer(config, run_of(file), [*callbacks, Predictions(output), first_batch])
+    trainer = evaluating_trainer(
+        "limit_predict_batches", config, run_of(file), [*callbacks, Predictions(output), first_batch]
+    )
     with errors_explained(trainer, None if own else file, first_batch):
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
@@ -114,7 +117,8 @@ def evaluate(
     file, config, own = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
     first_batch = FirstBatch()
-    trainer = evaluating_trainer(config, run_of(file), [*callbacks, first_batch])
+    limit = "limit_val_batches" if verb == "validate" else "limit_test_batches"
+    trainer = evaluating_trainer(limit, config, run_of(file), [*callbacks, first_batch])
     with errors_explained(trainer, None if own else file, first_batch):
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
