@@ -21,7 +21,7 @@ def biased(x: Tensor, bias: Tensor, subheads: int) -> Tensor:
 def reference(x: Tensor, bias: Tensor, angles: Tensor, subheads: int) -> Tensor:
     """The formula, with pairs as complex numbers."""
     wide = biased(at_least_fp32(x), bias, subheads)
-    pairs = angles.shape[-1]
+    pairs, angles = angles.shape[-1], at_least_fp32(angles)
     numbers = torch.view_as_complex(wide[..., : 2 * pairs].unflatten(-1, (pairs, 2)).contiguous())
     turned = numbers * torch.polar(torch.ones_like(angles), 2 * math.pi * angles)
     return torch.cat([torch.view_as_real(turned).flatten(-2), wide[..., 2 * pairs :]], -1).to(x.dtype)
@@ -41,7 +41,7 @@ def rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 def _turned(x: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
     """The first and second numbers of the rotated pairs."""
-    radians = 2 * math.pi * angles
+    radians = 2 * math.pi * at_least_fp32(angles)  # a product in half precision would be off by whole degrees
     cos, sin = radians.cos().to(x.dtype), radians.sin().to(x.dtype)
     a, b = _pairs(x, angles)
     return a * cos - b * sin, a * sin + b * cos
@@ -82,7 +82,7 @@ def rotation(x: Tensor, bias: Tensor, angles: Tensor, *, subheads: int = 1) -> T
     Args:
         x: Queries or keys [B,T,G·E,K].
         bias: Bias of each subhead of each head [H·E,K].
-        angles: Angles [B,T,H·E,P] in full turns, for P ≤ K/2 pairs.
+        angles: Angles [B,T,H·E,P] in full turns, for P ≤ K/2 pairs; sines and cosines are computed in at least fp32.
         subheads: E.
 
     Returns:

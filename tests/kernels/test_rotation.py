@@ -83,6 +83,15 @@ def test_half_precision_is_rounded_once():
     torch.testing.assert_close(y, exact[0].bfloat16(), rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_angles_in_half_precision_are_multiplied_in_fp32(backend: str):
+    x, bias, angles = inputs_of(SHAPES[2])
+    inputs = x.bfloat16(), bias, angles.bfloat16()
+    exact = results(tuple(t.double() for t in inputs), 3, "torch")
+    for result, wide in zip(results(inputs, 3, backend), exact, strict=True):
+        assert (result - wide).norm() < 1e-2 * wide.norm()
+
+
 @pytest.mark.slow
 def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
     results(inputs_of(SHAPES[1]), 1, "triton")
