@@ -321,3 +321,10 @@ def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torc
     if packed.length != length:
         raise ValueError(f"cu_seqlens: ends at {packed.length}, but there are {length} tokens")
     return packed
+
+
+# The attributes that torch.compiler.disable sets, without importing the compiler; the message names the cause.
+documents._torchdynamo_disable = True  # type: ignore[attr-defined]
+documents._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+    "the values of cu_seqlens are read on the host, so this call breaks the graph"
+)

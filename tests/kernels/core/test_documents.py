@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,16 @@ def test_owner_and_positions(dtype: torch.dtype):
     assert actual.spans == [(0, 0), (0, 3), (3, 3), (3, 5), (5, 6), (6, 6)]
     assert actual.owner.tolist() == [1, 1, 1, 3, 3, 4]
     assert actual.positions.tolist() == [0, 1, 2, 0, 1, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("op", [kernels.linear_recurrence, kernels.window_attention])
+def test_compilation_names_cu_seqlens_as_the_cause_of_a_graph_break(op: Callable[..., Any]):
+    args, bounds = torch.rand(3, 1, 5, 2, 4).unbind(), torch.tensor([0, 2, 2, 5])
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="values of cu_seqlens are read on the host"):
+        torch.compile(op, fullgraph=True, backend="eager")(*args, cu_seqlens=bounds)
+    actual, expected = (f(*args, cu_seqlens=bounds) for f in (torch.compile(op, backend="eager"), op))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_values_are_read_once_per_tensor():
