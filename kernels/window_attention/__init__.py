@@ -40,7 +40,8 @@ def window_attention(
             the sum of those of the tokens j + 1 … i (arXiv 2503.02130). None for none.
 
     Returns:
-        o [B,T,H,V]; 0 for a query without a valid key.
+        o [B,T,H,V] in the dtype of v, or of autocast where that is on (except for fp64); 0 for a query without a valid
+        key.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.

@@ -62,6 +62,8 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if x is not None and name in "kv" and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
+    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # as PyTorch's attention does
+        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if scale is None:
         scale = D**-0.5
     else:

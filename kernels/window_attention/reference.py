@@ -24,8 +24,8 @@ def forward(a: Attention) -> Tensor:
                 first = max(first, int(a.first_key[row]))
             if first > last:
                 continue  # no valid key: 0
-            scores = torch.einsum("hd,shd->hs", q[row, t] * a.scale, k[row, first : last + 1])
+            scores = (q[row, t] * a.scale * k[row, first : last + 1]).sum(-1).T  # [H,S]
             if decays is not None:
                 scores = scores + torch.stack([decays[row, s + 1 : last + 1].sum(0) for s in range(first, last + 1)], 1)
-            o[row, t] = torch.einsum("hs,shd->hd", scores.softmax(-1), v[row, first : last + 1])
+            o[row, t] = (scores.softmax(-1).T[:, :, None] * v[row, first : last + 1]).sum(0)
     return o.to(a.v.dtype)

@@ -492,6 +492,25 @@ def test_a_step_is_a_row_of_scores(heads: tuple[int, int], first_key: list[int] 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("case", ["all keys", "window", "packed"])
+@pytest.mark.parametrize("backend", ["reference", "torch", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_autocast_rounds_arguments_on_every_path(dtype: torch.dtype, backend: str, case: str):
+    bounds = torch.tensor([0, 4, 9], device=DEVICE)
+    options = {"all keys": {}, "window": {"window_size": 3}, "packed": {"cu_seqlens": bounds}}[case]
+    a = {name: x.to(DEVICE) for name, x in inputs(9, B=1, dtype=dtype).items()}
+    log_decay = -torch.rand(1, 9, 4, device=DEVICE)
+    rounded = a if dtype == torch.float64 else {name: x.bfloat16() for name, x in a.items()}
+    name = "reference" if backend == "reference" else "torch"
+    for further in ({}, {"log_decay": log_decay}):
+        with deterministic(backend == "deterministic"), kernels.backend(name):
+            expected = kernels.window_attention(**rounded, **options, **further)
+            with torch.autocast(DEVICE, torch.bfloat16):
+                o = kernels.window_attention(**a, **options, **further)
+        assert o.dtype == rounded["v"].dtype
+        torch.testing.assert_close(o, expected)
+
+
 @pytest.mark.parametrize("name", ["step", "flash", "chunk"])
 def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch):
     assert flash.has("window_size")  # found out once, and not from what replaces it
