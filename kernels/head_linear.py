@@ -67,6 +67,8 @@ def head_linear(x: Tensor, weight: Tensor, *, save_result: bool = False) -> Tens
     """
     if x.dim() != 4:
         raise ValueError(f"x: expected [B,T,H,K], got shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
     if weight.dim() != 3 or weight.shape[:2] != x.shape[2:]:
         raise ValueError(f"weight: expected [{x.shape[2]},{x.shape[3]},N], got shape {tuple(weight.shape)}")
     if torch.is_autocast_enabled(x.device.type):

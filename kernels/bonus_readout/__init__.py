@@ -92,7 +92,9 @@ def bonus_readout(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if o.dim() < 2 or q.dim() != o.dim() or q.shape[-2] % o.shape[-2]:
+    if o.dim() < 2 or not o.shape[-2] or not o.is_floating_point():
+        raise ValueError(f"o: expected a floating […,H,V] with at least one head, got {o.dtype} {tuple(o.shape)}")
+    if q.dim() != o.dim() or q.shape[-2] % o.shape[-2]:
         raise ValueError(f"q: expected […,H·E,K] for o […,H,V] of {tuple(o.shape)}, got shape {tuple(q.shape)}")
     *outer, H, V = o.shape
     shapes = {

@@ -1,5 +1,6 @@
 """Gates of the delta rule of RWKV-7: decays, and rates per channel at which keys of unit length are erased."""
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -82,7 +83,7 @@ def erase_gates(
         rate_bias: Bias of the inputs of the rates [M·K].
         k_k: Factor of the erase keys [M·K].
         k_a: How much of a key its rate scales [M·K].
-        largest: Bound of the log decays, negated.
+        largest: Bound of the log decays, negated; ≥ 0.
 
     Returns:
         The keys, erase keys and `erase_write` […,M,K] in the dtype of k, and log_decay […,M,K] in at least fp32.
@@ -93,6 +94,8 @@ def erase_gates(
     channels = k.shape[-2] * k.shape[-1] if k.dim() > 1 else 0
     if not channels:
         raise ValueError(f"k: expected […,M,K], got shape {tuple(k.shape)}")
+    if not k.is_floating_point():
+        raise ValueError(f"k: expected a floating dtype, got {k.dtype}")
     wide = (*k.shape[:-2], channels)
     for name, x in {"decay": decay, "rate": rate}.items():
         if x.shape != wide:
@@ -100,5 +103,7 @@ def erase_gates(
     for name, x in {"decay_bias": decay_bias, "rate_bias": rate_bias, "k_k": k_k, "k_a": k_a}.items():
         if x.shape != (channels,):
             raise ValueError(f"{name}: expected [{channels}], got shape {tuple(x.shape)}")
+    if not 0 <= largest < math.inf:
+        raise ValueError(f"largest: must be a finite number from 0, got {largest}")
     keys, erase, write, log_decay = OP(k, k, decay, rate, decay_bias, rate_bias, k_k, k_a, largest)
     return keys, erase, write, log_decay

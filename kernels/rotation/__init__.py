@@ -93,6 +93,8 @@ def rotation(x: Tensor, bias: Tensor, angles: Tensor, *, subheads: int = 1) -> T
     """
     if x.dim() != 4 or not x.shape[1]:
         raise ValueError(f"x: expected [B,T,G·E,K] with at least one token, got shape {tuple(x.shape)}")
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
     B, T, groups, K = x.shape
     if subheads < 1:
         raise ValueError(f"subheads: must be at least 1, got {subheads}")

@@ -41,6 +41,8 @@ def sigmoid_mix(x: Tensor, other: Tensor, gate: Tensor, bias: Tensor) -> Tensor:
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    if not x.is_floating_point():
+        raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
     for name, tensor in {"other": other, "gate": gate}.items():
         if tensor.shape != x.shape:
             raise ValueError(f"{name}: expected the shape of x, {tuple(x.shape)}, got {tuple(tensor.shape)}")

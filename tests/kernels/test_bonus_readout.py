@@ -109,6 +109,12 @@ def test_arguments_that_do_not_fit(name: str, shape: tuple[int, ...], message: s
         bonus_readout(**inputs(1, 2, 2, 1, 4, 4) | {name: torch.zeros(shape)})
 
 
+@pytest.mark.parametrize("o", [torch.zeros(1, 2, 0, 4), torch.zeros(1, 2, 2, 4, dtype=torch.int64)])
+def test_outputs_without_heads_or_in_integers(o: Tensor):
+    with pytest.raises(ValueError, match=r"^o: expected a floating \[…,H,V\] with at least one head, got torch"):
+        bonus_readout(**inputs(1, 2, 2, 1, 4, 4) | {"o": o})
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):

@@ -127,6 +127,15 @@ def test_arguments_that_do_not_fit(name: str, shape: tuple[int, ...], message: s
         erase_gates(**inputs(2, 2, 3) | {name: torch.zeros(shape)})
 
 
+def test_integer_keys_and_bounds_below_0():
+    tensors = inputs(2, 2, 3)
+    with pytest.raises(ValueError, match=r"^k: expected a floating dtype, got torch.int64"):
+        erase_gates(**tensors | {"k": tensors["k"].long()})
+    for largest in (-0.6, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^largest: must be a finite number from 0, got {largest}"):
+            erase_gates(**tensors, largest=largest)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_device(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):

@@ -95,6 +95,11 @@ def test_shapes_that_do_not_fit(sizes: tuple[tuple[int, ...], tuple[int, ...]], 
         kernels.head_linear(*(torch.zeros(size) for size in sizes))
 
 
+def test_integers():
+    with pytest.raises(ValueError, match=r"^x: expected a floating dtype, got torch.int64"):
+        kernels.head_linear(torch.ones(2, 5, 3, 4, dtype=torch.int64), torch.ones(3, 4, 8))
+
+
 def test_compiled():
     x, weight = leaves(2, 5, 3, 4, 12)
     run = torch.compile(lambda x, w: kernels.head_linear(x, w).sin(), fullgraph=True, backend="aot_eager")

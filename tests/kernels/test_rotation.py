@@ -108,6 +108,11 @@ def test_arguments_that_do_not_fit(name: str):
         rotation(**arguments | {name: wrong[name]})
 
 
+def test_integers_are_not_rotated():
+    with pytest.raises(ValueError, match=r"^x: expected a floating dtype, got torch.int64"):
+        rotation(torch.zeros(1, 5, 2, 4).long(), torch.zeros(4, 4), torch.zeros(1, 5, 4, 2))
+
+
 def test_subheads_below_one():
     with pytest.raises(ValueError, match=r"^subheads: must be at least 1, got 0"):
         rotation(torch.zeros(1, 5, 2, 4), torch.zeros(4, 4), torch.zeros(1, 5, 4, 2), subheads=0)

@@ -84,6 +84,8 @@ def test_arguments_that_do_not_fit():
     x, other, gate, bias = inputs(2, 3)
     with pytest.raises(ValueError, match=r"^gate: expected the shape of x, \(2, 3\), got \(2, 2\)"):
         sigmoid_mix(x, other, gate[:, :2], bias)
+    with pytest.raises(ValueError, match=r"^x: expected a floating dtype, got torch.int64"):
+        sigmoid_mix(x.long(), other, gate, bias)
     with pytest.raises(ValueError, match=r"^bias: expected \[3\], got shape \(2,\)"):
         sigmoid_mix(x, other, gate, bias[:2])
 
