@@ -214,9 +214,20 @@ def check_decay(log_decay: Tensor) -> None:
         ValueError: A log decay is positive, or a constant one is not a number.
     """
     single = log_decay.dim() > 1 and log_decay.shape[1] == 1
-    if single or not (log_decay.is_cpu and log_decay.numel() and plain((log_decay,))):
+    if single or not _readable(log_decay):
         return
     largest = float(log_decay.detach().amax())
     # NaN in decays per step is left to training, which looks for it in the loss
     if largest > 0 or (log_decay.dim() == 1 and math.isnan(largest)):
         raise ValueError(f"log_decay: must be ≤ 0, got {largest:g}")
+
+
+def check_not_negative(name: str, x: Tensor) -> None:
+    """Raise a ValueError if an argument has negative entries, only on the CPU, as in `check_decay`."""
+    if _readable(x) and (smallest := float(x.detach().amin())) < 0:
+        raise ValueError(f"{name}: must be ≥ 0, got {smallest:g}")
+
+
+def _readable(x: Tensor) -> bool:
+    """Return whether there are values that can be read without waiting for a device."""
+    return x.is_cpu and x.numel() > 0 and plain((x,))

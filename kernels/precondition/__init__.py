@@ -5,6 +5,7 @@ import math
 from torch import Tensor
 
 from ..core.backend import Op
+from ..core.recurrence import check_not_negative
 from . import composition
 
 OP = Op(
@@ -20,7 +21,8 @@ def precondition(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, *, 
 
     Args:
         k: Keys [B,T,H,K].
-        curvature: Curvature A of each key channel, ≥ 0, in the shape of k.
+        curvature: Curvature A of each key channel, ≥ 0, in the shape of k. Negative ones are refused on a CPU and
+            undefined elsewhere.
         beta: Strengths β [B,T,H].
         centre: log A of channels whose M is 1 [H].
         limit: M lies between 1/limit and limit; above 1.
@@ -42,4 +44,6 @@ def precondition(k: Tensor, curvature: Tensor, beta: Tensor, centre: Tensor, *, 
             raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
     if not 1 < limit < math.inf:
         raise ValueError(f"limit: must be a finite number above 1, got {limit}")
+    if k.shape[1] > 1:  # as for log decays, one token is not worth the time
+        check_not_negative("curvature", curvature)
     return OP(k, k, curvature, beta, centre, limit)

@@ -28,7 +28,8 @@ def selective_scan(
         x: Inputs [B,T,D].
         log_decay: Log decay of each channel [B,T,D]; ≤ 0. (Mamba's −dt.) −inf erases the states of the channel before
             the token is written. Positive ones are refused on a CPU, undefined elsewhere.
-        rate: How much faster than its channel each state decays [D,N]; ≥ 0. None for one state, at rate 1.
+        rate: How much faster than its channel each state decays [D,N]; ≥ 0. None for one state, at rate 1. Negative
+            ones are refused on a CPU, undefined elsewhere.
         b: Input weights [B,T,N], or None for ones.
         c: Output weights [B,T,N], or [D,N] if they are constant over time, or None for ones.
         initial_state: h_0 [S,D,N]; zeros by default.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.documents import Documents, documents
-from ..core.recurrence import at_least_fp32, check_decay
+from ..core.recurrence import at_least_fp32, check_decay, check_not_negative
 from ..core.resets import LEAST_ALONE
 
 
@@ -80,6 +80,8 @@ def check(
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing
         documents(cu_seqlens, T, B, x.device)
     check_decay(log_decay)
+    if T > 1:  # as in `check_decay`
+        check_not_negative("rate", rate)
     scan = Scan(x, log_decay, rate, b, c, initial_state, cu_seqlens)
     if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:
         raise ValueError(f"initial_state: expected {scan.state_shape}, got shape {tuple(initial_state.shape)}")

@@ -37,7 +37,8 @@ def window_attention(
         scale: Factor on the scores; D^-½ by default.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1, S = T), from 0 to T.
         log_decay: Log decays [B,S,H], finite and ≤ 0, in any floating-point dtype: the score of query i and key j gets
-            the sum of those of the tokens j + 1 … i (arXiv 2503.02130). None for none.
+            the sum of those of the tokens j + 1 … i (arXiv 2503.02130). Positive ones are refused on a CPU, undefined
+            elsewhere. None for none.
 
     Returns:
         o [B,T,H,V] in the dtype of v, or of autocast where that is on (except for fp64); 0 for a query without a valid

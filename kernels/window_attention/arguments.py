@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.documents import Documents, documents
-from ..core.recurrence import check_scale
+from ..core.recurrence import check_decay, check_scale
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,8 @@ def check(
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
     if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # as PyTorch's attention does
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if log_decay is not None and T > 1:  # as in recurrences, which do not check those of a step
+        check_decay(log_decay)
     if scale is None:
         scale = D**-0.5
     else:

@@ -99,6 +99,7 @@ def test_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, tolerance: floa
         ({"curvature": torch.zeros(1, 3, 2, 5)}, r"^curvature: expected shape \(1, 3, 2, 4\), got \(1, 3, 2, 5\)$"),
         ({"beta": torch.zeros(3, 2)}, r"^beta: expected shape \(1, 3, 2\), got \(3, 2\)$"),
         ({"centre": torch.zeros(3)}, r"^centre: expected shape \(2,\), got \(3,\)$"),
+        ({"curvature": torch.full((1, 3, 2, 4), -0.5)}, r"^curvature: must be ≥ 0, got -0.5$"),
         ({"limit": 1.0}, r"^limit: must be a finite number above 1, got 1.0$"),
         ({"limit": float("inf")}, r"^limit: must be a finite number above 1, got inf$"),
     ],

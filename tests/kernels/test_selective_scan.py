@@ -246,6 +246,13 @@ def test_errors_name_the_argument(name: str, change):
         kernels.selective_scan(**a)
 
 
+def test_negative_rates_are_refused():
+    a = inputs(10)
+    a["rate"][1, 0] = -0.5
+    with pytest.raises(ValueError, match=r"^rate: must be ≥ 0, got -0.5$"):
+        kernels.selective_scan(**a)
+
+
 def test_no_token_is_an_error():
     with pytest.raises(ValueError, match=r"^x: "):
         kernels.selective_scan(torch.zeros(1, 0, 4), torch.zeros(1, 0, 4))

@@ -288,6 +288,7 @@ def test_views_of_one_projection(backend: str):
         ("log_decay", lambda x: torch.zeros(2, 10, 2)),
         ("log_decay", lambda x: torch.zeros(2, 10, 4, dtype=torch.int64)),
         ("log_decay", lambda x: torch.zeros(2, 10, 4, device="meta")),
+        ("log_decay", lambda x: torch.full((2, 10, 4), 0.5)),
         ("v", lambda x: x.to("meta")),
         ("q", lambda x: x.long()),
         ("k", lambda x: x[:, :, :0]),
