@@ -150,3 +150,12 @@ def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
         saved_args = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
         notes[id(y)] = _Note(y, make, saved_args)
     return y
+
+
+def unnoted(y: Tensor) -> Tensor:
+    """Return y, which the ops that follow save for their backward passes, even if it could be recomputed."""
+    notes = _current()
+    if notes is not None:
+        for x in (y, y._base):
+            notes.pop(id(x), None)
+    return y

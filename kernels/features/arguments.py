@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.documents import documents
+from ..core.recompute import unnoted
 from ..head_linear import head_linear
 from .stages import ACTIVATIONS, NORMS
 
@@ -92,10 +93,13 @@ class FeatureStream:
         return replace(self, x=x, before="identity")
 
     def multiplied(self) -> "FeatureStream":
-        """Return the stream after its product, which becomes x."""
+        """Return the stream after its product, which becomes x; inside `recomputing()`, x is saved if it is `kept`."""
+        saved = self.is_identity and bool(self.kept)
         if self.product is None:
+            if saved:  # x is the result
+                unnoted(self.x)
             return self
-        x = head_linear(self.x, self.product, save_result=self.is_identity and bool(self.kept))
+        x = head_linear(self.x, self.product, save_result=saved)
         x = x.view(*x.shape[:2], x.shape[2] * self.subheads, self.size)
         rest = (self.history, self.return_history, self.cu_seqlens, self.consume_history)
         return FeatureStream(x, self.weight, self.bias, self.activation, self.norm, *rest, kept=self.kept)

@@ -372,11 +372,30 @@ def test_streams_and_gates_of_an_expansion_are_computed_again(
     assert more < (1 + 6 if mixer.func is HGRN2 and "q" not in mixer.keywords else 1)
 
 
-@pytest.mark.parametrize("qk", [Features(), Features(norm="l2"), Features(conv=4, activation="silu")])
+class Unfused(HeadWise):
+    """An expansion of a plug-in that derives from HeadWise."""
+
+    def forward(self, stream: Tensor, x: Tensor) -> Tensor:
+        return super().forward(stream, x)
+
+
+@pytest.mark.parametrize(
+    ("qk", "expansion"),
+    [
+        (Features(), HeadWise),
+        (Features(norm="l2"), HeadWise),
+        (Features(conv=4, activation="silu"), HeadWise),
+        (Features(), Unfused),
+        (Features(norm="l2"), Unfused),
+    ],
+)
 @pytest.mark.parametrize("recompute", [True, "queries", "states", False])
-def test_named_streams_are_computed_again(recompute: Any, qk: Features, monkeypatch: pytest.MonkeyPatch):
+def test_named_streams_are_computed_again(
+    recompute: Any, qk: Features, expansion: type[HeadWise], monkeypatch: pytest.MonkeyPatch
+):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    made, calls = Expanded(mixer=partial(GLA, qk=qk), factor=2, recompute=recompute)(SITE).to(device), []
+    build = Expanded(mixer=partial(GLA, qk=qk), factor=2, expansion=expansion, recompute=recompute)
+    made, calls = build(SITE).to(device), []
 
     def recurrence(q: Tensor, k: Tensor, v: Tensor, *, log_decay: Tensor, **_: Any) -> tuple[Tensor, None]:
         o = Keeping.apply(q, k, v, log_decay)
