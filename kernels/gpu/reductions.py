@@ -32,7 +32,8 @@ def add_parts(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """Σ_n of parts [n,R,C] in fp32, as [C,R] of `dtype`."""
     n, R, C = parts.shape
     total = new(parts, C, R, dtype=dtype)
-    enqueue(add, cdiv(R * C, COLUMNS), parts, total, n, R=R, C=C, ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS)
+    if R * C:
+        enqueue(add, cdiv(R * C, COLUMNS), parts, total, n, R=R, C=C, ROWS=ROWS, COLUMNS=COLUMNS, warps=WARPS)
     return total
 
 

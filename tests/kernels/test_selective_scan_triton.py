@@ -66,6 +66,15 @@ def test_one_chunk(length: int):
     agree(small(length, state=False, rate=False))
 
 
+@interpreted
+@pytest.mark.parametrize("c", ["each step", "constant"])
+def test_a_batch_without_rows(c: str):
+    a = small(5, B=0, c=c)
+    actual, expected = (run(a, backend=backend) for backend in ("triton", "torch"))
+    assert {name: x.shape for name, x in actual.items()} == {name: x.shape for name, x in expected.items()}
+    assert not any(actual[f"gradient of {name}"].any() for name in a)
+
+
 @pytest.mark.slow
 @interpreted
 def test_chunks_and_parts_as_they_are():

@@ -127,7 +127,7 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of the parts of blocks of channels [n,B,T,N], or of chunks [n,D,N], to which zeros may be appended."""
     if parts.dim() == 4:
         return add_outer(parts, dtype)
-    return add_parts(parts.view(len(parts), 1, -1), dtype).view(parts.shape[1:])
+    return add_parts(parts.flatten(1)[:, None], dtype).view(parts.shape[1:])
 
 
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
