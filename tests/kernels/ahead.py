@@ -140,9 +140,8 @@ def main(architecture: int) -> None:
     launch.overlaps = lambda device: capability == gpu.HOPPER
     backend: Any = sys.modules["kernels.core.backend"]
     backend._no_triton = lambda device, fp64, limits: limits  # although tensors are on the CPU
-    # nothing is computed, so the values of decays are those that the memory had
-    for name in ("kernels.core.recurrence", "kernels.selective_scan.arguments"):
-        sys.modules[name].check_decay = lambda log_decay: None  # type: ignore[attr-defined]
+    # nothing is computed, so the values of decays, rates and curvatures are those that the memory had
+    sys.modules["kernels.core.recurrence"]._readable = lambda x: False  # type: ignore[attr-defined]
     with kernels.backend("triton"), contextlib.redirect_stdout(sys.stderr):
         for call in calls(capability):
             with contextlib.suppress(kernels.UserError):  # of what the kernels do not take, and PyTorch computes
