@@ -29,7 +29,7 @@ from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
 from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, show, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, timed, warmed
+from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, check_graph, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
@@ -45,6 +45,7 @@ class Settings(NamedTuple):
     backend: str
     device: torch.device
     steps: int
+    cuda_graph: bool
 
 
 def checked(parsed: Any, to: Settings) -> dict[str, Any]:
@@ -85,7 +86,7 @@ def trained(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) -
 
     Args:
         parsed: The config.
-        to: Precision, backend, device and number of steps.
+        to: Precision, backend, device, number of steps, and whether they are captured.
         length: Tokens in a sequence.
         batch_size: Sequences in a step.
         bar: A progress bar of steps.
@@ -107,10 +108,14 @@ def _steps(parsed: Any, to: Settings, length: int, batch_size: int, bar: Any) ->
     model = models.build(parsed, to.precision, to.device)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=to.device)
     optim = configs.instantiate("optim", parsed)
-    learner = TimedLearner(model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens))
+    learner = TimedLearner(
+        model, optim, to.precision, to.backend, lambda: models.mean_loss(model, tokens), cuda_graph=to.cuda_graph
+    )
     row: dict[str, Any] = {"parameters": model.num_parameters(), "state_size": model.state_size(length)}
     if warmed(row, learner, bar):
         timed([(row, learner)], to.steps, bar)
+        if learner.captured is not None:
+            row["not_captured"] = learner.captured.refused
         row |= learner.measured(batch_size * length)
         row["tflops"] = TRAINING_FLOPS * model.flops(length) / length * row["tokens_per_second"] / 1e12
     return row
@@ -159,7 +164,7 @@ class ExpansionReport(Report):
         columns += ["GiB", "of E=1", "TFLOP/s", "path"]
         table = self.new_table(columns)
         remarks = [
-            f"batch {about['batch_size']} × {about['length']} tokens",
+            f"batch {about['batch_size']} × {about['length']} tokens{', captured' if about['cuda_graph'] else ''}",
             "of E=1: tokens/s and memory relative to the same model's; E = 1 is measured first and last, and averaged",
             "of long: tokens/s relative to one long head of the same state",
             "paper: the same ratios in Liu et al., Tables 9 and 2",
@@ -239,6 +244,7 @@ def bench_expansion(
     precision: str | None = None,
     backend: str | None = None,
     device: str | None = None,
+    cuda_graph: bool = False,
     folder: str = "runs/bench-expansion",
 ) -> Report:
     """Time training steps of models with expanded states, compared with the same models without expansion.
@@ -258,6 +264,7 @@ def bench_expansion(
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
+        cuda_graph: Whether to capture the steps as CUDA graphs, on a GPU.
         folder: The folder of bench.json and bench.png.
 
     Raises:
@@ -268,6 +275,7 @@ def bench_expansion(
         use_processor()
     precision = precision or ("bf16-true" if where.type == "cuda" else best_precision("cpu"))
     backend = pick_backend(backend)
+    check_graph(cuda_graph, where)
     models.check_options(precision, batch_size=batch_size, length=length, steps=steps)
     if config and (mixers is not None or sizes is not None):
         raise UserError("mixers, sizes: choose between them and --config, which names one model")
@@ -283,8 +291,9 @@ def bench_expansion(
     forms = ["subheads", *(["long head"] if long_head else [])]
     cases = [case for name, items in items_by_name.items() for case in _cases(name, items, factors, forms)]
     parsed = [models.read(case.config) for case in cases]  # all of them before the first runs
-    settings = Settings(precision, backend, where, steps)
-    about = {**described(where), "batch_size": batch_size, "length": length, "precision": precision, "paper": PAPER}
+    settings = Settings(precision, backend, where, steps, cuda_graph)
+    about = {**described(where), "batch_size": batch_size, "length": length, "precision": precision}
+    about |= {"cuda_graph": cuda_graph, "paper": PAPER}
     report, each = ExpansionReport(Path(folder), about), 1 + WARM_UP + steps
     with tqdm(total=len(cases) * each, desc="expansion", unit=" steps", dynamic_ncols=True) as bar:
         for number, (case, one) in enumerate(zip(cases, parsed, strict=True), start=1):
@@ -373,7 +382,8 @@ class LengthReport(Report):
     def table(self) -> Table:
         """A row for each model and length."""
         table = self.new_table(["model", "length", "batch", "params", "tok/s", "step ms", "GiB", "TFLOP/s", "path"])
-        remarks = [f"{self.about['tokens']} tokens in each step", PATH]
+        captured = ", captured" if self.about["cuda_graph"] else ""
+        remarks = [f"{self.about['tokens']} tokens in each step{captured}", PATH]
         for row in self.rows:
             head = [row["model"], str(row["length"]), str(row["batch_size"])]
             if "step_ms" not in row:
@@ -422,6 +432,7 @@ def bench_length(
     precision: str | None = None,
     backend: str | None = None,
     device: str | None = None,
+    cuda_graph: bool = False,
     folder: str = "runs/bench-length",
 ) -> Report:
     """Time training steps of models at several lengths of their sequences.
@@ -439,6 +450,7 @@ def bench_length(
         precision: 32-true, bf16-true, 16-true or bf16-mixed; null for bf16-true on a GPU and 32-true on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
+        cuda_graph: Whether to capture the steps as CUDA graphs, on a GPU.
         folder: The folder of bench.json and bench.png.
 
     Raises:
@@ -449,6 +461,7 @@ def bench_length(
         use_processor()
     precision = precision or ("bf16-true" if where.type == "cuda" else best_precision("cpu"))
     backend = pick_backend(backend)
+    check_graph(cuda_graph, where)
     models.check_options(precision, tokens=tokens, steps=steps)
     lengths = LENGTHS if lengths is None else sorted(set(lengths))
     if wrong := [length for length in lengths if length < 1 or tokens % length]:
@@ -462,8 +475,8 @@ def bench_length(
             "--config gated_deltanet.yaml --tokens=512 --lengths=[256,512]"
         )
     parsed = {name: models.read(items) for name, items in items_by_name.items()}  # all of them before the first runs
-    settings = Settings(precision, backend, where, steps)
-    about = {**described(where), "tokens": tokens, "precision": precision}
+    settings = Settings(precision, backend, where, steps, cuda_graph)
+    about = {**described(where), "tokens": tokens, "precision": precision, "cuda_graph": cuda_graph}
     report, each = LengthReport(Path(folder), about), 1 + WARM_UP + steps
     with tqdm(total=len(items_by_name) * len(lengths) * each, desc="length", unit=" steps", dynamic_ncols=True) as bar:
         for name, one in parsed.items():

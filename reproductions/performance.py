@@ -91,6 +91,7 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
     decode += ("--seconds=0.02",) if tiny else ("--precision=bf16-true",)
     yield Job("decode", "ours", decode)
     expansion = ("reproductions/bench.py", "expansion", "--long_head=false", *step)
+    expansion += () if tiny else ("--cuda_graph=true",)  # the default of fit; the ratios do not depend on the host
     for mixer in ("gated_deltanet", "gla"):
         of_mixer = ("--config", f"{mixer}.yaml", *TINY) if tiny else (f"--mixers=[{mixer}]",)
         factors = "[2,4]" if mixer == "gla" else "[2,4,8]"  # GLA at E = 8 needs more than 80 GB; see below

@@ -33,6 +33,30 @@ def test_expansion_beside_the_same_model(desk: Path):
     assert (desk / "found/bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["expansion", "length"])
+def test_captured_steps(desk: Path, kind: str, capsys: pytest.CaptureFixture[str]):
+    sizes = ["--factors=[2]", "--long_head=false", "--batch_size=1", "--length=64"]
+    sizes = sizes if kind == "expansion" else ["--lengths=[64]", "--tokens=64"]
+    options = [*SMALL, *sizes, "--steps=2", "--cuda_graph=true", "--folder=found"]
+    assert bench.main([kind, "--config", "gated_deltanet.yaml", *options]) == 0
+    rows = record(desk / "found")["rows"]
+    assert len(rows) == (3 if kind == "expansion" else 1)
+    assert all(row["not_captured"] is None and row["tokens_per_second"] > 0 for row in rows)
+    assert ", captured" in capsys.readouterr().out
+
+
+def test_a_step_that_was_not_captured_is_named(tmp_path: Path):
+    row = {"model": "m", "length": 8, "batch_size": 1, "parameters": 1, "tokens_per_second": 1.0, "step_ms": 1.0}
+    row |= {"peak_gib": None, "tflops": 1.0, "not_captured": "it waits for the device"}
+    about = {"device": "a card", "torch": "2", "triton": None, "precision": "bf16", "tokens": 8, "cuda_graph": True}
+    report = bench.LengthReport(tmp_path, about)
+    report.rows.append(row)
+    caption = report.table().caption
+    assert "8 tokens in each step, captured" in caption
+    assert "m runs eagerly: it waits for the device" in caption
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [
@@ -40,6 +64,7 @@ def test_expansion_beside_the_same_model(desk: Path):
         ({"sizes": ["13b"]}, "sizes: '13b' is not one of 400m, 1.5b"),
         ({"factors": [0]}, "factors: 0 must be at least 1"),
         ({"config": ["gla.yaml"], "sizes": ["400m"]}, "choose between them and --config"),
+        ({"device": "cpu", "cuda_graph": True}, "cuda_graph is true, but the device is a cpu"),
         ({"device": "cpu"}, "device: on a CPU the built-in models run out of memory"),
     ],
 )
@@ -108,6 +133,7 @@ def test_models_over_length_have_configs(mixer: str, size: str):
         ({"lengths": [300]}, "lengths: 300 does not divide the 32768 tokens of a step"),
         ({"lengths": [0]}, "lengths: 0 does not divide"),
         ({"config": ["gla.yaml"], "mixers": ["h1"]}, "choose between them and --config"),
+        ({"device": "cpu", "cuda_graph": True}, "cuda_graph is true, but the device is a cpu"),
         ({"device": "cpu"}, "device: on a CPU the built-in models take hours"),
     ],
 )

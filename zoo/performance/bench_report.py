@@ -89,7 +89,9 @@ def without(table: Table, remarks: list[str], head: list[str], row: dict[str, An
 
 
 def path_of(row: dict[str, Any], remarks: list[str]) -> str:
-    """The implementations of all ops of a model, and remarks on which ops have another than most."""
+    """The implementations of all ops of a model, with remarks on ops that have another, and on steps not captured."""
+    if row.get("not_captured") is not None:
+        remarks.append(f"{row['model']} runs eagerly: {row['not_captured']}")
     ops: dict[str, list[str]] = {}
     for op, names in row.get("implementations", {}).items():
         ops.setdefault(" + ".join(names), []).append(op)

@@ -57,8 +57,6 @@ class TrainingReport(Report):
             if "step_ms" not in row:
                 without(table, remarks, [row["model"]], row)
                 continue
-            if row.get("not_captured") is not None:
-                remarks.append(f"{row['model']} runs eagerly: {row['not_captured']}")
             table.add_row(
                 row["model"],
                 f"{row['parameters'] / 1e6:.1f} M",
@@ -132,8 +130,7 @@ def bench_training(
         "cuda_graph": cuda_graph,
         "peers": peers,
     }
-    if cuda_graph and where.type != "cuda":
-        raise UserError(f"cuda_graph is true, but the device is a {where.type}; CUDA graphs need an NVIDIA GPU")
+    check_graph(cuda_graph, where)
     report = TrainingReport(Path(folder), about)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     optim = configs.instantiate("optim", parsed)
@@ -169,6 +166,12 @@ def bench_training(
         flops = model.flops(length) / length if learner.model is model else None
         row["mfu"] = utilisation(flops, row["tokens_per_second"], precision, where)
     return report
+
+
+def check_graph(cuda_graph: bool, device: torch.device) -> None:
+    """Raise a UserError if steps are to be captured on a device without CUDA graphs."""
+    if cuda_graph and device.type != "cuda":
+        raise UserError(f"cuda_graph is true, but the device is a {device.type}; CUDA graphs need an NVIDIA GPU")
 
 
 class TimedLearner(Learner):
