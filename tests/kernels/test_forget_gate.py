@@ -152,6 +152,15 @@ def test_low_rank_decays_in_bf16_before_they_are_rounded(monkeypatch: pytest.Mon
 
 
 @interpreted
+def test_low_rank_gates_in_bf16_under_the_interpreter(low_rank_poison: None):
+    a = {name: x.bfloat16() for name, x in low_rank(3, 5, (1, 7)).items()}
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
+    for name, x in low_rank_results(a, "triton").items():
+        assert x.dtype == torch.bfloat16
+        assert (x - expected[name]).norm() < 1e-2 * expected[name].norm(), name
+
+
+@interpreted
 def test_extreme_low_rank_gates():
     a = {"x": torch.tensor([[[-300.0], [-90.0], [0.0], [43.0], [90.0], [300.0]]]), "weight": torch.ones(3, 1)}
     expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")

@@ -22,6 +22,7 @@ from ...gpu.tiles import LOG2E, PTX, exp2
 from ..low_rank import dtype_of
 from .op import log_sigmoid
 
+INTERPRETED = triton.knobs.runtime.interpret
 # Cap of log2 e^gate in the backward pass, where the derivative is 1e-18. The product of two e^gate does not overflow.
 LARGEST = tl.constexpr(60.0)
 
@@ -103,16 +104,17 @@ def low_rank_forward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,  # of factors of products
 ):
     BLOCKS: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     BF16: tl.constexpr = log_decay.dtype.element_ty == tl.bfloat16
     column = tl.program_id(0) % BLOCKS * COLUMNS
     program, programs = tl.program_id(0) // BLOCKS, tl.num_programs(0) // BLOCKS
     row, c, r = tl.arange(0, ROWS)[:, None], column + tl.arange(0, COLUMNS), tl.arange(0, BR)
-    W = load_tile(weight, column, C, R, r, R, COLUMNS).to(x.dtype.element_ty)
+    W = load_tile(weight, column, C, R, r, R, COLUMNS).to(DTYPE)
     shift = per_channel(bias, c, C) if bias is not None else None
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=3):
-        X = load_tile(x, first, rows, x_row, r, R, ROWS)
+        X = load_tile(x, first, rows, x_row, r, R, ROWS).to(DTYPE)
         wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
         if bias is not None:
             wide += shift
@@ -176,6 +178,7 @@ def low_rank_backward(
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
     PRECISION: tl.constexpr,
+    DTYPE: tl.constexpr,  # of factors of products
 ):
     BLOCK: tl.constexpr = COLUMNS * TILES
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
@@ -184,14 +187,14 @@ def low_rank_backward(
     row, c, r = tl.arange(0, ROWS)[:, None], block * BLOCK + tl.arange(0, COLUMNS), tl.arange(0, BR)
     weights, shifts, sums = (), (), ()
     for i in tl.static_range(TILES):
-        W = load_tile(weight, block * BLOCK + i * COLUMNS, C, R, r, R, COLUMNS).to(x.dtype.element_ty)
+        W = load_tile(weight, block * BLOCK + i * COLUMNS, C, R, r, R, COLUMNS).to(DTYPE)
         weights = appended(weights, W)
         if bias is not None:
             shifts = appended(shifts, per_channel(bias, c + i * COLUMNS, C) * LOG2E)
         from_weight = tl.zeros([BR, COLUMNS], tl.float32)
         sums = appended(sums, (from_weight, tl.zeros([ROWS // 16, 8, COLUMNS], tl.float32)))
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=3):
-        X = load_tile(x, first, rows, x_row, r, R, ROWS)
+        X = load_tile(x, first, rows, x_row, r, R, ROWS).to(DTYPE)
         at = dy + tl.cast(first, tl.int64) * C + (row * C + c[None, :])
         from_x, new_sums = tl.zeros([ROWS, BR], tl.float32), ()
         for i in tl.static_range(TILES):
@@ -226,8 +229,10 @@ def low_rank_backward(
 
 def _constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
     C, R = weight.shape
-    precision = "ieee" if x.dtype == torch.float32 else "tf32"
-    return {"C": C, "R": R, "BR": max(16, next_power_of_2(R)), "PRECISION": precision}
+    exact = x.dtype == torch.float32 or INTERPRETED  # the interpreter gets bf16 arithmetic wrong
+    dtype = tl.float32 if exact else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+    sizes = {"C": C, "R": R, "BR": max(16, next_power_of_2(R))}
+    return sizes | {"PRECISION": "ieee" if exact else "tf32", "DTYPE": dtype}
 
 
 class Arguments(NamedTuple):
