@@ -4,6 +4,7 @@ The first two are imported only on request.
 """
 
 import importlib
+import os
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import cache
@@ -42,6 +43,7 @@ def require(device: torch.device) -> None:
     # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients are wrong. Only
     # its time is measured here, so the refusal is switched off.
     chunks.IS_NVIDIA_HOPPER = False
+    os.environ["FLA_FLASH_QLA"] = "0"  # FLA's own kernels are timed; it calls FlashQLA where that is installed
 
 
 def require_for(ops: Iterable[str], device: torch.device, libraries: Collection[str] | None = None) -> None:

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import json
 import math
+import os
 import sys
 import types
 from pathlib import Path
@@ -381,6 +382,15 @@ def test_every_delta_rule_has_a_peer():
     assert {name for name, op in OPS.items() if op.decay is not None} == rows - {None}
     labels = [(peer.row, peer.label) for peer in PEERS if peer.row is not None]
     assert len(set(labels)) == len(labels)
+
+
+def test_rows_of_fla_are_not_of_flashqla(monkeypatch: pytest.MonkeyPatch):
+    """FLA calls FlashQLA where it is installed, unless a variable that FLA reads says not to."""
+    monkeypatch.setenv("FLA_FLASH_QLA", "1")
+    monkeypatch.setattr(peers, "version", lambda package: "0.6.0")
+    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", types.SimpleNamespace())
+    peers.require(torch.device("cuda"))
+    assert os.environ["FLA_FLASH_QLA"] == "0"
 
 
 def test_a_peer_that_fails_is_a_sentence_below_the_table(
