@@ -112,26 +112,25 @@ def continued(stream: FeatureStream) -> Tensor:
 def reference(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
     """Features in at least fp32, in a loop over tokens."""
     x, T = at_least_fp32(stream.x.flatten(2)), stream.x.shape[1]
-    spans = [(b, 0, T) for b in range(len(x))]
-    if stream.cu_seqlens is not None:
-        spans = [(0, i, j) for i, j in documents(stream.cu_seqlens, T, len(x), x.device).spans]
+    packed = None if stream.cu_seqlens is None else documents(stream.cu_seqlens, T, len(x), x.device)
     pasts = at_least_fp32(stream.past() if stream.history is None else stream.history)
     outputs, tails = [], []
-    for (row, start, stop), past in zip(spans, pasts, strict=True):
+    for n, (start, stop) in enumerate([(0, T)] if packed is None else packed.spans):
+        past = pasts if packed is None else pasts[n : n + 1]  # [B,W−1,C]
         for t in range(start, stop):
-            window = torch.cat([past, x[row, t : t + 1]])
+            window = torch.cat([past, x[:, t : t + 1]], 1)
             outputs.append(_one(window, stream))
-            past = window[1:]
+            past = window[:, 1:]
         tails.append(past)
-    y = torch.stack(outputs).view_as(stream.x).to(stream.x.dtype)
+    y = torch.stack(outputs, 1).to(stream.x.dtype)
     dtype = stream.x.dtype if stream.history is None else stream.history.dtype
-    return y, torch.stack(tails).to(dtype) if stream.return_history else None
+    return y, torch.cat(tails).to(dtype) if stream.return_history else None
 
 
 def _one(window: Tensor, stream: FeatureStream) -> Tensor:
-    """The features [heads,size] of the last of W inputs [W,C]."""
-    z = window[-1]
+    """The features [B,heads,size] of the last of W inputs [B,W,C]."""
+    z = window[:, -1]
     if stream.weight is not None:
-        z = (at_least_fp32(stream.weight)[:, 0].T * window).sum(0)
+        z = (at_least_fp32(stream.weight)[:, 0].T * window).sum(1)
         z = z if stream.bias is None else z + at_least_fp32(stream.bias)
-    return NORMS[stream.norm](ACTIVATIONS[stream.activation](z.view(stream.x.shape[2:])))
+    return NORMS[stream.norm](ACTIVATIONS[stream.activation](z.unflatten(-1, stream.x.shape[2:])))

@@ -51,17 +51,15 @@ def reference(
     x: Tensor, shares: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, ...]:
     """The mixtures as a loop over tokens."""
-    rows, wide, weights = [], at_least_fp32(x), at_least_fp32(shares)
+    mixed, wide, weights = [], at_least_fp32(x), at_least_fp32(shares)
     bounds = [0, x.shape[1]] if cu_seqlens is None else documents(cu_seqlens, x.shape[1]).bounds
-    for b, row in enumerate(wide):
-        mixed = []
-        for n, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            previous = torch.zeros_like(row[0]) if before is None else at_least_fp32(before[b + n])
-            for t in range(start, stop):
-                mixed.append((1 - weights) * row[t] + weights * previous)
-                previous = row[t]
-        rows.append(torch.stack(mixed))
-    return torch.stack(rows).to(dtype).unbind(2)
+    first = wide.new_zeros(len(x) * (len(bounds) - 1), x.shape[2]) if before is None else at_least_fp32(before)
+    for n, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        previous = first if cu_seqlens is None else first[n : n + 1]  # [B,D]
+        for t in range(start, stop):
+            mixed.append((1 - weights) * wide[:, t, None] + weights * previous[:, None])
+            previous = wide[:, t]
+    return torch.stack(mixed, 1).to(dtype).unbind(2)
 
 
 def _limits(x: Tensor, shares: Tensor, *rest: object) -> str | None:

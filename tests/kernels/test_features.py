@@ -115,6 +115,16 @@ def test_without_anything_to_do(backend: str):
     assert history is None
 
 
+@pytest.mark.parametrize("W", [0, 3])
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_a_batch_without_rows(backend: str, W: int):
+    a = inputs(6, B=0, W=W)
+    actual = results(a, backend, norm="l2")
+    assert actual["y"].shape == (0, 6, 3, 5)
+    assert actual["history"].shape == (0, max(W - 1, 0), 15)
+    assert not any(actual[f"gradient of {name}"].any() for name in a)
+
+
 @pytest.mark.parametrize("kept", [True, False, None])
 @pytest.mark.parametrize("after", [{}, {"weight": torch.ones(6, 1, 2)}, {"activation": "silu"}, {"norm": "l2"}])
 def test_a_product_is_saved_only_if_it_is_the_result(after: dict[str, Any], kept: bool | None):

@@ -59,6 +59,13 @@ def test_outputs_and_gradients(sizes: tuple[int, ...], continued: bool, backend:
     torch.testing.assert_close(results(tensors, backend), results(tensors, "reference"))
 
 
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_a_batch_without_rows(backend: str):
+    first, second, dx, dshares = results(inputs(0, 5, 3, 2), backend)
+    assert first.shape == second.shape == dx.shape == (0, 5, 3)
+    assert torch.equal(dshares, torch.zeros_like(dshares))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("continued", [False, True])
 def test_packed_documents(continued: bool, backend: str):
