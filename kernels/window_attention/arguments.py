@@ -62,7 +62,8 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if x is not None and name in "kv" and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
-    if torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:  # as PyTorch's attention does
+    # as PyTorch's attention does; the meta device, on which FLOPs are counted, has no autocast
+    if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if log_decay is not None and T > 1:  # as in recurrences, which do not check those of a step
         check_decay(log_decay)

@@ -512,6 +512,15 @@ def test_autocast_rounds_arguments_on_every_path(dtype: torch.dtype, backend: st
         torch.testing.assert_close(o, expected)
 
 
+def test_the_meta_device_has_no_autocast():  # FLOPs are counted there
+    a = {name: x.to("meta") for name, x in inputs(9).items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        o = kernels.window_attention(**a)
+    assert o.is_meta
+    assert o.shape == a["q"].shape
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["step", "flash", "chunk"])
 def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: pytest.MonkeyPatch):
     assert flash.has("window_size")  # found out once, and not from what replaces it
