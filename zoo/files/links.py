@@ -7,6 +7,7 @@ or locked is opened here.
 import errno
 import logging
 import os
+import re
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from kernels.errors import UserError
 
 log = logging.getLogger(__name__)
 
+# filelock's record of the process that holds a lock, on file systems without `flock`
+_HOLDER = re.compile(rb"\d+\n[^\n]+\n(\d+\n)?|filelock/released\n")
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither, and no links without special rights
 _NO_WAITING = getattr(os, "O_NONBLOCK", 0)  # a pipe would otherwise wait for its reader
 
@@ -90,9 +93,19 @@ def check_in_place(path: str | os.PathLike[str]) -> None:
 def lock_of(path: str | os.PathLike[str]) -> FileLock:
     """A lock in the file `path`, which is created; a UserError if it is a link, a pipe or a device, or has content."""
     check_in_place(path)
-    if os.path.exists(path) and os.path.getsize(path):
+    if os.path.exists(path) and os.path.getsize(path) and not _names_holder(path):
         raise UserError(f"{path} is not a lock, as it has content; move it, or choose another folder.")
     return FileLock(path)
+
+
+def _names_holder(path: str | os.PathLike[str]) -> bool:
+    """Return whether the content of a file is that of a lock on a file system without `flock`."""
+    try:
+        with open_to_read(path, follow=False) as file:
+            content = file.read(1024)
+    except FileNotFoundError:  # released meanwhile
+        return True
+    return not content or _HOLDER.fullmatch(content) is not None
 
 
 @contextmanager

@@ -3,7 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from filelock import FileLock
+from filelock import FileLock, SoftFileLock
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
@@ -34,6 +34,12 @@ def test_a_file_with_content_is_not_taken_for_a_lock(tmp_path: Path):
     with pytest.raises(UserError, match="lock is not a lock, as it has content; move it, or choose another folder"):
         lock_of(tmp_path / ".lock")
     assert (tmp_path / ".lock").read_text() == "precious"
+
+
+def test_a_lock_of_a_file_system_without_flock_is_taken_for_a_lock(tmp_path: Path):
+    with SoftFileLock(tmp_path / ".lock"):
+        assert (tmp_path / ".lock").stat().st_size > 0
+        lock_of(tmp_path / ".lock")
 
 
 def test_files_are_extended(tmp_path: Path):
