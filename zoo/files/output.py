@@ -22,6 +22,7 @@ OF_A_MODEL = (
     "modeling_token_mixer_zoo.py",
 )
 CONFIG_HEADER = b"# The complete config of this run; fit --config accepts it as is.\n"  # of a run's config.yaml
+OLD_CONFIG_HEADER = b"# Everything that this run was made of;"  # the beginning of that of runs before 2026-11-21
 CARD = "README.md"  # the model card
 MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `report`
 
@@ -71,7 +72,7 @@ def is_config_of_run(file: Path) -> bool:
     if not file.is_file():
         return False
     with open(file, "rb") as opened:
-        return opened.read(len(CONFIG_HEADER)) == CONFIG_HEADER
+        return opened.read(len(CONFIG_HEADER)).startswith((CONFIG_HEADER, OLD_CONFIG_HEADER))
 
 
 def make_folder(folder: Path, option: str) -> None:
