@@ -43,7 +43,7 @@ def test_files_of_somebody_else_are_kept(command, small, name) -> None:
     (small / "mine" / name).write_text("years of work")
     done = command("sweep", "--config", "small.yaml", "--folder=mine")
     assert done.code == 2
-    expected = f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced; choose another"
+    expected = f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced; move it, or"
     assert expected in done.err
     assert [path.read_text() for path in (small / "mine").iterdir()] == ["years of work"]
 

@@ -19,7 +19,7 @@ from zoo.files.output import make_folder
 
 FILE, LOCK = "rows.jsonl", ".lock"
 START = b'{"key": "'  # of each line
-ADVICE = "remove it, or choose another output"
+ADVICE = "remove it and the pictures in its folder, or choose another output"
 
 
 class Records:

@@ -63,7 +63,8 @@ def check_no_others(files: Iterable[Path], option: str, record: str) -> None:
     for file in files:
         if os.path.lexists(file):
             raise UserError(
-                f"{option}: {file} exists, but the folder has no {record}, so it is not replaced; choose another folder"
+                f"{option}: {file} exists, but the folder has no {record}, so it is not replaced; "
+                f"move it, or choose another {option}"
             )
 
 

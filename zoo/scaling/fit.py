@@ -99,6 +99,6 @@ def fit(
 def _check_replaceable(folder: Path) -> None:
     """Raise a UserError if the folder has files with the names of the results that `fit` did not write."""
     if (folder / FILE).exists():
-        read_sealed(folder / FILE, advice="delete it, or choose another output")
+        read_sealed(folder / FILE, advice="delete it and the pictures in its folder, or choose another output")
     else:
         check_no_others([folder / name for name in PICTURES], "output", FILE)

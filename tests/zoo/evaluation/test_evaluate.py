@@ -259,7 +259,7 @@ def test_rows_of_somebody_else_are_kept(tmp_path: Path, content: str) -> None:
         assert not Records(tmp_path).find({})
         content = ""
     else:
-        with pytest.raises(UserError, match=r"output: line 1 of .*rows.jsonl is .*; remove it, or choose another"):
+        with pytest.raises(UserError, match=r"output: line 1 of .*rows.jsonl is .*; remove it and the pictures in its"):
             Records(tmp_path)
     assert (tmp_path / "rows.jsonl").read_text() == content
 

@@ -53,8 +53,11 @@ def test_a_law_its_table_and_its_picture(command, ladder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("laws.png", r"output: law/laws\.png exists, but the folder has no laws\.json, so it is not replaced"),
-        ("laws.json", r"law/laws\.json is damaged .*; delete it, or choose another output"),
+        (
+            "laws.png",
+            r"output: law/laws\.png exists, but the folder has no laws\.json, .*; move it, or choose another output",
+        ),
+        ("laws.json", r"law/laws\.json is damaged .*; delete it and the pictures in its folder, or"),
     ],
 )
 def test_files_of_somebody_else_are_kept(ladder: Path, name: str, message: str) -> None:
