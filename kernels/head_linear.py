@@ -2,10 +2,10 @@
 
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .core.allocation import new
+from .core.autocast import autocast_dtype
 from .core.autograd import Gradients, register
 from .core.recompute import remake
 from .linear.tiles import implementation, product
@@ -71,8 +71,8 @@ def head_linear(x: Tensor, weight: Tensor, *, save_result: bool = False) -> Tens
         raise ValueError(f"x: expected a floating dtype, got {x.dtype}")
     if weight.dim() != 3 or weight.shape[:2] != x.shape[2:]:
         raise ValueError(f"weight: expected [{x.shape[2]},{x.shape[3]},N], got shape {tuple(weight.shape)}")
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (dtype := autocast_dtype(x.device)) is not None:
+        x = x.to(dtype)
     how = implementation(x)
     y = apply(x, weight, how)
     return y if save_result else remake(y, lambda *args: compute(Arguments(*args))[0], x, weight, how)

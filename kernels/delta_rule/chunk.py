@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.autocast import without_autocast
 from ..core.chunking import CHUNK, Chunking, Run, causal_decay, scan, scan_stacked
 from ..core.deterministic import is_deterministic
 from ..core.recurrence import Recurrences
@@ -29,7 +30,7 @@ SOLVED, SOLVED_DETERMINISTIC = 8, 16
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     assert a.beta is not None
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         c = Chunking(a, CHUNK if is_deterministic() or a.v.shape[0] * a.v.shape[2] < MANY else CHUNK // 2)
         kq, v, b = torch.cat([c.keys(a.k), c.keys(a.q) * a.scale], -2), c.values(a.v), c.log_decay()
         if b is None:
@@ -76,7 +77,7 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         kq, v, beta, b, products, L, R, D, inverse, U, before = ctx.saved_tensors
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v.device):
             C = v.shape[-2]
             k, beta = kq[..., :C, :], beta[..., None]
             shrink, fade, decay = _decays(b, kq)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.autocast import without_autocast
 from ..core.chunking import CHUNK, Chunking, Run, scan, scan_stacked
 from ..core.recurrence import Recurrences, at_least_fp32
 from .chunk import each_chunk, flat_runs, unit_lower_inverse
@@ -26,7 +27,7 @@ from .pair_decays import PairDecays
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         c = Chunking(a, max(1, CHUNK // a.steps))
         G, R, E = a.groups, a.repeats, a.subheads
         k, v = _rows(c, a.k, G, 1, E), _rows(c, a.v, G, R, 1)
@@ -119,7 +120,7 @@ class _Chunks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         q, k, a, v, b, P, inverse, U, before = ctx.saved_tensors
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             decays = PairDecays(b, ctx.steps, q.dtype)
             f = _Factors(q, k, a, b, decays, read_before=ctx.read_before)
             do = do.unsqueeze(4)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.recurrence import Recurrences
 from ..linear_recurrence.reference import per_recurrence
 from ..linear_recurrence.step import decayed, read, reused
@@ -11,7 +12,7 @@ from .reference import erase_and_value
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         q, k, v = per_recurrence(a)
         erase, v = erase_and_value(a, k, v)
         before = erase[:, 0, :, None, :] @ a.first_state() if a.read_before else None  # before it may be overwritten

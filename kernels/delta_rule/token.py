@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.autograd import plain
 from ..core.backend import loaded
 from ..core.deterministic import is_deterministic
@@ -37,7 +38,7 @@ def in_one_launch(streams: Sequence[FeatureStream], gates: GateInputs, norm: Gat
         and len(kinds) == 1
         and gates.b is not None
         and state.dtype != torch.float64
-        and not torch.is_autocast_enabled(q.x.device.type)
+        and autocast_dtype(q.x.device) is None
         and q.x.shape[2] == v.x.shape[2]
         and padded(q.size) * padded(v.size) <= LARGEST
         and (gates.up, gates.lower_bound, gates.dt_bias.dim()) == (None, None, 1)

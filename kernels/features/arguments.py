@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.documents import documents
 from ..core.recompute import unnoted
 from ..head_linear import head_linear
@@ -47,8 +48,8 @@ class FeatureStream:
             if product.dim() != 3 or product.shape[:2] != x.shape[2:] or product.shape[2] % self.subheads:
                 wanted = f"[{x.shape[2]},{x.shape[3]},N] with a multiple N of {self.subheads} subheads"
                 raise ValueError(f"product: expected {wanted}, got shape {tuple(product.shape)}")
-            if torch.is_autocast_enabled(x.device.type):
-                self.x = x = x.to(torch.get_autocast_dtype(x.device.type))
+            if (dtype := autocast_dtype(x.device)) is not None:
+                self.x = x = x.to(dtype)
         C = self.channels
         if weight is not None and (weight.dim() != 3 or weight.shape[:2] != (C, 1)):
             raise ValueError(f"weight: expected [{C},1,W], got shape {tuple(weight.shape)}")

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.backend import Op
 from ..core.recurrence import at_least_fp32
 from ..head_linear import head_linear
@@ -66,7 +67,7 @@ def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         raise ValueError(f"weight: expected [C,{x.shape[2]}], got shape {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (dtype := autocast_dtype(x.device)) is not None:
+        x = x.to(dtype)
     log_decay: Tensor = OP(x, x, weight, bias, scale)
     return log_decay

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.autocast import without_autocast
 from ..core.autograd import plain
 from ..core.deterministic import is_deterministic
 from ..core.elementwise import silu
@@ -60,7 +61,7 @@ class _Gated(torch.autograd.Function):
 
 def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """The formula in at least fp32."""
-    with torch.autocast(gate_up.device.type, enabled=False):
+    with without_autocast(gate_up.device):
         h = _multiplied(gate_up, activation)
         if fp8.in_fp8(*weight.shape):
             return fp8.linear(h.to(gate_up.dtype), weight)

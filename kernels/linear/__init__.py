@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
@@ -34,7 +35,7 @@ def few_rows(x: Tensor, weight: Tensor) -> bool:
     most = MOST_ROWS if half and weight.shape[0] <= MOST_OUTPUTS else FEW_ROWS
     small = x.numel() <= most * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return small and not differentiated and x.dtype == weight.dtype and not torch.is_autocast_enabled(x.device.type)
+    return small and not differentiated and x.dtype == weight.dtype and autocast_dtype(x.device) is None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

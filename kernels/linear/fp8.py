@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.allocation import new
+from ..core.autocast import autocast_dtype
 from ..core.autograd import Gradients, register
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
@@ -174,8 +175,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         UserError: As `implementation`.
     """
     how = implementation(x, weight)
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (dtype := autocast_dtype(x.device)) is not None:
+        x = x.to(dtype)
     y = fp8_linear(x.flatten(0, -2), weight, bias, how)
     return y.view(*x.shape[:-1], len(weight))
 

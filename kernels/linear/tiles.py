@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.allocation import new
+from ..core.autocast import autocast_dtype
 from ..core.autograd import Gradients, register
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
@@ -99,8 +100,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             return F.linear(x, weight, bias)
         # of columns of a projection, PyTorch would add the bias in another pass over the result
         return F.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
-    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := autocast_dtype(x.device)) is not None and x.dtype != torch.float64:
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if x.dtype != weight.dtype or (bias is not None and bias.dtype != x.dtype):
         return F.linear(x, weight, bias)  # which refuses them

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.backend import Op
 from . import logits
 
 
 def limits(x: Tensor, *rest: Any) -> str | None:
     """Why the Triton kernels cannot take the arguments: fp16 lacks the range for the probabilities of rare tokens."""
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    return "which does not take fp16" if dtype == torch.float16 else None
+    return "which does not take fp16" if (autocast_dtype(x.device) or x.dtype) == torch.float16 else None
 
 
 def loss_limits(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> str | None:
@@ -115,5 +115,5 @@ def _check(x: Tensor, weight: Tensor, labels: Tensor, cap: float | None) -> None
     for name, y in dict(weight=weight, labels=labels).items():
         if y.device != x.device:
             raise ValueError(f"{name}: is on {y.device}, but x is on {x.device}")
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+    if weight.dtype != x.dtype and autocast_dtype(x.device) is None:
         raise ValueError(f"weight: is {weight.dtype}, but x is {x.dtype}")

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.elementwise import soft_cap
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import linear
@@ -59,7 +60,7 @@ def _counted(labels: Tensor, size: int, ignore_index: int) -> Tensor:
 def reference(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> Tensor:
     """Sum of the losses, in at least fp32."""
     counted = _counted(labels, len(weight), ignore_index)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         logits = soft_cap(at_least_fp32(x[counted]) @ at_least_fp32(weight).T, cap)
         return (logits.logsumexp(-1) - logits.gather(-1, labels[counted, None])[:, 0]).sum()
 
@@ -69,7 +70,7 @@ def reference_token_losses(
 ) -> tuple[Tensor, Tensor]:
     """As `token_losses`, in at least fp32."""
     counted = _counted(labels, len(weight), ignore_index)
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         logits = soft_cap(at_least_fp32(x) @ at_least_fp32(weight).T, cap)
         losses = logits.logsumexp(-1) - logits.gather(-1, labels.where(counted, 0)[:, None])[:, 0]
         return losses.where(counted, 0), (logits.argmax(-1) == labels) & counted

@@ -14,6 +14,7 @@ computed with D; no bit of an output depends on later tokens.
 import torch
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.chunking import Chunking, causal_decay, factors, scan_stacked
 from ..core.expansion import expanded
 from ..core.recurrence import Recurrences
@@ -24,7 +25,7 @@ BLOCK = 16
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         c = Chunking(a)
         beta, b = None if a.beta is None else c.gates(a.beta), c.log_decay()
         if shared_scores.serves(a, b):

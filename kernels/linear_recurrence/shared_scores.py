@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..core.autocast import without_autocast
 from ..core.autograd import plain
 from ..core.chunking import Chunking, Run, factors, scan
 from ..core.recurrence import Recurrences
@@ -87,7 +88,7 @@ class _SharedScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, beta, b, A, own, u, start, others = ctx.saved_tensors
-        with torch.autocast(v.device.type, enabled=False):
+        with without_autocast(v.device):
             f, f_inverse, w, after, rest = _decays(b, v)
             do = do.contiguous()
             d = (do * f).flatten(-2)

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.recurrence import Recurrences, at_least_fp32
 from .reference import per_recurrence
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         S, v, beta = decayed(a), at_least_fp32(a.v)[:, 0].repeat_interleave(a.subheads, 1), a.beta
         q, k, _ = per_recurrence(a)
         if beta is not None:

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.autograd import plain
 from ..core.backend import Op
 from ..core.recompute import remake
@@ -133,6 +134,5 @@ def _check(x: Tensor, weight: Tensor | None) -> None:
 
 def dtype_of(x: Tensor) -> torch.dtype:
     """The dtype of the norm of x."""
-    device = x.device.type
-    casts = x.dtype == torch.float32 and torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if casts else x.dtype
+    cast = autocast_dtype(x.device) if x.dtype == torch.float32 else None
+    return x.dtype if cast is None else cast

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.deterministic import is_deterministic
 from ..core.expansion import expanded
 from ..core.recurrence import at_least_fp32
@@ -18,7 +19,7 @@ from .arguments import Scan
 
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
     """y [B,T,D] and the final states [S,D,N]."""
-    with torch.autocast(a.x.device.type, enabled=False):
+    with without_autocast(a.x.device):
         rate = at_least_fp32(a.rate)
         constant = at_least_fp32(a.c) if a.c is not None and a.c.dim() == 2 else None
         # unbound, not indexed: the gradient of every index would be a tensor of the full size

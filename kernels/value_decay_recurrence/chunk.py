@@ -12,6 +12,7 @@ output depends on later tokens.
 import torch
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.chunking import Chunking, factors, scan_stacked
 from ..core.recurrence import Recurrences
 from ..linear_recurrence.chunk import BLOCK
@@ -19,7 +20,7 @@ from ..linear_recurrence.chunk import BLOCK
 
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return o [B,T,H,V] and the final states [N,H,V,K]; `a.k` holds the values, and `a.v` the keys."""
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         c = Chunking(a)
         q, k, v = (c.keys(x).squeeze(3) for x in (q, a.v, a.k))  # [N,B,H,C,·]
         q, b = q * a.scale, c.log_decay()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..core.autocast import without_autocast
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
 from .chunk import BLOCK, padded
@@ -21,7 +22,7 @@ from .decay import widened
 
 def forward(a: Attention) -> Tensor:
     """o [B,T,H,V]."""
-    with torch.autocast(a.v.device.type, enabled=False):
+    with without_autocast(a.v.device):
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
             return torch.cat([_rows(_part(a, slice(None), span, span)) for span in spans], 1)

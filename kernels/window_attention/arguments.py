@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..core.autocast import autocast_dtype
 from ..core.documents import Documents, documents
 from ..core.recurrence import check_decay, check_scale
 
@@ -62,9 +63,8 @@ def check(
             raise ValueError(f"{name}: is on {x.device}, but q is on {q.device}")
         if x is not None and name in "kv" and x.dtype != q.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but q is {q.dtype}")
-    # as PyTorch's attention does; the meta device, on which FLOPs are counted, has no autocast
-    if not q.is_meta and torch.is_autocast_enabled(q.device.type) and q.dtype != torch.float64:
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if (dtype := autocast_dtype(q.device)) is not None and q.dtype != torch.float64:  # as PyTorch's attention does
+        q, k, v = (x.to(dtype) for x in (q, k, v))
     if log_decay is not None and T > 1:  # as in recurrences, which do not check those of a step
         check_decay(log_decay)
     if scale is None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.autocast import without_autocast
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
 from .decay import since, widened
@@ -21,7 +22,7 @@ SHORT = 256  # the longest window whose scores are saved for backward
 def forward(a: Attention) -> Tensor:
     """o [B,T,H,V]."""
     if a.log_decay is not None:
-        with torch.autocast(a.v.device.type, enabled=False):
+        with without_autocast(a.v.device):
             return forward(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
     if a.documents is None:
         return _attend(a, a.q, a.k, a.v, a.first_key)
@@ -90,7 +91,7 @@ class _Overlapping(torch.autograd.Function):
 
 def _products(a: Attention, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """o [B,T,H,D]: two products around a softmax, which saves the scores for backward, but is faster on a CPU."""
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         (B, T, _, _), heads = q.shape, k.shape[2]
         dtype, (count, _, keys) = v.dtype, mask.shape
         before, after = keys - BLOCK, count * BLOCK - T
@@ -148,7 +149,7 @@ def _biased(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tens
 
     PyTorch's fused kernel reads some biases from misaligned addresses, which ends the process (PyTorch 2.11, H100).
     """
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q.device):
         scores = (at_least_fp32(q) * scale) @ at_least_fp32(k).mT + bias
         return (torch.softmax(scores, -1) @ at_least_fp32(v)).to(v.dtype)
 

@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.allocation import new
+from ...core.autocast import autocast_dtype
 from ...core.autograd import NAMESPACE, plain
 from ...core.deterministic import is_deterministic
 from ...delta_gates import GateInputs
@@ -317,12 +318,7 @@ def fits(streams: Sequence[FeatureStream], gates: GateInputs | None = None) -> b
 def multiplies(gates: GateInputs) -> bool:
     """Return whether the launch also computes the product with `up`."""
     up, a = gates.up, gates.a
-    return (
-        up is not None
-        and up.dtype == a.dtype
-        and up.shape[1] <= WEIGHT_TILE
-        and not torch.is_autocast_enabled(a.device.type)
-    )
+    return up is not None and up.dtype == a.dtype and up.shape[1] <= WEIGHT_TILE and autocast_dtype(a.device) is None
 
 
 def own_history(stream: FeatureStream) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.allocation import new
+from ...core.autocast import autocast_dtype, without_autocast
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.paths import takes
@@ -58,7 +59,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor, gate_up: Tensor, h:
     if dgate_up is None:
         return {"down": gradients["weight"]}
     dgate_up = dgate_up.view(-1, len(weight))
-    with op.as_given(x.device.type):
+    with without_autocast(x.device):
         return {
             "x": op.matmul(second, dgate_up, weight).view(x.shape) if needed.x else None,
             "gate_up": op.matmul(second, dgate_up.T, x.reshape(-1, x.shape[-1])) if needed.gate_up else None,
@@ -72,8 +73,7 @@ gated_mlp = register("gated_mlp", _compute, _differentiate, _empty, unread=lambd
 def forward(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["identity", "silu"]) -> Tensor:
     """y […,O]; see `kernels.gated_mlp`."""
     (O, I), D = down.shape, x.shape[-1]
-    tensors, autocast = (x, gate_up, down), torch.is_autocast_enabled(x.device.type)
-    cast = torch.get_autocast_dtype(x.device.type) if autocast else None
+    tensors, cast = (x, gate_up, down), autocast_dtype(x.device)
     case = Case(tensors, rows=x.numel() // max(D, 1), inner=D, size=I, backward=False, cast=cast)
     if fp8.in_fp8(D, 2 * I) or fp8.in_fp8(I, O) or not takes(FUSED, case):
         return two_ops(*tensors, activation)

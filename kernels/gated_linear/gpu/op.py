@@ -5,7 +5,6 @@ On Hopper, `hopper.py` fuses the launch of the backward pass with the product in
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...core.allocation import new
+from ...core.autocast import autocast_dtype, without_autocast
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
@@ -60,11 +60,6 @@ def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl
     tl.store(dgate_up + at_gate + SIZE, (d * opened).to(dgate_up.dtype.element_ty), mask=inside)
 
 
-def as_given(device: str) -> AbstractContextManager[Any]:
-    """Products in the dtype of their inputs: autocast is disabled, but only if it is on, since disabling it is slow."""
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
-
-
 class Arguments(NamedTuple):
     gate_up: Tensor  # […,2·I]
     weight: Tensor  # [O,I]
@@ -84,7 +79,7 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
     gate_up, weight, activation, keep, _ = args
     (*outer, both), size = gate_up.shape, weight.shape[1]
-    with as_given(gate_up.device.type):
+    with without_autocast(gate_up.device):
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
         enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
@@ -117,7 +112,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradie
     """The gradients of `gated_linear`; h, the gated product, is ignored unless it was kept."""
     weight = args.weight
     dy = dy.reshape(-1, len(weight))
-    with as_given(dy.device.type):
+    with without_autocast(dy.device):
         recomputed = None if args.keep else new(args.gate_up, len(dy), weight.shape[1])
         dgate_up = _through_product(args, dy, recomputed) if needed.gate_up or not args.keep else None
         h = h.view(len(dy), weight.shape[1]) if recomputed is None else recomputed
@@ -130,8 +125,8 @@ gated_linear = register("gated_linear", _compute, differentiate, _empty)
 
 def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """[…,O]; see `gated_linear`."""
-    if torch.is_autocast_enabled(gate_up.device.type):
-        gate_up = gate_up.to(torch.get_autocast_dtype(gate_up.device.type))
+    if (dtype := autocast_dtype(gate_up.device)) is not None:
+        gate_up = gate_up.to(dtype)
     keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
     in_fp8 = fp8.implementation(gate_up, weight) if fp8.in_fp8(*weight.shape) else ""
     return gated_linear(gate_up.contiguous(), weight, activation, keep, in_fp8)

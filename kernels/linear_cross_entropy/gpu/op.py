@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ...core.allocation import new
+from ...core.autocast import autocast_dtype, without_autocast
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...linear.tiles import product
@@ -38,7 +39,7 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         dweight.zero_()
     rows = cdiv(N, max(1, cdiv(N * V, LOGITS)))
     buffer = new(x, rows, cdiv(V, ALIGNED) * ALIGNED)[:, :V]
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         for first in range(0, N, max(1, rows)):
             some = slice(first, min(first + rows, N))
             logits = product(x[some], head.T, buffer[: some.stop - first], "triton")
@@ -104,8 +105,8 @@ linear_cross_entropy = register("linear_cross_entropy", _compute, _differentiate
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: None) -> Tensor:
     """Sum of the losses; `limits` keeps calls with a cap away."""
-    if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if (dtype := autocast_dtype(x.device)) is not None:
+        x = x.to(dtype)
     learning = torch.is_grad_enabled()
     return linear_cross_entropy(
         x, weight, labels, ignore_index, learning and x.requires_grad, learning and weight.requires_grad
