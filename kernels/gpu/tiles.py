@@ -14,13 +14,21 @@ import triton.language as tl
 
 from . import layout
 
+INTERPRETED = triton.knobs.runtime.interpret
 CHUNK = tl.constexpr(layout.CHUNK)
 LOG2E = tl.constexpr(1.4426950408889634)
 # Smallest log2 decay of a step, which −inf counts as: 2^-152 is 0 in fp32 even after the rounding of a sum of 64 such
 # exponents, which still has digits left for its differences.
 LEAST = tl.constexpr(-152.0)
 # other devices, and the interpreter, lack these instructions
-PTX: tl.constexpr = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
+PTX: tl.constexpr = tl.constexpr(torch.version.hip is None and not INTERPRETED)
+
+
+def factor_dtype(dtype: torch.dtype) -> tl.dtype:
+    """The dtype in which a product multiplies factors of a dtype: fp32 in the interpreter, which gets bf16 wrong."""
+    if dtype == torch.float32 or INTERPRETED:
+        return tl.float32
+    return tl.bfloat16 if dtype == torch.bfloat16 else tl.float16
 
 
 @triton.jit

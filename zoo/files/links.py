@@ -113,7 +113,8 @@ def held_lock(path: str | os.PathLike[str], busy: str) -> Iterator[None]:
     """Hold the lock in the file `path` during the block; a file system without locks is only warned about.
 
     Raises:
-        UserError: Another process holds it (the message is `busy`), or it is a link, pipe or device, or has content.
+        UserError: Another process holds the lock; the message is then `busy`. Or the file is a link, a pipe or a
+            device, or has content that no lock has.
     """
     lock = lock_of(path)
     try:

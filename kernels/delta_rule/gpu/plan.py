@@ -4,7 +4,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from ...gpu.launch_table import LaunchConfig, launch, optional
 from ...gpu.layout import CHUNK, layout, most_chunks
 from ...gpu.paths import first_match, select, takes
 from ...gpu.plan import Plan, prepared
+from ...gpu.tiles import INTERPRETED
 from .. import WHOLE
 from .chunk_gradients import gradient_of_keys, gradient_of_log_decay, gradient_of_queries
 from .prepare import prepare
@@ -26,7 +26,6 @@ THIRD, FOURTH = 168, 128  # registers per thread at which as many programs of fo
 FEWEST_CHUNKS, FEWEST_SEGMENTS = 16, 6
 FEWEST_OF_LONGEST = 3  # packed documents are cut if the longest has as many segments
 Shapes = list[tuple[tuple[int, ...], torch.dtype] | None]
-INTERPRETED = triton.knobs.runtime.interpret
 
 
 class DeltaRule(Plan):

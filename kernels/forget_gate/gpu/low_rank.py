@@ -18,11 +18,10 @@ from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_outer, add_parts
 from ...gpu.rows import per_channel, rows_of, tile_of, walkers
-from ...gpu.tiles import LOG2E, PTX, exp2
+from ...gpu.tiles import LOG2E, PTX, exp2, factor_dtype
 from ..low_rank import dtype_of
 from .op import log_sigmoid
 
-INTERPRETED = triton.knobs.runtime.interpret
 # Cap of log2 e^gate in the backward pass, where the derivative is 1e-18. The product of two e^gate does not overflow.
 LARGEST = tl.constexpr(60.0)
 
@@ -229,10 +228,9 @@ def low_rank_backward(
 
 def _constants(x: Tensor, weight: Tensor) -> dict[str, Any]:
     C, R = weight.shape
-    exact = x.dtype == torch.float32 or INTERPRETED  # the interpreter gets bf16 arithmetic wrong
-    dtype = tl.float32 if exact else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
+    dtype = factor_dtype(x.dtype)
     sizes = {"C": C, "R": R, "BR": max(16, next_power_of_2(R))}
-    return sizes | {"PRECISION": "ieee" if exact else "tf32", "DTYPE": dtype}
+    return sizes | {"PRECISION": "ieee" if dtype == tl.float32 else "tf32", "DTYPE": dtype}
 
 
 class Arguments(NamedTuple):

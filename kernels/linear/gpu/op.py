@@ -8,7 +8,6 @@ One or two rows are multiplied without tensor cores, more of them with these, in
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,8 +17,8 @@ from ...core.autograd import register
 from ...gpu.device import HOPPER, capability, multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
+from ...gpu.tiles import factor_dtype
 from .. import MOST_ROWS, tiles
-from .tiles import INTERPRETED
 
 ROWS = 2  # most rows without tensor cores
 INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many of these are on their way at most
@@ -152,11 +151,10 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     constants: dict[str, Any] = {"I": I, "GATE": gate, "overlap": True}
     if rows > ROWS:
         columns = next((n for n in WIDTHS if cdiv(both, n) <= multiprocessors(x.device)), WIDTHS[-1])
-        # the interpreter gets bf16 arithmetic wrong
-        dtype = tl.float32 if INTERPRETED else tl.bfloat16 if x.dtype == torch.bfloat16 else tl.float16
         stages = min(MOST_STAGES, SHARED // ((MOST_ROWS + columns) * INNER * x.element_size()))
         columns //= parts
-        constants |= {"ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER, "DTYPE": dtype, "stages": stages}
+        constants |= {"ROWS": MOST_ROWS, "OUTPUTS": columns, "INNER": INNER}
+        constants |= {"DTYPE": factor_dtype(x.dtype), "stages": stages}
         enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants)
         return (y,)
     outputs = min(MOST_OUTPUTS, both // PROGRAMS, NUMBERS // (max(rows, 1) * max(I, INPUTS)))

@@ -10,8 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...gpu.launch import cdiv, enqueue
+from ...gpu.tiles import INTERPRETED, factor_dtype
 
-INTERPRETED = triton.knobs.runtime.interpret
 GROUP = 8  # rows of tiles that are computed together, whose tiles of b then are in L2
 
 
@@ -85,8 +85,6 @@ def multiply(a: Tensor, b: Tensor, y: Tensor) -> None:
     (H, M, K), N, tile = a.shape, b.shape[2], TILES[a.itemsize]
     exact = a.dtype == torch.float32
     fast = torch.backends.cuda.matmul.allow_tf32 and a.is_cuda
-    # the interpreter gets bf16 arithmetic wrong
-    dtype = tl.float32 if exact or INTERPRETED else tl.bfloat16 if a.dtype == torch.bfloat16 else tl.float16
     precision = "ieee" if INTERPRETED or not exact else "tf32" if fast else "tf32x3"
     constants = {"ROWS": tile.rows, "COLUMNS": tile.columns, "INNER": tile.inner, "GROUP": GROUP}
     enqueue(
@@ -94,7 +92,7 @@ def multiply(a: Tensor, b: Tensor, y: Tensor) -> None:
         H * cdiv(M, tile.rows) * cdiv(N, tile.columns),
         *(a, b, y, M, N, K, *a.stride(), *b.stride(), *y.stride()),
         **constants,
-        DTYPE=dtype,
+        DTYPE=factor_dtype(a.dtype),
         PRECISION=precision,
         warps=tile.warps,
         stages=tile.stages,

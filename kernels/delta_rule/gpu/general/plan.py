@@ -4,7 +4,6 @@ from functools import cached_property
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -15,6 +14,7 @@ from ....gpu.launch_table import LaunchConfig, launch, optional
 from ....gpu.layout import CHUNK, layout, most_chunks
 from ....gpu.paths import select
 from ....gpu.plan import Plan, prepared
+from ....gpu.tiles import INTERPRETED
 from ..plan import block, key_block
 from ..select import GENERAL_FORWARD, Case
 from .gradients import gradients, pairs
@@ -22,7 +22,6 @@ from .prepare import prepare
 from .scalar_decay import scalar_gradients, scalar_prepare
 from .sequential_pass import scan_backward, scan_forward
 
-INTERPRETED = triton.knobs.runtime.interpret
 Shapes = list[tuple[tuple[int, ...], torch.dtype]]
 
 
