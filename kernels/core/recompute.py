@@ -117,10 +117,12 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
 
 def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
     """Return how to recompute a tensor; None if it is not known."""
-    note = notes.get(id(x))
-    if note is None and x._base is not None:
-        note = notes.get(id(x._base))
-    return None if note is None else note.later(x)
+    for y in (x, x._base):  # the note of x's id may be of a result that was freed, while x is a view of another result
+        note = None if y is None else notes.get(id(y))
+        later = None if note is None else note.later(x)
+        if later is not None:
+            return later
+    return None
 
 
 def keeping() -> bool:

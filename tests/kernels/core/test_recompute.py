@@ -209,6 +209,17 @@ def test_a_tensor_in_the_place_of_a_freed_result_is_not_taken_for_it():
         assert torch.equal(torch.autograd.grad(y.sum(), factor)[0], other)
 
 
+def test_a_view_in_the_place_of_a_freed_result_is_recomputed():
+    x = torch.randn(4, 8, requires_grad=True)
+    with kernels.recomputing():
+        h, *freed = (kernels.rms_norm(x) for _ in range(100))
+        places = set(map(id, freed))
+        freed.clear()
+        views = [h.view(-1) for _ in range(100)]
+        assert places & set(map(id, views))
+        assert all(map(noted, views))
+
+
 def test_without_a_backward_pass_nothing_is_left():
     """Not even what an op saves of its own result, as exp does."""
     x = torch.ones(4, requires_grad=True)
