@@ -18,6 +18,7 @@ from zoo.config.find import find_config
 from zoo.config.keys import KEYS
 from zoo.config.overlays import is_override
 from zoo.config.parser import read
+from zoo.config.trainer import check_training
 from zoo.display import SOON, progress_bar
 from zoo.train.results import COLUMNS
 
@@ -115,9 +116,10 @@ class Run(NamedTuple):
         """The parsed config, of which everything but the trainer was built, without allocating memory for the model.
 
         Raises:
-            UserError: A constructor rejects a value.
+            UserError: A constructor rejects a value, or the run would train nothing.
         """
         parsed = self.read()
+        check_training(parsed.trainer)
         config = parsed.clone()
         for key in ("data", "optim", "checkpoints"):
             instantiate(key, config)

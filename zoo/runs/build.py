@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from kernels import Option, UserError, is_deterministic
 from mixers import TokenMixer
 from zoo import config as configs
+from zoo.config.trainer import check_trainer, check_training
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
@@ -38,29 +39,6 @@ from zoo.train.module import Pretraining, best_precision
 from zoo.train.trainer import install
 from zoo.train.zero import Zero
 
-LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
-# smallest allowed values of arguments that Lightning does not check
-MINIMUM = {
-    "accumulate_grad_batches": 1,
-    "num_nodes": 1,
-    "max_steps": -1,
-    "min_steps": 0,
-    "min_epochs": 0,
-    "log_every_n_steps": 0,
-    **dict.fromkeys(LIMITS, 0),
-}
-# limits of a run, which would train nothing if they were 0, and their allowed values
-LENGTHS = {
-    **dict.fromkeys(("max_steps", "max_epochs"), "at least 1, or -1 for no limit"),
-    "limit_train_batches": "above 0",
-}
-# arguments that would have no effect on these runs, or a wrong one, and what takes their place
-REFUSED = {
-    "gradient_clip_val": "set optim.gradient_clip instead",
-    "gradient_clip_algorithm": "optim.gradient_clip is a limit of the total norm, and the only way to clip",
-    "barebones": "set enable_checkpointing, enable_progress_bar, enable_model_summary and logger to false instead",
-    "reload_dataloaders_every_n_epochs": "runs are counted in steps, over one stream of batches; leave it out",
-}
 # Lightning's strategies whose checkpoints these models do not fit, or `fit --resume` cannot read
 REPLACED: dict[type, str] = {
     ModelParallelStrategy: "zoo.train.fsdp2.FSDP2, as train/fsdp.yaml does",
@@ -171,7 +149,7 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     """The trainer of a run, with all its callbacks; a UserError if `trainer` or a callback's argument is invalid."""
     if odd := [each for each in callbacks if not isinstance(each, Callback)]:
         raise UserError(f"callbacks: {odd[0]!r} is not a callback of Lightning")
-    _check_lengths(config.trainer)
+    check_training(config.trainer)
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:
@@ -192,6 +170,7 @@ def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: S
     """A trainer for evaluating a checkpoint; a UserError if `trainer` is invalid, or its `limit` of batches is 0."""
     if config.trainer.get(limit) == 0:
         raise UserError(f"trainer.{limit}: 0 leaves nothing to measure; it must be above 0")
+    check_trainer(config.trainer)
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
@@ -228,33 +207,8 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     return sorted(built, key=lambda callback: callback.order)
 
 
-def _check_lengths(trainer: Namespace) -> None:
-    """Refuse runs without steps, and lower bounds that an upper bound does not let a run reach."""
-    for name, allowed in LENGTHS.items():
-        if trainer.get(name) == 0:
-            raise UserError(f"trainer.{name}: 0 leaves nothing to train; it must be {allowed}")
-    for unit in ("steps", "epochs"):
-        least, most = trainer.get(f"min_{unit}"), trainer.get(f"max_{unit}")
-        if least is not None and most not in (None, -1) and most < least:
-            raise UserError(f"trainer.min_{unit}: {least} is above trainer.max_{unit}, {most}, where the run ends")
-
-
 def _arguments(config: Namespace) -> dict[str, Any]:
     """The arguments of the Trainer, instantiated."""
-    for name, minimum in MINIMUM.items():
-        if (value := config.trainer.get(name)) is not None and value < minimum:
-            raise UserError(f"trainer.{name}: {value} must be at least {minimum}")
-    for name, advice in REFUSED.items():
-        if value := config.trainer.get(name):
-            raise UserError(f"trainer.{name}: {value} is not possible here; {advice}")
-    if (interval := config.trainer.val_check_interval) == 0:
-        raise UserError(
-            f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
-        )
-    if isinstance(strategy := config.trainer.strategy, str) and "." in strategy:
-        raise UserError(
-            f"trainer.strategy: {strategy} is a class; write ", Option("trainer.strategy.class_path", strategy)
-        )
     try:
         arguments = dict(configs.instantiate("trainer", config))
     except ValueError as error:

@@ -16,11 +16,12 @@ from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
+from zoo.config.trainer import LIMITS
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
-from zoo.runs.build import LIMITS, evaluating_trainer, fitting_trainer, parts
+from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.saved.hub import on_hub

@@ -134,6 +134,8 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
         ({"seeds": [1, 1]}, "seeds: .* has a value twice"),
         ({"learning_rates": [0.1, 0.1]}, "learning_rates: .* has a value twice"),
         ({"learning_rates": [-1.0]}, "learning_rate"),
+        ({"axes": {"trainer.max_steps": [5, 0]}}, "trainer.max_steps: 0 leaves nothing to train; it must be at least"),
+        ({"base": ["gla.yaml", "trainer.min_steps=9", "trainer.max_steps=3"]}, "trainer.min_steps: 9 is above"),
         ({"axes": {"kind": {"a b": None, "a/b": None}}}, "two values have the same name"),
         ({"axes": {FACTOR: [1]}, "lines": ["factor"]}, "lines: 'factor' is not one of the axes"),
         ({"also": ["pairs_at_80"]}, "also: 'pairs_at_80' is not a number in results.json; did you mean 'pairs_at_"),
@@ -143,7 +145,7 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
 )
 def test_mistakes(arguments: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
-        Sweep("gated_deltanet.yaml", **arguments).runs()
+        Sweep(**{"base": "gated_deltanet.yaml"} | arguments).runs()
 
 
 def test_a_gate_without_numbers_or_bounds():

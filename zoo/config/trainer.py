@@ -1,0 +1,67 @@
+"""Checks of the section `trainer` of a config, which need no Trainer."""
+
+from jsonargparse import Namespace
+
+from kernels import Option, UserError
+
+LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
+# smallest allowed values of arguments that Lightning does not check
+MINIMUM = {
+    "accumulate_grad_batches": 1,
+    "num_nodes": 1,
+    "max_steps": -1,
+    "min_steps": 0,
+    "min_epochs": 0,
+    "log_every_n_steps": 0,
+    **dict.fromkeys(LIMITS, 0),
+}
+# limits of a run, which would train nothing if they were 0, and their allowed values
+LENGTHS = {
+    **dict.fromkeys(("max_steps", "max_epochs"), "at least 1, or -1 for no limit"),
+    "limit_train_batches": "above 0",
+}
+# arguments that would have no effect on these runs, or a wrong one, and what takes their place
+REFUSED = {
+    "gradient_clip_val": "set optim.gradient_clip instead",
+    "gradient_clip_algorithm": "optim.gradient_clip is a limit of the total norm, and the only way to clip",
+    "barebones": "set enable_checkpointing, enable_progress_bar, enable_model_summary and logger to false instead",
+    "reload_dataloaders_every_n_epochs": "runs are counted in steps, over one stream of batches; leave it out",
+}
+
+
+def check_trainer(trainer: Namespace) -> None:
+    """Refuse arguments that no Trainer of this project can have.
+
+    Raises:
+        UserError: A value is out of range, or its argument is not possible here.
+    """
+    for name, minimum in MINIMUM.items():
+        if (value := trainer.get(name)) is not None and value < minimum:
+            raise UserError(f"trainer.{name}: {value} must be at least {minimum}")
+    for name, advice in REFUSED.items():
+        if value := trainer.get(name):
+            raise UserError(f"trainer.{name}: {value} is not possible here; {advice}")
+    if (interval := trainer.val_check_interval) == 0:
+        raise UserError(
+            f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
+        )
+    if isinstance(strategy := trainer.strategy, str) and "." in strategy:
+        raise UserError(
+            f"trainer.strategy: {strategy} is a class; write ", Option("trainer.strategy.class_path", strategy)
+        )
+
+
+def check_training(trainer: Namespace) -> None:
+    """Refuse what `check_trainer` refuses, runs without steps, and lower bounds that a run cannot reach.
+
+    Raises:
+        UserError: A value is wrong.
+    """
+    check_trainer(trainer)
+    for name, allowed in LENGTHS.items():
+        if trainer.get(name) == 0:
+            raise UserError(f"trainer.{name}: 0 leaves nothing to train; it must be {allowed}")
+    for unit in ("steps", "epochs"):
+        least, most = trainer.get(f"min_{unit}"), trainer.get(f"max_{unit}")
+        if least is not None and most not in (None, -1) and most < least:
+            raise UserError(f"trainer.min_{unit}: {least} is above trainer.max_{unit}, {most}, where the run ends")
