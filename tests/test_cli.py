@@ -459,9 +459,12 @@ MISTAKES = {
     (*PLAIN, "--trainer.limit_train_batches=0"): ("trainer.limit_train_batches: 0 leaves nothing to train",),
     (*PLAIN, "--trainer.min_steps=100"): ("trainer.min_steps: 100 is above trainer.max_steps, 4, where the run ends",),
     (*PLAIN, "--trainer.min_epochs=-1"): ("trainer.min_epochs: -1 must be at least 0",),
-    (*PLAIN, "--run="): ("run: '' is empty; write a name, or leave it out",),
+    (*PLAIN, "--run="): ("run: '' is empty; write a value",),
     ("sweep", "--config", "sweep/heads.yaml", "--folder="): ("folder: '' is empty",),
     ("compare", "gla.yaml", "--folder="): ("folder: '' is empty",),
+    ("generate", "--checkpoint="): ("checkpoint: '' is empty",),
+    ("fit", "--resume="): ("resume: '' is empty",),
+    ("fit", "--config="): ("config: '' is empty; name a file, or one of configs/",),
     ("validate", "--checkpoint", "runs/done", "--trainer.limit_val_batches=0"): (
         "trainer.limit_val_batches: 0 leaves nothing to measure",
     ),

@@ -28,9 +28,9 @@ def errors_about(key: str) -> Iterator[None]:
 
 
 def check_not_empty(argument: str, value: object) -> None:
-    """Raise a UserError for a name or path that is empty text."""
+    """Raise a UserError for a value that is empty text."""
     if isinstance(value, str) and not value.strip():
-        raise UserError(f"{argument}: {value!r} is empty; write a name, or leave it out")
+        raise UserError(f"{argument}: {value!r} is empty; write a value")
 
 
 def check_seed(seed: int | None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kernels import UserError
+from zoo.arguments import check_not_empty
 from zoo.config.keys import KEYS
 from zoo.config.signatures import settable
 from zoo.config.suggest import suggestions
@@ -107,7 +108,11 @@ def _check_paths(function: str, parameters: Mapping[str, inspect.Parameter], bou
     for name, value in bound.items():
         types = get_args(parameters[name].annotation)
         allowed = [list if get_origin(each) is list else each for each in types]
-        if Path not in allowed or isinstance(value, (*allowed, os.PathLike)):
+        if Path not in allowed:
+            continue
+        for path in value if isinstance(value, list | tuple) else [value]:
+            check_not_empty(name, path)
+        if isinstance(value, (*allowed, os.PathLike)):
             continue
         if not isinstance(value, LanguageModel):
             raise UserError(f"{name}: {_short(value)} is not a path")

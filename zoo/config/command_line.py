@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from kernels import UserError
+from zoo.arguments import check_not_empty
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import purposes, short_help, topic_help, usage_line
@@ -15,6 +16,7 @@ from zoo.config.overlays import as_arguments, is_override, load_items
 from zoo.config.parser import ConfigFile, Parser, explained, explainer_of, loaded, run_parser
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
+MAY_BE_EMPTY = ("prompt", "stop", "system", "title")  # options that are any text, instead of a name, path or number
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
@@ -199,6 +201,8 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                     find_config(value)  # raises: a mistyped path with a "=" would count as an override
                 split.items.append(value)
             elif option in names:
+                if option not in MAY_BE_EMPTY:
+                    check_not_empty(option, value)
                 split.options.append(f"--{option}={value}")
             else:
                 split.items.append(f"{option}={value}")

@@ -15,8 +15,10 @@ def find_config(name: str | Path) -> Path:
     """The file of a config: a path that exists, or a name in `configs/`, with or without `.yaml`.
 
     Raises:
-        UserError: The file does not exist; the message suggests a similar name.
+        UserError: The name is empty, or the file does not exist; the message suggests a similar name.
     """
+    if not str(name).strip():
+        raise UserError(f"config: {str(name)!r} is empty; name a file, or one of configs/")
     for candidate in (Path(name), CONFIGS / name, CONFIGS / f"{name}.yaml"):
         if candidate.is_file():
             return candidate

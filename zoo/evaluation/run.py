@@ -12,7 +12,7 @@ import torch
 
 from kernels import Option, UserError
 from mixers.arguments import check_sizes
-from zoo.arguments import check_names, check_not_empty, check_seed, names_in
+from zoo.arguments import check_names, check_seed, names_in
 from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
@@ -96,7 +96,6 @@ def evaluate(
     if not names:
         raise UserError("tasks: the list is empty; ", Option("tasks", "list"), " shows all of them")
     check_seed(seed)
-    check_not_empty("output", output)
     options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
     chosen, paths = tasks_of(names, options), _paths(checkpoint)
     if not paths:

@@ -16,7 +16,6 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from kernels import UserError
-from zoo.arguments import check_not_empty
 from zoo.config import ConfigFile, Parser, explained
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.overlays import Item, as_arguments, first_name, is_override, load_config, load_items
@@ -81,7 +80,6 @@ def sweep(
         raise UserError(f"cluster_options: {cluster_options} are for a cluster, and none is named; add --cluster=slurm")
     if cluster is not None and jobs is not None:
         raise UserError(f"jobs: {jobs} is about runs on this machine, but cluster is {cluster}, which queues all runs")
-    check_not_empty("folder", folder)
     items = load_items(configs_and_overrides)
     settings = [item for item in items if not isinstance(item, str) or item.partition("=")[0].split(".")[0] in FIELDS]
     overrides = tuple(item for item in items if isinstance(item, str) and item not in settings)
@@ -205,7 +203,6 @@ def compare(
         UserError: A config is missing or wrong, or the folder has other files of the same names; or runs failed, after
             all others have completed.
     """
-    check_not_empty("folder", folder)
     folder = Path(folder)
     configs, overlays = _sorted_out(configs_and_overrides)
     named, configs = bool(configs), configs or whole_configs()
