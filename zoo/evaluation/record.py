@@ -63,9 +63,11 @@ class Records:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
+                if not isinstance(record, dict) or not {"key", "what", "rows"} <= record.keys():
+                    raise ValueError("it is not an object with key, what and rows")
                 if record["key"] != key_of(record["what"]) or not isinstance(record["rows"], list):
                     raise ValueError("its key does not belong to its content")
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"output: line {number} of {self.file} is damaged ({error}); {ADVICE}") from None
             yield record
         if rest[: len(START)] != START[: len(rest)]:

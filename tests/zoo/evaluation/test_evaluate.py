@@ -293,6 +293,16 @@ def test_a_damaged_line_is_named(done: str, desk: Path) -> None:
         zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
 
 
+@pytest.mark.parametrize("line", ["[]", '{"key": 1}', '"key what rows"', "null"])
+def test_a_line_of_something_else_is_named(line: str, done: str, desk: Path) -> None:
+    Path("out").mkdir()
+    Path("out/rows.jsonl").write_text(f"{line}\n")
+    sentence = r"line 1 of out/rows\.jsonl is damaged \(it is not an object with key, what and rows\)"
+    with pytest.raises(UserError, match=sentence):
+        zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    assert Path("out/rows.jsonl").read_text() == f"{line}\n"
+
+
 @pytest.mark.slow
 def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None:
     zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
