@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from kernels import Option, UserError, is_deterministic
 from mixers import TokenMixer
 from zoo import config as configs
-from zoo.config.trainer import check_trainer, check_training
+from zoo.config.trainer import check_trainer
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
@@ -149,7 +149,6 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     """The trainer of a run, with all its callbacks; a UserError if `trainer` or a callback's argument is invalid."""
     if odd := [each for each in callbacks if not isinstance(each, Callback)]:
         raise UserError(f"callbacks: {odd[0]!r} is not a callback of Lightning")
-    check_training(config.trainer)
     arguments = _arguments(for_run(config, folder))
     arguments["default_root_dir"] = str(folder)
     if arguments["logger"] is not False:

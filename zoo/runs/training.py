@@ -16,7 +16,7 @@ from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
-from zoo.config.trainer import LIMITS
+from zoo.config.trainer import LIMITS, check_training
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
@@ -60,6 +60,7 @@ def fit(
     else:
         items = _with_initial_model(items, trust)
     config = configs.read(*items)
+    check_training(config.trainer)
     if checkpoint is not None:
         config.optim.initial_weights = None  # the checkpoint's weights replace them
     model, module, datamodule = parts(config)
