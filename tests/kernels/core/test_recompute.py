@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import kernels
 from kernels import norm
@@ -89,6 +90,67 @@ def test_what_was_changed_since_is_kept(change: Callable[[Tensor], Tensor]):
         y = run()
     for a, b in zip(gradients(y, [x, weight]), expected, strict=True):
         assert torch.equal(a, b)
+
+
+OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "token shift": lambda a, w: kernels.token_shift(a, w[None])[0],
+    "norm of a mix": lambda a, w: kernels.rms_norm(kernels.sigmoid_mix(a, a / 2, a, w)),
+}
+
+
+@pytest.mark.parametrize("op", OPS.values(), ids=OPS)
+@pytest.mark.parametrize("changed", ["input", "weight"])
+def test_a_result_is_kept_if_what_it_is_made_of_was_changed_since(op: Callable[[Tensor, Tensor], Tensor], changed: str):
+    x, w, weight = (torch.randn(size, requires_grad=True) for size in ((1, 4, 8), (8,), (8, 8)))
+
+    def run() -> Tensor:
+        a, b = 2 * x, w.detach().clone()
+        h = op(a, b)
+        (a if changed == "input" else b).add_(1)
+        return F.linear(h, weight)
+
+    expected = gradients(run(), [weight])
+    with kernels.recomputing():
+        y = run()
+    assert torch.equal(gradients(y, [weight])[0], expected[0])
+
+
+LATE: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "what is saved": lambda a, w: (F.linear(a, w), a),
+    "what a result is made of": lambda a, w: (F.linear(kernels.token_shift(a, torch.ones(1, 8))[0], w), a),
+    "what it is made of is made of": lambda a, w: (
+        F.linear(kernels.rms_norm(kernels.token_shift(a, torch.ones(1, 8))[0]), w),
+        a,
+    ),
+    "weight": lambda a, w: (F.linear(a, w), w),
+}
+
+
+@pytest.mark.parametrize("case", LATE.values(), ids=LATE)
+def test_a_change_that_comes_too_late_is_an_error(case: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
+    x, weight = torch.randn(1, 4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+    with kernels.recomputing():
+        y, changed = case(2 * x, weight)
+    with torch.no_grad():
+        changed.add_(1)
+    with pytest.raises(RuntimeError, match=r"shape \[.*8\] that the backward pass needs.*its version is 1, expected 0"):
+        gradients(y, [x, weight])
+
+
+def test_a_checkpoint_inside_saves_as_when_it_recomputes():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    sizes = ((2, 4, 16), (32, 16), (16, 16))
+    arguments = [torch.randn(size, device=device, requires_grad=True) for size in sizes]
+
+    def run() -> Tensor:
+        return checkpoint(kernels.gated_mlp, *arguments, use_reentrant=False)
+
+    with kernels.backend("triton"):
+        expected = torch.autograd.grad(run().sum(), arguments)
+        with kernels.recomputing():
+            y = run()
+        actual = torch.autograd.grad(y.sum(), arguments)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
