@@ -22,29 +22,14 @@ from .deterministic import in_mode, is_deterministic
 from .scope import scope
 
 
-class _Kept(NamedTuple):
-    """A tensor that is kept, and the version that it must still have when it is needed."""
-
-    tensor: Tensor
-    version: int
-
-    def is_unchanged(self) -> bool:
-        """Return whether the tensor was not changed in place since."""
-        return _version(self.tensor) == self.version
-
-    def now(self) -> Tensor:
-        """The tensor; a RuntimeError, as autograd raises without hooks, if it was changed in place."""
-        if not self.is_unchanged():
-            raise RuntimeError(
-                f"a tensor of shape {list(self.tensor.shape)} that the backward pass needs, perhaps to recompute a "
-                f"result, was changed in place: its version is {_version(self.tensor)}, expected {self.version}"
-            )
-        return self.tensor
-
-
-def _version(x: Tensor) -> int:
-    """The number of changes in place; 0 for tensors of inference mode, which do not count them."""
-    return 0 if x.is_inference() else x._version
+def _unchanged(x: Tensor, version: int) -> Tensor:
+    """Return x; a RuntimeError, as autograd raises without hooks, if it was changed in place since that version."""
+    if x._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {list(x.shape)} that the backward pass needs, perhaps to recompute a result, was "
+            f"changed in place: its version is {x._version}, expected {version}"
+        )
+    return x
 
 
 class _Note:
@@ -54,6 +39,8 @@ class _Note:
         self.result = weakref.ref(y)  # a strong reference would keep the memory that the note saves
         self.version, self.address = y._version, y.data_ptr()
         self.make, self.args, self.mode = make, args, is_deterministic()
+        counting = (isinstance(x, Tensor) and not x.is_inference() for x in args)
+        self.versions = [x._version if counts else None for x, counts in zip(args, counting, strict=True)]
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
@@ -77,7 +64,18 @@ class _Note:
 
     def is_unchanged(self) -> bool:
         """Return whether what the result is made of was not changed in place since."""
-        return all(x.is_unchanged() for x in self.args if isinstance(x, _Kept | _Later))
+        for x, version in zip(self.args, self.versions, strict=True):
+            if not (x.note.is_unchanged() if isinstance(x, _Later) else version is None or x._version == version):
+                return False
+        return True
+
+    def compute(self) -> Tensor:
+        """Compute the result again; a RuntimeError if what it is made of was changed in place."""
+        args = [
+            x.now() if isinstance(x, _Later) else x if version is None else _unchanged(x, version)
+            for x, version in zip(self.args, self.versions, strict=True)
+        ]
+        return in_mode(self.mode, self.make, *args)
 
     def used(self) -> None:
         """Count a user, the first of which will also need what the result is made of."""
@@ -95,16 +93,11 @@ class _Later(NamedTuple):
     stride: tuple[int, ...]
     start: int  # of its first element in the result
 
-    def is_unchanged(self) -> bool:
-        """Return whether the tensor can still be recomputed."""
-        return self.note.is_unchanged()
-
     def now(self) -> Tensor:
         """The tensor, recomputed once for all users of the note and dropped when the last of them has received it."""
         note = self.note
         if note.value is None:
-            args = [x.now() if isinstance(x, _Kept | _Later) else x for x in note.args]
-            note.value, note.waiting = in_mode(note.mode, note.make, *args), note.users
+            note.value, note.waiting = note.compute(), note.users
         value, note.waiting = note.value, note.waiting - 1
         if not note.waiting:
             note.value = None
@@ -115,7 +108,7 @@ class _Active(NamedTuple):
     """The notes of a `recomputing()`, and its hook that looks them up."""
 
     notes: dict[int, _Note]
-    pack: Callable[[Tensor], _Kept | _Later]
+    pack: Callable[[Tensor], "tuple[Tensor, int] | _Later"]
 
 
 _active: ContextVar[_Active | None] = ContextVar("active", default=None)
@@ -137,16 +130,16 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
         return
     notes: dict[int, _Note] = {}  # by `id`; a result may be freed and its id reused, so `later` compares the objects
 
-    def pack(x: Tensor) -> _Kept | _Later:
+    def pack(x: Tensor) -> tuple[Tensor, int] | _Later:
         later = _later(x, notes)
         if later is None:
             # without its history: a result that an op saves for itself would hold that op, and the op the result
-            return _Kept(x if x.is_leaf else x.detach(), _version(x))
+            return x if x.is_leaf else x.detach(), x._version
         later.note.used()
         return later
 
-    def unpack(saved: _Kept | _Later) -> Tensor:
-        return saved.now()
+    def unpack(saved: tuple[Tensor, int] | _Later) -> Tensor:
+        return saved.now() if isinstance(saved, _Later) else _unchanged(*saved)
 
     try:
         with scope(_active, _Active(notes, pack)), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -157,12 +150,12 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
 
 def _later(x: Tensor, notes: dict[int, _Note]) -> _Later | None:
     """Return how to recompute a tensor; None if it is not known."""
-    for y in (x, x._base):  # the note of x's id may be of a result that was freed, while x is a view of another result
-        note = None if y is None else notes.get(id(y))
+    note = notes.get(id(x))
+    later = None if note is None else note.later(x)
+    if later is None and (base := x._base) is not None:  # perhaps that note is of a freed result that had the same id
+        note = notes.get(id(base))
         later = None if note is None else note.later(x)
-        if later is not None:
-            return later
-    return None
+    return later
 
 
 def keeping() -> bool:
@@ -200,9 +193,7 @@ def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
     """
     notes = _current()
     if notes is not None and y.requires_grad and y.is_contiguous():
-        saved_args = [
-            (_later(x, notes) or _Kept(x.detach(), _version(x))) if isinstance(x, Tensor) else x for x in args
-        ]
+        saved_args = [(_later(x, notes) or x.detach()) if isinstance(x, Tensor) else x for x in args]
         notes[id(y)] = _Note(y, make, saved_args)
     return y
 
