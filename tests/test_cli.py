@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -364,6 +365,7 @@ def messy(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).write_bytes(data)
     torch.save({"state_dict": {"weight": torch.zeros(2)}}, folder / "foreign.ckpt")
     (folder / "runs" / "young").mkdir()
+    (folder / "gone.txt").symlink_to("nowhere.txt")
     return folder
 
 
@@ -413,6 +415,11 @@ MISTAKES = {
     # data
     (*PLAIN, "--data.path=missing.txt"): ("data.path", "missing.txt does not exist"),
     (*PLAIN, "--data.path=empty.txt"): ("data.path", "empty.txt is empty"),
+    (*PLAIN, "--data.path=gone.txt"): ("data.path", "gone.txt is a link to nowhere.txt, which does not exist"),
+    (*PLAIN, "--data.path="): ("data.path: '' is empty",),
+    (*PLAIN, "--data.tokenizer="): ("data.tokenizer: '' is empty",),
+    (*PLAIN, "--data.shards="): ("data.shards: '' is empty",),
+    (*PLAIN, "--optim.initial_weights="): ("optim.initial_weights: '' is empty",),
     (*PLAIN, "--data.path=binary.txt"): ("data.path", "binary.txt is binary"),
     (*PLAIN, "--data.path=latin.txt"): ("data.path", "latin.txt is not UTF-8"),
     (*PLAIN, "--data.path=short.txt"): ("data.sequence_length is 32", "tokens"),
@@ -485,6 +492,7 @@ MISTAKES = {
     ("fti",): ("did you mean 'fit'?",),
     ("generate",): ("checkpoint",),
     ("generate", "--checkpoint", "done"): ("there is nothing at done; did you mean runs/done?",),
+    (*ASK, "--prompt=a", "--device=meta"): ("device: meta has no memory", "names are cpu, cuda, cuda:0, mps"),
     ("generate", "--checkpoint", "cut.ckpt"): ("cut.ckpt is truncated or not a checkpoint",),
     ("generate", "--checkpoint", "nothing.ckpt"): ("nothing.ckpt is truncated or not a checkpoint",),
     (*ASK, "--prompt=a\udcff"): (r"prompt: 'a\udcff' cannot be encoded as UTF-8",),
@@ -499,6 +507,18 @@ MISTAKES = {
     ("mixers", "--num_heads=0"): ("num_heads: 0 must be at least 1",),
     ("mixers", "GLA", "--length=-1"): ("length: -1 must be at least 1",),
 }
+
+
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", ""), ("RANK", "foo"), ("WORLD_SIZE", "-1")])
+def test_what_a_launcher_sets_must_be_a_number(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["cli.py", "mixers", "GLA"])
+    assert cli.started() == 2
+    assert capsys.readouterr().err.startswith(f"error: {name}: this environment variable is {value!r} instead of a num")
+
+
 VERBS = ("fit", "sweep", "compare", "fti", "train", "validate", "predict", "generate", "mixers")
 
 

@@ -1,5 +1,6 @@
 """Names in the arguments of verbs."""
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -31,6 +32,12 @@ def check_not_empty(argument: str, value: object) -> None:
     """Raise a UserError for a value that is empty text."""
     if isinstance(value, str) and not value.strip():
         raise UserError(f"{argument}: {value!r} is empty; write a value")
+
+
+def check_above_0(argument: str, value: float) -> None:
+    """Raise a UserError unless a number is above 0 and finite."""
+    if not 0 < value < math.inf:
+        raise UserError(f"{argument}: {value} must be above 0 and finite")
 
 
 def check_seed(seed: int | None) -> None:

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kernels import Option, UserError
+from zoo.arguments import errors_about
 from zoo.checkpoints.tensor_files import has_tensor_files
 from zoo.evaluation.record import FILE as ROWS
 from zoo.files.links import read_regular
@@ -177,7 +178,9 @@ def _identity(path: str | Path, trust: bool) -> str | None:
 def _records(folder: Path, identities: set[str | None]) -> list[dict[str, Any]]:
     """Return what `evaluate` measured of a model, without paths of this machine; a UserError if there is nothing."""
     file, records = folder / ROWS, list[dict[str, Any]]()
-    for number, line in enumerate(read_regular(file, _MOST_BYTES).decode(errors="replace").splitlines(), start=1):
+    with errors_about("evaluation"):
+        content = read_regular(file, _MOST_BYTES)
+    for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         try:
             record = parse_record(line)
         except (ValueError, RecursionError) as error:

@@ -104,6 +104,8 @@ def test_folders_that_are_not_published(change: Change, message: str, hub: Hub, 
 
 
 def test_evaluations_of_another_model(hub: Hub, folder: Path, desk: Path):
+    with pytest.raises(zoo.UserError, match=r"^evaluation: nowhere/rows.jsonl cannot be read \(No such file"):
+        publish(folder, REPO, evaluation="nowhere")
     (desk / "measured").mkdir()
     what = {"task": "passkey", "cell": {}}
     line = {"what": what, "checkpoint": "other", "checkpoint_xxh3_128": "0", "rows": [{"metric": "acc", "value": 1}]}

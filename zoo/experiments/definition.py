@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -243,6 +244,8 @@ def _points(axis: str, values: Any) -> list[Point]:
         points = [Point(str(label), _overlays(f"axes.{axis}.{label}", overlay)) for label, overlay in values.items()]
     elif not isinstance(values, list):
         raise UserError(f"axes.{axis}: {values!r} is neither a list of values nor a mapping of labels to overlays")
+    elif doubled := [text for text, number in Counter(map(_text, values)).items() if number > 1]:
+        raise UserError(f"axes.{axis}: {doubled[0]} is listed twice")
     elif axis.split(".")[0] in KEYS:
         points = [Point(_text(value), (f"{axis}={_text(value)}",)) for value in values]
     elif all(isinstance(value, str) and value.endswith((".yaml", ".yml")) for value in values):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
 from zoo import config as configs
+from zoo.arguments import check_above_0
 from zoo.display import progress_bar
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
@@ -84,6 +85,7 @@ def bench_decode(
     where = pick_device(device)
     if peers:
         others.require(where)
+    check_above_0("seconds", seconds)
     batch_sizes = [1, 64] if batch_sizes is None else batch_sizes
     positions = [1024, 65536] if positions is None else positions
     precision = precision or ("bf16-true" if where.type == "cuda" else "32-true")

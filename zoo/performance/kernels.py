@@ -13,7 +13,7 @@ from matplotlib.ticker import LogLocator
 from rich.table import Table
 
 from kernels import UserError
-from zoo.arguments import check_names, names_in
+from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import new_figure, progress_bar
 from zoo.performance import peers as others
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
@@ -177,6 +177,7 @@ def bench_kernels(
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
+    check_above_0("seconds", seconds)
     sizes_by_name: dict[str, Sequence[Sequence[int]]] = {
         "shapes": shapes or [],
         "lengths": [lengths or []],

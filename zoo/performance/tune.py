@@ -25,7 +25,7 @@ from kernels.gpu import launch_table
 from kernels.gpu.launch_file import KERNELS, NAMES, launch_file
 from kernels.gpu.miscompilations import miscompiled
 from mixers import did_you_mean
-from zoo.arguments import check_names, names_in
+from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import new_console, new_table, progress_bar
 from zoo.files.atomic import atomic_write
 from zoo.files.output import check_record
@@ -282,6 +282,7 @@ def tune(
     targets = _targets(kernels, sizes, dtypes)
     if jobs < 1:
         raise UserError(f"jobs: expected at least 1, got {jobs}")
+    check_above_0("seconds", seconds)
     if not torch.cuda.is_available():
         raise UserError("tune: PyTorch finds no CUDA device on this machine, and tuning needs one")
     file = Path(folder) / "launch.json"

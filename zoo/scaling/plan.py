@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kernels import UserError
-from zoo.arguments import names_in
+from zoo.arguments import check_above_0, names_in
 from zoo.config.build import from_config, instantiate
 from zoo.config.find import find_config
 from zoo.config.parser import read
@@ -128,8 +128,8 @@ def budget_of(
     if not 0 < mfu <= 1:
         raise UserError(f"mfu: {mfu} must be above 0 and at most 1")
     for name, value in {**forms, "peak": peak}.items():
-        if value is not None and not 0 < value < np.inf:
-            raise UserError(f"{name}: {value} must be above 0 and finite")
+        if value is not None:
+            check_above_0(name, value)
     if budget is not None:
         return budget
     if pf_days is not None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from kernels import UserError
 from mixers import did_you_mean
+from zoo.arguments import errors_about
 from zoo.files.sealed_json import read_sealed
 from zoo.scaling.curves import PF_DAY
 from zoo.scaling.optima import Laws
@@ -47,7 +48,11 @@ def law_named(name: str) -> Laws:
     if not Path(name).is_file():
         names = [*parametric_laws, *LINEAR]
         raise UserError(f"law: {name!r} is neither a file nor one of {', '.join(names)}{did_you_mean(name, names)}")
-    row = read_sealed(name, advice="scaling fit writes it again")["laws"][0]
+    with errors_about("law"):
+        content = read_sealed(name, advice="name a laws.json that scaling fit wrote")
+        if not content.get("laws"):
+            raise UserError(f"{name} is not a laws.json of scaling fit")
+    row = content["laws"][0]
     parts = (
         PowerLaw(row[f"{part}_coefficient"], row[f"{part}_exponent"], row.get(f"{part}_offset", 0.0))
         for part in Laws._fields

@@ -43,9 +43,16 @@ def pick_device(name: str | None) -> torch.device:
     return torch.device(name)
 
 
-def check_device(device: torch.device | str) -> None:
-    """Raise a UserError if PyTorch does not know a device, or cannot use it here."""
-    name = str(device)
+def check_device(device: torch.device | str, *, meta: bool = True) -> None:
+    """Raise a UserError if PyTorch does not know a device, or cannot use it here.
+
+    Args:
+        device: The device.
+        meta: Whether it may be the meta device, on which nothing is computed.
+    """
+    name, names = str(device), f"cpu, cuda, cuda:0, mps{', meta' if meta else ''}"
+    if name.partition(":")[0] == "meta" and not meta:
+        raise UserError(f"device: {name} has no memory, and nothing can be computed on it; names are {names}")
     if name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"device: {name} cannot be used here, as PyTorch finds no CUDA device; leave it out, or use cpu"
@@ -53,7 +60,6 @@ def check_device(device: torch.device | str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:  # unknown, or not usable by this PyTorch
-        names = "cpu, cuda, cuda:0, mps, meta"
         reason = "" if "device type" in str(error) else f" ({str(error).splitlines()[0]})"
         raise UserError(f"device: {name} cannot be used here{reason}; names are {names}") from None
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
 from kernels.errors import UserError
 from mixers import Projection
+from zoo.arguments import check_not_empty
 from zoo.train.adamw import AdamW
 from zoo.train.muon import Muon
 
@@ -74,6 +75,7 @@ class Optimisation:
 
     def __post_init__(self) -> None:
         """Raise a UserError for the first value that is out of its range."""
+        check_not_empty("optim.initial_weights", self.initial_weights)
         rules = {
             "learning_rate": (0 < self.learning_rate < math.inf, "above 0 and finite"),
             "weight_decay": (0 <= self.weight_decay < math.inf, "0 or more and finite"),

@@ -141,6 +141,16 @@ def test_a_mistake_is_one_sentence(command, arguments: list[str], expected: str)
     assert not Path("ladder").exists()
 
 
+def test_a_law_of_something_else(desk: Path) -> None:
+    options = {"budget": 1e18, "law": "results.json"}
+    Path("results.json").write_text("{}")
+    with pytest.raises(zoo.UserError, match=r"^law: results.json is damaged \(it has lost .*name a laws.json that"):
+        zoo.scaling.plan("gla", **options)
+    write_sealed("results.json", {"status": "finished"})
+    with pytest.raises(zoo.UserError, match=r"^law: results.json is not a laws.json of scaling fit"):
+        zoo.scaling.plan("gla", **options)
+
+
 def test_without_a_gpu_hours_need_a_peak(command, monkeypatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert "gpu_hours: needs the device's peak" in command("scaling", "plan", "--mixers=gla", "--gpu-hours=3").err

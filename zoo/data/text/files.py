@@ -16,6 +16,7 @@ import fsspec
 
 from kernels.errors import UserError
 from mixers import did_you_mean
+from zoo.arguments import check_not_empty
 from zoo.data.text.cache import cache_folder
 from zoo.data.text.compressed import COMPRESSIONS, decompressed
 from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
@@ -114,8 +115,10 @@ def find_files(path: str, key: str, suffixes: Collection[str] = ()) -> Listing:
         suffixes: Further suffixes of text, such as `.py`.
 
     Raises:
-        UserError: There are no files, a file is empty or of an unsupported type, or the URL's protocol needs a package.
+        UserError: The path is empty text, there are no files, a file is empty or of an unsupported type, or the URL's
+            protocol needs a package.
     """
+    check_not_empty(key, path)
     if is_url(path):
         return _remote(path, key, suffixes)
     return _local(Path(path).expanduser().absolute(), key, suffixes)
@@ -168,6 +171,8 @@ def _choose(
 
 def _local(path: Path, key: str, further: Collection[str]) -> Listing:
     try:
+        if path.is_symlink() and not path.exists():
+            raise UserError(f"{key}: {path} is a link to {path.readlink()}, which does not exist.")
         if not path.exists():
             raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
         if path.is_dir():

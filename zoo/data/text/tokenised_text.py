@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kernels.errors import UserError
+from zoo.arguments import check_not_empty
 from zoo.data.loader import ValidationLoader
 from zoo.data.resumable import ResumableData, check_minimum
 from zoo.data.text.chat_template import read_template
@@ -87,6 +88,8 @@ class TokenisedText(ResumableData):
 
     def __post_init__(self) -> None:
         super().__init__(self.batch_size, self.num_workers, self.seed)
+        for name in ("tokenizer", "chat_template", "shards"):
+            check_not_empty(f"data.{name}", getattr(self, name))
         check_minimum(preprocessing_workers=(self.preprocessing_workers, 1))
         check_packing(self.sequence_length, self.packing, self.loss_on)
         if not 0 < self.validation_fraction < 1:
