@@ -67,7 +67,7 @@ class Publication:
         lines = [f"{size:>16,} bytes  {name}" for name, size in self.files.items()]
         lines += [f"{sum(self.files.values()):>16,} bytes  in {len(self.files)} files for {self.repo}", "", self.card]
         if places := self.card.count(_TO_FILL_IN):
-            lines.append(f"{CARD} has {places} places {_TO_FILL_IN.rstrip('*')}.")
+            lines.append(f"{CARD} has {places} place{'s' if places > 1 else ''} {_TO_FILL_IN.rstrip('*')}.")
         return "\n".join([*lines, "Nothing was uploaded, and the Hub was not asked."])
 
 

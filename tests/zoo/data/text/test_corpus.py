@@ -114,11 +114,15 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         ("a.csv", b"x", "a.csv has the suffix '.csv'; a folder is needed, or one of .txt, .md,"),
         ("a.parquet.gz", b"x", "a.parquet.gz has the suffix '.parquet.gz'; a folder is needed, or one of .txt, .md,"),
         ("a.gz", b"x", "a.gz has the suffix '.gz'; a folder is needed, or one of .txt, .md,"),
-        ("a.json", b"[1]", "a.json, item 1, has no field 'text' (data.text_field); it has: int."),
+        ("a.json", b"[1]", "a.json, item 1, has no field 'text' (data.text_field); it is of type int, not an object."),
         ("a.json", b'[{"text": "x"}, {"text": null}]', "a.json, item 2, has NoneType in the field 'text'"),
-        ("a.json", b'{"text": "x"}\n[1]', "a.json, line 2, has no field 'text' (data.text_field); it has: list."),
+        (
+            "a.json",
+            b'{"text": "x"}\n[1]',
+            "a.json, line 2, has no field 'text' (data.text_field); it is of type list, not an object.",
+        ),
         ("a.json", b'{\n"text": "x"\n', "a.json is not JSON"),
-        ("a.json", b"3", "a.json has no field 'text' (data.text_field); it has: int."),
+        ("a.json", b"3", "a.json has no field 'text' (data.text_field); it is of type int, not an object."),
         ("a.json", b"[" * 100_000, "a.json is not JSON"),
         ("a.json", b"[]", "a.json has no text."),
         ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
@@ -129,7 +133,11 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
             b'{"text": 3}',
             "line 1, has int in the field 'text'; a string or a list of messages is needed.",
         ),
-        ("a.jsonl", b"[1]", "a.jsonl, line 1, has no field 'text' (data.text_field); it has: list."),
+        (
+            "a.jsonl",
+            b"[1]",
+            "a.jsonl, line 1, has no field 'text' (data.text_field); it is of type list, not an object.",
+        ),
         ("a.jsonl", b'{"text": "\\ud800"}', "a.jsonl, line 1, is not valid Unicode"),
         ("a.jsonl", b'{"text": ""}', "a.jsonl has no text."),
         ("a.parquet", b"not parquet", "a.parquet is not a readable Parquet file"),
@@ -175,7 +183,9 @@ def test_fields_inside_fields(tmp_path: Path):
     assert list(Corpus(str(file), "a.b.c")) == ["one", "two", "three"]
     file.write_text(json.dumps({"a": {"b": {"d": 1, "e": 2}}}))
     assert "line 1, has no field 'a.b.c' (data.text_field); 'a.b' has: 'd', 'e'." in error_of(str(file), "a.b.c")
-    assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' has: int." in error_of(str(file), "a.b.d.e")
+    assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' is of type int, not an object." in error_of(
+        str(file), "a.b.d.e"
+    )
     assert "line 1, has dict in the field 'a.b'; a string or a list of" in error_of(str(file), "a.b")
     for table in ({"a": [{"b": "x", "d": 1}, {"b": "y", "d": 2}]}, {"a.b": ["x", "y"], "a": [1, 2]}):
         parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
