@@ -58,7 +58,8 @@ Configs are found in configs/ by name. Give several --config to overlay them, an
 # errors of a disk, which are not bugs: full, over quota, read-only, no permission
 MEMORY_ERRORS = re.compile(r"tried to allocate [0-9]+ bytes|Tried to allocate [0-9.]+ [KMG]iB")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-RANKS = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")  # environment variables that launchers set to numbers
+# environment variables that launchers such as torchrun set to numbers
+LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
 VERBS += ["publish", "statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
@@ -198,12 +199,13 @@ def started() -> int:
     # these need no imports, which take seconds
     if sys.argv[1:2] in ([], ["-h"], ["--help"], ["help"], ["--version"]):
         return run(sys.argv[1:])
-    if wrong := [name for name in RANKS if not os.environ.get(name, "0").isdecimal()]:
-        sys.stderr.write(
-            f"error: {wrong[0]}: this environment variable is {os.environ[wrong[0]]!r} instead of a number; unset it, "
-            "unless a launcher is to set it\n"
-        )
-        return 2
+    for name in LAUNCHER_VARIABLES:
+        if not re.fullmatch(r"\s*-?[0-9]+\s*", value := os.environ.get(name, "0")):
+            sys.stderr.write(
+                f"error: {name}: this environment variable is {value!r} instead of a number; unset it, since only "
+                "launchers such as torchrun set it\n"
+            )
+            return 2
     try:
         import mixers
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong

@@ -81,7 +81,7 @@ def recomputed_shift(
     """`shifted`, whose result is recomputed in the backward pass unless that would communicate."""
     previous, last = shifted(x, before, cu_seqlens, context_parallel)
     if context_parallel is None:
-        previous = remake(previous, lambda x: shifted(x, before, cu_seqlens)[0], x)
+        previous = remake(previous, lambda *args: shifted(*args)[0], x, before, cu_seqlens)
     return previous, last
 
 

@@ -418,6 +418,8 @@ MISTAKES = {
     (*PLAIN, "--data.path=gone.txt"): ("data.path", "gone.txt is a link to nowhere.txt, which does not exist"),
     (*PLAIN, "--data.path="): ("data.path: '' is empty",),
     (*PLAIN, "--data.tokenizer="): ("data.tokenizer: '' is empty",),
+    (*PLAIN, "--data.chat_template="): ("data.chat_template: '' is empty",),
+    (*PLAIN, "--backend="): ("backend: '' is not one of",),
     (*PLAIN, "--data.shards="): ("data.shards: '' is empty",),
     (*PLAIN, "--optim.initial_weights="): ("optim.initial_weights: '' is empty",),
     (*PLAIN, "--data.path=binary.txt"): ("data.path", "binary.txt is binary"),
@@ -466,7 +468,7 @@ MISTAKES = {
     (*PLAIN, "--trainer.limit_train_batches=0"): ("trainer.limit_train_batches: 0 leaves nothing to train",),
     (*PLAIN, "--trainer.min_steps=100"): ("trainer.min_steps: 100 is above trainer.max_steps, 4, where the run ends",),
     (*PLAIN, "--trainer.min_epochs=-1"): ("trainer.min_epochs: -1 must be at least 0",),
-    (*PLAIN, "--run="): ("run: '' is empty; write a value",),
+    (*PLAIN, "--run="): ("run: '' is empty; write a value, or leave it out",),
     ("sweep", "--config", "sweep/heads.yaml", "--folder="): ("folder: '' is empty",),
     ("compare", "gla.yaml", "--folder="): ("folder: '' is empty",),
     ("generate", "--checkpoint="): ("checkpoint: '' is empty",),
@@ -492,7 +494,10 @@ MISTAKES = {
     ("fti",): ("did you mean 'fit'?",),
     ("generate",): ("checkpoint",),
     ("generate", "--checkpoint", "done"): ("there is nothing at done; did you mean runs/done?",),
-    (*ASK, "--prompt=a", "--device=meta"): ("device: meta has no memory", "names are cpu, cuda, cuda:0, mps"),
+    (*ASK, "--prompt=a", "--device=meta"): (
+        "device: meta is for models without weights",
+        "names are cpu, cuda, cuda:0, mps",
+    ),
     ("generate", "--checkpoint", "cut.ckpt"): ("cut.ckpt is truncated or not a checkpoint",),
     ("generate", "--checkpoint", "nothing.ckpt"): ("nothing.ckpt is truncated or not a checkpoint",),
     (*ASK, "--prompt=a\udcff"): (r"prompt: 'a\udcff' cannot be encoded as UTF-8",),
@@ -509,8 +514,8 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", ""), ("RANK", "foo"), ("WORLD_SIZE", "-1")])
-def test_what_a_launcher_sets_must_be_a_number(
+@pytest.mark.parametrize(("name", "value"), [("LOCAL_RANK", ""), ("RANK", "foo"), ("WORLD_SIZE", "two")])
+def test_launcher_variables_must_be_numbers(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setenv(name, value)

@@ -31,7 +31,7 @@ def errors_about(key: str) -> Iterator[None]:
 def check_not_empty(argument: str, value: object) -> None:
     """Raise a UserError for a value that is empty text."""
     if isinstance(value, str) and not value.strip():
-        raise UserError(f"{argument}: {value!r} is empty; write a value")
+        raise UserError(f"{argument}: {value!r} is empty; write a value, or leave it out")
 
 
 def check_above_0(argument: str, value: float) -> None:

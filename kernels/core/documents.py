@@ -262,7 +262,7 @@ def copied(copy: Tensor, original: Tensor) -> Tensor:
 
 def remember(cu_seqlens: Tensor, packed: Documents) -> None:
     """Make `documents` return these for this version of the boundaries; static ones, for all versions."""
-    _memo[cu_seqlens] = _version(cu_seqlens), packed
+    _memo[cu_seqlens] = version_of(cu_seqlens), packed
 
 
 def _remembered(cu_seqlens: Tensor) -> Documents | None:
@@ -277,7 +277,7 @@ def _remembered(cu_seqlens: Tensor) -> Documents | None:
     if cached is not None and (cu_seqlens.is_cpu or cu_seqlens.is_inference()):
         # reading costs nothing, or nothing else tells; on a CPU this also notices changes through NumPy or `.data`
         return cached if cached.bounds == cu_seqlens.tolist() else None
-    return cached if version == _version(cu_seqlens) else None
+    return cached if version == version_of(cu_seqlens) else None
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -285,7 +285,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return (x.data_ptr(), x.shape, x.dtype, x.stride()) == (y.data_ptr(), y.shape, y.dtype, y.stride())
 
 
-def _version(x: Tensor) -> int | None:
+def version_of(x: Tensor) -> int | None:
     """Number of in-place changes of a tensor; None if they are not counted."""
     return None if x.is_inference() else x._version
 

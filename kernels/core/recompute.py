@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 from .deterministic import in_mode, is_deterministic
+from .documents import version_of
 from .scope import scope
 
 
 def _unchanged(x: Tensor, version: int) -> Tensor:
-    """Return x; a RuntimeError, as autograd raises without hooks, if it was changed in place since that version."""
+    """Return x, or raise a RuntimeError (as autograd does without hooks) if x was changed in place since a version."""
     if x._version != version:
         raise RuntimeError(
             f"a tensor of shape {list(x.shape)} that the backward pass needs, perhaps to recompute a result, was "
-            f"changed in place: its version is {x._version}, expected {version}"
+            f"changed in place: its version is {x._version}, expected {version}; change a copy of it instead"
         )
     return x
 
@@ -39,16 +40,15 @@ class _Note:
         self.result = weakref.ref(y)  # a strong reference would keep the memory that the note saves
         self.version, self.address = y._version, y.data_ptr()
         self.make, self.args, self.mode = make, args, is_deterministic()
-        counting = (isinstance(x, Tensor) and not x.is_inference() for x in args)
-        self.versions = [x._version if counts else None for x, counts in zip(args, counting, strict=True)]
+        self.versions = [version_of(x) if isinstance(x, Tensor) else None for x in args]
         self.users = self.waiting = 0
         self.value: Tensor | None = None
 
     def later(self, x: Tensor) -> "_Later | None":
         """Return how to recompute x with this note.
 
-        None if x is neither the result nor a view within it, or if the result was changed in place or got other memory
-        (`y.data = …`), or if what it is made of was changed in place.
+        None in four cases: x is neither the result nor a view within it; the result was changed in place; it got other
+        memory (`y.data = …`); an argument was changed in place.
         """
         y = self.result()
         if y is None or y._version != self.version or y.data_ptr() != self.address or not self.is_unchanged():
@@ -63,14 +63,14 @@ class _Note:
         return _Later(self, shape, stride, start) if inside else None
 
     def is_unchanged(self) -> bool:
-        """Return whether what the result is made of was not changed in place since."""
-        for x, version in zip(self.args, self.versions, strict=True):
-            if not (x.note.is_unchanged() if isinstance(x, _Later) else version is None or x._version == version):
-                return False
-        return True
+        """Return whether all arguments, and the arguments of those that are recomputed, are as they were."""
+        return all(
+            x.note.is_unchanged() if isinstance(x, _Later) else version is None or x._version == version
+            for x, version in zip(self.args, self.versions, strict=True)
+        )
 
     def compute(self) -> Tensor:
-        """Compute the result again; a RuntimeError if what it is made of was changed in place."""
+        """Recompute the result; raise a RuntimeError if an argument was changed in place."""
         args = [
             x.now() if isinstance(x, _Later) else x if version is None else _unchanged(x, version)
             for x, version in zip(self.args, self.versions, strict=True)
@@ -134,7 +134,7 @@ def recomputing(allowed: bool = True) -> Iterator[None]:
         later = _later(x, notes)
         if later is None:
             # without its history: a result that an op saves for itself would hold that op, and the op the result
-            return x if x.is_leaf else x.detach(), x._version
+            return (x if x.is_leaf else x.detach()), x._version
         later.note.used()
         return later
 
@@ -166,10 +166,10 @@ def keeping() -> bool:
 
 
 def _current() -> dict[int, _Note] | None:
-    """The notes of the `recomputing()` whose hooks receive what ops save.
+    """Return the notes of the `recomputing()` whose hooks are the innermost ones, or None.
 
-    None outside, and inside other hooks. Those of `torch.utils.checkpoint` compare what ops save in the forward pass
-    with what they save when it recomputes them, outside `recomputing()`.
+    Inside other hooks nothing may be noted: `torch.utils.checkpoint` requires that ops save the same tensors in the
+    forward pass as when it recomputes them, outside `recomputing()`.
     """
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is None:
@@ -188,8 +188,8 @@ def remake(y: Tensor, make: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return y, noting that `make(*args)` recomputes it to the bit.
 
     Tensors in `args` must be saved anyway, or be recomputed themselves. If one of them is changed in place before an op
-    saves y, y is saved; if later, the backward pass raises a RuntimeError. If y is a view, other views are not
-    recognised.
+    saves y, y is saved; if later, the backward pass raises a RuntimeError. Changes through `.data` are not noticed.
+    If y is a view, other views are not recognised.
     """
     notes = _current()
     if notes is not None and y.requires_grad and y.is_contiguous():

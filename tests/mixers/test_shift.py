@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from mixers.shift import shifted
+import kernels
+from mixers.shift import recomputed_shift, shifted
 
 
 def test_whole_sequences():
@@ -31,3 +33,14 @@ def test_packed_documents_are_what_each_is_alone(continued: bool):
             assert torch.equal(last[n : n + 1], end)
         else:  # nothing came after
             assert torch.equal(last[n : n + 1], own)
+
+
+def test_a_state_that_changes_before_the_backward_pass_is_an_error():
+    x, before, weight = (torch.randn(size, requires_grad=True) for size in ((1, 4, 8), (1, 8), (8, 8)))
+    before = before.detach()
+    with kernels.recomputing():
+        previous, _ = recomputed_shift(2 * x, before, None, None)
+        y = F.linear(previous, weight)
+    before.zero_()
+    with pytest.raises(RuntimeError, match=r"shape \[1, 8\] that the backward pass needs.*was changed in place"):
+        torch.autograd.grad(y.sum(), weight)

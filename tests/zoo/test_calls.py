@@ -70,8 +70,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         "model.norm: <built-in function len> cannot be part of a config, which holds numbers, text, lists and classes",
     ),
     "nothing as a path": (lambda: zoo.load(None), "path: None is not a path"),
-    "empty text as a path": (lambda: zoo.load(""), "path: '' is empty; write a value"),
-    "empty text as one of several paths": (lambda: zoo.report(["", "runs/b"]), "folders: '' is empty; write a value"),
+    "empty text as a path": (lambda: zoo.load(""), "path: '' is empty; write a value, or leave it out"),
+    "empty text as one of several paths": (
+        lambda: zoo.report(["", "runs/b"]),
+        "folders: '' is empty; write a value, or leave it out",
+    ),
     "empty text as a config": (lambda: zoo.fit(""), "config: '' is empty; name a file, or one of configs/"),
     "a model as a path": (
         lambda: zoo.evaluate(zoo.build(*GLA, device="meta"), "passkey"),

@@ -54,7 +54,7 @@ def merged(items: Iterable[str | Mapping[str, Any]]) -> dict[str, Any]:
 def _override(item: str) -> Any:
     key, _, text = item.partition("=")
     try:
-        value = _flat(parse_yaml(text, key))
+        value = _flat(parse_yaml(text, key)) if text else text  # the parser reads nothing as text, YAML as null
     except UserError:
         value = text
     value = [value] if key.endswith("+") and not isinstance(value, list) else value

@@ -30,7 +30,7 @@ REFUSED = {
 
 
 def check_trainer(trainer: Namespace) -> None:
-    """Refuse arguments that no Trainer of this project can have.
+    """Refuse values and arguments that are invalid for every verb.
 
     Raises:
         UserError: A value is out of range, or its argument is not possible here.
@@ -41,10 +41,6 @@ def check_trainer(trainer: Namespace) -> None:
     for name, advice in REFUSED.items():
         if value := trainer.get(name):
             raise UserError(f"trainer.{name}: {value} is not possible here; {advice}")
-    if (interval := trainer.val_check_interval) == 0:
-        raise UserError(
-            f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
-        )
     if isinstance(strategy := trainer.strategy, str) and "." in strategy:
         raise UserError(
             f"trainer.strategy: {strategy} is a class; write ", Option("trainer.strategy.class_path", strategy)
@@ -61,7 +57,11 @@ def check_training(trainer: Namespace) -> None:
     for name, allowed in LENGTHS.items():
         if trainer.get(name) == 0:
             raise UserError(f"trainer.{name}: 0 leaves nothing to train; it must be {allowed}")
+    if (interval := trainer.val_check_interval) == 0:
+        raise UserError(
+            f"trainer.val_check_interval: {interval} must be above 0; to skip validation, set limit_val_batches: 0"
+        )
     for unit in ("steps", "epochs"):
-        least, most = trainer.get(f"min_{unit}"), trainer.get(f"max_{unit}")
-        if least is not None and most not in (None, -1) and most < least:
-            raise UserError(f"trainer.min_{unit}: {least} is above trainer.max_{unit}, {most}, where the run ends")
+        minimum, maximum = trainer.get(f"min_{unit}"), trainer.get(f"max_{unit}")
+        if minimum is not None and maximum not in (None, -1) and maximum < minimum:
+            raise UserError(f"trainer.min_{unit}: {minimum} is above trainer.max_{unit}, {maximum}, where the run ends")

@@ -244,8 +244,8 @@ def _points(axis: str, values: Any) -> list[Point]:
         points = [Point(str(label), _overlays(f"axes.{axis}.{label}", overlay)) for label, overlay in values.items()]
     elif not isinstance(values, list):
         raise UserError(f"axes.{axis}: {values!r} is neither a list of values nor a mapping of labels to overlays")
-    elif doubled := [text for text, number in Counter(map(_text, values)).items() if number > 1]:
-        raise UserError(f"axes.{axis}: {doubled[0]} is listed twice")
+    elif duplicates := [text for text, count in Counter(map(_key, values)).items() if count > 1]:
+        raise UserError(f"axes.{axis}: {duplicates[0]} is listed twice")
     elif axis.split(".")[0] in KEYS:
         points = [Point(_text(value), (f"{axis}={_text(value)}",)) for value in values]
     elif all(isinstance(value, str) and value.endswith((".yaml", ".yml")) for value in values):
@@ -279,6 +279,11 @@ def _overlays(key: str, value: Any) -> tuple[str, ...]:
 def _text(value: Any) -> str:
     """A value in the notation of the command line."""
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def _key(value: Any) -> str | float:
+    """A value for comparisons: 1 and 1.0 are the same, but 1 and true are not."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else _text(value)
 
 
 def _slug(text: str) -> str:

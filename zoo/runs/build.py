@@ -16,7 +16,6 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from kernels import Option, UserError, is_deterministic
 from mixers import TokenMixer
 from zoo import config as configs
-from zoo.config.trainer import check_trainer
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
@@ -169,7 +168,6 @@ def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: S
     """A trainer for evaluating a checkpoint; a UserError if `trainer` is invalid, or its `limit` of batches is 0."""
     if config.trainer.get(limit) == 0:
         raise UserError(f"trainer.{limit}: 0 leaves nothing to measure; it must be above 0")
-    check_trainer(config.trainer)
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]

@@ -14,7 +14,7 @@ from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 from zoo.runs.chat import talk
 from zoo.saved.model import SavedModel
-from zoo.train.devices import pick_device
+from zoo.train.devices import check_device, pick_device
 
 if TYPE_CHECKING:
     Model: TypeAlias = str | Path | LanguageModel
@@ -79,6 +79,8 @@ def generate(
         "top_k": top_k,
         "top_p": top_p,
     }
+    if device is not None:
+        check_device(device, meta=False)
     if system is not None and not chat:
         raise UserError(f"system: {system!r} is the first message of a chat; add ", Option("chat", True))
     if chat:

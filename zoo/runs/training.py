@@ -16,7 +16,7 @@ from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
-from zoo.config.trainer import LIMITS, check_training
+from zoo.config.trainer import LIMITS, check_trainer, check_training
 from zoo.files.links import check_inside, check_plain_folder
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
@@ -178,7 +178,9 @@ def _checkpoint_and_config(
     base, own = _config_of(file, overlays, trust)
     of_training = {*LIMITS, "logger"}
     base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
-    return file, configs.read(base, *overlays), own
+    config = configs.read(base, *overlays)
+    check_trainer(config.trainer)
+    return file, config, own
 
 
 def _names_checkpoint(item: Item) -> bool:

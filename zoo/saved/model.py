@@ -132,7 +132,7 @@ class SavedModel(ABC):
 
     def load(self, device: torch.device | str = "cpu") -> LanguageModel:
         """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
-        check_device(device, meta=False)
+        check_device(device)
         # the weights are compared with the config before memory is taken for it
         _, weights = self._described(self.parsed)
         model = self._built(self.parsed)

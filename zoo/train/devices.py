@@ -52,7 +52,7 @@ def check_device(device: torch.device | str, *, meta: bool = True) -> None:
     """
     name, names = str(device), f"cpu, cuda, cuda:0, mps{', meta' if meta else ''}"
     if name.partition(":")[0] == "meta" and not meta:
-        raise UserError(f"device: {name} has no memory, and nothing can be computed on it; names are {names}")
+        raise UserError(f"device: {name} is for models without weights; names are {names}")
     if name.partition(":")[0] == "cuda" and not torch.cuda.is_available():
         raise UserError(
             f"device: {name} cannot be used here, as PyTorch finds no CUDA device; leave it out, or use cpu"

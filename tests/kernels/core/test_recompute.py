@@ -116,9 +116,9 @@ def test_a_result_is_kept_if_what_it_is_made_of_was_changed_since(op: Callable[[
 
 
 LATE: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "what is saved": lambda a, w: (F.linear(a, w), a),
-    "what a result is made of": lambda a, w: (F.linear(kernels.token_shift(a, torch.ones(1, 8))[0], w), a),
-    "what it is made of is made of": lambda a, w: (
+    "saved tensor": lambda a, w: (F.linear(a, w), a),
+    "argument": lambda a, w: (F.linear(kernels.token_shift(a, torch.ones(1, 8))[0], w), a),
+    "argument of an argument": lambda a, w: (
         F.linear(kernels.rms_norm(kernels.token_shift(a, torch.ones(1, 8))[0]), w),
         a,
     ),
@@ -127,7 +127,7 @@ LATE: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
 
 
 @pytest.mark.parametrize("case", LATE.values(), ids=LATE)
-def test_a_change_that_comes_too_late_is_an_error(case: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
+def test_a_change_after_saving_is_an_error(case: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]):
     x, weight = torch.randn(1, 4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
     with kernels.recomputing():
         y, changed = case(2 * x, weight)

@@ -294,7 +294,7 @@ def test_a_damaged_line_is_named(done: str, desk: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["[]", '{"key": 1}', '"key what rows"', "null"])
-def test_a_line_of_something_else_is_named(line: str, done: str, desk: Path) -> None:
+def test_a_line_that_is_not_a_record_is_named(line: str, done: str, desk: Path) -> None:
     Path("out").mkdir()
     Path("out/rows.jsonl").write_text(f"{line}\n")
     sentence = r"line 1 of out/rows\.jsonl is damaged \(it is not an object with key, what and rows\)"

@@ -124,6 +124,7 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
         ),
         ({"axes": {FACTOR: ["many"]}}, "factor"),
         ({"axes": {FACTOR: []}}, "axes.model.stack.mixer.factor: has no values"),
+        ({"axes": {"optim.learning_rate": [1, 0.5, 1.0]}}, "axes.optim.learning_rate: 1 is listed twice"),
         ({"axes": {FACTOR: [1, 2, 1]}}, r"axes.model.stack.mixer.factor: 1 is listed twice"),
         ({"axes": {FACTOR: 3}}, "is neither a list of values nor a mapping"),
         ({"axes": {"kind": {"a": "ablate/expand_5.yaml"}}}, "did you mean 'ablate/expand_"),

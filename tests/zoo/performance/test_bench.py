@@ -594,7 +594,7 @@ def test_a_process_has_an_age():
     [
         (["kernel"], "did you mean 'kernels'"),
         (["kernels", "--ops=delta_rul"], "did you mean 'delta_rule'"),
-        (["kernels", "--ops="], "ops: '' is empty; write a value"),
+        (["kernels", "--ops="], "ops: '' is empty; write a value, or leave it out"),
         (["kernels", "--shapes=[[1,2,3]]"], "shapes"),
         (["kernels", "--seconds=-1"], "seconds: -1.0 must be above 0 and finite"),
         (["decode", "--config", "gla.yaml", *SMALL, "--seconds=0"], "seconds: 0.0 must be above 0 and finite"),

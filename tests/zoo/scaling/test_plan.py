@@ -141,7 +141,7 @@ def test_a_mistake_is_one_sentence(command, arguments: list[str], expected: str)
     assert not Path("ladder").exists()
 
 
-def test_a_law_of_something_else(desk: Path) -> None:
+def test_a_law_is_a_laws_json(desk: Path) -> None:
     options = {"budget": 1e18, "law": "results.json"}
     Path("results.json").write_text("{}")
     with pytest.raises(zoo.UserError, match=r"^law: results.json is damaged \(it has lost .*name a laws.json that"):
