@@ -49,7 +49,7 @@ def rows_of(x: Tensor) -> tuple[Tensor, int, int]:
     """x […,C] with the numbers of a row contiguous, the number of rows, and their stride."""
     rows, size = x.numel() // max(x.shape[-1], 1), x.shape[-1]
     if not x.is_contiguous():
-        x = x.flatten(0, -2)
+        x = x[None] if x.dim() == 1 else x.flatten(0, -2)
         if x.stride(1) == 1:
             return x, rows, x.stride(0)
     return x.contiguous(), rows, size

@@ -65,6 +65,16 @@ def test_triton(shape: tuple[int, ...], through: str):
 
 
 @interpreted
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_small_steps_keep_their_digits(backend: str):
+    a = torch.linspace(-40, 5, 91, device=DEVICE)[:, None]
+    with kernels.backend(backend):
+        log_decay, dt = kernels.discretise(a, torch.zeros(1, device=DEVICE), torch.zeros(1, device=DEVICE))
+    expected = F.softplus(a.double(), threshold=100)
+    assert ((dt - expected) / expected).abs().max() < 1e-5
+    assert torch.equal(log_decay, -dt)
+
+
 def test_a_view_in_half_precision():
     fused = torch.randn(2, 30, 20).bfloat16()
     a = {"a": fused[..., 3:11], "A_log": torch.randn(8), "dt_bias": torch.randn(8)}

@@ -215,6 +215,18 @@ def test_low_rank_on_device(rank: int, size: int, dtype: torch.dtype):
         assert torch.equal(x, repeated[name])
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_bounds_near_1_keep_their_digits(backend: str):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    odds = torch.linspace(-5, 25, 61, device=device)
+    x = torch.linspace(-9, 0, 19, device=device)[:, None].expand(-1, 61)
+    with kernels.backend(backend):
+        actual = kernels.forget_gate(x, None, odds)
+    share = torch.sigmoid(-odds.double())  # log(1 − share · (1 − σ(x)))
+    expected = torch.log1p(-share * torch.sigmoid(-x.double()))
+    assert ((actual - expected) / expected).abs().max() < 1e-5
+
+
 def test_half_precision_makes_fp32():
     a = inputs(3, 4, 6, dtype=torch.bfloat16)
     actual = results(a, "torch")

@@ -15,6 +15,7 @@ from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.rows import load, per_channel, row_stride, rows_of, shifted, tile_of, walkers
+from ...gpu.tiles import log1p_exp
 from .. import GateInputs
 
 ELEMENTS = 1024  # per tile of rows
@@ -23,7 +24,7 @@ PROGRAMS = 4  # per multiprocessor in the backward pass; each stores its part of
 
 @triton.jit
 def softplus(x):
-    return tl.log(1 + tl.exp(-tl.abs(x))) + tl.maximum(x, 0.0)
+    return tl.maximum(x, 0.0) + log1p_exp(x)
 
 
 @triton.jit

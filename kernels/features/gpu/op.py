@@ -188,7 +188,8 @@ step = register("features_step", compute_step, None, lambda args: (new(args.x), 
 def arguments(stream: FeatureStream) -> Arguments:
     """The arguments of the op."""
     x, weight, bias = stream.x, stream.weight, stream.bias
-    return Arguments(x, weight, bias, stream.history, stream.cu_seqlens, stream.activation, stream.norm)
+    cu_seqlens = None if stream.cu_seqlens is None else stream.cu_seqlens.contiguous()
+    return Arguments(x, weight, bias, stream.history, cu_seqlens, stream.activation, stream.norm)
 
 
 def recomputed(y: Tensor, args: Arguments, kept: bool | None) -> Tensor:

@@ -14,7 +14,7 @@ from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.rows import per_channel, rows_of, shifted, tile_of, walkers
-from ...gpu.tiles import exp2
+from ...gpu.tiles import log1p_exp
 from ..composition import Arguments, empty
 
 ELEMENTS, WIDEST = 2048, 512  # of a tile, and most of them in a row
@@ -23,18 +23,7 @@ PROGRAMS = 16  # per multiprocessor in the backward pass; each stores its part o
 
 @triton.jit
 def log_sigmoid(x):
-    """log σ(x) = min(x, 0) − log(1 + e) with e = e^−|x|: the second term to a relative error of 3e-7, however small.
-
-    It is a polynomial, fitted to log(1 + e) / e over [0, 1]: a logarithm takes longer, and of 1 + e has few digits.
-    """
-    e = exp2(tl.abs(x) * -1.4426950408889634)
-    p = e * -0.00853890358 + 0.0440885619
-    p = p * e - 0.107680238
-    p = p * e + 0.177451405
-    p = p * e - 0.244954274
-    p = p * e + 0.332754738
-    p = p * e - 0.49997405
-    return tl.minimum(x, 0.0) - e * (p * e + 0.999999806)
+    return tl.minimum(x, 0.0) - log1p_exp(x)
 
 
 @triton.jit
@@ -44,7 +33,7 @@ def log_forget(x, odds, c, C: tl.constexpr):
     if odds is not None:
         at = per_channel(odds, c, C)
         low, high = log_sigmoid(at), log_sigmoid(-at) + log_gate
-        log_gate = tl.maximum(low, high) + tl.log(1 + tl.exp(-tl.abs(low - high)))
+        log_gate = tl.maximum(low, high) + log1p_exp(low - high)
     return log_gate
 
 

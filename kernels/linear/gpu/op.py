@@ -174,4 +174,6 @@ def serves(x: Tensor) -> bool:
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """y […,O]; see `linear`."""
-    return linear_few(x.contiguous(), weight.contiguous(), bias, "none") if serves(x) else tiles.linear(x, weight, bias)
+    if not serves(x):
+        return tiles.linear(x, weight, bias)
+    return linear_few(x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous(), "none")

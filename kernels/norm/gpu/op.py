@@ -135,7 +135,7 @@ class Added(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
         queue = launch(None, rows, 1, x.shape[-1], "none", "silu", x.shape[-1], 0, eps)
-        queue(x.contiguous(), None, weight, y.contiguous(), h, total)
+        queue(x.contiguous(), None, None if weight is None else weight.contiguous(), y.contiguous(), h, total)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.other = eps, y.dtype

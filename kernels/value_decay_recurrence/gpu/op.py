@@ -104,7 +104,8 @@ def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
             state = state.unflatten(3, (keys, -1)).unflatten(2, (values, -1)).transpose(3, 4).flatten(1, 3)
     tensors = q.contiguous(), k.contiguous(), v.contiguous(), g.float().contiguous()
     state = None if state is None else state.float().contiguous()
-    o, last = recurrence(*tensors, state, a.cu_seqlens, a.scale)
+    cu_seqlens = None if a.cu_seqlens is None else a.cu_seqlens.contiguous()
+    o, last = recurrence(*tensors, state, cu_seqlens, a.scale)
     if cut:
         o = o.unflatten(2, (H, values, keys)).sum(4).flatten(3)
         last = last.unflatten(1, (H, values, keys)).transpose(3, 4).flatten(4).flatten(2, 3)
