@@ -174,7 +174,7 @@ def _current() -> dict[int, _Note] | None:
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is None:
         return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # PyTorch has no public name for it
     return active.notes if hooks is not None and hooks[0] is active.pack else None
 
 

@@ -102,8 +102,8 @@ def test_the_product_is_kept_for_a_weight_or_computed_again(again: bool, learns:
         with kernels.recomputing() if again else nullcontext():
             y = kernels.gated_linear(**a)
         expected = kernels.gated_linear(**a)
-    kept = [x.numel() for x in y.grad_fn.saved_tensors]
-    assert kept == [a["gate_up"].numel(), a["weight"].numel(), 3 * 40 if learns and not again else 0]
+    sizes = [x.numel() for x in y.grad_fn.saved_tensors]
+    assert sizes == [a["gate_up"].numel(), a["weight"].numel(), 3 * 40 if learns and not again else 0]
     actual, wanted = (torch.autograd.grad(x.square().sum(), leaves) for x in (y, expected))
     assert all(torch.equal(x, z) for x, z in zip(actual, wanted, strict=True))
 

@@ -244,7 +244,7 @@ def _points(axis: str, values: Any) -> list[Point]:
         points = [Point(str(label), _overlays(f"axes.{axis}.{label}", overlay)) for label, overlay in values.items()]
     elif not isinstance(values, list):
         raise UserError(f"axes.{axis}: {values!r} is neither a list of values nor a mapping of labels to overlays")
-    elif duplicates := [text for text, count in Counter(map(_key, values)).items() if count > 1]:
+    elif duplicates := [value for value, count in Counter(map(_key, values)).items() if count > 1]:
         raise UserError(f"axes.{axis}: {duplicates[0]} is listed twice")
     elif axis.split(".")[0] in KEYS:
         points = [Point(_text(value), (f"{axis}={_text(value)}",)) for value in values]

@@ -67,8 +67,10 @@ class Records:
         while True:
             name, _, inside = (path, "", "") if isinstance(value, dict) and path in value else path.partition(".")
             if not isinstance(value, dict) or name not in value:
-                fields = f"has: {', '.join(map(repr, value))}" if isinstance(value, dict) else None
-                reason = fields or f"is of type {type(value).__name__}, not an object"
+                if isinstance(value, dict):
+                    reason = f"has: {', '.join(map(repr, value))}"
+                else:
+                    reason = f"is of type {type(value).__name__}, not an object"
                 outside = self.text_field.removesuffix(path).rstrip(".")
                 raise UserError(
                     f"{self.key}.path: {where} has no field {self.text_field!r} ({self.key}.text_field); "
