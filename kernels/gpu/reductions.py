@@ -47,12 +47,18 @@ def add_rows(parts, total, n, E: tl.constexpr, D: tl.constexpr, BLOCK: tl.conste
     tl.store(total + row.to(tl.int64)[:, None] * D + c[None, :], sums.to(total.dtype.element_ty), mask=inside)
 
 
-def add_subheads(x: Tensor, subheads: int) -> Tensor:
-    """x [B,T,H·E,D], contiguous, summed in fp32 over the E subheads of each head: [B,T,H,D] in the dtype of x."""
+def add_subheads(x: Tensor, subheads: int, out: Tensor | None = None) -> Tensor:
+    """x [B,T,H·E,D], contiguous, summed in fp32 over the E subheads of each head: [B,T,H,D] in the dtype of x.
+
+    Args:
+        x: Of each subhead; returned if a head has only one.
+        subheads: E.
+        out: Where to put the sums, contiguous; None for new memory.
+    """
     if subheads == 1:
         return x
     B, T, heads, D = x.shape
-    total = new(x, B, T, heads // subheads, D)
+    total = new(x, B, T, heads // subheads, D) if out is None else out
     block = next_power_of_2(D)
     rows, count = max(1, TILE // block), B * T * (heads // subheads)
     enqueue(add_rows, cdiv(count, rows), x, total, count, E=subheads, D=D, BLOCK=block, ROWS=rows, warps=WARPS)

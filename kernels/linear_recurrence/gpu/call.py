@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
 
 class InputGradients(NamedTuple):
-    """Gradients of q, k and v per recurrence [B,T,H·E,·], and those of the gates."""
+    """Gradients of q and k per recurrence [B,T,H·E,K], of v [B,T,H,V], and those of the gates."""
 
     q: Tensor
     k: Tensor

@@ -9,7 +9,7 @@ from ...gpu import tiles
 from ...gpu.launch import LaunchSpec
 from ...gpu.layout import CHUNK
 from ...gpu.plan import prepared
-from ...gpu.reductions import add_outer
+from ...gpu.reductions import add_outer, add_subheads
 from .call import FP32, Arguments, Call, InputGradients, Saved, Wanted, sum_over_tokens
 from .one_pass import QKV_GRAD, in_gluon
 from .plan import BLOCK, LinearRecurrence, padded
@@ -93,8 +93,10 @@ class MultiPass(Call):
         plan, first = self.plan, saved.first
         dq, dk, dv = (plan.per_token(size) for size in (plan.K, plan.K, plan.V))
         if plan.path == "hopper_scalar_decay":
-            return InputGradients(dq, dk, dv, self._hopper(dq, dk, dv, first, last, first_grad, wanted))
+            dg = self._hopper(dq, dk, dv, first, last, first_grad, wanted)
+            return InputGradients(dq, dk, add_subheads(dv, plan.subheads), dg)
         self.sequential_pass("dv", dv, last, first_grad)
+        dv = add_subheads(dv, plan.subheads)
         if plan.channel:
             return InputGradients(dq, dk, dv, *self._vector_decay(dq, dk, first, last, wanted))
         if plan.gate_gradients:

@@ -9,7 +9,8 @@ from torch import Tensor
 from ...gpu.launch import LaunchSpec
 from ...gpu.launch_table import LaunchConfig
 from ...gpu.plan import prepared
-from .call import Call, InputGradients, Saved, Wanted
+from ...gpu.reductions import add_subheads
+from .call import Arguments, Call, InputGradients, Saved, Wanted
 from .plan import LinearRecurrence, padded
 from .vector_decay_exact import GROUP, steep_backward, steep_forward
 
@@ -30,17 +31,42 @@ class OnePass(Call):
         return Saved() if states is None else Saved(states=states, ends=ends)
 
     def gradients(self, saved: Saved, last: Tensor | None, first_grad: Tensor | None, wanted: Wanted) -> InputGradients:
+        plan = self.plan
+        dq, dk, dv = plan.per_token(plan.K), plan.per_token(plan.K), plan.new(plan.B, plan.T, plan.H, plan.V)
+        dg = plan.per_token(plan.K, plan.decay_dtype) if wanted.log_decay else None
+        if saved.states is not None or plan.rows_per_pass == plan.B:
+            self._fill(InputGradients(dq, dk, dv, dg), saved, last, first_grad)
+            return InputGradients(dq, dk, dv, dg)
+        for start in range(0, plan.B, plan.rows_per_pass):
+            rows = slice(start, start + plan.rows_per_pass)
+            results = InputGradients(dq[rows], dk[rows], dv[rows], None if dg is None else dg[rows])
+            first, *of_states = (None if x is None else x[rows] for x in (saved.first, last, first_grad))
+            self._of(rows)._fill(results, Saved(first), *of_states)
+        return InputGradients(dq, dk, dv, dg)
+
+    def _of(self, rows: slice) -> "OnePass":
+        """The call for these rows of the batch, in the backward pass."""
+        assert self.log_decay is not None
+        assert self.grad is not None
+        q, k, v, log_decay, grad = (x[rows] for x in (self.q, self.k, self.v, self.log_decay, self.grad))
+        scale, subheads = self.plan.scale, self.plan.subheads
+        args = Arguments(q, k, v, log_decay, None, None, None, scale=scale, subheads=subheads, keep=False)
+        sizes = self.plan.sizes._replace(q_shape=q.shape, q_stride=q.stride(), k_stride=k.stride())
+        sizes = sizes._replace(v_shape=v.shape, v_stride=v.stride())
+        return OnePass(LinearRecurrence.of(None, self.plan.T, *sizes), args, grad)
+
+    def _fill(self, results: InputGradients, saved: Saved, last: Tensor | None, first_grad: Tensor | None) -> None:
+        """Fill the gradients of the inputs from the states before all chunks, recomputed unless they are saved."""
         plan, (first, states, ends) = self.plan, saved
         if states is None or ends is None:
             states, ends = plan.states_of_chunks(), plan.ends_of_chunks()
             _states(plan, False)(self.k, self.v, self.log_decay, states, ends, first, None, None, plan.layout.segments)
-        dq, dk, dv = (plan.per_token(size) for size in (plan.K, plan.K, plan.V))
-        dg = plan.per_token(plan.K, plan.decay_dtype) if wanted.log_decay else None
-        inputs, results = (self.k, self.v, self.grad, self.log_decay), (dq, dk, dv, dg)
+        dv = results.v if plan.subheads == 1 else plan.per_token(plan.V)
+        inputs, outputs = (self.k, self.v, self.grad, self.log_decay), (results.q, results.k, dv, results.log_decay)
         first_grad = None if plan.segmented else first_grad
-        _gradients(plan)(self.q, *inputs, states, ends, *results, last, first_grad, plan.layout.segments)
-        _steep(plan, True)(self.q, *inputs, ends, *results, plan.layout.chunks)
-        return InputGradients(dq, dk, dv, dg)
+        _gradients(plan)(self.q, *inputs, states, ends, *outputs, last, first_grad, plan.layout.segments)
+        _steep(plan, True)(self.q, *inputs, ends, *outputs, plan.layout.chunks)
+        add_subheads(dv, plan.subheads, results.v)
 
     def segment_states(self, last: Tensor, survives: Tensor, *, reverse: bool) -> None:
         x, y = (self.q, self.grad) if reverse else (self.k, self.v)

@@ -104,7 +104,7 @@ def differentiate(
     return {
         "q": add_heads(of_inputs.q, groups, subheads),
         "k": add_heads(of_inputs.k, groups, subheads),
-        "v": add_subheads(of_inputs.v, subheads),
+        "v": of_inputs.v,
         "log_decay": of_inputs.log_decay,
         "beta": of_inputs.beta,
         "initial_state": first_grad,

@@ -25,6 +25,7 @@ RESIDENT = 2  # programs of the sequential pass that run concurrently on one mul
 Shape = tuple[int, ...]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
 ALIGNED = 8  # elements that kernels in Gluon copy at a time
+LARGE_STATES = 1 << 28  # bytes of states before all chunks above which the backward pass divides the batch
 
 
 class Stream(NamedTuple):
@@ -104,6 +105,25 @@ class LinearRecurrence(Plan):
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
         self.slots = most_chunks(self.B, self.T, self.sequences if packed else None)
+        self.rows_per_pass = self.B if packed or self.segmented else self.equal_rows(room)
+
+    def equal_rows(self, room: int) -> int:
+        """Return into how many rows the backward pass divides the batch where it recomputes large states.
+
+        It is the smallest divisor of the batch that takes no more time: the rows fill the device, so that none is cut,
+        and all of them together take as many rounds of programs as in one launch.
+
+        Args:
+            room: The number of rows that fill the device.
+        """
+        if self.B * self.T * self.heads * self.K * self.V // CHUNK * self.dtype.itemsize <= LARGE_STATES:
+            return self.B
+
+        def rounds(rows: int) -> int:
+            return self.B // rows * cdiv(rows * self.heads, multiprocessors(self.device))
+
+        divisors = (rows for rows in range(room, self.B) if self.B % rows == 0)
+        return next((rows for rows in divisors if rounds(rows) <= rounds(self.B)), self.B)
 
     def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""
