@@ -31,8 +31,14 @@ def value(x: Any) -> Tensor:
     return torch.as_tensor(x).as_subclass(Value)
 
 
+def memory_of(x: Tensor) -> Tensor:
+    """All of the memory from the first to the last element of a tensor, with the gaps between them."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return x.as_strided((last + 1 if x.numel() else 0,), (1,))
+
+
 class Pointer:
-    """Addresses of elements of a tensor."""
+    """Addresses of elements in memory."""
 
     def __init__(self, memory: Tensor, at: Tensor):
         self.memory, self.at = memory, at
@@ -49,14 +55,14 @@ class Pointer:
         """What is there, `other` where the mask is False."""
         wanted = torch.ones_like(self.at, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, self.at.shape)
         assert bool(((self.at >= 0) & (self.at < self.memory.numel()))[wanted].all()), "outside of the tensor"
-        actual = self.memory.view(-1)[torch.where(wanted, self.at, 0)]
+        actual = self.memory[torch.where(wanted, self.at, 0)]
         return value(torch.where(wanted, actual, torch.full_like(actual, other)))
 
     def store(self, x: Any, mask: Tensor | None = None) -> None:
         """Put it there where the mask is True."""
         wanted = torch.ones_like(self.at, dtype=torch.bool) if mask is None else torch.broadcast_to(mask, self.at.shape)
         assert bool(((self.at >= 0) & (self.at < self.memory.numel()))[wanted].all()), "outside of the tensor"
-        self.memory.view(-1)[self.at[wanted]] = torch.broadcast_to(x, self.at.shape)[wanted].to(self.memory.dtype)
+        self.memory[self.at[wanted]] = torch.broadcast_to(x, self.at.shape)[wanted].to(self.memory.dtype)
 
 
 class Shared:
@@ -251,6 +257,8 @@ def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Te
     """What a line of PTX computes."""
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
+    if "max.bf16x2" in asm:
+        return arguments[0].clamp(min=-106.0)
     return arguments[0].tanh() if "tanh" in asm else arguments[0]
 
 
@@ -282,6 +290,7 @@ class Language(ModuleType):
     constexpr = staticmethod(lambda x: x)
     arange = staticmethod(lambda start, stop, layout: value(torch.arange(start, stop)))
     zeros = staticmethod(lambda shape, dtype, layout: value(torch.zeros(shape, dtype=dtype)))
+    full = staticmethod(lambda shape, x, dtype, layout: value(torch.full(shape, x, dtype=dtype)))
     expand_dims = staticmethod(lambda x, axis: x.unsqueeze(axis))
     load = staticmethod(lambda x, mask=None, other=0.0: x.load(mask, other))
     store = staticmethod(lambda x, y, mask=None: x.store(y, mask))
@@ -349,7 +358,7 @@ class Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def run(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
-            pointers = [Pointer(x, value(0)) if isinstance(x, Tensor) else x for x in arguments]
+            pointers = [Pointer(memory_of(x), value(0)) if isinstance(x, Tensor) else x for x in arguments]
             self.language.programs = grid[0]
             for self.language.program in range(grid[0]):
                 self.function(*pointers, **constants)

@@ -111,9 +111,34 @@ def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
 
 
 @without_a_gpu
+@pytest.mark.parametrize("options", [{"E": 2, "state": False}, {"R": 2}])
+def test_few_rows_at_a_time(options: dict[str, Any], gluon: None, monkeypatch: pytest.MonkeyPatch):
+    """Where the states of a batch are large, the backward pass recomputes those of a few rows at a time."""
+    launches, gradients = [], one_pass._gradients
+    monkeypatch.setattr(one_pass, "_gradients", lambda of: launches.append(of.B) or gradients(of))
+    differentiate = partial(run, small(70, B=3, **options), backend="triton", subheads=options.get("E", 1))
+    whole = differentiate(keep_states=False)
+    monkeypatch.setattr(gpu_plan, "LARGE_STATES", 0)
+    plan.of_rows.cache_clear()
+    rows, kept = (differentiate(keep_states=keep) for keep in (False, True))
+    assert launches == [3, 1, 1, 1, 3]
+    assert all(torch.equal(whole[name], rows[name]) and torch.equal(whole[name], kept[name]) for name in whole)
+
+
+@without_a_gpu
 @pytest.mark.parametrize("through", ["o", "state"])
 def test_a_gradient_of_one_result_alone(through: str, gluon: None):
     compare(small(70, state=False), through=(through,))
+
+
+@without_a_gpu
+def test_inputs_with_gaps_that_are_not_aligned(gluon: None):
+    a = small(70, G=2)
+    for name in "qkv":
+        B, T, H, D = a[name].shape
+        a[name] = a[name].new_zeros(B, T, H * D + 8)[..., 1 : H * D + 1].unflatten(2, (H, D)).copy_(a[name])
+        assert a[name].data_ptr() % 16
+    compare(a)
 
 
 @without_a_gpu
@@ -274,8 +299,9 @@ NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y
         ("gradients", STRIDES[:4], {"log_decay_grad": None}),
     ],
 )
-def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]):
-    compiles(GLUON, kernel, tokens, fixed)
+@pytest.mark.parametrize("decays", ["*fp32", "*bf16"])
+def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str):
+    compiles(GLUON, kernel, tokens, fixed, decays)
 
 
 @pytest.mark.slow
@@ -291,8 +317,9 @@ def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], f
     compiles(HEAD, kernel, tokens, fixed)
 
 
-def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]) -> None:
+def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str = "*fp32") -> None:
     types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32", "left_out": "*i8"}
+    types |= {"log_decay": decays, "log_decay_grad": decays}
     arguments = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
     assert shared_memory(module, kernel, arguments, types) <= MOST
 
@@ -343,3 +370,13 @@ def test_device_strong_decays(gate: str, rounded: str, monkeypatch: pytest.Monke
     plan.of_rows.cache_clear()
     a = small(1100, gate, decay="strong", G=2)
     compare({n: x.bfloat16() if n in rounded else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
+
+
+@pytest.mark.gpu
+def test_device_few_strong_steps(monkeypatch: pytest.MonkeyPatch):
+    """Factors of a state are small on both sides of the start of a chunk; their product would be 0 in fp32."""
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
+    plan.of_rows.cache_clear()
+    a = small(200, G=2)
+    a["log_decay"][:, [40, 80], :, ::4] = -60.0
+    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=1e-2, reference="torch")
