@@ -298,9 +298,9 @@ def backward(
         RUNS: gl.constexpr = c.type.layout
         g = gl.convert_layout(in_runs(arrived.to(gl.float32)), RUNS)
         if SILU:
-            s = 1 + tanh(c)
-            c *= s
-            g *= s + 2 * c - c * s  # twice the slope; the taps of the next convolution have the half
+            t = tanh(c)
+            c += c * t
+            g += g * (t + (c - c * t))  # times twice the slope; the taps of the next convolution have the half
         own = ()
         late = apart(g)
         for m in gl.static_range(RUN):
