@@ -10,7 +10,7 @@ import torch
 
 import kernels
 
-from .gluon_interpreter import interpreted
+from .gluon_interpreter import Language, interpreted
 from .hopper import MOST, shared_memory
 from .recurrences import inputs, results
 
@@ -156,6 +156,22 @@ def test_steep_channels_beside_others(steep: float, gluon: None):
     a["log_decay"][:, 70:140, :, ::5] = steep
     a["log_decay"][:, 150:, 1, 3] = steep
     compare(a)
+
+
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize(
+    ("tokens", "decay"), [(slice(None), -1.8), (slice(40, 90, 40), -60.0), (slice(40, 90, 45), [[-60.0], [-torch.inf]])]
+)
+def test_factors_of_a_state_in_fp32(
+    tokens: slice, decay: float | list[list[float]], gluon: None, monkeypatch: pytest.MonkeyPatch
+):
+    """Factors at both sides of the start of a chunk are small enough for their product to be 0 in fp32."""
+    for name in ("float16", "bfloat16", "float32", "float64"):
+        monkeypatch.setattr(Language, name, torch.float32)
+    a = small(200)
+    a["log_decay"][0, tokens, 0, ::4] = torch.tensor(decay)
+    compare(a, tolerance=3e-5)
 
 
 RESET = [0, 31, 63, 64, 65, 100, 101]  # first, last and other tokens of chunks, and neighbours
