@@ -9,6 +9,7 @@ run, with the grid and the named constants of each launch. PyTorch's operations 
 
 import argparse
 import sys
+from collections import Counter
 
 import torch
 from rich.console import Console
@@ -114,13 +115,16 @@ def explain(args: argparse.Namespace) -> list[Record]:
 
 
 def table(title: str, launches: list[LaunchSpec], constants: bool) -> Table:
-    """The launches of one pass."""
+    """The launches of one pass; equal ones, such as those for groups of rows, are one line."""
     columns = ["kernel", "programs", "warps", "stages", "registers", *["constants"] * constants]
     result = Table(*columns, title=title, title_justify="left")
+    lines: Counter[tuple[str, ...]] = Counter()
     for spec in launches:
         numbers = (spec.programs, spec.warps, spec.stages, spec.registers)
-        row = [spec.name, *("default" if number is None else f"{number:,}" for number in numbers)]
-        result.add_row(*row, *[", ".join(f"{key}={value}" for key, value in spec.constants.items())] * constants)
+        line = [spec.name, *("default" if number is None else f"{number:,}" for number in numbers)]
+        lines[*line, *[", ".join(f"{key}={value}" for key, value in spec.constants.items())] * constants] += 1
+    for (name, programs, *rest), times in lines.items():
+        result.add_row(name, programs if times == 1 else f"{times} × {programs}", *rest)
     return result
 
 

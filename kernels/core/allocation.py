@@ -15,6 +15,6 @@ def aligned(x: Tensor) -> Tensor:
     """x, copied with its strides if it is not 16-byte aligned, as kernels in Gluon need it."""
     if x.data_ptr() % 16 == 0:
         return x
-    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
-    # `clone` leaves out the gaps between rows, so strides that a kernel already has would be wrong
-    return x.as_strided((last + 1,), (1,)).clone().as_strided(x.shape, x.stride())
+    end = 1 + sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    # `clone` drops gaps between rows, but kernels already have the strides
+    return x.as_strided((end,), (1,)).clone().as_strided(x.shape, x.stride())

@@ -51,9 +51,9 @@ def add_subheads(x: Tensor, subheads: int, out: Tensor | None = None) -> Tensor:
     """x [B,T,H·E,D], contiguous, summed in fp32 over the E subheads of each head: [B,T,H,D] in the dtype of x.
 
     Args:
-        x: Of each subhead; returned if a head has only one.
-        subheads: E.
-        out: Where to put the sums, contiguous; None for new memory.
+        x: One tensor per subhead.
+        subheads: E; if it is 1, x is returned.
+        out: The contiguous result; allocated if None.
     """
     if subheads == 1:
         return x

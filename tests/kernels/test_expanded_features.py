@@ -92,6 +92,20 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
     compare(stream(2, 150, 1, 1))
 
 
+@without_a_gpu
+@pytest.mark.parametrize(("offset", "gap"), [(1, 8), (0, 8)])
+def test_inputs_that_are_not_aligned(offset: int, gap: int, gluon: None):
+    """The kernel would not compile for their addresses, or for strides of rows that are no multiple of 16."""
+    arguments = stream(2, 65, 1, 1)
+    memory = torch.zeros(2, 65, 1, 128 + gap).bfloat16()
+    arguments["x"] = x = memory[..., offset : offset + 128].copy_(arguments["x"])
+    args = expanded.Arguments(x, arguments["product"], arguments["weight"], "silu", "none")
+    _, copied, _ = expanded.prepared(False, args)
+    assert torch.equal(copied, x)
+    assert copied.data_ptr() % 16 == copied.stride(0) % 16 == copied.stride(1) % 8 == 0
+    compare(arguments)
+
+
 @pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize(("again", "kept", "launches"), [(False, False, 2), (True, False, 3), (True, True, 2)])

@@ -112,6 +112,15 @@ def test_paths_and_launches(words: str):
 
 
 @pytest.mark.skipif(not DIRECT, reason="the kernels in Gluon were not tested with this version of Triton")
+def test_equal_launches_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    """Those of groups of rows, where the backward pass recomputes large states."""
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["explain", "linear_recurrence", "--gate", "channel", "--E", "8", "--no-beta", "--device", "H200"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "hopper_vector_decay.gradients" in line]
+    assert "4 × 128" in line
+
+
+@pytest.mark.skipif(not DIRECT, reason="the kernels in Gluon were not tested with this version of Triton")
 def test_training_and_inference_run_the_same_kernels_in_deterministic_mode():
     with kernels.deterministic():
         forward, _ = explain(parser().parse_args(["explain", "delta_rule", "--B", "16", "--inference"]))

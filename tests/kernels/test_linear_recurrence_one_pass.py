@@ -16,10 +16,12 @@ from .recurrences import inputs, results
 
 pytest.importorskip("triton")
 from kernels.gpu import plan
+from kernels.gpu.device import GPUS, assumed
 from kernels.linear_recurrence.gpu import one_pass
 from kernels.linear_recurrence.gpu import op as gpu_op
 from kernels.linear_recurrence.gpu import plan as gpu_plan
 from kernels.linear_recurrence.gpu import select as gpu_select
+from kernels.linear_recurrence.gpu.call import Arguments
 from kernels.linear_recurrence.gpu.select import Case
 
 from .test_linear_recurrence_triton import compare, poison, short_segments
@@ -111,18 +113,41 @@ def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
 
 
 @without_a_gpu
-@pytest.mark.parametrize("options", [{"E": 2, "state": False}, {"R": 2}])
-def test_few_rows_at_a_time(options: dict[str, Any], gluon: None, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(
+    ("options", "room", "divided"), [({"E": 2}, 1, [1, 1, 1]), ({"R": 2, "state": False}, 2, [2, 2])]
+)
+def test_few_rows_at_a_time(
+    options: dict[str, Any], room: int, divided: list[int], gluon: None, monkeypatch: pytest.MonkeyPatch
+):
     """Where the states of a batch are large, the backward pass recomputes those of a few rows at a time."""
     launches, gradients = [], one_pass._gradients
     monkeypatch.setattr(one_pass, "_gradients", lambda of: launches.append(of.B) or gradients(of))
+    monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 2 * room)  # both have two recurrences in a row
     differentiate = partial(run, small(70, B=3, **options), backend="triton", subheads=options.get("E", 1))
     whole = differentiate(keep_states=False)
     monkeypatch.setattr(gpu_plan, "LARGE_STATES", 0)
     plan.of_rows.cache_clear()
     rows, kept = (differentiate(keep_states=keep) for keep in (False, True))
-    assert launches == [3, 1, 1, 1, 3]
+    assert launches == [3, *divided, 3]
     assert all(torch.equal(whole[name], rows[name]) and torch.equal(whole[name], kept[name]) for name in whole)
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "E", "rows"),
+    [(8, 8, 8, 2), (8, 8, 4, 4), (8, 8, 2, 8), (3, 8, 8, 2), (97, 8, 8, 2), (4, 5, 8, 3), (1, 64, 8, 1), (2, 1, 1, 2)],
+)
+def test_rows_at_a_time(B: int, H: int, E: int, rows: int):
+    """On 132 multiprocessors; small states are recomputed at the same time. No group of rows is cut into segments."""
+    with assumed(GPUS["H200"]):
+        for batch in (B, rows):
+            q, v = torch.empty(batch, 4096, H * E, 128, device="meta"), torch.empty(batch, 4096, H, 128, device="meta")
+            layout = q.shape, q.stride(), q.stride(), v.shape, v.stride(), torch.bfloat16, q.device
+            made = gpu_plan.LinearRecurrence.of(
+                None, 4096, *layout, "channel", False, 1.0, E, True, True, torch.bfloat16
+            )
+            assert made.path == "hopper_vector_decay"
+            assert made.rows_at_a_time == rows
+            assert not made.segmented or rows == B
 
 
 @without_a_gpu
@@ -139,6 +164,23 @@ def test_inputs_with_gaps_that_are_not_aligned(gluon: None):
         a[name] = a[name].new_zeros(B, T, H * D + 8)[..., 1 : H * D + 1].unflatten(2, (H, D)).copy_(a[name])
         assert a[name].data_ptr() % 16
     compare(a)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize(("offset", "gap"), [(1, 8), (0, 8), (0, 16)])
+def test_what_kernels_copy_is_aligned(offset: int, gap: int, rounded: bool, gluon: None):
+    """Head strides that are no multiple of 16 and addresses that are none of 16 bytes do not compile."""
+
+    def wide(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        memory = torch.zeros(*shape[:-1], shape[-1] + gap, dtype=dtype)
+        return memory[..., offset : offset + shape[-1]]
+
+    q, k, v = (wide(2, 70, 2, 128) for _ in "qkv")
+    decays = torch.zeros(2 * 70 * 2 * 128 + 8, dtype=torch.bfloat16 if rounded else torch.float32)
+    log_decay = decays[offset : offset - 8].view(2, 70, 2, 128)
+    call = gpu_op.call_of(Arguments(q, k, v, log_decay, None, None, None, 1.0, 1, False), torch.zeros_like(v))
+    assert all(x is not None and x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v, call.grad, call.log_decay))
+    assert all(x.stride(2) % 16 == 0 for x in (call.q, call.k, call.v))
 
 
 @without_a_gpu

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.allocation import new
+from ...core.allocation import aligned, new
 from ...core.autograd import Gradients, register
 from ...core.deterministic import is_deterministic
 from ...core.recompute import remake
@@ -30,6 +30,7 @@ from .op import strided
 SIZE, TAPS = 128, 4  # what the kernels are written for: channels of a head before and after, inputs of the convolution
 ACTIVATIONS, NORMS = ("identity", "silu"), ("none", "l2")
 WARPS = 8
+ALIGNED, DIVISIBLE = 8, 16  # elements: divisors of token strides, and of batch strides, which are no constants
 MOST_WAVES = 8  # of programs
 
 
@@ -119,13 +120,16 @@ def compute(args: Arguments) -> tuple[Tensor]:
     """y [B,T,heads·subheads,128]."""
     (_, product, weight, _, _), (y,) = args, _empty(args)
     queue, x, _ = prepared(False, args)
-    queue(x, product.to(x.dtype).contiguous(), weight.contiguous(), y)
+    queue(x, aligned(product.to(x.dtype).contiguous()), weight.contiguous(), y)
     return (y,)
 
 
 def prepared(backward: bool, args: Arguments) -> tuple[LaunchSpec, Tensor, int]:
     """The launch of a call, its x, and the number of runs in each sequence."""
     x, *strides = strided(args.x)
+    if x.data_ptr() % 16 or strides[0] % DIVISIBLE or strides[1] % ALIGNED:  # the kernel copies 16 bytes at a time
+        x = x.clone(memory_format=torch.contiguous_format)
+        strides = [x.stride(0), x.stride(1)]
     how = args.product.shape[2] // SIZE, args.activation, args.norm, multiprocessors(x.device)
     queue, runs = launch(backward, x.shape, *how, *strides)
     return queue, x, runs
@@ -142,7 +146,8 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     dz = new(x, *x.shape[:3], product.shape[2])
     queue, source, runs = prepared(True, args)
     dtaps = new(x, x.shape[0] * runs, TAPS, weight.shape[0], dtype=torch.float32)
-    queue(source, product.to(x.dtype).contiguous(), weight.contiguous(), dy.contiguous(), dz, dtaps)
+    matrix = aligned(product.to(x.dtype).contiguous())
+    queue(source, matrix, weight.contiguous(), aligned(dy.contiguous()), dz, dtaps)
     dweight = add_parts(dtaps, weight.dtype)[:, None]
     return {**_of_product(dz, needed, args), "weight": dweight}
 

@@ -300,7 +300,7 @@ def backward(
         if SILU:
             t = tanh(c)
             c += c * t
-            g += g * (t + (c - c * t))  # times twice the slope; the taps of the next convolution have the half
+            g += g * (t + (c - c * t))  # twice the slope; the taps of the next convolution are halved
         own = ()
         late = apart(g)
         for m in gl.static_range(RUN):

@@ -70,6 +70,7 @@ class Call:
         if plan.gluon:
             q, k, v = aligned(q), aligned(k), aligned(v)
             grad = None if grad is None else aligned(grad)
+            self.log_decay = None if self.log_decay is None else aligned(self.log_decay)
         self.q, self.k, self.v, self.grad = q, k, v, grad
 
     def output(self, o: Tensor, first: Tensor | None, last: Tensor | None, *, keep: bool) -> Saved:

@@ -34,18 +34,19 @@ class OnePass(Call):
         plan = self.plan
         dq, dk, dv = plan.per_token(plan.K), plan.per_token(plan.K), plan.new(plan.B, plan.T, plan.H, plan.V)
         dg = plan.per_token(plan.K, plan.decay_dtype) if wanted.log_decay else None
-        if saved.states is not None or plan.rows_per_pass == plan.B:
+        if saved.states is not None or plan.rows_at_a_time == plan.B:
             self._fill(InputGradients(dq, dk, dv, dg), saved, last, first_grad)
             return InputGradients(dq, dk, dv, dg)
-        for start in range(0, plan.B, plan.rows_per_pass):
-            rows = slice(start, start + plan.rows_per_pass)
+        for stop in range(plan.rows_at_a_time, plan.B + plan.rows_at_a_time, plan.rows_at_a_time):
+            end = min(stop, plan.B)  # the last rows may repeat some: fewer rows would be cut into segments
+            rows = slice(end - plan.rows_at_a_time, end)
             results = InputGradients(dq[rows], dk[rows], dv[rows], None if dg is None else dg[rows])
             first, *of_states = (None if x is None else x[rows] for x in (saved.first, last, first_grad))
-            self._of(rows)._fill(results, Saved(first), *of_states)
+            self._for_rows(rows)._fill(results, Saved(first), *of_states)
         return InputGradients(dq, dk, dv, dg)
 
-    def _of(self, rows: slice) -> "OnePass":
-        """The call for these rows of the batch, in the backward pass."""
+    def _for_rows(self, rows: slice) -> "OnePass":
+        """Return the call for these rows of the batch, for the backward pass."""
         assert self.log_decay is not None
         assert self.grad is not None
         q, k, v, log_decay, grad = (x[rows] for x in (self.q, self.k, self.v, self.log_decay, self.grad))
@@ -66,7 +67,8 @@ class OnePass(Call):
         first_grad = None if plan.segmented else first_grad
         _gradients(plan)(self.q, *inputs, states, ends, *outputs, last, first_grad, plan.layout.segments)
         _steep(plan, True)(self.q, *inputs, ends, *outputs, plan.layout.chunks)
-        add_subheads(dv, plan.subheads, results.v)
+        if plan.subheads > 1:
+            add_subheads(dv, plan.subheads, results.v)
 
     def segment_states(self, last: Tensor, survives: Tensor, *, reverse: bool) -> None:
         x, y = (self.q, self.grad) if reverse else (self.k, self.v)

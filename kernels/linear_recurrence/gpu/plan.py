@@ -25,6 +25,7 @@ RESIDENT = 2  # programs of the sequential pass that run concurrently on one mul
 Shape = tuple[int, ...]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
 ALIGNED = 8  # elements that kernels in Gluon copy at a time
+DIVISIBLE = 16  # a divisor of numbers that Triton compiles kernels for
 LARGE_STATES = 1 << 28  # bytes of states before all chunks above which the backward pass divides the batch
 
 
@@ -90,7 +91,8 @@ class LinearRecurrence(Plan):
         strides = (self.sizes.q_stride, self.sizes.k_stride, self.sizes.v_stride)
         streams = [stream(*of, min(segment, self.T)) for of in zip(shapes, strides, strict=True)]
         if self.gluon:
-            streams = [x if x and x.token % ALIGNED == x.head % ALIGNED == 0 else None for x in streams]
+            # token strides are constants of a kernel, head strides are not
+            streams = [x if x and x.token % ALIGNED == x.head % DIVISIBLE == 0 else None for x in streams]
         self.copied = [x is None for x in streams]
         q, k, v = (x or dense(*shape[2:]) for x, shape in zip(streams, shapes, strict=True))
         self.streams = {"q": q, "k": k, "v": v, "grad": dense(self.H, self.V), "queries": q, "keys": k}
@@ -105,13 +107,13 @@ class LinearRecurrence(Plan):
         self.chunks, self.blocks = self.layout.chunks.shape[0], self.layout.blocks.shape[0]
         self.segments, self.sequences = self.layout.segments.shape[0], self.layout.sequences.shape[0]
         self.slots = most_chunks(self.B, self.T, self.sequences if packed else None)
-        self.rows_per_pass = self.B if packed or self.segmented else self.equal_rows(room)
+        self.rows_at_a_time = self.B if packed or self.segmented else self.rows_of_large_states(room)
 
-    def equal_rows(self, room: int) -> int:
-        """Return into how many rows the backward pass divides the batch where it recomputes large states.
+    def rows_of_large_states(self, room: int) -> int:
+        """Return for how many rows of the batch the backward pass recomputes the states at a time.
 
-        It is the smallest divisor of the batch that takes no more time: the rows fill the device, so that none is cut,
-        and all of them together take as many rounds of programs as in one launch.
+        For large states, it is the smallest number that fills the device, so that no row is cut, and takes at most 5 %
+        more rounds of programs than one launch for all rows.
 
         Args:
             room: The number of rows that fill the device.
@@ -120,10 +122,10 @@ class LinearRecurrence(Plan):
             return self.B
 
         def rounds(rows: int) -> int:
-            return self.B // rows * cdiv(rows * self.heads, multiprocessors(self.device))
+            return cdiv(self.B, rows) * cdiv(rows * self.heads, multiprocessors(self.device))
 
-        divisors = (rows for rows in range(room, self.B) if self.B % rows == 0)
-        return next((rows for rows in divisors if rounds(rows) <= rounds(self.B)), self.B)
+        most = rounds(self.B) * 1.05
+        return next((rows for rows in range(room, self.B) if rounds(rows) <= most), self.B)
 
     def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""
