@@ -3,6 +3,10 @@
 import torch
 from torch import Tensor
 
+# Kernels in Gluon copy 16 bytes at a time, so they need aligned addresses, and strides that the compiler knows to be
+# divisible: by 8 elements in half precision if it is a constant of the kernel, otherwise by 16, all that it looks for.
+CONSTANT_STRIDES, OTHER_STRIDES = 8, 16
+
 
 def new(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
     """An uninitialised contiguous tensor of the given shape, or (which is faster) of the shape of `like`."""

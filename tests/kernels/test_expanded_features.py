@@ -95,7 +95,7 @@ def test_several_runs_of_a_sequence(gluon: None, monkeypatch: pytest.MonkeyPatch
 @without_a_gpu
 @pytest.mark.parametrize(("offset", "gap"), [(1, 8), (0, 8)])
 def test_inputs_that_are_not_aligned(offset: int, gap: int, gluon: None):
-    """The kernel would not compile for their addresses, or for strides of rows that are no multiple of 16."""
+    """They are copied, since the kernel does not compile for such addresses and strides."""
     arguments = stream(2, 65, 1, 1)
     memory = torch.zeros(2, 65, 1, 128 + gap).bfloat16()
     arguments["x"] = x = memory[..., offset : offset + 128].copy_(arguments["x"])

@@ -119,7 +119,7 @@ def test_what_is_kept(keep: bool, gluon: None, monkeypatch: pytest.MonkeyPatch):
 def test_few_rows_at_a_time(
     options: dict[str, Any], room: int, divided: list[int], gluon: None, monkeypatch: pytest.MonkeyPatch
 ):
-    """Where the states of a batch are large, the backward pass recomputes those of a few rows at a time."""
+    """The backward pass recomputes large states for a few rows of the batch at a time, with equal bits."""
     launches, gradients = [], one_pass._gradients
     monkeypatch.setattr(one_pass, "_gradients", lambda of: launches.append(of.B) or gradients(of))
     monkeypatch.setattr(gpu_plan, "multiprocessors", lambda device: 2 * room)  # both have two recurrences in a row
@@ -169,7 +169,7 @@ def test_inputs_with_gaps_that_are_not_aligned(gluon: None):
 @pytest.mark.parametrize("rounded", [False, True])
 @pytest.mark.parametrize(("offset", "gap"), [(1, 8), (0, 8), (0, 16)])
 def test_what_kernels_copy_is_aligned(offset: int, gap: int, rounded: bool, gluon: None):
-    """Head strides that are no multiple of 16 and addresses that are none of 16 bytes do not compile."""
+    """Other addresses and head strides are copied first, since the kernels do not compile for them."""
 
     def wide(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         memory = torch.zeros(*shape[:-1], shape[-1] + gap, dtype=dtype)

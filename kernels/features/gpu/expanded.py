@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...core.allocation import aligned, new
+from ...core.allocation import CONSTANT_STRIDES, OTHER_STRIDES, aligned, new
 from ...core.autograd import Gradients, register
 from ...core.deterministic import is_deterministic
 from ...core.recompute import remake
@@ -30,7 +30,6 @@ from .op import strided
 SIZE, TAPS = 128, 4  # what the kernels are written for: channels of a head before and after, inputs of the convolution
 ACTIVATIONS, NORMS = ("identity", "silu"), ("none", "l2")
 WARPS = 8
-ALIGNED, DIVISIBLE = 8, 16  # elements: divisors of token strides, and of batch strides, which are no constants
 MOST_WAVES = 8  # of programs
 
 
@@ -127,12 +126,12 @@ def compute(args: Arguments) -> tuple[Tensor]:
 def prepared(backward: bool, args: Arguments) -> tuple[LaunchSpec, Tensor, int]:
     """The launch of a call, its x, and the number of runs in each sequence."""
     x, *strides = strided(args.x)
-    if x.data_ptr() % 16 or strides[0] % DIVISIBLE or strides[1] % ALIGNED:  # the kernel copies 16 bytes at a time
+    if strides[0] % OTHER_STRIDES or strides[1] % CONSTANT_STRIDES:
         x = x.clone(memory_format=torch.contiguous_format)
         strides = [x.stride(0), x.stride(1)]
     how = args.product.shape[2] // SIZE, args.activation, args.norm, multiprocessors(x.device)
     queue, runs = launch(backward, x.shape, *how, *strides)
-    return queue, x, runs
+    return queue, aligned(x), runs
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:

@@ -59,8 +59,6 @@ from ...gpu.gluon_tiles import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
-# two numbers in bf16 at a time; 0xc2d4 is −106
-MAX_NARROW = gl.constexpr("{ .reg .b32 least; mov.b32 least, 0xc2d4c2d4; max.bf16x2 $0, $1, least; }")
 SAFE = gl.constexpr(100.0)  # as in `vector_decay.py`
 # Added to sums of decays above −240, it leaves 15 binary places, which whole numbers neither shift nor round.
 GRID = gl.constexpr(511.0)
@@ -102,16 +100,10 @@ def in_log2(g):
 
 
 @gluon.jit
-def at_least_narrow(g):
-    """Bound decays in bf16 by `LEAST_NARROW`. Triton's maximum would convert them to fp32 and back."""
-    return gl.inline_asm_elementwise(MAX_NARROW, "=r,r", [g], dtype=gl.bfloat16, is_pure=True, pack=2)
-
-
-@gluon.jit
 def bounded(decays, NARROW: gl.constexpr):
     """Decays as `split` stores them: bounded, and in log2 if they are in fp32."""
     if NARROW:
-        g = at_least_narrow(as_narrow(decays).load(ROWS))
+        g = gl.maximum(as_narrow(decays).load(ROWS).to(gl.float32), LEAST_NARROW)
     else:
         g = in_log2(decays.load(ROWS))
     return g
@@ -305,6 +297,7 @@ def outputs(
         before, within, after = of_state(points_s, ends_s)
         S *= gl.expand_dims(gl.exp2(before), 1)
         state_s.store(S.to(gl.bfloat16))
+        S *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(after)
         b = waited(b, NARROW)
         enter, leave = load_points(points_s, OF_CHANNELS)
@@ -315,7 +308,6 @@ def outputs(
         if steep != 0:
             keys_at, rows_at = k + token.to(gl.int64) * k_token, left_out + (place + i) * 128
             prepare_steep(queries, keys_s.index(2), keys_at, stop - token, points_s, b, rows_at, k_token)
-            S *= gl.expand_dims(gl.exp2(within), 1)
         scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
         fence_async_shared()
         barrier()
@@ -415,13 +407,12 @@ def states(
         S *= gl.expand_dims(gl.exp2(after if REVERSE else before), 1)
         if into is not None:
             state_s.store(S.to(gl.bfloat16))
+        S *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(before if REVERSE else after)
         enter, leave = load_points(points_s, OF_CHANNELS)
         b = waited(b, NARROW)
         factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
         xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
-        if any_steep(points_s) != 0:
-            S *= gl.expand_dims(gl.exp2(within), 1)
         fence_async_shared()
         barrier()
         S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
@@ -530,6 +521,7 @@ def gradients(
         b = from_start(lower_s, decays_s, rows, NARROW)
         if log_decay_grad is not None:
             through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(within))
+        dS *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(before)
         async_copy.wait_group(1)
         b = waited(b, NARROW)
@@ -539,8 +531,6 @@ def gradients(
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
         enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
         leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
-        if any_steep(points_s) != 0:
-            dS *= gl.expand_dims(gl.exp2(within), 1)
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -569,16 +559,18 @@ def gradients(
         dK = warpgroup_mma_wait(0, deps=[dK])
         if log_decay_grad is not None:
             past -= leave_s.load(ROWS).to(gl.float32) * dK
-        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        own = itself * queries_s.load(ROWS).to(gl.float32)
+        dK *= gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
+        dK += itself * queries_s.load(ROWS).to(gl.float32)
         if log_decay_grad is not None:
             queries_s.store(past.to(gl.bfloat16))
-        down = gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
-        dK = dK * down + own
+        K = keys_s.load(ROWS).to(gl.float32)
+        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        _, leave = load_points(points_s, OF_CHANNELS)
+        down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
         T = warpgroup_mma_wait(0, deps=[T])
         T *= down
         if log_decay_grad is not None:
-            keys_s.store((keys_s.load(ROWS).to(gl.float32) * T).to(gl.bfloat16))
+            keys_s.store((K * T).to(gl.bfloat16))
         store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T, LAYOUT=OCTETS)
         fence_async_shared()
         barrier()

@@ -34,16 +34,17 @@ class OnePass(Call):
         plan = self.plan
         dq, dk, dv = plan.per_token(plan.K), plan.per_token(plan.K), plan.new(plan.B, plan.T, plan.H, plan.V)
         dg = plan.per_token(plan.K, plan.decay_dtype) if wanted.log_decay else None
+        results = InputGradients(dq, dk, dv, dg)
         if saved.states is not None or plan.rows_at_a_time == plan.B:
-            self._fill(InputGradients(dq, dk, dv, dg), saved, last, first_grad)
-            return InputGradients(dq, dk, dv, dg)
+            self._fill(results, saved, last, first_grad)
+            return results
         for stop in range(plan.rows_at_a_time, plan.B + plan.rows_at_a_time, plan.rows_at_a_time):
             end = min(stop, plan.B)  # the last rows may repeat some: fewer rows would be cut into segments
             rows = slice(end - plan.rows_at_a_time, end)
-            results = InputGradients(dq[rows], dk[rows], dv[rows], None if dg is None else dg[rows])
+            part = InputGradients(dq[rows], dk[rows], dv[rows], None if dg is None else dg[rows])
             first, *of_states = (None if x is None else x[rows] for x in (saved.first, last, first_grad))
-            self._for_rows(rows)._fill(results, Saved(first), *of_states)
-        return InputGradients(dq, dk, dv, dg)
+            self._for_rows(rows)._fill(part, Saved(first), *of_states)
+        return results
 
     def _for_rows(self, rows: slice) -> "OnePass":
         """Return the call for these rows of the batch, for the backward pass."""

@@ -7,6 +7,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ...core.allocation import CONSTANT_STRIDES, OTHER_STRIDES
 from ...core.deterministic import is_deterministic
 from ...core.documents import Documents
 from ...gpu.device import multiprocessors
@@ -24,8 +25,6 @@ FILLING = 1 << 16  # blocks that fill any device
 RESIDENT = 2  # programs of the sequential pass that run concurrently on one multiprocessor
 Shape = tuple[int, ...]
 GATES = {1: "constant", 3: "head", 4: "channel"}  # by the number of axes of the log decay
-ALIGNED = 8  # elements that kernels in Gluon copy at a time
-DIVISIBLE = 16  # a divisor of numbers that Triton compiles kernels for
 LARGE_STATES = 1 << 28  # bytes of states before all chunks above which the backward pass divides the batch
 
 
@@ -91,8 +90,8 @@ class LinearRecurrence(Plan):
         strides = (self.sizes.q_stride, self.sizes.k_stride, self.sizes.v_stride)
         streams = [stream(*of, min(segment, self.T)) for of in zip(shapes, strides, strict=True)]
         if self.gluon:
-            # token strides are constants of a kernel, head strides are not
-            streams = [x if x and x.token % ALIGNED == x.head % DIVISIBLE == 0 else None for x in streams]
+            fits = [x and x.token % CONSTANT_STRIDES == x.head % OTHER_STRIDES == 0 for x in streams]
+            streams = [x if fit else None for x, fit in zip(streams, fits, strict=True)]
         self.copied = [x is None for x in streams]
         q, k, v = (x or dense(*shape[2:]) for x, shape in zip(streams, shapes, strict=True))
         self.streams = {"q": q, "k": k, "v": v, "grad": dense(self.H, self.V), "queries": q, "keys": k}

@@ -115,8 +115,8 @@ def find_files(path: str, key: str, suffixes: Collection[str] = ()) -> Listing:
         suffixes: Further suffixes of text, such as `.py`.
 
     Raises:
-        UserError: The path or a file is empty, there are no files, a file has an unsupported type, or the URL's
-            protocol needs a package.
+        UserError: The path is empty, there are no files, a file is empty or of an unsupported type, or the protocol of
+            the URL needs a package.
     """
     check_not_empty(key, path)
     if is_url(path):
