@@ -6,17 +6,17 @@ Pairs pass through memory because Triton 3.6 on Hopper gets products of a transp
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM102, SIM108
+# ruff: noqa: SIM108
 
 import triton
 import triton.language as tl
 
+from ....gpu.halves import LEVELS, is_second, load_symmetric, places, separated, sums_of, to_boundary
 from ....gpu.tiles import (
     CHUNK,
     LEAST,
     chunk_at,
     exp2,
-    load_pairs,
     load_state,
     load_tile,
     load_tokens,
@@ -24,7 +24,6 @@ from ....gpu.tiles import (
     store_tile,
     store_tokens,
 )
-from ....linear_recurrence.gpu.vector_decay import BLOCK, row
 from ..steps import load_last, of_step
 from .decays import decays_of, strength_of
 from .scalar_decay import between, summed
@@ -90,68 +89,6 @@ def pairs(
         tl.store(dbeta + token.to(tl.int64) * M + m + r * M, from_values, mask=valid)
 
 
-@triton.jit
-def exact_pairs(
-    P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-    keys: tl.constexpr, M: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, STEPS: tl.constexpr, BEFORE: tl.constexpr,
-    PRODUCT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The part of pairs of tokens in dQ, dA and dK, for any decay."""
-    r = tl.arange(0, CHUNK)
-    valid = r < count
-    dQ, dA, dK = (
-        tl.zeros([CHUNK, BK], tl.float32),
-        tl.zeros([CHUNK, BK], tl.float32),
-        tl.zeros([CHUNK, BK], tl.float32),
-    )
-    for j in range(0, CHUNK // BLOCK - 1):
-        end = j * BLOCK + BLOCK - 1
-        last = row(b, end)[None, :]
-        below, inside = r > end, (r <= end) & (r > end - BLOCK)
-        down = tl.where(inside[:, None], exp2(tl.minimum((last - b).to(tl.float32), 0.0)), 0.0)
-        up = tl.where(below[:, None], exp2(tl.minimum((b - last).to(tl.float32), 0.0)), 0.0)
-        up_read = tl.where(below[:, None], exp2(tl.minimum((read - last).to(tl.float32), 0.0)), 0.0)
-        right = (Kk * down).to(DOT)
-        dQ += tl.dot(P, right, input_precision=PRECISION) * up
-        dA += tl.dot(L, right, input_precision=PRECISION) * up_read
-        dK += tl.dot(tl.trans(P), (Q * up).to(DOT), input_precision=PRECISION) * down
-        dK += tl.dot(tl.trans(L), (A * up_read).to(DOT), input_precision=PRECISION) * down
-    # two loops: one would need too many registers
-    between = tl.zeros([CHUNK, BK], tl.float32)
-    for s in range(1, BLOCK):
-        inside = valid & (r % BLOCK >= s)
-        between += decays_of(log_decay, token, r - s + 1, inside, m, ck, M, K, STEPS)
-        earlier = load_tile(k, r - s, keys * K, ck, inside, K, BK).to(tl.float32)
-        span = tl.minimum(between - g.to(tl.float32), 0.0) if BEFORE else between
-        dQ += (
-            tl.load(at_P + r * CHUNK + r - s, mask=inside, other=0.0).to(tl.float32)[:, None] * earlier * exp2(between)
-        )
-        dA += tl.load(at_L + r * CHUNK + r - s, mask=inside, other=0.0).to(tl.float32)[:, None] * earlier * exp2(span)
-    between = tl.zeros([CHUNK, BK], tl.float32)
-    for s in range(1, BLOCK):
-        inside = (r + s < count) & (r % BLOCK + s < BLOCK)
-        span = between
-        later_decay = decays_of(log_decay, token, r + s, inside, m, ck, M, K, STEPS)
-        between += later_decay
-        _, later, is_read = of_step(token, r + s, inside, STEPS - 1, STEPS)
-        later_q = load_tile(q, later, keys * K, ck, is_read, K, BK).to(tl.float32)
-        if erase is None:
-            later_a = load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
-        else:
-            at = erase + (token.to(tl.int64) * M + m) * K
-            later_a = load_tile(at, r + s, M * K, ck, inside, K, BK).to(tl.float32)
-            if PRODUCT:
-                later_a *= load_tile(k, r + s, keys * K, ck, inside, K, BK).to(tl.float32)
-        if beta is not None:
-            strength = tl.load(beta + token.to(tl.int64) * M + m + (r + s) * M, mask=inside, other=0.0).to(tl.float32)
-            later_a *= strength[:, None]
-        at_later = s * CHUNK + r * CHUNK + r
-        dK += tl.load(at_P + at_later, mask=inside, other=0.0).to(tl.float32)[:, None] * later_q * exp2(between)
-        span = span if BEFORE else between
-        dK += tl.load(at_L + at_later, mask=inside, other=0.0).to(tl.float32)[:, None] * later_a * exp2(span)
-    return dQ, dA, dK
-
-
 @triton.jit(do_not_specialize=["scale", "rows"])
 def gradients(
     q,
@@ -167,7 +104,6 @@ def gradients(
     dP,
     dL,
     diagonal,
-    steep,
     dq,  # [tokens,M,K], like dg
     dk,  # [rows,M,K], like derase
     derase,  # if there are erase keys
@@ -186,8 +122,6 @@ def gradients(
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
     PRODUCT: tl.constexpr,
-    SLOW: tl.constexpr,
-    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -196,9 +130,6 @@ def gradients(
     part = tl.program_id(0) % BLOCKS
     chunk, m = tl.program_id(0) // BLOCKS // M, tl.program_id(0) // BLOCKS % M
     tile = chunk.to(tl.int64) * M + m
-    if SLOW:
-        if tl.load(steep + tile) == CHUNK:
-            return
     token, stop = chunk_at(chunks, chunk)
     keys: tl.constexpr = M // R
     values: tl.constexpr = M // E
@@ -228,14 +159,11 @@ def gradients(
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
     g = decays_of(log_decay, token, r, valid, m, ck, M, K, STEPS)
-    if WIDE:
-        g = g.to(tl.float64)
-    b, last = tl.cumsum(g, 0), tl.sum(g, 0)
-    read = b - g if BEFORE else b
-    from_q *= exp2(b.to(tl.float32)) * scale
-    from_a *= -exp2(read.to(tl.float32))
-    kept *= exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
-    through *= exp2(last.to(tl.float32))
+    i, j = places()
+    from_q *= exp2(sums_of(j <= i, g, DOT, PRECISION)) * scale
+    from_a *= -exp2(sums_of((j < i) if BEFORE else (j <= i), g, DOT, PRECISION))
+    kept *= exp2(sums_of(j > i, g, DOT, PRECISION))
+    through *= exp2(tl.sum(g, 0))
 
     Q = load_tile(q, q_rows, keys * K, ck, is_read, K, BK).to(tl.float32)
     Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
@@ -249,23 +177,24 @@ def gradients(
         A *= Kk
     if beta is not None:
         A *= write[:, None]
-    at_P, at_L = dP + tile * (CHUNK * CHUNK), dL + tile * (CHUNK * CHUNK)
-    P, L = load_pairs(at_P, DOT), load_pairs(at_L, DOT)
-    if SLOW:
-        dQ, dA, dK = exact_pairs(
-            P, L, at_P, at_L, Q, A, Kk, g, b, read, q, k, erase, beta, log_decay, token, count, m, ck,
-            keys, M, K, BK, STEPS, BEFORE, PRODUCT, DOT, PRECISION,
-        )  # fmt: skip
-    else:
-        middle = row(b, CHUNK // 2 - 1)[None, :]
-        shifted = (b - middle).to(tl.float32)
-        up, down = exp2(shifted), exp2(-shifted)
-        up_read = exp2((read - middle).to(tl.float32)) if BEFORE else up
-        right = (Kk * down).to(DOT)
-        dQ = tl.dot(P, right, input_precision=PRECISION) * up
-        dA = tl.dot(L, right, input_precision=PRECISION) * up_read
-        dK = tl.dot(tl.trans(P), (Q * up).to(DOT), input_precision=PRECISION)
-        dK = tl.dot(tl.trans(L), (A * up_read).to(DOT), dK, input_precision=PRECISION) * down
+    P, L = load_symmetric(dP + tile * (CHUNK * CHUNK)), load_symmetric(dL + tile * (CHUNK * CHUNK))
+    dQ, dA = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
+    dK = tl.zeros([CHUNK, BK], tl.float32)
+    for level in tl.static_range(LEVELS):
+        second, here = is_second(level)[:, None], separated(level)
+        factor = exp2(sums_of(to_boundary(level, False), g, DOT, PRECISION))
+        if BEFORE:
+            factor_a = exp2(sums_of(to_boundary(level, True), g, DOT, PRECISION))
+        else:
+            factor_a = factor
+        # one product for the queries of second halves and the keys of first halves
+        other = (tl.where(second, Q, Kk) * factor).to(DOT)
+        of_P = tl.dot(tl.where(here, P, 0.0).to(DOT), other, input_precision=PRECISION) * factor
+        other = (tl.where(second, A, Kk) * factor_a).to(DOT)
+        of_L = tl.dot(tl.where(here, L, 0.0).to(DOT), other, input_precision=PRECISION) * factor_a
+        dQ += tl.where(second, of_P, 0.0)
+        dA += tl.where(second, of_L, 0.0)
+        dK += tl.where(second, 0.0, of_P + of_L)
     dQ += from_q
     dA += from_a
     if dg is not None:

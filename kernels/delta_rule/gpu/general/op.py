@@ -67,7 +67,6 @@ class Outputs(NamedTuple):
     read_a: Tensor | None
     keep: Tensor | None
     total: Tensor | None
-    steep: Tensor | None
     u: Tensor | None
     states: Tensor | None
 
@@ -75,17 +74,17 @@ class Outputs(NamedTuple):
 def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor | None, Tensor, list[Tensor]]:
     """The output of every recurrence, the final states, and what gradients need; args are contiguous."""
     plan = args.plan
-    chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:7]]
+    chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:6]]
     inputs, table = (args.q, args.k, args.erase, args.beta, args.log_decay), plan.layout.chunks
     if plan.per_channel:
-        launches: list[Launch] = [(plan.prepare(slow), (*inputs, *chunks, table)) for slow in (False, True)]
+        launches: list[Launch] = [(plan.prepare(), (*inputs, *chunks, table))]
     else:
-        launches = [(plan.scalar_prepare(), (*inputs, *chunks[:6], table))]
+        launches = [(plan.scalar_prepare(), (*inputs, *chunks, table))]
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
-    along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[7:]] if save else [None, None]
+    along = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[6:]] if save else [None, None]
     final = plan.states()
     results = (o, *along, final, plan.layout.segments)
-    launches.append((plan.forward(), (args.v, args.beta, *chunks[:6], args.initial_state, *results)))
+    launches.append((plan.forward(), (args.v, args.beta, *chunks, args.initial_state, *results)))
     launch_in_order(launches)
     return o, final, [*chunks, *(x for x in along if x is not None)]
 
@@ -105,7 +104,7 @@ def differentiate(
     plan, args = args.plan, args.contiguous()
     if not args.keep:
         residuals = tuple(run_forward(args, outputs=False, save=True)[2])
-    *chunks, steep, u, states = residuals
+    *chunks, u, states = residuals
     do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
     B, T, rows, M, K, V, table = plan.B, plan.T, plan.rows, plan.M, plan.K, plan.V, plan.layout.chunks
     do = plan.new(B, T, plan.H, V).zero_() if do is None else do
@@ -127,7 +126,7 @@ def differentiate(
     gradients = (dq, dk, derase, dbeta, dg, table)
     launches: list[Launch] = [(plan.backward(), along), (plan.pairs(), of_pairs)]
     if plan.per_channel:
-        launches += [(plan.gradients(slow), (*inputs, steep, *gradients)) for slow in (False, True)]
+        launches.append((plan.gradients(), (*inputs, *gradients)))
     else:
         launches.append((plan.scalar_gradients(), (*inputs, *gradients)))
     launch_in_order(launches)

@@ -76,9 +76,8 @@ class GeneralDeltaRule(Plan):
         """Shapes and dtypes of what gradients need: all that `prepare` stores, U and the states before all chunks."""
         B, rows, M, K, V, slots, dtype = self.B, self.rows, self.M, self.K, self.V, self.slots, self.dtype
         pair, q, keys = ((slots, M, CHUNK, CHUNK), dtype), ((B, self.T, M, K), dtype), ((B, rows, M, K), dtype)
-        steep = (slots, M) if self.per_channel else (0,)
-        marks: Shapes = [((slots, M, K), torch.float32), (steep, torch.int8)]
-        return [pair, pair, q, keys, keys, *marks, ((B, rows, M, V), dtype), ((slots, M, V, K), dtype)]
+        total = ((slots, M, K), torch.float32)
+        return [pair, pair, q, keys, keys, total, ((B, rows, M, V), dtype), ((slots, M, V, K), dtype)]
 
     def entry(self, kernel: str) -> LaunchConfig:
         """The launch configuration of a kernel."""
@@ -140,16 +139,12 @@ class GeneralDeltaRule(Plan):
         return {"R": self.R, "K": self.K, "BEFORE": self.before, "PRODUCT": self.product, "DOT": self._dtype}
 
     @prepared
-    def prepare(self, slow: bool) -> LaunchSpec:
+    def prepare(self) -> LaunchSpec:
         """The inverse, the scores and the decayed keys and queries: one program per chunk and recurrence."""
         entry = self.entry("prepare")
-        keys, warps, stages = entry.keys, entry.warps, entry.stages
-        if slow or self.K % keys:
-            keys = self.key_part[0]
-        if slow:
-            warps, stages = 8, 1
-        options = {**self._over_chunks, "BK": keys, "WIDE": self.exact, "SLOW": slow, "MERGE": self._merge}
-        return self._spec(prepare, self._pairs, self.scale, **options, warps=warps, stages=stages)
+        keys = self.key_part[0] if self.K % entry.keys else entry.keys
+        options = {**self._over_chunks, "BK": keys, "MERGE": self._merge}
+        return self._spec(prepare, self._pairs, self.scale, **options, warps=entry.warps, stages=entry.stages)
 
     @prepared
     def scalar_prepare(self) -> LaunchSpec:
@@ -191,9 +186,9 @@ class GeneralDeltaRule(Plan):
         return self._spec(pairs, self._pairs, self.scale, **sizes, warps=entry.warps, stages=entry.stages)
 
     @prepared
-    def gradients(self, slow: bool) -> LaunchSpec:
+    def gradients(self) -> LaunchSpec:
         """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
-        return self._of_keys(gradients, "gradients", WIDE=self.exact, SLOW=slow)
+        return self._of_keys(gradients, "gradients")
 
     @prepared
     def scalar_gradients(self) -> LaunchSpec:
