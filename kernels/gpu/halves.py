@@ -59,7 +59,7 @@ def to_boundary(LEVEL: tl.constexpr, BEFORE: tl.constexpr):
 def sums_of(which, g, DOT: tl.constexpr, PRECISION: tl.constexpr):
     """Sums [64, BK] of the decays g [64, BK] of tokens, for a matrix of ones `which`; bf16 is used in two parts."""
     if DOT == tl.float32:
-        return tl.dot(which.to(tl.float32), g, input_precision=PRECISION)
+        return tl.dot(which.to(tl.float32), g, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
     ones, high = which.to(DOT), g.to(DOT)
     low = (g - high.to(tl.float32)).to(DOT)
     return tl.dot(ones, high, tl.dot(ones, low))

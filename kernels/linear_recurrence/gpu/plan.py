@@ -144,9 +144,9 @@ class LinearRecurrence(Plan):
         return [x.head for x in by_name.values()], {f"{name}_token": x.token for name, x in by_name.items()}
 
     @property
-    def sums(self) -> dict[str, Any]:
-        """Options of decay sums: whether they are in fp64, and the dtype of factors around a reference."""
-        return {"WIDE": self.wide, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
+    def factors(self) -> tl.dtype:
+        """The dtype of queries and keys with their decays, which need the range of fp32."""
+        return tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
 
     def options(self, entry: LaunchConfig) -> dict[str, Any]:
         """The options that all kernels with matrix products share."""
