@@ -4,8 +4,7 @@ The decay from token j to a later token i, e^{b_i − b_j}, is a product of a fa
 reference point between them. A chunk is halved until single tokens are left. Each pair of tokens is separated at one
 level, where i is in the second half of a block and j in the first, and the reference point is the boundary between the
 halves. The factor of a token is the decay between it and the boundary, so no exponent is positive: there is no overflow,
-and a strong decay, even a reset, makes its factor zero and changes no other. Sums of decays start at the boundary and
-therefore keep the digits of gentle decays after strong ones. No factor depends on later tokens.
+and a strong decay, even a reset, makes its factor zero and changes no other. No factor of i depends on later tokens.
 
 Level n halves blocks of 64, 32, … 2 tokens for n = 0 … 5. The pairs of a token with itself do not decay.
 """
@@ -16,7 +15,7 @@ Level n halves blocks of 64, 32, … 2 tokens for n = 0 … 5. The pairs of a to
 import triton
 import triton.language as tl
 
-from .tiles import CHUNK
+from .tiles import CHUNK, exp2, load_tile, store_tile
 
 LEVELS = tl.constexpr(6)
 
@@ -42,27 +41,32 @@ def separated(LEVEL: tl.constexpr):
 
 
 @triton.jit
-def to_boundary(LEVEL: tl.constexpr, BEFORE: tl.constexpr):
-    """Ones [64, 64] for the tokens whose decays lie between a token (row) and the boundary in its block.
-
-    Args:
-        LEVEL: The level.
-        BEFORE: Whether tokens of second halves read before their own decay.
-    """
-    i, t = places()
-    HALF: tl.constexpr = CHUNK >> LEVEL + 1
-    past = (t < i) if BEFORE else (t <= i)
-    return (i // HALF == t // HALF) & tl.where((i // HALF) % 2 == 1, past, t > i)
+def share_sums(sums, b, stride, columns, valid, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Store the sums b of decays in memory, from where `factor_at` of this program reads the rows of boundaries."""
+    store_tile(sums, tl.arange(0, CHUNK), stride, columns, valid, b, WIDTH, BLOCK)
+    tl.debug_barrier()
 
 
 @triton.jit
-def sums_of(which, g, DOT: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums [64, BK] of the decays g [64, BK] of tokens, for a matrix of ones `which`; bf16 is used in two parts."""
-    if DOT == tl.float32:
-        return tl.dot(which.to(tl.float32), g, input_precision="ieee" if PRECISION == "ieee" else "tf32x3")
-    ones, high = which.to(DOT), g.to(DOT)
-    low = (g - high.to(tl.float32)).to(DOT)
-    return tl.dot(ones, high, tl.dot(ones, low))
+def factor_at(sums, b, stride, columns, valid, LEVEL: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """Decays [64, BLOCK] between tokens and the boundary in their block, and the sums of decays at that boundary.
+
+    Args:
+        sums: Pointer to the sums of the chunk's first token, which `share_sums` has stored.
+        b: Sums of the tokens' log2 decays, from the start of the chunk.
+        stride: Elements between two tokens.
+        columns: Channels.
+        valid: Which rows are tokens.
+        LEVEL: The level.
+        WIDTH: Number of channels.
+        BLOCK: Number of columns.
+    """
+    r = tl.arange(0, CHUNK)
+    HALF: tl.constexpr = CHUNK >> LEVEL + 1
+    last = r // (2 * HALF) * (2 * HALF) + (HALF - 1)  # token before the boundary
+    inside = last < tl.sum(valid.to(tl.int32), 0)
+    at = load_tile(sums, last, stride, columns, inside, WIDTH, BLOCK)
+    return exp2(-tl.abs((b - at).to(tl.float32))), at
 
 
 @triton.jit

@@ -55,7 +55,7 @@ class MultiPass(Call):
             self.streams["queries"], self.streams["keys"] = plan.per_token(plan.K), plan.per_token(plan.K)
             self.gates = plan.new(plan.heads, plan.chunks, plan.K, dtype=FP32)
             decayed = self.streams["queries"], self.streams["keys"]
-            _channel_scores(plan)(q, k, log_decay, beta, self.scores, *decayed, self.gates, chunks)
+            _channel_scores(plan)(q, k, log_decay, beta, self.scores, *decayed, self.gates, plan.sums(), chunks)
         elif not plan.scores_in_pass:
             self.score_grads = None if grad is None or self.scores is None else torch.empty_like(self.scores)
             tensors = (q, k, v, self.grad, log_decay, beta, self.scores, self.score_grads, self.gates)
@@ -157,7 +157,7 @@ class MultiPass(Call):
         slices = plan.slices(plan.K, plan.entry("channel_grads"))[1]
         dbeta = plan.new(slices, plan.B, plan.T, plan.heads, dtype=FP32) if wanted.beta else None
         inputs = (self.k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors)
-        _channel_grads(plan)(self.q, *inputs, dq, dk, dg, dbeta, plan.layout.chunks)
+        _channel_grads(plan)(self.q, *inputs, dq, dk, dg, dbeta, plan.sums(), plan.layout.chunks)
         return dg, None if dbeta is None else add_outer(dbeta, FP32)
 
 
@@ -209,6 +209,7 @@ def _channel_scores(plan: LinearRecurrence) -> LaunchSpec:
         SUBHEADS=plan.subheads,
         K=plan.K,
         BK=min(entry.block, padded(plan.K)),
+        WIDE=plan.wide,
         DOT=plan.factors,
         **plan.options(entry),
     )
@@ -308,6 +309,7 @@ def _channel_grads(plan: LinearRecurrence) -> LaunchSpec:
         SUBHEADS=plan.subheads,
         K=plan.K,
         BK=width,
+        WIDE=plan.wide,
         DOT=plan.factors,
         **plan.options(entry),
     )

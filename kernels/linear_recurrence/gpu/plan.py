@@ -157,6 +157,10 @@ class LinearRecurrence(Plan):
         """An uninitialised [B,T,H·E,size]."""
         return self.new(self.B, self.T, self.heads, size, dtype=dtype)
 
+    def sums(self) -> Tensor:
+        """Memory for the sums of decays in chunks."""
+        return self.per_token(self.K, torch.float64 if self.wide else torch.float32)
+
     def states(self) -> Tensor:
         """Uninitialised states [N,H·E,K,V]."""
         return self.new(self.sequences, self.heads, self.K, self.V, dtype=torch.float32)

@@ -9,7 +9,7 @@ A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk), j ≤ i, is computed by halves (`gpu/h
 import triton
 import triton.language as tl
 
-from ...gpu.halves import LEVELS, is_second, load_symmetric, places, separated, sums_of, to_boundary
+from ...gpu.halves import LEVELS, factor_at, is_second, load_symmetric, places, separated, share_sums
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_pairs, store_tile
 
 @triton.jit
@@ -28,6 +28,7 @@ def channel_scores(
     entering,  # [tokens,heads,K]: scale · q e^b
     leaving,  # β k e^{b_C − b}
     total,  # [heads,chunks,K]: e^{b_C}
+    sums,  # [tokens,heads,K]: memory for sums of decays
     table,  # [chunks,2]: first token, tokens
     scale,
     q_head,
@@ -40,6 +41,7 @@ def channel_scores(
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,  # dtype of the factors, which need the range of fp32
     PRECISION: tl.constexpr,
 ):
@@ -65,14 +67,18 @@ def channel_scores(
         Q = load_tile(q, r, q_token, ck, valid, K, BK).to(tl.float32)
         Kk = load_tile(k, r, k_token, ck, valid, K, BK).to(tl.float32)
         g = decays(log_decay + own, r, heads * K, ck, valid, K, BK)
-        enter = exp2(sums_of(j <= i, g, DOT, PRECISION)) * scale
-        leave = exp2(sums_of(j > i, g, DOT, PRECISION)) * input_gate[:, None]
+        if WIDE:
+            g = g.to(tl.float64)
+        b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+        share_sums(sums + own, b, heads * K, ck, valid, K, BK)
+        enter = exp2(b.to(tl.float32)) * scale
+        leave = exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0)) * input_gate[:, None]
         store_tile(entering + own, r, heads * K, ck, valid, Q * enter, K, BK)
         store_tile(leaving + own, r, heads * K, ck, valid, Kk * leave, K, BK)
-        tl.store(total + place * K + ck, exp2(tl.sum(g, 0)), mask=ck < K)
+        tl.store(total + place * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
         A += tl.where(i == j, tl.sum(Q * Kk, 1)[:, None], 0.0)
         for level in tl.static_range(LEVELS):
-            factor = exp2(sums_of(to_boundary(level, False), g, DOT, PRECISION))
+            factor, _ = factor_at(sums + own, b, heads * K, ck, valid, level, K, BK)
             earlier = tl.trans((Kk * factor).to(DOT))
             pairs = tl.dot((Q * factor).to(DOT), earlier, input_precision=PRECISION)
             A += tl.where(separated(level) & (j < i), pairs, 0.0)
@@ -127,6 +133,7 @@ def channel_grads(
     k_grad,
     log_decay_grad,
     beta_grad,  # [key slices,tokens,heads]
+    sums,  # [tokens,heads,K]: memory for sums of decays
     table,
     scale,
     q_head,
@@ -140,6 +147,7 @@ def channel_grads(
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -170,10 +178,14 @@ def channel_grads(
     Kk = load_tile(k, r, k_token, ck, valid, K, BK).to(tl.float32)
     gated = Kk * input_gate[:, None]
     g = decays(log_decay + own, r, heads * K, ck, valid, K, BK)
+    if WIDE:
+        g = g.to(tl.float64)
+    b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+    share_sums(sums + own, b, heads * K, ck, valid, K, BK)
     dQ, dK = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
     for level in tl.static_range(LEVELS):
         second = is_second(level)[:, None]
-        factor = exp2(sums_of(to_boundary(level, False), g, DOT, PRECISION))
+        factor, _ = factor_at(sums + own, b, heads * K, ck, valid, level, K, BK)
         # one product for the queries of second halves and the keys of first halves
         other = (tl.where(second, Q, gated) * factor).to(DOT)
         here = tl.where(separated(level), D, 0.0).to(DOT)
@@ -183,14 +195,13 @@ def channel_grads(
 
     from_state = load_tile(read + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
     to_state = load_tile(written + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
-    i, j = places()
-    from_state = from_state * exp2(sums_of(j <= i, g, DOT, PRECISION)) * scale
-    to_state = to_state * exp2(sums_of(j > i, g, DOT, PRECISION))
+    from_state = from_state * exp2(b.to(tl.float32)) * scale
+    to_state = to_state * exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
     if log_decay_grad is not None:
         # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
         after = Q * (from_state + dQ) - gated * dK
         before = gated * to_state
-        through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(tl.sum(g, 0))
+        through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(last.to(tl.float32))
         change = before - after
         dg = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
         dg = tl.where(g <= LEAST, 0.0, dg)  # nothing passes a reset

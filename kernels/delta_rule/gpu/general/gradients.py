@@ -11,7 +11,7 @@ Pairs pass through memory because Triton 3.6 on Hopper gets products of a transp
 import triton
 import triton.language as tl
 
-from ....gpu.halves import LEVELS, is_second, load_symmetric, places, separated, sums_of, to_boundary
+from ....gpu.halves import LEVELS, factor_at, is_second, load_symmetric, separated, share_sums
 from ....gpu.tiles import (
     CHUNK,
     LEAST,
@@ -109,6 +109,7 @@ def gradients(
     derase,  # if there are erase keys
     dbeta,  # [blocks of keys,rows,M] if there is β: the part of the keys
     dg,
+    sums,  # [rows,M,K]: memory for sums of decays
     chunks,
     scale,
     rows,
@@ -122,6 +123,7 @@ def gradients(
     BV: tl.constexpr,
     BEFORE: tl.constexpr,
     PRODUCT: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
@@ -159,11 +161,15 @@ def gradients(
         through += tl.sum(S.to(tl.float32) * dS.to(tl.float32), 0)
 
     g = decays_of(log_decay, token, r, valid, m, ck, M, K, STEPS)
-    i, j = places()
-    from_q *= exp2(sums_of(j <= i, g, DOT, PRECISION)) * scale
-    from_a *= -exp2(sums_of((j < i) if BEFORE else (j <= i), g, DOT, PRECISION))
-    kept *= exp2(sums_of(j > i, g, DOT, PRECISION))
-    through *= exp2(tl.sum(g, 0))
+    if WIDE:
+        g = g.to(tl.float64)
+    b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+    read = b - g if BEFORE else b
+    share_sums(sums + own, b, M * K, ck, valid, K, BK)
+    from_q *= exp2(b.to(tl.float32)) * scale
+    from_a *= -exp2(read.to(tl.float32))
+    kept *= exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
+    through *= exp2(last.to(tl.float32))
 
     Q = load_tile(q, q_rows, keys * K, ck, is_read, K, BK).to(tl.float32)
     Kk = load_tile(k, r, keys * K, ck, valid, K, BK).to(tl.float32)
@@ -182,11 +188,10 @@ def gradients(
     dK = tl.zeros([CHUNK, BK], tl.float32)
     for level in tl.static_range(LEVELS):
         second, here = is_second(level)[:, None], separated(level)
-        factor = exp2(sums_of(to_boundary(level, False), g, DOT, PRECISION))
+        factor, at = factor_at(sums + own, b, M * K, ck, valid, level, K, BK)
+        factor_a = factor
         if BEFORE:
-            factor_a = exp2(sums_of(to_boundary(level, True), g, DOT, PRECISION))
-        else:
-            factor_a = factor
+            factor_a = tl.where(second, exp2(tl.minimum((read - at).to(tl.float32), 0.0)), factor)
         # one product for the queries of second halves and the keys of first halves
         other = (tl.where(second, Q, Kk) * factor).to(DOT)
         of_P = tl.dot(tl.where(here, P, 0.0).to(DOT), other, input_precision=PRECISION) * factor

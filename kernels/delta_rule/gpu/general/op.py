@@ -77,7 +77,7 @@ def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor |
     chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:6]]
     inputs, table = (args.q, args.k, args.erase, args.beta, args.log_decay), plan.layout.chunks
     if plan.per_channel:
-        launches: list[Launch] = [(plan.prepare(), (*inputs, *chunks, table))]
+        launches: list[Launch] = [(plan.prepare(), (*inputs, *chunks, plan.sums(), table))]
     else:
         launches = [(plan.scalar_prepare(), (*inputs, *chunks, table))]
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
@@ -123,12 +123,12 @@ def differentiate(
     shape = (B, T, M, K) if gate == "channel" else (parts, B, T, M)
     dg = None if args.log_decay is None else plan.new(*shape, dtype=torch.float32)
     inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
-    gradients = (dq, dk, derase, dbeta, dg, table)
+    gradients = (dq, dk, derase, dbeta, dg)
     launches: list[Launch] = [(plan.backward(), along), (plan.pairs(), of_pairs)]
     if plan.per_channel:
-        launches.append((plan.gradients(), (*inputs, *gradients)))
+        launches.append((plan.gradients(), (*inputs, *gradients, plan.sums(), table)))
     else:
-        launches.append((plan.scalar_gradients(), (*inputs, *gradients)))
+        launches.append((plan.scalar_gradients(), (*inputs, *gradients, table)))
     launch_in_order(launches)
     return _named(args, plan, dq=dq, dk=dk, dv=dv, derase=derase, dbeta=dbeta, dg=dg, dinitial=dinitial)
 

@@ -110,6 +110,10 @@ class GeneralDeltaRule(Plan):
         """Name of the path of the forward pass along time."""
         return select(GENERAL_FORWARD, Case(self.K, self.V, self.dtype, self.device)).name
 
+    def sums(self) -> Tensor:
+        """Memory for the sums of decays in chunks, in fp64 if the op is in fp32."""
+        return self.new(self.B, self.rows, self.M, self.K, dtype=torch.float64 if self.exact else torch.float32)
+
     def states(self) -> Tensor:
         """One uninitialised state per sequence."""
         return self.new(self.N, self.M, self.K, self.V, dtype=torch.float32)
@@ -143,7 +147,7 @@ class GeneralDeltaRule(Plan):
         """The inverse, the scores and the decayed keys and queries: one program per chunk and recurrence."""
         entry = self.entry("prepare")
         keys = self.key_part[0] if self.K % entry.keys else entry.keys
-        options = {**self._over_chunks, "BK": keys, "MERGE": self._merge}
+        options = {**self._over_chunks, "BK": keys, "WIDE": self.exact, "MERGE": self._merge}
         return self._spec(prepare, self._pairs, self.scale, **options, warps=entry.warps, stages=entry.stages)
 
     @prepared
@@ -188,7 +192,7 @@ class GeneralDeltaRule(Plan):
     @prepared
     def gradients(self) -> LaunchSpec:
         """The gradients of keys, queries, gates: one program per chunk, recurrence and block of keys."""
-        return self._of_keys(gradients, "gradients")
+        return self._of_keys(gradients, "gradients", WIDE=self.exact)
 
     @prepared
     def scalar_gradients(self) -> LaunchSpec:

@@ -9,7 +9,7 @@ decays between tokens come by halves (`gpu/halves.py`).
 import triton
 import triton.language as tl
 
-from ....gpu.halves import LEVELS, places, separated, sums_of, to_boundary
+from ....gpu.halves import LEVELS, factor_at, places, separated, share_sums
 from ....gpu.tiles import CHUNK, chunk_at, exp2, load_tile, store_pairs, store_tile
 from ..prepare import unit_lower_inverse
 from ..steps import of_step
@@ -29,6 +29,7 @@ def prepare(
     read_a,  # [rows,M,K], like keep
     keep,
     total,  # [chunks,M,K]
+    sums,  # [rows,M,K]: memory for sums of decays
     chunks,
     scale,
     M: tl.constexpr,
@@ -39,6 +40,7 @@ def prepare(
     BK: tl.constexpr,
     BEFORE: tl.constexpr,
     PRODUCT: tl.constexpr,
+    WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     MERGE: tl.constexpr,
@@ -72,21 +74,20 @@ def prepare(
         if beta is not None:
             A *= write[:, None]
         g = decays_of(log_decay, token, r, valid, m, ck, M, K, STEPS)
-        entering = exp2(sums_of(j <= i, g, DOT, PRECISION))
-        store_tile(read_q + own_q, q_rows, M * K, ck, is_read, Q * entering * scale, K, BK)
-        if BEFORE:
-            entering = exp2(sums_of(j < i, g, DOT, PRECISION))
-        store_tile(read_a + own, r, M * K, ck, valid, A * entering, K, BK)
-        leaving = exp2(sums_of(j > i, g, DOT, PRECISION))
+        if WIDE:
+            g = g.to(tl.float64)
+        b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+        read = b - g if BEFORE else b
+        share_sums(sums + own, b, M * K, ck, valid, K, BK)
+        store_tile(read_q + own_q, q_rows, M * K, ck, is_read, Q * exp2(b.to(tl.float32)) * scale, K, BK)
+        store_tile(read_a + own, r, M * K, ck, valid, A * exp2(read.to(tl.float32)), K, BK)
+        leaving = exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0))
         store_tile(keep + own, r, M * K, ck, valid, Kk * leaving, K, BK)
-        tl.store(total + tile * K + ck, exp2(tl.sum(g, 0)), mask=ck < K)
+        tl.store(total + tile * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
         P += tl.where(i == j, tl.sum(Q * Kk, 1)[:, None], 0.0)
         for level in tl.static_range(LEVELS):
-            factor = exp2(sums_of(to_boundary(level, False), g, DOT, PRECISION))
-            if BEFORE:
-                factor_a = exp2(sums_of(to_boundary(level, True), g, DOT, PRECISION))
-            else:
-                factor_a = factor
+            factor, at = factor_at(sums + own, b, M * K, ck, valid, level, K, BK)
+            factor_a = exp2(tl.minimum((read - at).to(tl.float32), 0.0)) if BEFORE else factor
             earlier = tl.trans((Kk * factor).to(DOT))
             here = separated(level) & (j < i)
             P += tl.where(here, tl.dot((Q * factor).to(DOT), earlier, input_precision=PRECISION), 0.0)
