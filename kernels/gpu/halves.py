@@ -15,7 +15,7 @@ Level n halves blocks of 64, 32, … 2 tokens for n = 0 … 5. The pairs of a to
 import triton
 import triton.language as tl
 
-from .tiles import CHUNK, exp2, load_tile, store_tile
+from .tiles import CHUNK, exp2, load_pairs, load_tile, store_tile
 
 LEVELS = tl.constexpr(6)
 
@@ -71,6 +71,6 @@ def factor_at(sums, b, stride, columns, valid, LEVEL: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def load_symmetric(x):
-    """X + Xᵀ for a strictly lower tile X [64, 64] in memory; a transposed operand of a product has to be loaded."""
-    i, j = places()
-    return tl.load(x + i * CHUNK + j).to(tl.float32) + tl.load(x + j * CHUNK + i).to(tl.float32)
+    """X + Xᵀ for a strictly lower tile X [64, 64] in memory."""
+    lower = load_pairs(x, tl.float32)
+    return lower + tl.trans(lower)

@@ -226,7 +226,7 @@ def copy(to: Shared, source: Pointer, mask: Tensor | None = None) -> None:
 
 
 def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
-    """What PTX makes of tiles of 16 columns, whose blocks of 16 rows have a warp each and 8 numbers in each lane.
+    """What PTX makes of tiles of columns by 16, whose blocks of 16 rows have a warp each and 8 numbers in each lane.
 
     It may move numbers between lanes, and add products. The layout is that of a matrix product's results.
     """
@@ -234,22 +234,26 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     at = (lane // 4 + i // 2 % 2 * 8, lane % 4 * 2 + i % 2 + i // 4 * 8)
     results = torch.zeros_like(arguments[0])
     for block in range(0, len(results), 16):
-        names = [f"${8 + i}" for i in range(8 * len(arguments))]
-        numbers = torch.cat([x[block : block + 16][at] for x in arguments], 1)
-        registers = dict(zip(names, numbers.unbind(1), strict=True))
-        for line in instructions.strip("{} ").split(";")[1:-1]:
-            operation, *operands = line.replace(",", " ").split()
-            to, (first, *others) = operands[0], operands[1:]
-            if operation == "shfl.sync.idx.b32":
-                source, form = int(others[0]), int(others[1], 16)
-                kept = form >> 8  # bits of the lane's own number that stay
-                registers[to] = registers[first][(torch.arange(32) & kept) | (source & ~kept)]
-            elif operation == "fma.rn.f32":
-                registers[to] = registers[first] * registers[others[0]] + registers[others[1]]
-            else:
-                assert operation == "mov.f32", operation
-                registers[to] = registers[first]
-        results[block : block + 16][at] = torch.stack([registers[f"${i}"] for i in range(8)], 1)
+        for column in range(0, results.shape[1], 16):
+            places = slice(block, block + 16), slice(column, column + 16)
+            names = [f"${8 + i}" for i in range(8 * len(arguments))]
+            numbers = torch.cat([x[places][at] for x in arguments], 1)
+            registers = dict(zip(names, numbers.unbind(1), strict=True))
+            for line in instructions.strip("{} ").split(";"):
+                operation, *operands = line.replace(",", " ").split() or [".reg"]
+                if operation == ".reg":
+                    continue
+                to, (first, *others) = operands[0], operands[1:]
+                if operation == "shfl.sync.idx.b32":
+                    source, form = int(others[0]), int(others[1], 16)
+                    kept = form >> 8  # bits of the lane's own number that stay
+                    registers[to] = registers[first][(torch.arange(32) & kept) | (source & ~kept)]
+                elif operation == "fma.rn.f32":
+                    registers[to] = registers[first] * registers[others[0]] + registers[others[1]]
+                else:
+                    assert operation == "mov.f32", operation
+                    registers[to] = registers[first]
+            results[places][at] = torch.stack([registers[f"${i}"] for i in range(8)], 1)
     return value(results)
 
 
@@ -374,7 +378,7 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
         ours = [each for each in sys.modules if each.startswith("kernels.")]
         for each in [each for each in ours if hasattr(sys.modules[each], "gluon")]:
             del sys.modules[each]  # imported for a GPU; the module may import it again
-        for each in ("kernels.gpu.gluon_tiles", name):
+        for each in ("kernels.gpu.gluon_tiles", "kernels.gpu.gluon_halves", name):
             spec = importlib.util.find_spec(each)
             assert spec
             assert spec.loader

@@ -19,6 +19,7 @@ from kernels.delta_rule.gpu.general import plan as general_plan
 from kernels.gpu import plan
 
 PASS = "kernels.delta_rule.gpu.general.hopper_sequential_pass"
+CHUNKS = "kernels.delta_rule.gpu.general.hopper_chunks"
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
 GPU_PACKED = [0, 0, 1, 65, 65, 1000, 2100]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -202,6 +203,33 @@ def test_the_forward_pass_in_gluon_step_by_step(form: str, options: dict[str, An
     agree(a, 2e-5, **numbers)
     plan.of_rows.cache_clear()
     agree(a, 2e-5, **numbers, keep_states=False)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("steep", [False, True])
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        ("beta", {"T": 70, "K": 128}),
+        ("beta", {"T": 70, "V": 128, "read_before": True}),
+        ("per channel", {"T": 130, "documents": [0, 0, 3, 67, 67, 130]}),
+        ("both", {"T": 70, "R": 2, "E": 2}),
+        ("erase", {"T": 30, "steps": 3, "read_before": True, "documents": [0, 0, 1, 30]}),
+    ],
+)
+def test_the_chunks_in_gluon_step_by_step(
+    form: str, options: dict[str, Any], steep: bool, monkeypatch: pytest.MonkeyPatch
+):
+    module = gluon_interpreter.interpreted(CHUNKS, "pair_products", "gradients")
+    monkeypatch.setitem(sys.modules, CHUNKS, module)
+    monkeypatch.setattr(general_plan.GeneralDeltaRule, "in_gluon", True)
+    read_before = options.pop("read_before", False)
+    a = small(**{"K": 64, "V": 64, **options}, gate="channel", form=form)
+    if steep:
+        a["log_decay"][:, 10:20] *= 400
+        a["log_decay"][:, 23] = -torch.inf
+    agree(a, 3e-5, subheads=options.get("E", 1), steps=options.get("steps", 1), read_before=read_before)
 
 
 def test_shared_memory_of_the_forward_pass_in_gluon():

@@ -32,6 +32,11 @@ class Case(NamedTuple):
         return self.K == GLUON_SIZE and self.dtype == torch.bfloat16 and runs_gluon(self.device)
 
     @property
+    def gluon_chunks(self) -> bool:
+        """Return whether kernels in Gluon do the work of chunks with decays per channel."""
+        return self.K % 64 == self.V % 64 == 0 and self.dtype == torch.bfloat16 and runs_gluon(self.device)
+
+    @property
     def gluon_backward(self) -> bool:
         """Return whether a kernel in Gluon computes all gradients in one pass."""
         return self.gluon and self.V == GLUON_SIZE
@@ -66,6 +71,14 @@ PREPARE = (
         "hopper_prepare", when=lambda case: case.gluon, why="keys of 128 channels in bf16 on Hopper: a kernel in Gluon"
     ),
     KernelPath("prepare", when=always, why="all other keys"),
+)
+GENERAL_CHUNKS = (
+    KernelPath(
+        "hopper_chunks",
+        when=lambda case: case.gluon_chunks,
+        why="decays per channel, keys and values of multiples of 64 channels in bf16 on Hopper: kernels in Gluon",
+    ),
+    KernelPath("chunks", when=always, why="all other sizes"),
 )
 GENERAL_FORWARD = (
     KernelPath(

@@ -76,8 +76,12 @@ def run_forward(args: Arguments, *, outputs: bool, save: bool) -> tuple[Tensor |
     plan = args.plan
     chunks = [plan.new(*shape, dtype=dtype) for shape, dtype in plan.kept[:6]]
     inputs, table = (args.q, args.k, args.erase, args.beta, args.log_decay), plan.layout.chunks
-    if plan.per_channel:
-        launches: list[Launch] = [(plan.prepare(), (*inputs, *chunks, plan.sums(), table))]
+    if plan.in_gluon:
+        products, (inverse, scores, *streams) = plan.products(), chunks
+        launches: list[Launch] = [(plan.pair_products(), (*inputs, products, *streams, table))]
+        launches.append((plan.solve_pairs(), (products, inverse, scores)))
+    elif plan.per_channel:
+        launches = [(plan.prepare(), (*inputs, *chunks, plan.sums(), table))]
     else:
         launches = [(plan.scalar_prepare(), (*inputs, *chunks, table))]
     o = plan.new(plan.B, plan.T, plan.M, plan.V) if outputs else None
@@ -125,7 +129,9 @@ def differentiate(
     inputs = (args.q, args.k, args.erase, args.beta, args.log_decay, do, u, dr, states, dstates, dP, dL, diagonal)
     gradients = (dq, dk, derase, dbeta, dg)
     launches: list[Launch] = [(plan.backward(), along), (plan.pairs(), of_pairs)]
-    if plan.per_channel:
+    if plan.in_gluon:
+        launches.append((plan.block_gradients(), (*inputs, *gradients, table)))
+    elif plan.per_channel:
         launches.append((plan.gradients(), (*inputs, *gradients, plan.sums(), table)))
     else:
         launches.append((plan.scalar_gradients(), (*inputs, *gradients, table)))

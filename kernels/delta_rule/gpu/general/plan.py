@@ -16,9 +16,9 @@ from ....gpu.paths import select
 from ....gpu.plan import Plan, prepared
 from ....gpu.tiles import INTERPRETED
 from ..plan import block, key_block
-from ..select import GENERAL_FORWARD, Case
+from ..select import GENERAL_CHUNKS, GENERAL_FORWARD, Case
 from .gradients import gradients, pairs
-from .prepare import prepare
+from .prepare import prepare, solve_pairs
 from .scalar_decay import scalar_gradients, scalar_prepare
 from .sequential_pass import scan_backward, scan_forward
 
@@ -97,6 +97,8 @@ class GeneralDeltaRule(Plan):
     def key_part(self) -> tuple[int, int]:
         """Channels in a block of keys of the gradients, and the number of such blocks."""
         kernel = "gradients" if self.per_channel else "scalar_gradients"
+        if self.per_channel and self.in_gluon:
+            return CHUNK, self.K // CHUNK
         width = 32 if INTERPRETED and self.K <= 32 else self.entry(kernel).keys
         return width, cdiv(self.K, width)
 
@@ -108,7 +110,11 @@ class GeneralDeltaRule(Plan):
     @cached_property
     def forward_path(self) -> str:
         """Name of the path of the forward pass along time."""
-        return select(GENERAL_FORWARD, Case(self.K, self.V, self.dtype, self.device)).name
+        return select(GENERAL_FORWARD, self._case).name
+
+    @property
+    def _case(self) -> Case:
+        return Case(self.K, self.V, self.dtype, self.device)
 
     def sums(self) -> Tensor:
         """Memory for the sums of decays in chunks, in fp64 if the op is in fp32."""
@@ -149,6 +155,39 @@ class GeneralDeltaRule(Plan):
         keys = self.key_part[0] if self.K % entry.keys else entry.keys
         options = {**self._over_chunks, "BK": keys, "WIDE": self.exact, "MERGE": self._merge}
         return self._spec(prepare, self._pairs, self.scale, **options, warps=entry.warps, stages=entry.stages)
+
+    @cached_property
+    def in_gluon(self) -> bool:
+        """Return whether kernels in Gluon do the work of the chunks."""
+        return self.per_channel and select(GENERAL_CHUNKS, self._case).name == "hopper_chunks"
+
+    def products(self) -> Tensor:
+        """Memory for L and P of all chunks."""
+        return self.new(2, self.slots, self.M, CHUNK, CHUNK, dtype=torch.float32)
+
+    @prepared
+    def pair_products(self) -> LaunchSpec:
+        """What `prepare` computes but for the inverse, in Gluon."""
+        from .hopper_chunks import pair_products  # the interpreter does without Gluon
+
+        return self._in_gluon(pair_products, self._pairs, self.scale, self.slots * self.M)
+
+    @prepared
+    def solve_pairs(self) -> LaunchSpec:
+        """The inverse and the scores, after `pair_products`."""
+        return LaunchSpec(solve_pairs, self._pairs, self.slots * self.M, MERGE=self._merge, warps=4, stages=1)
+
+    @prepared
+    def block_gradients(self) -> LaunchSpec:
+        """The gradients of keys, queries and gates in Gluon."""
+        from .hopper_chunks import gradients as in_gluon
+
+        programs = self._pairs * (self.K // CHUNK)
+        return self._in_gluon(in_gluon, programs, self.scale, self.B * self.rows, V=self.V)
+
+    def _in_gluon(self, kernel: Any, programs: int, *numbers: Any, **constants: Any) -> LaunchSpec:
+        options: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "K": self.K, **constants}
+        return LaunchSpec(kernel, programs, *numbers, **options, BEFORE=self.before, PRODUCT=self.product, warps=8)
 
     @prepared
     def scalar_prepare(self) -> LaunchSpec:
