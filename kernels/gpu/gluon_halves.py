@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, at_tile, last_steps
+from .gluon_tiles import OF_COLUMNS, OF_ROWS, PAIRS, async_load, at_tile, last_steps, opaque
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -33,48 +33,28 @@ QUADS = gl.constexpr(
 )
 
 
-def boundary_inside(half: int) -> str:
-    """PTX that fetches the sum at the last token of the first half of a block, for a thread's eight numbers.
-
-    Registers 0, 1, 4 and 5 belong to the first 8 tokens of a block of 16, the others to the last. Bits 2 to 4 of the
-    lane are the token's number among these 8.
-    """
-    if half == 8:
-        lines = [f"shfl.sync.idx.b32 ${i}, ${8 + i}, 28, 0x031f, -1;" for i in (0, 1, 4, 5)]
-        lines += [f"shfl.sync.idx.b32 ${i + 2}, ${8 + i}, 28, 0x031f, -1;" for i in (0, 1, 4, 5)]
-    else:
-        lane, kept = {4: (12, 0x03), 2: (4, 0x13), 1: (0, 0x1B)}[half]
-        lines = [f"shfl.sync.idx.b32 ${i}, ${8 + i}, {lane}, 0x{kept:02x}1f, -1;" for i in range(8)]
-    return "{ " + " ".join(lines) + " }"
-
-
-OPERANDS = gl.constexpr(",".join(["=&f"] * 8 + ["f"] * 8))
-INSIDE_8, INSIDE_4 = gl.constexpr(boundary_inside(8)), gl.constexpr(boundary_inside(4))
-INSIDE_2, INSIDE_1 = gl.constexpr(boundary_inside(2)), gl.constexpr(boundary_inside(1))
-
-
 @gluon.jit
 def rows():
     """Numbers of the rows of a tile [64, 64], as a column."""
-    return gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1)
+    return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1)
 
 
 @gluon.jit
 def columns():
     """Numbers of the columns of a tile, as a row."""
-    return gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+    return gl.expand_dims(opaque(gl.arange(0, 64, OF_COLUMNS)), 0)
 
 
 @gluon.jit
-def is_second(LEVEL: gl.constexpr):
+def is_second(level):
     """Which rows are in the second half of a block of this level."""
-    return (rows() & (32 >> LEVEL)) != 0
+    return (rows() & (32 >> level)) != 0
 
 
 @gluon.jit
-def separated(LEVEL: gl.constexpr):
+def separated(level):
     """Which pairs of tokens are in different halves of one block of this level."""
-    return ((rows() ^ columns()) >> (5 - LEVEL)) == 1
+    return ((rows() ^ columns()) >> (5 - level)) == 1
 
 
 @gluon.jit
@@ -100,11 +80,17 @@ def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.co
 
 
 @gluon.jit
+def truncated(x):
+    """x in fp32 with the digits of bf16."""
+    return gl.inline_asm_elementwise("and.b32 $0, $1, 0xffff0000;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def store_parts(shared, x, FIRST: gl.constexpr = 0):
     """Store a tile in fp32 as the sum of two tiles in bf16, numbers `FIRST` and the next."""
-    high = x.to(gl.bfloat16)
-    shared.index(FIRST).store(high)
-    shared.index(FIRST + 1).store((x - high.to(gl.float32)).to(gl.bfloat16))
+    high = truncated(x)
+    shared.index(FIRST).store(high.to(gl.bfloat16))
+    shared.index(FIRST + 1).store((x - high).to(gl.bfloat16))
 
 
 @gluon.jit
@@ -148,7 +134,7 @@ def total_of(totals, BLOCK: gl.constexpr):
 
 @gluon.jit
 def number(condition):
-    return condition.to(gl.float32)
+    return gl.where(condition, 1.0, 0.0)
 
 
 @gluon.jit
@@ -168,22 +154,17 @@ def to_end(after, totals):
 
 
 @gluon.jit
-def to_boundary(before, after, totals, LEVEL: gl.constexpr):
+def to_boundary(before, after, totals, level):
     """Sums of decays between each token and the boundary in its block of this level; none is positive."""
-    if LEVEL == 0:
-        block = rows() // 16
-        second = before + number(block == 3) * total_of(totals, 2)
-        sums = gl.where(is_second(0), second, after + number(block == 0) * total_of(totals, 1))
-    elif LEVEL == 1:
-        sums = gl.where(is_second(1), before, after)
-    else:
-        if LEVEL == 2:
-            at = gl.inline_asm_elementwise(INSIDE_8, OPERANDS, [before], dtype=gl.float32, is_pure=True, pack=8)
-        elif LEVEL == 3:
-            at = gl.inline_asm_elementwise(INSIDE_4, OPERANDS, [before], dtype=gl.float32, is_pure=True, pack=8)
-        elif LEVEL == 4:
-            at = gl.inline_asm_elementwise(INSIDE_2, OPERANDS, [before], dtype=gl.float32, is_pure=True, pack=8)
-        else:
-            at = gl.inline_asm_elementwise(INSIDE_1, OPERANDS, [before], dtype=gl.float32, is_pure=True, pack=8)
-        sums = -gl.abs(before - at)
-    return sums
+    blocks = gl.reshape(before, [4, 16, 64])
+    LAYOUT: gl.constexpr = blocks.type.layout
+    place = gl.expand_dims(gl.expand_dims(opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))), 0), 2)
+    half = 32 >> level
+    last = (place & -(2 * half)) + (half - 1)  # of the first half of the block; levels 0 and 1 have none inside
+    at = gl.gather(blocks, gl.where(blocks <= 0, gl.minimum(last, 15), 0), 1)
+    inside = -gl.abs(before - gl.convert_layout(gl.reshape(at, [64, 64]), PAIRS))
+    block = rows() // 16
+    far = number(level == 0)
+    second = before + far * number(block == 3) * total_of(totals, 2)
+    first = after + far * number(block == 0) * total_of(totals, 1)
+    return gl.where(level < 2, gl.where(is_second(level), second, first), inside)

@@ -19,6 +19,7 @@ from kernels.delta_rule.gpu.general import plan as general_plan
 from kernels.gpu import plan
 
 PASS = "kernels.delta_rule.gpu.general.hopper_sequential_pass"
+SOLVE = "kernels.delta_rule.gpu.general.hopper_solve"
 CHUNKS = "kernels.delta_rule.gpu.general.hopper_chunks"
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
 GPU_PACKED = [0, 0, 1, 65, 65, 1000, 2100]
@@ -221,8 +222,8 @@ def test_the_forward_pass_in_gluon_step_by_step(form: str, options: dict[str, An
 def test_the_chunks_in_gluon_step_by_step(
     form: str, options: dict[str, Any], steep: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    module = gluon_interpreter.interpreted(CHUNKS, "pair_products", "gradients")
-    monkeypatch.setitem(sys.modules, CHUNKS, module)
+    for name, functions in ((CHUNKS, ("pair_products", "gradients")), (SOLVE, ("solve_pairs",))):
+        monkeypatch.setitem(sys.modules, name, gluon_interpreter.interpreted(name, *functions))
     monkeypatch.setattr(general_plan.GeneralDeltaRule, "in_gluon", True)
     read_before = options.pop("read_before", False)
     a = small(**{"K": 64, "V": 64, **options}, gate="channel", form=form)

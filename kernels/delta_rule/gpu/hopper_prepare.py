@@ -81,6 +81,31 @@ def store_pairs(x, tile, value):
 
 
 @gluon.jit
+def solved_blocks(N, diagonal):
+    """The inverses H of the blocks of 16 on the diagonal of a lower triangular matrix [64, 64], zero elsewhere.
+
+    Args:
+        N: The products that are subtracted: H_i = start_i + Σ_j N_ij H_j, j < i.
+        diagonal: What row i starts from, on the diagonal [64].
+    """
+    in_blocks = gl.reshape(N, [64, 4, 16])
+    LAYOUT: gl.constexpr = in_blocks.type.layout
+    of_row = gl.expand_dims(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
+    of_block = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
+    mine = of_row // 16 == of_block
+    block = gl.sum(gl.where(mine, in_blocks, 0.0), 1)
+    WHOLE: gl.constexpr = block.type.layout
+    row = gl.arange(0, 64, gl.SliceLayout(1, BLOCKS))
+    same = gl.expand_dims(row % 16, 1) == gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, BLOCKS)), 0)
+    start = gl.where(same, gl.expand_dims(diagonal, 1), 0.0)
+    block = gl.inline_asm_elementwise(
+        ELIMINATION, OPERANDS, [start, gl.convert_layout(block, BLOCKS)], dtype=gl.float32, is_pure=True, pack=8
+    )
+    block = gl.expand_dims(gl.convert_layout(block, WHOLE), 1)
+    return gl.convert_layout(gl.reshape(gl.where(mine, block, 0.0), [64, 64]), PAIRS)
+
+
+@gluon.jit
 def merged(H, n_s, x_s, beta_of_rows, beta_of_columns, here):
     """H of blocks twice as large, from that of blocks whose neighbours are `here`; n_s has −N."""
     x_s.store((beta_of_rows * H).to(gl.float16))
@@ -191,22 +216,7 @@ def prepare(
     n_s.store(N.to(gl.float16))
 
     N *= gl.expand_dims(numbers_s.slice(128, 64).load(OF_COLUMNS), 0)
-    in_blocks = gl.reshape(N, [64, 4, 16])
-    LAYOUT: gl.constexpr = in_blocks.type.layout
-    of_row = gl.expand_dims(gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
-    of_block = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
-    mine = of_row // 16 == of_block
-    block = gl.sum(gl.where(mine, in_blocks, 0.0), 1)
-    WHOLE: gl.constexpr = block.type.layout
-    row = gl.arange(0, 64, gl.SliceLayout(1, BLOCKS))
-    diagonal = gl.expand_dims(row % 16, 1) == gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, BLOCKS)), 0)
-    start = 1.0 / numbers_s.slice(128, 64).load(gl.SliceLayout(1, BLOCKS))
-    start = gl.where(diagonal, gl.expand_dims(start, 1), 0.0)
-    block = gl.inline_asm_elementwise(
-        ELIMINATION, OPERANDS, [start, gl.convert_layout(block, BLOCKS)], dtype=gl.float32, is_pure=True, pack=8
-    )
-    block = gl.expand_dims(gl.convert_layout(block, WHOLE), 1)
-    H = gl.convert_layout(gl.reshape(gl.where(mine, block, 0.0), [64, 64]), PAIRS)
+    H = solved_blocks(N, 1.0 / numbers_s.slice(128, 64).load(gl.SliceLayout(1, BLOCKS)))
     beta_of_columns = gl.expand_dims(numbers_s.slice(128, 64).load(OF_COLUMNS), 0)
     beta_of_rows = gl.expand_dims(numbers_s.slice(128, 64).load(OF_ROWS), 1)
     H = merged(H, n_s, x_s.index(0), beta_of_rows, beta_of_columns, (r // 32 == c // 32) & (r // 16 != c // 16))

@@ -44,12 +44,20 @@ def strength(beta, token, stop, m, M: gl.constexpr):
 
 
 @gluon.jit
-def erased(k_s, a_s, PRODUCT: gl.constexpr):
+def erased(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr):
     """The erase keys without β, in fp32."""
-    A = a_s.load(PAIRS).to(gl.float32)
+    A = k_s.load(PAIRS).to(gl.float32)
     if PRODUCT:
-        A *= k_s.load(PAIRS).to(gl.float32)
+        A = A * a_s.load(PAIRS).to(gl.float32)
+    elif ERASE:
+        A = a_s.load(PAIRS).to(gl.float32)
     return A
+
+
+@gluon.jit
+def own_decays(parts_s):
+    """The log2 decays of the rows themselves."""
+    return parts_s.index(0).load(PAIRS).to(gl.float32) + parts_s.index(1).load(PAIRS).to(gl.float32)
 
 
 @gluon.jit
@@ -92,7 +100,7 @@ def pair_products(
     store_triangles(triangles_s)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     P, L = zeros, zeros
-    for block in gl.static_range(K // 64):
+    for block in range(K // 64):
         column = m * K + block * 64
         barrier()
         copy_rows(q_s, q, token, head + block * 64, stop, HEADS * K, STEPS)
@@ -114,11 +122,11 @@ def pair_products(
         Q, Kk = q_s.load(PAIRS).to(gl.float32), k_s.load(PAIRS).to(gl.float32)
         store_rows(read_q, token, column, stop, M * K, Q * (gl.exp2(b) * scale), STEPS)
         store_rows(keep, token, column, stop, M * K, Kk * gl.exp2(to_end(after, totals_s)))
-        A = erased(k_s, a_s, PRODUCT) if ERASE else Kk
+        A = erased(k_s, a_s, ERASE, PRODUCT)
         if beta is not None:
             A = A * strength(beta, token, stop, m, M)
         if BEFORE:
-            b -= parts_s.index(0).load(PAIRS).to(gl.float32) + parts_s.index(1).load(PAIRS).to(gl.float32)
+            b = b - own_decays(parts_s)
         store_rows(read_a, token, column, stop, M * K, A * gl.exp2(b))
         of_chunk = total_of(totals_s, 0) + total_of(totals_s, 1) + total_of(totals_s, 2) + total_of(totals_s, 3)
         gl.store(total + (tile * K + block * 64 + columns()), gl.exp2(of_chunk))
@@ -126,19 +134,16 @@ def pair_products(
         # the pairs of a token with itself, which do not decay
         with_itself = warpgroup_mma(q_s, k_s.permute((1, 0)), P, is_async=True)
         P = gl.where(rows() == columns(), warpgroup_mma_wait(0, deps=[with_itself]), P)
-        for level in gl.static_range(LEVELS):
+        for level in range(LEVELS):
             at = (3 if ERASE or BEFORE else 2) * (level % 2)
             sums = to_boundary(before, after, totals_s, level)
             factor = gl.exp2(sums)
             factors_s.index(at).store((q_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
             factors_s.index(at + 1).store((k_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
             if BEFORE:
-                own = parts_s.index(0).load(PAIRS).to(gl.float32) + parts_s.index(1).load(PAIRS).to(gl.float32)
-                factor = gl.exp2(gl.minimum(sums - own, 0.0))
-            if ERASE:
-                factors_s.index(at + 2).store((erased(k_s, a_s, PRODUCT) * factor).to(gl.bfloat16))
-            elif BEFORE:
-                factors_s.index(at + 2).store((k_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
+                factor = gl.exp2(gl.minimum(sums - own_decays(parts_s), 0.0))
+            if ERASE or BEFORE:
+                factors_s.index(at + 2).store((erased(k_s, a_s, ERASE, PRODUCT) * factor).to(gl.bfloat16))
             fence_async_shared()
             barrier()
             earlier = factors_s.index(at + 1).permute((1, 0))
@@ -151,6 +156,46 @@ def pair_products(
         L *= strength(beta, token, stop, m, M)
     gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), L)
     gl.store(at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64), P * scale)
+
+
+@gluon.jit
+def with_pairs(
+    pairs_s, q_s, k_s, a_s, parts_s, totals_s, factors_s, before, after, write, dX, dK, reach, by_erasing,
+    ERASING: gl.constexpr, ERASE: gl.constexpr, BEFORE: gl.constexpr, PRODUCT: gl.constexpr,
+):  # fmt: skip
+    """Add what the pairs of tokens contribute to the gradients of queries (or erase keys), keys and decays.
+
+    In `reach` the two parts of a pair cancel exactly for later decays, since both take the factors as the products take
+    them, rounded to bf16.
+    """
+    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
+    for level in range(LEVELS):
+        at = 2 * (level % 2)
+        second = is_second(level)
+        factors_s.index(at).store(gl.where(separated(level), pairs_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
+        sums = to_boundary(before, after, totals_s, level)
+        if ERASING:
+            if BEFORE:
+                sums = gl.where(second, gl.minimum(sums - own_decays(parts_s), 0.0), sums)
+            X = erased(k_s, a_s, ERASE, PRODUCT) * write
+        else:
+            X = q_s.load(PAIRS).to(gl.float32)
+        factor = gl.exp2(sums)
+        factors_s.index(at + 1).store((gl.where(second, X, k_s.load(PAIRS).to(gl.float32)) * factor).to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        # rows of second halves from the product with the pairs, those of first halves from that with their transpose
+        other = warpgroup_mma(factors_s.index(at), factors_s.index(at + 1), zeros, use_acc=False, is_async=True)
+        other = warpgroup_mma(factors_s.index(at).permute((1, 0)), factors_s.index(at + 1), other, is_async=True)
+        other = warpgroup_mma_wait(0, deps=[other])
+        past = factors_s.index(at + 1).load(PAIRS).to(gl.float32) * other
+        reach = reach + gl.where(second, past, -past)
+        if ERASING and BEFORE:
+            by_erasing = by_erasing + gl.where(second, past, 0.0)
+        other = other * factor
+        dX = dX + gl.where(second, other, 0.0)
+        dK = dK + gl.where(second, 0.0, other)
+    return dX, dK, reach, by_erasing
 
 
 @gluon.jit
@@ -204,143 +249,90 @@ def gradients(
     parts_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
     triangles_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
     totals_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    values_s = gl.allocate_shared_memory(gl.bfloat16, [5, 64, 64], SHARED)
-
-    # what all products with the state read
-    value = (m // E) * V
-    copy_square(values_s.index(0), states, tile * V, block * 64, K)
-    copy_square(values_s.index(1), dstates, tile * V, block * 64, K)
-    copy_rows(values_s.index(2), do, token, value, stop, VALUES * V, STEPS)
-    copy_rows(values_s.index(3), dr, token, m * V, stop, M * V)
-    copy_rows(values_s.index(4), u, token, m * V, stop, M * V)
-    async_copy.commit_group()
     copy_rows(q_s, q, token, head, stop, HEADS * K, STEPS)
     copy_rows(k_s, k, token, head, stop, HEADS * K)
     if ERASE:
         copy_rows(a_s, erase, token, column, stop, M * K)
     copy_square(P_s, dP, tile * 64, 0, 64)
     copy_square(L_s, dL, tile * 64, 0, 64)
-    async_copy.commit_group()
-    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     store_triangles(triangles_s)
     store_parts(parts_s, load_decays(log_decay, token, column, stop, M * K, STEPS))
-    from_q, from_a, kept = zeros, zeros, zeros
+    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
+    from_q, from_a, dK = zeros, zeros, zeros
     through = gl.zeros([64], gl.float32, OF_COLUMNS)
-    for values in gl.static_range(V // 64):
-        if values > 0:
-            barrier()
-            copy_square(values_s.index(0), states, tile * V + values * 64, block * 64, K)
-            copy_square(values_s.index(1), dstates, tile * V + values * 64, block * 64, K)
-            copy_rows(values_s.index(2), do, token, value + values * 64, stop, VALUES * V, STEPS)
-            copy_rows(values_s.index(3), dr, token, m * V + values * 64, stop, M * V)
-            copy_rows(values_s.index(4), u, token, m * V + values * 64, stop, M * V)
-            async_copy.commit_group()
-            async_copy.wait_group(0)
-        else:
-            async_copy.wait_group(1)
+    values_s = gl.allocate_shared_memory(gl.bfloat16, [5, 64, 64], SHARED)
+    for values in range(0, V, 64):
+        barrier()
+        copy_square(values_s.index(0), states, tile * V + values, block * 64, K)
+        copy_square(values_s.index(1), dstates, tile * V + values, block * 64, K)
+        copy_rows(values_s.index(2), do, token, (m // E) * V + values, stop, VALUES * V, STEPS)
+        copy_rows(values_s.index(3), dr, token, m * V + values, stop, M * V)
+        copy_rows(values_s.index(4), u, token, m * V + values, stop, M * V)
+        async_copy.commit_group()
+        async_copy.wait_group(0)
         fence_async_shared()
         barrier()
         from_q = warpgroup_mma(values_s.index(2), values_s.index(0), from_q, is_async=True)
         from_a = warpgroup_mma(values_s.index(3), values_s.index(0), from_a, is_async=True)
-        kept = warpgroup_mma(values_s.index(4), values_s.index(1), kept, is_async=True)
+        dK = warpgroup_mma(values_s.index(4), values_s.index(1), dK, is_async=True)
         S, dS = values_s.index(0).load(PAIRS).to(gl.float32), values_s.index(1).load(PAIRS).to(gl.float32)
-        through += gl.sum(S * dS, 0)
-        from_q, from_a, kept = warpgroup_mma_wait(0, deps=[from_q, from_a, kept])
+        through = through + gl.sum(S * dS, 0)
+        from_q, from_a, dK = warpgroup_mma_wait(0, deps=[from_q, from_a, dK])
 
     before = add_twice(triangles_s.index(0), parts_s, zeros)
     after = add_twice(triangles_s.index(1), parts_s, zeros)
     before, after = warpgroup_mma_wait(0, deps=[before, after])
     store_totals(totals_s, before, after)
-    async_copy.wait_group(0)
-    fence_async_shared()
     barrier()
     write = strength(beta, token, stop, m, M) if beta is not None else 1.0
     b = from_start(before, totals_s)
-    from_q *= gl.exp2(b) * scale
+    dQ = from_q * (gl.exp2(b) * scale)
     if BEFORE:
-        own = parts_s.index(0).load(PAIRS).to(gl.float32) + parts_s.index(1).load(PAIRS).to(gl.float32)
-        b -= own
-    from_a *= -gl.exp2(b)
-    kept *= gl.exp2(to_end(after, totals_s))
+        b = b - own_decays(parts_s)
+    dA = from_a * -gl.exp2(b)
+    dK = dK * gl.exp2(to_end(after, totals_s))
     of_chunk = total_of(totals_s, 0) + total_of(totals_s, 1) + total_of(totals_s, 2) + total_of(totals_s, 3)
-    through *= gl.exp2(gl.sum(of_chunk, 0))
-
-    # `reach` are the parts of the gradient of decays that reach back past a token; those of pairs cancel exactly, since
-    # both of their tokens take the factors as the products take them, rounded to bf16
-    A = (erased(k_s, a_s, PRODUCT) if ERASE else k_s.load(PAIRS).to(gl.float32)) * write
-    by_erasing = A * from_a
-    reach = q_s.load(PAIRS).to(gl.float32) * from_q + by_erasing
-    dQ, dA, dK = from_q, from_a, zeros
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [8, 64, 64], SHARED)
-    for level in gl.static_range(LEVELS):
-        at = 4 * (level % 2)
-        second, here = is_second(level), separated(level)
-        sums = to_boundary(before, after, totals_s, level)
-        factor = gl.exp2(sums)
-        Kk = k_s.load(PAIRS).to(gl.float32)
-        factors_s.index(at).store(gl.where(here, P_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
-        factors_s.index(at + 1).store(gl.where(here, L_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
-        factors_s.index(at + 2).store((gl.where(second, q_s.load(PAIRS).to(gl.float32), Kk) * factor).to(gl.bfloat16))
-        A = (erased(k_s, a_s, PRODUCT) if ERASE else Kk) * write
-        factor_a = factor
-        if BEFORE:
-            own = parts_s.index(0).load(PAIRS).to(gl.float32) + parts_s.index(1).load(PAIRS).to(gl.float32)
-            factor_a = gl.where(second, gl.exp2(gl.minimum(sums - own, 0.0)), factor)
-        factors_s.index(at + 3).store((gl.where(second, A, Kk) * factor_a).to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        # rows of second halves from the products with P and L, those of first halves from those with Pᵀ and Lᵀ
-        of_P = warpgroup_mma(factors_s.index(at), factors_s.index(at + 2), zeros, use_acc=False, is_async=True)
-        of_P = warpgroup_mma(factors_s.index(at).permute((1, 0)), factors_s.index(at + 2), of_P, is_async=True)
-        of_L = warpgroup_mma(factors_s.index(at + 1), factors_s.index(at + 3), zeros, use_acc=False, is_async=True)
-        of_L = warpgroup_mma(factors_s.index(at + 1).permute((1, 0)), factors_s.index(at + 3), of_L, is_async=True)
-        of_P, of_L = warpgroup_mma_wait(0, deps=[of_P, of_L])
-        erasing = factors_s.index(at + 3).load(PAIRS).to(gl.float32) * of_L
-        past = factors_s.index(at + 2).load(PAIRS).to(gl.float32) * of_P + erasing
-        reach += gl.where(second, past, -past)
-        if BEFORE:
-            by_erasing += gl.where(second, erasing, 0.0)
-        of_P, of_L = of_P * factor, of_L * factor_a
-        dQ = dQ + gl.where(second, of_P, 0.0)
-        dA = dA + gl.where(second, of_L, 0.0)
-        dK = dK + gl.where(second, 0.0, of_P + of_L)
+    # the gradient of a decay is the sum of `reach` over its token and later ones, and `through`
+    kept = k_s.load(PAIRS).to(gl.float32) * dK
+    through = through * gl.exp2(gl.sum(of_chunk, 0)) + gl.sum(kept, 0)
+    by_erasing = erased(k_s, a_s, ERASE, PRODUCT) * write * dA
+    reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing - kept
+    factors_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
+    tiles = q_s, k_s, a_s, parts_s, totals_s, factors_s
+    dQ, dK, reach, _ = with_pairs(P_s, *tiles, before, after, write, dQ, dK, reach, zeros, False, ERASE, BEFORE, PRODUCT)
+    r = gl.arange(0, 64, OF_ROWS)
+    itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
+    store_rows(dq, token, column, stop, M * K, dQ + itself * k_s.load(PAIRS).to(gl.float32), STEPS)
+    dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
+    dA, dK, reach, by_erasing = with_pairs(
+        L_s, *tiles, before, after, write, dA, dK, reach, by_erasing, True, ERASE, BEFORE, PRODUCT
+    )
 
     if dg is not None:
         barrier()
-        triangles_s.index(0).store((columns() < rows()).to(gl.bfloat16))
-        triangles_s.index(1).store((columns() >= rows()).to(gl.bfloat16))
-        store_parts(factors_s, k_s.load(PAIRS).to(gl.float32) * kept)
-        store_parts(factors_s, reach, 2)
+        triangles_s.index(0).store((columns() >= rows()).to(gl.bfloat16))
+        store_parts(factors_s, reach)
         fence_async_shared()
         barrier()
         sums = add_twice(triangles_s.index(0), factors_s, zeros)
-        sums = add_twice(triangles_s.index(1), factors_s, sums, 2)
-        sums = warpgroup_mma_wait(0, deps=[sums])
-        sums += gl.expand_dims(through, 0)
+        sums = warpgroup_mma_wait(0, deps=[sums]) + gl.expand_dims(through, 0)
         if BEFORE:
-            sums -= by_erasing
+            sums = sums - by_erasing
         sums = gl.where(parts_s.index(0).load(PAIRS).to(gl.float32) <= LEAST, 0.0, sums)  # nothing passes a reset
-        r = rows()
-        valid = r < stop - token
+        valid = gl.expand_dims(r, 1) < stop - token
         if STEPS > 1:
-            valid = valid & ((token + r) % STEPS == 0)
+            valid = valid & ((token + gl.expand_dims(r, 1)) % STEPS == 0)
         gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), sums, mask=valid)
-
-    r = gl.arange(0, 64, OF_ROWS)
-    itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
-    Kk = k_s.load(PAIRS).to(gl.float32)
-    store_rows(dq, token, column, stop, M * K, dQ + itself * Kk, STEPS)
-    dK += kept + itself * q_s.load(PAIRS).to(gl.float32)
     erased_by = a_s.load(PAIRS).to(gl.float32)
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)
         gl.store(at, gl.sum(erased_by * dA, 1), mask=r < stop - token)
-        dA *= write
+        dA = dA * write
     if PRODUCT:
-        dK += dA * erased_by
-        dA *= Kk
+        dK = dK + dA * erased_by
+        dA = dA * k_s.load(PAIRS).to(gl.float32)
     if ERASE:
         store_rows(derase, token, column, stop, M * K, dA)
     else:
-        dK += dA
+        dK = dK + dA
     store_rows(dk, token, column, stop, M * K, dK)

@@ -18,7 +18,7 @@ from ....gpu.tiles import INTERPRETED
 from ..plan import block, key_block
 from ..select import GENERAL_CHUNKS, GENERAL_FORWARD, Case
 from .gradients import gradients, pairs
-from .prepare import prepare, solve_pairs
+from .prepare import prepare
 from .scalar_decay import scalar_gradients, scalar_prepare
 from .sequential_pass import scan_backward, scan_forward
 
@@ -175,7 +175,9 @@ class GeneralDeltaRule(Plan):
     @prepared
     def solve_pairs(self) -> LaunchSpec:
         """The inverse and the scores, after `pair_products`."""
-        return LaunchSpec(solve_pairs, self._pairs, self.slots * self.M, MERGE=self._merge, warps=4, stages=1)
+        from .hopper_solve import solve_pairs
+
+        return LaunchSpec(solve_pairs, self._pairs, self.slots * self.M, warps=4)
 
     @prepared
     def block_gradients(self) -> LaunchSpec:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ....gpu.halves import LEVELS, factor_at, places, separated, share_sums
-from ....gpu.tiles import CHUNK, chunk_at, exp2, load_pairs, load_tile, store_pairs, store_tile
+from ....gpu.tiles import CHUNK, chunk_at, exp2, load_tile, store_pairs, store_tile
 from ..prepare import unit_lower_inverse
 from ..steps import of_step
 from .decays import decays_of, strength_of
@@ -95,13 +95,3 @@ def prepare(
     solve = unit_lower_inverse(L, MERGE)
     store_pairs(inverse + tile * (CHUNK * CHUNK), solve)
     store_pairs(scores + tile * (CHUNK * CHUNK), tl.dot(P * scale, solve, input_precision=MERGE))
-
-
-@triton.jit
-def solve_pairs(products, inverse, scores, tiles, MERGE: tl.constexpr):
-    """Compute `inverse` and `scores` from L and scale · P, products [2,tiles,64,64] in fp32."""
-    tile = tl.program_id(0).to(tl.int64)
-    solve = unit_lower_inverse(load_pairs(products + tile * (CHUNK * CHUNK), tl.float32), MERGE)
-    P = load_pairs(products + (tiles + tile) * (CHUNK * CHUNK), tl.float32)
-    store_pairs(inverse + tile * (CHUNK * CHUNK), solve)
-    store_pairs(scores + tile * (CHUNK * CHUNK), tl.dot(P, solve, input_precision=MERGE))
