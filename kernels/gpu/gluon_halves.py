@@ -1,9 +1,8 @@
 """Decays per channel between the tokens of a chunk, by halves (`halves.py`), in Gluon: Hopper, eight warps, bf16.
 
-Tiles have 64 tokens and 64 channels, in the layout `PAIRS`, where the 16 tokens of a block are in one warp. Sums of
-decays come from products with triangles of ones, for blocks of 16 tokens: from the start of the block to a token, and
-from there to its end. So the sums at the boundaries inside a block are in other lanes of a warp, and only the totals of
-the blocks pass through shared memory.
+Tiles have 64 tokens and 64 channels. A warp has a block of 8 tokens, and a thread all 8 of 2 channels (layout `OCTETS`).
+So factors are products of decays inside a thread, without exponentials at each level, and only the totals of the eight
+blocks pass through shared memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,48 +12,37 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .gluon_tiles import OF_COLUMNS, OF_ROWS, PAIRS, async_load, at_tile, last_steps, opaque
+from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, at_tile, last_steps, opaque
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
+OCTETS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 64
-COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))
-OF_TOTALS = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
-# as `PAIRS`, but each thread has 4 neighbouring columns
-QUADS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]],
-        [[0, 8], [0, 4], [1, 0], [2, 0], [4, 0]],
-        [[16, 0], [32, 0], [0, 32]],
-        [],
-        [64, 64],
-    )
-)
+LINE = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
 
 
 @gluon.jit
 def rows():
-    """Numbers of the rows of a tile [64, 64], as a column."""
+    """Numbers of the rows of a tile [64, 64] in the layout `PAIRS`, as a column."""
     return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1)
 
 
 @gluon.jit
 def columns():
-    """Numbers of the columns of a tile, as a row."""
+    """Numbers of the columns of a tile in the layout `PAIRS`, as a row."""
     return gl.expand_dims(opaque(gl.arange(0, 64, OF_COLUMNS)), 0)
 
 
 @gluon.jit
-def is_second(level):
-    """Which rows are in the second half of a block of this level."""
-    return (rows() & (32 >> level)) != 0
+def is_second(LEVEL: gl.constexpr):
+    """Which rows of a tile in the layout `PAIRS` are in the second half of a block of this level."""
+    return (rows() & (32 >> LEVEL)) != 0
 
 
 @gluon.jit
-def separated(level):
+def separated(LEVEL: gl.constexpr):
     """Which pairs of tokens are in different halves of one block of this level."""
-    return ((rows() ^ columns()) >> (5 - level)) == 1
+    return ((rows() ^ columns()) >> (5 - LEVEL)) == 1
 
 
 @gluon.jit
@@ -72,11 +60,43 @@ def copy_square(shared, x, row, column, stride: gl.constexpr):
 
 
 @gluon.jit
+def load_rows(x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
+    """A tile [64, 64] in fp32; of `STEPS` rows per token, all but the last are zeros."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
+    at = at_tile(x, start, column, stride, OCTETS, 64, 64, STEPS)
+    return gl.load(at, mask=last_steps(r, start, stop, STEPS), other=0.0).to(gl.float32)
+
+
+@gluon.jit
 def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1):
     """Store a tile [64, 64] in bf16; of `STEPS` rows per token, only the last."""
-    tile = gl.convert_layout(value.to(gl.bfloat16), QUADS)
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, QUADS)), 1)
-    gl.store(at_tile(x, start, column, stride, QUADS, 64, 64, STEPS), tile, mask=last_steps(r, start, stop, STEPS))
+    tile = gl.convert_layout(value.to(gl.bfloat16), OCTETS)
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
+    gl.store(at_tile(x, start, column, stride, OCTETS, 64, 64, STEPS), tile, mask=last_steps(r, start, stop, STEPS))
+
+
+@gluon.jit
+def exp2(x):
+    """2^x, 0 below 2^−126."""
+    return gl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def load_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
+    """Decays e^g [64, 64] of rows, 1 for those that are not the first step of a token."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
+    mask = r < stop - start
+    if STEPS > 1:
+        mask = mask & ((start + r) % STEPS == 0)
+    g = gl.load(at_tile(log_decay, start, column, stride, OCTETS, 64, 64, STEPS), mask=mask, other=0.0)
+    return exp2(g.to(gl.float32) * LOG2E)
+
+
+@gluon.jit
+def product(x, y):
+    return x * y
 
 
 @gluon.jit
@@ -94,25 +114,6 @@ def store_parts(shared, x, FIRST: gl.constexpr = 0):
 
 
 @gluon.jit
-def load_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
-    """Log2 decays [64, 64] of rows, 0 for those that are not the first step of a token."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS)), 1)
-    mask = r < stop - start
-    if STEPS > 1:
-        mask = mask & ((start + r) % STEPS == 0)
-    g = gl.load(at_tile(log_decay, start, column, stride, COPY_DECAYS, 64, 64, STEPS), mask=mask, other=0.0)
-    return gl.maximum(g.to(gl.float32) * LOG2E, LEAST)
-
-
-@gluon.jit
-def store_triangles(triangles):
-    """Store ones for the tokens of a block of 16 up to a token, and for those after it."""
-    same = rows() // 16 == columns() // 16
-    triangles.index(0).store((same & (columns() <= rows())).to(gl.bfloat16))
-    triangles.index(1).store((same & (columns() > rows())).to(gl.bfloat16))
-
-
-@gluon.jit
 def add_twice(ones, parts, sums, FIRST: gl.constexpr = 0):
     """Start to add the product of ones and a tile that was stored in two parts."""
     sums = warpgroup_mma(ones, parts.index(FIRST + 1), sums, is_async=True)
@@ -120,51 +121,115 @@ def add_twice(ones, parts, sums, FIRST: gl.constexpr = 0):
 
 
 @gluon.jit
-def store_totals(totals, before, after):
-    """Store the sums of the decays of the four blocks of 16 tokens, 64 numbers each."""
-    of_block = gl.where(rows() % 16 == 0, before + after, 0.0)
-    totals.store(gl.convert_layout(gl.reshape(gl.sum(gl.reshape(of_block, [4, 16, 64]), 1), [256]), OF_TOTALS))
+def in_second(x, HALF: gl.constexpr):
+    """Which rows of blocks x [64 / (2 HALF), 2 HALF, 64] are in the second half."""
+    LAYOUT: gl.constexpr = x.type.layout
+    r = gl.arange(0, 2 * HALF, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    return gl.expand_dims(gl.expand_dims(r, 0), 2) >= HALF
 
 
 @gluon.jit
-def total_of(totals, BLOCK: gl.constexpr):
-    """The sum of the decays of a block of 16 tokens [1, 64]."""
-    return gl.expand_dims(totals.slice(BLOCK * 64, 64).load(OF_COLUMNS), 0)
+def in_blocks(x, ROWS: gl.constexpr):
+    return gl.reshape(x, [64 // ROWS, ROWS, 64])
 
 
 @gluon.jit
-def number(condition):
-    return gl.where(condition, 1.0, 0.0)
+def as_tile(x):
+    return gl.convert_layout(gl.reshape(x, [64, 64]), OCTETS)
 
 
 @gluon.jit
-def from_start(before, totals):
-    """Sums of decays from the start of the chunk to each token."""
-    block = rows() // 16
-    b = before + number(block > 0) * total_of(totals, 0)
-    return b + number(block > 1) * total_of(totals, 1) + number(block > 2) * total_of(totals, 2)
+def factor_inside(until, after, HALF: gl.constexpr):
+    """Decays between each token and the boundary in its block of 2 · HALF tokens, at most 8.
+
+    Args:
+        until: Product of the decays from the start of a block of HALF tokens to each token.
+        after: From after it to the end of the block.
+        HALF: Tokens of half a block.
+    """
+    u = in_blocks(until, 2 * HALF)
+    return as_tile(gl.where(in_second(u, HALF), u, in_blocks(after, 2 * HALF)))
+
+
+@gluon.jit
+def doubled(until, after, decay, HALF: gl.constexpr):
+    """`until` and `after` for blocks of 2 · HALF tokens."""
+    u, a, d = in_blocks(until, 2 * HALF), in_blocks(after, 2 * HALF), in_blocks(decay, 2 * HALF)
+    second = in_second(u, HALF)
+    of_first = gl.expand_dims(gl.reduce(gl.where(second, 1.0, d), 1, product), 1)
+    of_second = gl.expand_dims(gl.reduce(gl.where(second, d, 1.0), 1, product), 1)
+    return as_tile(gl.where(second, u * of_first, u)), as_tile(gl.where(second, a, a * of_second))
+
+
+@gluon.jit
+def store_totals(totals, decay):
+    """Store the products of the decays of the eight blocks of 8 tokens, 64 numbers each."""
+    of_block = gl.reduce(in_blocks(decay, 8), 1, product)
+    totals.store(gl.convert_layout(gl.reshape(of_block, [512]), LINE))
+
+
+@gluon.jit
+def total_of(totals, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
+    """The product of the decays of a block of 8 tokens [1, 64]."""
+    return gl.expand_dims(totals.slice(BLOCK * 64, 64).load(gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@gluon.jit
+def across(totals, tile, FROM: gl.constexpr, TO: gl.constexpr):
+    """Per block of 8 tokens, the decays of the blocks between it and the boundary before block (FROM + TO) / 2.
+
+    Only for blocks from FROM to TO; others have 1. With FROM = TO, all blocks before each block; with TO < FROM, after.
+    """
+    blocks = in_blocks(tile, 8)
+    LAYOUT: gl.constexpr = gl.SliceLayout(1, blocks.type.layout)
+    w = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LAYOUT)), 1)
+    decays = gl.zeros([8, 64], gl.float32, LAYOUT) + 1.0
+    for block in gl.static_range(8):
+        t = total_of(totals, block, LAYOUT)
+        if FROM == TO:
+            decays *= gl.where(w > block, t, 1.0)
+        elif TO < FROM:
+            decays *= gl.where(w < block, t, 1.0)
+        elif FROM <= block and block < TO:
+            if block < (FROM + TO) // 2:
+                decays *= gl.where((w >= FROM) & (w < block), t, 1.0)
+            else:
+                decays *= gl.where((w > block) & (w < TO), t, 1.0)
+    return gl.expand_dims(decays, 1)
+
+
+@gluon.jit
+def from_start(until, totals):
+    """Decays from the start of the chunk to each token, for `until` of blocks of 8."""
+    return as_tile(in_blocks(until, 8) * across(totals, until, 0, 0))
 
 
 @gluon.jit
 def to_end(after, totals):
-    """Sums of decays from after each token to the end of the chunk."""
-    block = rows() // 16
-    rest = after + number(block < 3) * total_of(totals, 3)
-    return rest + number(block < 2) * total_of(totals, 2) + number(block < 1) * total_of(totals, 1)
+    """Decays from after each token to the end of the chunk."""
+    return as_tile(in_blocks(after, 8) * across(totals, after, 8, 0))
 
 
 @gluon.jit
-def to_boundary(before, after, totals, level):
-    """Sums of decays between each token and the boundary in its block of this level; none is positive."""
-    blocks = gl.reshape(before, [4, 16, 64])
-    LAYOUT: gl.constexpr = blocks.type.layout
-    place = gl.expand_dims(gl.expand_dims(opaque(gl.arange(0, 16, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))), 0), 2)
-    half = 32 >> level
-    last = (place & -(2 * half)) + (half - 1)  # of the first half of the block; levels 0 and 1 have none inside
-    at = gl.gather(blocks, gl.where(blocks <= 0, gl.minimum(last, 15), 0), 1)
-    inside = -gl.abs(before - gl.convert_layout(gl.reshape(at, [64, 64]), PAIRS))
-    block = rows() // 16
-    far = number(level == 0)
-    second = before + far * number(block == 3) * total_of(totals, 2)
-    first = after + far * number(block == 0) * total_of(totals, 1)
-    return gl.where(level < 2, gl.where(is_second(level), second, first), inside)
+def of_chunk(totals, LAYOUT: gl.constexpr):
+    """The decay of the whole chunk [1, 64]."""
+    decay = total_of(totals, 0, LAYOUT)
+    for block in gl.static_range(1, 8):
+        decay *= total_of(totals, block, LAYOUT)
+    return decay
+
+
+@gluon.jit
+def factor_across(until, after, totals, LEVEL: gl.constexpr):
+    """Decays between each token and the boundary in its block of levels 0 to 2, for `until` and `after` of blocks of 8."""
+    HALF: gl.constexpr = 4 >> LEVEL  # blocks of 8 in half a block
+    u = in_blocks(until, 8)
+    LAYOUT: gl.constexpr = u.type.layout
+    w = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
+    second = (gl.expand_dims(gl.expand_dims(w, 1), 2) & HALF) != 0
+    nearest = gl.where(second, u, in_blocks(after, 8))
+    if LEVEL == 0:
+        nearest = nearest * across(totals, until, 0, 8)
+    elif LEVEL == 1:
+        nearest = nearest * across(totals, until, 0, 4) * across(totals, until, 4, 8)
+    return as_tile(nearest)

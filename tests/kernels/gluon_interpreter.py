@@ -261,6 +261,8 @@ def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Te
     """What a line of PTX computes."""
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
+    if asm.startswith("ex2"):
+        return arguments[0].exp2()
     return arguments[0].tanh() if "tanh" in asm else arguments[0]
 
 
@@ -302,6 +304,7 @@ class Language(ModuleType):
     convert_layout = staticmethod(lambda x, layout: x)
     cdiv = staticmethod(lambda n, size: -(-n // size))
     inline_asm_elementwise = staticmethod(in_line)
+    reduce = staticmethod(lambda x, axis, combine: x.prod(axis))  # all of them are products
     associative_scan = staticmethod(lambda x, axis, combine: x.cumsum(axis))  # all of them are sums
     split = staticmethod(lambda x: x.unbind(-1))
     join = staticmethod(lambda x, y: torch.stack([x, y], -1))

@@ -1,7 +1,8 @@
 """The work of the general delta rule that is done chunk by chunk, in Gluon: Hopper, bf16, decays per channel.
 
-`pair_products` computes what `prepare.py` does but for the inverse: P, L, Q̃, Ã, K̂ and e^{b_C}, in blocks of 64 keys. `gradients` is that of
-`gradients.py`, for one such block. Letters as there; decays between tokens come by halves (`gpu/gluon_halves.py`).
+`pair_products` computes what `prepare.py` does but for the inverse: P, L, Q̃, Ã, K̂ and e^{b_C}, in blocks of 64 keys.
+`gradients` is that of `gradients.py`, for one such block. Letters as there; decays between tokens come by halves
+(`gpu/gluon_halves.py`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,51 +14,59 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.gluon_halves import (
-    LEAST,
-    LEVELS,
+    LOG2E,
+    OCTETS,
     add_twice,
     columns,
     copy_rows,
     copy_square,
+    doubled,
+    factor_across,
+    factor_inside,
     from_start,
     is_second,
     load_decays,
+    load_rows,
+    of_chunk,
     rows,
     separated,
     store_parts,
     store_rows,
     store_totals,
-    store_triangles,
-    to_boundary,
     to_end,
-    total_of,
 )
 from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, at_tile, barrier
 
+LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
+FACTORS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+
 
 @gluon.jit
-def strength(beta, token, stop, m, M: gl.constexpr):
+def strength(beta, token, stop, m, M: gl.constexpr, LAYOUT: gl.constexpr):
     """β of the rows of a chunk [64, 1]."""
-    r = gl.arange(0, 64, OF_ROWS)
+    r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
     at = beta + (token.to(gl.int64) * M + m + r * M)
     return gl.expand_dims(gl.load(at, mask=r < stop - token, other=0.0).to(gl.float32), 1)
 
 
 @gluon.jit
-def erased(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr):
-    """The erase keys without β, in fp32."""
-    A = k_s.load(PAIRS).to(gl.float32)
-    if PRODUCT:
-        A = A * a_s.load(PAIRS).to(gl.float32)
-    elif ERASE:
-        A = a_s.load(PAIRS).to(gl.float32)
-    return A
-
-
-@gluon.jit
-def own_decays(parts_s):
-    """The log2 decays of the rows themselves."""
-    return parts_s.index(0).load(PAIRS).to(gl.float32) + parts_s.index(1).load(PAIRS).to(gl.float32)
+def multiply_pairs(
+    factors_s, Q, Kk, A, factor, factor_a, P, L, LEVEL: gl.constexpr, SEPARATE: gl.constexpr
+):  # fmt: skip
+    """Take P and L of the pairs that a level separates from the products of factors, added to those of other keys."""
+    at: gl.constexpr = 3 * (LEVEL % 2)
+    factors_s.index(at).store((Q * factor).to(gl.bfloat16))
+    factors_s.index(at + 1).store((Kk * factor).to(gl.bfloat16))
+    if SEPARATE:
+        factors_s.index(at + 2).store((A * factor_a).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    earlier = factors_s.index(at + 1).permute((1, 0))
+    of_q = warpgroup_mma(factors_s.index(at), earlier, P, is_async=True)
+    of_a = warpgroup_mma(factors_s.index(at + 2 if SEPARATE else at + 1), earlier, L, is_async=True)
+    of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
+    here = separated(LEVEL) & (columns() < rows())
+    return gl.where(here, of_q, P), gl.where(here, of_a, L)
 
 
 @gluon.jit
@@ -90,112 +99,122 @@ def pair_products(
     HEADS: gl.constexpr = M // R  # of q and k
     head = ((m // (E * R)) * E + m % E) * K
     ERASE: gl.constexpr = erase is not None
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
-    parts_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    triangles_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    totals_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [6 if ERASE or BEFORE else 4, 64, 64], SHARED)
-    store_triangles(triangles_s)
+    SEPARATE: gl.constexpr = ERASE or BEFORE  # whether the erase keys with their decays are other than β times the keys
+    factors_s = gl.allocate_shared_memory(gl.bfloat16, [6, 64, 64], SHARED)
+    totals_s = gl.allocate_shared_memory(gl.float32, [512], FLAT)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
+    ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
     P, L = zeros, zeros
     for block in range(K // 64):
         column = m * K + block * 64
-        barrier()
-        copy_rows(q_s, q, token, head + block * 64, stop, HEADS * K, STEPS)
-        copy_rows(k_s, k, token, head + block * 64, stop, HEADS * K)
+        decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
+        Q = load_rows(q, token, head + block * 64, stop, HEADS * K, STEPS)
+        Kk = load_rows(k, token, head + block * 64, stop, HEADS * K)
+        A = Kk
         if ERASE:
-            copy_rows(a_s, erase, token, column, stop, M * K)
-        async_copy.commit_group()
-        store_parts(parts_s, load_decays(log_decay, token, column, stop, M * K, STEPS))
-        fence_async_shared()
+            A = load_rows(erase, token, column, stop, M * K)
+            if PRODUCT:
+                A = A * Kk
         barrier()
-        before = add_twice(triangles_s.index(0), parts_s, zeros)
-        after = add_twice(triangles_s.index(1), parts_s, zeros)
-        before, after = warpgroup_mma_wait(0, deps=[before, after])
-        store_totals(totals_s, before, after)
-        async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
-        b = from_start(before, totals_s)
-        Q, Kk = q_s.load(PAIRS).to(gl.float32), k_s.load(PAIRS).to(gl.float32)
-        store_rows(read_q, token, column, stop, M * K, Q * (gl.exp2(b) * scale), STEPS)
-        store_rows(keep, token, column, stop, M * K, Kk * gl.exp2(to_end(after, totals_s)))
-        A = erased(k_s, a_s, ERASE, PRODUCT)
-        if beta is not None:
-            A = A * strength(beta, token, stop, m, M)
-        if BEFORE:
-            b = b - own_decays(parts_s)
-        store_rows(read_a, token, column, stop, M * K, A * gl.exp2(b))
-        of_chunk = total_of(totals_s, 0) + total_of(totals_s, 1) + total_of(totals_s, 2) + total_of(totals_s, 3)
-        gl.store(total + (tile * K + block * 64 + columns()), gl.exp2(of_chunk))
-
+        store_totals(totals_s, decay)
         # the pairs of a token with itself, which do not decay
-        with_itself = warpgroup_mma(q_s, k_s.permute((1, 0)), P, is_async=True)
-        P = gl.where(rows() == columns(), warpgroup_mma_wait(0, deps=[with_itself]), P)
-        for level in range(LEVELS):
-            at = (3 if ERASE or BEFORE else 2) * (level % 2)
-            sums = to_boundary(before, after, totals_s, level)
-            factor = gl.exp2(sums)
-            factors_s.index(at).store((q_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
-            factors_s.index(at + 1).store((k_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
+        factors_s.index(0).store(Q.to(gl.bfloat16))
+        factors_s.index(1).store(Kk.to(gl.bfloat16))
+        fence_async_shared()
+        barrier()
+        itself = warpgroup_mma(factors_s.index(0), factors_s.index(1).permute((1, 0)), P, is_async=True)
+        P = gl.where(rows() == columns(), warpgroup_mma_wait(0, deps=[itself]), P)
+        until, after, past = decay, ones, ones
+        for exponent in gl.static_range(3):
+            factor = factor_inside(until, after, 1 << exponent)
+            factor_a = factor_inside(past, after, 1 << exponent) if BEFORE else factor
+            P, L = multiply_pairs(factors_s, Q, Kk, A, factor, factor_a, P, L, 5 - exponent, SEPARATE)
             if BEFORE:
-                factor = gl.exp2(gl.minimum(sums - own_decays(parts_s), 0.0))
-            if ERASE or BEFORE:
-                factors_s.index(at + 2).store((erased(k_s, a_s, ERASE, PRODUCT) * factor).to(gl.bfloat16))
-            fence_async_shared()
-            barrier()
-            earlier = factors_s.index(at + 1).permute((1, 0))
-            of_q = warpgroup_mma(factors_s.index(at), earlier, P, is_async=True)
-            of_a = warpgroup_mma(factors_s.index(at + 2 if ERASE or BEFORE else at + 1), earlier, L, is_async=True)
-            of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
-            here = separated(level) & (columns() < rows())
-            P, L = gl.where(here, of_q, P), gl.where(here, of_a, L)
+                past, _ = doubled(past, after, decay, 1 << exponent)
+            until, after = doubled(until, after, decay, 1 << exponent)
+        for level in gl.static_range(3):
+            factor = factor_across(until, after, totals_s, 2 - level)
+            factor_a = factor_across(past, after, totals_s, 2 - level) if BEFORE else factor
+            P, L = multiply_pairs(factors_s, Q, Kk, A, factor, factor_a, P, L, 2 - level, SEPARATE)
+        entering = from_start(until, totals_s)
+        store_rows(read_q, token, column, stop, M * K, Q * (entering * scale), STEPS)
+        store_rows(keep, token, column, stop, M * K, Kk * to_end(after, totals_s))
+        if BEFORE:
+            entering = from_start(past, totals_s)
+        if beta is not None:
+            entering = entering * strength(beta, token, stop, m, M, OCTETS)
+        store_rows(read_a, token, column, stop, M * K, A * entering)
+        gl.store(total + (tile * K + block * 64 + columns()), of_chunk(totals_s, PAIRS))
     if beta is not None:
-        L *= strength(beta, token, stop, m, M)
+        L = L * strength(beta, token, stop, m, M, PAIRS)
     gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), L)
     gl.store(at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64), P * scale)
 
 
 @gluon.jit
-def with_pairs(
-    pairs_s, q_s, k_s, a_s, parts_s, totals_s, factors_s, before, after, write, dX, dK, reach, by_erasing,
-    ERASING: gl.constexpr, ERASE: gl.constexpr, BEFORE: gl.constexpr, PRODUCT: gl.constexpr,
+def in_pairs(room, x):
+    """x in the layout `PAIRS`."""
+    barrier()
+    room.store(x)
+    barrier()
+    return room.load(PAIRS)
+
+
+@gluon.jit
+def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+    """The erase keys without β, in fp32."""
+    A = k_s.load(LAYOUT).to(gl.float32)
+    if PRODUCT:
+        A = A * a_s.load(LAYOUT).to(gl.float32)
+    elif ERASE:
+        A = a_s.load(LAYOUT).to(gl.float32)
+    return A
+
+
+@gluon.jit
+def add_pairs(
+    q_s, k_s, a_s, P_s, L_s, factors_s, room, factor, factor_a, write, dQ, dA, dK, reach, by_erasing,
+    LEVEL: gl.constexpr, ERASE: gl.constexpr, BEFORE: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Add what the pairs of tokens contribute to the gradients of queries (or erase keys), keys and decays.
+    """Add what the pairs that a level separates contribute to the gradients of queries, erase keys, keys and decays.
 
     In `reach` the two parts of a pair cancel exactly for later decays, since both take the factors as the products take
     them, rounded to bf16.
     """
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
-    for level in range(LEVELS):
-        at = 2 * (level % 2)
-        second = is_second(level)
-        factors_s.index(at).store(gl.where(separated(level), pairs_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
-        sums = to_boundary(before, after, totals_s, level)
-        if ERASING:
-            if BEFORE:
-                sums = gl.where(second, gl.minimum(sums - own_decays(parts_s), 0.0), sums)
-            X = erased(k_s, a_s, ERASE, PRODUCT) * write
-        else:
-            X = q_s.load(PAIRS).to(gl.float32)
-        factor = gl.exp2(sums)
-        factors_s.index(at + 1).store((gl.where(second, X, k_s.load(PAIRS).to(gl.float32)) * factor).to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        # rows of second halves from the product with the pairs, those of first halves from that with their transpose
-        other = warpgroup_mma(factors_s.index(at), factors_s.index(at + 1), zeros, use_acc=False, is_async=True)
-        other = warpgroup_mma(factors_s.index(at).permute((1, 0)), factors_s.index(at + 1), other, is_async=True)
-        other = warpgroup_mma_wait(0, deps=[other])
-        past = factors_s.index(at + 1).load(PAIRS).to(gl.float32) * other
-        reach = reach + gl.where(second, past, -past)
-        if ERASING and BEFORE:
-            by_erasing = by_erasing + gl.where(second, past, 0.0)
-        other = other * factor
-        dX = dX + gl.where(second, other, 0.0)
-        dK = dK + gl.where(second, 0.0, other)
-    return dX, dK, reach, by_erasing
+    barrier()
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
+    later = (r & (32 >> LEVEL)) != 0
+    Kk = k_s.load(OCTETS).to(gl.float32)
+    factors_s.index(2).store((gl.where(later, q_s.load(OCTETS).to(gl.float32), Kk) * factor).to(gl.bfloat16))
+    A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS) * write
+    factors_s.index(3).store((gl.where(later, A * factor_a, Kk * factor)).to(gl.bfloat16))
+    room.store(factor)
+    second, here = is_second(LEVEL), separated(LEVEL)
+    factors_s.index(0).store(gl.where(here, P_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
+    factors_s.index(1).store(gl.where(here, L_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
+    fence_async_shared()
+    barrier()
+    # rows of second halves from the products with the pairs, those of first halves from those with their transposes
+    of_P = warpgroup_mma(factors_s.index(0), factors_s.index(2), zeros, use_acc=False, is_async=True)
+    of_P = warpgroup_mma(factors_s.index(0).permute((1, 0)), factors_s.index(2), of_P, is_async=True)
+    of_L = warpgroup_mma(factors_s.index(1), factors_s.index(3), zeros, use_acc=False, is_async=True)
+    of_L = warpgroup_mma(factors_s.index(1).permute((1, 0)), factors_s.index(3), of_L, is_async=True)
+    of_P, of_L = warpgroup_mma_wait(0, deps=[of_P, of_L])
+    erasing = factors_s.index(3).load(PAIRS).to(gl.float32) * of_L
+    past = factors_s.index(2).load(PAIRS).to(gl.float32) * of_P + erasing
+    reach = reach + gl.where(second, past, -past)
+    factor = room.load(PAIRS)
+    of_P = of_P * factor
+    dQ = dQ + gl.where(second, of_P, 0.0)
+    if BEFORE:
+        by_erasing = by_erasing + gl.where(second, erasing, 0.0)
+        of_L = of_L * gl.where(second, in_pairs(room, factor_a), factor)
+    else:
+        of_L = of_L * factor
+    dA = dA + gl.where(second, of_L, 0.0)
+    dK = dK + gl.where(second, 0.0, of_P + of_L)
+    return dQ, dA, dK, reach, by_erasing
 
 
 @gluon.jit
@@ -246,17 +265,15 @@ def gradients(
     a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
     P_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     L_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    parts_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    triangles_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    totals_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    totals_s = gl.allocate_shared_memory(gl.float32, [512], FLAT)
     copy_rows(q_s, q, token, head, stop, HEADS * K, STEPS)
     copy_rows(k_s, k, token, head, stop, HEADS * K)
     if ERASE:
         copy_rows(a_s, erase, token, column, stop, M * K)
     copy_square(P_s, dP, tile * 64, 0, 64)
     copy_square(L_s, dL, tile * 64, 0, 64)
-    store_triangles(triangles_s)
-    store_parts(parts_s, load_decays(log_decay, token, column, stop, M * K, STEPS))
+    decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
+    store_totals(totals_s, decay)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     from_q, from_a, dK = zeros, zeros, zeros
     through = gl.zeros([64], gl.float32, OF_COLUMNS)
@@ -279,58 +296,77 @@ def gradients(
         through = through + gl.sum(S * dS, 0)
         from_q, from_a, dK = warpgroup_mma_wait(0, deps=[from_q, from_a, dK])
 
-    before = add_twice(triangles_s.index(0), parts_s, zeros)
-    after = add_twice(triangles_s.index(1), parts_s, zeros)
-    before, after = warpgroup_mma_wait(0, deps=[before, after])
-    store_totals(totals_s, before, after)
-    barrier()
-    write = strength(beta, token, stop, m, M) if beta is not None else 1.0
-    b = from_start(before, totals_s)
-    dQ = from_q * (gl.exp2(b) * scale)
+    factors_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
+    room = gl.allocate_shared_memory(gl.float32, [64, 64], FACTORS)
+    ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
+    write, write_p = 1.0, 1.0
+    if beta is not None:
+        write, write_p = strength(beta, token, stop, m, M, OCTETS), strength(beta, token, stop, m, M, PAIRS)
+    until, after, past = decay, ones, ones
+    for exponent in gl.static_range(3):
+        if BEFORE:
+            past, _ = doubled(past, after, decay, 1 << exponent)
+        until, after = doubled(until, after, decay, 1 << exponent)
+    entering = in_pairs(room, from_start(until, totals_s))
+    dQ = from_q * (entering * scale)
     if BEFORE:
-        b = b - own_decays(parts_s)
-    dA = from_a * -gl.exp2(b)
-    dK = dK * gl.exp2(to_end(after, totals_s))
-    of_chunk = total_of(totals_s, 0) + total_of(totals_s, 1) + total_of(totals_s, 2) + total_of(totals_s, 3)
+        entering = in_pairs(room, from_start(past, totals_s))
+    dA = from_a * -entering
+    dK = dK * in_pairs(room, to_end(after, totals_s))
     # the gradient of a decay is the sum of `reach` over its token and later ones, and `through`
     kept = k_s.load(PAIRS).to(gl.float32) * dK
-    through = through * gl.exp2(gl.sum(of_chunk, 0)) + gl.sum(kept, 0)
-    by_erasing = erased(k_s, a_s, ERASE, PRODUCT) * write * dA
+    through = through * gl.sum(of_chunk(totals_s, PAIRS), 0) + gl.sum(kept, 0)
+    by_erasing = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write_p * dA
     reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing - kept
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
-    tiles = q_s, k_s, a_s, parts_s, totals_s, factors_s
-    dQ, dK, reach, _ = with_pairs(P_s, *tiles, before, after, write, dQ, dK, reach, zeros, False, ERASE, BEFORE, PRODUCT)
+    for level in gl.static_range(3):
+        factor = factor_across(until, after, totals_s, level)
+        factor_a = factor_across(past, after, totals_s, level) if BEFORE else factor
+        dQ, dA, dK, reach, by_erasing = add_pairs(
+            q_s, k_s, a_s, P_s, L_s, factors_s, room, factor, factor_a, write, dQ, dA, dK, reach, by_erasing,
+            level, ERASE, BEFORE, PRODUCT,
+        )  # fmt: skip
+    until, after, past = decay, ones, ones
+    for exponent in gl.static_range(3):
+        factor = factor_inside(until, after, 1 << exponent)
+        factor_a = factor_inside(past, after, 1 << exponent) if BEFORE else factor
+        dQ, dA, dK, reach, by_erasing = add_pairs(
+            q_s, k_s, a_s, P_s, L_s, factors_s, room, factor, factor_a, write, dQ, dA, dK, reach, by_erasing,
+            5 - exponent, ERASE, BEFORE, PRODUCT,
+        )  # fmt: skip
+        if BEFORE:
+            past, _ = doubled(past, after, decay, 1 << exponent)
+        until, after = doubled(until, after, decay, 1 << exponent)
+
     r = gl.arange(0, 64, OF_ROWS)
     itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
-    store_rows(dq, token, column, stop, M * K, dQ + itself * k_s.load(PAIRS).to(gl.float32), STEPS)
-    dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
-    dA, dK, reach, by_erasing = with_pairs(
-        L_s, *tiles, before, after, write, dA, dK, reach, by_erasing, True, ERASE, BEFORE, PRODUCT
-    )
-
     if dg is not None:
         barrier()
-        triangles_s.index(0).store((columns() >= rows()).to(gl.bfloat16))
+        factors_s.index(2).store((columns() >= rows()).to(gl.bfloat16))
         store_parts(factors_s, reach)
         fence_async_shared()
         barrier()
-        sums = add_twice(triangles_s.index(0), factors_s, zeros)
+        sums = add_twice(factors_s.index(2), factors_s, zeros)
         sums = warpgroup_mma_wait(0, deps=[sums]) + gl.expand_dims(through, 0)
         if BEFORE:
             sums = sums - by_erasing
-        sums = gl.where(parts_s.index(0).load(PAIRS).to(gl.float32) <= LEAST, 0.0, sums)  # nothing passes a reset
         valid = gl.expand_dims(r, 1) < stop - token
         if STEPS > 1:
             valid = valid & ((token + gl.expand_dims(r, 1)) % STEPS == 0)
+        at = at_tile(log_decay, token, column, M * K, PAIRS, 64, 64, STEPS)
+        g = gl.load(at, mask=valid, other=0.0).to(gl.float32)
+        sums = gl.where(g * LOG2E <= LEAST, 0.0, sums)  # nothing passes a reset
         gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), sums, mask=valid)
+    Kk = k_s.load(PAIRS).to(gl.float32)
+    store_rows(dq, token, column, stop, M * K, dQ + itself * Kk, STEPS)
+    dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
     erased_by = a_s.load(PAIRS).to(gl.float32)
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)
         gl.store(at, gl.sum(erased_by * dA, 1), mask=r < stop - token)
-        dA = dA * write
+        dA = dA * write_p
     if PRODUCT:
         dK = dK + dA * erased_by
-        dA = dA * k_s.load(PAIRS).to(gl.float32)
+        dA = dA * Kk
     if ERASE:
         store_rows(derase, token, column, stop, M * K, dA)
     else:
