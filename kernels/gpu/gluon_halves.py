@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, at_tile, last_steps, opaque
+from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, at_tile, barrier, last_steps, opaque
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -34,15 +34,15 @@ def columns():
 
 
 @gluon.jit
-def is_second(LEVEL: gl.constexpr):
+def is_second(level):
     """Which rows of a tile in the layout `PAIRS` are in the second half of a block of this level."""
-    return (rows() & (32 >> LEVEL)) != 0
+    return (rows() & (32 >> level)) != 0
 
 
 @gluon.jit
-def separated(LEVEL: gl.constexpr):
+def separated(level):
     """Which pairs of tokens are in different halves of one block of this level."""
-    return ((rows() ^ columns()) >> (5 - LEVEL)) == 1
+    return ((rows() ^ columns()) >> (5 - level)) == 1
 
 
 @gluon.jit
@@ -61,10 +61,10 @@ def copy_square(shared, x, row, column, stride: gl.constexpr):
 
 @gluon.jit
 def load_rows(x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
-    """A tile [64, 64] in fp32; of `STEPS` rows per token, all but the last are zeros."""
+    """A tile [64, 64]; of `STEPS` rows per token, all but the last are zeros."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
     at = at_tile(x, start, column, stride, OCTETS, 64, 64, STEPS)
-    return gl.load(at, mask=last_steps(r, start, stop, STEPS), other=0.0).to(gl.float32)
+    return gl.load(at, mask=last_steps(r, start, stop, STEPS), other=0.0)
 
 
 @gluon.jit
@@ -152,20 +152,38 @@ def factor_inside(until, after, HALF: gl.constexpr):
 
 
 @gluon.jit
-def doubled(until, after, decay, HALF: gl.constexpr):
+def at_row(x, ROW: gl.constexpr):
+    """Row ROW of blocks x [n, rows, 64], as [n, 1, 64]."""
+    LAYOUT: gl.constexpr = x.type.layout
+    r = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    here = gl.expand_dims(gl.expand_dims(r, 0), 2) == ROW
+    return gl.expand_dims(gl.reduce(gl.where(here, x, 1.0), 1, product), 1)
+
+
+@gluon.jit
+def doubled(until, after, HALF: gl.constexpr):
     """`until` and `after` for blocks of 2 · HALF tokens."""
-    u, a, d = in_blocks(until, 2 * HALF), in_blocks(after, 2 * HALF), in_blocks(decay, 2 * HALF)
+    u, a = in_blocks(until, 2 * HALF), in_blocks(after, 2 * HALF)
     second = in_second(u, HALF)
-    of_first = gl.expand_dims(gl.reduce(gl.where(second, 1.0, d), 1, product), 1)
-    of_second = gl.expand_dims(gl.reduce(gl.where(second, d, 1.0), 1, product), 1)
+    of_first, of_second = at_row(u, HALF - 1), at_row(u, 2 * HALF - 1)
     return as_tile(gl.where(second, u * of_first, u)), as_tile(gl.where(second, a, a * of_second))
 
 
 @gluon.jit
-def store_totals(totals, decay):
-    """Store the products of the decays of the eight blocks of 8 tokens, 64 numbers each."""
-    of_block = gl.reduce(in_blocks(decay, 8), 1, product)
-    totals.store(gl.convert_layout(gl.reshape(of_block, [512]), LINE))
+def doubled_before(past, until, HALF: gl.constexpr):
+    """Decays from the start of blocks of 2 · HALF tokens to before each token, from those of blocks of HALF tokens."""
+    x, u = in_blocks(past, 2 * HALF), in_blocks(until, 2 * HALF)
+    return as_tile(gl.where(in_second(u, HALF), x * at_row(u, HALF - 1), x))
+
+
+@gluon.jit
+def store_totals(totals, until):
+    """Store the decays of the eight blocks of 8 tokens, 64 numbers each, for `until` of such blocks."""
+    u = in_blocks(until, 8)
+    LAYOUT: gl.constexpr = u.type.layout
+    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    last = gl.where(gl.expand_dims(gl.expand_dims(r, 0), 2) == 7, u, 1.0)
+    totals.store(gl.convert_layout(gl.reshape(gl.reduce(last, 1, product), [512]), LINE))
 
 
 @gluon.jit
@@ -233,3 +251,36 @@ def factor_across(until, after, totals, LEVEL: gl.constexpr):
     elif LEVEL == 1:
         nearest = nearest * across(totals, until, 0, 4) * across(totals, until, 4, 8)
     return as_tile(nearest)
+
+
+@gluon.jit
+def store_factors(factors, totals, decay, BEFORE: gl.constexpr):
+    """Store the decays between each token and the boundary in its block, for all levels.
+
+    Factors are at most 1, so that fp16 has all the digits that matter.
+
+    Args:
+        factors: Six tiles in fp16, the first of which is that of level 0; with `BEFORE` six more, in which tokens of
+            second halves leave out their own decay.
+        totals: 512 numbers in shared memory.
+        decay: Decays of the tokens.
+        BEFORE: Whether erase keys read the state before it decays.
+
+    Returns:
+        Decays from the start of blocks of 8 tokens to each token, from after it to the end, and to before it.
+    """
+    ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
+    until, after, past = decay, ones, ones
+    for exponent in gl.static_range(3):
+        factors.index(5 - exponent).store(factor_inside(until, after, 1 << exponent).to(gl.float16))
+        if BEFORE:
+            factors.index(11 - exponent).store(factor_inside(past, after, 1 << exponent).to(gl.float16))
+            past = doubled_before(past, until, 1 << exponent)
+        until, after = doubled(until, after, 1 << exponent)
+    store_totals(totals, until)
+    barrier()
+    for level in gl.static_range(3):
+        factors.index(level).store(factor_across(until, after, totals, level).to(gl.float16))
+        if BEFORE:
+            factors.index(6 + level).store(factor_across(past, after, totals, level).to(gl.float16))
+    return until, after, past

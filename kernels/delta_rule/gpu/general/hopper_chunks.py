@@ -20,19 +20,15 @@ from ....gpu.gluon_halves import (
     columns,
     copy_rows,
     copy_square,
-    doubled,
-    factor_across,
-    factor_inside,
     from_start,
     is_second,
     load_decays,
-    load_rows,
     of_chunk,
     rows,
     separated,
+    store_factors,
     store_parts,
     store_rows,
-    store_totals,
     to_end,
 )
 from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, at_tile, barrier
@@ -50,23 +46,14 @@ def strength(beta, token, stop, m, M: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def multiply_pairs(
-    factors_s, Q, Kk, A, factor, factor_a, P, L, LEVEL: gl.constexpr, SEPARATE: gl.constexpr
-):  # fmt: skip
-    """Take P and L of the pairs that a level separates from the products of factors, added to those of other keys."""
-    at: gl.constexpr = 3 * (LEVEL % 2)
-    factors_s.index(at).store((Q * factor).to(gl.bfloat16))
-    factors_s.index(at + 1).store((Kk * factor).to(gl.bfloat16))
-    if SEPARATE:
-        factors_s.index(at + 2).store((A * factor_a).to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    earlier = factors_s.index(at + 1).permute((1, 0))
-    of_q = warpgroup_mma(factors_s.index(at), earlier, P, is_async=True)
-    of_a = warpgroup_mma(factors_s.index(at + 2 if SEPARATE else at + 1), earlier, L, is_async=True)
-    of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
-    here = separated(LEVEL) & (columns() < rows())
-    return gl.where(here, of_q, P), gl.where(here, of_a, L)
+def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
+    """The erase keys without β, in fp32."""
+    A = k_s.load(LAYOUT).to(gl.float32)
+    if PRODUCT:
+        A = A * a_s.load(LAYOUT).to(gl.float32)
+    elif ERASE:
+        A = a_s.load(LAYOUT).to(gl.float32)
+    return A
 
 
 @gluon.jit
@@ -99,51 +86,56 @@ def pair_products(
     HEADS: gl.constexpr = M // R  # of q and k
     head = ((m // (E * R)) * E + m % E) * K
     ERASE: gl.constexpr = erase is not None
-    SEPARATE: gl.constexpr = ERASE or BEFORE  # whether the erase keys with their decays are other than β times the keys
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [6, 64, 64], SHARED)
+    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
+    decays_s = gl.allocate_shared_memory(gl.float16, [12 if BEFORE else 6, 64, 64], SHARED)
+    factors_s = gl.allocate_shared_memory(gl.bfloat16, [3 if ERASE or BEFORE else 2, 64, 64], SHARED)
     totals_s = gl.allocate_shared_memory(gl.float32, [512], FLAT)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
-    ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
     P, L = zeros, zeros
     for block in range(K // 64):
         column = m * K + block * 64
-        decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
-        Q = load_rows(q, token, head + block * 64, stop, HEADS * K, STEPS)
-        Kk = load_rows(k, token, head + block * 64, stop, HEADS * K)
-        A = Kk
-        if ERASE:
-            A = load_rows(erase, token, column, stop, M * K)
-            if PRODUCT:
-                A = A * Kk
         barrier()
-        store_totals(totals_s, decay)
-        # the pairs of a token with itself, which do not decay
-        factors_s.index(0).store(Q.to(gl.bfloat16))
-        factors_s.index(1).store(Kk.to(gl.bfloat16))
+        copy_rows(q_s, q, token, head + block * 64, stop, HEADS * K, STEPS)
+        copy_rows(k_s, k, token, head + block * 64, stop, HEADS * K)
+        if ERASE:
+            copy_rows(a_s, erase, token, column, stop, M * K)
+        async_copy.commit_group()
+        decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
+        until, after, past = store_factors(decays_s, totals_s, decay, BEFORE)
+        async_copy.wait_group(0)
         fence_async_shared()
         barrier()
-        itself = warpgroup_mma(factors_s.index(0), factors_s.index(1).permute((1, 0)), P, is_async=True)
-        P = gl.where(rows() == columns(), warpgroup_mma_wait(0, deps=[itself]), P)
-        until, after, past = decay, ones, ones
-        for exponent in gl.static_range(3):
-            factor = factor_inside(until, after, 1 << exponent)
-            factor_a = factor_inside(past, after, 1 << exponent) if BEFORE else factor
-            P, L = multiply_pairs(factors_s, Q, Kk, A, factor, factor_a, P, L, 5 - exponent, SEPARATE)
-            if BEFORE:
-                past, _ = doubled(past, after, decay, 1 << exponent)
-            until, after = doubled(until, after, decay, 1 << exponent)
-        for level in gl.static_range(3):
-            factor = factor_across(until, after, totals_s, 2 - level)
-            factor_a = factor_across(past, after, totals_s, 2 - level) if BEFORE else factor
-            P, L = multiply_pairs(factors_s, Q, Kk, A, factor, factor_a, P, L, 2 - level, SEPARATE)
+        # the pairs of a token with itself, which do not decay
+        itself = warpgroup_mma(q_s, k_s.permute((1, 0)), P, is_async=True)
         entering = from_start(until, totals_s)
-        store_rows(read_q, token, column, stop, M * K, Q * (entering * scale), STEPS)
+        store_rows(read_q, token, column, stop, M * K, q_s.load(OCTETS).to(gl.float32) * (entering * scale), STEPS)
+        Kk = k_s.load(OCTETS).to(gl.float32)
         store_rows(keep, token, column, stop, M * K, Kk * to_end(after, totals_s))
         if BEFORE:
             entering = from_start(past, totals_s)
         if beta is not None:
             entering = entering * strength(beta, token, stop, m, M, OCTETS)
-        store_rows(read_a, token, column, stop, M * K, A * entering)
+        store_rows(read_a, token, column, stop, M * K, as_read(k_s, a_s, ERASE, PRODUCT, OCTETS) * entering)
+        P = gl.where(rows() == columns(), warpgroup_mma_wait(0, deps=[itself]), P)
+        for level in range(6):
+            factor = decays_s.index(level).load(PAIRS).to(gl.float32)
+            barrier()
+            factors_s.index(0).store((k_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
+            factors_s.index(1).store((q_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
+            if BEFORE:
+                factor = decays_s.index(6 + level).load(PAIRS).to(gl.float32)
+            if ERASE or BEFORE:
+                factors_s.index(2).store((as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * factor).to(gl.bfloat16))
+            fence_async_shared()
+            barrier()
+            earlier = factors_s.index(0).permute((1, 0))
+            of_q = warpgroup_mma(factors_s.index(1), earlier, P, is_async=True)
+            of_a = warpgroup_mma(factors_s.index(2 if ERASE or BEFORE else 0), earlier, L, is_async=True)
+            of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
+            here = separated(level) & (columns() < rows())
+            P, L = gl.where(here, of_q, P), gl.where(here, of_a, L)
         gl.store(total + (tile * K + block * 64 + columns()), of_chunk(totals_s, PAIRS))
     if beta is not None:
         L = L * strength(beta, token, stop, m, M, PAIRS)
@@ -161,60 +153,44 @@ def in_pairs(room, x):
 
 
 @gluon.jit
-def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.constexpr):
-    """The erase keys without β, in fp32."""
-    A = k_s.load(LAYOUT).to(gl.float32)
-    if PRODUCT:
-        A = A * a_s.load(LAYOUT).to(gl.float32)
-    elif ERASE:
-        A = a_s.load(LAYOUT).to(gl.float32)
-    return A
-
-
-@gluon.jit
-def add_pairs(
-    q_s, k_s, a_s, P_s, L_s, factors_s, room, factor, factor_a, write, dQ, dA, dK, reach, by_erasing,
-    LEVEL: gl.constexpr, ERASE: gl.constexpr, BEFORE: gl.constexpr, PRODUCT: gl.constexpr,
+def with_pairs(
+    pairs_s, q_s, k_s, a_s, factors_s, decays_s, write, dX, dK, reach, by_erasing,
+    ERASING: gl.constexpr, ERASE: gl.constexpr, BEFORE: gl.constexpr, PRODUCT: gl.constexpr,
 ):  # fmt: skip
-    """Add what the pairs that a level separates contribute to the gradients of queries, erase keys, keys and decays.
+    """Add what pairs of tokens contribute to the gradients of queries or erase keys, of keys and of decays.
 
     In `reach` the two parts of a pair cancel exactly for later decays, since both take the factors as the products take
     them, rounded to bf16.
     """
-    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
-    barrier()
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
-    later = (r & (32 >> LEVEL)) != 0
-    Kk = k_s.load(OCTETS).to(gl.float32)
-    factors_s.index(2).store((gl.where(later, q_s.load(OCTETS).to(gl.float32), Kk) * factor).to(gl.bfloat16))
-    A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS) * write
-    factors_s.index(3).store((gl.where(later, A * factor_a, Kk * factor)).to(gl.bfloat16))
-    room.store(factor)
-    second, here = is_second(LEVEL), separated(LEVEL)
-    factors_s.index(0).store(gl.where(here, P_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
-    factors_s.index(1).store(gl.where(here, L_s.load(PAIRS).to(gl.float32), 0.0).to(gl.bfloat16))
-    fence_async_shared()
-    barrier()
-    # rows of second halves from the products with the pairs, those of first halves from those with their transposes
-    of_P = warpgroup_mma(factors_s.index(0), factors_s.index(2), zeros, use_acc=False, is_async=True)
-    of_P = warpgroup_mma(factors_s.index(0).permute((1, 0)), factors_s.index(2), of_P, is_async=True)
-    of_L = warpgroup_mma(factors_s.index(1), factors_s.index(3), zeros, use_acc=False, is_async=True)
-    of_L = warpgroup_mma(factors_s.index(1).permute((1, 0)), factors_s.index(3), of_L, is_async=True)
-    of_P, of_L = warpgroup_mma_wait(0, deps=[of_P, of_L])
-    erasing = factors_s.index(3).load(PAIRS).to(gl.float32) * of_L
-    past = factors_s.index(2).load(PAIRS).to(gl.float32) * of_P + erasing
-    reach = reach + gl.where(second, past, -past)
-    factor = room.load(PAIRS)
-    of_P = of_P * factor
-    dQ = dQ + gl.where(second, of_P, 0.0)
-    if BEFORE:
-        by_erasing = by_erasing + gl.where(second, erasing, 0.0)
-        of_L = of_L * gl.where(second, in_pairs(room, factor_a), factor)
-    else:
-        of_L = of_L * factor
-    dA = dA + gl.where(second, of_L, 0.0)
-    dK = dK + gl.where(second, 0.0, of_P + of_L)
-    return dQ, dA, dK, reach, by_erasing
+    for level in range(6):
+        second = is_second(level)
+        factor = decays_s.index(level).load(PAIRS).to(gl.float32)
+        if ERASING:
+            X = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write
+            if BEFORE:
+                factor = gl.where(second, decays_s.index(6 + level).load(PAIRS).to(gl.float32), factor)
+        else:
+            X = q_s.load(PAIRS).to(gl.float32)
+        pairs = pairs_s.load(PAIRS)
+        X = gl.where(second, X, k_s.load(PAIRS).to(gl.float32))
+        barrier()
+        factors_s.index(1).store((X * factor).to(gl.bfloat16))
+        factors_s.index(0).store(gl.where(separated(level), pairs, gl.zeros([64, 64], gl.bfloat16, PAIRS)))
+        fence_async_shared()
+        barrier()
+        # rows of second halves from the product with the pairs, those of first halves from that with their transpose
+        other = gl.zeros([64, 64], gl.float32, PAIRS)
+        other = warpgroup_mma(factors_s.index(0), factors_s.index(1), other, use_acc=False, is_async=True)
+        other = warpgroup_mma(factors_s.index(0).permute((1, 0)), factors_s.index(1), other, is_async=True)
+        other = warpgroup_mma_wait(0, deps=[other])
+        past = factors_s.index(1).load(PAIRS).to(gl.float32) * other
+        reach = reach + gl.where(second, past, -past)
+        if ERASING and BEFORE:
+            by_erasing = by_erasing + gl.where(second, past, 0.0)
+        other = other * factor
+        dX = dX + gl.where(second, other, 0.0)
+        dK = dK + gl.where(second, 0.0, other)
+    return dX, dK, reach, by_erasing
 
 
 @gluon.jit
@@ -272,8 +248,6 @@ def gradients(
         copy_rows(a_s, erase, token, column, stop, M * K)
     copy_square(P_s, dP, tile * 64, 0, 64)
     copy_square(L_s, dL, tile * 64, 0, 64)
-    decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
-    store_totals(totals_s, decay)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     from_q, from_a, dK = zeros, zeros, zeros
     through = gl.zeros([64], gl.float32, OF_COLUMNS)
@@ -296,17 +270,11 @@ def gradients(
         through = through + gl.sum(S * dS, 0)
         from_q, from_a, dK = warpgroup_mma_wait(0, deps=[from_q, from_a, dK])
 
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float16, [12 if BEFORE else 6, 64, 64], SHARED)
+    decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
+    until, after, past = store_factors(decays_s, totals_s, decay, BEFORE)
     room = gl.allocate_shared_memory(gl.float32, [64, 64], FACTORS)
-    ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
-    write, write_p = 1.0, 1.0
-    if beta is not None:
-        write, write_p = strength(beta, token, stop, m, M, OCTETS), strength(beta, token, stop, m, M, PAIRS)
-    until, after, past = decay, ones, ones
-    for exponent in gl.static_range(3):
-        if BEFORE:
-            past, _ = doubled(past, after, decay, 1 << exponent)
-        until, after = doubled(until, after, decay, 1 << exponent)
+    write = strength(beta, token, stop, m, M, PAIRS) if beta is not None else 1.0
     entering = in_pairs(room, from_start(until, totals_s))
     dQ = from_q * (entering * scale)
     if BEFORE:
@@ -316,36 +284,24 @@ def gradients(
     # the gradient of a decay is the sum of `reach` over its token and later ones, and `through`
     kept = k_s.load(PAIRS).to(gl.float32) * dK
     through = through * gl.sum(of_chunk(totals_s, PAIRS), 0) + gl.sum(kept, 0)
-    by_erasing = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write_p * dA
+    by_erasing = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write * dA
     reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing - kept
-    for level in gl.static_range(3):
-        factor = factor_across(until, after, totals_s, level)
-        factor_a = factor_across(past, after, totals_s, level) if BEFORE else factor
-        dQ, dA, dK, reach, by_erasing = add_pairs(
-            q_s, k_s, a_s, P_s, L_s, factors_s, room, factor, factor_a, write, dQ, dA, dK, reach, by_erasing,
-            level, ERASE, BEFORE, PRODUCT,
-        )  # fmt: skip
-    until, after, past = decay, ones, ones
-    for exponent in gl.static_range(3):
-        factor = factor_inside(until, after, 1 << exponent)
-        factor_a = factor_inside(past, after, 1 << exponent) if BEFORE else factor
-        dQ, dA, dK, reach, by_erasing = add_pairs(
-            q_s, k_s, a_s, P_s, L_s, factors_s, room, factor, factor_a, write, dQ, dA, dK, reach, by_erasing,
-            5 - exponent, ERASE, BEFORE, PRODUCT,
-        )  # fmt: skip
-        if BEFORE:
-            past, _ = doubled(past, after, decay, 1 << exponent)
-        until, after = doubled(until, after, decay, 1 << exponent)
-
+    factors_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    tiles = q_s, k_s, a_s, factors_s, decays_s, write
+    dQ, dK, reach, _ = with_pairs(P_s, *tiles, dQ, dK, reach, zeros, False, ERASE, BEFORE, PRODUCT)
     r = gl.arange(0, 64, OF_ROWS)
     itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
+    store_rows(dq, token, column, stop, M * K, dQ + itself * k_s.load(PAIRS).to(gl.float32), STEPS)
+    dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
+    dA, dK, reach, by_erasing = with_pairs(L_s, *tiles, dA, dK, reach, by_erasing, True, ERASE, BEFORE, PRODUCT)
     if dg is not None:
         barrier()
-        factors_s.index(2).store((columns() >= rows()).to(gl.bfloat16))
+        ones_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+        ones_s.store((columns() >= rows()).to(gl.bfloat16))
         store_parts(factors_s, reach)
         fence_async_shared()
         barrier()
-        sums = add_twice(factors_s.index(2), factors_s, zeros)
+        sums = add_twice(ones_s, factors_s, zeros)
         sums = warpgroup_mma_wait(0, deps=[sums]) + gl.expand_dims(through, 0)
         if BEFORE:
             sums = sums - by_erasing
@@ -356,17 +312,14 @@ def gradients(
         g = gl.load(at, mask=valid, other=0.0).to(gl.float32)
         sums = gl.where(g * LOG2E <= LEAST, 0.0, sums)  # nothing passes a reset
         gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), sums, mask=valid)
-    Kk = k_s.load(PAIRS).to(gl.float32)
-    store_rows(dq, token, column, stop, M * K, dQ + itself * Kk, STEPS)
-    dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
     erased_by = a_s.load(PAIRS).to(gl.float32)
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)
         gl.store(at, gl.sum(erased_by * dA, 1), mask=r < stop - token)
-        dA = dA * write_p
+        dA = dA * write
     if PRODUCT:
         dK = dK + dA * erased_by
-        dA = dA * Kk
+        dA = dA * k_s.load(PAIRS).to(gl.float32)
     if ERASE:
         store_rows(derase, token, column, stop, M * K, dA)
     else:
