@@ -122,6 +122,6 @@ def _steep(plan: LinearRecurrence, backward: bool) -> LaunchSpec:
         **sizes,
         BK=padded(plan.K),
         BV=padded(plan.V),
-        DOT=plan.factors,
+        DOT=plan.sums["DOT"],
         **plan.options(LaunchConfig(8, 1)),
     )

@@ -144,9 +144,9 @@ class LinearRecurrence(Plan):
         return [x.head for x in by_name.values()], {f"{name}_token": x.token for name, x in by_name.items()}
 
     @property
-    def factors(self) -> tl.dtype:
-        """The dtype of queries and keys with their decays, which need the range of fp32."""
-        return tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32
+    def sums(self) -> dict[str, Any]:
+        """Options of decay sums: whether they are in fp64, and the dtype of factors around a reference."""
+        return {"WIDE": self.wide, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
 
     def options(self, entry: LaunchConfig) -> dict[str, Any]:
         """The options that all kernels with matrix products share."""
@@ -156,10 +156,6 @@ class LinearRecurrence(Plan):
     def per_token(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised [B,T,H·E,size]."""
         return self.new(self.B, self.T, self.heads, size, dtype=dtype)
-
-    def sums(self) -> Tensor:
-        """Memory for the sums of decays in chunks."""
-        return self.per_token(self.K, torch.float64 if self.wide else torch.float32)
 
     def states(self) -> Tensor:
         """Uninitialised states [N,H·E,K,V]."""

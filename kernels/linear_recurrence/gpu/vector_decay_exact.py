@@ -13,18 +13,9 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import CHUNK, LEAST, exp2, load_tile, pair_of, store_tile
-from .vector_decay import decays
+from .vector_decay import BLOCK, SAFE, decays, row
 
 GROUP = tl.constexpr(16)  # chunks that a program looks at
-SAFE = tl.constexpr(100.0)
-BLOCK = tl.constexpr(16)
-
-
-@triton.jit
-def row(x, i):
-    """Row i of a tile in registers."""
-    r = tl.arange(0, CHUNK)
-    return tl.sum(tl.where(r[:, None] == i, x, 0.0), 0)
 
 
 @triton.jit
