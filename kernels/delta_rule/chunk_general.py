@@ -1,7 +1,7 @@
 """The delta rule chunk by chunk in plain PyTorch, with erase keys of their own, decays per channel, several steps.
 
 With b the log decays summed inside a chunk, r = b (or the sums before each token's own decay, if the erase key reads
-the state before it decays), and rows that are the steps of tokens (`pair_decays.py`):
+the state before it decays), and rows that are the steps of tokens (`core/pair_decays.py`):
 
     L_ij = Σ_c a_ic k_jc exp(r_ic − b_jc), j < i      P_ij = Σ_c q_ic k_jc exp(b_ic − b_jc), j ≤ i
     Ã = a e^r      Q̃ = q e^b      K̂ = k e^{b_C − b}      U = (I + L)⁻¹ (V − Ã S)
@@ -20,9 +20,9 @@ from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
 from ..core.chunking import CHUNK, Chunking, Run, scan, scan_stacked
+from ..core.pair_decays import PairDecays
 from ..core.recurrence import Recurrences, at_least_fp32
 from .chunk import each_chunk, flat_runs, unit_lower_inverse
-from .pair_decays import PairDecays
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:

@@ -78,9 +78,7 @@ def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.co
 @gluon.jit
 def exp2(x):
     """2^x, 0 below 2^−126."""
-    return gl.inline_asm_elementwise(
-        "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
-    )
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

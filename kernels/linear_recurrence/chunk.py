@@ -8,19 +8,21 @@ Keys are never repeated for the value heads of a group, nor values for the subhe
 scores, values and outputs instead. A decay per key channel has to be applied to q and k themselves.
 
 Where one reference point serves the decays of a chunk (`factors`), D is not needed. Rows that it does not serve are
-computed with D; no bit of an output depends on later tokens.
+computed with D. Decays per channel come by halves (`core/pair_decays.py`). No bit of an output depends on later tokens.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
-from ..core.chunking import Chunking, causal_decay, factors, scan_stacked
+from ..core.chunking import Chunking, causal_decay, scan_stacked
 from ..core.expansion import expanded
+from ..core.pair_decays import PairDecays
 from ..core.recurrence import Recurrences
 from . import shared_scores
-
-BLOCK = 16
 
 
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
@@ -85,7 +87,7 @@ def _scores(q: Tensor, k: Tensor, beta: Tensor | None, b: Tensor | None) -> Tens
 
 def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | None, b: Tensor) -> tuple[Tensor, Tensor]:
     q, k = q.unsqueeze(3), k.unsqueeze(3)  # [N,B,G,1,E,C,K]
-    scores = channel_scores(q, k, b)
+    scores = ChannelScores.apply(q, k, b)
     own = (q * k).sum(-1)  # a token's own value does not decay: apart, it cannot disturb the gradient of the decay
     last = b[..., -1:, :]
     decayed_k = k * (last - b).to(v.dtype).exp()
@@ -98,42 +100,20 @@ def _per_channel(c: Chunking, q: Tensor, k: Tensor, v: Tensor, beta: Tensor | No
     return scores.sum(4) @ v + own.sum(4).unsqueeze(-1) * v + read.sum(4), S
 
 
-def channel_scores(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j < i, else 0: q, k, b [...,C,K] → [...,C,C].
+class ChannelScores(torch.autograd.Function):
+    """A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk) for j < i, else 0: q, k, b [...,C,K] → [...,C,C]."""
 
-    The exponential does not factor into q and k without a reference point. Where the decay over a chunk is moderate,
-    one point in its middle serves all pairs. Other rows are computed by blocks. Compiled code, in which values are
-    unknown, does so with all rows.
-    """
-    if torch.compiler.is_compiling():
-        return scores_by_blocks(q, k, b)
-    f = factors(b, -2, q.dtype)
-    scores = ((q * f.up) @ (k * f.down).mT).tril(-1)
-    if f.beyond is None:
-        return scores
-    return torch.where(f.beyond.any(-1, keepdim=True), scores_by_blocks(q, k, b), scores)
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, b)
+        decays = PairDecays(b, 1, q.dtype)
+        return decays.products(q, k, b, decays.token)
 
-
-def scores_by_blocks(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
-    """Return `channel_scores` for any decay.
-
-    Against earlier blocks the reference is the row before the block, so that both factors are ≤ 1; inside the block the
-    differences themselves are exponentiated.
-    """
-    dtype = q.dtype
-    q, k = torch.broadcast_tensors(q, b)[0], torch.broadcast_tensors(k, b)[0]
-    C, rows = b.shape[-2], []
-    for start in range(0, C, BLOCK):
-        stop = min(start + BLOCK, C)
-        here, qi, ki = b[..., start:stop, :], q[..., start:stop, :], k[..., start:stop, :]
-        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu().unsqueeze(-1)
-        between = (here.unsqueeze(-2) - here.unsqueeze(-3)).to(dtype).masked_fill(above, -torch.inf).exp()
-        row = [torch.einsum("...ik,...ijk,...jk->...ij", qi, between, ki)]
-        if start:
-            reference = b[..., start - 1 : start, :]
-            earlier = k[..., :start, :] * (reference - b[..., :start, :]).to(dtype).exp()
-            row.insert(0, (qi * (here - reference).to(dtype).exp()) @ earlier.mT)
-        if stop < C:
-            row.append(row[0].new_zeros(*row[0].shape[:-1], C - stop))
-        rows.append(torch.cat(row, -1))
-    return torch.cat(rows, -2)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dA: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, b = ctx.saved_tensors
+        decays = PairDecays(b, 1, q.dtype)
+        dq, dk = decays.gradients(dA, q, k, b, decays.token)
+        db = (q * dq).to(b.dtype) - (k * dk).to(b.dtype)
+        return dq.sum_to_size(q.shape), dk.sum_to_size(k.shape), db.sum_to_size(b.shape)

@@ -4,18 +4,20 @@ With b the log decays summed inside a chunk, [C,V]:
 
     O_iv = e^{b_iv} (Q Sᵀ)_iv + Σ_{j ≤ i} (Q Kᵀ)_ij e^{b_iv − b_jv} V_jv      S ← diag(e^{b_C}) S + (V e^{b_C − b})ᵀ K
 
-The scores Q Kᵀ have no decay, so one matrix product serves all channels: O = e^{b − r} ⊙ ((Q Kᵀ) (V ⊙ e^{r − b})). If
-the decays of a channel are too strong for one reference point r, its rows are computed block by block. No bit of an
-output depends on later tokens.
+The scores Q Kᵀ have no decay, so one matrix product serves all channels. The decays between tokens come by halves
+(`core/pair_decays.py`). No bit of an output depends on later tokens.
 """
+
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
-from ..core.chunking import Chunking, factors, scan_stacked
+from ..core.chunking import Chunking, scan_stacked
+from ..core.pair_decays import PairDecays, blocks
 from ..core.recurrence import Recurrences
-from ..linear_recurrence.chunk import BLOCK
 
 
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
@@ -27,7 +29,7 @@ def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
         assert b is not None
         b = b.flatten(3, 4).squeeze(3)
         own = (q * k).sum(-1, keepdim=True)  # a token's own value does not decay
-        o = own * v + _earlier((q @ k.mT).tril(-1), v, b)
+        o = own * v + _Earlier.apply(q @ k.mT, v, b)
         last = b[..., -1:, :]
         new = ((v * (last - b).to(v.dtype).exp()).mT @ k).unbind()
         decay = last.to(v.dtype).exp().mT.unbind()
@@ -36,30 +38,42 @@ def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
         return c.join(o.transpose(2, 3)), S
 
 
-def _earlier(scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Return Σ_{j<i} scores_ij exp(b_i − b_j) ⊙ v_j [...,C,V] of strictly lower triangular scores [...,C,C]."""
-    if torch.compiler.is_compiling():  # the branch below depends on values
-        return _by_blocks(scores, v, b)
-    f = factors(b, -2, v.dtype)
-    o = f.up * (scores @ (v * f.down))
-    return o if f.beyond is None else torch.where(f.beyond, _by_blocks(scores, v, b), o)
+class _Earlier(torch.autograd.Function):
+    """Σ_{j<i} scores_ij exp(b_i − b_j) ⊙ v_j [...,C,V], for scores [...,C,C] of which those with j < i count."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
+        decays, o = _padded(b, v)
+        pairs = decays.padded(decays.padded(scores).mT).mT
+        for half, up, down in decays.levels(b):
+            earlier = decays.halves(decays.padded(v), half)[0] * down
+            decays.halves(o, half)[1].addcmul_(_pairs(pairs, half) @ earlier, up)
+        o = o[..., : v.shape[-2], :]
+        ctx.save_for_backward(scores, v, b, o)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores, v, b, o = ctx.saved_tensors
+        decays, dv = _padded(b, v)
+        pairs, wide = decays.padded(decays.padded(scores).mT).mT, decays.padded(do)
+        dpairs = torch.zeros_like(pairs)
+        for half, up, down in decays.levels(b):
+            later, earlier = decays.halves(wide, half)[1] * up, decays.halves(decays.padded(v), half)[0] * down
+            decays.halves(dv, half)[0].addcmul_(_pairs(pairs, half).mT @ later, down)
+            _pairs(dpairs, half).copy_(later @ earlier.mT)
+        C = v.shape[-2]
+        dv = dv[..., :C, :]
+        return dpairs[..., :C, :C], dv, (do * o).to(b.dtype) - (v * dv).to(b.dtype)
 
 
-def _by_blocks(scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
-    """Return `_earlier` for decays of any strength.
+def _padded(b: Tensor, v: Tensor) -> tuple[PairDecays, Tensor]:
+    """The decays between the tokens of a chunk, and zeros [...,L,V] for all tokens of a padded chunk."""
+    decays = PairDecays(b, 1, v.dtype)
+    return decays, v.new_zeros(*v.shape[:-2], decays.length, v.shape[-1])
 
-    Inside a block, decays are differences of b. Between blocks, the row before a block is the reference point.
-    """
-    dtype, size, rows = v.dtype, b.shape[-2], []
-    for start in range(0, size, BLOCK):
-        stop = min(start + BLOCK, size)
-        here, within = b[..., start:stop, :], scores[..., start:stop, start:stop]
-        above = torch.ones(stop - start, stop - start, dtype=torch.bool, device=b.device).triu().unsqueeze(-1)
-        between = (here.unsqueeze(-2) - here.unsqueeze(-3)).to(dtype).masked_fill(above, -torch.inf).exp()
-        row = torch.einsum("...ij,...ijv,...jv->...iv", within, between, v[..., start:stop, :])
-        if start:
-            reference = b[..., start - 1 : start, :]
-            decayed = v[..., :start, :] * (reference - b[..., :start, :]).to(dtype).exp()
-            row = row + (scores[..., start:stop, :start] @ decayed) * (here - reference).to(dtype).exp()
-        rows.append(row)
-    return torch.cat(rows, -2)
+
+def _pairs(A: Tensor, half: int) -> Tensor:
+    """A view of the pairs that a level separates [...,blocks,half,half], of A [...,L,L]."""
+    return blocks(A.unsqueeze(-1).unsqueeze(-3), half)[..., 0, :, 0]
