@@ -86,7 +86,7 @@ class PairDecays:
         return x if missing == 0 else F.pad(x, (0, 0, 0, missing * (x.shape[-2] // self.tokens)))
 
     def halves(self, x: Tensor, half: int) -> tuple[Tensor, ...]:
-        """Views [...,blocks,rows,K] of the first and second halves of blocks, of x [...,rows,K] for `length` tokens."""
+        """Views [...,blocks,rows,K] of the first and second halves of blocks, of x with `length` tokens."""
         return x.unflatten(-2, (self.length // (2 * half), 2, -1)).unbind(-3)
 
     def levels(self, sums: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -1,18 +1,17 @@
 """Decays per channel between the tokens of a chunk, by halves (`halves.py`), in Gluon: Hopper, eight warps, bf16.
 
-Tiles have 64 tokens and 64 channels. A warp has a block of 8 tokens, and a thread all 8 of 2 channels (layout `OCTETS`).
-So factors are products of decays inside a thread, without exponentials at each level, and only the totals of the eight
+Tiles have 64 tokens and 64 channels. A warp has a block of 8 tokens, a thread all 8 of 2 channels (layout `OCTETS`). So
+factors are products of decays inside a thread, without exponentials at each level, and only the totals of the eight
 blocks pass through shared memory.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, at_tile, barrier, last_steps, opaque
+from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, barrier, last_steps, opaque
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -46,25 +45,26 @@ def separated(level):
 
 
 @gluon.jit
+def addresses(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, STEPS: gl.constexpr = 1):
+    """Addresses of the tile [64, 64] that begins at a row and a column; `STEPS` rows share a row of x."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    c = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
+    if STEPS > 1:
+        return x + ((start + r) // STEPS).to(gl.int64) * stride + (column + c)
+    return x + (start.to(gl.int64) * stride + column) + (r * stride + c)
+
+
+@gluon.jit
 def copy_rows(shared, x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
     """Start to copy a tile [64, 64] of rows from `start` on, as `copy_tokens` does for 128 channels."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY)), 1)
-    at = at_tile(x, start, column, stride, COPY, 64, 64, STEPS)
-    async_load(shared, at, mask=last_steps(r, start, stop, STEPS))
+    async_load(shared, addresses(x, start, column, stride, COPY, STEPS), mask=last_steps(r, start, stop, STEPS))
 
 
 @gluon.jit
 def copy_square(shared, x, row, column, stride: gl.constexpr):
     """Start to copy a whole tile [64, 64]."""
-    async_load(shared, at_tile(x, row, column, stride, COPY, 64, 64))
-
-
-@gluon.jit
-def load_rows(x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
-    """A tile [64, 64]; of `STEPS` rows per token, all but the last are zeros."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
-    at = at_tile(x, start, column, stride, OCTETS, 64, 64, STEPS)
-    return gl.load(at, mask=last_steps(r, start, stop, STEPS), other=0.0)
+    async_load(shared, addresses(x, row, column, stride, COPY))
 
 
 @gluon.jit
@@ -72,7 +72,7 @@ def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.co
     """Store a tile [64, 64] in bf16; of `STEPS` rows per token, only the last."""
     tile = gl.convert_layout(value.to(gl.bfloat16), OCTETS)
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
-    gl.store(at_tile(x, start, column, stride, OCTETS, 64, 64, STEPS), tile, mask=last_steps(r, start, stop, STEPS))
+    gl.store(addresses(x, start, column, stride, OCTETS, STEPS), tile, mask=last_steps(r, start, stop, STEPS))
 
 
 @gluon.jit
@@ -88,7 +88,7 @@ def load_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.
     mask = r < stop - start
     if STEPS > 1:
         mask = mask & ((start + r) % STEPS == 0)
-    g = gl.load(at_tile(log_decay, start, column, stride, OCTETS, 64, 64, STEPS), mask=mask, other=0.0)
+    g = gl.load(addresses(log_decay, start, column, stride, OCTETS, STEPS), mask=mask, other=0.0)
     return exp2(g.to(gl.float32) * LOG2E)
 
 
@@ -206,7 +206,7 @@ def across(totals, tile, FROM: gl.constexpr, TO: gl.constexpr):
             decays *= gl.where(w > block, t, 1.0)
         elif TO < FROM:
             decays *= gl.where(w < block, t, 1.0)
-        elif FROM <= block and block < TO:
+        elif block >= FROM and block < TO:
             if block < (FROM + TO) // 2:
                 decays *= gl.where((w >= FROM) & (w < block), t, 1.0)
             else:
@@ -228,16 +228,19 @@ def to_end(after, totals):
 
 @gluon.jit
 def of_chunk(totals, LAYOUT: gl.constexpr):
-    """The decay of the whole chunk [1, 64]."""
-    decay = total_of(totals, 0, LAYOUT)
+    """The decays of the whole chunk [64]."""
+    decay = totals.slice(0, 64).load(LAYOUT)
     for block in gl.static_range(1, 8):
-        decay *= total_of(totals, block, LAYOUT)
+        decay = decay * totals.slice(block * 64, 64).load(LAYOUT)
     return decay
 
 
 @gluon.jit
 def factor_across(until, after, totals, LEVEL: gl.constexpr):
-    """Decays between each token and the boundary in its block of levels 0 to 2, for `until` and `after` of blocks of 8."""
+    """Decays between each token and the boundary in its block, for levels 0 to 2.
+
+    `until` and `after` are those of blocks of 8 tokens.
+    """
     HALF: gl.constexpr = 4 >> LEVEL  # blocks of 8 in half a block
     u = in_blocks(until, 8)
     LAYOUT: gl.constexpr = u.type.layout
@@ -247,7 +250,7 @@ def factor_across(until, after, totals, LEVEL: gl.constexpr):
     if LEVEL == 0:
         nearest = nearest * across(totals, until, 0, 8)
     elif LEVEL == 1:
-        nearest = nearest * across(totals, until, 0, 4) * across(totals, until, 4, 8)
+        nearest = nearest * (across(totals, until, 0, 4) * across(totals, until, 4, 8))
     return as_tile(nearest)
 
 

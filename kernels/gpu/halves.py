@@ -3,8 +3,9 @@
 The decay from token j to a later token i, e^{b_i − b_j}, is a product of a factor of i and a factor of j for each
 reference point between them. A chunk is halved until single tokens are left. Each pair of tokens is separated at one
 level, where i is in the second half of a block and j in the first, and the reference point is the boundary between the
-halves. The factor of a token is the decay between it and the boundary, so no exponent is positive: there is no overflow,
-and a strong decay, even a reset, makes its factor zero and changes no other. No factor of i depends on later tokens.
+halves. The factor of a token is the decay between it and the boundary, so no exponent is positive. Therefore nothing
+overflows, and a strong decay, even a reset, makes its factor zero and changes no other. No factor of i depends on later
+tokens.
 
 Level n halves blocks of 64, 32, … 2 tokens for n = 0 … 5. The pairs of a token with itself do not decay.
 """

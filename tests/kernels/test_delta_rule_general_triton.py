@@ -230,6 +230,7 @@ def test_the_chunks_in_gluon_step_by_step(
     if steep:
         a["log_decay"][:, 10:20] *= 400
         a["log_decay"][:, 23] = -torch.inf
+        a["log_decay"][..., 5] = -20
     agree(a, 3e-5, subheads=options.get("E", 1), steps=options.get("steps", 1), read_before=read_before)
 
 
@@ -267,6 +268,35 @@ def test_decays_and_documents_on_a_device(documents: list[int] | None, decay: st
     actual = agree(on_device(a, dtype), TOLERANCE[dtype], subheads=2)
     repeated = results(kernels.delta_rule, on_device(a, dtype), backend="triton", subheads=2)
     assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
+
+
+# log decays of uniform numbers; those of trained models reach −48, and some channels are always strong
+STRENGTHS = {
+    "bounded": lambda u: -5 * u,
+    **{f"near {g}": lambda u, g=g: g * (0.9 + 0.2 * u) for g in (-2.5, -5, -20, -50, -100)},
+    "resets": lambda u: torch.where(u < 0.05, -torch.inf, -0.05 * u),
+    "one channel": lambda u: torch.where(torch.arange(u.shape[-1]) == 7, -5.0, -0.05 * u),
+}
+
+
+def strong(a: dict[str, Tensor], strength: str) -> dict[str, Tensor]:
+    """The arguments with other decays."""
+    return {**a, "log_decay": STRENGTHS[strength](torch.rand(a["log_decay"].shape)).to(a["log_decay"].dtype)}
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("strength", STRENGTHS)
+def test_strengths_of_decays(strength: str):
+    agree(strong(small(70, gate="channel", form="beta"), strength), 3e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strength", STRENGTHS)
+@pytest.mark.parametrize(("K", "V"), [(64, 128), (128, 128), (192, 64)])
+def test_strengths_of_decays_on_a_device(K: int, V: int, strength: str):
+    a = arguments(300, form="beta", gate="channel", G=1, R=2, K=K, V=V, dtype=torch.float32)
+    agree(on_device(strong(a, strength), torch.bfloat16), TOLERANCE[torch.bfloat16])
 
 
 @pytest.mark.gpu

@@ -6,7 +6,6 @@
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -14,9 +13,11 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ....gpu.gluon_halves import (
+    LINE,
     LOG2E,
     OCTETS,
     add_twice,
+    addresses,
     columns,
     copy_rows,
     copy_square,
@@ -31,7 +32,7 @@ from ....gpu.gluon_halves import (
     store_rows,
     to_end,
 )
-from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, at_tile, barrier
+from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, barrier
 
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
@@ -136,11 +137,12 @@ def pair_products(
             of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
             here = separated(level) & (columns() < rows())
             P, L = gl.where(here, of_q, P), gl.where(here, of_a, L)
-        gl.store(total + (tile * K + block * 64 + columns()), of_chunk(totals_s, PAIRS))
+        of_keys = tile * K + block * 64 + gl.arange(0, 64, LINE)
+        gl.store(total + of_keys, of_chunk(totals_s, LINE))
     if beta is not None:
         L = L * strength(beta, token, stop, m, M, PAIRS)
-    gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), L)
-    gl.store(at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64), P * scale)
+    gl.store(addresses(products, tile * 64, 0, 64, PAIRS), L)
+    gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), P * scale)
 
 
 @gluon.jit
@@ -283,7 +285,7 @@ def gradients(
     dK = dK * in_pairs(room, to_end(after, totals_s))
     # the gradient of a decay is the sum of `reach` over its token and later ones, and `through`
     kept = k_s.load(PAIRS).to(gl.float32) * dK
-    through = through * gl.sum(of_chunk(totals_s, PAIRS), 0) + gl.sum(kept, 0)
+    through = through * of_chunk(totals_s, OF_COLUMNS) + gl.sum(kept, 0)
     by_erasing = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write * dA
     reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing - kept
     factors_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
@@ -308,10 +310,10 @@ def gradients(
         valid = gl.expand_dims(r, 1) < stop - token
         if STEPS > 1:
             valid = valid & ((token + gl.expand_dims(r, 1)) % STEPS == 0)
-        at = at_tile(log_decay, token, column, M * K, PAIRS, 64, 64, STEPS)
+        at = addresses(log_decay, token, column, M * K, PAIRS, STEPS)
         g = gl.load(at, mask=valid, other=0.0).to(gl.float32)
         sums = gl.where(g * LOG2E <= LEAST, 0.0, sums)  # nothing passes a reset
-        gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), sums, mask=valid)
+        gl.store(addresses(dg, token, column, M * K, PAIRS, STEPS), sums, mask=valid)
     erased_by = a_s.load(PAIRS).to(gl.float32)
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)

@@ -1,8 +1,7 @@
 """The inverse of the general delta rule's chunks, in Gluon: (I + L)⁻¹ and P (I + L)⁻¹, on Hopper.
 
 Blocks of 16 tokens are solved in fp32, one in each warp. Two rounds merge neighbours by H ← H − H L H, L being what is
-between them. Erase keys may have any length, so that numbers have no bound that fp16 would need: factors are two numbers
-in bf16.
+between them. Erase keys may have any length, so numbers may be too large for fp16: factors are two numbers in bf16.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -189,9 +189,8 @@ class GeneralDeltaRule(Plan):
 
     def _in_gluon(self, kernel: Any, programs: int, *numbers: Any, **constants: Any) -> LaunchSpec:
         options: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "K": self.K, **constants}
-        # two programs a multiprocessor
-        how = {"warps": 8, "registers": 128}
-        return LaunchSpec(kernel, programs, *numbers, **options, BEFORE=self.before, PRODUCT=self.product, **how)
+        options |= {"BEFORE": self.before, "PRODUCT": self.product}
+        return LaunchSpec(kernel, programs, *numbers, **options, warps=8, registers=128)  # two on a multiprocessor
 
     @prepared
     def scalar_prepare(self) -> LaunchSpec:
