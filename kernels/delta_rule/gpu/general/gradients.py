@@ -11,7 +11,7 @@ Pairs pass through memory because Triton 3.6 on Hopper gets products of a transp
 import triton
 import triton.language as tl
 
-from ....gpu.halves import LEVELS, factor_at, is_second, load_symmetric, separated, share_sums
+from ....gpu.halves import LEVELS, factor_at, is_second, load_symmetric, places, separated, share_sums
 from ....gpu.tiles import (
     CHUNK,
     LEAST,
@@ -203,11 +203,12 @@ def gradients(
     dQ += from_q
     dA += from_a
     if dg is not None:
-        # later tokens reach back past this one, earlier ones forward: sums of one sign, not differences
+        # later tokens reach back past this one, earlier ones forward: no sum of one sign is a difference of others
         erased = A * dA
         after = Q * dQ + erased - Kk * dK
-        change = Kk * kept - after
-        dG = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
+        i, j = places()
+        dG = tl.dot((j < i).to(DOT), (Kk * kept).to(DOT), input_precision=PRECISION)
+        dG += tl.cumsum(after, 0, reverse=True) + through[None, :]
         if BEFORE:
             dG -= erased
         dG = tl.where(g <= LEAST, 0.0, dG)  # nothing passes a reset

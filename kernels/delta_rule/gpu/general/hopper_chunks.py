@@ -241,15 +241,14 @@ def gradients(
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
-    P_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    L_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    kept_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     totals_s = gl.allocate_shared_memory(gl.float32, [512], FLAT)
     copy_rows(q_s, q, token, head, stop, HEADS * K, STEPS)
     copy_rows(k_s, k, token, head, stop, HEADS * K)
     if ERASE:
         copy_rows(a_s, erase, token, column, stop, M * K)
-    copy_square(P_s, dP, tile * 64, 0, 64)
-    copy_square(L_s, dL, tile * 64, 0, 64)
+    copy_square(pairs_s, dP, tile * 64, 0, 64)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     from_q, from_a, dK = zeros, zeros, zeros
     through = gl.zeros([64], gl.float32, OF_COLUMNS)
@@ -283,27 +282,35 @@ def gradients(
         entering = in_pairs(room, from_start(past, totals_s))
     dA = from_a * -entering
     dK = dK * in_pairs(room, to_end(after, totals_s))
-    # the gradient of a decay is the sum of `reach` over its token and later ones, and `through`
-    kept = k_s.load(PAIRS).to(gl.float32) * dK
-    through = through * of_chunk(totals_s, OF_COLUMNS) + gl.sum(kept, 0)
+    # the gradient of a decay is the sum of `reach` over its token and later ones, of `kept` over earlier ones, and
+    # `through`: sums without terms that cancel
+    kept_s.store((k_s.load(PAIRS).to(gl.float32) * dK).to(gl.bfloat16))
+    through = through * of_chunk(totals_s, OF_COLUMNS)
     by_erasing = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write * dA
-    reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing - kept
+    reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing
     factors_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
     tiles = q_s, k_s, a_s, factors_s, decays_s, write
-    dQ, dK, reach, _ = with_pairs(P_s, *tiles, dQ, dK, reach, zeros, False, ERASE, BEFORE, PRODUCT)
+    dQ, dK, reach, _ = with_pairs(pairs_s, *tiles, dQ, dK, reach, zeros, False, ERASE, BEFORE, PRODUCT)
+    barrier()
+    copy_square(pairs_s, dL, tile * 64, 0, 64)
+    async_copy.commit_group()
     r = gl.arange(0, 64, OF_ROWS)
     itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
     store_rows(dq, token, column, stop, M * K, dQ + itself * k_s.load(PAIRS).to(gl.float32), STEPS)
     dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
-    dA, dK, reach, by_erasing = with_pairs(L_s, *tiles, dA, dK, reach, by_erasing, True, ERASE, BEFORE, PRODUCT)
+    async_copy.wait_group(0)
+    barrier()
+    dA, dK, reach, by_erasing = with_pairs(pairs_s, *tiles, dA, dK, reach, by_erasing, True, ERASE, BEFORE, PRODUCT)
     if dg is not None:
         barrier()
-        ones_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-        ones_s.store((columns() >= rows()).to(gl.bfloat16))
+        ones_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+        ones_s.index(0).store((columns() >= rows()).to(gl.bfloat16))
+        ones_s.index(1).store((columns() < rows()).to(gl.bfloat16))
         store_parts(factors_s, reach)
         fence_async_shared()
         barrier()
-        sums = add_twice(ones_s, factors_s, zeros)
+        sums = add_twice(ones_s.index(0), factors_s, zeros)
+        sums = warpgroup_mma(ones_s.index(1), kept_s, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums]) + gl.expand_dims(through, 0)
         if BEFORE:
             sums = sums - by_erasing
