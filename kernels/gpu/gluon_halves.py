@@ -15,6 +15,7 @@ from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, barrier, last_steps, o
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
+SCALE, UNSCALED = gl.constexpr(2.0**15), gl.constexpr(2.0**-30)  # of a factor; of products of two
 OCTETS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 64
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
@@ -256,9 +257,9 @@ def factor_across(until, after, totals, LEVEL: gl.constexpr):
 
 @gluon.jit
 def store_factors(factors, totals, decay, BEFORE: gl.constexpr):
-    """Store the decays between each token and the boundary in its block, for all levels.
+    """Store `SCALE` times the decays between each token and the boundary in its block, for all levels.
 
-    Factors are at most 1, so that fp16 has all the digits that matter.
+    Factors are at most 1: with this scale, fp16 keeps eleven digits down to 2^−29, and the last one at 2^−39.
 
     Args:
         factors: Six tiles in fp16, the first of which is that of level 0; with `BEFORE` six more, in which tokens of
@@ -273,15 +274,15 @@ def store_factors(factors, totals, decay, BEFORE: gl.constexpr):
     ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
     until, after, past = decay, ones, ones
     for exponent in gl.static_range(3):
-        factors.index(5 - exponent).store(factor_inside(until, after, 1 << exponent).to(gl.float16))
+        factors.index(5 - exponent).store((factor_inside(until, after, 1 << exponent) * SCALE).to(gl.float16))
         if BEFORE:
-            factors.index(11 - exponent).store(factor_inside(past, after, 1 << exponent).to(gl.float16))
+            factors.index(11 - exponent).store((factor_inside(past, after, 1 << exponent) * SCALE).to(gl.float16))
             past = doubled_before(past, until, 1 << exponent)
         until, after = doubled(until, after, 1 << exponent)
     store_totals(totals, until)
     barrier()
     for level in gl.static_range(3):
-        factors.index(level).store(factor_across(until, after, totals, level).to(gl.float16))
+        factors.index(level).store((factor_across(until, after, totals, level) * SCALE).to(gl.float16))
         if BEFORE:
-            factors.index(6 + level).store(factor_across(past, after, totals, level).to(gl.float16))
+            factors.index(6 + level).store((factor_across(past, after, totals, level) * SCALE).to(gl.float16))
     return until, after, past

@@ -16,6 +16,7 @@ from ....gpu.gluon_halves import (
     LINE,
     LOG2E,
     OCTETS,
+    UNSCALED,
     add_twice,
     addresses,
     columns,
@@ -141,8 +142,9 @@ def pair_products(
         gl.store(total + of_keys, of_chunk(totals_s, LINE))
     if beta is not None:
         L = L * strength(beta, token, stop, m, M, PAIRS)
-    gl.store(addresses(products, tile * 64, 0, 64, PAIRS), L)
-    gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), P * scale)
+    gl.store(addresses(products, tile * 64, 0, 64, PAIRS), L * UNSCALED)
+    P = P * gl.where(rows() == columns(), scale, scale * UNSCALED)
+    gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), P)
 
 
 @gluon.jit
@@ -185,13 +187,14 @@ def with_pairs(
         other = warpgroup_mma(factors_s.index(0), factors_s.index(1), other, use_acc=False, is_async=True)
         other = warpgroup_mma(factors_s.index(0).permute((1, 0)), factors_s.index(1), other, is_async=True)
         other = warpgroup_mma_wait(0, deps=[other])
+        of_second = gl.where(second, UNSCALED, 0.0)
         past = factors_s.index(1).load(PAIRS).to(gl.float32) * other
-        reach = reach + gl.where(second, past, -past)
+        reach = reach + past * gl.where(second, UNSCALED, -UNSCALED)
         if ERASING and BEFORE:
-            by_erasing = by_erasing + gl.where(second, past, 0.0)
+            by_erasing = by_erasing + past * of_second
         other = other * factor
-        dX = dX + gl.where(second, other, 0.0)
-        dK = dK + gl.where(second, 0.0, other)
+        dX = dX + other * of_second
+        dK = dK + other * gl.where(second, 0.0, UNSCALED)
     return dX, dK, reach, by_erasing
 
 
