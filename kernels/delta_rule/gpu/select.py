@@ -63,8 +63,8 @@ WHOLE_TOKEN = KernelPath(
 GENERAL = KernelPath(
     "general",
     when=general,
-    why="erase keys of their own, decays per channel or reads before the decay: every recurrence for itself, with one "
-    "reference point per chunk for moderate decays and blocks of 16 tokens for steep ones",
+    why="erase keys of their own, decays per channel or reads before the decay: every recurrence for itself; decays per "
+    "channel by halves, in the same time for any decay",
 )
 PREPARE = (
     KernelPath(
