@@ -15,6 +15,7 @@ from kernels.gpu.device import DIRECT
 
 ROOT = Path(__file__).parents[2]
 STEP = ["step.advance"]
+GLUON_CHUNKS = ["general.hopper_chunks.pair_products", "general.hopper_solve.solve_pairs"]
 CASES = {
     "linear_recurrence --gate channel --no-beta": (
         ["hopper_vector_decay"],
@@ -82,14 +83,14 @@ CASES = {
     ),
     "delta_rule --K 512": (["long_keys"], ["prepare.prepare", "sequential_pass_long.long_forward"], None),
     "delta_rule --gate channel": (
-        ["general", "hopper_pass"],
-        ["general.prepare.prepare"] * 2 + ["general.hopper_sequential_pass.scan_forward"],
-        ["general.sequential_pass.scan_backward", "general.gradients.pairs"] + ["general.gradients.gradients"] * 2,
+        ["general", "hopper_chunks", "hopper_pass"],
+        [*GLUON_CHUNKS, "general.hopper_sequential_pass.scan_forward"],
+        ["general.sequential_pass.scan_backward", "general.gradients.pairs", "general.hopper_chunks.gradients"],
     ),
     "delta_rule --gate channel --K 64": (
-        ["general", "pass"],
-        ["general.prepare.prepare"] * 2 + ["general.sequential_pass.scan_forward"],
-        ["general.sequential_pass.scan_backward", "general.gradients.pairs"] + ["general.gradients.gradients"] * 2,
+        ["general", "hopper_chunks", "pass"],
+        [*GLUON_CHUNKS, "general.sequential_pass.scan_forward"],
+        ["general.sequential_pass.scan_backward", "general.gradients.pairs", "general.hopper_chunks.gradients"],
     ),
     "delta_rule --gate channel --T 1 --inference": (["one_token"], ["general.step.advance"], []),
     "delta_rule --T 1 --inference": (["one_token"], STEP, []),

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....core.allocation import aligned
 from ....core.autograd import Gradients, register
 from ....core.recurrence import Recurrences
 from ....gpu.launch import Launch, launch_in_order
@@ -52,7 +53,8 @@ class Arguments(NamedTuple):
         return GeneralDeltaRule.of(self.cu_seqlens, self.q.shape[1], *self.sizes)
 
     def contiguous(self) -> "Arguments":
-        values: list[Any] = [*(None if x is None else x.contiguous() for x in self[:7]), *self[7:]]
+        # kernels in Gluon copy 16 bytes at a time
+        values: list[Any] = [*(None if x is None else aligned(x.contiguous()) for x in self[:7]), *self[7:]]
         return Arguments(*values)
 
 
@@ -109,7 +111,7 @@ def differentiate(
     if not args.keep:
         residuals = tuple(run_forward(args, outputs=False, save=True)[2])
     *chunks, u, states = residuals
-    do, dfinal = (None if x is None else x.contiguous() for x in (do, dfinal))
+    do, dfinal = (None if x is None else aligned(x.contiguous()) for x in (do, dfinal))
     B, T, rows, M, K, V, table = plan.B, plan.T, plan.rows, plan.M, plan.K, plan.V, plan.layout.chunks
     do = plan.new(B, T, plan.H, V).zero_() if do is None else do
     dr, dstates, dinitial = plan.new(B, rows, M, V), plan.new(*states.shape), plan.states()
