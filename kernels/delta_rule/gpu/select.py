@@ -63,8 +63,8 @@ WHOLE_TOKEN = KernelPath(
 GENERAL = KernelPath(
     "general",
     when=general,
-    why="erase keys of their own, decays per channel or reads before the decay: every recurrence for itself; decays per "
-    "channel by halves, in the same time for any decay",
+    why="erase keys of their own, decays per channel or reads before the decay: every recurrence for itself, decays "
+    "per channel by halves, in the same time for any decay",
 )
 PREPARE = (
     KernelPath(
