@@ -160,12 +160,16 @@ def test_files_of_the_user_next_to_a_killed_replacement_stay(finished: Path, tmp
     assert files | {Path(".lock"): b""} == expected | {Path(".lock"): b""}
 
 
+def _write_twice(file: Path) -> None:
+    file.write_text("years of work")
+    file.open("x")
+
+
 def test_a_run_that_fails_before_its_first_batch_removes_no_file_of_the_user(finished: Path, tmp_path: Path):
     run = tmp_path / "run"
     shutil.copytree(finished / "runs" / "done", run)
-    with pytest.raises(KeyError), claimed(run, new=True, overwrite=True):
-        (run / "notes.md").write_text("years of work")
-        raise KeyError
+    with pytest.raises(FileExistsError), claimed(run, new=True, overwrite=True):
+        _write_twice(run / "notes.md")
     assert (run / "notes.md").read_text() == "years of work"
     assert find_run(str(run)) == (run, run / "checkpoints" / "last.ckpt")
 
