@@ -25,6 +25,7 @@ from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
+from zoo.train.agreement import check_same
 from zoo.train.captured_forward import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
@@ -112,21 +113,25 @@ class Pretraining(L.LightningModule):
         self._copies: CopyStream | None = None  # of batches to the device
 
     def setup(self, stage: str) -> None:
-        """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
+        """Prepare the model before a strategy shards or copies it.
 
+        All processes are compared, sequences are shared if `context_parallel` says so, and initial weights are loaded.
         A data module's tokenizer is saved in checkpoints unless another one was given.
 
         Raises:
-            UserError: Context parallelism is not possible here, or the weights or the names to train do not fit.
+            UserError: Processes have different data, configs or code, context parallelism is not possible here, or the
+                weights or the names to train do not fit.
         """
-        if self.context_parallel > 1 and self.sharing is None:
-            self._check_context_parallel(stage)
-            group, _ = dist.new_subgroups(self.context_parallel)
-            self.sharing = ContextParallel(group)
         if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
+            if stage == "fit":
+                check_same(self.trainer, self.tokenizer, self.config)
+        if self.context_parallel > 1 and self.sharing is None:
+            self._check_context_parallel(stage)
+            group, _ = dist.new_subgroups(self.context_parallel)
+            self.sharing = ContextParallel(group)
         if stage == "fit" and self.optim.initial_weights is not None:
             with errors_about("optim.initial_weights"):
                 load_weights(self.model, self.optim.initial_weights)
