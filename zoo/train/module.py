@@ -1,7 +1,6 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -9,6 +8,7 @@ from typing import Any, get_args
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary, Timer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
 
-
-REFRESH_SECONDS = 0.5
+# Lightning's callbacks that read no metrics
+WITHOUT_METRICS = (GradientAccumulationScheduler, ModelSummary, Timer)
 
 
 def best_precision(accelerator: str) -> str:
@@ -108,7 +108,7 @@ class Pretraining(L.LightningModule):
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
-        self._refreshes, self._refreshed = True, 0.0  # whether numbers are logged in this step; when they were last
+        self._metrics_are_read = True  # whether a callback may read metrics in each step, in any process
         self._unlabelled = False  # whether a batch had no labels; the first is reported
         self._copies: CopyStream | None = None  # of batches to the device
 
@@ -238,8 +238,8 @@ class Pretraining(L.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
 
-        Lightning spends more time on a number than many kernels take. Between logged steps it gets a number only once
-        in REFRESH_SECONDS, in captured steps not at all, unless it is to average it over an epoch.
+        Lightning spends more time on a number than many kernels take. Between logged steps it gets a number only if a
+        callback may read it, or if it is to average it over an epoch.
         """
         averaged = kwargs.get("on_epoch") or len(args) > 3
         if isinstance(value, int | float) and not averaged and self._is_between_logs():
@@ -248,30 +248,29 @@ class Pretraining(L.LightningModule):
         super().log(name, value, *args, **kwargs)
 
     def _is_between_logs(self) -> bool:
-        """Return whether a training step is in progress that loggers leave out, and the progress bar, too."""
+        """Return whether a training step is in progress whose metrics nothing reads."""
         trainer = self.trainer
-        if not trainer.training or self._refreshes or not logs_steps(self):
+        if not trainer.training or self._metrics_are_read or not logs_steps(self):
             return False
         return not (trainer.global_step + 1 >= trainer.max_steps > 0 or is_logged_step(trainer))
 
     def on_train_start(self) -> None:
-        """Discard the losses that an interrupted step may have left."""
+        """Discard the losses of an interrupted step, and look for callbacks that may read metrics."""
         self._losses = None
+        reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
+        self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the token count at the start of a step."""
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
-            now = time.perf_counter()
-            self._refreshes = self.captured is None and now - self._refreshed > REFRESH_SECONDS
-            self._refreshed = now if self._refreshes else self._refreshed
             # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
             number_rows_from(self.trainer, self.trainer.global_step)
 
     def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
         """Log the mean over all labelled tokens of the optimiser step: all its batches, all processes.
 
-        Processes wait for each other here, so with several of them only logged steps do it.
+        Processes wait for each other here, so several do it at logged steps only, unless a callback may read it.
         """
         trainer, losses = self.trainer, torch.stack([total, count.to(total.dtype)])
         self._losses = losses if self._losses is None else self._losses + losses
@@ -280,7 +279,7 @@ class Pretraining(L.LightningModule):
         losses, self._losses, self.train_loss = self._losses, None, None
         if trainer.world_size > 1:
             interval = trainer.log_every_n_steps
-            if not interval or (trainer.global_step + 1) % interval:
+            if not self._metrics_are_read and (not interval or (trainer.global_step + 1) % interval):
                 return
             dist.all_reduce(losses)
         self.train_loss = losses[0] / losses[1].clamp(min=1)
@@ -443,6 +442,12 @@ class Pretraining(L.LightningModule):
                     f"optim.{key} is {now}, but the checkpoint was trained with {before}; resume with that, or start a "
                     "new run from its weights, by optim.initial_weights."
                 )
+
+
+def _may_read_metrics(part: object) -> bool:
+    """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
+    ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return not ours and type(part) not in WITHOUT_METRICS
 
 
 def _named(part: Any) -> Any:
