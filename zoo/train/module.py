@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSumm
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim.lr_scheduler import LambdaLR
 
 from kernels.core.documents import copied, tracked
 from kernels.errors import UserError
@@ -31,7 +32,16 @@ from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
-from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
+from zoo.train.optim import (
+    Optimisation,
+    Schedule,
+    build_optimizer,
+    build_schedule,
+    clip,
+    freeze_others,
+    total_norm,
+    update_rates,
+)
 from zoo.train.trainer import write_whole
 
 log = logging.getLogger(__name__)
@@ -255,8 +265,10 @@ class Pretraining(L.LightningModule):
         return not (trainer.global_step + 1 >= trainer.max_steps > 0 or is_logged_step(trainer))
 
     def on_train_start(self) -> None:
-        """Discard the losses of an interrupted step, and look for callbacks that may read metrics."""
+        """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
         self._losses = None
+        if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
+            update_rates(schedule)
         reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
         self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from safetensors.torch import save_file
 
 from kernels.errors import UserError
 from tests.zoo.tiny import (
@@ -330,6 +331,34 @@ class Logs(L.Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         pl_module.log("of_the_epoch", 7)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_first_step_after_a_resume_has_the_rate_of_its_schedule(schedule: str, tmp_path):
+    """Of the length that the run now has, and not of the one that the checkpoint was written with."""
+    rates: dict[int, float] = {}
+
+    class Rates(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            rates[trainer.global_step] = optimizer.param_groups[0]["lr"]
+
+    trainer(tmp_path, [Rates()], max_steps=6).fit(pretraining(schedule=schedule), ResumableLoader(100))
+    module = pretraining(schedule=schedule)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    trainer(tmp_path, [Rates()], max_steps=40).fit(module, ResumableLoader(100), ckpt_path=path)
+    expected = {step: 1e-2 * module.optim.factor(step, 6 if step < 6 else 40) for step in range(40)}
+    assert rates == pytest.approx(expected)
+
+
+def test_weights_that_are_not_finite_are_not_trained(tmp_path):
+    module = pretraining()
+    with torch.no_grad():
+        module.model.mixer_weight[0, 0] = math.nan
+    for name, save in (("weights.safetensors", save_file), ("weights.pt", torch.save)):
+        save(module.model.state_dict(), tmp_path / name)
+        message = rf"^optim\.initial_weights: .*{name} has values that are not finite in 1 of .*, first mixer_weight"
+        with pytest.raises(UserError, match=message):
+            trainer(tmp_path).fit(pretraining(initial_weights=str(tmp_path / name)), Batches(batch(0)))
 
 
 OWN = ("tokens", "learning_rate", "gradient_norm", "train_loss")
