@@ -23,8 +23,8 @@ class LastToken(NamedTuple):
 class RWKV7ChannelMix(ChannelMixer, KeepsFp32):
     """W_down relu(W_up (x_t + μ ⊙ (x_{t−1} − x_t)))² without biases (RWKV-7, arXiv 2503.14456).
 
-    μ starts as 1 − (channel / hidden_size)^(ρ⁴), where ρ = 1 − layer / num_layers. W_up starts orthogonal with a gain of
-    1, and W_down at zero, as in the authors' code.
+    μ starts as 1 − (channel / hidden_size)^(ρ⁴), where ρ = 1 − layer / num_layers. W_up starts orthogonal with a gain
+    of 1, and W_down at zero, as in the authors' code.
 
     Args:
         hidden_size: Size of x.

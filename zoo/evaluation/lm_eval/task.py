@@ -25,9 +25,9 @@ Z = 1.96  # standard errors in half an interval of 95 %
 class LmEval(Task):
     """A task, a group or a tag of lm-eval; see `lm_eval_task`.
 
-    `lengths` are the tokens that the model reads of a prompt and its answer. RULER generates prompts of each length, 4096 unless one is
-    chosen; BABILong has data of each; the recall-intensive questions get the part of their document around the answer;
-    and every other prompt that is longer loses its beginning. Without `lengths`, prompts stay whole.
+    `lengths` are the tokens that the model reads of a prompt and its answer. RULER generates prompts of each length,
+    4096 unless one is chosen; BABILong has data of each; the recall-intensive questions get the part of their document
+    around the answer; and every other prompt that is longer loses its beginning. Without `lengths`, prompts stay whole.
 
     Raises:
         UserError: lm-eval is not installed.
