@@ -64,8 +64,8 @@ def _after_resets(a: Attention, first: Tensor) -> Tensor:
     On a GPU, masks and scores are computed again in the backward pass, so that their memory stays that of one block.
     """
     T, S = a.q.shape[1], a.k.shape[1]
-    again = a.q.is_cuda and torch.is_grad_enabled()
-    masked = partial(checkpoint, _masked, use_reentrant=False, preserve_rng_state=False) if again else _masked
+    recomputed = a.q.is_cuda and torch.is_grad_enabled()
+    masked = partial(checkpoint, _masked, use_reentrant=False, preserve_rng_state=False) if recomputed else _masked
     first = first if a.first_key is None else first.maximum(a.first_key[:, None, None])
     blocks = []
     for i in range(S - T, S, MASKED):

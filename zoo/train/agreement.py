@@ -1,6 +1,6 @@
-"""Whether all processes of a run train on the same data, with the same tokenizer, config and code.
+"""A check that all processes of a run train on the same data, with the same tokenizer, config and code.
 
-Each node reads its own files. If these differ, processes exchange gradients of different problems, and no number shows
+Each node reads the files of its disk. If these differ, processes exchange gradients of different problems, and no number shows
 it. So processes compare what determines a step before the first one, in one exchange.
 """
 
@@ -20,7 +20,7 @@ from zoo.files.hashing import digest
 from zoo.train.shards import of_all
 
 PACKAGES = ("kernels", "mixers", "zoo")
-LONGEST = 64  # characters of a value that is sent as it is; a longer one is sent as its hash
+LONGEST = 64  # characters of a value that is sent; a longer one is sent as its hash
 
 
 def check_same(trainer: L.Trainer, tokenizer: Any, config: dict[str, Any] | None) -> None:
