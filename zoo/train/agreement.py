@@ -1,7 +1,7 @@
 """A check that all processes of a run train on the same data, with the same tokenizer, config and code.
 
-Each node reads the files of its disk. If these differ, processes exchange gradients of different problems, and no number shows
-it. So processes compare what determines a step before the first one, in one exchange.
+Each node reads the files of its disk. If these differ, processes exchange gradients of different problems, and no
+number shows it. So processes compare what determines a step before the first one, in one exchange.
 """
 
 import json
