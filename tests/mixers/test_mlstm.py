@@ -44,8 +44,8 @@ def test_the_layer_of_transformers(oracle: Oracle, length: int, backend: str):
     gradients = {
         other: lambda g, name=name, shape=weights[other].shape: g(name).view(shape) for other, name in pairs.items()
     }
-    with kernels.backend(backend):
-        compare(ours, layer, lambda x: layer(x)[0], gradients, torch.randn(2, length, 32), tolerance=3e-5)
+    with kernels.backend(backend):  # both round in fp32, and the gradients of gates are sums that cancel
+        compare(ours, layer, lambda x: layer(x)[0], gradients, torch.randn(2, length, 32), tolerance=6e-5)
 
 
 Weights = Mapping[str, np.ndarray]
