@@ -38,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     command = top.add_subparsers(dest="command", required=True).add_parser(
         "explain", help="list the GPU kernels of a call, and why they run", description=__doc__.splitlines()[0]
     )
-    command.add_argument("op", choices=[*GATES], metavar="OP", help=" or ".join(GATES))
+    command.add_argument("op", metavar="OP", help=" or ".join(GATES))
+    command.add_argument("more", nargs="*", help=argparse.SUPPRESS)  # of a model, for the sentence that refuses it
     for letter, default, meaning in (
         ("B", 8, "rows of the batch"),
         ("T", 4096, "tokens per row"),
@@ -111,6 +112,10 @@ def explain(args: argparse.Namespace) -> list[Record]:
 def main(words: list[str] | None = None) -> None:
     """Run the command line."""
     args = parser().parse_args(words)
+    if args.op not in GATES or args.more:
+        what = " ".join([args.op, *args.more])
+        others = f"models and mixers are explained by python -m zoo explain {what}"
+        parser().error(f"OP: {what!r} is not one of {', '.join(GATES)}; {others}")
     if args.gate not in (None, *GATES[args.op]):
         parser().error(f"--gate: {args.gate!r} is not one of {', '.join(GATES[args.op])}")
     if args.no_beta and args.op == "delta_rule":

@@ -192,6 +192,7 @@ def test_the_terminal(capsys: pytest.CaptureFixture[str]):
     [
         ("delta_rule --gate token", "--gate: 'token' is not one of none, constant, head, channel"),
         ("delta_rule --no-beta", "--no-beta: the delta rule has input gates"),
+        ("gla.yaml size/400m.yaml", "models and mixers are explained by python -m zoo explain gla.yaml size/400m.yaml"),
         ("delta_rule --B 0", "expected a whole number from 1, got '0'"),
         ("delta_rule --device V100", "invalid choice: 'V100'"),
         ("delta_rule --K 4096", "which takes keys of at most 256 channels"),
