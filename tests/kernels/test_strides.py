@@ -41,11 +41,15 @@ def test_inputs(name: str, layout: Callable[[Tensor], Tensor]):
         with pytest.raises(ValueError, match=r"^[qk]: the last axis must be contiguous, its stride is 2"):
             apart.results("triton")
         return
-    exact = CALLS[name].on(DEVICE, torch.float64)
+    contiguous, actual = call.results("triton"), apart.results("triton")
+    different = [output for output, y in contiguous.items() if not torch.equal(actual[output], y)]
+    if not different:
+        return
+    exact = call.on(DEVICE, torch.float64)
     kept = {name: call.inputs[name].double() for name in call.kept if name in call.inputs}
     loop = replace(exact, inputs=exact.inputs | kept).results("reference")
-    contiguous, actual = call.results("triton"), apart.results("triton")
-    for output, y in loop.items():
+    for output in different:
+        y = loop[output]
         rounding = (contiguous[output] - y).norm() + 4 * torch.finfo(torch.float32).eps * y.norm()
         assert (actual[output] - y).norm() <= 2 * rounding, output
 

@@ -253,6 +253,7 @@ def test_strong_decays_lower_scores_by_what_they_are(dtype: torch.dtype, backend
         assert o.flatten()[-1] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["fast", "deterministic"])
 @pytest.mark.parametrize("value", [-math.inf, -1e30])
 @pytest.mark.parametrize(

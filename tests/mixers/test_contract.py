@@ -318,6 +318,7 @@ def test_a_crash_is_reported_with_its_reason():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 63, 64, 100])
 @pytest.mark.parametrize("name", [name for name in REGISTERED if mixers.get(name).causal])
 def test_no_bit_of_an_output_depends_on_later_tokens(name: str, at: int):

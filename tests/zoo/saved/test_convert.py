@@ -43,6 +43,7 @@ def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "other", "kind"), [("qwen3.5", 1, "ZeroCentredRMSNorm"), ("llama", -1, "RMSNorm")])
 def test_norms_of_the_other_convention_are_warned_of(
     case: str, other: int, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -430,6 +430,7 @@ def test_an_output_is_replaced_only_by_request(tmp_path: Path):
         zoo.convert(folder, file, to="gguf", overwrite=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("quantize", "too_large"), [("f16", 70_000.0), ("q8_0", 9e6)])
 def test_a_value_that_its_type_cannot_hold(quantize: str, too_large: float, tmp_path: Path, caplog):
     folder = exported(tmp_path / "ours", "llama")
