@@ -1,7 +1,10 @@
 """Explain which GPU kernels an op runs, without running them.
 
-    python -m kernels explain linear_recurrence --gate channel --B 8 --T 4096 --H 8 --K 128 --device H100
-    python -m kernels explain delta_rule --B 8 --T 4096 --H 8 --K 128 --dtype bf16 --device A100
+    python -m kernels explain delta_rule --B 8 --T 4096 --H 8 --K 128 --device H100
+    python -m kernels explain linear_recurrence --gate channel --no-beta --H 4 --K 128 --V 256 --documents 8
+
+The first is the call of a layer of Gated DeltaNet, the second that of a layer of GLA with packed documents. All kernels
+of a mixer or of a model are listed by `python -m zoo explain gla.yaml size/400m.yaml`.
 
 The call is made as usual, on tensors without data; launches are listed instead of started. So the list is what would
 run, with the grid and the named constants of each launch. PyTorch's operations are not listed.
@@ -9,24 +12,19 @@ run, with the grid and the named constants of each launch. PyTorch's operations 
 
 import argparse
 import sys
-from collections import Counter
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import kernels
 
-from .core.recurrence import check
-from .delta_rule import op_of
+from .core.documents import copied
 from .errors import UserError
 
 try:
-    from .gpu.device import GPUS, assumed
-    from .gpu.launch import LaunchSpec
-    from .gpu.paths import Record, dry_run
-    from .gpu.plan import of_rows
+    from .gpu.device import GPUS
+    from .gpu.listing import listed, show
+    from .gpu.paths import Record
 except ModuleNotFoundError as error:
     sys.exit(f"python -m kernels explains kernels in Triton, which cannot be imported: {error}")
 
@@ -40,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     command = top.add_subparsers(dest="command", required=True).add_parser(
         "explain", help="list the GPU kernels of a call, and why they run", description=__doc__.splitlines()[0]
     )
-    command.add_argument("op", choices=[*GATES])
+    command.add_argument("op", metavar="OP", help=" or ".join(GATES))
+    command.add_argument("more", nargs="*", help=argparse.SUPPRESS)  # of a model, for the sentence that refuses it
     for letter, default, meaning in (
         ("B", 8, "rows of the batch"),
         ("T", 4096, "tokens per row"),
@@ -52,6 +51,8 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument(
             f"--{letter}", type=positive, default=default, help=meaning + (f" (default: {default})" if default else "")
         )
+    command.add_argument("--documents", type=positive, help="pack B × T tokens as so many documents into one row")
+    command.add_argument("--initial-state", action="store_true", help="continue from states")
     command.add_argument("--gate", help="form of the log decay: none, constant, head, channel (default: head)")
     command.add_argument("--no-beta", action="store_true", help="no input gates (linear recurrence)")
     command.add_argument("--fixed-gates", action="store_true", help="gates need no gradient")
@@ -71,7 +72,8 @@ def positive(text: str) -> int:
 
 def arguments(args: argparse.Namespace) -> dict[str, Tensor]:
     """The tensors of the call, without data."""
-    B, T, heads, K, V = args.B, args.T, args.H * args.E, args.K, args.V or args.K
+    B, T = (1, args.B * args.T) if args.documents else (args.B, args.T)
+    heads, K, V = args.H * args.E, args.K, args.V or args.K
     dtype, gate = DTYPES[args.dtype], args.gate or "head"
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32, learned: bool = True) -> Tensor:
@@ -86,51 +88,34 @@ def arguments(args: argparse.Namespace) -> dict[str, Tensor]:
         tensors["log_decay"] = empty(*shapes[gate], dtype=decay_dtype, learned=learned)
     if args.op == "delta_rule" or not args.no_beta:
         tensors["beta"] = empty(B, T, heads, learned=not args.fixed_gates)
+    if args.initial_state:
+        tensors["initial_state"] = empty(args.documents or B, heads, K, V)
+    if args.documents:
+        tensors["cu_seqlens"] = packed(T, args.documents)
     return tensors
+
+
+def packed(tokens: int, documents: int) -> Tensor:
+    """Boundaries of documents of almost equal lengths in a row of tokens."""
+    bounds = torch.linspace(0, tokens, documents + 1).round().to(torch.int32)
+    return copied(bounds.to("meta"), bounds)
 
 
 def explain(args: argparse.Namespace) -> list[Record]:
     """The dry runs of the forward and the backward pass."""
     tensors = arguments(args)
-    call = check(
-        *(tensors["q"], tensors["k"], tensors["v"], tensors.get("log_decay"), tensors.get("beta")),
-        subheads=args.E,
-        scale=None,
-        initial_state=None,
-        cu_seqlens=None,
-    )
-    op = op_of(call) if args.op == "delta_rule" else sys.modules[kernels.linear_recurrence.__module__].OP
-    if op.limits is not None and (reason := op.limits(call)) is not None:
-        raise UserError(f"{args.op} would run in PyTorch, not on 'triton', {reason}")
-    of_rows.cache_clear()  # plans depend on the assumed GPU
-    try:
-        with assumed(GPUS[args.device]), dry_run() as forward:
-            o, _ = op.load("triton")(call)
-            with dry_run() as backward:
-                if o.requires_grad:
-                    o.sum().backward()
-    finally:
-        of_rows.cache_clear()
-    return [forward, backward]
-
-
-def table(title: str, launches: list[LaunchSpec], constants: bool) -> Table:
-    """The launches of one pass; equal ones, such as those for groups of rows, are one line."""
-    columns = ["kernel", "programs", "warps", "stages", "registers", *["constants"] * constants]
-    result = Table(*columns, title=title, title_justify="left")
-    lines: Counter[tuple[str, ...]] = Counter()
-    for spec in launches:
-        numbers = (spec.programs, spec.warps, spec.stages, spec.registers)
-        line = [spec.name, *("default" if number is None else f"{number:,}" for number in numbers)]
-        lines[*line, *[", ".join(f"{key}={value}" for key, value in spec.constants.items())] * constants] += 1
-    for (name, programs, *rest), times in lines.items():
-        result.add_row(name, programs if times == 1 else f"{times} × {programs}", *rest)
-    return result
+    op = getattr(kernels, args.op)
+    with kernels.backend("triton"):
+        return listed(lambda: op(**tensors, **{"subheads": args.E} if args.E > 1 else {})[0], GPUS[args.device])
 
 
 def main(words: list[str] | None = None) -> None:
     """Run the command line."""
     args = parser().parse_args(words)
+    if args.op not in GATES or args.more:
+        what = " ".join([args.op, *args.more])
+        others = f"models and mixers are explained by python -m zoo explain {what}"
+        parser().error(f"OP: {what!r} is not one of {', '.join(GATES)}; {others}")
     if args.gate not in (None, *GATES[args.op]):
         parser().error(f"--gate: {args.gate!r} is not one of {', '.join(GATES[args.op])}")
     if args.no_beta and args.op == "delta_rule":
@@ -139,12 +124,7 @@ def main(words: list[str] | None = None) -> None:
         passes = explain(args)
     except (UserError, ValueError) as error:
         sys.exit(str(error))
-    console = Console(highlight=False)
-    for title, record in zip(("forward", "backward"), passes, strict=True):
-        if record.launches:
-            console.print(table(title, record.launches, args.constants))
-            for path in record.paths:
-                console.print(f"[bold]{path.name}[/bold]: {path.why}")
+    show(passes, GPUS[args.device], args.constants)
 
 
 if __name__ == "__main__":

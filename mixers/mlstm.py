@@ -88,7 +88,8 @@ class MLSTM(LinearMixer):
 
     The layer of xLSTM 7B (arXiv 2503.13427). The normaliser n_t = σ(f_t) n_{t−1} + exp(i_t) k_t is the last column of
     the matrix. Both are scaled by exp(−m_t) with the stabiliser m_t = max(log σ(f_t) + m_{t−1}, i_t), so that no gate
-    of the recurrence exceeds 1. Subheads have separate gates and stabilisers, and one normaliser.
+    of the recurrence exceeds 1. Subheads have separate gates and stabilisers, and one normaliser. The weights of both
+    gates start at zero, as in the authors' code.
 
     Args:
         site: Where the layer sits in the model.
@@ -135,7 +136,7 @@ class MLSTM(LinearMixer):
         super().__init__(site, num_heads=num_heads, key_size=key_size, value_size=value_size, q=qk, k=qk, v=v)
         self.stabilised, self.normaliser = input_gate == "exponential", normaliser
         widths = {"q": keys, "k": keys, "v": values, "i": self.gate_heads, "f": self.gate_heads, "g": values}
-        self.in_proj = Projection(site.hidden_size, widths)
+        self.in_proj = Projection(site.hidden_size, widths, zeros=("i", "f"))
         self.gate = CappedGates(self.gate_heads, gate_cap, input_bias)
         self.o_norm = HeadLayerNorm(num_heads, value_size, norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)

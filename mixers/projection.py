@@ -1,6 +1,6 @@
 """Several linear maps of one input, fused into one matrix product."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,13 @@ class Projection(nn.Linear):
         size: Size of the input.
         widths: Width of each output by name, in the order of the fused matrix.
         bias: Whether each map has a bias.
+        zeros: Names of the maps whose weights start at zero.
     """
 
-    def __init__(self, size: int, widths: Mapping[str, int], *, bias: bool = False):
+    def __init__(self, size: int, widths: Mapping[str, int], *, bias: bool = False, zeros: Sequence[str] = ()):
         super().__init__(size, sum(widths.values()), bias=bias)
-        self.widths = dict(widths)
+        self.widths, self.zeros = dict(widths), tuple(zeros)
+        self.start_at_zero()
         self.register_load_state_dict_pre_hook(_join)
         self.register_state_dict_post_hook(_split)
 
@@ -47,6 +49,14 @@ class Projection(nn.Linear):
         if kernels.is_fp8():
             return self._by_format(x, widths)
         return _product(x, self.weight, self.bias, widths)
+
+    @torch.no_grad()
+    def start_at_zero(self) -> None:
+        """Set the weights of the maps in `zeros` to zero, after all weights were initialised alike."""
+        if self.zeros and not self.weight.is_meta:
+            for name, weight in zip(self.widths, self.weight.split([*self.widths.values()]), strict=True):
+                if name in self.zeros:
+                    weight.zero_()
 
     def _by_format(self, x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
         """The outputs from a product of the maps in FP8, and one of the others."""

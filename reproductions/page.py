@@ -30,10 +30,11 @@ TOP = """\
 Every table and figure of the five papers: what it claims, what we measured, what a repetition needs. A status is about
 the claim, and rests on a measurement or a test in this repository, mostly of models far smaller than the paper's; `not
 run` means that we have none. Hours are estimates for one H200: 175k tokens/s for 400M parameters, as `fit` had on
-2026-11-21, and as many FLOPs a second at other sizes; evaluating adds little. Commands expect a
-corpus as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
-[Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay. A
-command that several rows of a list need is printed at the first.
+2026-11-21 (newer kernels reach [203k](performance.md#a-training-step), so hours are 14 % too many or more), and as many
+FLOPs a second at other sizes; evaluating adds little. Commands expect a corpus as `corpus`, its tokenizer as
+`tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md), [Evaluation](evaluation.md)). They
+train a few of a row's models; the others differ in a factor, a size or an overlay. A command that several rows of a
+list need is printed at the first.
 
 Four choices here differ from the papers, or fill in what they leave out:
 

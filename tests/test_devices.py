@@ -2,7 +2,10 @@
 
 import json
 import statistics
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -24,15 +27,25 @@ samples: {prompts: []}
 """
 
 
-def fit(folder: Path, cache: Path, name: str, *arguments: str, **environment: str) -> list[float]:
-    """Train `runs/name` in `folder`; the loss of each step that was logged."""
+def started(folder: Path, cache: Path, *arguments: str, **environment: str) -> subprocess.Popen[str]:
+    """Start `fit` in `folder`."""
     with sitting_at(folder, cache):
         (folder / "short.yaml").write_text(SHORT)
-    process = start(folder, cache, "fit", *arguments, ZOO_RUN="", **environment)
+    return start(folder, cache, "fit", *arguments, ZOO_RUN="", **environment)
+
+
+def losses_of(process: subprocess.Popen[str], run: Path, captured: bool = False) -> list[float]:
+    """The loss of each step that a run logged, when it has ended."""
     said = "".join(process.communicate(timeout=570))
     assert process.returncode == 0, said[-3000:]
-    assert "runs eagerly" not in said or not {*CAPTURED} < {*arguments}  # what a captured run says that is not captured
-    return [row["train_loss"] for row in read_metrics(folder / "runs" / name / "metrics.jsonl") if "train_loss" in row]
+    assert "runs eagerly" not in said or not captured  # what a captured run says that is not captured
+    return [row["train_loss"] for row in read_metrics(run / "metrics.jsonl") if "train_loss" in row]
+
+
+def fit(folder: Path, cache: Path, name: str, *arguments: str, **environment: str) -> list[float]:
+    """Train `runs/name` in `folder`; the loss of each step that was logged."""
+    process = started(folder, cache, *arguments, **environment)
+    return losses_of(process, folder / "runs" / name, {*CAPTURED} < {*arguments})
 
 
 def short(name: str, *more: str, devices: int = 1) -> tuple[str, ...]:
@@ -82,30 +95,62 @@ def test_captured_steps_are_the_eager_ones(tmp_path: Path, shared_cache: Path) -
     assert fit(tmp_path, shared_cache, "captured", *short("captured", *CAPTURED)) == eager
 
 
+WAYS = ("ddp", "zero1", "zero2", "zero3", "fsdp", "context_parallel")
+
+
+class Runs(NamedTuple):
+    """Runs that were started together, as most of their time is that of starting, by name."""
+
+    folder: Path
+    processes: dict[str, subprocess.Popen[str]]
+
+    def losses(self, name: str) -> list[float]:
+        return losses_of(self.processes[name], self.folder / "runs" / name)
+
+
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> list[float]:
-    """The losses of one GPU in fp32."""
-    return fit(tmp_path_factory.mktemp("alone"), shared_cache, "one", *short("one", "--trainer.precision=32-true"))
+def runs(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Iterator[Runs]:
+    """One GPU, and two in each way, in fp32."""
+    folder, processes = tmp_path_factory.mktemp("ways"), {}
+    for name in ("one", *WAYS):
+        overlay = () if name == "one" else ("--config", f"train/{name}.yaml")
+        devices = 1 if name == "one" else 2
+        arguments = short(name, *overlay, "--trainer.precision=32-true", devices=devices)
+        processes[name] = started(folder, shared_cache, *arguments)
+    yield Runs(folder, processes)
+    for process in processes.values():
+        process.kill()
+
+
+@pytest.fixture(scope="module")
+def alone(runs: Runs) -> list[float]:
+    """The losses of one GPU."""
+    return runs.losses("one")
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("way", ["ddp", "zero1", "zero2", "zero3", "fsdp", "context_parallel"])
-def test_two_gpus_train_as_one(way: str, alone: list[float], tmp_path: Path, shared_cache: Path) -> None:
-    overlay = ("--config", f"train/{way}.yaml", "--trainer.precision=32-true")
-    losses = fit(tmp_path, shared_cache, way, *short(way, *overlay, devices=2))
-    assert losses == pytest.approx(alone, rel=1e-3)
-    assert json.loads((tmp_path / "runs" / way / "results.json").read_text())["devices"] == 2
+@pytest.mark.parametrize("way", WAYS)
+def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None:
+    assert runs.losses(way) == pytest.approx(alone, rel=1e-3)
+    assert json.loads((runs.folder / "runs" / way / "results.json").read_text())["devices"] == 2
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
-    ("way", "more"),
-    [("ddp", ()), ("context_parallel", ()), ("context_parallel", ("--activation_checkpointing=1",))],
+    ("way", "more", "batches"),
+    [
+        ("ddp", (), 2),
+        ("context_parallel", (), 1),
+        ("context_parallel", ("--activation_checkpointing=1",), 2),
+    ],
 )
-@pytest.mark.parametrize("batches", [1, 2])
 def test_two_gpus_in_captured_steps(
-    batches: int, way: str, more: tuple[str, ...], tmp_path: Path, shared_cache: Path
+    way: str, more: tuple[str, ...], batches: int, tmp_path: Path, shared_cache: Path
 ) -> None:
     options = ("--config", f"train/{way}.yaml", f"--trainer.accumulate_grad_batches={batches}", *more)
-    eager = fit(tmp_path, shared_cache, "eager", *short("eager", *options, *EAGER, devices=2))
-    assert fit(tmp_path, shared_cache, "captured", *short("captured", *options, *CAPTURED, devices=2)) == eager
+    processes = {
+        name: started(tmp_path, shared_cache, *short(name, *options, *steps, devices=2))
+        for name, steps in (("eager", EAGER), ("captured", CAPTURED))
+    }
+    losses = {name: losses_of(each, tmp_path / "runs" / name, name == "captured") for name, each in processes.items()}
+    assert losses["captured"] == losses["eager"]

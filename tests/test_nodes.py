@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,30 @@ def slurm(node: int, port: int) -> tuple[list[str], dict[str, str]]:
     return [forked_python(), str(CLI)], {**tasks, **task, "SLURM_JOB_ID": "4711", "SLURM_JOB_NAME": "zoo"}
 
 
+def train_on_two_nodes(
+    launcher: Callable, arguments: list[list[str]], folder: Path, cache: Path
+) -> tuple[list[int], list[str]]:
+    """The exit code and the output of a command on each node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with sitting_at(folder, cache):
+        processes = []
+        for node in range(2):
+            command, environment = launcher(node, port)
+            processes.append(
+                subprocess.Popen(
+                    [*command, *arguments[node]],
+                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
+            )
+        said = [process.communicate(timeout=240)[0] for process in processes]
+    return [process.returncode for process in processes], said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "strategy"),
@@ -51,28 +76,26 @@ def test_two_nodes_train_as_one(launcher, strategy: str, finished: Path, tmp_pat
     if strategy == "zero2":
         pytest.importorskip("deepspeed")
     overlay = ("--trainer.strategy=ddp",) if strategy == "ddp" else ("--config", "train/cpu_deepspeed.yaml")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with sitting_at(tmp_path, shared_cache):
-        processes = []
-        for node in range(2):
-            command, environment = launcher(node, port)
-            processes.append(
-                subprocess.Popen(
-                    [*command, *FIT, *overlay, *NODES, "--run", "nodes"],
-                    env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT,
-                    text=True,
-                )
-            )
-        said = [process.communicate(timeout=240)[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    codes, said = train_on_two_nodes(launcher, [[*FIT, *overlay, *NODES, "--run", "nodes"]] * 2, tmp_path, shared_cache)
+    assert codes == [0, 0], "\n".join(said)
     [run] = (tmp_path / "runs").iterdir()
     two, one = (json.loads((folder / "results.json").read_text()) for folder in (run, finished / "runs/done"))
     assert (two["devices"], two["tokens_seen"]) == (2, one["tokens_seen"])
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
+
+
+@pytest.mark.nightly
+def test_two_nodes_with_different_text_train_nothing(tmp_path: Path, shared_cache: Path) -> None:
+    commands = []
+    for node in range(2):
+        text = tmp_path / f"disk{node}" / "text.txt"
+        text.parent.mkdir()
+        text.write_text(f"def node_{node}(x):\n    return x + {node}\n" * 5000)
+        commands.append([*FIT, "--trainer.strategy=ddp", *NODES, f"--data.path={text}", "--run", "nodes"])
+    codes, said = train_on_two_nodes(torchrun, commands, tmp_path, shared_cache)
+    assert 0 not in codes
+    assert "data.data_hash differs between processes" in said[0] + said[1]
+    assert not (tmp_path / "runs" / "nodes" / "metrics.jsonl").exists()
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from zoo.checkpoints.format import read_checkpoint
 from zoo.config.parser import read
 from zoo.files.output import CONFIG_HEADER, OLD_CONFIG_HEADER
 from zoo.files.sealed_json import read_sealed
-from zoo.runs.folder import claimed
+from zoo.runs.folder import claimed, find_run
 from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command, sitting_at, start
@@ -127,6 +127,70 @@ def test_a_run_whose_replacement_was_killed_is_put_back(command: Command, copied
     assert "runs/done exists already" in command(*FIT, "--run", "done").err
     after = {file.relative_to(copied): file.read_bytes() for file in copied.rglob("*") if file.is_file()}
     assert {name: after.get(name) for name in before} == before
+
+
+def killed_while_replacing(run: Path) -> dict[Path, bytes]:
+    """As by SIGKILL of `fit --overwrite` before its first batch, then files of the user; return all to be kept."""
+    before = {file.relative_to(run): file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    paths = sorted(run.iterdir())
+    (run / ".replaced").mkdir()
+    for path in paths:
+        path.rename(run / ".replaced" / path.name)
+    (run / "config.yaml").write_bytes(CONFIG_HEADER)
+    (run / "lightning_logs" / "version_0").mkdir(parents=True)
+    (run / "lightning_logs" / "version_0" / "hparams.yaml").write_text("{}")
+    for name in ("notes.md", "figures/1.png", "checkpoints/why.txt", "lightning_logs/mine.txt"):
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("years of work")
+        before[Path(name)] = b"years of work"
+    return before
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_files_of_the_user_next_to_a_killed_replacement_stay(finished: Path, tmp_path: Path, resume: bool):
+    run = tmp_path / "run"
+    shutil.copytree(finished / "runs" / "done", run)
+    expected = killed_while_replacing(run)
+    if resume:
+        assert find_run(str(run)) == (run, run / "checkpoints" / "last.ckpt")
+    else:
+        with pytest.raises(UserError, match="exists already; continue it"), claimed(run, new=True):
+            pass
+    files = {file.relative_to(run): file.read_bytes() for file in run.rglob("*") if file.is_file()}
+    assert files | {Path(".lock"): b""} == expected | {Path(".lock"): b""}
+
+
+def _write_twice(file: Path) -> None:
+    file.write_text("years of work")
+    file.open("x")
+
+
+def test_a_run_that_fails_before_its_first_batch_removes_no_file_of_the_user(finished: Path, tmp_path: Path):
+    run = tmp_path / "run"
+    shutil.copytree(finished / "runs" / "done", run)
+    with pytest.raises(FileExistsError), claimed(run, new=True, overwrite=True):
+        _write_twice(run / "notes.md")
+    assert (run / "notes.md").read_text() == "years of work"
+    assert find_run(str(run)) == (run, run / "checkpoints" / "last.ckpt")
+
+
+def test_nothing_is_moved_through_links(finished: Path, tmp_path: Path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    shutil.copytree(finished / "runs" / "done", run)
+    elsewhere.mkdir()
+    (elsewhere / "thesis.tex").write_text("years of work")
+    for name in (".replaced", ".replacing"):
+        (run / name).symlink_to(elsewhere)
+    find_run(str(run))
+    assert [path.name for path in elsewhere.iterdir()] == ["thesis.tex"]
+    for name in (".replaced", ".replacing"):
+        (run / name).unlink()
+    killed_while_replacing(run)
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"checkpoints is a link where the run that is put back has a folder; remove"):
+        find_run(str(run))
+    assert [path.name for path in elsewhere.iterdir()] == ["thesis.tex"]
 
 
 @pytest.mark.slow

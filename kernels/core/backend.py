@@ -43,6 +43,7 @@ log = logging.getLogger(__name__)
 BACKENDS = ("auto", "triton", "torch", "reference")
 _default = os.environ.get("ZOO_BACKEND", "auto")
 _chosen: ContextVar[str] = ContextVar("backend", default=_default)
+_meta_as_gpu: ContextVar[bool] = ContextVar("meta_as_gpu", default=False)
 _ran: ContextVar[dict[str, set[str]] | None] = ContextVar("implementations", default=None)
 Implementation = Callable[..., Any]
 
@@ -79,6 +80,13 @@ def implementations() -> Iterator[dict[str, set[str]]]:
     ran: dict[str, set[str]] = {}
     with scope(_ran, ran):
         yield ran
+
+
+@contextmanager
+def meta_as_gpu() -> Iterator[None]:
+    """Inside the ``with`` block, choose for tensors on the "meta" device as on a GPU: their kernels are only listed."""
+    with scope(_meta_as_gpu, True):
+        yield
 
 
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -146,7 +154,8 @@ class Op:
         """Return the backend of a call; without `args`, of one within the limits."""
         limits = self.limits(*args) if args and self.limits is not None else None
         fp64 = x.dtype == pytorch.float64
-        name = _choose(self.name, tuple(self.implementations), x.device.type, fp64, limits)
+        device = "cuda" if x.is_meta and _meta_as_gpu.get() else x.device.type
+        name = _choose(self.name, tuple(self.implementations), device, fp64, limits)
         if x.is_cuda and name == "torch" and "triton" in self.implementations and not pytorch.compiler.is_compiling():
             reason = _no_triton("cuda", fp64, limits)
             if reason and _chosen.get() == "auto":

@@ -12,8 +12,8 @@ import triton
 log = logging.getLogger(__name__)
 
 HOPPER, OTHER = 9, 0  # architectures of the launch table
-# Triton versions whose `CompiledKernel.run` takes the arguments of `launch.py`, and whose Gluon was tested
-DIRECT = triton.__version__.startswith(("3.6.", "3.7."))
+TESTED = ("3.6", "3.7")  # Triton versions whose `CompiledKernel.run` takes the arguments of `launch.py`, with Gluon
+DIRECT = triton.__version__.startswith(tuple(f"{version}." for version in TESTED))
 
 
 class Gpu(NamedTuple):
@@ -75,7 +75,23 @@ def _multiprocessors(device: torch.device) -> int:
 
 def runs_gluon(device: torch.device) -> bool:
     """Return whether the kernels in Gluon run on a device: a Hopper GPU, with a tested version of Triton."""
-    return DIRECT and (device.type == "cuda" or _assumed is not None) and capability(device) == HOPPER
+    if (device.type != "cuda" and _assumed is None) or capability(device) != HOPPER:
+        return False
+    if not DIRECT and _assumed is None:
+        _say(without_gluon())
+    return DIRECT
+
+
+def without_gluon() -> str | None:
+    """Why a Hopper GPU runs no kernels in Gluon; None if it does."""
+    versions = " and ".join(TESTED)
+    reason = f"kernels in Gluon are left out, as they were tested with {versions} only, which is slower on Hopper"
+    return None if DIRECT else f"Triton {triton.__version__}: {reason}"
+
+
+@cache
+def _say(message: str | None) -> None:
+    log.warning("%s", message)
 
 
 def overlaps(device: torch.device) -> bool:

@@ -36,8 +36,9 @@ def window_attention(
         first_key: Index [B] of the first valid key of each row, for caches that are not full yet.
         scale: Factor on the scores; D^-½ by default.
         cu_seqlens: Boundaries [N+1] of documents packed into one row (B = 1, S = T), from 0 to T.
-        log_decay: Log decays [B,S,H], finite and ≤ 0, in any floating-point dtype: the score of query i and key j gets
-            the sum of those of the tokens j + 1 … i (arXiv 2503.02130). Positive ones are refused on a CPU, undefined
+        log_decay: Log decays [B,S,H], ≤ 0, in any floating-point dtype: the score of query i and key j gets the sum of
+            those of the tokens j + 1 … i (arXiv 2503.02130). −∞, like every log decay below −10,000, is a reset: its
+            token and later ones see no earlier key, whatever the scores. Positive ones are refused on a CPU, undefined
             elsewhere. None for none.
 
     Returns:

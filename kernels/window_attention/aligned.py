@@ -5,7 +5,6 @@ with a cache of a multiple of 64 keys equals the call without. On a GPU the rows
 library's choice for a batch of products depends on their number, and scores are computed again in the backward pass.
 """
 
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -17,7 +16,7 @@ from ..core.autocast import without_autocast
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
 from .chunk import BLOCK, padded
-from .decay import widened
+from .decay import first_keys, widened
 
 
 def forward(a: Attention) -> Tensor:
@@ -25,7 +24,7 @@ def forward(a: Attention) -> Tensor:
     with without_autocast(a.v.device):
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
-            return torch.cat([_rows(_part(a, slice(None), span, span)) for span in spans], 1)
+            return torch.cat([_rows(a.part(slice(None), span, span)) for span in spans], 1)
         if a.first_key is None and not a.q.is_cuda:
             return _rows(a)
         first = [0] * len(a.q) if a.first_key is None else a.first_key.tolist()
@@ -39,21 +38,20 @@ def _row(a: Attention, row: int, first: int) -> Tensor:
     skipped = max(0, first - (S - T))
     if skipped >= T:
         return a.v.new_zeros(1, T, a.q.shape[2], a.v.shape[3])
-    o = _rows(_part(a, slice(row, row + 1), slice(skipped, T), slice(first, S)))
+    o = _rows(a.part(slice(row, row + 1), slice(skipped, T), slice(first, S)))
     return F.pad(o, (0, 0, 0, 0, skipped, 0))
-
-
-def _part(a: Attention, rows: slice, queries: slice, keys: slice) -> Attention:
-    """The call of some rows, queries and keys, all of which are valid."""
-    q, k, v = a.q[rows, queries], a.k[rows, keys], a.v[rows, keys]
-    log_decay = None if a.log_decay is None else a.log_decay[rows, keys]
-    return replace(a, q=q, k=k, v=v, log_decay=log_decay, first_key=None, documents=None, cu_seqlens=None)
 
 
 def _rows(a: Attention) -> Tensor:
     """o [B,T,H,V], where all keys are valid."""
     if a.log_decay is not None:  # sums begin with the first valid key
-        return _rows(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
+        first = first_keys(a.log_decay)[:, -a.q.shape[1] :]
+        return _scores(widened(a), first)[..., : a.v.shape[3]].to(a.v.dtype)
+    return _scores(a, None)
+
+
+def _scores(a: Attention, first: Tensor | None) -> Tensor:
+    """o [B,T,H,V] without log decays; `first` is the first key [B,T,H] that each query sees."""
     q, k, v = a.q, a.k, a.v
     (_, T, H, _), S, heads, dtype = q.shape, k.shape[1], k.shape[2], v.dtype
     count, seen = -(-T // BLOCK), S - T
@@ -72,8 +70,13 @@ def _rows(a: Attention) -> Tensor:
         hidden = (key > query) | (key < 0)
         if a.window_size is not None:
             hidden |= key <= query - a.window_size
+        hidden = hidden.repeat(H // heads, 1)
+        if first is not None:
+            seen_from = F.pad(first[:, n * BLOCK : (n + 1) * BLOCK], (0, 0, 0, max(0, (n + 1) * BLOCK - T)))
+            seen_from = seen_from.mT.unflatten(1, (heads, -1)).flatten(2, 3)  # [B,Hkv,R·BLOCK]
+            hidden = hidden | (key < seen_from[..., None])
         block = q[..., n * BLOCK : (n + 1) * BLOCK, :].flatten(2, 3)  # [B,Hkv,R·BLOCK,D]
-        o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden.repeat(H // heads, 1))
+        o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden)
         outputs.append(o.unflatten(2, (-1, BLOCK)))
     return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T].transpose(1, 2).to(dtype)
 

@@ -1,6 +1,6 @@
 """The arguments of window attention, checked once."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,6 +23,12 @@ class Attention:
     documents: Documents | None
     cu_seqlens: Tensor | None  # [N+1]
     log_decay: Tensor | None = None  # [B,S,H]
+
+    def part(self, rows: slice, queries: slice, keys: slice) -> "Attention":
+        """Return the call of some rows, queries and keys, all of which are valid and of one document."""
+        q, k, v = self.q[rows, queries], self.k[rows, keys], self.v[rows, keys]
+        log_decay = None if self.log_decay is None else self.log_decay[rows, keys]
+        return replace(self, q=q, k=k, v=v, log_decay=log_decay, first_key=None, documents=None, cu_seqlens=None)
 
 
 def check(

@@ -1,29 +1,37 @@
 """Window attention through PyTorch's scaled dot product attention, which serves every call.
 
 With a window shorter than the sequence, queries are cut into blocks, each against the keys that it sees, so that the
-work grows with T · window and not with T².
+work grows with T · window and not with T². So are queries after resets of log decays, for which each head needs a mask.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..core.autocast import without_autocast
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
-from .decay import since, widened
+from .decay import first_keys, may_reset, since, widened
 
 BLOCK = 64
 SHORT = 256  # the longest window whose scores are saved for backward
+MASKED = 512  # queries per block where each head has a mask
 
 
 def forward(a: Attention) -> Tensor:
     """o [B,T,H,V]."""
     if a.log_decay is not None:
+        if a.documents is not None:
+            spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
+            return torch.cat([forward(a.part(slice(None), span, span)) for span in spans], 1)
         with without_autocast(a.v.device):
-            return forward(widened(a))[..., : a.v.shape[3]].to(a.v.dtype)
+            wide = widened(a)
+            o = _after_resets(wide, first_keys(a.log_decay)) if may_reset(a) else forward(wide)
+            return o[..., : a.v.shape[3]].to(a.v.dtype)
     if a.documents is None:
         return _attend(a, a.q, a.k, a.v, a.first_key)
     spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
@@ -48,6 +56,38 @@ def _attend(a: Attention, q: Tensor, k: Tensor, v: Tensor, first_key: Tensor | N
     some = mask.any(-1)
     o = _dot_product(a, q, k, v, (mask | ~some[..., None])[:, None])
     return o.masked_fill(~some[:, :, None, None], 0)
+
+
+def _after_resets(a: Attention, first: Tensor) -> Tensor:
+    """o [B,T,H,V], where queries see no key before the token in `first` [B,S,H].
+
+    On a GPU, masks and scores are computed again in the backward pass, so that their memory stays that of one block.
+    """
+    T, S = a.q.shape[1], a.k.shape[1]
+    recomputed = a.q.is_cuda and torch.is_grad_enabled()
+    masked = partial(checkpoint, _masked, use_reentrant=False, preserve_rng_state=False) if recomputed else _masked
+    first = first if a.first_key is None else first.maximum(a.first_key[:, None, None])
+    blocks = []
+    for i in range(S - T, S, MASKED):
+        stop = min(S, i + MASKED)
+        start = 0 if a.window_size is None else max(0, i + 1 - a.window_size)
+        blocks.append(masked(a, slice(i, stop), slice(start, stop), first))
+    return torch.cat(blocks, 1)
+
+
+def _masked(a: Attention, queries: slice, keys: slice, first: Tensor) -> Tensor:
+    """o [B,queries,H,V], where both slices count keys."""
+    before = a.k.shape[1] - a.q.shape[1]
+    q = a.q[:, queries.start - before : queries.stop - before]
+    query = torch.arange(queries.start, queries.stop, device=q.device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=q.device)
+    mask = (key <= query) & (key >= first[:, queries].mT[..., None])  # [B,H,queries,keys]
+    if a.window_size is not None:
+        mask = mask & (key > query - a.window_size)
+    if a.first_key is None:
+        return _dot_product(a, q, a.k[:, keys], a.v[:, keys], mask)
+    some = mask.any(-1, keepdim=True)  # a row without a key is 0: softmax over nothing would be NaN
+    return _dot_product(a, q, a.k[:, keys], a.v[:, keys], mask | ~some).masked_fill(~some.transpose(1, 2), 0)
 
 
 def _blocks(a: Attention, q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -6,35 +6,82 @@ F would cost the score digits. So F is split into an integer and a remainder of 
 where channels are added in order, their difference is exact, and small for the keys that matter. F is summed in fp64.
 
 F_i cancels in the softmax, but in the gradient of the decays its rounding errors cancel those of −F_j.
+
+A reset hides all earlier keys. Scores are not bounded, so no finite number can do that: resets are left out of F, and
+each query has a first key that it sees, the token of the last reset (`first_keys`).
 """
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from ..core.autograd import plain
 from ..core.recurrence import at_least_fp32
-from ..core.resets import LEAST, sums
+from ..core.resets import sums
 from .arguments import Attention
 
 UNIT = 8  # channels: fused kernels on a GPU need multiples
+LEAST = -1e4  # log decays below it are resets; in sums they would cost the digits of the others
+
+
+def may_reset(a: Attention) -> bool:
+    """Return whether a token after the first may be a reset; without values on the host to look at, assume so."""
+    decays = a.log_decay
+    if decays is None or decays.is_meta or decays[:, 1:].numel() == 0:
+        return False
+    return not (decays.is_cpu and plain((decays,))) or bool(decays.detach()[:, 1:].amin() < LEAST)
+
+
+def first_keys(log_decay: Tensor) -> Tensor:
+    """Index of the first key [B,S,H] that each token sees, the token of the last reset; 0 before any reset."""
+    token = torch.arange(log_decay.shape[1], device=log_decay.device)[:, None]
+    return torch.where(log_decay.detach() < LEAST, token, 0).cummax(1).values
 
 
 def summed(a: Attention, dtype: torch.dtype | None = None) -> Tensor:
-    """F [B,S,H]: sums of the log decays after the first token of each row or document, inclusive.
+    """F [B,S,H]: sums of the log decays after the first token of each row or document, inclusive, without resets.
 
     `dtype` is that of the sums; None for that of the decays, at least fp32.
     """
     assert a.log_decay is not None
     decays = at_least_fp32(a.log_decay)
     spans = [(0, decays.shape[1])] if a.documents is None else a.documents.spans
-    return torch.cat([_summed(decays[:, i:j], dtype or decays.dtype) for i, j in spans if j > i], 1)
+    reset = may_reset(a)
+    return torch.cat([_summed(decays[:, i:j], dtype or decays.dtype, reset) for i, j in spans if j > i], 1)
 
 
-def _summed(decays: Tensor, dtype: torch.dtype) -> Tensor:
+def _summed(decays: Tensor, dtype: torch.dtype, may_reset: bool) -> Tensor:
     """Sums [B,T,H] that leave the first token out: no score depends on its decay, so its gradient is exactly 0."""
-    return F.pad(sums(decays[:, 1:], 1, dtype, least=LEAST[decays.dtype]), (0, 0, 1, 0))
+    decays = decays[:, 1:]
+    resets = decays.detach() < LEAST if may_reset else None
+    decays = decays if resets is None else decays.masked_fill(resets, 0)
+    total = sums(decays, 1, dtype, least=LEAST) if resets is None else _Sums.apply(decays, resets, dtype)
+    return F.pad(total, (0, 0, 1, 0))
+
+
+class _Sums(torch.autograd.Function):
+    """Sums [B,T,H] along time whose gradients end at resets: what later tokens contribute only cancels."""
+
+    @staticmethod
+    def forward(ctx: Any, decays: Tensor, resets: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(resets)
+        ctx.dtype = decays.dtype
+        return sums(decays, 1, dtype, least=LEAST)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (resets,) = ctx.saved_tensors
+        size = gradient.shape[1]
+        to_end = F.pad(gradient.flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
+        token = torch.arange(size, device=gradient.device)[:, None]
+        resets = F.pad(torch.where(resets, token, size), (0, 0, 0, 1), value=size)
+        following = resets.flip(1).cummin(1).values.flip(1)[:, 1:]  # the first reset after each token
+        return (to_end[:, :-1] - to_end.gather(1, following)).to(ctx.dtype), None, None
 
 
 def widened(a: Attention) -> Attention:
@@ -61,6 +108,10 @@ def widened(a: Attention) -> Attention:
 
 
 def since(log_decay: Tensor) -> Tensor:
-    """Sums of the log decays after each key, up to the last one: [B,S,H] → [B,S,H], in at least fp32."""
+    """Sums of the log decays after each key, up to the last one: [B,S,H] → [B,S,H], in at least fp32.
+
+    They are −∞ for keys before a reset, and no difference of sums is taken.
+    """
     decays = at_least_fp32(log_decay[:, 1:].flip(1))
-    return F.pad(sums(decays, 1, decays.dtype).flip(1), (0, 0, 0, 1))
+    decays = decays.masked_fill(decays.detach() < LEAST, -torch.inf)
+    return F.pad(decays.cumsum(1).flip(1), (0, 0, 0, 1))

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..core.recurrence import at_least_fp32
 from .arguments import Attention
+from .decay import LEAST
 
 
 def forward(a: Attention) -> Tensor:
@@ -16,6 +17,7 @@ def forward(a: Attention) -> Tensor:
     starts = [start for start, stop in a.documents.spans for _ in range(start, stop)] if a.documents else [0] * T
     o = v.new_zeros(B, T, H, v.shape[3])
     decays = None if a.log_decay is None else at_least_fp32(a.log_decay)
+    decays = None if decays is None else decays.masked_fill(decays.detach() < LEAST, -torch.inf)  # resets
     for row in range(B):
         for t in range(T):
             last = offset + t

@@ -10,7 +10,8 @@ import torch
 import kernels
 
 pytest.importorskip("triton")
-from kernels.__main__ import explain, main, parser
+from kernels.__main__ import arguments, explain, main, parser
+from kernels.gpu import device as device_module
 from kernels.gpu.device import DIRECT
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +113,36 @@ def test_paths_and_launches(words: str):
     assert all(path.why for path in forward.paths + backward.paths)
 
 
+GLA = ["linear_recurrence", "--gate", "channel", "--no-beta"]
+
+
+@pytest.mark.parametrize("op", [GLA, ["delta_rule"], ["delta_rule", "--E", "2", "--gate", "none"]], ids=" ".join)
+def test_packed_documents_and_states(op: list[str]):
+    plain, packed = (
+        [spec.constants | {"of": spec.name} for record in explain(args) for spec in record.launches]
+        for args in (parser().parse_args(["explain", *op, "--T", "500", *more]) for more in ([], ["--documents", "3"]))
+    )
+    assert packed
+    assert packed != plain
+    args = parser().parse_args(["explain", *op, "--documents", "3", "--initial-state", "--V", "64"])
+    assert arguments(args)["initial_state"].shape == (3, 8 * args.E, 128, 64)
+    assert all(record.launches for record in explain(args))
+
+
+@pytest.mark.parametrize(("device", "said"), [("H100", True), ("A100", False)])
+def test_an_untested_triton_is_named_as_the_reason(
+    device: str, said: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(device_module, "DIRECT", False)
+    monkeypatch.setattr(device_module.triton, "__version__", "9.1.0")
+    monkeypatch.setenv("COLUMNS", "300")
+    main(["explain", *GLA, "--device", device])
+    printed = capsys.readouterr().out
+    assert "hopper" not in printed
+    reason = "Triton 9.1.0: kernels in Gluon are left out, as they were tested with 3.6 and 3.7 only"
+    assert (reason in printed) == said
+
+
 @pytest.mark.skipif(not DIRECT, reason="the kernels in Gluon were not tested with this version of Triton")
 def test_equal_launches_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     """Those of groups of rows, where the backward pass recomputes large states."""
@@ -162,6 +193,7 @@ def test_the_terminal(capsys: pytest.CaptureFixture[str]):
     [
         ("delta_rule --gate token", "--gate: 'token' is not one of none, constant, head, channel"),
         ("delta_rule --no-beta", "--no-beta: the delta rule has input gates"),
+        ("gla.yaml size/400m.yaml", "models and mixers are explained by python -m zoo explain gla.yaml size/400m.yaml"),
         ("delta_rule --B 0", "expected a whole number from 1, got '0'"),
         ("delta_rule --device V100", "invalid choice: 'V100'"),
         ("delta_rule --K 4096", "which takes keys of at most 256 channels"),

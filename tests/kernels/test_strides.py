@@ -1,4 +1,7 @@
-"""Inputs whose numbers are apart in memory give the results of contiguous ones, to the bit."""
+"""Inputs whose numbers are apart in memory give the results of contiguous ones.
+
+Matrix products of libraries add in another order where the layout is another, so results may differ by rounding.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -38,9 +41,17 @@ def test_inputs(name: str, layout: Callable[[Tensor], Tensor]):
         with pytest.raises(ValueError, match=r"^[qk]: the last axis must be contiguous, its stride is 2"):
             apart.results("triton")
         return
-    expected, actual = call.results("triton"), apart.results("triton")
-    for output, y in expected.items():
-        assert torch.equal(actual[output], y), output
+    contiguous, actual = call.results("triton"), apart.results("triton")
+    different = [output for output, y in contiguous.items() if not torch.equal(actual[output], y)]
+    if not different:
+        return
+    exact = call.on(DEVICE, torch.float64)
+    kept = {name: call.inputs[name].double() for name in call.kept if name in call.inputs}
+    loop = replace(exact, inputs=exact.inputs | kept).results("reference")
+    for output in different:
+        y = loop[output]
+        rounding = (contiguous[output] - y).norm() + 4 * torch.finfo(torch.float32).eps * y.norm()
+        assert (actual[output] - y).norm() <= 2 * rounding, output
 
 
 x, ones = torch.randn(1, 9, 2, 16, device=DEVICE), torch.ones(1, 9, 2, device=DEVICE)

@@ -1,5 +1,6 @@
 import dataclasses
 import itertools
+import math
 from itertools import pairwise
 
 import pytest
@@ -215,6 +216,99 @@ def test_scores_keep_their_digits_behind_large_sums():
     exact = kernels.window_attention(**a)
     o = kernels.window_attention(**{name: x.float() for name, x in a.items()})
     assert (o.double() - exact).norm() < 1e-6 * exact.norm()
+
+
+# Resets: log decays of −∞, or too small for sums. Scores are not bounded, so a reset is a mask.
+
+
+def resetting(a: dict[str, Tensor], value: float = -math.inf) -> dict[str, Tensor]:
+    """Return the inputs with log decays, one in ten of which resets its head, and scores in the hundreds."""
+    a = decayed(a)
+    reset = torch.rand(a["log_decay"].shape) < 0.1
+    return a | {"k": 100 * a["k"], "log_decay": a["log_decay"].masked_fill(reset, value)}
+
+
+@pytest.mark.parametrize("queries", [1, 2, 3])
+@pytest.mark.parametrize("backend", ["reference", "torch", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_no_score_wins_against_a_reset(dtype: torch.dtype, backend: str, queries: int):
+    k, v = (torch.tensor(x, dtype=dtype).view(1, 3, 1, 1) for x in ([300, 0, 100], [1, 2, 3]))
+    for value in (-math.inf, torch.finfo(torch.bfloat16).min, -20_000.0):
+        log_decay = torch.tensor([0, 0, value]).view(1, 3, 1)
+        with deterministic(backend == "deterministic"), kernels.backend(backend.replace("deterministic", "torch")):
+            o = kernels.window_attention(torch.ones_like(v[:, :queries]), k, v, log_decay=log_decay)
+        assert o.flatten().tolist() == [1, 1, 3][-queries:]
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize("backend", ["reference", "torch", "deterministic"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_strong_decays_lower_scores_by_what_they_are(dtype: torch.dtype, backend: str, queries: int):
+    v = torch.tensor([1, 2, 3], dtype=dtype).view(1, 3, 1, 1)
+    log_decay = torch.tensor([0, 0, -400.0]).view(1, 3, 1)
+    for lead, expected in ((300, 3), (500, 1)):
+        k = torch.tensor([lead, 0, 0], dtype=dtype).view(1, 3, 1, 1)
+        with deterministic(backend == "deterministic"), kernels.backend(backend.replace("deterministic", "torch")):
+            o = kernels.window_attention(torch.ones_like(v[:, :queries]), k, v, log_decay=log_decay)
+        assert o.flatten()[-1] == expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fast", "deterministic"])
+@pytest.mark.parametrize("value", [-math.inf, -1e30])
+@pytest.mark.parametrize(
+    ("length", "keys", "window", "options"),
+    [
+        (1, 12, None, {}),
+        (1, 12, 4, {"first_key": [0, 5, 11, 12]}),
+        (6, 12, 4, {"first_key": [0, 5, 11, 12]}),
+        (12, 12, None, {"first_key": [0, 5, 11, 12]}),
+        (70, 70, None, {}),
+        (70, 70, 7, {}),
+        (150, 150, 20, {"cu_seqlens": PACKED}),
+        (150, 150, None, {"cu_seqlens": PACKED}),
+    ],
+    ids=str,
+)
+def test_resets(length: int, keys: int, window: int | None, options: dict, value: float, mode: str):
+    a = resetting(inputs(length, keys, B=1 if "cu_seqlens" in options else 4), value)
+    options = {"window_size": window, **{name: torch.tensor(x) for name, x in options.items()}}
+    expected = attend(a, "reference", **options)
+    with deterministic(mode == "deterministic"):
+        assert_same(attend(a, **options), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 600])
+def test_resets_over_several_blocks_of_queries(window: int | None):
+    a = resetting(inputs(1200, B=1, H=2, Hkv=1))
+    first = a["log_decay"].float().masked_fill(a["log_decay"] > -1e4, 0).ne(0).long() * torch.arange(1200)[:, None]
+    first, key = first.cummax(1).values.mT[..., None], torch.arange(1200)
+    seen = (key <= key[:, None]) & (key > key[:, None] - (window or 1200)) & (key >= first)
+    total = a["log_decay"].masked_fill(a["log_decay"] < -1e4, 0).cumsum(1).mT
+    scores = torch.einsum("bthd,bsd->bhts", a["q"], a["k"][:, :, 0]) * 6**-0.5 + total[..., None] - total[..., None, :]
+    expected = torch.einsum("bhts,bsd->bthd", scores.masked_fill(~seen, -torch.inf).softmax(-1), a["v"][:, :, 0])
+    torch.testing.assert_close(kernels.window_attention(**a, window_size=window), expected)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "deterministic"])
+@pytest.mark.parametrize("queries", [1, 100])
+def test_nothing_passes_a_reset(queries: int, backend: str):
+    """Gradients before it are exactly 0, and outputs behind it have the same bits whatever was before."""
+    a = {name: x.float() for name, x in decayed(inputs(100, B=1)).items()}
+    a["log_decay"][:, 40] = -math.inf
+    a["q"] = a["q"][:, -queries:]
+    other = a | {name: a[name].clone() for name in "kv"}
+    other["k"][:, :40] *= 1e4
+    other["v"][:, :40] *= 1e18
+    with deterministic(backend == "deterministic"), kernels.backend(backend.replace("deterministic", "torch")):
+        leaves = {name: x.clone().requires_grad_() for name, x in a.items()}
+        o = kernels.window_attention(**leaves)[:, -60:]
+        gradients = dict(zip(leaves, torch.autograd.grad(o.square().sum(), list(leaves.values())), strict=True))
+        assert torch.equal(kernels.window_attention(**other)[:, -60:], o)
+    for name in ("k", "v", "log_decay"):
+        assert not gradients[name][:, : 40 + (name == "log_decay")].any(), name
+        assert gradients[name][:, 41:].any(), name
 
 
 @pytest.mark.parametrize("decaying", [False, True])
@@ -468,7 +562,11 @@ def decaying(a: Attention) -> Attention:
 @pytest.mark.parametrize("documents", [None, [0, 5, 130, 300]])
 @pytest.mark.parametrize("window", [None, 50])
 def test_flex_with_decays(window: int | None, documents: list[int] | None):
-    same_as_blocks_of_scores("flex", decaying(call(300, window=window, documents=documents, D=16, dtype=torch.float32)))
+    a = decaying(call(300, window=window, documents=documents, D=16, dtype=torch.float32))
+    same_as_blocks_of_scores("flex", a)
+    a.k.mul_(100)
+    a.log_decay.masked_fill_(torch.rand(a.log_decay.shape) < 0.1, -math.inf)
+    same_as_blocks_of_scores("flex", a)
 
 
 def leaves(a: Attention) -> Attention:
@@ -572,8 +670,12 @@ def test_on_device(name: str, options: dict):
     [{}, {"window": 777}, {"documents": [0, 1, 130, 1000, 1000, 3001]}, {"H": 8, "Hkv": 2}, {"D": 96}],
     ids=str,
 )
-def test_on_device_with_decays(options: dict):
+@pytest.mark.parametrize("resets", [False, True])
+def test_on_device_with_decays(resets: bool, options: dict):
     a = leaves(decaying(call(**{**HALF, "T": 3001, "D": 64, **options})))
+    if resets:
+        with torch.no_grad():
+            a.log_decay.masked_fill_(torch.rand_like(a.log_decay) < 0.01, -math.inf)
     exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
     actual, expected = candidates.forward(a), CANDIDATES["chunk"].forward(exact)
     arriving = torch.randn_like(actual)

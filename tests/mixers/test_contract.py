@@ -315,3 +315,15 @@ def test_a_crash_is_reported_with_its_reason():
 
     with pytest.raises(mixers.ContractError, match=r"^forward of Crashes fails .*\(RuntimeError: out of luck\)$"):
         mixers.check_mixer(Crashes, expanded=False)
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 63, 64, 100])
+@pytest.mark.parametrize("name", [name for name in REGISTERED if mixers.get(name).causal])
+def test_no_bit_of_an_output_depends_on_later_tokens(name: str, at: int):
+    torch.manual_seed(0)
+    mixer = REGISTERED[name](Site(64, 2, layer=1, num_layers=2))
+    x = torch.randn(2, 130, 64)
+    other = torch.cat([x[:, :at], 10 * torch.randn(2, 130 - at, 64)], 1)
+    assert torch.equal(mixer(x)[0][:, :at], mixer(other)[0][:, :at])

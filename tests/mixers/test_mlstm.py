@@ -13,6 +13,8 @@ import kernels
 import mixers
 from mixers import MLSTM, Expanded, Site
 from mixers.stabiliser import stabiliser
+from zoo import LanguageModel
+from zoo.lm import Uniform
 
 from .test_parity import Oracle, by_name, compare, shaken
 
@@ -42,8 +44,8 @@ def test_the_layer_of_transformers(oracle: Oracle, length: int, backend: str):
     gradients = {
         other: lambda g, name=name, shape=weights[other].shape: g(name).view(shape) for other, name in pairs.items()
     }
-    with kernels.backend(backend):
-        compare(ours, layer, lambda x: layer(x)[0], gradients, torch.randn(2, length, 32), tolerance=3e-5)
+    with kernels.backend(backend):  # both round in fp32, and the gradients of gates are sums that cancel
+        compare(ours, layer, lambda x: layer(x)[0], gradients, torch.randn(2, length, 32), tolerance=6e-5)
 
 
 Weights = Mapping[str, np.ndarray]
@@ -184,3 +186,16 @@ VARIANTS = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_contract_with_other_arguments(name: str):
     mixers.check_mixer(VARIANTS[name])
+
+
+@pytest.mark.parametrize("initializer", ["normal", "uniform"])
+def test_weights_of_gates_start_at_zero(initializer: str):
+    """And all others as the model says; alone, too."""
+    stack = Uniform(MLSTM)
+    model = LanguageModel(
+        stack, vocab_size=11, hidden_size=64, num_layers=1, num_heads=4, linear_initializer=initializer
+    )
+    for mixer in (model.mixers[0], MLSTM(Site(64, 4))):
+        weights = {name: mixer.state_dict()[f"in_proj.{name}.weight"] for name in mixer.in_proj.widths}
+        assert [name for name, weight in weights.items() if not weight.any()] == ["i", "f"]
+        assert all(weight.std() > 0.01 for name, weight in weights.items() if name not in "if")

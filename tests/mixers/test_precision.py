@@ -1,5 +1,7 @@
 """What stays in fp32 when a model becomes bf16."""
 
+from collections.abc import Iterator
+
 import lightning as L
 import pytest
 import torch
@@ -16,7 +18,7 @@ from zoo.lm.stack import Uniform
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
-from .variants import CAUSAL
+from .variants import CAUSAL, REGISTERED
 
 # and the weights of norms and bounds, and biases of β
 FINE = {"A_log", "dt_bias", "D", "theta", "centre", "mix", "decay_bias", "rate_bias", "k_k", "k_a", "r_k"}
@@ -60,6 +62,32 @@ def test_a_cast_model_keeps_what_needs_digits(name: str):
             assert history.dtype == torch.bfloat16
     assert kept(tokens[:, :1], state)[0].dtype == torch.bfloat16
     assert set(fine(kept.double()).values()) == {torch.float64}
+
+
+@pytest.fixture
+def default_bf16() -> Iterator[None]:
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", REGISTERED)
+def test_a_mixer_built_in_bf16_is_as_if_cast(name: str, default_bf16: None):
+    """As by Lightning's `module_init_context` of bf16-true, or by transformers."""
+    built = REGISTERED[name](Site(64, 2))
+    torch.set_default_dtype(torch.float32)
+    cast = REGISTERED[name](Site(64, 2)).bfloat16()
+    assert {n: p.dtype for n, p in built.named_parameters()} == {n: p.dtype for n, p in cast.named_parameters()}
+    y, _ = built(torch.randn(1, 5, 64, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert y.isfinite().all()
+
+
+def test_assigned_weights_stay_in_fp32():
+    mixer = mixers.Mamba2(Site(64, 2), head_dim=16, state_dim=16)
+    half = {name: tensor.bfloat16() for name, tensor in mixer.state_dict().items()}
+    mixer.load_state_dict(half, assign=True)
+    assert (mixer.D.dtype, mixer.in_proj.weight.dtype) == (torch.float32, torch.bfloat16)
 
 
 def test_gradients_stay_with_their_parameters():

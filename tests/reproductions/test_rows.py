@@ -73,12 +73,12 @@ def test_what_warns_a_reader_stands_first(papers: list[Paper]):
     [
         ("claim:", "clam:", r"paper/table_1.yaml: clam: unknown key; did you mean 'claim'\?"),
         (
-            "status: contradicted",
+            "status: partly",
             "status: refuted",
             "status: 'refuted' is not one of contradicted, partly, reproduced,",
         ),
         (
-            "status: contradicted",
+            "status: partly",
             "status: not run",
             "status: it is 'not run', so `ours` must be left out",
         ),

@@ -131,14 +131,20 @@ def _check_held(weights: Mapping[Any, Tensor], path: str | os.PathLike[str]) -> 
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time."""
+    """Load the weights in `path` (anything that `read_weights` reads) into `model`; safetensors a part at a time.
+
+    Raises:
+        UserError: They do not fit the model, or are not finite.
+    """
     path = Path(path)
     if path.suffix == ".safetensors" or has_tensor_files(path):
         load_tensors(model, TensorFiles(path), path)
-        return
-    weights = read_weights(path)
-    check_weights(weights, model, path)
-    model.load_state_dict(weights)
+    else:
+        weights = read_weights(path)
+        check_weights(weights, model, path)
+        model.load_state_dict(weights)
+    if bad := [name for name, parameter in model.named_parameters() if not parameter.isfinite().all()]:
+        raise UserError(f"{path} has values that are not finite in {len(bad)} of its weights, first {bad[0]}.")
 
 
 def load_tensors(model: nn.Module, weights: Weights, path: str | os.PathLike[str]) -> None:

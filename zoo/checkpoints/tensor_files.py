@@ -1,6 +1,7 @@
 """Weights as safetensors, in one file or in shards with Hugging Face's index, read and written a shard at a time."""
 
 import json
+import logging
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from kernels.errors import UserError
 from zoo.files.links import open_to_read
+
+log = logging.getLogger(__name__)
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -121,6 +124,8 @@ def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = S
     for file, shard in zip(names, shards, strict=True):
         # cloned, since safetensors cannot represent tensors that share memory
         tensors = {name: weights.tensor(name).clone(memory_format=torch.contiguous_format) for name in shard}
+        for name, tensor in tensors.items():
+            warn_unless_finite(name, tensor)
         try:
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # what became of an OSError
@@ -134,6 +139,12 @@ def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = S
     }
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
     return [*names, INDEX]
+
+
+def warn_unless_finite(name: str, tensor: Tensor) -> None:
+    """Log a warning if a tensor that is written has values that are not finite."""
+    if number := int((~tensor.isfinite()).sum()):
+        log.warning("%s has %d values that are not finite", name, number)
 
 
 def _open_to_readers(file: Path) -> None:

@@ -6,11 +6,13 @@ Verbs that continue or repeat a measurement have no `overwrite`: they replace fi
 import json
 import os
 import re
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Literal
 
 from kernels.errors import Option, UserError
+from zoo.files.atomic import sync
 
 Kind = Literal["a page", "an exported model", "a public model", "a GGUF file"]
 EMPTY = "an empty folder"
@@ -119,19 +121,31 @@ def _file_kind(path: Path) -> str:
     return "a page" if MARK in head else "a file"
 
 
-def replace_files(folder: Path, new: Path) -> None:
-    """Move all files of a new folder into an old one, on the same file system, without the files of the old model.
+def keep_others(folder: Path, new: Path) -> None:
+    """Give the files that an old folder has besides a model a second name in the new folder.
 
-    Files that the old folder has besides a model stay; a README.md, which may have been edited, as README.old.md.
+    A README.md, which may have been edited, becomes README.old.md there.
     """
-    names = {path.name for path in new.iterdir()}
-    card = folder / CARD
-    if CARD in names and card.exists() and card.read_bytes() != (new / CARD).read_bytes():
-        numbers = ("old", *(f"old{number}" for number in range(2, 1000)))
-        free = (folder / f"README.{number}.md" for number in numbers)
-        os.replace(card, next(path for path in free if not path.exists()))
-    for name in sorted(names):
-        os.replace(new / name, folder / name)
-    for path in sorted(folder.iterdir()):  # last, since until here an interruption leaves all that either model needs
-        if path.name not in names and (path.name in OF_A_MODEL or WEIGHTS.fullmatch(path.name)):
-            path.unlink()
+    written = {path.name for path in new.iterdir()}
+    for path in sorted(folder.iterdir()):
+        if path.name == CARD in written and path.read_bytes() != (new / CARD).read_bytes():
+            numbers = ("old", *(f"old{number}" for number in range(2, 1000)))
+            free = (f"README.{number}.md" for number in numbers)
+            _link(path, new / next(name for name in free if not (folder / name).exists()))
+        if path.name in written or path.name in OF_A_MODEL or WEIGHTS.fullmatch(path.name):
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.copytree(path, new / path.name, symlinks=True, copy_function=_link)
+        else:
+            _link(path, new / path.name)
+    shutil.copymode(folder, new)
+    for parent, _, _ in os.walk(new):  # contents are on the disk already
+        sync(Path(parent))
+
+
+def _link(source: str | Path, target: str | Path) -> None:
+    """Give a file a second name, or copy it where the file system has no hard links."""
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(source, target, follow_symlinks=False)

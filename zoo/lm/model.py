@@ -18,7 +18,7 @@ from kernels.linear.tiles import linear
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from mixers.arguments import check_numbers, check_sizes
 from mixers.interface import placed
-from mixers.projection import Linear
+from mixers.projection import Linear, Projection
 from zoo.lm.block import Block, Multipliers, PostNormBlock, mix
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
@@ -201,6 +201,8 @@ class LanguageModel(nn.Module):
             nn.init.normal_(module.weight, std=self.initializer_range)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+        if isinstance(module, Projection):
+            module.start_at_zero()
 
     def _output_projections(self) -> list[OutputProjection]:
         """The output projections of all mixers and MLPs.

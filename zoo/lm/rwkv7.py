@@ -23,7 +23,8 @@ class LastToken(NamedTuple):
 class RWKV7ChannelMix(ChannelMixer, KeepsFp32):
     """W_down relu(W_up (x_t + μ ⊙ (x_{t−1} − x_t)))² without biases (RWKV-7, arXiv 2503.14456).
 
-    μ starts as 1 − (channel / hidden_size)^(ρ⁴), where ρ = 1 − layer / num_layers, W_up orthogonal and W_down at zero.
+    μ starts as 1 − (channel / hidden_size)^(ρ⁴), where ρ = 1 − layer / num_layers. W_up starts orthogonal with a gain
+    of 1, and W_down at zero, as in the authors' code.
 
     Args:
         hidden_size: Size of x.
@@ -38,7 +39,7 @@ class RWKV7ChannelMix(ChannelMixer, KeepsFp32):
         check_sizes({"hidden_size": hidden_size})
         size = size_or("intermediate_size", intermediate_size, 4 * hidden_size)
         self.mix = nn.Parameter(torch.empty(hidden_size))
-        self.up_proj = OrthogonalLinear(hidden_size, size, max(1.0, size / hidden_size) ** 0.5)
+        self.up_proj = OrthogonalLinear(hidden_size, size)
         self.down_proj = ZeroOutputProjection(size, hidden_size)
         self.reset_parameters()
 

@@ -75,8 +75,7 @@ def _check_new(folder: Path, overwrite: bool) -> None:
 
     With `overwrite`, set the files of a whole run aside instead.
     """
-    paths = [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not path.is_dir()]
-    files = [path.relative_to(folder).as_posix() for path in paths]
+    files = [name.as_posix() for name in _files(folder)]
     if not overwrite and any(name.endswith(".ckpt") for name in files):
         raise UserError(
             f"run: {folder} exists already; continue it with ",
@@ -113,27 +112,77 @@ def _parts(folder: Path) -> list[Path]:
     return [path for path in folder.iterdir() if path.name not in (LOCK, REPLACED, MOVING)]
 
 
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Paths of all files and links in a folder, relative to it."""
+    paths = sorted(folder.rglob("*"))
+    return [path.relative_to(folder) for path in paths if path.is_symlink() or not path.is_dir()]
+
+
 def _move_back(folder: Path) -> None:
-    for path in (folder / MOVING).iterdir():
-        path.rename(folder / path.name)
-    (folder / MOVING).rmdir()
+    """Move the files that were set aside back, next to files that were put into the folder meanwhile."""
+    for name in _files(folder / MOVING):
+        for parent in (folder / name).parents:
+            if parent != folder and parent.is_relative_to(folder) and parent.is_symlink():
+                raise UserError(f"run: {parent} is a link where the run that is put back has a folder; remove it")
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / MOVING / name).rename(folder / name)
+    shutil.rmtree(folder / MOVING)  # empty folders
 
 
 def _put_back(folder: Path) -> None:
-    """Replace the files of a new run with those of the run that was set aside."""
-    for path in _parts(folder):
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+    """Replace the files of a new run with those of the run that was set aside; files of neither run stay."""
+    for part in _parts(folder):
+        names = [part.relative_to(folder) / name for name in _files(part)] if _is_folder(part) else [Path(part.name)]
+        for name in names:
+            if _WRITTEN_BY_A_RUN.fullmatch(name.as_posix()):
+                (folder / name).unlink()
+        if _is_folder(part):
+            _remove_empty(part)
     (folder / REPLACED).rename(folder / MOVING)  # from here on, nothing is removed
     _move_back(folder)
     log.warning("run: the new run trained no batch, so the run in %s is as before", folder)
 
 
+def _recover(folder: Path) -> None:
+    """Finish what a killed process left: keep a new run that has a checkpoint, or else put the old run back."""
+    if _is_folder(folder / MOVING):
+        _move_back(folder)
+    if _is_folder(folder / REPLACED):
+        (_drop_replaced if has_checkpoint(folder) else _put_back)(folder)
+
+
+def _busy(folder: Path) -> str:
+    return f"run: {folder} is being trained by another process; wait for it, or name another run"
+
+
+def _recovered(folder: Path) -> Path:
+    """The folder, after its first process has put back a run that a killed run was about to replace.
+
+    Raises:
+        UserError: Another process holds the lock.
+    """
+    aside = (folder / REPLACED, folder / MOVING)
+    if not any(map(_is_folder, aside)):
+        return folder
+    if _first_process():
+        with held_lock(folder / LOCK, _busy(folder)):
+            _recover(folder)
+        return folder
+    stop = time.monotonic() + 60
+    while any(map(_is_folder, aside)):
+        if time.monotonic() > stop:
+            raise UserError(f"resume: the first process has not put back the run in {folder} within 60 seconds")
+        time.sleep(0.1)
+    return folder
+
+
 def _drop_replaced(folder: Path) -> None:
     """Remove the run that was set aside, if there is one."""
-    if (folder / REPLACED).is_dir():
+    if _is_folder(folder / REPLACED):
         shutil.rmtree(folder / REPLACED)
 
 
@@ -158,22 +207,18 @@ def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[Callab
         yield lambda: None
         return
     previous = os.environ.get(PARENT, "")
-    busy = f"run: {folder} is being trained by another process; wait for it, or name another run"
-    with held_lock(folder / LOCK, busy):
+    with held_lock(folder / LOCK, _busy(folder)):
         os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
         try:
-            if (folder / MOVING).is_dir():  # by a process that was killed, like the next
-                _move_back(folder)
-            if (folder / REPLACED).is_dir():
-                (_drop_replaced if has_checkpoint(folder) else _put_back)(folder)
+            _recover(folder)
             if new:
                 _check_new(folder, overwrite)
             yield partial(_drop_replaced, folder)
             _drop_replaced(folder)
         except BaseException:
-            if (folder / MOVING).is_dir():
+            if _is_folder(folder / MOVING):
                 _move_back(folder)
-            if (folder / REPLACED).is_dir():
+            if _is_folder(folder / REPLACED):
                 _put_back(folder)
             raise
         finally:
@@ -218,7 +263,7 @@ def find_run(name: str) -> tuple[Path, Path]:
     for folder in (file, RUNS / name):
         if folder.is_dir():
             make_folder(folder, "run")
-            return folder, _newest_checkpoint(folder)
+            return folder, _newest_checkpoint(_recovered(folder))
     if file.is_file():
         raise UserError(f"resume: {name} is a file; name the run's folder, or start from it by optim.initial_weights")
     by_age = sorted((path for path in RUNS.glob("*") if has_checkpoint(path)), key=lambda path: path.stat().st_mtime)

@@ -9,10 +9,10 @@ from typing import Any
 
 from kernels import UserError
 from zoo.checkpoints.tensor_files import Weights, write_tensor_files
-from zoo.files.atomic import sync_all
+from zoo.files.atomic import exchange_folders, sync, sync_all
 from zoo.files.hashing import digest, file_digest
 from zoo.files.links import open_to_read
-from zoo.files.output import replace_files
+from zoo.files.output import keep_others
 from zoo.files.safe_yaml import MOST_BYTES
 from zoo.files.sealed_json import sealed, unsealed
 
@@ -109,7 +109,7 @@ def write_folder(
 ) -> None:
     """Write a folder that appears when all its files are complete; memory holds one shard of the weights at a time.
 
-    The files of an existing folder are replaced; call `check_output` before.
+    The model of an existing folder is replaced in one step; other files there stay. Call `check_output` before.
 
     Args:
         folder: The folder.
@@ -128,7 +128,6 @@ def write_folder(
             names = [*files, *write_tensor_files(weights, partial, max_bytes)]
             if hashed:
                 (partial / HASHES).write_bytes(hashes({name: partial / name for name in names}, signature))
-            sync_all(partial)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror or error}") from error
 
@@ -141,7 +140,10 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         partial = Path(temporary) / folder.name  # inside, as only its owner can read a temporary folder
         partial.mkdir()
         yield partial
+        sync_all(partial)
         if folder.is_dir():
-            replace_files(folder, partial)
+            keep_others(folder, partial)
+            exchange_folders(partial, folder)  # the old one is removed with the temporary folder
         else:
             partial.rename(folder)
+            sync(folder.parent)

@@ -1,7 +1,6 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -9,9 +8,11 @@ from typing import Any, get_args
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary, Timer
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.optim.lr_scheduler import LambdaLR
 
 from kernels.core.documents import copied, tracked
 from kernels.errors import UserError
@@ -25,12 +26,22 @@ from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
+from zoo.train.agreement import check_same
 from zoo.train.captured_forward import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
-from zoo.train.optim import Optimisation, Schedule, build_optimizer, build_schedule, clip, freeze_others, total_norm
+from zoo.train.optim import (
+    Optimisation,
+    Schedule,
+    build_optimizer,
+    build_schedule,
+    clip,
+    freeze_others,
+    total_norm,
+    update_rates,
+)
 from zoo.train.trainer import write_whole
 
 log = logging.getLogger(__name__)
@@ -38,8 +49,8 @@ log = logging.getLogger(__name__)
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
 
-
-REFRESH_SECONDS = 0.5
+# Lightning's callbacks that read no metrics
+WITHOUT_METRICS = (GradientAccumulationScheduler, ModelSummary, Timer)
 
 
 def best_precision(accelerator: str) -> str:
@@ -107,26 +118,30 @@ class Pretraining(L.LightningModule):
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
         self._tokens_before_step = 0
-        self._refreshes, self._refreshed = True, 0.0  # whether numbers are logged in this step; when they were last
+        self._metrics_are_read = True  # whether a callback may read metrics in each step, in any process
         self._unlabelled = False  # whether a batch had no labels; the first is reported
         self._copies: CopyStream | None = None  # of batches to the device
 
     def setup(self, stage: str) -> None:
-        """Set up context parallelism, load the initial weights and freeze, before a strategy shards or copies.
+        """Prepare the model before a strategy shards or copies it.
 
+        All processes are compared, sequences are shared if `context_parallel` says so, and initial weights are loaded.
         A data module's tokenizer is saved in checkpoints unless another one was given.
 
         Raises:
-            UserError: Context parallelism is not possible here, or the weights or the names to train do not fit.
+            UserError: Processes have different data, configs or code, context parallelism is not possible here, or the
+                weights or the names to train do not fit.
         """
-        if self.context_parallel > 1 and self.sharing is None:
-            self._check_context_parallel(stage)
-            group, _ = dist.new_subgroups(self.context_parallel)
-            self.sharing = ContextParallel(group)
         if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
+            if stage == "fit":
+                check_same(self.trainer, self.tokenizer, self.config)
+        if self.context_parallel > 1 and self.sharing is None:
+            self._check_context_parallel(stage)
+            group, _ = dist.new_subgroups(self.context_parallel)
+            self.sharing = ContextParallel(group)
         if stage == "fit" and self.optim.initial_weights is not None:
             with errors_about("optim.initial_weights"):
                 load_weights(self.model, self.optim.initial_weights)
@@ -233,8 +248,8 @@ class Pretraining(L.LightningModule):
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
 
-        Lightning spends more time on a number than many kernels take. Between logged steps it gets a number only once
-        in REFRESH_SECONDS, in captured steps not at all, unless it is to average it over an epoch.
+        Lightning spends more time on a number than many kernels take. Between logged steps it gets a number only if a
+        callback may read it, or if it is to average it over an epoch.
         """
         averaged = kwargs.get("on_epoch") or len(args) > 3
         if isinstance(value, int | float) and not averaged and self._is_between_logs():
@@ -243,30 +258,31 @@ class Pretraining(L.LightningModule):
         super().log(name, value, *args, **kwargs)
 
     def _is_between_logs(self) -> bool:
-        """Return whether a training step is in progress that loggers leave out, and the progress bar, too."""
+        """Return whether a training step is in progress whose metrics nothing reads."""
         trainer = self.trainer
-        if not trainer.training or self._refreshes or not logs_steps(self):
+        if not trainer.training or self._metrics_are_read or not logs_steps(self):
             return False
         return not (trainer.global_step + 1 >= trainer.max_steps > 0 or is_logged_step(trainer))
 
     def on_train_start(self) -> None:
-        """Discard the losses that an interrupted step may have left."""
+        """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
         self._losses = None
+        if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
+            update_rates(schedule)
+        reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
+        self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Note the token count at the start of a step."""
         if unfinished_batches(self.trainer) == 1:  # this one
             self._tokens_before_step = self.tokens_seen
-            now = time.perf_counter()
-            self._refreshes = self.captured is None and now - self._refreshed > REFRESH_SECONDS
-            self._refreshed = now if self._refreshes else self._refreshed
             # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
             number_rows_from(self.trainer, self.trainer.global_step)
 
     def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
         """Log the mean over all labelled tokens of the optimiser step: all its batches, all processes.
 
-        Processes wait for each other here, so with several of them only logged steps do it.
+        Processes wait for each other here, so several do it at logged steps only, unless a callback may read it.
         """
         trainer, losses = self.trainer, torch.stack([total, count.to(total.dtype)])
         self._losses = losses if self._losses is None else self._losses + losses
@@ -275,7 +291,7 @@ class Pretraining(L.LightningModule):
         losses, self._losses, self.train_loss = self._losses, None, None
         if trainer.world_size > 1:
             interval = trainer.log_every_n_steps
-            if not interval or (trainer.global_step + 1) % interval:
+            if not self._metrics_are_read and (not interval or (trainer.global_step + 1) % interval):
                 return
             dist.all_reduce(losses)
         self.train_loss = losses[0] / losses[1].clamp(min=1)
@@ -438,6 +454,12 @@ class Pretraining(L.LightningModule):
                     f"optim.{key} is {now}, but the checkpoint was trained with {before}; resume with that, or start a "
                     "new run from its weights, by optim.initial_weights."
                 )
+
+
+def _may_read_metrics(part: object) -> bool:
+    """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
+    ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return not ours and type(part) not in WITHOUT_METRICS
 
 
 def _named(part: Any) -> Any:

@@ -280,6 +280,20 @@ def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) ->
     return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))
 
 
+def update_rates(schedule: LambdaLR) -> None:
+    """Set the learning rates of the optimiser to those of the schedule at its step.
+
+    A checkpoint has the rates of the schedule that it was written with, which may have had another length.
+    """
+    groups = schedule.optimizer.param_groups
+    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+        rate = base * factor(schedule.last_epoch)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
 def _named_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) -> LRScheduler:
     assert not isinstance(optim.schedule, str)
     rehearsal = copy.copy(optimizer)  # of the same parameters, with separate settings

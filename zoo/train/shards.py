@@ -33,7 +33,7 @@ def noted(failures: list[OSError]) -> Iterator[None]:
 
 def all_succeeded(path: Path, failures: list[OSError], group: dist.ProcessGroup | None = None) -> None:
     """Raise a UserError in all processes, and remove unused shards, if one has failures, so that none waits."""
-    if all(_of_all(not failures, group)):
+    if all(of_all(not failures, group)):
         return
     if dist.get_rank() == 0:
         # those that a renamed checkpoint names stay, even if syncing its folder failed
@@ -43,14 +43,14 @@ def all_succeeded(path: Path, failures: list[OSError], group: dist.ProcessGroup 
 
 def _hashes_of_all(shards: Path, failures: list[OSError], group: dist.ProcessGroup | None) -> dict[str, list[Any]]:
     """File name → its size in bytes and its hash; each process hashes some of the files."""
-    names = _of_all(shard_names(shards), group)[0]
+    names = of_all(shard_names(shards), group)[0]
     hashes: dict[str, list[Any]] = {}
     with noted(failures):
         hashes = shard_hashes(shards, names[dist.get_rank() :: dist.get_world_size()])
-    return {name: described for part in _of_all(hashes, group) for name, described in part.items()}
+    return {name: described for part in of_all(hashes, group) for name, described in part.items()}
 
 
-def _of_all(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
+def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all processes, in their order."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group)
@@ -73,8 +73,8 @@ def save_with_shards(
     Raises:
         UserError: A process could not write; in all processes.
     """
-    path = Path(_of_all(str(filepath), group)[0])
-    name = _of_all(new_shards(path.parent, checkpoint["global_step"]), group)[0]
+    path = Path(of_all(str(filepath), group)[0])
+    name = of_all(new_shards(path.parent, checkpoint["global_step"]), group)[0]
     shards = path.parent / name
     failures: list[OSError] = []
     described: dict[str, Any] = {}

@@ -21,3 +21,15 @@ def test_an_unlisted_gpu_gets_cautious_launches_and_a_line_in_the_log(
     assert caplog.text.count(f"compute capability {gpu[0]}.{gpu[1]}") == (0 if known else 1)
     device_module._capability.cache_clear()
     launch_table._entry.cache_clear()
+
+
+@pytest.mark.parametrize("tested", [True, False])
+def test_a_hopper_gpu_with_an_untested_triton_warns_once(
+    tested: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(device_module, "DIRECT", tested)
+    monkeypatch.setattr(device_module, "_capability", lambda device: device_module.HOPPER)
+    device_module._say.cache_clear()
+    assert [device_module.runs_gluon(torch.device("cuda")) for _ in range(2)] == [tested] * 2
+    assert caplog.text.count("kernels in Gluon are left out") == (not tested)
+    device_module._say.cache_clear()

@@ -59,7 +59,7 @@ def test_the_first_values():
     mlp.reset_parameters()
     torch.testing.assert_close(mlp.mix, 1 - (torch.arange(16) / 16) ** 0.75**4)
     columns = mlp.up_proj.weight.T @ mlp.up_proj.weight
-    torch.testing.assert_close(columns, 4 * torch.eye(16), atol=1e-5, rtol=0)  # 64 rows
+    torch.testing.assert_close(columns, torch.eye(16), atol=1e-5, rtol=0)  # a gain of 1, as the authors have it
     assert not mlp.down_proj.weight.any()
     assert mlp.state_size() == 0
     assert mlp.flops(10) == 2 * 10 * 2 * 16 * 64

@@ -17,6 +17,7 @@ import zoo
 from kernels import UserError
 from tests.commands import Command
 from tests.forked_python import forked_python
+from tests.zoo.saved.gguf.models import exported
 from tests.zoo.saved.public.public_folder import VOCABULARY, tensors, write
 
 pytest_plugins = "tests.desk"
@@ -40,6 +41,28 @@ def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
         assert done.code == 0, done.err
     done = command("evaluate", "--checkpoint", "ours", "--tasks=throughput", "--lengths=[32]", "--samples=1")
     assert done.code == 0, done.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "other", "kind"), [("qwen3.5", 1, "ZeroCentredRMSNorm"), ("llama", -1, "RMSNorm")])
+def test_norms_of_the_other_convention_are_warned_of(
+    case: str, other: int, kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    theirs = zoo.convert(exported(tmp_path / "model", case), tmp_path / "theirs", to="huggingface")
+    zoo.convert(theirs, tmp_path / "same")
+    assert "norms" not in caplog.text
+    weights = load_file(theirs / "model.safetensors")
+    norms = [name for name in weights if "norm" in name and "linear_attn" not in name]
+    save_file({name: x + other * (name in norms) for name, x in weights.items()}, theirs / "model.safetensors")
+    zoo.convert(theirs, tmp_path / "other")
+    assert f"but those of {kind} start at {int(kind == 'RMSNorm')}" in caplog.text
+
+
+def test_values_that_are_not_finite_are_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    weights = tensors()
+    weights["model.layers.1.mlp.up_proj.weight"][3, 4:6] = torch.nan
+    zoo.convert(write(tmp_path / "theirs", weights), tmp_path / "ours")
+    assert "layers.1.mlp.in_proj.up.weight has 2 values that are not finite" in caplog.text
 
 
 def test_what_comes_next_is_said(command: Command, desk: Path):

@@ -1,13 +1,21 @@
 """What verbs write replaces nothing, or with --overwrite what such a verb wrote."""
 
+import itertools
+import os
 import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import zoo
 from tests.commands import Command
 from tests.zoo.saved.public.public_folder import write
+from zoo.checkpoints.tensor_files import TensorsInMemory
+from zoo.files.atomic import exchange_folders
+from zoo.saved.exported_folder import write_folder
 
 pytest_plugins = "tests.desk"
 VERBS = {
@@ -106,6 +114,61 @@ def test_nothing_of_the_old_model_is_left(command: Command, sources: Path):
     (sources / "new" / "generation_config.json").write_text("{}")
     assert command(*arguments, "--overwrite").code == 0
     assert not (sources / "new" / "generation_config.json").exists()
+
+
+def killed_at(event: int, write: Callable[[], None]) -> bool:
+    """Run `write` in a process that ends before the n-th time it touches a file; return whether it ended there."""
+    process = os.fork()
+    if process == 0:
+        events = itertools.count()
+        kinds = ("open", "os.rename", "os.remove", "os.rmdir", "os.link", "os.mkdir", "ctypes.dlsym")
+        sys.addaudithook(lambda kind, _: kind in kinds and next(events) == event and os.kill(os.getpid(), 9))
+        write()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) != 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="folders are exchanged in one step")
+def test_a_killed_replacement_leaves_the_old_model_or_the_new_one(tmp_path: Path):
+    """Whenever it is killed, with all files of the user."""
+    folder, old = tmp_path / "model", tmp_path / "old"
+    folders = [old, tmp_path / "new"]
+    for number, path in enumerate(folders):
+        texts = {"config.yaml": f"model: {number}", **({"tokenizer.json": "{}"} if number == 0 else {})}
+        write_folder(path, texts, TensorsInMemory({"x": torch.full((3,), float(number))}), hashed=True)
+    models = [files(path) for path in folders]
+    (old / "notes").mkdir()
+    (old / "notes" / "today.md").write_text("mine")
+    (old / "elsewhere").symlink_to("nowhere")
+
+    def write() -> None:
+        text = {"config.yaml": "model: 1"}
+        write_folder(folder, text, TensorsInMemory({"x": torch.ones(3)}), hashed=True)
+
+    left = []
+    for event in range(1000):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(old, folder, symlinks=True)
+        killed = killed_at(event, write)
+        found = files(folder)
+        assert found.pop("notes/today.md") == b"mine"
+        assert os.readlink(folder / "elsewhere") == "nowhere"
+        left.append(models.index(found))
+        if not killed:
+            break
+    assert left[0] == 0
+    assert left[-1] == 1
+    assert left == sorted(left)
+
+
+def test_folders_are_exchanged_where_one_step_is_not_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).touch()
+    monkeypatch.setattr(sys, "platform", "darwin")
+    exchange_folders(tmp_path / "a", tmp_path / "b")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["a", "a/b", "b", "b/a"]
 
 
 @pytest.mark.slow

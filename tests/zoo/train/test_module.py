@@ -7,6 +7,8 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from safetensors.torch import save_file
 
 from kernels.errors import UserError
 from tests.zoo.tiny import (
@@ -21,8 +23,10 @@ from tests.zoo.tiny import (
     trainer,
     validation_loader,
 )
+from tests.zoo.train.test_captured_step import Repeated
 from zoo.checkpoints.signature import is_own
 from zoo.data.batch import Batch
+from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, token_losses, total_loss
 from zoo.train.module import best_precision
@@ -329,15 +333,86 @@ class Logs(L.Callback):
         pl_module.log("of_the_epoch", 7)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "numbers"), [(float("inf"), [0, 0, 0, 4, 4, 4, 4, 8, 9, 10]), (-1.0, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10])]
-)
-def test_numbers_between_logged_steps(seconds: float, numbers: list[int], tmp_path, monkeypatch: pytest.MonkeyPatch):
-    """They reach Lightning once in a while; tensors, and what belongs to an epoch, always do."""
-    monkeypatch.setattr("zoo.train.module.REFRESH_SECONDS", seconds)
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_the_first_step_after_a_resume_has_the_rate_of_its_schedule(schedule: str, tmp_path):
+    """Of the length that the run now has, and not of the one that the checkpoint was written with."""
+    rates: dict[int, float] = {}
+
+    class Rates(L.Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            rates[trainer.global_step] = optimizer.param_groups[0]["lr"]
+
+    trainer(tmp_path, [Rates()], max_steps=6).fit(pretraining(schedule=schedule), ResumableLoader(100))
+    module = pretraining(schedule=schedule)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    trainer(tmp_path, [Rates()], max_steps=40).fit(module, ResumableLoader(100), ckpt_path=path)
+    expected = {step: 1e-2 * module.optim.factor(step, 6 if step < 6 else 40) for step in range(40)}
+    assert rates == pytest.approx(expected)
+
+
+def test_weights_that_are_not_finite_are_not_trained(tmp_path):
+    module = pretraining()
+    with torch.no_grad():
+        module.model.mixer_weight[0, 0] = math.nan
+    for name, save in (("weights.safetensors", save_file), ("weights.pt", torch.save)):
+        save(module.model.state_dict(), tmp_path / name)
+        message = rf"^optim\.initial_weights: .*{name} has values that are not finite in 1 of .*, first mixer_weight"
+        with pytest.raises(UserError, match=message):
+            trainer(tmp_path).fit(pretraining(initial_weights=str(tmp_path / name)), Batches(batch(0)))
+
+
+OWN = ("tokens", "learning_rate", "gradient_norm", "train_loss")
+
+
+class Reads(L.Callback):
+    """Keeps the metrics of this project that Lightning has after each step."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        self.seen.append({name: float(trainer.callback_metrics[name]) for name in OWN})
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_metrics_between_logged_steps_are_exact(captured: bool, tmp_path):
+    """Those of callbacks, and those that callbacks read, whatever the interval of the log."""
+    seen, every = [], CapturedSteps(Repeated())
+    for interval in (1, 100):
+        options = {"log_every_n_steps": interval, "max_steps": 10, "val_check_interval": 100}
+        callbacks = [logs := Logs(), reads := Reads(), *([every] if captured else [])]
+        run = trainer(tmp_path / str(interval), callbacks, **options)
+        run.fit(pretraining(), Batches(*map(batch, range(10))))
+        assert logs.seen == [(step, step) for step in range(1, 11)]
+        assert (run.callback_metrics["largest"], run.callback_metrics["of_the_epoch"]) == (10, 7)
+        seen.append(reads.seen)
+    assert seen[0] == seen[1]
+    assert [row["tokens"] for row in seen[1]] == [64 * step for step in range(1, 11)]
+
+
+def test_lightnings_checkpoints_see_the_best_step(tmp_path):
+    """A metric of a callback that falls in one step between two logged ones."""
+
+    class Dips(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            self.log("dip", abs(trainer.global_step - 7))
+
+    best = ModelCheckpoint(tmp_path, "{step}", monitor="dip", every_n_train_steps=1)
+    stops = EarlyStopping("dip", patience=100)
+    run = trainer(tmp_path, [Dips(), stops, best], max_steps=10, log_every_n_steps=4, val_check_interval=5)
+    run.fit(pretraining(), Batches(*map(batch, range(10))), validation_loader())
+    assert best.best_model_path.endswith("step=7.ckpt")
+    assert stops.best_score == 2  # at the validation after step 5
+
+
+def test_numbers_that_nothing_reads_are_passed_at_logged_steps_only(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    passed = []
+
+    def log(self, name, value, *args, **options):
+        if name == "tokens":
+            passed.append(int(value))
+
+    monkeypatch.setattr(L.LightningModule, "log", log)
     options = {"log_every_n_steps": 4, "max_steps": 10, "val_check_interval": 100}
-    run = trainer(tmp_path, [logs := Logs()], **options)
-    run.fit(pretraining(), Batches(*map(batch, range(10))))
-    assert logs.seen == list(zip(numbers, range(1, 11), strict=True))
-    assert (run.callback_metrics["largest"], run.callback_metrics["of_the_epoch"]) == (10, 7)
-    assert run.callback_metrics["gradient_norm"] > 0
+    trainer(tmp_path, **options).fit(pretraining(), Batches(*map(batch, range(10))))
+    assert passed == [64 * step for step in (4, 8, 10)]

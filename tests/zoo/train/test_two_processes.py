@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import threading
 import time
 from collections import deque
@@ -23,15 +24,26 @@ from torch.distributed.checkpoint import FileSystemWriter
 from kernels import UserError, documents
 from mixers import GLA, ContextParallel, GatedDeltaNet, Site
 from mixers.context_parallel import run_selective_scan
-from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
+from tests.zoo.tiny import (
+    VOCAB,
+    Batches,
+    ByteTokenizer,
+    LossLog,
+    ResumableLoader,
+    batch,
+    pretraining,
+    trainer,
+    validation_loader,
+)
 from tests.zoo.train.test_captured_step import Repeated
 from zoo import LanguageModel
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.resumable import ResumableData
+from zoo.files.hashing import digest
 from zoo.lm import Uniform
 from zoo.lm.classifier import Classifier
-from zoo.train import shards
+from zoo.train import agreement, shards
 from zoo.train.callbacks import step_times
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
@@ -461,6 +473,48 @@ def stop_alone(folder: Path, rank: int) -> None:
     torch.save({"gradients": gradients, "refused": step.refused}, folder / f"alone-{rank}.pt")
 
 
+class Text(Sequences):
+    """Rows of a text that may be another one on each node, at another path."""
+
+    def __init__(self, content: str) -> None:
+        super().__init__()
+        self.content = content
+
+    def identity(self) -> dict[str, Any]:
+        return {"sequence_length": 15, "data_hash": self.content}
+
+
+class OtherBytes(ByteTokenizer):
+    """Another tokenizer of the same size."""
+
+    def to_json(self) -> str:
+        return '{"bytes": false}'
+
+
+def compare(folder: Path, rank: int) -> None:
+    """Runs whose processes differ in one thing, and one whose processes do not; writes what each says."""
+    errors = {}
+    for case in ("nothing", "text", "tokenizer", "optim", "code"):
+        other = rank == 1
+        module = pretraining(tokenizer=OtherBytes() if other and case == "tokenizer" else ByteTokenizer())
+        module.config = {
+            "data": {"class_path": "Text", "init_args": {"path": f"/disk{rank}/text"}},
+            "optim": {"learning_rate": 2e-3 if other and case == "optim" else 1e-3},
+        }
+        log = LossLog()
+        run = trainer(folder / case, [log], max_steps=1, strategy="ddp", devices=2, num_sanity_val_steps=0)
+        with pytest.MonkeyPatch.context() as patch:
+            if other and case == "code":
+                patch.setattr(agreement, "code_digest", lambda: "edited")
+            try:
+                run.fit(module, datamodule=Text("b" if other and case == "text" else "a"))
+                errors[case] = ""
+            except UserError as error:
+                errors[case] = str(error)
+        assert bool(log.losses) == (case == "nothing")
+    Path(folder, f"compared-{rank}.json").write_text(json.dumps(errors))
+
+
 def work(rank: int, folder: str, clock: SharedClock) -> None:
     """One process of two."""
     torch.set_num_threads(1)
@@ -496,6 +550,7 @@ def work(rank: int, folder: str, clock: SharedClock) -> None:
     capture_long(Path(folder), rank)
     average(Path(folder), rank)
     stop_alone(Path(folder), rank)
+    compare(Path(folder), rank)
     train_sharded(Path(folder, "sharded"), rank)
     Path(folder, f"sums-{rank}.json").write_text(json.dumps(shapes))
     Path(folder, f"broadcasts-{rank}.json").write_text(json.dumps(broadcasts))
@@ -539,6 +594,23 @@ def test_a_step_that_one_process_must_skip_is_skipped_by_all(found: Path) -> Non
     for name, weight in first["weights"].items():
         assert torch.equal(weight, second["weights"][name]), name
         assert weight.isfinite().all()
+
+
+def test_processes_that_differ_do_not_train_together(found: Path) -> None:
+    """Both say in what, and neither trains a step; where their data is may differ."""
+    first, second = (json.loads((found / f"compared-{rank}.json").read_text()) for rank in range(2))
+    assert first == second
+    assert first.pop("nothing") == ""
+    host = socket.gethostname()
+    ends = "; all processes must have the same data, config and code"
+    for case, name, values in (
+        ("text", "data.data_hash", ('"a"', '"b"')),
+        ("tokenizer", "the tokenizer", tuple(digest(x.to_json().encode()) for x in (ByteTokenizer(), OtherBytes()))),
+        ("optim", "optim.learning_rate", ("0.001", "0.002")),
+        ("code", "the code of this project", (agreement.code_digest(), "edited")),
+    ):
+        said = f"{values[0]} in process 0 on {host}, {values[1]} in process 1 on {host}"
+        assert first[case] == f"{name} differs between processes: {said}{ends}"
 
 
 def test_no_process_captures_if_one_cannot(found: Path) -> None:

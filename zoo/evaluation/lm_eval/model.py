@@ -42,7 +42,8 @@ class SubjectLM(TemplateLM):
 
     Args:
         subject: The model.
-        max_length: Tokens of prompt and answer together; longer prompts lose their beginnings, and the log says how
+        max_length: Tokens that the model reads: prompt and answer together, without the last token of an answer that is
+            scored, as in lm-eval's adaptor of Hugging Face. Longer prompts lose their beginnings, and the log says how
             many did. None for whole prompts.
 
     Raises:
@@ -81,7 +82,7 @@ class SubjectLM(TemplateLM):
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
         """Log-likelihoods of the second lists of tokens after the first."""
-        contexts = self._last([(context, len(continuation)) for _, context, continuation in requests])
+        contexts = self._last([(context, len(continuation) - 1) for _, context, continuation in requests])
         scores = self.subject.log_likelihoods(
             [(context, request[2]) for context, request in zip(contexts, requests, strict=True)]
         )
@@ -114,12 +115,9 @@ class SubjectLM(TemplateLM):
 
     def _windows(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
         """Contexts and continuations that together cover each token once."""
-        if not tokens:
-            return []
-        if self.max_length is None or len(tokens) < self.max_length:
-            return [([self.prefix_token_id], tokens)]
+        longest = len(tokens) if self.max_length is None else self.max_length
         rolling = get_rolling_token_windows(
-            token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=self.max_length - 1, context_len=1
+            token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=longest, context_len=1
         )
         return [make_disjoint_window(window) for window in rolling]
 
@@ -149,7 +147,7 @@ class SubjectLM(TemplateLM):
         return answers
 
     def _last(self, prompts: Sequence[tuple[list[int], int]]) -> list[list[int]]:
-        """The ends of prompts that leave room for so many tokens after them; none is empty.
+        """The ends of prompts that leave room for so many tokens that are read after them; none is empty.
 
         Raises:
             UserError: `max_length` tokens or more come after a prompt.
@@ -159,7 +157,10 @@ class SubjectLM(TemplateLM):
             prompt = prompt or [self.prefix_token_id]
             room = len(prompt) if self.max_length is None else self.max_length - after
             if room < 1:
-                raise UserError(f"lm_eval: a prompt of at most {self.max_length} tokens has no room for {after} more")
+                raise UserError(
+                    f"lm_eval: max_length is {self.max_length}, but must be more than the {after} tokens that are read "
+                    "after a prompt"
+                )
             cut += room < len(prompt)
             kept.append(prompt[-room:])
         if cut:

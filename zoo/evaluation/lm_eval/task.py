@@ -25,14 +25,15 @@ Z = 1.96  # standard errors in half an interval of 95 %
 class LmEval(Task):
     """A task, a group or a tag of lm-eval; see `lm_eval_task`.
 
-    `lengths` are those of the prompts and their answers. RULER generates prompts of each length, 4096 unless one is
-    chosen; BABILong has data of each; the recall-intensive questions get the part of their document around the answer;
-    and every other prompt that is longer loses its beginning. Without `lengths`, prompts stay whole.
+    `lengths` are the tokens that the model reads of a prompt and its answer. RULER generates prompts of each length,
+    4096 unless one is chosen; BABILong has data of each; the recall-intensive questions get the part of their document
+    around the answer; and every other prompt that is longer loses its beginning. Without `lengths`, prompts stay whole.
 
     Raises:
         UserError: lm-eval is not installed.
     """
 
+    version = 2
     tasks: ClassVar[str]  # lm-eval's name
     shots: ClassVar[int | None]
 

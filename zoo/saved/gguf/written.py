@@ -1,5 +1,6 @@
 """A model in a public layout as one GGUF file."""
 
+import math
 import re
 from math import prod
 from pathlib import Path
@@ -11,7 +12,7 @@ import torch
 
 from kernels import UserError
 from mixers import did_you_mean
-from zoo.checkpoints.tensor_files import Weights
+from zoo.checkpoints.tensor_files import Weights, warn_unless_finite
 from zoo.data.text.chat_template import DEFAULT_TEMPLATE
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.atomic import atomic_write
@@ -25,6 +26,7 @@ from zoo.saved.public.import_export import in_a_layout
 # types of numbers → llama.cpp's names of files that are mostly in them
 _TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
 _OF_DTYPES: dict[torch.dtype | None, str] = {torch.float16: "f16", torch.bfloat16: "bf16"}
+_LARGEST = {"F16": 65_504.0, "Q8_0": 127 * 65_504.0}  # absolute values; the scales of q8_0 are f16
 # tensors that llama.cpp wants in fp32, though they have two axes
 _PRECISE = re.compile(r"norm\.weight$|ssm_conv1d|ssm_a$|ssm_d$|_lerp_|time_mix_[wavg]\d")
 
@@ -59,8 +61,9 @@ def write_gguf(
             dtype of each matrix.
 
     Raises:
-        UserError: No architecture of llama.cpp computes the model, none of its pre-tokenizers divides text as the
-            tokenizer does, the package `gguf` is missing, or the file cannot be written.
+        UserError: A weight is too large for its type, no architecture of llama.cpp computes the model, none of its
+            pre-tokenizers divides text as the tokenizer does, the package `gguf` is missing, or the file cannot be
+            written.
     """
     gguf = _library()
     public = in_a_layout(model, weights, [family for family in FAMILIES if family.name in ARCHITECTURES], GGUF)
@@ -95,10 +98,22 @@ def write_gguf(
             writer.write_ti_data_to_file()
             for stored, number_type in tensors:
                 tensor = stored.make(*(public.weights.tensor(source).float() for source in stored.sources))
+                _check_range(stored.name, tensor, number_type.name)
                 writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), number_type))
             writer.close()
     except OSError as error:
         raise UserError(f"output: {file} cannot be written: {error.strerror or error}") from error
+
+
+def _check_range(name: str, tensor: torch.Tensor, number_type: str) -> None:
+    """Refuse finite values that are too large for the type; warn of values that are not finite."""
+    warn_unless_finite(name, tensor)
+    largest = float(tensor.nan_to_num(0, 0, 0).abs().max()) if tensor.numel() else 0.0
+    if largest > _LARGEST.get(number_type, math.inf):
+        raise UserError(
+            f"quantize: {number_type.lower()} holds values up to {_LARGEST[number_type]:g}, and {name} has "
+            f"{largest:g}; use bf16 or f32."
+        )
 
 
 def _type(name: str, shape: tuple[int, ...], wanted: str) -> str:

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import logging
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,7 +12,7 @@ from jsonargparse import Namespace
 from torch import nn
 
 from kernels import UserError
-from mixers import did_you_mean
+from mixers import RMSNorm, ZeroCentredRMSNorm, did_you_mean
 from zoo.checkpoints.tensor_files import Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse_model
@@ -22,8 +24,11 @@ from zoo.saved.public.mapping import TensorMap
 from zoo.saved.public.standalone.written import MODEL_TYPE, STANDALONE, standalone
 from zoo.saved.trust import check_sizes
 
+log = logging.getLogger(__name__)
+
 _TARGETS: tuple[Target, ...] = ("fla", "huggingface", "mamba_ssm")
 _MAX_LAYERS = 1000
+_NEAR = 0.1  # distance of a mean from the start of the other convention
 # attributes that only matter to a model that is not trained yet; a Features' map is a module, which is compared itself
 _INITIAL = words("training initializer_range linear_initializer scale_output_projections low high site map")
 _PLAIN = (bool, int, float, str, type(None))
@@ -63,7 +68,25 @@ def imported(folder: PublicFolder) -> Imported:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
         raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
-    return Imported(model, parsed, TensorMap(family, ours).as_ours(theirs, path), folder.files)
+    weights = TensorMap(family, ours).as_ours(theirs, path)
+    _warn_of_norms(ours, weights, path)
+    return Imported(model, parsed, weights, folder.files)
+
+
+def _warn_of_norms(model: LanguageModel, weights: Weights, path: Path) -> None:
+    """Warn if the weights of most norms have the mean of the other convention: 1 where they are added to 1, or 0."""
+    for kind, start, other in ((ZeroCentredRMSNorm, 0, 1), (RMSNorm, 1, 0)):
+        names = [f"{name}.weight" for name, module in model.named_modules() if type(module) is kind]
+        means = [float(weights.tensor(name).float().mean()) for name in names if name in weights.specs]
+        if means and abs(statistics.median(means) - other) < _NEAR:
+            log.warning(
+                "%s: the weights of its norms have a mean of %.2g, but those of %s start at %d; check that its "
+                "config.json belongs to its weights",
+                path,
+                statistics.median(means),
+                kind.__name__,
+                start,
+            )
 
 
 def family_of(config: dict[str, Any], folder: Path) -> Family:

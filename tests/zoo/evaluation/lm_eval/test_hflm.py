@@ -53,6 +53,23 @@ def test_log_likelihoods(both: tuple[Any, Any]) -> None:
     assert actual == pytest.approx(expected, abs=1e-3, rel=1e-6)
 
 
+@pytest.mark.parametrize("max_length", [5, 9, 30])
+def test_prompts_that_are_too_long(both: tuple[Any, Any], max_length: int) -> None:
+    """They lose as many tokens as in lm-eval's adaptor, and texts are cut into the same windows."""
+    theirs, ours = both
+    theirs._max_length = ours.max_length = max_length
+    pairs = [(LONG, "!"), (LONG[3:], " T"), ("a", "b"), (LONG, " and")]
+    expected, actual = (lm.loglikelihood(instances("loglikelihood", *pairs)) for lm in both)
+    for theirs_score, ours_score in zip(expected, actual, strict=True):
+        assert ours_score == (pytest.approx(theirs_score[0], abs=1e-4), theirs_score[1])
+    tokens = ours.tok_encode(LONG)
+    lengths = [max_length - 1, max_length, max_length + 1, 3 * max_length + 1]
+    texts = [(ours.text.decode(tokens[:length]),) for length in lengths]
+    assert [len(ours.tok_encode(text)) for (text,) in texts] == lengths
+    expected, actual = (lm.loglikelihood_rolling(instances("loglikelihood_rolling", *texts)) for lm in both)
+    assert actual == pytest.approx(expected, abs=1e-3, rel=1e-6)
+
+
 def test_greedy_answers(both: tuple[Any, Any]) -> None:
     arguments = {"until": ["\n\n"], "max_gen_toks": 12, "do_sample": False}
     prompts = [(text, dict(arguments)) for text in (*TEXTS, LONG)]

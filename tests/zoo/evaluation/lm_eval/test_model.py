@@ -105,9 +105,9 @@ def test_rolling_counts_every_token_once(subject_lm: Any, max_length: int | None
     (total,) = subject_lm(asked, max_length).loglikelihood_rolling(instances("loglikelihood_rolling", (text,)))
     assert total == -len(text)
     assert [token for _, continuation in asked.requests for token in continuation] == list(text.encode())
-    lengths = [len(context) + len(continuation) for context, continuation in asked.requests]
-    assert max(lengths) <= (max_length or 11)
-    assert len(lengths) == 1 or max_length <= 10
+    lengths = [len(context) + len(continuation) - 1 for context, continuation in asked.requests]  # that are read
+    assert max(lengths) == min(max_length or 10, 10)
+    assert len(lengths) == 1 or max_length < 10
 
 
 def test_answers_end_before_their_stop_strings(subject_lm: Any) -> None:
@@ -159,12 +159,12 @@ def test_nothing_is_cut_unless_asked_and_then_it_is_told(subject_lm: Any, caplog
         assert len(asked.requests[-1][0]) == 507
         assert not caplog.messages
         subject_lm(asked, 9).loglikelihood(instances("loglikelihood", pair, ("a", "b")))
-        assert [bytes(context) for context, _ in asked.requests[-2:]] == [b"abcdefg", b"a"]
+        assert [bytes(context) for context, _ in asked.requests[-2:]] == [b"xabcdefg", b"a"]
         assert caplog.messages == ["1 of 2 prompts lost their beginnings: max_length is 9."]
         subject_lm(asked, 9).generate_until(instances("generate_until", (pair[0], {"max_gen_toks": 5})))
         assert asked.prompts[-1] == "defg"
-    with pytest.raises(UserError, match="at most 2 tokens has no room for 2 more"):
-        subject_lm(asked, 2).loglikelihood(instances("loglikelihood", pair))
+    with pytest.raises(UserError, match="max_length is 2, but must be more than the 2 tokens that are read after"):
+        subject_lm(asked, 2).loglikelihood(instances("loglikelihood", (pair[0], "hi!")))
 
 
 def test_text_starts_as_documents_do(subject_lm: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
 
@@ -427,6 +428,25 @@ def test_an_output_is_replaced_only_by_request(tmp_path: Path):
     file.write_text("notes")
     with pytest.raises(UserError, match="is a file, which is never replaced"):
         zoo.convert(folder, file, to="gguf", overwrite=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantize", "too_large"), [("f16", 70_000.0), ("q8_0", 9e6)])
+def test_a_value_that_its_type_cannot_hold(quantize: str, too_large: float, tmp_path: Path, caplog):
+    folder = exported(tmp_path / "ours", "llama")
+    weights = load_file(folder / "model.safetensors")
+    weights["layers.0.mlp.down_proj.weight"][0, 0] = too_large
+    save_file(weights, folder / "model.safetensors")
+    (folder / "hashes.json").unlink(missing_ok=True)
+    with pytest.raises(UserError, match=rf"^quantize: {quantize} holds values up to .*; use bf16 or f32"):
+        zoo.convert(folder, tmp_path / "model.gguf", to="gguf", quantize=quantize)
+    assert not (tmp_path / "model.gguf").exists()
+    zoo.convert(folder, tmp_path / "model.gguf", to="gguf", quantize="bf16")
+    assert "not finite" not in caplog.text
+    weights["layers.0.mlp.down_proj.weight"][0, 0] = torch.nan
+    save_file(weights, folder / "model.safetensors")
+    zoo.convert(folder, tmp_path / "nan.gguf", to="gguf", quantize="bf16")
+    assert "has 1 values that are not finite" in caplog.text
 
 
 def test_types_are_checked_before_anything_is_read(tmp_path: Path):

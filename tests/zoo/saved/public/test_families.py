@@ -195,8 +195,8 @@ def theirs_on_a_cpu(case: str, model: torch.nn.Module, oracle: Oracle) -> torch.
 
 def what_their_kernels_can(case: str) -> dict[str, Any]:
     """Changes to a case's config for flash-linear-attention 0.6.0 on a GPU."""
-    if case.startswith("deltanet"):
-        return {"attn_mode": "fused_recurrent"}  # its chunkwise kernel of DeltaNet refuses fp32
+    if case.startswith(("deltanet", "deltaproduct")):
+        return {"attn_mode": "fused_recurrent"}  # its chunkwise kernels of both refuse fp32
     # Without the package mamba_ssm, its prefill gives head h the keys of group h % n_groups, where its decoding and
     # Mamba2's own code have h // (num_heads / n_groups), as transformers had (huggingface/transformers#37533).
     return {"n_groups": 1} if case == "fla mamba2" else {}
