@@ -43,7 +43,7 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
         except (ValueError, NameError, RuntimeError, AssertionError, TypeError) as error:
             raise UserError(f"cluster: {cluster} with {options}: {' '.join(str(error).split())}") from None
         advice = "delete it if no job of this sweep is in the queue any more"
-        earlier: dict[str, str] = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        earlier: dict[str, str] = read_sealed(file, advice=advice) if file.is_file() else {}
         classes = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
         jobs: dict[str, submitit.Job[Any]] = {}
         for run in runs:

@@ -25,7 +25,7 @@ def parse_results(data: bytes) -> Plain:
     Raises:
         UserError: It is damaged, or holds something else where there must be a number.
     """
-    row = unsealed(data, "results.json", required=False, advice="so there are no sizes and losses in the table")
+    row = unsealed(data, "results.json", advice="so there are no sizes and losses in the table")
     if "status" not in row:
         raise UserError("results.json has no status, so there are no sizes and losses in the table")
     row = {name: finite(value) for name, value in row.items()}

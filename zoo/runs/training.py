@@ -14,7 +14,6 @@ from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
-from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
 from zoo.config.trainer import LIMITS, check_trainer, check_training
 from zoo.files.links import check_inside, check_plain_folder
@@ -201,7 +200,7 @@ def _config_of(
         continued: The run's folder if it will be written to; that of someone else must have no links in it.
     """
     saved = Checkpoint(checkpoint, trust)
-    config = up_to_date(saved.config)
+    config = saved.config
     if saved.is_trusted:
         return config, True
     if continued is None:

@@ -17,7 +17,6 @@ from zoo.checkpoints.signature import is_own
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS
 from zoo.config.build import from_config
-from zoo.config.moved import with_current_paths
 from zoo.config.parser import parse_model
 from zoo.config.serialise import to_dict
 from zoo.data.text.tokenizer import Tokenizer
@@ -119,8 +118,8 @@ class SavedModel(ABC):
 
     @cached_property
     def model_config(self) -> dict[str, Any]:
-        """The key `model` of the config with current class paths, vetted unless it is trusted."""
-        model = with_current_paths(self.config["model"])
+        """The key `model` of the config, vetted unless it is trusted."""
+        model = self.config["model"]
         if not self.is_trusted:
             vet_model(model, self.source)
         return model
@@ -172,7 +171,7 @@ class SavedModel(ABC):
     def _built(self, config: Namespace, device: str | None = None) -> LanguageModel:
         """The model of the parsed config, with fresh weights, or without memory for them on the device meta."""
         built = from_config(config, device)
-        built.config = {"model": with_current_paths(self.config["model"])}
+        built.config = {"model": self.config["model"]}
         return built
 
     @contextmanager

@@ -43,8 +43,8 @@ def read_row(folder: Path) -> dict[str, Any] | None:
     file = folder / "results.json"
     if not file.is_file():
         return None
-    row = read_sealed(file, required=False, advice="delete it, and resuming the run writes it again")
-    if "status" not in row:  # possible in files of earlier versions, which had no hash
+    row = read_sealed(file, advice="delete it, and resuming the run writes it again")
+    if "status" not in row:
         raise UserError(f"{file} is damaged (it has no status); delete it, and resuming the run writes it again.")
     return row
 

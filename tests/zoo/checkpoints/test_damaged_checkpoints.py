@@ -12,7 +12,7 @@ import zoo
 from kernels import UserError
 from tests.zoo.lm.test_states import model_of
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import check_format, read_checkpoint, read_weights
+from zoo.checkpoints.format import read_checkpoint, read_weights
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
 from zoo.saved.export import export
 from zoo.train.metrics_file import read_metrics
@@ -142,17 +142,24 @@ def test_shards(run: Path, name: str, mutations: int):
     assert not what_loads(file.parent / name, read, mutations)
 
 
-def test_a_checkpoint_of_format_1_is_known_by_the_checksums_of_its_archive(run: Path):
+def test_a_checkpoint_without_its_hash_is_refused(run: Path):
     file = run / "checkpoints" / "last.ckpt"
     contents = torch.load(file, weights_only=True)
-    contents["zoo"]["format"] = 1
-    torch.save(contents, file)
-    check_format(read_checkpoint(file), file)
+    for version in (1, 2):
+        contents["zoo"]["format"] = version
+        torch.save(contents, file)
+        with pytest.raises(UserError, match="is damaged: the hash at its end is missing"):
+            read_checkpoint(file)
+
+
+def test_weights_of_others_are_known_by_the_checksums_of_their_archive(tmp_path: Path):
+    file, weights = tmp_path / "weights.pt", torch.arange(64.0)
+    torch.save({"a": weights}, file)
     written = file.read_bytes()
-    place = written.index(contents["state_dict"]["model.embeddings.weight"].numpy().tobytes()[:64])
+    place = written.index(weights.numpy().tobytes())
     file.write_bytes(written[: place + 5] + bytes([written[place + 5] ^ 1]) + written[place + 6 :])
     with pytest.raises(UserError, match="does not have its checksum"):
-        read_checkpoint(file)
+        read_weights(file)
 
 
 def test_a_checkpoint_is_the_same_under_other_names(run: Path, tmp_path: Path):

@@ -36,7 +36,7 @@ from zoo.files.sealed_json import unsealed, write_sealed
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the token files
-MANIFEST_FORMAT = 2  # 1 had no seal
+MANIFEST_FORMAT = 2
 CHECKED_BYTES = 1_000_000_000  # hashing them takes about a second; more are hashed only on request
 MANIFEST = "manifest.json"
 
@@ -232,15 +232,12 @@ def read_manifest(folder: Path | str) -> dict:
         if isinstance(error.__cause__, FileNotFoundError):
             raise UserError(f"{file} is missing; {advice}.") from error
         raise
-    manifest = unsealed(data, file, required=False, advice=advice)
-    version = manifest.get("format")
-    if version == MANIFEST_FORMAT:
-        unsealed(data, file, advice=advice)
-    elif version != 1:
-        raise UserError(f"{file} has format {version}, this version reads 1 and {MANIFEST_FORMAT}; {advice}.")
+    manifest = unsealed(data, file, advice=advice)
+    if (version := manifest.get("format")) != MANIFEST_FORMAT:
+        raise UserError(f"{file} has format {version}, this version reads {MANIFEST_FORMAT}; {advice}.")
     try:
         consistent = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # only possible without a seal
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {advice}.") from error
     if not consistent:
         raise UserError(f"{file} is damaged (its numbers contradict each other); {advice}.")

@@ -323,12 +323,11 @@ def _save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _check_saved(folder: Path) -> None:
     file, advice = folder / "tokenizer.json", f"delete {folder} to train it again"
-    if (folder / _CHECKSUM).exists():  # earlier versions did not write it
-        expected = read_sealed(folder / _CHECKSUM, advice=advice).get("tokenizer")
-        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
-            raise UserError(
-                f"{file} is missing or was altered: it does not match the hash of the trained tokenizer; {advice}."
-            )
+    expected = read_sealed(folder / _CHECKSUM, advice=advice).get("tokenizer")
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
+        raise UserError(
+            f"{file} is missing or was altered: it does not match the hash of the trained tokenizer; {advice}."
+        )
 
 
 def _train(corpus: Documents, vocab_size: int) -> Tokenizer:
