@@ -45,7 +45,6 @@ Train and compare language models of pluggable token mixers.
   scaling    scaling laws: python cli.py scaling plan|fit
   report     runs, evaluations and sweeps as one HTML page: python cli.py report runs/a evaluations/c
   doctor     whether this machine computes what it should: python cli.py doctor [--output doctor.json]
-  tune       the best launch configurations for this GPU, to a file: python cli.py tune [--kernels=delta_rule]
   mixers     a table of the token mixers, or a page about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
@@ -62,7 +61,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
-VERBS += ["publish", "statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
+VERBS += ["publish", "statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "mixers"]
 SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
 
 
@@ -150,10 +149,6 @@ def run(arguments: list[str]) -> int:
         zoo.report(**arguments_of(zoo.report, rest, verb, positional="folders")[1])
     elif verb == "doctor":
         return int(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failed)
-    elif verb == "tune":
-        from zoo.performance.tune import tune
-
-        tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":
         from zoo.lm.mixers_table import show_mixers
 

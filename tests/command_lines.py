@@ -22,7 +22,6 @@ from zoo.evaluation.tasks import tasks_of
 from zoo.experiments.commands import whole_configs
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.mixers_table import show_mixers
-from zoo.performance.tune import tune
 
 from .commands import ROOT, Command
 from .shipped_configs import parsed
@@ -43,7 +42,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "publish": (zoo.publish, "checkpoint"),
     "report": (zoo.report, "folders"),
     "doctor": (zoo.doctor, None),
-    "tune": (tune, None),
     "mixers": (show_mixers, "name"),
     "scaling plan": (zoo.scaling.plan, None),
     "scaling fit": (zoo.scaling.fit, "runs"),

@@ -33,7 +33,6 @@ EXAMPLES = {
     "mixers": ("python cli.py mixers --hidden_size=2048 --num_heads=16",),
     "doctor": ("python cli.py doctor --output doctor.json",),
     "report": ("python cli.py report runs/first evaluations/first runs/state --output report.html",),
-    "tune": ("python cli.py tune --kernels=delta_rule",),
 }
 ALL = "all"  # the topic of everything
 

@@ -77,7 +77,6 @@ MEANT = {
     "bench training --config gla.yaml --batch=3": ("batch", "batch_size"),
     "bench decode --batch=3 --config gla.yaml": ("batch", "batch_sizes"),
     "mixers --hidden=5": ("hidden", "hidden_size"),
-    "tune --kernel=delta": ("kernel", "kernels"),
     "doctor --out=x": ("out", "output"),
     "fit --config gla.yaml --print_config --max_steps=3": ("max_steps", "trainer.max_steps"),
     "fit --config gla.yaml --model.stack.mixer.num_head=2": (
@@ -201,7 +200,7 @@ ANSWERS = {
     "fit --resume": "--resume has no value; options are written --key=value",
     "train --config gla.yaml": (
         "'train' is not a verb; did you mean 'fit'? (verbs: fit, validate, test, predict, generate, evaluate,"
-        " export, convert, publish, statex, compare, sweep, bench, scaling, report, doctor, tune, mixers)"
+        " export, convert, publish, statex, compare, sweep, bench, scaling, report, doctor, mixers)"
     ),
     "sweep": "sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)",
     "sweep --config gla.yaml": (
