@@ -39,8 +39,6 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "export": (zoo.export, None),
     "statex": (zoo.statex, None),
     "convert": (zoo.convert, None),
-    "publish": (zoo.publish, "checkpoint"),
-    "report": (zoo.report, "folders"),
     "doctor": (zoo.doctor, None),
     "mixers": (show_mixers, "name"),
     "scaling plan": (zoo.scaling.plan, None),

@@ -42,7 +42,6 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "convert": (("convert", "--checkpoint={}", "--output=out"), ("out",)),
     "convert back": (("convert", "--checkpoint={}", "--to=huggingface", "--output=out"), ("out",)),
     "statex": (("statex", "--checkpoint={}", "--layers=1", "--output=out"), ("out",)),
-    "report": (("report", "{}", "--output=out.html"), ("out.html",)),
     "scaling fit": (("scaling", "fit", "{}", "--output=out", "--draws=0"), ("out",)),
     "sweep": (("sweep", "--config=layers.yaml", "--folder={}", "--dry-run"), ("{}",)),
     "sweep into": (("sweep", "--config=layers.yaml", "--folder={}"), ("{}",)),
@@ -99,13 +98,13 @@ BYTES: dict[str, bytes] = {
 }
 # file → the verbs that read it, and the input that they are given
 READ: dict[str, tuple[tuple[str, ...], str]] = {
-    "theirs/config.yaml": (("report", "resume", "config", "scaling fit"), "theirs"),
+    "theirs/config.yaml": (("resume", "config", "scaling fit"), "theirs"),
     "theirs/tokenizer.json": (("generate", "tokenizer", "resume"), "theirs"),
-    "theirs/metrics.jsonl": (("resume", "report", "scaling fit"), "theirs"),
-    "theirs/metrics.csv": (("resume", "report"), "theirs"),
-    "theirs/samples.txt": (("report", "resume"), "theirs"),
-    "theirs/results.json": (("resume", "report", "scaling fit"), "theirs"),
-    "theirs/loss.png": (("report", "resume"), "theirs"),
+    "theirs/metrics.jsonl": (("resume", "scaling fit"), "theirs"),
+    "theirs/metrics.csv": (("resume",), "theirs"),
+    "theirs/samples.txt": (("resume",), "theirs"),
+    "theirs/results.json": (("resume", "scaling fit"), "theirs"),
+    "theirs/loss.png": (("resume",), "theirs"),
     "theirs/checkpoints/last.ckpt": (OF_MODELS, "theirs"),
     "exported/config.yaml": (OF_EXPORTS, "exported"),
     "exported/tokenizer.json": (("generate", "evaluate", "initial weights"), "exported"),
@@ -116,12 +115,12 @@ READ: dict[str, tuple[tuple[str, ...], str]] = {
     "public/tokenizer_config.json": (("convert", "generate"), "public"),
     "public/model.safetensors": (OF_PUBLIC, "public"),
     "public/model.safetensors.index.json": (OF_PUBLIC, "public"),
-    "evaluation/rows.jsonl": (("report", "evaluate into"), "evaluation"),
-    "sweep/sweep.csv": (("report", "scaling fit"), "sweep"),
+    "evaluation/rows.jsonl": (("evaluate into",), "evaluation"),
+    "sweep/sweep.csv": (("scaling fit", "sweep into"), "sweep"),
     "sweep/runs.json": (("sweep into",), "sweep"),
-    "sweep/sweep.png": (("report",), "sweep"),
-    "sweep/a/metrics.jsonl": (("report", "scaling fit"), "sweep"),
-    "sweep/a/results.json": (("report", "scaling fit"), "sweep"),
+    "sweep/sweep.png": (("sweep into",), "sweep"),
+    "sweep/a/metrics.jsonl": (("scaling fit",), "sweep"),
+    "sweep/a/results.json": (("scaling fit", "sweep into"), "sweep"),
 }
 VALUES: dict[str, Any] = {
     "nothing": None,
@@ -290,7 +289,7 @@ def cases() -> Iterator[Case]:
     for name, change in CONTENTS.items():
         yield Case(f"content: {name}", unsigned(change), "validate", "theirs")
     for name, text in TEXTS.items():
-        for file, verb in (("exported/config.yaml", "generate"), ("theirs/config.yaml", "report")):
+        for file, verb in (("exported/config.yaml", "generate"), ("theirs/config.yaml", "config")):
             content = text.encode()
             yield Case(f"yaml: {name} as {file}", with_bytes(file, content), verb, file.partition("/")[0])
     for file, (verbs, folder) in READ.items():
@@ -308,7 +307,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"link: sweep/{name} continued", linked(f"sweep/{name}", "a canary"), "sweep into", "sweep")
     yield Case("link: .lock of an evaluation", linked("evaluation/.lock", "a canary"), "evaluate into", "evaluation")
     for odd in ODD:
-        for verb in ("resume", "generate", "report"):
+        for verb in ("resume", "generate"):
             yield Case(f"name: {odd!r}, {verb}", renamed(odd), verb, odd)
     yield from _public()
 

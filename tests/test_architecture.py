@@ -50,8 +50,6 @@ ROOMS = (
     "zoo.performance",
     "zoo.evaluation",
     "zoo.scaling",
-    "zoo.report",
-    "zoo.publishing",
     "zoo.calls",
 )
 

@@ -1,4 +1,4 @@
-"""Loading, resuming, evaluating or reporting something foreign executes nothing and writes nothing outside the folder
+"""Loading, resuming or evaluating something foreign executes nothing and writes nothing outside the folder
 that the user named.
 
 Each case is a fresh copy of a few small folders with one attack on it, which one verb meets in a process of its own.

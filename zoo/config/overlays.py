@@ -55,7 +55,7 @@ def load_config(item: Item) -> dict[str, Any]:
         UserError: The file is missing, or is not a YAML mapping.
     """
     if isinstance(item, Mapping):
-        return _with_optimizer(dict(item))
+        return _with_optimizer(copied(item))
     if isinstance(item, str) and item.startswith("{"):
         name, contents = "config", parse_yaml(item, "config")
     else:
@@ -64,6 +64,13 @@ def load_config(item: Item) -> dict[str, Any]:
     if not isinstance(contents, dict):
         raise UserError(f"config: {name} holds no keys such as model, data or trainer")
     return _with_optimizer(contents)
+
+
+def copied(part: Any) -> Any:
+    """A part of a config in new dicts and lists, since the parser modifies its input."""
+    if isinstance(part, Mapping):
+        return {key: copied(value) for key, value in part.items()}
+    return [copied(value) for value in part] if isinstance(part, list | tuple) else part
 
 
 def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:

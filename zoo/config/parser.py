@@ -38,7 +38,7 @@ from kernels.core.scope import scope
 from zoo.config.contradictions import check_overrides
 from zoo.config.explain import Explainer, merged
 from zoo.config.keys import GROUPS, OF_LIGHTNING
-from zoo.config.overlays import Item, as_arguments, load_config, load_items, without, without_null_groups
+from zoo.config.overlays import Item, as_arguments, copied, load_config, load_items, without, without_null_groups
 from zoo.files.safe_yaml import dump_quickly, dump_yaml
 from zoo.lm.model import LanguageModel
 from zoo.train.optim import Optimisation
@@ -438,6 +438,6 @@ def parse_model(config: dict[str, Any]) -> Namespace:
 
 def _parse(parser: Parser, config: dict[str, Any]) -> Namespace:
     mixers.names()  # plug-ins register before anything is parsed
-    config = {key: value for key, value in config.items() if not (value is None and key in GROUPS)}
+    config = {key: value for key, value in copied(config).items() if not (value is None and key in GROUPS)}
     with explained(parser, [config]), each_part_once():
         return parser.parse_object(config)

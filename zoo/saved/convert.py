@@ -37,7 +37,7 @@ def convert(
 ) -> Path:
     """Convert a public checkpoint into a model of this project, or, with `to`, a model into a public layout.
 
-    A public folder gets a model card, README.md. Fields that the run does not record are left to be filled in.
+    A public folder gets a model card, README.md, with places that are left to be filled in.
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
@@ -88,7 +88,7 @@ def convert(
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
-    texts[CARD] = model_card(folder.name, model, config, Path(checkpoint), public)
+    texts[CARD] = model_card(folder.name, model, public)
     write_folder(folder, texts, public.weights, max_shard_size)
     return folder
 

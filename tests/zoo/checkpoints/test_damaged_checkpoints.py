@@ -14,6 +14,7 @@ from tests.zoo.lm.test_states import model_of
 from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import read_checkpoint, read_weights
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
+from zoo.files.sealed_json import write_sealed
 from zoo.saved.export import export
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
@@ -177,6 +178,32 @@ def test_results(run: Path, mutations: int):
     for content in what_loads(file, lambda: read_row(run), mutations):
         file.write_bytes(content)
         assert read_row(run) == row
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"val_loss": "low"},
+        {"val_loss": [[1]]},
+        {"parameters": 10**400},
+        {"wall_seconds": {"a": "long"}},
+        {"val_accuracy": {"a": [1]}},
+        {"status": ["complete"]},
+        {"mixers": 3},
+        {"run": None, "schedule": {"a": 1}},
+    ],
+)
+def test_results_of_wrong_types(run: Path, change: dict[str, object]):
+    """Of a stranger, who can write the hash, too."""
+    write_sealed(run / "results.json", {**(read_row(run) or {}), **change})
+    with pytest.raises(UserError, match=r"results\.json is damaged \(\w+ is not (a number|text)\); delete it"):
+        read_row(run)
+
+
+def test_results_without_a_status(run: Path):
+    write_sealed(run / "results.json", {"val_loss": 1.0})
+    with pytest.raises(UserError, match=r"results\.json is damaged \(it has no status\)"):
+        read_row(run)
 
 
 def test_metrics(run: Path, mutations: int):

@@ -22,7 +22,7 @@ from zoo.saved.public.mapping import TensorMap
 from zoo.saved.public.standalone.written import MODEL_TYPE, STANDALONE, standalone
 from zoo.saved.trust import check_sizes
 
-_TARGETS: tuple[Target, ...] = ("fla", "huggingface", "mamba_ssm")
+_TARGETS: tuple[Target, ...] = ("fla", "huggingface")
 _MAX_LAYERS = 1000
 # attributes that only matter to a model that is not trained yet; a Features' map is a module, which is compared itself
 _INITIAL = words("training initializer_range linear_initializer scale_output_projections low high site map")
@@ -70,7 +70,7 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
     """The family that a config.json belongs to; a UserError if it belongs to none."""
     kind = config.get("model_type")
     for family in FAMILIES:
-        if kind in (family.model_types or (None,)) and family.also(config):
+        if kind in family.model_types and family.also(config):
             return family
     if kind == MODEL_TYPE:
         raise UserError(
@@ -88,7 +88,7 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
 def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     """Write a model (on the meta device) in the terms of the first family of a target that can hold it.
 
-    The target is `fla`, `huggingface` or `mamba_ssm`, or the name of a family where several can hold the model. With
+    The target is `fla` or `huggingface`, or the name of a family where several can hold the model. With
     `transformers` the folder contains the modelling code.
     """
     if to == STANDALONE:

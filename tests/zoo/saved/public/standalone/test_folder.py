@@ -157,5 +157,5 @@ def test_what_is_refused_leaves_nothing(command: Command, desk: Path):
     assert done.code == 2
     assert "to: transformers cannot hold the mixer HGRN1; it can hold CosFormer2, DeltaNet, " in done.err
     done = command("convert", "--checkpoint", "ours", "--to=transformer", "--output", "theirs", "--trust=true")
-    assert "to: 'transformer' is not one of fla, huggingface, mamba_ssm, transformers, " in done.err
+    assert "to: 'transformer' is not one of fla, huggingface, transformers, " in done.err
     assert not (desk / "theirs").exists()
