@@ -19,7 +19,7 @@ WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safeten
 # files of a model, next to its weights, that another model may not have
 OF_A_MODEL = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
-    "modeling_token_mixer_zoo.py",
+    "modeling_zoo.py",
 )
 CONFIG_HEADER = b"# The complete config of this run; fit --config accepts it as is.\n"  # of a run's config.yaml
 CARD = "README.md"  # the model card

@@ -1,17 +1,12 @@
-"""Small models of ours, and the same models in the modelling file."""
+"""Small models of many mixers, expansions and stacks."""
 
-from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
 import zoo
-from zoo.checkpoints.tensor_files import TensorsInMemory
-from zoo.saved.public.standalone.written import standalone
 
-MODELLING = "zoo.saved.public.standalone.modeling_token_mixer_zoo"
 SIZES = {"vocab_size": 61, "hidden_size": 32, "num_heads": 2, "num_layers": 2, "intermediate_size": 48}
 Spec = dict[str, Any]
 
@@ -123,16 +118,3 @@ def excited(model: zoo.LanguageModel) -> zoo.LanguageModel:
     for parameter in model.parameters():
         parameter.add_(0.05 * torch.randn_like(parameter))
     return model.eval()
-
-
-def theirs(model: zoo.LanguageModel, oracle: Callable[[str], ModuleType]) -> nn.Module:
-    """The same model in the modelling file, with exactly the tensors that it has."""
-    oracle("transformers")
-    modelling = oracle(MODELLING)
-    written = standalone(model, TensorsInMemory(model.state_dict()))
-    made = modelling.ZooForCausalLM(modelling.ZooConfig(**written.config))
-    tensors = {name: written.weights.tensor(name) for name in written.weights.specs}
-    if written.config["tie_word_embeddings"]:
-        tensors["lm_head.weight"] = tensors["embeddings.weight"]
-    made.load_state_dict(tensors, strict=True)
-    return made.eval()
