@@ -1,4 +1,4 @@
-"""`doctor --proofs` on a healthy machine, and with ten faults, each of which it has to find."""
+"""The proofs on a healthy machine, and with ten faults, each of which it has to find."""
 
 import itertools
 import json
@@ -13,12 +13,13 @@ from torch import Tensor
 
 import kernels
 import mixers
-import zoo
+from kernels import UserError
 from kernels.linear_recurrence import chunk
-from zoo.performance import doctor
-from zoo.performance.doctor.proofs import Job, jobs, layers, ops, peers
-from zoo.performance.doctor.proofs.red_zones import RedZones, inside_red_zones
-from zoo.performance.doctor.workers import Done
+from reproductions.proofs import __main__ as program
+from reproductions.proofs import layers, ops, peers
+from reproductions.proofs.jobs import Job, jobs
+from reproductions.proofs.red_zones import RedZones, inside_red_zones
+from reproductions.proofs.workers import Done
 from zoo.performance.op_calls import op_of
 
 pytest_plugins = "tests.desk"
@@ -61,41 +62,32 @@ def test_what_is_proved_of_an_op():
 
 
 @pytest.mark.slow
-def test_the_command(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_command(desk: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """With two calls of ops and two layers."""
     few = [job for job in jobs(CPU) if job.kind in ("ops", "layers") and job.number in (4, 5)]
-    monkeypatch.setattr(doctor, "jobs", lambda *inputs: few)
-    done = command("doctor", "--proofs=true", "--output=proofs.json")
-    assert done.code == 0, done.out
-    record = json.loads(Path("proofs.json").read_text())
+    monkeypatch.setattr(program, "jobs", lambda *inputs: few)
+    assert program.main(["--device=cpu", "--output=proofs.json"]) == 0
+    out, record = capsys.readouterr().out, json.loads(Path("proofs.json").read_text())
     for kind in ("ops", "layers"):
         assert len({each["subject"] for each in record[f"proofs of {kind}"]}) == 2
-    header = next(line for line in done.out.splitlines() if "op, backend, dtype" in line)
-    assert (
-        header.split()[-8:]
-        == ["causal", "rows", "packed", "invariant", "pieces", "gates", "one", "token", "repeats", "memory"][-8:]
-    )
     progress = "1/4 linear_recurrence (decay per head, 32), torch, fp32: causal exact, rows exact, packed "
-    for says in (progress, "linear_recurrence (decay per head, 32), torch,", "causal: no output", "checks passed"):
-        assert says in done.out
+    for says in (progress, "op, backend, dtype", "causal: no output depends", "checks passed"):
+        assert says in out
     assert record["finished"]
 
 
 @pytest.mark.nightly
-def test_every_op_and_mixer(command, desk: Path):
-    done = command("doctor", "--proofs=true", "--output=proofs.json")
-    assert done.code == 0, done.out
-    record = json.loads(Path("proofs.json").read_text())
-    findings = [each for kind in ("ops", "layers", "runs") for each in record[f"proofs of {kind}"]]
-    subjects = {each["subject"] for each in findings}
+def test_every_op_and_mixer():
+    groups = program.proofs("cpu")
+    findings = [each for group in groups.values() for each in group]
+    assert not program.failures(groups)
+    subjects = {each.subject for each in findings}
     assert len(subjects) == len(jobs(CPU))
     assert {name for name in mixers.names() if f"{name}, bf16" in subjects} == {*mixers.names()}
-    causal = {each["subject"]: each["status"] for each in findings if each["check"] == "causal"}
+    causal = {each.subject: each.status for each in findings if each.check == "causal"}
     assert set(causal.values()) == {"passed"}
     assert "Bidirectional, fp32" not in causal
-    assert {each["check"]: each["status"] for each in record["proofs of runs"]}["resumed"] == "passed"
-    for says in ("gdn_h2.yaml, fp32", "causal: no output depends on later tokens", "checks passed"):
-        assert says in done.out
+    assert {each.check: each.status for each in groups["runs"]}["resumed"] == "passed"
 
 
 def late_anchor(q: Tensor, k: Tensor, b: Tensor) -> Tensor:
@@ -234,35 +226,26 @@ def test_red_zones_keep_results():
 
 
 @pytest.mark.slow
-def test_what_was_found_before_ctrl_c_is_kept(command, desk: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_was_found_before_ctrl_c_is_kept(desk: Path, monkeypatch: pytest.MonkeyPatch):
     def stopped(device: torch.device, every: list[Job], limit: float):
         yield Done(every[0], [*ops.prove(ops.subject(device, every[0].number))], 1.0)
         assert len(json.loads(Path("proofs.json").read_text())["proofs of ops"]) > 4  # before the next begins
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(doctor, "proved", stopped)
+    monkeypatch.setattr(program, "proved", stopped)
     with pytest.raises(KeyboardInterrupt):
-        zoo.doctor("cpu", proofs=True, output="proofs.json", only="linear_recurrence (decay per head, 32)")
+        program.proofs("cpu", output="proofs.json", only="linear_recurrence (decay per head, 32)")
     record = json.loads(Path("proofs.json").read_text())
     assert (record["finished"], record["passed"]) == (False, False)
     assert {each["check"] for each in record["proofs of ops"]} >= {"causal", "memory"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--peers=true"], "peers: this is about proofs; add --proofs=true"),
-        (["--only=gates"], "only: this is about proofs; add --proofs=true"),
-        (
-            ["--proofs=true", "--device=cpu", "--only=GLAA"],
-            "only: 'GLAA' is not in the name of an op, a layer or a run",
-        ),
-    ],
-)
-def test_mistakes(command, arguments: list[str], expected: str):
-    done = command("doctor", *arguments)
-    assert done.code == 2
-    assert expected in done.err
+def test_mistakes(desk: Path):
+    with pytest.raises(UserError, match="only: 'GLAA' is not in the name of an op, a layer or a run"):
+        program.main(["--device=cpu", "--only=GLAA"])
+    Path("proofs.json").write_text("{}")
+    with pytest.raises(UserError, match=r"output: proofs\.json exists and is not a record of the proofs"):
+        program.main(["--device=cpu", "--output=proofs.json"])
 
 
 @pytest.mark.parity
@@ -295,7 +278,7 @@ def test_a_fault_of_a_peer_is_noted(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.gpu
 def test_proofs_on_a_gpu():
-    actual = zoo.doctor(verbose=False, proofs=True)
-    assert not actual.failed, actual.failures
-    causal = [each for kind in ("ops", "layers") for each in actual.proofs[kind] if each.check == "causal"]
+    groups = program.proofs()
+    assert not program.failures(groups), program.failures(groups)
+    causal = [each for kind in ("ops", "layers") for each in groups[kind] if each.check == "causal"]
     assert {each.status for each in causal} == {"passed"}

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from kernels import UserError
-from zoo.performance.doctor import sanitizer
+from reproductions.proofs import sanitizer
 
 REPORT = """\
 ========= COMPUTE-SANITIZER
@@ -35,7 +35,7 @@ def test_errors_are_counted(installed: Path):
     assert finding.says == "2 errors, such as: Invalid __global__ write of size 4 bytes"
     arguments = (installed / "arguments").read_text()
     assert arguments.startswith("--tool memcheck --target-processes all ")
-    assert "doctor --proofs=true --device=cuda" in arguments
+    assert "-m reproductions.proofs --device=cuda" in arguments
     assert "--only=delta_rule (decay per head, 128)" in arguments
 
 

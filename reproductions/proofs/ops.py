@@ -12,11 +12,15 @@ from torch import Tensor
 
 import kernels
 from kernels.gpu.device import multiprocessors
+from reproductions.proofs.red_zones import inside_red_zones
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor.checks import DOCUMENTS, DTYPES, LIMITS, REPEATS, SIZES, Finding, as_finding, attempted
-from zoo.performance.doctor.proofs.red_zones import inside_red_zones
+from zoo.performance.doctor import LIMITS, Finding, as_finding, attempted
 from zoo.performance.op_calls import LENGTH, ROWS, OpCall, Tensors, cases, differentiated, op_of
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES = {"cpu": (32,), "cuda": (64, 128)}  # of heads; those of models on GPUs, where kernels differ by size
+REPEATS = 5
+DOCUMENTS = (0, 41, 97, LENGTH)  # one with neighbours on both sides
 CUTS = (1, 20, 33, 64, 100)  # first tokens that change: within each half of a chunk, and on its borders
 PIECE = 50  # first token of the shortest piece
 FEW, LONG = 8, 512  # heads that are compared with a loop; channels of keys whose states stay in memory

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zoo.performance.doctor import workers
+from reproductions.proofs import workers
 
 
 def work(job: str) -> Iterator[str]:

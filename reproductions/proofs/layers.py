@@ -10,21 +10,34 @@ from torch import Tensor
 import kernels
 import mixers
 from kernels.core.chunking import CHUNK
-from mixers import TokenMixer
+from mixers import Site, TokenMixer
 from mixers.contract import BF16_TOLERANCE
+from reproductions.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
 from zoo.config import build
 from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor.checks import SITE, Finding, as_finding, attempted, registered
-from zoo.performance.doctor.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
+from zoo.performance.doctor import Finding, as_finding, attempted
 from zoo.performance.op_calls import LENGTH
 
+SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}
 STEPS = 24  # tokens that are decoded one by one
 VOCABULARY = 64
 HYBRID = "gdn_h2.yaml"  # a model of three mixers
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_heads": 2, "num_layers": 3}
+
+
+def registered(name: str, site: Site) -> TokenMixer:
+    """A small mixer of the registry; matrices that start at zero are drawn, as they would hide what is before them."""
+    entry = mixers.entry(name)
+    with torch.random.fork_rng([]), torch.no_grad():
+        torch.manual_seed(0)
+        mixer = entry.mixer(site, **entry.tiny)
+        for parameter in mixer.parameters():
+            if parameter.dim() > 1 and not parameter.any():
+                parameter.normal_(std=0.1)
+    return mixer
 
 
 class Layer(NamedTuple):

@@ -1,5 +1,6 @@
-"""`doctor --proofs`: which properties hold on this machine to the bit, and how nearly the others do."""
+"""What is to be proved on a device, and the processes that do it."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
@@ -8,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from kernels import UserError
-from zoo.performance.doctor.checks import Finding, Status, processes
-from zoo.performance.doctor.proofs import layers, ops, peers, runs
-from zoo.performance.doctor.workers import Done, side_by_side
+from reproductions.proofs import layers, ops, peers, runs
+from reproductions.proofs.workers import Done, side_by_side
+from zoo.performance.doctor import Finding, Status
 
 EXPLAINED = """\
 exact: the same bits; a number: the relative difference
@@ -30,6 +31,7 @@ resumed: a continued run has the losses of one that was not stopped
 """
 ORDER = [line.partition(":")[0] for line in EXPLAINED.splitlines()[1:]]
 TITLES = {"ops": "op, backend, dtype", "peers": "op of another library", "layers": "mixer or model", "runs": "run"}
+MOST = 16  # processes; each needs half a GiB of the GPU's memory
 LONGEST_FIRST = ("runs", "peers", "layers", "ops")
 
 
@@ -83,7 +85,7 @@ def proved(device: torch.device, every: Sequence[Job], limit: float) -> Iterator
     """Do all jobs, on a GPU several at a time, and yield each when it has ended, with what was found."""
     if device.type == "cuda":
         ordered = sorted(every, key=lambda job: LONGEST_FIRST.index(job.kind))
-        for done in side_by_side(partial(prove, device=device), ordered, processes(), limit):
+        for done in side_by_side(partial(prove, device=device), ordered, max(1, min(MOST, os.cpu_count() or 1)), limit):
             if done.problem is not None:
                 status: Status = "noted" if done.job.kind == "peers" else "failed"
                 done.results.append(Finding(done.job.name, "finished", status, done.problem, {}))

@@ -1,6 +1,6 @@
 """Run proofs under NVIDIA's compute-sanitizer, which watches every access to memory.
 
-    python -m zoo.performance.doctor.sanitizer memcheck "delta_rule (decay per head, 128)"
+    python -m reproductions.proofs.sanitizer memcheck "delta_rule (decay per head, 128)"
 
 The exit code is 1 if it reports errors, and 2 if it cannot run.
 """
@@ -11,11 +11,10 @@ import re
 import shutil
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 from kernels import UserError
-from zoo.performance.doctor.checks import Finding, as_finding
+from zoo.performance.doctor import Finding, as_finding
 from zoo.train.devices import pick_device
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -44,10 +43,8 @@ def watched(tool: str, only: str) -> Finding:
         UserError: There is no GPU, or compute-sanitizer is not installed.
     """
     pick_device("cuda")
-    cli = find_spec("cli")
-    assert cli is not None
-    doctor = [sys.executable, str(cli.origin), "doctor", "--proofs=true", "--device=cuda", f"--time_limit={EACH}"]
-    command = [program(), "--tool", tool, "--target-processes", "all", *doctor, f"--only={only}"]
+    proofs = [sys.executable, "-m", "reproductions.proofs", "--device=cuda", f"--time_limit={EACH}"]
+    command = [program(), "--tool", tool, "--target-processes", "all", *proofs, f"--only={only}"]
     # PyTorch's cache of memory would hide accesses beyond a tensor
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, "PYTHONPATH": path, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}

@@ -5,10 +5,10 @@ from dataclasses import replace
 
 import torch
 
-from zoo.performance.doctor.checks import Finding
-from zoo.performance.doctor.proofs import ops
-from zoo.performance.doctor.proofs.fla import without_autotuning
-from zoo.performance.doctor.proofs.ops import DTYPES, Subject
+from reproductions.proofs import ops
+from reproductions.proofs.fla import without_autotuning
+from reproductions.proofs.ops import DTYPES, Subject
+from zoo.performance.doctor import Finding
 from zoo.performance.op_calls import OpCall, cases
 from zoo.performance.peer_ops import PEERS, PeerOp
 

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from zoo.performance.doctor.checks import Finding, as_finding, attempted
+from zoo.performance.doctor import Finding, as_finding, attempted
 
 # Associative recall by a small Gated DeltaNet, on the CPU: the data is made up, and no other process is in the way.
 FIT = (
