@@ -39,7 +39,7 @@ Train and compare language models of pluggable token mixers.
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml [--config OVERLAY …] --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
-  bench      speed on this machine: python cli.py bench kernels|training|decode|scaling
+  bench      speed on this machine: python cli.py bench kernels|training|decode
   scaling    scaling laws: python cli.py scaling plan|fit
   doctor     whether this machine computes what it should: python cli.py doctor [--output doctor.json]
   mixers     a table of the token mixers, or a page about one: python cli.py mixers GatedDeltaNet

@@ -30,7 +30,7 @@ SHELLS = ("bash", "sh", "shell", "console")
 FENCED = re.compile(r"^[ ]*```(\w*).*?\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "python3", "pytest", "pip")
 INLINE = re.compile(r"(?<!`)`([^`]+)`")
-ON_GPUS = tuple(["bench", kind] for kind in ("training", "scaling", "decode"))  # for minutes, as peers do
+ON_GPUS = tuple(["bench", kind] for kind in ("training", "decode"))  # for minutes, as peers do
 OF_CONFIGS = ("fit", "validate", "test", "predict")  # verbs that take the config of a run
 # verbs that take no config: their functions, and the option that plain arguments set
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {

@@ -247,7 +247,7 @@ ANSWERS = {
     "evaluate --tasks=needle": "tasks: 'needle' is not a task (--tasks=list shows all of them)",
     "evaluate runs/a runs/b": "'runs/a': an argument without a key; write --checkpoint runs/a",
     "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
-    "bench kernel": "bench: 'kernel' is not one of kernels, training, decode, scaling; did you mean 'kernels'?",
+    "bench kernel": "bench: 'kernel' is not one of kernels, training, decode; did you mean 'kernels'?",
     "scaling fit": "runs: missing; name at least one: python cli.py scaling fit RUNS …",
     "fit --config gla.yaml --optim.optimizer.lr=1": (
         "optim.optimizer: no class is named of which lr is an argument; write --optim.optimizer=CLASS before"

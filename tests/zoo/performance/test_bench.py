@@ -580,7 +580,7 @@ def test_a_file_as_the_folder_is_refused_before_anything_is_measured(tmp_path: P
 def test_without_a_kind_it_lists_them(command):
     done = command("bench")
     assert done.code == 0
-    for kind in ("kernels", "training", "decode", "scaling"):
+    for kind in ("kernels", "training", "decode"):
         assert f"\n  {kind} " in done.out
     assert max(map(len, done.out.splitlines())) <= 100
 

@@ -1,4 +1,4 @@
-"""`bench scaling`: real runs in two processes, and what is made of runs that fail or go wrong."""
+"""`reproductions/multi_device.py`: real runs in two processes, and what is made of runs that fail or go wrong."""
 
 import json
 import signal
@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 import torch
 
-from tests.commands import CLI, Command, sitting_at
+from kernels import UserError
+from reproductions import multi_device as fits
+from reproductions.multi_device import ScalingReport, largest_difference, multi_device
+from tests.commands import CLI, Command, Finished, sitting_at
 from tests.forked_python import forked_python
-from zoo.performance import multi_device as fits
 from zoo.performance.bench_report import Report
-from zoo.performance.multi_device import ScalingReport, bench_scaling, largest_difference
 from zoo.train.callbacks.step_times import PARTS
 
 pytest_plugins = "tests.desk"
 
 SIZES = ("model.vocab_size=32", "model.num_layers=1", "model.hidden_size=16", "model.num_heads=1")
 TINY = ["gated_deltanet.yaml", *SIZES]
-OPTIONS = ("bench", "scaling", "--config", "gated_deltanet.yaml", *(f"--{key}" for key in SIZES), "--accelerator=cpu")
+OPTIONS = ("--config", "gated_deltanet.yaml", *(f"--{key}" for key in SIZES), "--accelerator=cpu")
 
 # In place of cli.py: leaves what a run leaves, at once. `fake.json` says of some runs how they go.
 FAKE = """
@@ -67,8 +68,8 @@ def measured(
     folder = tmp_path_factory.mktemp("scaling")
     with sitting_at(folder, shared_cache), pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setattr("zoo.performance.multi_device.COMMAND", (forked_python(), str(CLI)))
-        report = bench_scaling(
+        patch.setattr("reproductions.multi_device.COMMAND", (forked_python(), str(CLI)))
+        report = multi_device(
             [*TINY, "optim.warmup_steps=2"],
             ways=ways,
             batch_size=2,
@@ -122,6 +123,22 @@ def test_two_processes_are_measured_and_train_as_one(measured: tuple[Report, lis
 
 
 @pytest.fixture
+def command(desk: Path, capsys: pytest.CaptureFixture[str]) -> Command:
+    """The program, as its last lines run it."""
+
+    def run(*arguments: str, **_: Any) -> Finished:
+        said = ""
+        try:
+            code = fits.main([*arguments])
+        except UserError as error:
+            code, said = 2, f"error: {error.on_command_line}\n"
+        out, err = capsys.readouterr()
+        return Finished(code, out, err + said)
+
+    return run
+
+
+@pytest.fixture
 def fake(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The desk, with a command line that only pretends to train."""
     (desk / "fake.py").write_text(FAKE)
@@ -141,7 +158,7 @@ def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     goes(fake, ddp_2={"slower": 0.1})
     done = command(*OPTIONS, "--ways=[ddp]", "--devices=[4,2]", "--steps=20")
     assert done.code == 0, done.err
-    actual = record(fake / "runs/bench-scaling")
+    actual = record(fake / "runs/multi-device")
     speeds = [(row["devices"], row["tokens_per_second"], row["efficiency"]) for row in actual["rows"]]
     assert speeds == [
         (1, pytest.approx(1000), pytest.approx(1)),
@@ -157,10 +174,10 @@ def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     assert "GiB" not in done.out
     repeated = command(*OPTIONS, "--ways=[ddp]", "--devices=[2]", "--curves=false")
     assert repeated.code == 0, repeated.err
-    actual = record(fake / "runs/bench-scaling")
+    actual = record(fake / "runs/multi-device")
     assert actual["references"] == []
     assert actual["rows"][1]["loss_difference"] is None
-    assert not (fake / "runs/bench-scaling/fits/ddp-4").exists()
+    assert not (fake / "runs/multi-device/fits/ddp-4").exists()
 
 
 @pytest.mark.slow
@@ -171,7 +188,7 @@ def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.Monk
     options = [option for option in OPTIONS if option != "--accelerator=cpu"]
     done = command(*options, "--ways=[ddp,zero3]", "--precision=bf16-mixed")
     assert done.code == 0, done.err
-    actual = record(fake / "runs/bench-scaling")
+    actual = record(fake / "runs/multi-device")
     assert actual["device"] == "A GPU"
     assert [row["devices"] for row in actual["rows"]] == [1, 2, 2, 4, 4]
     assert all(row["peak_gib"] == 3.0 for row in actual["rows"])
@@ -188,7 +205,7 @@ def test_other_losses_are_wrong(fake: Path, command: Command):
     done = command(*options)
     assert done.code == 1
     assert done.out.count("WRONG") == 2
-    _, ddp, shared = record(fake / "runs/bench-scaling")["rows"]
+    _, ddp, shared = record(fake / "runs/multi-device")["rows"]
     assert not ddp["gate"]["passed"]
     assert ddp["note"] == "loss is off by 5.9e-04, allowed 1e-04"
     assert shared["loss_difference"] is None
@@ -214,7 +231,7 @@ def test_a_run_that_fails_is_a_row_with_a_note(fake: Path, command: Command, say
     goes(fake, zero1_2={"says": says})
     done = command(*OPTIONS, "--ways=[zero1,zero2]", "--devices=[2]")
     assert done.code == 0, done.err
-    _, failed, fine = record(fake / "runs/bench-scaling")["rows"]
+    _, failed, fine = record(fake / "runs/multi-device")["rows"]
     assert failed["note"] == f"exit code 1: {note}"
     assert "tokens_per_second" not in failed
     assert failed["efficiency"] is None
@@ -227,7 +244,7 @@ def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
     goes(fake, one_device=memory, reference_2=memory)
     done = command(*OPTIONS, "--ways=[ddp,context_parallel]", "--devices=[2]")
     assert done.code == 0, done.err
-    base, *others = record(fake / "runs/bench-scaling")["rows"]
+    base, *others = record(fake / "runs/multi-device")["rows"]
     assert "CUDA out of memory" in base["note"]
     for row in others:
         assert row["tokens_per_second"] > 0
@@ -242,11 +259,12 @@ def test_ctrl_c_leaves_no_process(fake: Path):
     code = f"""
 import sys
 sys.path.append({str(CLI.parent)!r})
-sys.argv = {["cli.py", *OPTIONS, "--ways=[ddp]", "--devices=[2]"]!r}
-import cli
-from zoo.performance import multi_device as fits
+from reproductions import multi_device as fits
 fits.COMMAND = ({sys.executable!r}, "fake.py")
-cli.main()
+try:
+    fits.main({[*OPTIONS, "--ways=[ddp]", "--devices=[2]"]!r})
+except KeyboardInterrupt:
+    sys.exit(130)
 """
     (fake / "program.py").write_text(code)
     bench = subprocess.Popen([forked_python(), "program.py"], cwd=fake, text=True)
@@ -256,7 +274,7 @@ cli.main()
     assert bench.wait(timeout=240) == 130
     for process in json.loads(file.read_text()):
         until(lambda process=process: not alive(process))
-    actual = record(fake / "runs/bench-scaling")
+    actual = record(fake / "runs/multi-device")
     assert [row["way"] for row in actual["rows"]] == ["one device"]  # what was measured stays
 
 

@@ -1,4 +1,9 @@
-"""`bench scaling`: how training scales with the number of devices, measured with `fit` in separate processes."""
+"""Measure how training scales with the number of devices, by `fit` in separate processes.
+
+    python -m reproductions.multi_device --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
+
+The results are a table, bench.json and bench.png; the exit code is 1 if a loss differs from that of one device.
+"""
 
 import math
 import os
@@ -8,6 +13,7 @@ import shutil
 import signal
 import statistics
 import subprocess
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,11 +32,12 @@ from mixers import did_you_mean
 from mixers.arguments import check_sizes
 from zoo import config as configs
 from zoo.arguments import check_names
+from zoo.config.command_line import Keys, arguments_of
 from zoo.display import new_figure, progress_bar
 from zoo.experiments.runner import COMMAND
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
-from zoo.performance.bench_report import Report, captioned, formatted, is_wrong, without
+from zoo.performance.bench_report import Report, captioned, formatted, is_wrong, show, without
 from zoo.performance.device import described
 from zoo.train.callbacks.step_times import PARTS
 from zoo.train.metrics_file import read_metrics
@@ -211,7 +218,7 @@ class ScalingReport(Report):
         return picture
 
 
-def bench_scaling(
+def multi_device(
     config: Sequence[str],
     ways: list[str] | None = None,
     devices: list[int] | None = None,
@@ -221,7 +228,7 @@ def bench_scaling(
     accelerator: str | None = None,
     precision: str | None = None,
     curves: bool = True,
-    folder: str = "runs/bench-scaling",
+    folder: str = "runs/multi-device",
 ) -> Report:
     """Train on one and on several devices, with each strategy, and compare speed, memory and losses.
 
@@ -267,7 +274,7 @@ def bench_scaling(
         "trainer.max_steps": WARM_UP + steps,
         "trainer.log_every_n_steps": interval,
         "trainer.limit_val_batches": 0,
-        "trainer.callbacks+": f"{Unsaved.__module__}.{Unsaved.__name__}",
+        "trainer.callbacks+": f"reproductions.multi_device.{Unsaved.__name__}",
         "loss_curve.every_n_steps": WARM_UP + steps,  # reading a loss waits for the device
     }
     plan = _plan(config, settings, chosen, devices, batch_size, parsed.trainer.accumulate_grad_batches, curves)
@@ -406,3 +413,16 @@ def largest_difference(losses: Sequence[float], expected: Sequence[float]) -> fl
     if len(losses) != len(expected) or not losses or not all(map(math.isfinite, (*losses, *expected))):
         return math.inf
     return max(abs(x - y) / abs(y) for x, y in zip(losses, expected, strict=True))
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return 1 if a result was wrong."""
+    items, options = arguments_of(multi_device, arguments, "multi_device", Keys(configs.KEYS, lambda parser: None))
+    return int(show(multi_device(items, **options)).failed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error.on_command_line}")
