@@ -1,6 +1,6 @@
 """Measure how training scales with the number of devices, by `fit` in separate processes.
 
-    python -m reproductions.multi_device --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
+    python reproductions/multi_device.py --config gated_deltanet.yaml --config size/400m.yaml --devices=[1,2,4]
 
 The results are a table, bench.json and bench.png; the exit code is 1 if a loss differs from that of one device.
 """

@@ -44,6 +44,7 @@ FLASHQLA = (
 )
 ATTENTION = "[[8,8,4096,128],[4,16,2048,64],[2,16,8192,128],[1,16,32768,128]]"
 ALL_TOKENS = 1 << 20  # a window that hides nothing
+BESIDE = "reproductions/beside.py"
 Row = dict[str, Any]
 
 
@@ -74,11 +75,9 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
     model = (*MODEL[:2], *TINY) if tiny else MODEL
     step = SMALL_STEP if tiny else STEP
     yield Job("loss", "vocabulary", ("reproductions/vocabulary_loss.py", *(["--tokens=64", "--vocab_size=99"] * tiny)))
-    full = _kernels("window_attention", ATTENTION, tiny, f"--window_size={ALL_TOKENS}")
-    yield Job("attention", "full", (*full, "--peers", "--libraries=[sdpa,cudnn]"))
-    yield Job(
-        "attention", "window", (*_kernels("window_attention", None, tiny), "--peers", "--libraries=[flex_attention]")
-    )
+    full = _kernels("window_attention", ATTENTION, tiny, "--libraries=[sdpa,cudnn]", f"--window_size={ALL_TOKENS}")
+    yield Job("attention", "full", full)
+    yield Job("attention", "window", _kernels("window_attention", None, tiny, "--libraries=[flex_attention]"))
     training = ("cli.py", "bench", "training", *model, *step)
     yield Job("training", "default", training)
     if not tiny:
@@ -98,23 +97,22 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
         recomputing = ("--model.stack.mixer.recompute=states", "--factors=[8]")
         yield Job("expansion", f"{mixer}_recompute_states", (*expansion, *of_mixer, *recomputing))
     for op in RECURRENCES:
-        with_fla = ("--peers", "--libraries=[fla]") if peers else ()
-        yield Job("kernels", op, (*_kernels(op, None, tiny), *with_fla))
+        yield Job("kernels", op, _kernels(op, None, tiny, *["--libraries=[fla]"] * peers))
     for B, H, T, G in FLASHQLA:
-        with_flashqla = ("--peers", "--libraries=[flash_qla]") if peers else ()
-        options = (f"--key_heads={2 if tiny else G}", *with_flashqla)
-        yield Job("flashqla", f"{B}x{H}x{T}", (*_kernels("delta_rule", f"[[{B},{H},{T},128]]", tiny), *options))
+        options = (*["--libraries=[flash_qla]"] * peers, f"--key_heads={2 if tiny else G}")
+        yield Job("flashqla", f"{B}x{H}x{T}", _kernels("delta_rule", f"[[{B},{H},{T},128]]", tiny, *options))
     if peers:
-        yield Job("training", "fla", (*training, "--peers"))
-        yield Job("training", "captured_beside_fla", (*training, "--cuda_graph=true", "--peers"))
-        yield Job("decode", "fla", (*decode, "--peers"))
+        yield Job("training", "fla", (BESIDE, *training[2:]))
+        yield Job("training", "captured_beside_fla", (BESIDE, *training[2:], "--cuda_graph=true"))
+        yield Job("decode", "fla", (BESIDE, *decode[2:]))
 
 
 def _kernels(op: str, shapes: str | None, tiny: bool, *options: str) -> tuple[str, ...]:
-    """The command for an op; null for its usual shapes."""
+    """The command for an op, next to other libraries if options name them; null for its usual shapes."""
     shapes = "[[1,2,40,8]]" if tiny else shapes
     sizes = () if shapes is None else (f"--shapes={shapes}",)
-    return ("cli.py", "bench", "kernels", f"--ops=[{op}]", "--lengths=[]", *sizes, *options, *["--seconds=0.02"] * tiny)
+    program = (BESIDE,) if any(option.startswith("--libraries") for option in options) else ("cli.py", "bench")
+    return (*program, "kernels", f"--ops=[{op}]", "--lengths=[]", *sizes, *options, *["--seconds=0.02"] * tiny)
 
 
 def performance(

@@ -91,7 +91,7 @@ def within(name: str, package: str) -> bool:
 def test_imports_point_one_way():
     violations = []
     for name in trees():
-        allowed = name.startswith(("zoo/evaluation", "zoo/performance/peers", MODELLING))
+        allowed = name.startswith(("zoo/evaluation", MODELLING))
         bad = FORBIDDEN[name.partition("/")[0]] | (set() if allowed else OUTSIDE)
         violations += [f"{name} imports {used}" for used in imports(name) if any(within(used, other) for other in bad)]
     assert not violations

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import torch
 
+from reproductions.peer_ops import PEERS, PeerOp
 from reproductions.proofs import ops
 from reproductions.proofs.fla import without_autotuning
 from reproductions.proofs.ops import DTYPES, Subject
 from zoo.performance.doctor import Finding
 from zoo.performance.op_calls import OpCall, cases
-from zoo.performance.peer_ops import PEERS, PeerOp
 
 
 def _case(peer: PeerOp) -> OpCall:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kernels import UserError
-from reproductions import bench, performance
+from reproductions import bench, beside, performance
 from reproductions.write_csv import read
 from tests.command_lines import check_tool
 from zoo.config import KEYS
@@ -100,8 +100,10 @@ def test_the_commands_exist(tiny: bool):
         if script == "cli.py":
             keys = None if rest[1] == "kernels" else Keys(KEYS, lambda parser: None)
             arguments_of(KINDS[rest[1]], rest[2:], "bench", keys)
-        elif script == "reproductions/bench.py":
-            arguments_of(bench.KINDS[rest[0]], rest[1:], "bench", Keys(KEYS, lambda parser: None))
+        elif script in ("reproductions/bench.py", performance.BESIDE):
+            kinds = bench.KINDS if script == "reproductions/bench.py" else beside.KINDS
+            keys = None if rest[0] == "kernels" else Keys(KEYS, lambda parser: None)
+            arguments_of(kinds[rest[0]], rest[1:], "bench", keys)
         else:
             check_tool(["python", script, *rest])
 

@@ -55,7 +55,7 @@ HELP = """\
 usage: python cli.py bench kernels|training|decode …
 
   kernels    forward and backward times of the ops:
-             python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
+             python cli.py bench kernels --ops=delta_rule,window_attention
   training   tokens per second in training, and where the time of a step goes:
              python cli.py bench training --config gla.yaml --config size/400m.yaml --length=4096
   decode     time of the next token, at a batch size and a position:

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import UserError
+from reproductions.peer_ops import PEERS, PeerOp
+from reproductions.similar import SIMILAR
 from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.device import version
 from zoo.performance.op_calls import Tensors
-from zoo.performance.peer_ops import PEERS, PeerOp
 from zoo.saved.public.families import FAMILIES
-from zoo.saved.public.families.similar import SIMILAR
 
 Peer = Callable[[Tensors], Tensor]
 LIBRARIES = ("fla", "flash_qla", "sdpa", "cudnn", "flex_attention")  # with which the names of peers begin
@@ -31,15 +31,13 @@ LIBRARIES = ("fla", "flash_qla", "sdpa", "cudnn", "flex_attention")  # with whic
 def require(device: torch.device) -> None:
     """Raise a UserError if FLA cannot run."""
     if device.type != "cuda":
-        raise UserError("peers: flash-linear-attention needs a CUDA device; leave peers out on this machine")
+        raise UserError("device: flash-linear-attention needs a CUDA device")
     if version("flash-linear-attention") is None:
-        raise UserError(
-            "peers: flash-linear-attention is not installed; pip install flash-linear-attention, or leave peers out"
-        )
+        raise UserError("libraries: flash-linear-attention is not installed; pip install flash-linear-attention")
     try:
         chunks: Any = importlib.import_module("fla.ops.common.chunk_o")
     except ImportError as error:
-        raise UserError(f"peers: flash-linear-attention cannot be imported ({error}); leave peers out") from None
+        raise UserError(f"libraries: flash-linear-attention cannot be imported ({error})") from None
     # FLA refuses its gated backward on Hopper under Triton >= 3.4.0 and < 3.7.1, where its gradients are wrong. Only
     # its time is measured here, so the refusal is switched off.
     chunks.IS_NVIDIA_HOPPER = False
@@ -107,11 +105,6 @@ def _attention(case: BenchCall) -> dict[str, Peer]:
 
         peers["flex_attention window"] = lambda x: compiled(*heads_first(x), block_mask=mask()).transpose(1, 2)
     return peers
-
-
-def complaint(error: Exception) -> str:
-    """An exception of another library, as a remark."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 class PeerModel(NamedTuple):

@@ -22,8 +22,8 @@ class PeerOp(NamedTuple):
         module: The module of the function.
         function: Its name.
         adapt: Turns it into a function with the arguments that the op has here.
-        case: The op here, and the variant of its call, whose properties the doctor examines; null for none.
-        row: The row of `bench kernels` below which it is timed; null for none.
+        case: The op here, and the variant of its call, whose properties the proofs examine; null for none.
+        row: The row of the ops below which it is timed; null for none.
         options: Words for the options that it is called with: bounded for `safe_gate`, kept for `disable_recompute`.
     """
 
