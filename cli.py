@@ -26,7 +26,6 @@ Train and compare language models of pluggable token mixers.
   test       the same, reported as test loss
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
-             a chat:    python cli.py generate --checkpoint runs/NAME --chat
   evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey
              all tasks: --tasks=list; several models side by side: repeat --checkpoint
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER

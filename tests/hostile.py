@@ -223,7 +223,6 @@ STRINGS = (
     ("data", "class_path"),
     *(("data", "init_args", name) for name in ("path", "tokenizer", "eos_token", "bos_token", "packing", "shards")),
     *(("data", "init_args", name) for name in ("validation_sets", "text_field", "preprocessing_workers", "verify")),
-    *(("data", "init_args", name) for name in ("chat_template", "loss_on")),
     *(("model", name) for name in ("mlp", "position", "inputs", "head", "norm", "linear_initializer")),
     ("model", "stack", "class_path"),
     ("model", "stack", "init_args", "first"),

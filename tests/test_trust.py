@@ -152,7 +152,6 @@ IN_RUN: dict[str, Change] = {
     **{f"built-in text as {'.'.join(map(str, place))}": put(*place)("embedded:library") for place in PATHS[1:]},
     "built-in text in a list of files": put("data", "init_args", "path")(["embedded:library"]),
     "a data set by name": put("data", "init_args", "path")("datasets:someone/texts"),
-    "a chat template from a file": put("data", "init_args", "chat_template")("secret.txt"),
     "built-in text that does not exist": put("data", "init_args", "path")("embedded:else"),
     "built-in text and a line": put("data", "init_args", "path")("synthetic:needles:2000\n"),
     "source behind embedded:": put("data")(

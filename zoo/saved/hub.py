@@ -11,11 +11,11 @@ from kernels import UserError
 from zoo.checkpoints.tensor_files import INDEX, SINGLE, has_tensor_files, read_index
 from zoo.saved.exported_folder import CONFIG, HASHES, TOKENIZER
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
-from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION, TEMPLATE
+from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION
 
 _START = re.compile(r"hf:/+")  # `Path` turns two slashes into one
 _ADDRESS = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, TEMPLATE, INDEX)
+_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, INDEX)
 
 
 class HubModel(NamedTuple):

@@ -16,11 +16,9 @@ import torch
 
 import kernels
 from tests.mixers.variants import CAUSAL
-from tests.zoo.data.text.test_chat import CHATML, ours
 from tests.zoo.tiny import ByteTokenizer
 from zoo.evaluation.loaded import LoadedModel
 from zoo.generation import graphs as owners
-from zoo.generation.chat import Conversation
 from zoo.generation.generate import WORTH_CAPTURING, generate_tokens, write
 from zoo.generation.graphs import KEPT_GRAPHS, DecodingGraphs
 from zoo.lm.model import LanguageModel
@@ -241,14 +239,6 @@ def test_the_prompts_of_a_model_share_a_capture(captures: list[torch.device]):
         texts = model.generate(["ab", "cd", "e"], max_new_tokens=NEW, seed=1)
     assert len(captures) == 1
     assert model.generate(["ab", "cd", "e"], max_new_tokens=NEW, seed=1, cuda_graph=False) == texts
-    assert len(captures) == 1
-
-
-def test_the_replies_of_a_chat_share_a_capture(captures: list[torch.device]):
-    tokenizer = ours(CHATML)
-    chat = Conversation(build(vocab_size=tokenizer.vocab_size), tokenizer, seed=1, max_new_tokens=NEW)
-    for message in ("How are you?", "And now?"):
-        assert "".join(chat.reply(message))
     assert len(captures) == 1
 
 

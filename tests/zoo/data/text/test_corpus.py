@@ -131,7 +131,7 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         (
             "a.jsonl",
             b'{"text": 3}',
-            "line 1, has int in the field 'text'; a string or a list of messages is needed.",
+            "line 1, has int in the field 'text'; a string is needed.",
         ),
         (
             "a.jsonl",
@@ -186,7 +186,7 @@ def test_fields_inside_fields(tmp_path: Path):
     assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' is of type int, not an object." in error_of(
         str(file), "a.b.d.e"
     )
-    assert "line 1, has dict in the field 'a.b'; a string or a list of" in error_of(str(file), "a.b")
+    assert "line 1, has dict in the field 'a.b'; a string is needed" in error_of(str(file), "a.b")
     for table in ({"a": [{"b": "x", "d": 1}, {"b": "y", "d": 2}]}, {"a.b": ["x", "y"], "a": [1, 2]}):
         parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
         assert list(Corpus(str(tmp_path / "a.parquet"), "a.b")) == ["x", "y"]
