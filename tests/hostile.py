@@ -233,7 +233,6 @@ STRINGS = (
     *(("checkpoints", name) for name in ("folder", "resume_command", "keep_every_n_steps", "every_n_minutes")),
     ("samples", "prompts"),
     ("samples", "top_p"),
-    ("watchdog", "timeout_minutes"),
 )
 # numbers of a config that no weight bounds
 COUNTS: dict[tuple[str, ...], Any] = {
@@ -246,7 +245,6 @@ COUNTS: dict[tuple[str, ...], Any] = {
     ("trainer", "devices"): 1000,
     ("trainer", "num_nodes"): 1000,
     ("samples", "max_new_tokens"): 10**9,
-    ("profile", "steps"): 10**9,
     ("loss_curve", "every_n_steps"): 0,
     ("context_parallel",): 1000,
     ("seed_everything",): 10**30,

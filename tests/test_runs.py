@@ -138,7 +138,7 @@ def test_a_home_directory_in_the_name_of_a_run(command: Command, desk: Path, mon
     assert "is complete" in command("fit", "--resume=~/mine").out
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", "results.json", "profile/table.txt"])
+@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", "results.json", "fit-profile.txt"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_of_somebody_else_are_kept(tmp_path: Path, name: str, overwrite: bool):
     (tmp_path / name).parent.mkdir(exist_ok=True)

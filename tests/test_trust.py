@@ -438,7 +438,7 @@ def test_memory_that_many_tensors_share_is_counted_once(command: Command, theirs
 
 WRITTEN = (
     *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
-    *(".lock", "hang-0.txt", "profile", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
+    *(".lock", "fit-profile.txt", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
 )
 
 

@@ -15,9 +15,6 @@ PURPOSES = {
     "optim": ("The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps"),
     "trainer": "Lightning's Trainer",
     "guard": "Skips steps, in all processes, whose loss or gradients are not finite or far too high",
-    "watchdog": (
-        "Ends the process if no step finishes within the timeout, and writes the stacks of all its threads to a file"
-    ),
     "checkpoints": "Writes `last.ckpt` and `best.ckpt`, and saves when the run is stopped by a signal",
     "samples": (
         "Samples text from the model at each validation, to the terminal and to `samples.txt` in the run's folder"
@@ -26,7 +23,6 @@ PURPOSES = {
     "state_norms": (
         "Logs the Frobenius norms of the states after the first row of a validation, for instance `state_norm_3_matrix`"
     ),
-    "profile": "Profiles some steps of the first process with PyTorch's profiler, into `profile/` in the run's folder",
 }
 KEYS = (*PURPOSES,)
 GROUPS = KEYS[KEYS.index("data") :]  # those that hold further keys

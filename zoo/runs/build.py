@@ -27,7 +27,6 @@ from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
 from zoo.train.callbacks.fp8_products import FP8Products
 from zoo.train.callbacks.kernel_backend import KernelBackend
-from zoo.train.callbacks.lost_processes import LostProcesses
 from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
@@ -171,7 +170,7 @@ def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: S
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
-    arguments["callbacks"] = [*user_callbacks, *_progress(arguments, user_callbacks), LostProcesses()]
+    arguments["callbacks"] = [*user_callbacks, *_progress(arguments, user_callbacks)]
     return _trainer(arguments)
 
 

@@ -12,7 +12,6 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import Option, UserError
-from zoo.train.callbacks.lost_processes import LostProcesses
 from zoo.train.signals import interruptible
 
 # messages that tell a user nothing to act upon
@@ -91,9 +90,6 @@ def errors_explained(trainer: L.Trainer, foreign: Path | None, first_batch: Firs
         try:
             yield
         except Exception as error:
-            lost = (callback.reason for callback in trainer.callbacks if isinstance(callback, LostProcesses))
-            if (reason := next(filter(None, lost), None)) is not None:  # another process died
-                raise UserError(reason) from None
             if isinstance(error, UserError):
                 raise
             if foreign is not None and not first_batch.finished and isinstance(error, _OF_WRONG_STATES):

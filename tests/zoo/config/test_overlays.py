@@ -20,11 +20,9 @@ LATER = {
     "trainer": {"max_steps": 3},
     "samples": {"max_new_tokens": 3},
     "guard": {"spike": 3},
-    "watchdog": {"timeout_minutes": 5},
     "checkpoints": {"every_n_steps": 7},
     "loss_curve": {"every_n_steps": 3},
     "state_norms": {"every_n_validations": 2},
-    "profile": {"steps": 3},
 }
 
 
