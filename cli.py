@@ -117,7 +117,11 @@ def run(arguments: list[str]) -> int:
     elif verb == "evaluate":
         zoo.evaluate(**arguments_of(zoo.evaluate, rest, verb)[1])
     elif verb == "generate":
-        zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=write)
+        from zoo.display import screen_text
+
+        on_screen = sys.stdout.isatty()  # where the text of a model must not be obeyed
+        show = (lambda text: write(screen_text(text))) if on_screen else write
+        zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=show)
         write("\n")
     elif verb in ("export", "convert"):
         function = getattr(zoo, verb)

@@ -1,6 +1,5 @@
 """Hostile folders and files: a kind of file, an attack on it, and the verb that meets it."""
 
-import copy
 import json
 import os
 import shutil
@@ -47,7 +46,7 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "sweep into": (("sweep", "--config=layers.yaml", "--folder={}"), ("{}",)),
 }
 OF_MODELS = ("generate", "evaluate", "export", "convert back", "statex", "initial weights", "validate", "resume")
-OF_RUNS = ("resume", "validate", "test", "predict", "resume a checkpoint")
+OF_RUNS = ("resume", "validate", "test", "predict", "resume a checkpoint")  # refused without --trust
 OF_EXPORTS = ("generate", "evaluate", "statex", "convert back", "initial weights", "initial tensors")
 OF_PUBLIC = ("generate", "convert", "evaluate", "initial weights", "initial tensors")
 
@@ -217,40 +216,6 @@ def json_of(file: str, change: Callable[[Any], Any]) -> Attack:
     return attack
 
 
-# the places in the config of a run of `FIT` that hold strings, or may
-STRINGS = (
-    ("backend",),
-    ("data", "class_path"),
-    *(("data", "init_args", name) for name in ("path", "tokenizer", "eos_token", "bos_token", "packing", "shards")),
-    *(("data", "init_args", name) for name in ("validation_sets", "text_field", "preprocessing_workers", "verify")),
-    *(("model", name) for name in ("mlp", "position", "inputs", "head", "norm", "linear_initializer")),
-    ("model", "stack", "class_path"),
-    ("model", "stack", "init_args", "first"),
-    ("model", "stack", "init_args", "second", "class_path"),
-    *(("optim", name) for name in ("optimizer", "schedule", "initial_weights", "train_only", "gradient_clip")),
-    *(("trainer", name) for name in ("accelerator", "strategy", "devices", "precision", "logger", "callbacks")),
-    *(("trainer", name) for name in ("max_time", "default_root_dir", "profiler", "plugins", "deterministic")),
-    *(("checkpoints", name) for name in ("folder", "resume_command", "keep_every_n_steps", "every_n_minutes")),
-    ("samples", "prompts"),
-    ("samples", "top_p"),
-)
-# numbers of a config that no weight bounds
-COUNTS: dict[tuple[str, ...], Any] = {
-    ("data", "init_args", "batch_size"): 10**9,
-    ("data", "init_args", "sequence_length"): 10**9,
-    ("data", "init_args", "num_workers"): 100_000,
-    ("data", "init_args", "preprocessing_workers"): 100_000,
-    ("data", "init_args", "vocab_size"): 10**9,
-    ("data", "init_args", "max_characters"): 10**12,
-    ("trainer", "devices"): 1000,
-    ("trainer", "num_nodes"): 1000,
-    ("samples", "max_new_tokens"): 10**9,
-    ("loss_curve", "every_n_steps"): 0,
-    ("context_parallel",): 1000,
-    ("seed_everything",): 10**30,
-    ("activation_checkpointing",): 10**9,
-}
-STATE = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers", "state_dict", "zoo")
 ODD = ("the\nirs", "the\x1b[31mirs", "the\x07irs", "-theirs", "the irs; touch canary", "$(touch canary)", "th{run}eirs")
 
 
@@ -264,22 +229,10 @@ def cases() -> Iterator[Case]:
         verb = OF_RUNS[rotated[name] % len(OF_RUNS)]
         yield Case(f"run: {name}", unsigned(of_config(change)), verb, "theirs")
     for name, change in SIZES.items():
+        if name.startswith("layers"):  # many of which take time to build, and nothing else
+            continue
         for verb in {"resume": 0, OF_MODELS[rotated[name] % len(OF_MODELS)]: 0}:
             yield Case(f"size: {name}, {verb}", unsigned(of_config(change)), verb, "theirs")
-    for number, place in enumerate(STRINGS):
-        for kind, value in (("a path", "../../../canary/file"), ("an embedded path", "embedded:/../../../canary")):
-            verb = OF_RUNS[number % 4] if kind == "a path" else "resume"
-            change = changed("zoo", "config", *place, value=value)
-            yield Case(f"string: {kind} as {'.'.join(map(str, place))}", unsigned(change), verb, "theirs")
-    for number, (place, value) in enumerate(COUNTS.items()):
-        for verb in ("resume", OF_RUNS[1 + number % 3]):
-            change = changed("zoo", "config", *place, value=value)
-            yield Case(f"count: {value} as {'.'.join(place)}, {verb}", unsigned(change), verb, "theirs")
-    for key in STATE:
-        for kind, value in VALUES.items():
-            yield Case(
-                f"state: {kind} as {key}", unsigned(changed(key, value=copy.deepcopy(value))), "resume", "theirs"
-            )
     for name, attack in FILES.items():
         for verb in ("generate", "resume"):
             yield Case(f"archive: {name}, {verb}", in_checkpoint(attack), verb, "theirs")

@@ -222,6 +222,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Any) -> None:
+    if Path(path).parent.is_symlink():  # since the run began: it may lead to the checkpoints of another one
+        raise UserError(f"the checkpoint {path} is not written: {Path(path).parent} is a link; put a folder there.")
     try:
         with atomic_write(path) as file:
             save_sealed(checkpoint, file)

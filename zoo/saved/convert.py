@@ -97,8 +97,10 @@ def _context_length(checkpoint: str | Path, config: Mapping[str, Any]) -> int:
     """The context that a model was made for: that of its training, or of its config.json."""
     if is_public(checkpoint):
         public = PublicFolder(Path(checkpoint)).config()
-        length = public.get("text_config", public).get("max_position_embeddings")
+        inner = public.get("text_config", public)
+        length = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     else:
-        data = config.get("data") or {}
-        length = (data.get("init_args") or {}).get("sequence_length")
+        data = config.get("data")
+        arguments = data.get("init_args") if isinstance(data, Mapping) else None
+        length = arguments.get("sequence_length") if isinstance(arguments, Mapping) else None
     return length if type(length) is int and length > 0 else _CONTEXT

@@ -32,7 +32,8 @@ def on_hub(path: str | Path) -> HubModel | None:
     """Return the repository that a path `hf://…` names; None for a local path, and a UserError if it names none."""
     if not (start := _START.match(str(path))):
         return None
-    if not (match := _ADDRESS.fullmatch(str(path)[start.end() :])):
+    match = _ADDRESS.fullmatch(str(path)[start.end() :])
+    if match is None or {"", ".", ".."} & {*(match["revision"] or "main").split("/")}:
         raise UserError(f"checkpoint: {path} must be hf://owner/name or hf://owner/name@revision")
     return HubModel(match["repo"], match["revision"])
 

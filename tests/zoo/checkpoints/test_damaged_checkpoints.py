@@ -12,7 +12,7 @@ import zoo
 from kernels import UserError
 from tests.zoo.lm.test_states import model_of
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import read_checkpoint, read_weights
+from zoo.checkpoints.format import AtomicCheckpointIO, read_checkpoint, read_weights
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
 from zoo.files.sealed_json import write_sealed
 from zoo.saved.export import export
@@ -215,3 +215,14 @@ def test_metrics(run: Path, mutations: int):
         read_metrics(file)
     file.write_bytes(written)
     assert read_metrics(file) == rows
+
+
+def test_a_folder_that_became_a_link_is_not_written_to(tmp_path: Path):
+    """A link to the checkpoints of another run, put there while a run writes."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "last.ckpt").write_text("precious")
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"last\.ckpt is not written: .*checkpoints is a link; put a folder there"):
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "checkpoints" / "last.ckpt")
+    assert (tmp_path / "theirs" / "last.ckpt").read_text() == "precious"
+    assert len(list((tmp_path / "theirs").iterdir())) == 1

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,7 +17,6 @@ from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.documents import Document, Tokens
-from zoo.data.text.foreign_tokenizer import library_errors, time_tokenizer, vet_tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -209,35 +209,43 @@ class Tokenizer:
         return self._json
 
     @classmethod
-    def from_json(cls, text: str, name: str = "tokenizer", trust: bool = True) -> "Tokenizer":
+    def from_json(cls, text: str, name: str = "tokenizer") -> "Tokenizer":
         """The tokenizer of a `to_json`; messages begin with `name`.
 
         Raises:
-            UserError: It is not a tokenizer, lacks its tokens, or is not trusted and may take much time or memory.
+            UserError: It is not a tokenizer, or lacks its tokens.
         """
-        library, roles = foreign(text, name, trust), _roles(text, name)
+        library, roles = foreign(text, name), _roles(text, name)
         return cls(library, name, roles["eos"], roles["bos"], roles["stop"])
 
     def __reduce__(self) -> tuple:
         return Tokenizer.from_json, (self._json,)
 
 
-def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a `tokenizer.json` that someone else may have written; messages begin with `name`.
-
-    Raises:
-        UserError: It is not a tokenizer, or is not trusted and may take much time or memory to use.
-    """
-    if not trust:
-        vet_tokenizer(text, name)
+def foreign(text: str, name: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a `tokenizer.json`; a UserError that begins with `name` if it is not one."""
     try:
         with library_errors(name):
-            tokenizer = tokenizers.Tokenizer.from_str(text)
+            return tokenizers.Tokenizer.from_str(text)
     except UserError as error:
         raise UserError(f"{name} is not a tokenizer.json ({str(error).removeprefix(name).strip()})") from None
-    if not trust:
-        time_tokenizer(tokenizer, name)
-    return tokenizer
+
+
+@contextmanager
+def library_errors(name: str) -> Iterator[None]:
+    """Turn errors of the library, panics of its Rust code included, into a UserError that begins with `name`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise UserError(f"{name} cannot be used ({' '.join(str(error).split())}).") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's is not to be imported
+            raise
+        raise UserError(
+            f"{name} cannot be used: the tokenizers library failed ({' '.join(str(error).split())})."
+        ) from None
 
 
 def _as_read(text: str) -> Any:

@@ -19,7 +19,6 @@ from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import GGUF, Exported, Family, Target, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
-from zoo.saved.trust import check_sizes
 
 _TARGETS: tuple[Target, ...] = ("fla", "huggingface")
 WRAPPED: Target = "transformers"
@@ -56,7 +55,6 @@ def imported(folder: PublicFolder) -> Imported:
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
     theirs = folder.weights
-    check_sizes(model, theirs.specs, f"checkpoint: {path}")
     try:
         parsed = parse_model({"model": model})
         ours = from_config(parsed, "meta")

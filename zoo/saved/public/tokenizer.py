@@ -6,19 +6,18 @@ from typing import Any
 import tokenizers
 
 from kernels import UserError
-from zoo.data.text.foreign_tokenizer import library_errors
-from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign
+from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign, library_errors
 from zoo.saved.public.folder import CONFIG, PublicFolder
 
 TOKENIZER, DESCRIPTION, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
 
 
-def read_tokenizer(folder: PublicFolder, trust: bool = False) -> Tokenizer | None:
+def read_tokenizer(folder: PublicFolder) -> Tokenizer | None:
     """The tokenizer of a public folder; None if it has no `tokenizer.json`.
 
     The token that ends documents is the one that `tokenizer_config.json`, or else config.json, calls `eos`; all that
     these and `generation_config.json` name end what a model writes. Documents start with a token if the tokenizer
-    puts one before each text. Unless trusted, a tokenizer that may take much time or memory is refused.
+    puts one before each text.
 
     Raises:
         UserError: The file is damaged, or says nowhere which token ends a document.
@@ -26,7 +25,7 @@ def read_tokenizer(folder: PublicFolder, trust: bool = False) -> Tokenizer | Non
     if not folder.has(TOKENIZER):
         return None
     name = f"checkpoint: {folder.path / TOKENIZER}"
-    tokenizer = foreign(folder.text(TOKENIZER), name, trust)
+    tokenizer = foreign(folder.text(TOKENIZER), name)
     with library_errors(name):
         tokenizer.no_truncation()
         tokenizer.no_padding()

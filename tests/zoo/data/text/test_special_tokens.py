@@ -120,4 +120,4 @@ def test_roles_of_a_stranger_may_be_anything(roles: object, file: str, tmp_path:
     with pytest.raises(UserError, match=r"has document_roles .*; a list of eos, bos, stop is expected\.$"):
         Tokenizer.from_file(tmp_path / "hostile.json")
     with pytest.raises(UserError, match=r"^tokenizer has document_roles "):
-        Tokenizer.from_json(json.dumps(content), trust=False)
+        Tokenizer.from_json(json.dumps(content))
