@@ -232,7 +232,8 @@ def test_text_of_models_is_not_obeyed():
 
 @pytest.mark.slow
 def test_prompts_of_a_config_are_not_obeyed(command: Command, desk: Path):
-    done = command(*FIT, "--samples.prompts=['\x1b[31mred']", "--run", "red")
+    (desk / "red.yaml").write_text('samples: {prompts: ["\\x1b[31mred"]}\n')
+    done = command(*FIT, "--config", "red.yaml", "--run", "red")
     assert done.code == 0, done.err
     assert "\x1b[31mred" not in done.out
     assert "\\x1b[31mred" in done.out
