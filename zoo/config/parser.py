@@ -10,7 +10,7 @@ import logging
 import operator
 import pydoc
 from argparse import ArgumentError
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -73,10 +73,18 @@ def _whole(value: Any) -> Any:
     return int(value) if integral else value
 
 
-set_loader(_MODE, lambda text: _whole(_LOAD(text)), exceptions=(yaml.YAMLError,))
+def _loader(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = load(text)
+        # `&x` and `#x` are null in YAML, and no one means that
+        return text if value is None and text[:1] in ("&", "#") and "\n" not in text else _whole(value)
+
+    return read
+
+
+set_loader(_MODE, _loader(_LOAD), exceptions=(yaml.YAMLError,))
 # single values are read without the loader (tried with jsonargparse 4.53, whose function this is)
-_read_value = jsonargparse._typehints.basic_json_or_yaml_load
-jsonargparse._typehints.basic_json_or_yaml_load = lambda text: _whole(_read_value(text))
+jsonargparse._typehints.basic_json_or_yaml_load = _loader(jsonargparse._typehints.basic_json_or_yaml_load)
 # Each component that may be null, or of one of two kinds, would be parsed twice, to see whether its defaults fit only
 # the other kind. No component here fits two kinds.
 jsonargparse._typehints.sub_defaults_invalidate_value = lambda *_: False

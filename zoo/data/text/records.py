@@ -95,12 +95,25 @@ class Records:
                 column = self.text_field if self.text_field in names else self.text_field.partition(".")[0]
                 row = 0
                 for rows in table.iter_batches(batch_size=1024, columns=[column]):
-                    for value in rows.column(0).to_pylist():
+                    for value in self._values(rows.column(0), f"{file}, row", row):
                         row += 1
                         yield self._document_of({column: value}, f"{file}, row {row},")
         except pyarrow.ArrowException as error:
             first_line = str(error).splitlines()[0]
             raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line}).") from error
+
+    def _values(self, column: Any, where: str, before: int) -> list[Any]:
+        """The values of a column of Parquet, which promises UTF-8 and may hold anything; `before` rows came first."""
+        try:
+            return column.to_pylist()
+        except UnicodeDecodeError:
+            for row, value in enumerate(column, start=before + 1):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError as error:
+                    problem = f"{error.reason} at byte {error.start}"
+                    raise UserError(f"{self.key}.path: {where} {row}, is not UTF-8 text ({problem}).") from None
+            raise
 
     def _checked(self, text: object, where: str) -> str:
         if not isinstance(text, str):
