@@ -404,3 +404,27 @@ def test_an_unknown_cluster_or_option(tmp_path: Path, cluster: str, options: dic
 
     with pytest.raises(UserError, match=f"cluster: {cluster}"):
         run_on_cluster(Runner(FAKE, tmp_path), runs()[:1], cluster, options)
+
+
+def test_a_folder_of_jobs_that_is_a_link(tmp_path: Path):
+    pytest.importorskip("submitit")
+    from zoo.experiments.cluster import run_on_cluster
+
+    folder, elsewhere = tmp_path / "sweep", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "jobs").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"folder: .*jobs is a link, through which nothing is written"):
+        run_on_cluster(Runner(FAKE, folder), runs()[:1], "local", {"timeout_min": 5})
+    assert not list(elsewhere.iterdir())
+    assert not (tmp_path / "calls.txt").exists()
+
+
+@pytest.mark.parametrize("job", [5, None, ["1"], "", "../../1", "x"])
+def test_damaged_records_of_jobs(tmp_path: Path, job: object):
+    pytest.importorskip("submitit")
+    from zoo.experiments.cluster import run_on_cluster
+
+    write_sealed(tmp_path / "jobs.json", {ALL[0]: job})
+    with pytest.raises(UserError, match=r"jobs.json is damaged \(the job of .* is .*\); delete it if no job"):
+        run_on_cluster(Runner(FAKE, tmp_path), runs()[:1], "local", {"timeout_min": 5})
