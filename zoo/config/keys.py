@@ -5,7 +5,6 @@ PURPOSES = {
     "seed_everything": "Seed of all random numbers",
     "backend": "Backend of the kernels in training",
     "deterministic_kernels": "Whether a sequence has the same results in every batch",
-    "fp8": "Whether to run the large matrix products of the blocks in FP8 in training",
     "compile": "Whether to compile the blocks for the training steps",
     "cuda_graph": "Whether to capture the training steps as CUDA graphs",
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",

@@ -328,7 +328,6 @@ def _add_keys_of_models(parser: Parser) -> None:
         ("seed_everything", bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
         ("backend", backend, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
         ("deterministic_kernels", bool | None, None, invariant),
-        ("fp8", bool, False, "Run the large matrix products of the blocks in FP8 in training; requires bf16."),
         ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
         ("cuda_graph", bool | None, None, captured),
         ("activation_checkpointing", int | None, None, every),

@@ -17,6 +17,7 @@ import torch
 import kernels
 from tests.mixers.variants import CAUSAL
 from tests.zoo.tiny import ByteTokenizer
+from zoo.display import screen_text
 from zoo.evaluation.loaded import LoadedModel
 from zoo.generation import graphs as owners
 from zoo.generation.generate import WORTH_CAPTURING, generate_tokens, write
@@ -116,7 +117,11 @@ def test_a_failed_capture_is_not_repeated_unless_memory_lacked(monkeypatch: pyte
 
 def test_another_precision_backend_or_model_is_captured_separately(captures: list[torch.device]):
     model, graphs = build(), DecodingGraphs()
-    contexts = [partial(torch.autocast, "cpu", torch.bfloat16), partial(kernels.backend, "reference"), kernels.fp8]
+    contexts = [
+        partial(torch.autocast, "cpu", torch.bfloat16),
+        partial(kernels.backend, "reference"),
+        kernels.deterministic,
+    ]
     greedy(model, graphs)
     for number, context in enumerate(contexts, 2):
         with context():
@@ -267,7 +272,7 @@ def test_samples_of_a_run_see_the_weights_of_their_step(captures: list[torch.dev
         settings: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0, "cuda_graph": False}
         expected += write(module.model, module.tokenizer, ["a", "b"], **settings)
         change(module.model)
-    assert [text.split("\n", 1)[1].removesuffix("\n") for text in texts] == expected
+    assert [text.split("\n", 1)[1].removesuffix("\n") for text in texts] == [screen_text(text) for text in expected]
     assert expected[2:] != expected[:2]
     assert len(captures) == 1
     samples.teardown(trainer, module, "fit")
