@@ -26,7 +26,6 @@ Train and compare language models of pluggable token mixers.
   test       the same, reported as test loss
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
-             a chat:    python cli.py generate --checkpoint runs/NAME --chat
   evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey
              all tasks: --tasks=list; several models side by side: repeat --checkpoint
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
@@ -35,17 +34,13 @@ Train and compare language models of pluggable token mixers.
   convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
              and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
              for llama.cpp: --checkpoint runs/NAME --to=gguf --output FILE.gguf
-  publish    a trained model to the Hugging Face Hub, with a model card:
-             python cli.py publish runs/NAME --repo=owner/name [--to=huggingface] [--dry-run]
   compare    several configs on the same data, in one table and one picture:
              python cli.py compare gdn_h2.yaml gla.yaml transformer.yaml [--config OVERLAY …] --trainer.max_steps=300
   sweep      an ablation: all combinations of the axes in a YAML, in one table, CSV and picture:
              python cli.py sweep --config sweep/heads.yaml [--dry-run]
-  bench      speed on this machine: python cli.py bench kernels|training|decode|scaling
+  bench      speed on this machine: python cli.py bench kernels|training|decode
   scaling    scaling laws: python cli.py scaling plan|fit
-  report     runs, evaluations and sweeps as one HTML page: python cli.py report runs/a evaluations/c
   doctor     whether this machine computes what it should: python cli.py doctor [--output doctor.json]
-  tune       the best launch configurations for this GPU, to a file: python cli.py tune [--kernels=delta_rule]
   mixers     a table of the token mixers, or a page about one: python cli.py mixers GatedDeltaNet
 
 Configs are found in configs/ by name. Give several --config to overlay them, and --key=value to override:
@@ -62,7 +57,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
-VERBS += ["publish", "statex", "compare", "sweep", "bench", "scaling", "report", "doctor", "tune", "mixers"]
+VERBS += ["statex", "compare", "sweep", "bench", "scaling", "doctor", "mixers"]
 SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
 
 
@@ -122,14 +117,15 @@ def run(arguments: list[str]) -> int:
     elif verb == "evaluate":
         zoo.evaluate(**arguments_of(zoo.evaluate, rest, verb)[1])
     elif verb == "generate":
-        zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=write)
+        from zoo.display import screen_text
+
+        on_screen = sys.stdout.isatty()  # where the text of a model must not be obeyed
+        show = (lambda text: write(screen_text(text))) if on_screen else write
+        zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=show)
         write("\n")
     elif verb in ("export", "convert"):
         function = getattr(zoo, verb)
         Console().print(_saved(function(**arguments_of(function, rest, verb)[1])), style="dim", soft_wrap=True)
-    elif verb == "publish":
-        published = zoo.publish(**arguments_of(zoo.publish, rest, verb, positional="checkpoint")[1])
-        write(f"{published.report()}\n")
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())
@@ -146,14 +142,8 @@ def run(arguments: list[str]) -> int:
         from zoo.scaling.command_line import run_scaling
 
         run_scaling(rest)
-    elif verb == "report":
-        zoo.report(**arguments_of(zoo.report, rest, verb, positional="folders")[1])
     elif verb == "doctor":
         return int(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failed)
-    elif verb == "tune":
-        from zoo.performance.tune import tune
-
-        tune(**arguments_of(tune, rest, verb)[1])
     elif verb == "mixers":
         from zoo.lm.mixers_table import show_mixers
 

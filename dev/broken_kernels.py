@@ -1,11 +1,11 @@
-"""Check that the proofs of the doctor notice faults of GPU kernels, races among them; for a machine with a Hopper GPU.
+"""Check that the proofs notice faults of GPU kernels, races among them; for a machine with a Hopper GPU.
 
     python dev/broken_kernels.py --output found.json
     python dev/broken_kernels.py --only race
 
-`broken_kernels.toml` lists the faults. Each is made in a copy of the tracked files, one at a time, and there `doctor
---proofs` examines the calls that run the kernel. A kernel that hangs is stopped. The same calls are examined without a
-fault first: they must pass.
+`broken_kernels.toml` lists the faults. Each is made in a copy of the tracked files, one at a time, and there
+`reproductions/proofs` examines the calls that run the kernel. A kernel that hangs is stopped. The same calls are
+examined without a fault first: they must pass.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from rich.console import Console
 from dev.mutate import ROOT, copy_tracked
 
 LIST = ROOT / "dev" / "broken_kernels.toml"
-JOB_LIMIT, LIMIT = 90, 240  # seconds for the calls, and for all of the doctor
+JOB_LIMIT, LIMIT = 90, 240  # seconds for the calls, and for all of the proofs
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def examined(fault: Fault | str) -> list[str]:
         if isinstance(fault, Fault):
             (folder / fault.file).write_text(fault.applied(folder), encoding="utf-8")
         only = fault.only if isinstance(fault, Fault) else fault
-        command = [sys.executable, "cli.py", "doctor", "--proofs=true", f"--only={only}", f"--time_limit={JOB_LIMIT}"]
+        command = [sys.executable, "-m", "reproductions.proofs", f"--only={only}", f"--time_limit={JOB_LIMIT}"]
         path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": path}
         try:

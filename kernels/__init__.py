@@ -36,7 +36,6 @@ from .gated_linear.mlp import gated_mlp
 from .head_linear import head_linear
 from .linear import linear
 from .linear.columns import split_columns
-from .linear.fp8 import fp8, in_fp8, is_fp8
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
 from .linear_recurrence import linear_recurrence
 from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
@@ -78,15 +77,12 @@ __all__ = [
     "features_of_columns",
     "features_together",
     "forget_gate",
-    "fp8",
     "gated_linear",
     "gated_mlp",
     "gated_rms_norm",
     "head_linear",
     "implementations",
-    "in_fp8",
     "is_deterministic",
-    "is_fp8",
     "linear",
     "linear_cross_entropy",
     "linear_recurrence",

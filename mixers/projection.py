@@ -28,8 +28,6 @@ class Projection(nn.Linear):
     A state dict holds each map under its name (`in_proj.q.weight` …), so that checkpoints do not depend on the fused
     layout; the fused `in_proj.weight`, which sharded optimisers save, is accepted as well. So it is with biases.
 
-    Inside `kernels.fp8()`, maps that are too narrow for it, such as those to the gates of heads, are a second product.
-
     Args:
         size: Size of the input.
         widths: Width of each output by name, in the order of the fused matrix.
@@ -45,10 +43,11 @@ class Projection(nn.Linear):
         self.register_state_dict_post_hook(_split)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        widths = list(self.widths.values())
-        if kernels.is_fp8():
-            return self._by_format(x, widths)
-        return _product(x, self.weight, self.bias, widths)
+        weight, bias, widths = self.weight, self.bias, list(self.widths.values())
+        if not (more := lacking(x, len(weight))):
+            return kernels.split_columns(kernels.linear(x, weight, bias), widths)
+        padded = None if bias is None else F.pad(bias, (0, more))
+        return kernels.split_columns(kernels.linear(x, F.pad(weight, (0, 0, 0, more)), padded), [*widths, more])[:-1]
 
     @torch.no_grad()
     def start_at_zero(self) -> None:
@@ -57,29 +56,6 @@ class Projection(nn.Linear):
             for name, weight in zip(self.widths, self.weight.split([*self.widths.values()]), strict=True):
                 if name in self.zeros:
                     weight.zero_()
-
-    def _by_format(self, x: Tensor, widths: list[int]) -> tuple[Tensor, ...]:
-        """The outputs from a product of the maps in FP8, and one of the others."""
-        wide = [kernels.in_fp8(self.in_features, width) for width in widths]
-        weights, biases = self.weight.split(widths), None if self.bias is None else self.bias.split(widths)
-        outputs: dict[int, Tensor] = {}
-        for enabled in {*wide}:
-            chosen = [i for i, each in enumerate(wide) if each == enabled]
-            whole = len(chosen) == len(widths)
-            weight = self.weight if whole else torch.cat([weights[i] for i in chosen])
-            bias = self.bias if whole or biases is None else torch.cat([biases[i] for i in chosen])
-            with kernels.fp8(enabled):
-                parts = _product(x, weight, bias, [widths[i] for i in chosen])
-            outputs |= zip(chosen, parts, strict=True)
-        return tuple(outputs[i] for i in range(len(widths)))
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, widths: list[int]) -> tuple[Tensor, ...]:
-    """The outputs of maps of these widths, as views of one product."""
-    if not (more := lacking(x, len(weight))):
-        return kernels.split_columns(kernels.linear(x, weight, bias), widths)
-    weight, bias = F.pad(weight, (0, 0, 0, more)), None if bias is None else F.pad(bias, (0, more))
-    return kernels.split_columns(kernels.linear(x, weight, bias), [*widths, more])[:-1]
 
 
 def _fused(module: Projection, prefix: str) -> dict[str, list[str]]:

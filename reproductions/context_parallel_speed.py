@@ -30,6 +30,7 @@ from kernels import UserError
 from kernels.core.documents import copied
 from mixers import ContextParallel
 from reproductions import write_csv
+from reproductions.multi_device import LIMITS, LOW_PRECISION, largest_difference
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import arguments_of
@@ -37,7 +38,6 @@ from zoo.data.batch import Batch
 from zoo.generation.cuda_graph import Recorder
 from zoo.performance.device import described
 from zoo.performance.model import build, check_options, read, running
-from zoo.performance.multi_device import LIMITS, LOW_PRECISION, largest_difference
 from zoo.performance.timing import Clock
 from zoo.performance.training import DOES_NOT_FIT
 from zoo.train.adamw import AdamW

@@ -25,11 +25,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kernels import UserError
+from reproductions import peers as others
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import arguments_of
 from zoo.lm.model import LanguageModel
-from zoo.performance import peers as others
+from zoo.performance.bench_report import complaint
 from zoo.performance.device import described, version
 from zoo.performance.model import build, check_options, compared, conditioned, learning, lowest_layers, mean_loss, read
 from zoo.performance.timing import synchronize
@@ -402,7 +403,7 @@ def _serve(to: Settings, waiting: Any, rows: Any) -> None:
                 rows.put(row)
                 left.pop(0)
         except Exception as error:  # of any type, also of other libraries
-            head = {"model": job.model, "size": job.size, "note": others.complaint(error)}
+            head = {"model": job.model, "size": job.size, "note": complaint(error)}
             for tokens, mode in left:
                 rows.put(head | {"tokens": tokens, "mode": mode})
             rows.close()

@@ -10,7 +10,6 @@ measured again. FOLDER/performance_PART.csv has the rows of all jobs of a part. 
 time, start the script for each of them with some of the parts (`CUDA_VISIBLE_DEVICES`).
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -26,7 +25,6 @@ from kernels import UserError
 from reproductions import write_csv
 from zoo.arguments import check_names
 from zoo.config.command_line import arguments_of
-from zoo.performance.device import described
 from zoo.train.devices import pick_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -46,7 +44,7 @@ FLASHQLA = (
 )
 ATTENTION = "[[8,8,4096,128],[4,16,2048,64],[2,16,8192,128],[1,16,32768,128]]"
 ALL_TOKENS = 1 << 20  # a window that hides nothing
-DOCTOR = "doctor"
+BESIDE = "reproductions/beside.py"
 Row = dict[str, Any]
 
 
@@ -56,12 +54,12 @@ class Job(NamedTuple):
     Attributes:
         part: The part.
         name: Name of the job in its part.
-        arguments: A script that writes a bench.json to `--folder`, and its arguments; none for the doctor.
+        arguments: A script that writes a bench.json to `--folder`, and its arguments.
     """
 
     part: str
     name: str
-    arguments: tuple[str, ...] = ()
+    arguments: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.part}/{self.name}"
@@ -77,11 +75,9 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
     model = (*MODEL[:2], *TINY) if tiny else MODEL
     step = SMALL_STEP if tiny else STEP
     yield Job("loss", "vocabulary", ("reproductions/vocabulary_loss.py", *(["--tokens=64", "--vocab_size=99"] * tiny)))
-    full = _kernels("window_attention", ATTENTION, tiny, f"--window_size={ALL_TOKENS}")
-    yield Job("attention", "full", (*full, "--peers", "--libraries=[sdpa,cudnn]"))
-    yield Job(
-        "attention", "window", (*_kernels("window_attention", None, tiny), "--peers", "--libraries=[flex_attention]")
-    )
+    full = _kernels("window_attention", ATTENTION, tiny, "--libraries=[sdpa,cudnn]", f"--window_size={ALL_TOKENS}")
+    yield Job("attention", "full", full)
+    yield Job("attention", "window", _kernels("window_attention", None, tiny, "--libraries=[flex_attention]"))
     training = ("cli.py", "bench", "training", *model, *step)
     yield Job("training", "default", training)
     if not tiny:
@@ -100,25 +96,23 @@ def jobs(tiny: bool, peers: bool) -> Iterator[Job]:
         of_mixer = ("--config", f"state_expansion/{mixer}.yaml", *(TINY if tiny else ("--config", "size/400m.yaml")))
         recomputing = ("--model.stack.mixer.recompute=states", "--factors=[8]")
         yield Job("expansion", f"{mixer}_recompute_states", (*expansion, *of_mixer, *recomputing))
-    yield Job(DOCTOR, "cold_and_warm")
     for op in RECURRENCES:
-        with_fla = ("--peers", "--libraries=[fla]") if peers else ()
-        yield Job("kernels", op, (*_kernels(op, None, tiny), *with_fla))
+        yield Job("kernels", op, _kernels(op, None, tiny, *["--libraries=[fla]"] * peers))
     for B, H, T, G in FLASHQLA:
-        with_flashqla = ("--peers", "--libraries=[flash_qla]") if peers else ()
-        options = (f"--key_heads={2 if tiny else G}", *with_flashqla)
-        yield Job("flashqla", f"{B}x{H}x{T}", (*_kernels("delta_rule", f"[[{B},{H},{T},128]]", tiny), *options))
+        options = (*["--libraries=[flash_qla]"] * peers, f"--key_heads={2 if tiny else G}")
+        yield Job("flashqla", f"{B}x{H}x{T}", _kernels("delta_rule", f"[[{B},{H},{T},128]]", tiny, *options))
     if peers:
-        yield Job("training", "fla", (*training, "--peers"))
-        yield Job("training", "captured_beside_fla", (*training, "--cuda_graph=true", "--peers"))
-        yield Job("decode", "fla", (*decode, "--peers"))
+        yield Job("training", "fla", (BESIDE, *training[2:]))
+        yield Job("training", "captured_beside_fla", (BESIDE, *training[2:], "--cuda_graph=true"))
+        yield Job("decode", "fla", (BESIDE, *decode[2:]))
 
 
 def _kernels(op: str, shapes: str | None, tiny: bool, *options: str) -> tuple[str, ...]:
-    """The command for an op; null for its usual shapes."""
+    """The command for an op, next to other libraries if options name them; null for its usual shapes."""
     shapes = "[[1,2,40,8]]" if tiny else shapes
     sizes = () if shapes is None else (f"--shapes={shapes}",)
-    return ("cli.py", "bench", "kernels", f"--ops=[{op}]", "--lengths=[]", *sizes, *options, *["--seconds=0.02"] * tiny)
+    program = (BESIDE,) if any(option.startswith("--libraries") for option in options) else ("cli.py", "bench")
+    return (*program, "kernels", f"--ops=[{op}]", "--lengths=[]", *sizes, *options, *["--seconds=0.02"] * tiny)
 
 
 def performance(
@@ -132,7 +126,7 @@ def performance(
     """Measure parts of docs/performance.md, and write a CSV for each.
 
     Args:
-        parts: Of loss, attention, training, decode, expansion, doctor, kernels and flashqla, or single jobs, such as
+        parts: Of loss, attention, training, decode, expansion, kernels and flashqla, or single jobs, such as
             kernels/delta_rule; null for all. Kernels and jobs with fla in their names need flash-linear-attention,
             flashqla needs FlashQLA.
         tiny: Whether to use small sizes, to try the commands on any machine; other libraries are left out.
@@ -170,7 +164,7 @@ def performance(
         if file.exists():
             continue
         try:
-            rows = _doctor(file, where.type, end) if job.part == DOCTOR else _bench(job, file, where.type, end)
+            rows = _bench(job, file, where.type, end)
         except _NotMeasuredError as error:
             failed.append(f"{job}: {error}")
             _say(failed[-1])
@@ -212,23 +206,6 @@ def _bench(job: Job, file: Path, device: str, end: float | None) -> list[Row]:
         reason = "a result was wrong" if status == 1 else f"ended with {status}"
         raise _NotMeasuredError(f"{reason}; see {file.with_suffix('.log')}")
     return rows
-
-
-def _doctor(file: Path, device: str, end: float | None) -> list[Row]:
-    """A row for `doctor` with an empty cache of compiled kernels, and one with the cache that this leaves."""
-    rows = []
-    # processes of PyTorch's compiler may still write to the caches when the doctor has ended
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        record = Path(folder) / "doctor.json"
-        caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
-        for cache in ("cold", "warm"):
-            arguments, start = ["cli.py", "doctor", f"--device={device}", f"--output={record}"], time.monotonic()
-            if status := _run(arguments, file.with_suffix(".log"), end, caches):
-                raise _NotMeasuredError(f"the doctor ended with {status}; see {file.with_suffix('.log')}")
-            wall, result = time.monotonic() - start, json.loads(record.read_text(encoding="utf-8"))
-            checks = sum(len(result[group]) for group in ("machine", "ops", "mixers"))
-            rows.append({"cache": cache, "wall_s": round(wall, 1), "examining_s": result["seconds"], "checks": checks})
-    return [described(pick_device(device)) | row for row in rows]
 
 
 def _run(arguments: Sequence[str], log: Path, end: float | None, variables: Row | None = None) -> int:

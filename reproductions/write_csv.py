@@ -1,4 +1,4 @@
-"""Write what was measured as a CSV: a line for each row of a `bench.json`, each proof of a doctor, fault, or run.
+"""Write what was measured as a CSV: a line for each row of a `bench.json`, each proof, fault, or run.
 
     python reproductions/write_csv.py runs/bench-kernels/bench.json reproductions/measured/kernels_h200.csv
     python reproductions/write_csv.py proofs.json reproductions/measured/proofs_cpu.csv
@@ -53,7 +53,7 @@ def benchmark(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def proofs(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The findings of `doctor --proofs`, without their numbers."""
+    """The findings of `reproductions/proofs`, without their numbers."""
     for group, findings in record.items():
         if group.startswith("proofs of "):
             for finding in findings:

@@ -13,7 +13,7 @@ from typing import Any
 from jsonargparse import Namespace
 
 import zoo
-from reproductions import bench, cost_over_size, mixers_400m, performance, vocabulary_loss
+from reproductions import bench, beside, cost_over_size, mixers_400m, multi_device, performance, vocabulary_loss
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
@@ -22,7 +22,6 @@ from zoo.evaluation.tasks import tasks_of
 from zoo.experiments.commands import whole_configs
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.mixers_table import show_mixers
-from zoo.performance.tune import tune
 
 from .commands import ROOT, Command
 from .shipped_configs import parsed
@@ -31,7 +30,7 @@ SHELLS = ("bash", "sh", "shell", "console")
 FENCED = re.compile(r"^[ ]*```(\w*).*?\n(.*?)^[ ]*```$", re.MULTILINE | re.DOTALL)
 PROGRAMS = ("python", "python3", "pytest", "pip")
 INLINE = re.compile(r"(?<!`)`([^`]+)`")
-ON_GPUS = tuple(["bench", kind] for kind in ("training", "scaling", "decode"))  # for minutes, as peers do
+ON_GPUS = tuple(["bench", kind] for kind in ("training", "decode"))  # for minutes
 OF_CONFIGS = ("fit", "validate", "test", "predict")  # verbs that take the config of a run
 # verbs that take no config: their functions, and the option that plain arguments set
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
@@ -40,13 +39,15 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "export": (zoo.export, None),
     "statex": (zoo.statex, None),
     "convert": (zoo.convert, None),
-    "publish": (zoo.publish, "checkpoint"),
-    "report": (zoo.report, "folders"),
     "doctor": (zoo.doctor, None),
-    "tune": (tune, None),
     "mixers": (show_mixers, "name"),
     "scaling plan": (zoo.scaling.plan, None),
     "scaling fit": (zoo.scaling.fit, "runs"),
+}
+WITH_CONFIGS: dict[str, Any] = {  # the function of a script, or those of its kinds
+    "reproductions/bench.py": bench.KINDS,
+    "reproductions/beside.py": beside.KINDS,
+    "reproductions/multi_device.py": multi_device.multi_device,
 }
 SCRIPTS: dict[str, Callable[..., Any]] = {
     "reproductions/cost_over_size.py": cost_over_size.cost_over_size,
@@ -123,7 +124,7 @@ def check_parses(arguments: list[str], command: Command, finished: Path, folder:
     elif arguments[:1] == ["sweep"]:
         short = [_shortened(argument, folder) for argument in arguments]
         arguments = [*short, *with_tokenizer(arguments, finished), "--dry-run"]
-    elif arguments[:2] in ON_GPUS or "--peers" in arguments:
+    elif arguments[:2] in ON_GPUS:
         arguments.append("--help")  # the options have to exist, or be keys of the configs
         shown = command(*arguments).out
         keys = [a.removeprefix("--") for a in arguments if a.startswith("--") and a.partition("=")[0] not in shown]
@@ -219,8 +220,12 @@ def check_tool(arguments: list[str]) -> None:
             assert {*extra.split(",")} <= PYPROJECT["project"]["optional-dependencies"].keys(), extra
     elif rest[:1] == ["-m"]:
         assert importlib.util.find_spec(rest[1]) is not None, rest[1]
-    elif rest[:1] == ["reproductions/bench.py"]:
-        items, _ = arguments_of(bench.KINDS[rest[1]], rest[2:], rest[1], Keys(KEYS, lambda parser: None))
+    elif rest[:1] == ["reproductions/beside.py"] and rest[1] == "kernels":
+        arguments_of(beside.kernels, rest[2:], "kernels")
+    elif rest and rest[0] in WITH_CONFIGS:
+        kinds = WITH_CONFIGS[rest[0]]
+        function, of_function = (kinds[rest[1]], rest[2:]) if isinstance(kinds, dict) else (kinds, rest[1:])
+        items, _ = arguments_of(function, of_function, rest[0], Keys(KEYS, lambda parser: None))
         for item in items:
             assert "=" in item or find_config(item)
     elif rest and rest[0] in SCRIPTS:

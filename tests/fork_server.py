@@ -166,8 +166,6 @@ def import_everything() -> None:
     from zoo import config as configs
     from zoo.display import new_figure
 
-    with contextlib.suppress(ImportError):  # of an extra
-        import bokeh.embed  # noqa: F401
     if not os.path.exists("/dev/nvidiactl"):  # a process cannot use a GPU that the one it was forked from has opened
         os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
         with contextlib.suppress(ImportError):  # it imports PyTorch's compiler when it makes an optimiser

@@ -1,6 +1,5 @@
 """Hostile folders and files: a kind of file, an attack on it, and the verb that meets it."""
 
-import copy
 import json
 import os
 import shutil
@@ -42,13 +41,12 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "convert": (("convert", "--checkpoint={}", "--output=out"), ("out",)),
     "convert back": (("convert", "--checkpoint={}", "--to=huggingface", "--output=out"), ("out",)),
     "statex": (("statex", "--checkpoint={}", "--layers=1", "--output=out"), ("out",)),
-    "report": (("report", "{}", "--output=out.html"), ("out.html",)),
     "scaling fit": (("scaling", "fit", "{}", "--output=out", "--draws=0"), ("out",)),
     "sweep": (("sweep", "--config=layers.yaml", "--folder={}", "--dry-run"), ("{}",)),
     "sweep into": (("sweep", "--config=layers.yaml", "--folder={}"), ("{}",)),
 }
 OF_MODELS = ("generate", "evaluate", "export", "convert back", "statex", "initial weights", "validate", "resume")
-OF_RUNS = ("resume", "validate", "test", "predict", "resume a checkpoint")
+OF_RUNS = ("resume", "validate", "test", "predict", "resume a checkpoint")  # refused without --trust
 OF_EXPORTS = ("generate", "evaluate", "statex", "convert back", "initial weights", "initial tensors")
 OF_PUBLIC = ("generate", "convert", "evaluate", "initial weights", "initial tensors")
 
@@ -99,13 +97,13 @@ BYTES: dict[str, bytes] = {
 }
 # file → the verbs that read it, and the input that they are given
 READ: dict[str, tuple[tuple[str, ...], str]] = {
-    "theirs/config.yaml": (("report", "resume", "config", "scaling fit"), "theirs"),
+    "theirs/config.yaml": (("resume", "config", "scaling fit"), "theirs"),
     "theirs/tokenizer.json": (("generate", "tokenizer", "resume"), "theirs"),
-    "theirs/metrics.jsonl": (("resume", "report", "scaling fit"), "theirs"),
-    "theirs/metrics.csv": (("resume", "report"), "theirs"),
-    "theirs/samples.txt": (("report", "resume"), "theirs"),
-    "theirs/results.json": (("resume", "report", "scaling fit"), "theirs"),
-    "theirs/loss.png": (("report", "resume"), "theirs"),
+    "theirs/metrics.jsonl": (("resume", "scaling fit"), "theirs"),
+    "theirs/metrics.csv": (("resume",), "theirs"),
+    "theirs/samples.txt": (("resume",), "theirs"),
+    "theirs/results.json": (("resume", "scaling fit"), "theirs"),
+    "theirs/loss.png": (("resume",), "theirs"),
     "theirs/checkpoints/last.ckpt": (OF_MODELS, "theirs"),
     "exported/config.yaml": (OF_EXPORTS, "exported"),
     "exported/tokenizer.json": (("generate", "evaluate", "initial weights"), "exported"),
@@ -116,12 +114,12 @@ READ: dict[str, tuple[tuple[str, ...], str]] = {
     "public/tokenizer_config.json": (("convert", "generate"), "public"),
     "public/model.safetensors": (OF_PUBLIC, "public"),
     "public/model.safetensors.index.json": (OF_PUBLIC, "public"),
-    "evaluation/rows.jsonl": (("report", "evaluate into"), "evaluation"),
-    "sweep/sweep.csv": (("report", "scaling fit"), "sweep"),
+    "evaluation/rows.jsonl": (("evaluate into",), "evaluation"),
+    "sweep/sweep.csv": (("scaling fit", "sweep into"), "sweep"),
     "sweep/runs.json": (("sweep into",), "sweep"),
-    "sweep/sweep.png": (("report",), "sweep"),
-    "sweep/a/metrics.jsonl": (("report", "scaling fit"), "sweep"),
-    "sweep/a/results.json": (("report", "scaling fit"), "sweep"),
+    "sweep/sweep.png": (("sweep into",), "sweep"),
+    "sweep/a/metrics.jsonl": (("scaling fit",), "sweep"),
+    "sweep/a/results.json": (("scaling fit", "sweep into"), "sweep"),
 }
 VALUES: dict[str, Any] = {
     "nothing": None,
@@ -218,43 +216,6 @@ def json_of(file: str, change: Callable[[Any], Any]) -> Attack:
     return attack
 
 
-# the places in the config of a run of `FIT` that hold strings, or may
-STRINGS = (
-    ("backend",),
-    ("data", "class_path"),
-    *(("data", "init_args", name) for name in ("path", "tokenizer", "eos_token", "bos_token", "packing", "shards")),
-    *(("data", "init_args", name) for name in ("validation_sets", "text_field", "preprocessing_workers", "verify")),
-    *(("data", "init_args", name) for name in ("chat_template", "loss_on")),
-    *(("model", name) for name in ("mlp", "position", "inputs", "head", "norm", "linear_initializer")),
-    ("model", "stack", "class_path"),
-    ("model", "stack", "init_args", "first"),
-    ("model", "stack", "init_args", "second", "class_path"),
-    *(("optim", name) for name in ("optimizer", "schedule", "initial_weights", "train_only", "gradient_clip")),
-    *(("trainer", name) for name in ("accelerator", "strategy", "devices", "precision", "logger", "callbacks")),
-    *(("trainer", name) for name in ("max_time", "default_root_dir", "profiler", "plugins", "deterministic")),
-    *(("checkpoints", name) for name in ("folder", "resume_command", "keep_every_n_steps", "every_n_minutes")),
-    ("samples", "prompts"),
-    ("samples", "top_p"),
-    ("watchdog", "timeout_minutes"),
-)
-# numbers of a config that no weight bounds
-COUNTS: dict[tuple[str, ...], Any] = {
-    ("data", "init_args", "batch_size"): 10**9,
-    ("data", "init_args", "sequence_length"): 10**9,
-    ("data", "init_args", "num_workers"): 100_000,
-    ("data", "init_args", "preprocessing_workers"): 100_000,
-    ("data", "init_args", "vocab_size"): 10**9,
-    ("data", "init_args", "max_characters"): 10**12,
-    ("trainer", "devices"): 1000,
-    ("trainer", "num_nodes"): 1000,
-    ("samples", "max_new_tokens"): 10**9,
-    ("profile", "steps"): 10**9,
-    ("loss_curve", "every_n_steps"): 0,
-    ("context_parallel",): 1000,
-    ("seed_everything",): 10**30,
-    ("activation_checkpointing",): 10**9,
-}
-STATE = ("epoch", "global_step", "loops", "callbacks", "optimizer_states", "lr_schedulers", "state_dict", "zoo")
 ODD = ("the\nirs", "the\x1b[31mirs", "the\x07irs", "-theirs", "the irs; touch canary", "$(touch canary)", "th{run}eirs")
 
 
@@ -268,29 +229,17 @@ def cases() -> Iterator[Case]:
         verb = OF_RUNS[rotated[name] % len(OF_RUNS)]
         yield Case(f"run: {name}", unsigned(of_config(change)), verb, "theirs")
     for name, change in SIZES.items():
+        if name.startswith("layers"):  # many of which take time to build, and nothing else
+            continue
         for verb in {"resume": 0, OF_MODELS[rotated[name] % len(OF_MODELS)]: 0}:
             yield Case(f"size: {name}, {verb}", unsigned(of_config(change)), verb, "theirs")
-    for number, place in enumerate(STRINGS):
-        for kind, value in (("a path", "../../../canary/file"), ("an embedded path", "embedded:/../../../canary")):
-            verb = OF_RUNS[number % 4] if kind == "a path" else "resume"
-            change = changed("zoo", "config", *place, value=value)
-            yield Case(f"string: {kind} as {'.'.join(map(str, place))}", unsigned(change), verb, "theirs")
-    for number, (place, value) in enumerate(COUNTS.items()):
-        for verb in ("resume", OF_RUNS[1 + number % 3]):
-            change = changed("zoo", "config", *place, value=value)
-            yield Case(f"count: {value} as {'.'.join(place)}, {verb}", unsigned(change), verb, "theirs")
-    for key in STATE:
-        for kind, value in VALUES.items():
-            yield Case(
-                f"state: {kind} as {key}", unsigned(changed(key, value=copy.deepcopy(value))), "resume", "theirs"
-            )
     for name, attack in FILES.items():
         for verb in ("generate", "resume"):
             yield Case(f"archive: {name}, {verb}", in_checkpoint(attack), verb, "theirs")
     for name, change in CONTENTS.items():
         yield Case(f"content: {name}", unsigned(change), "validate", "theirs")
     for name, text in TEXTS.items():
-        for file, verb in (("exported/config.yaml", "generate"), ("theirs/config.yaml", "report")):
+        for file, verb in (("exported/config.yaml", "generate"), ("theirs/config.yaml", "config")):
             content = text.encode()
             yield Case(f"yaml: {name} as {file}", with_bytes(file, content), verb, file.partition("/")[0])
     for file, (verbs, folder) in READ.items():
@@ -308,7 +257,7 @@ def cases() -> Iterator[Case]:
         yield Case(f"link: sweep/{name} continued", linked(f"sweep/{name}", "a canary"), "sweep into", "sweep")
     yield Case("link: .lock of an evaluation", linked("evaluation/.lock", "a canary"), "evaluate into", "evaluation")
     for odd in ODD:
-        for verb in ("resume", "generate", "report"):
+        for verb in ("resume", "generate"):
             yield Case(f"name: {odd!r}, {verb}", renamed(odd), verb, odd)
     yield from _public()
 

@@ -1,9 +1,8 @@
-"""A stand-in for the Hugging Face Hub: the parts of its HTTP interface that uploads and downloads of a model use.
+"""A stand-in for the Hugging Face Hub: the parts of its HTTP interface that downloads of a model use.
 
-The client, huggingface_hub, is the real one. Files of any size are LFS objects if they are safetensors.
+The client, huggingface_hub, is the real one.
 """
 
-import base64
 import hashlib
 import json
 import re
@@ -19,10 +18,7 @@ from urllib.parse import unquote, urlsplit
 import pytest
 from huggingface_hub import constants
 
-TOKEN = "hf_token_of_ada"
-_MODEL = re.compile(
-    r"/api/models/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree|preupload|commit)/(?P<revision>[^/]+))?"
-)
+_MODEL = re.compile(r"/api/models/(?P<repo>[^/]+/[^/]+)(/(?P<what>revision|tree)/(?P<revision>[^/]+))?")
 _FILE = re.compile(r"/(?P<repo>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<name>.+)")
 
 
@@ -32,8 +28,6 @@ class Hub:
 
     url: str = ""
     repos: dict[str, list[dict[str, bytes]]] = field(default_factory=dict)
-    private: dict[str, bool] = field(default_factory=dict)
-    blobs: dict[str, bytes] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     broken: str = ""  # requests whose path holds it fail with status 500
 
@@ -68,41 +62,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _handle(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append(f"{self.command} {path}")
         if self.hub.broken and self.hub.broken in path:
             self._answer(500, X_Error_Message="the disk is full")
-        elif path == "/api/whoami-v2":
-            if self.headers.get("Authorization") != f"Bearer {TOKEN}":
-                self._answer(401, X_Error_Message="Invalid credentials")
-            else:
-                self._answer(200, {"type": "user", "name": "ada", "orgs": [{"name": "engines"}]})
-        elif path == "/api/validate-yaml":
-            self._answer(200, {"errors": [], "warnings": []})
-        elif path == "/api/repos/create":
-            asked = json.loads(body)
-            repo = f"{asked.get('organization') or 'ada'}/{asked['name']}"
-            self.hub.repos[repo] = [{".gitattributes": b""}]
-            self.hub.private[repo] = bool(asked.get("private")) or asked.get("visibility") == "private"
-            self._answer(200, {"url": f"{self.hub.url}/{repo}", "name": repo})
-        elif path.endswith("/info/lfs/objects/batch"):
-            objects = [
-                {**each, "actions": {"upload": {"href": f"{self.hub.url}/lfs/{each['oid']}"}}}
-                for each in json.loads(body)["objects"]
-            ]
-            self._answer(200, {"transfer": "basic", "objects": objects})
-        elif path.startswith("/lfs/"):
-            self.hub.blobs[path.removeprefix("/lfs/")] = body
-            self._answer(200)
         elif match := _MODEL.fullmatch(path):
-            self._model(match, body)
+            self._model(match)
         elif match := _FILE.fullmatch(path):
             self._file(match)
         else:
             self._answer(404)
 
-    def _model(self, match: re.Match[str], body: bytes) -> None:
+    def _model(self, match: re.Match[str]) -> None:
         repo, what = match["repo"], match["what"]
         if repo not in self.hub.repos:
             self._answer(404, X_Error_Code="RepoNotFound")
@@ -111,36 +82,14 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, X_Error_Code="RevisionNotFound")
             return
         sha, files = commit
-        if what == "preupload":
-            modes = [
-                {
-                    "path": each["path"],
-                    "uploadMode": "lfs" if each["path"].endswith(".safetensors") else "regular",
-                    "shouldIgnore": False,
-                }
-                for each in json.loads(body)["files"]
-            ]
-            self._answer(200, {"files": modes})
-        elif what == "commit":
-            new = dict(files)
-            for line in map(json.loads, body.splitlines()):
-                value = line["value"]
-                if line["key"] == "file":
-                    new[value["path"]] = base64.b64decode(value["content"])
-                elif line["key"] == "lfsFile":
-                    new[value["path"]] = self.hub.blobs[value["oid"]]
-                elif line["key"] == "deletedFile":
-                    del new[value["path"]]
-            self.hub.repos[repo].append(new)
-            self._answer(200, {"commitUrl": f"{self.hub.url}/{repo}/commit/new", "commitOid": "0" * 40})
-        elif what == "tree":
+        if what == "tree":
             entries = [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                 for name, data in files.items()
             ]
             self._answer(200, entries)
         else:
-            about = {"id": repo, "modelId": repo, "sha": sha, "private": self.hub.private.get(repo, False), "tags": []}
+            about = {"id": repo, "modelId": repo, "sha": sha, "private": False, "tags": []}
             self._answer(200, {**about, "siblings": [{"rfilename": name} for name in files]})
 
     def _file(self, match: re.Match[str]) -> None:
@@ -151,7 +100,7 @@ class _Handler(BaseHTTPRequestHandler):
         data = commit[1][match["name"]]
         self._answer(200, data, ETag=f'"{hashlib.sha1(data).hexdigest()}"', X_Repo_Commit=commit[0])
 
-    do_GET = do_POST = do_PUT = do_HEAD = _handle
+    do_GET = do_HEAD = _handle
 
     def log_message(self, *_: object) -> None:
         """Say nothing."""
@@ -179,4 +128,3 @@ def point_at(url: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("kernels", "mixers", "zoo")
 OUTSIDE = {"transformers", "fla", "lm_eval"}
 # run by transformers, from the folders that `convert --to=transformers` writes; nothing here imports it
-MODELLING = "zoo/saved/public/standalone/modeling_token_mixer_zoo.py"
+MODELLING = "zoo/saved/public/modeling_zoo.py"
 # kernels ← mixers ← zoo ← cli: what a package must not import, wherever in the file
 FORBIDDEN = {
     "kernels": {"mixers", "zoo", "cli", "torch.nn.modules", "lightning", "tokenizers", "jsonargparse", "yaml"},
@@ -50,8 +50,6 @@ ROOMS = (
     "zoo.performance",
     "zoo.evaluation",
     "zoo.scaling",
-    "zoo.report",
-    "zoo.publishing",
     "zoo.calls",
 )
 
@@ -93,7 +91,7 @@ def within(name: str, package: str) -> bool:
 def test_imports_point_one_way():
     violations = []
     for name in trees():
-        allowed = name.startswith(("zoo/evaluation", "zoo/performance/peers", MODELLING))
+        allowed = name.startswith(("zoo/evaluation", MODELLING))
         bad = FORBIDDEN[name.partition("/")[0]] | (set() if allowed else OUTSIDE)
         violations += [f"{name} imports {used}" for used in imports(name) if any(within(used, other) for other in bad)]
     assert not violations
@@ -170,9 +168,8 @@ def test_no_print():
     assert not violations
 
 
-# a family of public checkpoints is a declaration of what their layers are called here, and so are the settings of the
-# modelling file
-DECLARATIONS = ("zoo/saved/public/families/", "zoo/saved/public/standalone/described.py")
+# a family of public checkpoints is a declaration of what their layers are called here
+DECLARATIONS = ("zoo/saved/public/families/",)
 
 
 @pytest.mark.slow

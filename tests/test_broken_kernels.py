@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dev.broken_kernels import Fault, faults
-from zoo.performance.doctor.proofs.ops import _of_other_kernels
+from reproductions.proofs.ops import _of_other_kernels
 
 
 def test_every_fault_applies():

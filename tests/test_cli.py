@@ -418,7 +418,6 @@ MISTAKES = {
     (*PLAIN, "--data.path=gone.txt"): ("data.path", "gone.txt is a link to nowhere.txt, which does not exist"),
     (*PLAIN, "--data.path="): ("data.path: '' is empty",),
     (*PLAIN, "--data.tokenizer="): ("data.tokenizer: '' is empty",),
-    (*PLAIN, "--data.chat_template="): ("data.chat_template: '' is empty",),
     (*PLAIN, "--backend="): ("backend: '' is not one of",),
     (*PLAIN, "--data.shards="): ("data.shards: '' is empty",),
     (*PLAIN, "--optim.initial_weights="): ("optim.initial_weights: '' is empty",),

@@ -10,6 +10,7 @@ import pytest
 
 from zoo.experiments import commands
 from zoo.experiments.commands import whole_configs
+from zoo.files.sealed_json import write_sealed
 
 pytest_plugins = "tests.desk"
 
@@ -120,7 +121,7 @@ ROW = {
 def finished_run(folder: Path, val_loss: float | None = 2.5) -> None:
     """A folder as a complete run leaves it, as far as a comparison reads it."""
     folder.mkdir(parents=True)
-    (folder / "results.json").write_text(json.dumps({**ROW, "run": folder.name, "val_loss": val_loss}))
+    write_sealed(folder / "results.json", {**ROW, "run": folder.name, "val_loss": val_loss})
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "tokens": 128, "val_loss": val_loss}) + "\n")
 
 

@@ -76,14 +76,12 @@ def test_a_number_that_is_missing_is_a_dash(tmp_path: Path):
     assert render(rows, sql).splitlines()[2:] == ["| 1.0 / 2.25 | – |", "| 4.0 / 8.00 | – |", "| – | – |"]
 
 
-@pytest.mark.parametrize("page", ["performance", "numerics"])
-def test_the_performance_numbers_of_a_page_come_from_one_commit_and_kind_of_machine(page: str):
-    every = {job.part for job in performance.jobs(tiny=False, peers=True)}
-    parts = {part for part in every if (part == "doctor") is (page == "numerics")}
+def test_the_performance_numbers_come_from_one_commit_and_kind_of_machine():
+    parts = {job.part for job in performance.jobs(tiny=False, peers=True)}
     files = {part: ROOT / "reproductions" / "measured" / f"performance_{part}.csv" for part in parts}
     assert {f"reproductions/measured/{file.name}" for file in files.values()} == {
         name
-        for _, _, name, *_ in TABLE.findall((ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8"))
+        for _, _, name, *_ in TABLE.findall((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
         if "/performance_" in name
     }
     rows = [row for file in files.values() for row in read(file)]

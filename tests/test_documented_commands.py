@@ -41,7 +41,7 @@ ONCE = {tuple(words): name for name, words in reversed(WITH_CONFIGS.items())}  #
 def test_they_are_found():
     for page, words in {
         "evaluation.md": ["python", "cli.py", "evaluate", "--tasks=list"],  # in a block
-        "kernels.md": ["python", "cli.py", "tune"],  # in the running text
+        "kernels.md": ["python", "-m", "dev.tune", "delta_rule.dq", "128", "bf16"],  # in the running text
         "CONTRIBUTING.md": ["pytest", "-m", "gpu", "tests/kernels"],
         "commands.md": ["pip", "install", "-e", ".[scaling]"],  # in a table
     }.items():

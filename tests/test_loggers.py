@@ -111,3 +111,13 @@ def test_tensorboard_itself(desk: Path, command: Command):
     shown = command(*FIT, "--config", "train/tensorboard.yaml", "--run", "one")
     assert shown.code == 0, shown.err
     assert list((desk / "runs" / "one" / "tensorboard").glob("events.out.tfevents.*"))
+
+
+@pytest.mark.slow
+def test_the_profiler_of_lightning_writes_into_the_run(command: Command, desk: Path):
+    run = (*FIT, "--config", "train/profile.yaml", "--trainer.max_steps=6", "--run", "profiled")
+    assert command(*run).code == 0
+    assert (desk / "runs/profiled/fit-profile.txt").read_text()
+    assert list((desk / "runs/profiled").glob("fit-profile*.json"))
+    done = command(*FIT, "--run", "profiled", "--overwrite")  # these are files of a run
+    assert done.code == 0, done.err

@@ -14,7 +14,7 @@ import cli
 from kernels import UserError
 from zoo.checkpoints.format import read_checkpoint
 from zoo.config.parser import read
-from zoo.files.output import CONFIG_HEADER, OLD_CONFIG_HEADER
+from zoo.files.output import CONFIG_HEADER
 from zoo.files.sealed_json import read_sealed
 from zoo.runs.folder import claimed, find_run
 from zoo.train.metrics_file import read_metrics
@@ -202,7 +202,7 @@ def test_a_home_directory_in_the_name_of_a_run(command: Command, desk: Path, mon
     assert "is complete" in command("fit", "--resume=~/mine").out
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", "results.json", "profile/table.txt"])
+@pytest.mark.parametrize("name", ["config.yaml", "tokenizer.json", "results.json", "fit-profile.txt"])
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_files_of_somebody_else_are_kept(tmp_path: Path, name: str, overwrite: bool):
     (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -213,9 +213,8 @@ def test_files_of_somebody_else_are_kept(tmp_path: Path, name: str, overwrite: b
     assert (tmp_path / name).read_text() == "years of work"
 
 
-@pytest.mark.parametrize("header", [CONFIG_HEADER, OLD_CONFIG_HEADER])
-def test_a_run_without_a_checkpoint_may_be_of_an_earlier_version(tmp_path: Path, header: bytes):
-    (tmp_path / "config.yaml").write_bytes(header + b"model: {}\n")
+def test_a_run_without_a_checkpoint_is_known_by_its_config(tmp_path: Path):
+    (tmp_path / "config.yaml").write_bytes(CONFIG_HEADER + b"model: {}\n")
     with claimed(tmp_path, new=True):
         pass
 

@@ -1,13 +1,13 @@
 """`sweep`: an ablation from YAML to table, CSV and picture."""
 
 import csv
-import json
 from pathlib import Path
 
 import pytest
 
 from kernels import UserError
 from zoo.experiments import Runner
+from zoo.files.sealed_json import write_sealed
 
 pytest_plugins = "tests.desk"
 
@@ -49,7 +49,7 @@ def test_files_of_somebody_else_are_kept(command, small, name) -> None:
 
 
 def test_the_list_of_runs_of_somebody_else_is_kept(tmp_path) -> None:
-    (tmp_path / "runs.json").write_text('{"monday": {"km": 5}}')
+    write_sealed(tmp_path / "runs.json", {"monday": {"km": 5}})
     with pytest.raises(UserError, match=r"runs\.json is damaged \(monday has no config\).* or choose another folder"):
         Runner(["false"], tmp_path).run([])
     assert (tmp_path / "runs.json").read_text() == '{"monday": {"km": 5}}'
@@ -83,7 +83,7 @@ def test_runs_that_fail_a_gate_are_named(command, small) -> None:
     for factor, loss in ((1, 3.0), (2, 2.5)):
         folder = small / "runs" / "small" / f"factor={factor},seed=0"
         folder.mkdir(parents=True)
-        (folder / "results.json").write_text(json.dumps({"status": "complete", "val_loss": loss, "state_size": 256}))
+        write_sealed(folder / "results.json", {"status": "complete", "val_loss": loss, "state_size": 256})
     done = command("sweep", "--config", "small.yaml", "--gates=[{numbers: [val_loss], at_most: 2.7}]")
     assert done.code == 0, done.err
     assert "1 run fails a gate, so read the rest with care: 1, seed 0: val_loss is 3, above 2.7" in done.out

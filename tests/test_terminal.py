@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from zoo.display import screen_text
+
 from .commands import CLI, FIT, Command, start
 from .forked_python import forked_python
 
@@ -222,3 +224,17 @@ def test_two_processes_say_it_once(desk: Path, shared_cache: Path):
     _, err = process.communicate(timeout=180)
     assert process.returncode == 2
     assert err.count("error: data.batch_size is 3") == 1
+
+
+def test_text_of_models_is_not_obeyed():
+    assert screen_text("a\x1b[31mb\x07\n\tc\x9b2J é字\u202e") == "a\\x1b[31mb\\x07\n\tc\\x9b2J é字\\u202e"
+
+
+@pytest.mark.slow
+def test_prompts_of_a_config_are_not_obeyed(command: Command, desk: Path):
+    (desk / "red.yaml").write_text('samples: {prompts: ["\\x1b[31mred"]}\n')
+    done = command(*FIT, "--config", "red.yaml", "--run", "red")
+    assert done.code == 0, done.err
+    assert "\x1b[31mred" not in done.out
+    assert "\\x1b[31mred" in done.out
+    assert "\x1b[31mred" in (desk / "runs/red/samples.txt").read_text()  # a file is as it is

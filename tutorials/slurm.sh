@@ -11,7 +11,7 @@ else
   what=(--config gdn_h2.yaml --config size/1.5b.yaml --config train/zero2.yaml --run big)
 fi
 srun --kill-on-bad-exit=1 python cli.py fit "${what[@]}" --trainer.num_nodes="$SLURM_NNODES" --trainer.devices=8 \
-  --checkpoints.every_n_minutes=30 --watchdog.timeout_minutes=30
+  --checkpoints.every_n_minutes=30
 code=$?
 # 124: it hung; 143: it was told to stop. Both have left a checkpoint.
 case $code in 124 | 143) scontrol requeue "$SLURM_JOB_ID" ;; esac

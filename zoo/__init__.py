@@ -8,7 +8,6 @@ from mixers import UserError  # which makes sure that `kernels` is this project'
 from zoo.calls import checked
 from zoo.config import build
 from zoo.lm import LanguageModel, join_states, load_state, save_state, take_states
-from zoo.report import report
 from zoo.runs.fit import Result, fit, predict, test, validate
 
 if TYPE_CHECKING:
@@ -17,7 +16,6 @@ if TYPE_CHECKING:
     from zoo.experiments import compare, sweep
     from zoo.performance import bench
     from zoo.performance.doctor import doctor
-    from zoo.publishing import publish
     from zoo.runs.generate import generate
     from zoo.saved.convert import convert
     from zoo.saved.export import export
@@ -26,18 +24,16 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-build, report = checked(build), checked(report)
-fit, validate, test, predict = checked(fit), checked(validate), checked(test), checked(predict)
+build, fit, validate = checked(build), checked(fit), checked(validate)
+test, predict = checked(test), checked(predict)
 
 # module → names that are imported from it when they are first used, since these modules import Lightning, which takes
-# three times as long as PyTorch. (`report` cannot be among them: it is a package, too, and whoever imports it would set
-# the name.)
+# three times as long as PyTorch
 _LAZY = {
     "evaluation": "evaluate",
     "experiments": "compare sweep",
     "performance": "bench",
     "performance.doctor": "doctor",
-    "publishing": "publish",
     "runs.generate": "generate",
     "saved.convert": "convert",
     "saved.export": "export",
@@ -64,8 +60,6 @@ __all__ = [
     "load_state",
     "load_tokenizer",
     "predict",
-    "publish",
-    "report",
     "save_state",
     "statex",
     "sweep",

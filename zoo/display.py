@@ -21,6 +21,11 @@ SOON = 2  # seconds until a bar is worth showing
 STEADY = 0  # the time left follows from the mean speed, so that a pause between steps does not count as a slow step
 
 
+def screen_text(text: str) -> str:
+    """Spell out the characters that terminals obey, such as those of colours; line breaks and tabs stay."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
 def new_table(
     columns: Iterable[str], left: Collection[str] | int = 1, wrapped: Collection[str] = (), **style: Any
 ) -> Table:

@@ -13,7 +13,6 @@ from ..core.autograd import plain
 from ..core.deterministic import is_deterministic
 from ..core.elementwise import silu
 from ..core.recurrence import at_least_fp32
-from ..linear import fp8
 from ..linear.tiles import linear
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"identity": lambda x: x, "silu": silu}
@@ -63,8 +62,6 @@ def reference(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     """The formula in at least fp32."""
     with without_autocast(gate_up.device):
         h = _multiplied(gate_up, activation)
-        if fp8.in_fp8(*weight.shape):
-            return fp8.linear(h.to(gate_up.dtype), weight)
         return (h @ at_least_fp32(weight).mT).to(gate_up.dtype)
 
 

@@ -4,7 +4,7 @@ They come from a table, `launches.csv`, and not from autotuning: the first call 
 depends on the length. Every entry was compiled ahead of time without large spills, and is tested on a device in outputs
 *and* gradients. Some that look harmless compute nonsense on Hopper: `miscompilations.py` lists them, and a test keeps
 them out of this table. Slices of 32 channels that are masked or whose rows are not aligned are wrong there, too
-(`linear_recurrence/gpu/op.py`). Entries of a file take precedence (`launch_file.py`).
+(`linear_recurrence/gpu/op.py`).
 """
 
 import csv
@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from . import launch_file
 from .device import capability
 
 ANY = 1 << 30  # heads of any size
@@ -48,44 +47,38 @@ TABLE = _built_in()
 def launch(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> LaunchConfig:
     """The entry for a head size (the larger of K and V)."""
     # the size may be symbolic while tracing
-    entry = _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
+    entry = _entry(kernel, int(size), dtype.itemsize, capability(device))
     assert entry, f"{kernel} has no launch for heads of {size}"
     return entry
 
 
 def optional(kernel: str, size: int, dtype: torch.dtype, device: torch.device) -> LaunchConfig | None:
     """Like `launch`, for a kernel that has no entry for some head sizes; None for those."""
-    return _entry(kernel, int(size), dtype.itemsize, capability(device), launch_file.current(), device)
+    return _entry(kernel, int(size), dtype.itemsize, capability(device))
 
 
 def largest(op: str, dtype: torch.dtype, device: torch.device) -> int:
     """The largest head that one program of every kernel of an op can hold."""
-    return _largest(op, dtype.itemsize, capability(device), launch_file.current(), device)
+    return _largest(op, dtype.itemsize, capability(device))
 
 
-# as in `backend.py`: the compiler does not need to trace the reading of files
+# as in `backend.py`: the compiler does not need to trace the table
 largest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def entries(
-    kernel: str, itemsize: int, architecture: int, file: str | None, device: torch.device
-) -> dict[int, LaunchConfig]:
-    """The entries of a kernel by the largest head that they serve; those of a file override the built-in ones."""
-    builtin = {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
-    overrides = launch_file.given(file, kernel, itemsize, launch_file.version(device))
-    return {**builtin, **{size: LaunchConfig(**entry) for size, entry in overrides.items()}}
+def entries(kernel: str, itemsize: int, architecture: int) -> dict[int, LaunchConfig]:
+    """The entries of a kernel by the largest head that they serve."""
+    return {key[1]: entry for key, entry in TABLE[kernel].items() if (key[0], key[2]) == (architecture, itemsize)}
 
 
 @cache
-def _largest(op: str, itemsize: int, architecture: int, file: str | None, device: torch.device) -> int:
+def _largest(op: str, itemsize: int, architecture: int) -> int:
     kernels = [kernel for kernel in TABLE if kernel.startswith(f"{op}.")]
-    return min(max(entries(kernel, itemsize, architecture, file, device)) for kernel in kernels)
+    return min(max(entries(kernel, itemsize, architecture)) for kernel in kernels)
 
 
 @cache
-def _entry(
-    kernel: str, size: int, itemsize: int, architecture: int, file: str | None, device: torch.device
-) -> LaunchConfig | None:
-    by_size = entries(kernel, itemsize, architecture, file, device)
+def _entry(kernel: str, size: int, itemsize: int, architecture: int) -> LaunchConfig | None:
+    by_size = entries(kernel, itemsize, architecture)
     serving = [served for served in by_size if served >= size]
     return by_size[min(serving)] if serving else None

@@ -1,4 +1,4 @@
-"""Launches that compilers are known to turn into wrong code on Hopper. No launch table has one, nor may a launch file.
+"""Launches that compilers are known to turn into wrong code on Hopper. The launch table has none.
 
 A row names the numbers of an entry that make the pattern; numbers that it leaves out do not matter. Reports about
 Triton are public; what has no number there was found on an H100 with outputs and gradients of these kernels.

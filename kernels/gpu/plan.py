@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..core.deterministic import is_deterministic
 from ..core.documents import Documents, documents
-from . import launch_file
 from .launch import LaunchSpec
 from .layout import Layout
 
@@ -54,8 +53,8 @@ class Plan:
         """
         plan: Callable[..., Self] = cls
         if cu_seqlens is None:
-            return of_rows(launch_file.current(), is_deterministic(), plan, sizes)
-        return documents(cu_seqlens, length).plan(of_documents, launch_file.current(), is_deterministic(), plan, sizes)
+            return of_rows(is_deterministic(), plan, sizes)
+        return documents(cu_seqlens, length).plan(of_documents, is_deterministic(), plan, sizes)
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised tensor for a kernel to fill."""
@@ -67,16 +66,14 @@ class Plan:
 
 
 @lru_cache(maxsize=256)
-def of_rows(file: str | None, mode: bool, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
-    """The plan of the rows of a batch, with launches from this file, in this mode of `deterministic`."""
+def of_rows(mode: bool, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
+    """The plan of the rows of a batch, in this mode of `deterministic`."""
     made = plan(*sizes)
     made.place(None)
     return made
 
 
-def of_documents(
-    packed: Documents, file: str | None, mode: bool, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]
-) -> SomePlan:
+def of_documents(packed: Documents, mode: bool, plan: Callable[..., SomePlan], sizes: tuple[Any, ...]) -> SomePlan:
     """Return the plan of a call with packed documents."""
     made = plan(*sizes)
     made.place(packed)

@@ -8,7 +8,7 @@ from ..core.autocast import autocast_dtype
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
-from . import fp8, tiles
+from . import tiles
 
 MOST_INPUTS = 16384  # of the Triton kernels
 FEW_ROWS = 2  # for which they serve any weight
@@ -31,7 +31,7 @@ def few_rows(x: Tensor, weight: Tensor) -> bool:
     """
     if is_deterministic():
         return False
-    half = x.dtype in (torch.bfloat16, torch.float16) and not fp8.in_fp8(*weight.shape)
+    half = x.dtype in (torch.bfloat16, torch.float16)
     most = MOST_ROWS if half and weight.shape[0] <= MOST_OUTPUTS else FEW_ROWS
     small = x.numel() <= most * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)

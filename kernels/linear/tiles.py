@@ -16,7 +16,6 @@ from ..core.autocast import autocast_dtype
 from ..core.autograd import Gradients, register
 from ..core.backend import Op
 from ..core.deterministic import is_deterministic
-from . import fp8
 
 ROWS = 64  # of each call of PyTorch
 ALIGNED = 64  # bytes at which libraries for CPUs take every tile alike
@@ -92,9 +91,7 @@ tiled_linear = register("tiled_linear", _compute, _differentiate, _empty)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x Wᵀ + bias […,O] of x […,I]: PyTorch's product, in deterministic mode with fixed tiles, or in FP8 (`fp8`)."""
-    if fp8.in_fp8(*weight.shape):
-        return fp8.linear(x, weight, bias)
+    """x Wᵀ + bias […,O] of x […,I]: PyTorch's product, or in deterministic mode with fixed tiles."""
     if not is_deterministic():
         if bias is None or x.dim() < 3 or x.is_contiguous():
             return F.linear(x, weight, bias)

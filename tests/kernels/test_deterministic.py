@@ -11,8 +11,8 @@ import kernels
 from kernels.core import elementwise
 from kernels.window_attention import candidates, reference
 from kernels.window_attention.arguments import check
+from reproductions.proofs import ops
 from tests.kernels.places import PLACES
-from zoo.performance.doctor.proofs import ops
 
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 1e-2}
 

@@ -90,7 +90,7 @@ def test_the_op_is_registered_properly():
     results(inputs(2, 3), "triton")
     arguments = [x.requires_grad_() for x in inputs(3, 4).values()]
     for keep in (True, False):
-        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*arguments, "silu", keep, "", False))
+        torch.library.opcheck(torch.ops.token_mixer_zoo.gated_linear, (*arguments, "silu", keep, False))
 
 
 @pytest.mark.parametrize("learns", [True, False])

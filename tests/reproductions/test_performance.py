@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kernels import UserError
-from reproductions import bench, performance
+from reproductions import bench, beside, performance
 from reproductions.write_csv import read
 from tests.command_lines import check_tool
 from zoo.config import KEYS
@@ -36,18 +36,9 @@ class Machine:
             assert timeout is not None
             raise subprocess.TimeoutExpired(command, timeout)
         paths = dict(argument.removeprefix("--").split("=", 1) for argument in command if "=" in argument)
-        if "doctor" in command:
-            record = {"seconds": 1.5, "machine": [{}], "ops": [{}, {}], "mixers": []}
-            Path(paths["output"]).write_text(json.dumps(record))
-        else:
-            record = {
-                "kind": "kernels",
-                "device": "a card",
-                "torch": "2",
-                "triton": "3",
-                "rows": [{"ms": len(self.ran)}],
-            }
-            (Path(paths["folder"]) / "bench.json").write_text(json.dumps(record))
+        rows = [{"ms": len(self.ran)}]
+        record = {"kind": "kernels", "device": "a card", "torch": "2", "triton": "3", "rows": rows}
+        (Path(paths["folder"]) / "bench.json").write_text(json.dumps(record))
         return SimpleNamespace(returncode=int(any(text in line for text in self.wrong)))
 
 
@@ -63,15 +54,13 @@ def measure(folder: Path, *parts: str, **options: Any) -> list[str]:
 def test_every_row_says_where_it_comes_from(tmp_path: Path, machine: Machine):
     assert not measure(tmp_path)
     files = {file.stem: read(file) for file in tmp_path.glob("*.csv")}
-    parts = ("loss", "attention", "training", "decode", "expansion", "doctor", "kernels", "flashqla")
+    parts = ("loss", "attention", "training", "decode", "expansion", "kernels", "flashqla")
     assert {*files} == {f"performance_{part}" for part in parts}
     for name, rows in files.items():
         for row in rows:
             assert row["part"] == name.removeprefix("performance_")
             assert row["commit"] == "abc"
             assert all(row[key] for key in ("job", "date", "device", "torch"))
-    assert [row["cache"] for row in files["performance_doctor"]] == ["cold", "warm"]
-    assert files["performance_doctor"][0]["checks"] == "3"
     assert len(files["performance_flashqla"]) == len(performance.FLASHQLA)
 
 
@@ -108,13 +97,13 @@ def test_the_commands_exist(tiny: bool):
     """A test runs the benchmarks themselves; here their options are parsed."""
     for job in performance.jobs(tiny, peers=not tiny):
         script, *rest = [*job.arguments, "--device=cpu", "--folder=x"]
-        if job.part == "doctor":
-            continue
         if script == "cli.py":
             keys = None if rest[1] == "kernels" else Keys(KEYS, lambda parser: None)
             arguments_of(KINDS[rest[1]], rest[2:], "bench", keys)
-        elif script == "reproductions/bench.py":
-            arguments_of(bench.KINDS[rest[0]], rest[1:], "bench", Keys(KEYS, lambda parser: None))
+        elif script in ("reproductions/bench.py", performance.BESIDE):
+            kinds = bench.KINDS if script == "reproductions/bench.py" else beside.KINDS
+            keys = None if rest[0] == "kernels" else Keys(KEYS, lambda parser: None)
+            arguments_of(kinds[rest[0]], rest[1:], "bench", keys)
         else:
             check_tool(["python", script, *rest])
 

@@ -72,8 +72,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "nothing as a path": (lambda: zoo.load(None), "path: None is not a path"),
     "empty text as a path": (lambda: zoo.load(""), "path: '' is empty; write a value, or leave it out"),
     "empty text as one of several paths": (
-        lambda: zoo.report(["", "runs/b"]),
-        "folders: '' is empty; write a value, or leave it out",
+        lambda: zoo.evaluate(["", "runs/b"], "passkey"),
+        "checkpoint: '' is empty; write a value, or leave it out",
     ),
     "empty text as a config": (lambda: zoo.fit(""), "config: '' is empty; name a file, or one of configs/"),
     "a model as a path": (

@@ -21,7 +21,7 @@ from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_entry
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import check_plain
 
-FORMAT = 2  # 1 had no hash
+FORMAT = 2
 KEY = "zoo"
 
 
@@ -31,10 +31,8 @@ def check_format(checkpoint: Mapping[str, Any], path: str | os.PathLike[str] | N
     contents = checkpoint.get(KEY) if isinstance(checkpoint, Mapping) else None
     if not isinstance(contents, Mapping) or "format" not in contents:
         raise UserError(f"{name} is not a checkpoint of this project: it has no format version.")
-    if contents["format"] not in (1, FORMAT):
-        raise UserError(
-            f"{name} has checkpoint format {contents['format']}, but this version reads the formats 1 and {FORMAT}."
-        )
+    if contents["format"] != FORMAT:
+        raise UserError(f"{name} has checkpoint format {contents['format']}, but this version reads format {FORMAT}.")
 
 
 def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> dict[str, Any]:
@@ -230,6 +228,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 
 def _write(checkpoint: dict[str, Any], path: Any) -> None:
+    if Path(path).parent.is_symlink():  # since the run began: it may lead to the checkpoints of another one
+        raise UserError(f"the checkpoint {path} is not written: {Path(path).parent} is a link; put a folder there.")
     try:
         with atomic_write(path) as file:
             save_sealed(checkpoint, file)
@@ -264,6 +264,6 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> tuple[Any, str]:
             raise UserError(f"{path} is refused: it names {match[1]}, which does not belong in weights.") from error
         raise UserError(f"{path} is truncated or not a checkpoint of this project.") from error
     contents = loaded.get(KEY) if isinstance(loaded, Mapping) else None
-    if isinstance(contents, Mapping) and contents.get("format") == FORMAT and not sealed:
+    if isinstance(contents, Mapping) and not sealed:
         raise UserError(f"{path} is damaged: the hash at its end is missing.")
     return loaded, digest

@@ -83,8 +83,7 @@ def check_entry(path: str | os.PathLike[str], shards: Any) -> None:
     if not isinstance(folder, str) or not isinstance(files, Mapping):
         raise invalid
     for name, described in files.items():
-        of_format_2 = isinstance(described, list) and [type(part) for part in described] == [int, str]
-        if not isinstance(name, str) or not (isinstance(described, int) or of_format_2):
+        if not isinstance(name, str) or not isinstance(described, list) or [*map(type, described)] != [int, str]:
             raise invalid
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name or ":" in name:
             raise UserError(f"{path} is refused: its shard {name} is not in a folder next to it.")
@@ -108,8 +107,7 @@ def check_shards(
         raise UserError(f"{path} has its weights in the folder {folder}, which is missing.")
     if extra := set(shard_names(folder)) - shards["files"].keys():
         raise UserError(f"{path} is refused: {folder / min(extra)} is not one of its shards.")
-    for number, (name, described) in enumerate(sorted(shards["files"].items())):
-        size, written = (described, None) if isinstance(described, int) else described  # format 1 has only the size
+    for number, (name, (size, written)) in enumerate(sorted(shards["files"].items())):
         file = folder / name
         if not file.is_file():
             raise UserError(f"{path} is incomplete: {file} is missing.")
@@ -118,10 +116,10 @@ def check_shards(
         if (current := file.stat().st_size) != size:
             raise UserError(f"{path} is damaged: {file} has {current} bytes, but was written with {size}.")
         if number % part[1] == part[0]:
-            if written is not None and file_digest(file) != written:
+            if file_digest(file) != written:
                 raise UserError(f"{path} is damaged: {file} does not have the bytes that were written.")
             if archives:
-                check_archive(file, contents=written is None)
+                check_archive(file, contents=False)
 
 
 @contextlib.contextmanager

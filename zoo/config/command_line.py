@@ -16,7 +16,7 @@ from zoo.config.overlays import as_arguments, is_override, load_items
 from zoo.config.parser import ConfigFile, Parser, explained, explainer_of, loaded, run_parser
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
-MAY_BE_EMPTY = ("prompt", "stop", "system", "title")  # any text, which `generate` and `report` check
+MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit

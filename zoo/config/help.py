@@ -32,8 +32,6 @@ EXAMPLES = {
     "statex": ("python cli.py statex --checkpoint runs/try --layers=4 --init=reinit --output larger",),
     "mixers": ("python cli.py mixers --hidden_size=2048 --num_heads=16",),
     "doctor": ("python cli.py doctor --output doctor.json",),
-    "report": ("python cli.py report runs/first evaluations/first runs/state --output report.html",),
-    "tune": ("python cli.py tune --kernels=delta_rule",),
 }
 ALL = "all"  # the topic of everything
 

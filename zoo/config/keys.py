@@ -5,7 +5,6 @@ PURPOSES = {
     "seed_everything": "Seed of all random numbers",
     "backend": "Backend of the kernels in training",
     "deterministic_kernels": "Whether a sequence has the same results in every batch",
-    "fp8": "Whether to run the large matrix products of the blocks in FP8 in training",
     "compile": "Whether to compile the blocks for the training steps",
     "cuda_graph": "Whether to capture the training steps as CUDA graphs",
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
@@ -15,9 +14,6 @@ PURPOSES = {
     "optim": ("The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps"),
     "trainer": "Lightning's Trainer",
     "guard": "Skips steps, in all processes, whose loss or gradients are not finite or far too high",
-    "watchdog": (
-        "Ends the process if no step finishes within the timeout, and writes the stacks of all its threads to a file"
-    ),
     "checkpoints": "Writes `last.ckpt` and `best.ckpt`, and saves when the run is stopped by a signal",
     "samples": (
         "Samples text from the model at each validation, to the terminal and to `samples.txt` in the run's folder"
@@ -26,7 +22,6 @@ PURPOSES = {
     "state_norms": (
         "Logs the Frobenius norms of the states after the first row of a validation, for instance `state_norm_3_matrix`"
     ),
-    "profile": "Profiles some steps of the first process with PyTorch's profiler, into `profile/` in the run's folder",
 }
 KEYS = (*PURPOSES,)
 GROUPS = KEYS[KEYS.index("data") :]  # those that hold further keys

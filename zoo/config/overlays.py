@@ -8,7 +8,6 @@ from typing import Any
 
 from kernels import UserError
 from zoo.config.find import find_config
-from zoo.config.moved import current_key, up_to_date, with_current_paths
 from zoo.files.safe_yaml import dump_yaml, parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
@@ -35,7 +34,7 @@ def _override(item: str) -> str:
     key, _, value = item.lstrip("-").partition("=")
     if (key == "optim" and value not in NULL) or key.startswith(("optim.class_path", "optim.init_args.")):
         key = key.replace("optim", "optim.optimizer", 1)
-    return f"{current_key(key)}={value}"
+    return f"{key}={value}"
 
 
 def _with_optimizer(config: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def load_config(item: Item) -> dict[str, Any]:
         UserError: The file is missing, or is not a YAML mapping.
     """
     if isinstance(item, Mapping):
-        return _with_optimizer(up_to_date(item))
+        return _with_optimizer(copied(item))
     if isinstance(item, str) and item.startswith("{"):
         name, contents = "config", parse_yaml(item, "config")
     else:
@@ -64,7 +63,14 @@ def load_config(item: Item) -> dict[str, Any]:
         contents = read_yaml(name)
     if not isinstance(contents, dict):
         raise UserError(f"config: {name} holds no keys such as model, data or trainer")
-    return _with_optimizer(up_to_date(contents))
+    return _with_optimizer(contents)
+
+
+def copied(part: Any) -> Any:
+    """A part of a config in new dicts and lists, since the parser modifies its input."""
+    if isinstance(part, Mapping):
+        return {key: copied(value) for key, value in part.items()}
+    return [copied(value) for value in part] if isinstance(part, list | tuple) else part
 
 
 def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
@@ -81,7 +87,7 @@ def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
             elif key.startswith("model.") and _CLASS.fullmatch(value):
                 item = nested(key, value)
             elif key == "data" and "{" not in value:
-                item = with_current_paths(nested("data.class_path", value))
+                item = nested("data.class_path", value)
         if isinstance(item, str):
             yield f"--{item}"
         else:

@@ -10,7 +10,7 @@ import logging
 import operator
 import pydoc
 from argparse import ArgumentError
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
 from dataclasses import dataclass, field
@@ -38,8 +38,7 @@ from kernels.core.scope import scope
 from zoo.config.contradictions import check_overrides
 from zoo.config.explain import Explainer, merged
 from zoo.config.keys import GROUPS, OF_LIGHTNING
-from zoo.config.moved import up_to_date
-from zoo.config.overlays import Item, as_arguments, load_config, load_items, without, without_null_groups
+from zoo.config.overlays import Item, as_arguments, copied, load_config, load_items, without, without_null_groups
 from zoo.files.safe_yaml import dump_quickly, dump_yaml
 from zoo.lm.model import LanguageModel
 from zoo.train.optim import Optimisation
@@ -74,10 +73,18 @@ def _whole(value: Any) -> Any:
     return int(value) if integral else value
 
 
-set_loader(_MODE, lambda text: _whole(_LOAD(text)), exceptions=(yaml.YAMLError,))
+def _loader(load: Callable[[str], Any]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        value = load(text)
+        # `&x` and `#x` are null in YAML, and no one means that
+        return text if value is None and text[:1] in ("&", "#") and "\n" not in text else _whole(value)
+
+    return read
+
+
+set_loader(_MODE, _loader(_LOAD), exceptions=(yaml.YAMLError,))
 # single values are read without the loader (tried with jsonargparse 4.53, whose function this is)
-_read_value = jsonargparse._typehints.basic_json_or_yaml_load
-jsonargparse._typehints.basic_json_or_yaml_load = lambda text: _whole(_read_value(text))
+jsonargparse._typehints.basic_json_or_yaml_load = _loader(jsonargparse._typehints.basic_json_or_yaml_load)
 # Each component that may be null, or of one of two kinds, would be parsed twice, to see whether its defaults fit only
 # the other kind. No component here fits two kinds.
 jsonargparse._typehints.sub_defaults_invalidate_value = lambda *_: False
@@ -321,7 +328,6 @@ def _add_keys_of_models(parser: Parser) -> None:
         ("seed_everything", bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
         ("backend", backend, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
         ("deterministic_kernels", bool | None, None, invariant),
-        ("fp8", bool, False, "Run the large matrix products of the blocks in FP8 in training; requires bf16."),
         ("compile", bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
         ("cuda_graph", bool | None, None, captured),
         ("activation_checkpointing", int | None, None, every),
@@ -439,6 +445,6 @@ def parse_model(config: dict[str, Any]) -> Namespace:
 
 def _parse(parser: Parser, config: dict[str, Any]) -> Namespace:
     mixers.names()  # plug-ins register before anything is parsed
-    config = {key: value for key, value in up_to_date(config).items() if not (value is None and key in GROUPS)}
+    config = {key: value for key, value in copied(config).items() if not (value is None and key in GROUPS)}
     with explained(parser, [config]), each_part_once():
         return parser.parse_object(config)

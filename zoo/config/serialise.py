@@ -1,6 +1,5 @@
 """Parsed configs as plain containers that can be written to YAML and read back."""
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Iterator
@@ -38,7 +37,7 @@ def verified(config: Namespace) -> dict[str, Any]:
     """
     plain = to_dict(config)
     parse_again = parse if plain.keys() & {*OF_LIGHTNING} else parse_model
-    parsed = parse_again(copy.deepcopy(plain))  # a copy, since the parser modifies its input
+    parsed = parse_again(plain)
     if all(_without_instances(parsed.get(key)) == _without_instances(config.get(key)) for key in KEYS):
         return plain  # the text of equal values is equal
     for key, before, now in differences(plain, to_dict(parsed)):

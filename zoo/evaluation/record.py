@@ -16,6 +16,7 @@ from kernels import UserError
 from zoo.evaluation.task import Row
 from zoo.files.links import held_lock, open_in_place
 from zoo.files.output import make_folder
+from zoo.train.results import is_number
 
 FILE, LOCK = "rows.jsonl", ".lock"
 START = b'{"key": "'  # of each line
@@ -67,6 +68,8 @@ class Records:
                     raise ValueError("it is not an object with key, what and rows")
                 if record["key"] != key_of(record["what"]) or not isinstance(record["rows"], list):
                     raise ValueError("its key does not belong to its content")
+                for row in record["rows"]:
+                    _check_row(row)
             except (ValueError, RecursionError) as error:
                 raise UserError(f"output: line {number} of {self.file} is damaged ({error}); {ADVICE}") from None
             yield record
@@ -75,6 +78,22 @@ class Records:
         if rest:
             with open_in_place(self.file, "r+b") as file:
                 file.truncate(len(content) - len(rest))
+
+
+def _check_row(row: Any) -> None:
+    """Raise a ValueError unless a row that was read has the types of a `Row`, as tables and pictures use them."""
+    if not isinstance(row, dict) or "value" not in row or not isinstance(row.get("metric"), str):
+        raise ValueError("a row has a metric and a value")
+    for name, value in row.items():
+        plain = value is None or is_number(value) or (isinstance(value, float) and name == "value")
+        if name in ("length", "pairs", "depth", "position", "count"):
+            fine = is_number(value) and value >= 0
+        elif name in ("value", "low", "high", "stderr"):
+            fine = plain
+        else:
+            fine = plain or isinstance(value, str | bool)
+        if not fine:
+            raise ValueError(f"{name} of a row is of the wrong type")
 
 
 @contextmanager

@@ -1,9 +1,11 @@
 """Running a sweep as jobs on a cluster, through submitit."""
 
 import os
+import re
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from kernels import UserError
@@ -36,14 +38,15 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
     except ImportError:
         raise UserError("cluster: needs submitit; pip install 'token-mixer-zoo[cluster]'") from None
     logs, file = runner.folder / "jobs", runner.folder / "jobs.json"
+    if logs.is_symlink():
+        raise UserError(f"folder: {logs} is a link, through which nothing is written; put a folder in its place")
     with runner.claimed(runs):
         try:
             executor = submitit.AutoExecutor(folder=logs, cluster=cluster)
             executor.update_parameters(name="sweep", **options)
         except (ValueError, NameError, RuntimeError, AssertionError, TypeError) as error:
             raise UserError(f"cluster: {cluster} with {options}: {' '.join(str(error).split())}") from None
-        advice = "delete it if no job of this sweep is in the queue any more"
-        earlier: dict[str, str] = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        earlier = _recorded(file)
         classes = {"slurm": submitit.SlurmJob, "local": submitit.LocalJob}
         jobs: dict[str, submitit.Job[Any]] = {}
         for run in runs:
@@ -76,6 +79,16 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
         for name, job in jobs.items()
         if result(runner.folder / name) is None
     ]
+
+
+def _recorded(file: Path) -> dict[str, str]:
+    """The job of each run that an earlier call has submitted."""
+    advice = "delete it if no job of this sweep is in the queue any more"
+    jobs = read_sealed(file, advice=advice) if os.path.lexists(file) else {}
+    for run, job in jobs.items():
+        if not isinstance(job, str) or not re.fullmatch(r"\d+(_\d+)?", job):  # also part of the names of files
+            raise UserError(f"{file} is damaged (the job of {run} is {job!r}); {advice}.")
+    return jobs
 
 
 def _has_ended(job: Any) -> bool:

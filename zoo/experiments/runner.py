@@ -19,7 +19,6 @@ from filelock import Timeout
 
 from kernels import Option, UserError
 from mixers.arguments import check_sizes
-from zoo.config.moved import up_to_date
 from zoo.config.parser import parse
 from zoo.config.serialise import differences, to_dict, verified
 from zoo.display import short_list
@@ -177,7 +176,7 @@ class Runner:
         """
         file = self.folder / RECORD
         advice = "delete it, and the runs there count as runs of this sweep, or choose another folder"
-        recorded = read_sealed(file, required=False, advice=advice) if file.is_file() else {}
+        recorded = read_sealed(file, advice=advice) if file.is_file() else {}
         for name, config in recorded.items():
             if not isinstance(config, dict) or "model" not in config:
                 raise UserError(f"{file} is damaged ({name} has no config); {advice}.")
@@ -185,7 +184,7 @@ class Runner:
             plain = json.loads(json.dumps(verified(run.read())))
             # keys that did not exist when the run was started do not count as differences
             config = recorded.setdefault(run.name, plain)
-            old = {**plain, **up_to_date(config)}
+            old = {**plain, **config}
             started = (self.folder / run.name).exists()
             if started and old != plain:
                 old = _completed(old)  # options that a component did not have when the run was started

@@ -9,7 +9,6 @@ import logging
 import os
 import re
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,28 +128,6 @@ def held_lock(path: str | os.PathLike[str], busy: str) -> Iterator[None]:
         lock.release()
 
 
-def check_plain_folder(folder: Path) -> None:
-    """Raise a UserError unless a folder, which may itself be reached through a link, has only files and folders in it.
-
-    A file with another name outside the folder (a hard link) is refused, too, since what is appended to it appears
-    there.
-    """
-    seen, links = Counter[tuple[int, int]](), dict[tuple[int, int], tuple[int, str]]()
-    for parent, folders, files in os.walk(folder):
-        for name in sorted([*folders, *files]):
-            path = os.path.join(parent, name)
-            status = os.lstat(path)
-            if stat.S_ISREG(status.st_mode):
-                file = (status.st_dev, status.st_ino)
-                seen[file] += 1
-                links[file] = status.st_nlink, path
-            elif not stat.S_ISDIR(status.st_mode):
-                raise _foreign(folder, path, f"a {_kind(status.st_mode)}")
-    for file, (number, path) in links.items():
-        if number > seen[file]:
-            raise _foreign(folder, path, "a file with another name outside it (a hard link)")
-
-
 def check_inside(file: Path, folder: Path) -> None:
     """Refuse a link that leaves a folder by a UserError; one to the blobs of Hugging Face's cache does not."""
     target, home = file.resolve(), folder.resolve()
@@ -162,13 +139,6 @@ def check_inside(file: Path, folder: Path) -> None:
 def _kind(mode: int) -> str:
     kinds = {stat.S_IFLNK: "symbolic link", stat.S_IFDIR: "folder", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
     return kinds.get(stat.S_IFMT(mode), "device")
-
-
-def _foreign(folder: Path, path: str, what: str) -> UserError:
-    return UserError(
-        f"{folder} was not written by you, and {path} in it is {what}, through which other files would be read or "
-        "written; remove it, or, if you trust who made it, add --trust (in Python: trust=True)."
-    )
 
 
 def _not_regular(path: str | os.PathLike[str]) -> UserError:

@@ -1,4 +1,4 @@
-"""Outputs of verbs. `overwrite` allows to replace a model of the same kind or a page of `report`, nothing else.
+"""Outputs of verbs. `overwrite` allows to replace a model of the same kind, nothing else.
 
 Verbs that continue or repeat a measurement have no `overwrite`: they replace files of their own records only.
 """
@@ -14,19 +14,17 @@ from typing import Literal
 from kernels.errors import Option, UserError
 from zoo.files.atomic import sync
 
-Kind = Literal["a page", "an exported model", "a public model", "a GGUF file"]
+Kind = Literal["an exported model", "a public model", "a GGUF file"]
 EMPTY = "an empty folder"
 WEIGHTS = re.compile(r"model(-[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json")
 
 # files of a model, next to its weights, that another model may not have
 OF_A_MODEL = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
-    "modeling_token_mixer_zoo.py",
+    "modeling_zoo.py",
 )
 CONFIG_HEADER = b"# The complete config of this run; fit --config accepts it as is.\n"  # of a run's config.yaml
-OLD_CONFIG_HEADER = b"# Everything that this run was made of;"  # the beginning of that of runs before 2026-11-21
 CARD = "README.md"  # the model card
-MARK = b'<meta name="generator" content="token-mixer-zoo">'  # of a page by `report`
 
 
 def check_output(path: Path, kind: Kind, overwrite: bool, source: str | Path | None = None) -> None:
@@ -75,7 +73,7 @@ def is_config_of_run(file: Path) -> bool:
     if not file.is_file():
         return False
     with open(file, "rb") as opened:
-        return opened.read(len(CONFIG_HEADER)).startswith((CONFIG_HEADER, OLD_CONFIG_HEADER))
+        return opened.read(len(CONFIG_HEADER)).startswith(CONFIG_HEADER)
 
 
 def make_folder(folder: Path, option: str) -> None:
@@ -115,10 +113,7 @@ def _there(path: Path) -> str | None:
 
 def _file_kind(path: Path) -> str:
     with open(path, "rb") as file:
-        head = file.read(4096)
-    if head.startswith(b"GGUF"):
-        return "a GGUF file"
-    return "a page" if MARK in head else "a file"
+        return "a GGUF file" if file.read(4) == b"GGUF" else "a file"
 
 
 def keep_others(folder: Path, new: Path) -> None:

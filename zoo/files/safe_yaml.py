@@ -142,6 +142,8 @@ def _in_python(text: str) -> yaml.YAMLError | None:
         yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         return error
+    except RecursionError:  # nested deeply behind what libyaml does not understand
+        return None
     return None
 
 
@@ -186,8 +188,9 @@ def check_plain(value: Any, name: str) -> None:
         if depth > DEEPEST:
             raise _too_deep(name)
         if isinstance(part, dict):
-            if bad := next((key for key in part if not isinstance(key, str | int | float | None)), None):
-                raise UserError(f"{name} has a key {bad!r:.40}, which is not a string.")
+            for key in part:
+                if not isinstance(key, str | int | float | None):
+                    raise UserError(f"{name} has a key {key!r:.40}, which is not a string.")
             waiting += [(value, depth + 1) for value in part.values()]
         elif isinstance(part, list | tuple):
             waiting += [(value, depth + 1) for value in part]

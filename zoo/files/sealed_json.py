@@ -19,14 +19,11 @@ def write_sealed(path: str | os.PathLike[str], content: dict[str, Any]) -> None:
         file.write(sealed(content))
 
 
-def read_sealed(
-    path: str | os.PathLike[str], *, required: bool = True, advice: str = "delete it or restore a copy"
-) -> dict[str, Any]:
+def read_sealed(path: str | os.PathLike[str], *, advice: str = "delete it or restore a copy") -> dict[str, Any]:
     """Read a file of `write_sealed`, without the seal; a UserError if it is missing, cannot be read or is damaged.
 
     Args:
         path: The file.
-        required: Whether a file without a seal counts as damaged; false for files that earlier versions did not seal.
         advice: What the user can do, as the end of the error message.
     """
     try:
@@ -36,7 +33,7 @@ def read_sealed(
             raise UserError(f"{path} has more than {MOST_BYTES:,} bytes; {advice}.")
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}.") from error
-    return unsealed(data, str(path), required=required, advice=advice)
+    return unsealed(data, str(path), advice=advice)
 
 
 def sealed(content: dict[str, Any]) -> bytes:
@@ -47,9 +44,7 @@ def sealed(content: dict[str, Any]) -> bytes:
     return json.dumps({**plain, SEAL: _digest(plain)}, indent=2).encode()
 
 
-def unsealed(
-    data: bytes, name: str, *, required: bool = True, advice: str = "delete it or restore a copy"
-) -> dict[str, Any]:
+def unsealed(data: bytes, name: str, *, advice: str = "delete it or restore a copy") -> dict[str, Any]:
     """As `read_sealed`, but from bytes; `name` is the file's name in errors."""
     try:
         content = json.loads(data.decode())
@@ -58,17 +53,11 @@ def unsealed(
         raise UserError(f"{name} is damaged ({reason}); {advice}.") from error
     if not isinstance(content, dict):
         raise UserError(f"{name} is damaged (it holds no JSON object); {advice}.")
-    if SEAL in content:
-        seal = content.pop(SEAL)
-        if seal != _digest(content):
-            raise UserError(f"{name} is damaged (its content does not match its hash); {advice}.")
-    elif required or any(_is_seal(content, key) for key in content):  # the key of the seal may be what is damaged
+    if SEAL not in content:
         raise UserError(f"{name} is damaged (it has lost the hash of its content); {advice}.")
+    if content.pop(SEAL) != _digest(content):
+        raise UserError(f"{name} is damaged (its content does not match its hash); {advice}.")
     return content
-
-
-def _is_seal(content: dict[str, Any], key: str) -> bool:
-    return content[key] == _digest({name: value for name, value in content.items() if name != key})
 
 
 def _digest(content: dict[str, Any]) -> str:

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, Protocol, TypedDict, Unpack
 
@@ -101,8 +101,13 @@ def generate(
     ids = (ids if start and ids[:1] == start else start + ids) or [tokenizer.eos_id]
     sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling["graphs"] = graphs
+    if "" in stop:
+        raise UserError("stop: '' is in every text; name strings of at least one character.")
     ends = stop_ids(tokenizer)
-    return text_after(model, tokenizer, ids, shown=bool(prompt), ends=ends, seed=seed, stop=stop, **sampling)
+    prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
+    tokens = generate_tokens(model, prompts, seed=seed, eos_id=tuple(ends), **sampling)
+    new = itertools.takewhile(lambda token: token not in ends, (int(drawn) for drawn in tokens))
+    return until(stream_text(tokenizer, ids if prompt else [], new), stop)
 
 
 def check_prompt(prompt: str) -> None:
@@ -111,34 +116,6 @@ def check_prompt(prompt: str) -> None:
         prompt.encode()
     except UnicodeEncodeError:
         raise UserError(f"prompt: {prompt!r} cannot be encoded as UTF-8") from None
-
-
-def text_after(
-    model: LanguageModel,
-    tokenizer: Tokenizer,
-    ids: list[int],
-    *,
-    ends: Collection[int],
-    shown: bool = True,
-    seed: int | None = None,
-    stop: Sequence[str] = (),
-    **options: Unpack[Sampling],
-) -> Iterator[str]:
-    """Continue token ids, as `generate` continues a prompt.
-
-    Args:
-        model, tokenizer, seed, stop, options: As in `generate`.
-        ids: The ids to continue, at least one.
-        ends: The ids that end the text.
-        shown: Whether the text continues that of `ids`.
-    """
-    if "" in stop:
-        raise UserError("stop: '' is in every text; name strings of at least one character.")
-    prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
-    options = {"max_new_tokens": 128, **options}
-    tokens = generate_tokens(model, prompts, seed=seed, eos_id=tuple(ends), **options)
-    new = itertools.takewhile(lambda token: token not in ends, (int(drawn) for drawn in tokens))
-    return until(stream_text(tokenizer, ids if shown else [], new), stop)
 
 
 def write(

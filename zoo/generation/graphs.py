@@ -145,7 +145,7 @@ def _key(model: nn.Module, inputs: Any) -> Hashable:
     modes = (
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), torch.get_default_dtype()),
         (torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()),
-        (backend_name(), kernels.is_deterministic(), kernels.is_fp8()),
+        (backend_name(), kernels.is_deterministic()),
     )
     weights = tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers()))
     settings = tuple((type(part), *filter(_is_setting, vars(part).items())) for part in model.modules())

@@ -1,4 +1,4 @@
-"""Benchmarks of ops (`kernels`), training steps (`training`), generation (`decode`) and several devices (`scaling`)."""
+"""Benchmarks of ops (`kernels`), training steps (`training`) and generation (`decode`)."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -115,6 +115,11 @@ def pair(first: float | None, second: float | None, form: str) -> str:
     return "" if first is None or second is None else f"{form.format(first)} / {form.format(second)}"
 
 
+def complaint(error: Exception) -> str:
+    """An exception of another library, as a remark."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
 def show(report: Report) -> Report:
     """Write a report, and print its table."""
     report.write()

@@ -14,14 +14,12 @@ from zoo.config.overlays import Item
 from zoo.performance.bench_report import Report, show
 from zoo.performance.decoding import bench_decode
 from zoo.performance.kernels import bench_kernels
-from zoo.performance.multi_device import bench_scaling
 from zoo.performance.training import bench_training
 
 KINDS: dict[str, Callable[..., Report]] = {
     "kernels": bench_kernels,
     "training": bench_training,
     "decode": bench_decode,
-    "scaling": bench_scaling,
 }
 
 
@@ -29,7 +27,7 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
     """Run a benchmark, print a table, and write `bench.json`.
 
     Args:
-        kind: The benchmark: `kernels`, `training`, `decode` or `scaling`.
+        kind: The benchmark: `kernels`, `training` or `decode`.
         configs_and_overrides: The model; none for `kernels`.
         options: The arguments of `bench_kernels`, `bench_training` and so on; unknown ones are errors.
 
@@ -54,16 +52,14 @@ def bench(kind: str, *configs_and_overrides: Item, **options: Any) -> Report:
 
 
 HELP = """\
-usage: python cli.py bench kernels|training|decode|scaling …
+usage: python cli.py bench kernels|training|decode …
 
   kernels    forward and backward times of the ops:
-             python cli.py bench kernels --ops=delta_rule,window_attention [--peers]
+             python cli.py bench kernels --ops=delta_rule,window_attention
   training   tokens per second in training, and where the time of a step goes:
              python cli.py bench training --config gla.yaml --config size/400m.yaml --length=4096
   decode     time of the next token, at a batch size and a position:
              python cli.py bench decode --config gla.yaml --batch_sizes=[1,64] --positions=[1024]
-  scaling    training on several devices with DDP, ZeRO and others: speed, memory, equal losses:
-             python cli.py bench scaling --config gla.yaml --config size/400m.yaml --devices=[1,2,4]
 
 python cli.py bench KIND --help lists the options of each.
 """

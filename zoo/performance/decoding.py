@@ -1,8 +1,9 @@
 """`bench decode`: time per token at a given position, eager and as a captured CUDA graph."""
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.lm.states import growing
 from zoo.performance import model as models
-from zoo.performance import peers as others
-from zoo.performance.bench_report import Report, captioned, formatted, without
+from zoo.performance.bench_report import Report, captioned, complaint, formatted, without
 from zoo.performance.device import described, pick_backend
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
 
-PEER_POSITION = 1024  # largest prefill of a peer; more is not needed, since its state has constant size, too
+# our model, the key `model` of its config, a device and a precision → the name of another model, and what prepares its
+# steps at a batch size and a position, which may be smaller
+Other = Callable[[LanguageModel, dict[str, Any], torch.device, str], tuple[str, Callable[[int, int], "Steps"]]]
 
 
 class DecodeReport(Report):
@@ -58,7 +60,6 @@ def bench_decode(
     backend: str | None = None,
     device: str | None = None,
     seconds: float = 1.0,
-    peers: bool = False,
     folder: str = "runs/bench-decode",
 ) -> Report:
     """Time a model's decoding steps, after checking them against a forward pass over all tokens.
@@ -75,16 +76,28 @@ def bench_decode(
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
         seconds: Time to spend on each measurement.
-        peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet
-            if it has none.
         folder: The folder of bench.json.
 
     Raises:
         UserError: An argument is invalid.
     """
+    settings = (config, batch_sizes, positions, precision, backend, device, seconds, folder)
+    return time_decoding(None, *settings)
+
+
+def time_decoding(
+    other: Other | None,
+    config: Sequence[str],
+    batch_sizes: list[int] | None,
+    positions: list[int] | None,
+    precision: str | None,
+    backend: str | None,
+    device: str | None,
+    seconds: float,
+    folder: str,
+) -> Report:
+    """Time decoding steps, as `bench_decode` does, and then those of another model."""
     where = pick_device(device)
-    if peers:
-        others.require(where)
     check_above_0("seconds", seconds)
     batch_sizes = [1, 64] if batch_sizes is None else batch_sizes
     positions = [1024, 65536] if positions is None else positions
@@ -99,13 +112,12 @@ def bench_decode(
         "deterministic": kernels.is_deterministic(),
         "model": configs.to_dict(parsed)["model"],
         "precision": precision,
-        "peers": peers,
+        "peers": other is not None,
     }
     report = DecodeReport(Path(folder), about)
     model = models.build(parsed, precision, where).eval()
     gate = models.compared(model, precision, backend, models.continuing, models.at_once)
-    peer = others.language_model(model, about["model"], where) if peers else None
-    built = cache(lambda: peer.build().to(models.PRECISIONS[precision]).eval() if peer is not None else None)
+    name_of_other, make = ("", None) if other is None else other(model, about["model"], where, precision)
     places = [(batch, position) for batch in batch_sizes for position in positions]
     for batch, position in progress_bar(places, desc="decode", unit=" places"):
         row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
@@ -114,11 +126,10 @@ def bench_decode(
             continue
         with torch.no_grad(), models.running(precision, where, backend):
             report.rows += _measured(row, model, seconds)
-        if peer is not None:
-            other = {"model": peer.name, "batch_size": batch, "position": min(position, PEER_POSITION)}
+        if make is not None:
+            row = {"model": name_of_other, "batch_size": batch, "position": position, "how": "eager"}
             with torch.no_grad(), models.running(precision, where):
-                make = partial(Peer, built, batch, other["position"])
-                report.rows.append(_peer({**other, "how": "eager"}, seconds, make, where))
+                report.rows.append(_of_other(row, seconds, partial(make, batch, position), where))
         if where.type == "cuda":
             torch.cuda.empty_cache()
     return report
@@ -141,6 +152,7 @@ def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list
 def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     try:
         step = make()
+        row["position"] = step.position
         row["ms"] = medians({"step": step}, device, seconds)["step"]
     except torch.OutOfMemoryError:
         return {**row, "note": "does not fit into memory"}
@@ -149,19 +161,31 @@ def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device:
     return row
 
 
-def _peer(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+def _of_other(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
     try:
         return _timed(row, seconds, make, device)
     except Exception as error:  # errors of other libraries become remarks in the table
-        return {**row, "note": others.complaint(error)}
+        return {**row, "note": complaint(error)}
 
 
-class Eager:
-    """Eager steps of the model, each fed with the likeliest token of the previous one."""
+class Steps(ABC):
+    """Steps of a model after some tokens, each fed with the likeliest token of the previous one."""
+
+    position: int
+    state_bytes: int | None
+
+    @abstractmethod
+    def __call__(self) -> None:
+        """Make a step."""
+
+
+class Eager(Steps):
+    """Eager steps of our model."""
 
     graphs: DecodingGraphs | None = None
 
     def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+        self.position = position
         self.tokens = torch.randint(model.vocab_size, (batch_size,), device=next(model.parameters()).device)
         state = state_at(model, batch_size, position)
         self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
@@ -184,22 +208,6 @@ class Captured(Eager):
         self()
         if self.graphs.refused:
             raise RuntimeError(self.graphs.refused)
-
-
-class Peer:
-    """Steps of a Hugging Face model with its key-value cache, after a prefill."""
-
-    state_bytes = None
-
-    def __init__(self, build: Callable[[], Any], batch_size: int, position: int) -> None:
-        self.model = model = build()
-        prompt = torch.randint(model.config.vocab_size, (batch_size, position), device=model.device)
-        out = model(input_ids=prompt, use_cache=True, logits_to_keep=1)
-        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
-
-    def __call__(self) -> None:
-        out = self.model(input_ids=self.tokens, past_key_values=self.past, use_cache=True)
-        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
 
 
 def grows(model: LanguageModel) -> bool:

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 from rich.table import Table
+from torch import Tensor
 
 from kernels import UserError
 from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import new_figure, progress_bar
-from zoo.performance import peers as others
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
-from zoo.performance.bench_report import PATH, Report, captioned, pair, without
+from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import TimedCall, as_graph, medians
@@ -34,6 +34,9 @@ ON_CPU = [(1, 4, 1024, 64)]
 LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
 LENGTHS_ON_CPU = [256, 512, 1024, 2048]
 OURS, FIRST_CALL = "ours", "first call of"
+Call = Callable[[Tensors], Tensor]  # inputs → outputs [B,T,H,D]
+# A case, and what announces its first calls → other implementations to time in alternation, and rows for the table
+Others = Callable[[BenchCall, Callable[[str], None]], tuple[dict[str, Call], dict[str, dict[str, Any]]]]
 
 
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
@@ -138,8 +141,6 @@ def bench_kernels(
     device: str | None = None,
     window_size: int | None = None,
     seconds: float = 0.8,
-    peers: bool = False,
-    libraries: list[str] | None = None,
     key_heads: int | None = None,
     folder: str = "runs/bench-kernels",
 ) -> Report:
@@ -158,18 +159,30 @@ def bench_kernels(
         window_size: Window of window_attention; null for 2048 on a GPU and 256 on a CPU. One that is not shorter than
             the sequences is full attention.
         seconds: Time to spend on each measurement.
-        peers: Whether to also time flash-linear-attention, SDPA and FlexAttention, alternating with ours; and
-            FlashQLA where it is installed, which compiles for a minute or two at each shape. Some functions of
-            flash-linear-attention are also timed for bounded decays (`safe_gate`), and with more kept for the gradients
-            (`disable_recompute`).
-        libraries: With `peers`, which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are
-            installed.
         key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
         folder: The folder of bench.json and bench.png.
 
     Raises:
         UserError: An argument is invalid.
     """
+    settings = (ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder)
+    return time_kernels(None, *settings)
+
+
+def time_kernels(
+    others: Others | None,
+    ops: list[str] | str | None,
+    shapes: list[tuple[int, int, int, int]] | None,
+    lengths: list[int] | None,
+    dtype: str | None,
+    backend: str | None,
+    device: str | None,
+    window_size: int | None,
+    seconds: float,
+    key_heads: int | None,
+    folder: str,
+) -> Report:
+    """Time the ops, as `bench_kernels` does, in the rows of the table next to `others`."""
     where = pick_device(device)
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
@@ -187,13 +200,6 @@ def bench_kernels(
     for argument, sizes in sizes_by_name.items():
         if any(number < 1 for shape in sizes for number in shape):
             raise UserError(f"{argument}: all sizes must be at least 1")
-    if libraries is not None:
-        check_names("libraries", libraries or [""], others.LIBRARIES)
-        if not peers:
-            raise UserError("libraries: they are timed with --peers=true only")
-    if peers:
-        others.require_for(names, where, libraries)
-
     table = [
         (name, Shape(*shape))
         for name in names
@@ -208,10 +214,8 @@ def bench_kernels(
 
     for name in names:  # reports a missing backend before any measurement
         BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
-    report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": peers})
+    report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": others is not None})
     measurements = list(dict.fromkeys([*table, *curve]))
-    if peers and "fla" in (libraries or others.LIBRARIES) and any(OPS[name].decay is not None for name in names):
-        sys.stderr.write("peers: flash-linear-attention tunes its kernels for minutes, before the clock starts\n")
     for name, shape in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
         says = f"{name} {'×'.join(map(str, shape))}"
         bar.set_postfix_str(says)
@@ -219,7 +223,7 @@ def bench_kernels(
         row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
         try:
             case = BenchCall(name, shape, precision, where, backend, window, key_heads)
-            row |= measured(case, seconds, peers and row["in_table"], partial(_announce, bar, says), libraries)
+            row |= measured(case, seconds, others if row["in_table"] else None, partial(_announce, bar, says))
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"
         case = None  # type: ignore[assignment]
@@ -241,9 +245,8 @@ def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
 def measured(
     case: BenchCall,
     seconds: float,
-    peers: bool,
+    others: Others | None = None,
     announce: Callable[[str], None] = lambda stage: None,
-    libraries: Collection[str] | None = None,
 ) -> dict[str, Any]:
     """The row of a case: its check, and its times if it passed; `announce` is called with what is done next."""
     gate = case.check()
@@ -252,18 +255,8 @@ def measured(
         return {**row, "note": gate.says}
     device = case.do.device
     calls: dict[str, Any] = {OURS: case.call}
-    row["peers"] = {}
-    if peers:
-        every = others.kernel_peers(case)
-        for library in {*(libraries or ())} - {name.split()[0] for name in every}:
-            row["peers"][library] = {"note": "does not compute this call on this machine"}
-        for name, peer in every.items():
-            if libraries is not None and name.split()[0] not in libraries:
-                continue
-            announce(f"{FIRST_CALL} {name}")
-            row["peers"][name] = checked = _tried(case, peer)
-            if "note" not in checked:
-                calls[name] = peer
+    more, row["peers"] = ({}, {}) if others is None else others(case, announce)
+    calls |= more
     announce("timing")
     times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
     runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
@@ -301,18 +294,8 @@ def _graphs(calls: dict[str, TimedCall], device: torch.device) -> tuple[dict[str
         except RuntimeError as error:
             if name == OURS and isinstance(error, torch.OutOfMemoryError):
                 raise
-            refused[name] = others.complaint(error)
+            refused[name] = complaint(error)
     return graphs, refused
-
-
-def _tried(case: BenchCall, peer: Any) -> dict[str, Any]:
-    """The errors of a peer's output and gradients, or why it does not run. This also compiles and tunes it."""
-    try:
-        with torch.no_grad():
-            peer(case.inputs)
-        return {"errors": case.compared(peer).record()["errors"]}
-    except Exception as error:  # errors of other libraries become remarks in the table
-        return {"note": others.complaint(error)}
 
 
 def _forward(call: Any, inputs: Tensors) -> TimedCall:

@@ -1,4 +1,4 @@
-"""Small calls of each op for the doctor, and the gradients of calls; `bench_calls.py` has the large ones."""
+"""Small calls of each op for the doctor and for proofs, and gradients of calls; `bench_calls.py` has the large ones."""
 
 import inspect
 import sys

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from zoo import config as configs
 from zoo.display import progress_bar
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
-from zoo.performance import peers as others
-from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, without
+from zoo.performance.bench_report import PATH, Report, captioned, complaint, formatted, path_of, without
 from zoo.performance.device import described, pick_backend
 from zoo.performance.timing import Clock, process_age, synchronize
 from zoo.train.callbacks.compiled_ahead import compile_ahead
@@ -33,6 +33,8 @@ DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
 TURN = 4  # steps of a model in a row
 HEAT = 4.0  # seconds of load before timing, after which a GPU at its limit of power has slowed down
+# our model, its config without what is around, and a device → the name of another model, and the model in fp32
+Other = Callable[[LanguageModel, dict[str, Any], torch.device], tuple[str, nn.Module]]
 MOST_HEATING = 100  # steps of a model in that time; small models reach no such limit
 
 
@@ -81,7 +83,6 @@ def bench_training(
     device: str | None = None,
     compile: bool = False,
     cuda_graph: bool = False,
-    peers: bool = False,
     folder: str = "runs/bench-training",
 ) -> Report:
     """Time training steps of a model on random tokens, after checking its loss and gradients.
@@ -99,18 +100,32 @@ def bench_training(
         device: cpu or cuda; null for the GPU if available.
         compile: Whether to compile each block with torch.compile.
         cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.
-        peers: Whether to also time flash-linear-attention's model of the same mixers and sizes, or its Gated DeltaNet
-            if it has none, in turns with ours.
         folder: The folder of bench.json.
 
     Raises:
         UserError: An argument is invalid.
     """
+    settings = (config, batch_size, length, steps, precision, backend, device, compile, cuda_graph, folder)
+    return time_training(None, *settings)
+
+
+def time_training(
+    other: Other | None,
+    config: Sequence[str],
+    batch_size: int | None,
+    length: int | None,
+    steps: int,
+    precision: str | None,
+    backend: str | None,
+    device: str | None,
+    compile: bool,
+    cuda_graph: bool,
+    folder: str,
+) -> Report:
+    """Time training steps, as `bench_training` does, in turns with those of another model."""
     where = pick_device(device)
     if where.type == "cpu":
         use_processor(deterministic=kernels.is_deterministic())
-    if peers:
-        others.require(where)
     parsed = models.read(config)
     data = parsed.data.get("init_args") or {}
     batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
@@ -128,14 +143,16 @@ def bench_training(
         "precision": precision,
         "compiled": compile,
         "cuda_graph": cuda_graph,
-        "peers": peers,
+        "peers": other is not None,
     }
     check_graph(cuda_graph, where)
     report = TrainingReport(Path(folder), about)
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     optim = configs.instantiate("optim", parsed)
 
-    with progress_bar(total=1 + (1 + peers) * (1 + WARM_UP + steps), desc="training", unit=" steps") as bar:
+    with progress_bar(
+        total=1 + (1 + (other is not None)) * (1 + WARM_UP + steps), desc="training", unit=" steps"
+    ) as bar:
         model = models.build(parsed, precision, where)
         row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
         report.rows.append(row)
@@ -154,10 +171,10 @@ def bench_training(
         if not gate.passed:
             report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # without times
             return report
-        if peers:
-            row = {"model": "fla"}
+        if other is not None:
+            row = {"model": "other"}
             report.rows.append(row)
-            learners += _peer(row, model, about["model"], optim, precision, tokens[:, :-1], bar)
+            learners += _other(row, partial(other, model, about["model"], where), optim, precision, tokens[:, :-1], bar)
         timed(learners, steps, bar)
     for row, learner in learners:
         row |= learner.measured(batch_size * length)
@@ -253,20 +270,18 @@ def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0
     return True
 
 
-def _peer(
+def _other(
     row: dict[str, Any],
-    ours: LanguageModel,
-    sizes: dict[str, Any],
+    make: Callable[[], tuple[str, nn.Module]],
     optim: Optimisation,
     precision: str,
     tokens: Tensor,
     bar: Any,
 ) -> list[tuple[dict[str, Any], TimedLearner]]:
-    """FLA's model, warmed up; nothing if it does not run."""
+    """Another model with the interface of transformers, warmed up; nothing if it does not run."""
     before = torch.cuda.memory_allocated(tokens.device)
     try:
-        peer = others.language_model(ours, sizes, tokens.device)
-        row["model"], model = peer.name, peer.build()
+        row["model"], model = make()
         if precision.endswith("-true"):
             model = model.to(models.PRECISIONS[precision])
         learner = TimedLearner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
@@ -275,7 +290,7 @@ def _peer(
     except UserError:
         raise
     except Exception as error:  # errors of other libraries become remarks in the table
-        row["note"] = others.complaint(error)
+        row["note"] = complaint(error)
         return []
     row["ready_s"] = None  # the process was busy with our model before
     return [(row, learner)] if done else []

@@ -25,9 +25,7 @@ from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
-from zoo.train.callbacks.fp8_products import FP8Products
 from zoo.train.callbacks.kernel_backend import KernelBackend
-from zoo.train.callbacks.lost_processes import LostProcesses
 from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
@@ -171,7 +169,7 @@ def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: S
     arguments = _arguments(for_run(config, folder))
     arguments["logger"] = _loggers(arguments)
     user_callbacks = [*_listed(arguments["callbacks"]), *callbacks]
-    arguments["callbacks"] = [*user_callbacks, *_progress(arguments, user_callbacks), LostProcesses()]
+    arguments["callbacks"] = [*user_callbacks, *_progress(arguments, user_callbacks)]
     return _trainer(arguments)
 
 
@@ -188,11 +186,6 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     ]
     if config.backend is not None or config.deterministic_kernels is not None:
         built.append(KernelBackend(config.backend, config.deterministic_kernels))
-    if config.fp8:
-        for key in ("deterministic_kernels", "compile"):
-            if config[key]:
-                raise UserError(f"fp8: true cannot be combined with {key}: true; set one of them to false")
-        built.append(FP8Products())
     if config.compile:
         if config.deterministic_kernels:
             raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")

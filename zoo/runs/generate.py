@@ -1,18 +1,13 @@
 """Text generation from a saved model, or one in memory."""
 
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from kernels.errors import Option, UserError
-from zoo.generation.chat import Conversation
 from zoo.generation.generate import write
-from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
-from zoo.runs.chat import talk
 from zoo.saved.model import SavedModel
 from zoo.train.devices import check_device, pick_device
 
@@ -33,8 +28,6 @@ def generate(
     seed: int | None = None,
     stop: list[str] | None = None,
     special_tokens: bool = False,
-    chat: bool = False,
-    system: str | None = None,
     cuda_graph: bool = True,
     device: str | None = None,
     trust: bool = False,
@@ -58,16 +51,13 @@ def generate(
         stop: Strings that end the text before them, besides the tokens that the tokenizer and configs name; on the
             command line --stop=A --stop=B, or a JSON list.
         special_tokens: Whether what spells a special token in the prompt, such as "<eos>", is that token.
-        chat: Whether to hold a conversation: each line of the input is a message, the prompt is the first one. Ctrl-C
-            ends a reply, and another one the chat.
-        system: With `chat`, the content of a first message with the role "system".
         cuda_graph: Whether to capture decoding steps as CUDA graphs, on a GPU.
         device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         stream: Called with the prompt, and then with each piece of text once it is generated.
 
     Returns:
-        The prompt and its continuation; a list of them for a list of prompts; the replies of a chat.
+        The prompt and its continuation; a list of them for a list of prompts.
 
     Raises:
         UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
@@ -81,15 +71,6 @@ def generate(
     }
     if device is not None:
         check_device(device, meta=False)
-    if system is not None and not chat:
-        raise UserError(f"system: {system!r} is the first message of a chat; add ", Option("chat", True))
-    if chat:
-        if isinstance(checkpoint, LanguageModel) or not isinstance(prompt, str):
-            raise UserError("chat: needs the path of a model and one prompt.")
-        saved = SavedModel.open(checkpoint, trust)
-        check_predicts_tokens(model := saved.load(device or pick_device(None)), "generate")
-        further = {"seed": seed, "stop": stop or (), "graphs": DecodingGraphs(cuda_graph), **sampling}
-        return talk(Conversation(model, saved.required_tokenizer, system, **further), prompt, stream or _write)
     if isinstance(checkpoint, LanguageModel):
         continued = checkpoint.generate
     else:
@@ -100,8 +81,3 @@ def generate(
         del saved  # which holds a second copy of the weights
     settings: dict[str, Any] = {"stop": stop, "special_tokens": special_tokens, "cuda_graph": cuda_graph}
     return continued(prompt, seed=seed, stream=stream, **settings, **sampling)
-
-
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()

@@ -1,5 +1,6 @@
 """Training and evaluation with Lightning, behind the functions of `zoo.runs.fit`, which describe the arguments."""
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -14,10 +15,8 @@ from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
-from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, first_name, is_override, load_items
 from zoo.config.trainer import LIMITS, check_trainer, check_training
-from zoo.files.links import check_inside, check_plain_folder
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
@@ -26,7 +25,7 @@ from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.saved.hub import on_hub
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
-from zoo.saved.trust import user_input, vet_run
+from zoo.saved.trust import not_trusted
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.results import metrics_table, read_row
@@ -53,12 +52,7 @@ def fit(
     check_not_empty("run", run)
     items = load_items(configs_and_overrides)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
-    own = True
-    if checkpoint is not None:
-        base, own = _config_of(checkpoint, items, trust, continued=folder)
-        items = [base, *items]
-    else:
-        items = _with_initial_model(items, trust)
+    items = _with_initial_model(items, trust) if checkpoint is None else [_config_of(checkpoint, trust), *items]
     config = configs.read(*items)
     check_training(config.trainer)
     if checkpoint is not None:
@@ -75,7 +69,7 @@ def fit(
         trainer = fitting_trainer(config, folder, [*callbacks, first_batch])
         if trainer.num_nodes > 1 and trainer.is_global_zero:
             Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
-        with errors_explained(trainer, None if own else checkpoint, first_batch):
+        with errors_explained():
             trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
             if trainer.num_training_batches == 0 and trainer.limit_train_batches:
                 raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
@@ -95,13 +89,10 @@ def predict(
     callbacks: Sequence[Callback],
 ) -> Path:
     """Write the loss of every token to a file, and return its path."""
-    file, config, own = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
+    file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
     _, module, datamodule = parts(config)
-    first_batch = FirstBatch()
-    trainer = evaluating_trainer(
-        "limit_predict_batches", config, run_of(file), [*callbacks, Predictions(output), first_batch]
-    )
-    with errors_explained(trainer, None if own else file, first_batch):
+    trainer = evaluating_trainer("limit_predict_batches", config, run_of(file), [*callbacks, Predictions(output)])
+    with errors_explained():
         trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
     return Path(output)
 
@@ -116,12 +107,11 @@ def evaluate(
     callbacks: Sequence[Callback],
 ) -> dict[str, float]:
     """Measure the metrics of a checkpoint on its validation or test data."""
-    file, config, own = _checkpoint_and_config(verb, items, checkpoint, trust)
+    file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
     _, module, datamodule = parts(config)
-    first_batch = FirstBatch()
     limit = "limit_val_batches" if verb == "validate" else "limit_test_batches"
-    trainer = evaluating_trainer(limit, config, run_of(file), [*callbacks, first_batch])
-    with errors_explained(trainer, None if own else file, first_batch):
+    trainer = evaluating_trainer(limit, config, run_of(file), callbacks)
+    with errors_explained():
         rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
     metrics = {name: value for row in rows for name, value in row.items()}
     if verbose and trainer.is_global_zero:
@@ -151,22 +141,25 @@ def _with_initial_model(items: Items, trust: bool) -> Items:
             f"optim.initial_weights: {path} is not a local folder; write one by convert --checkpoint {path}, or, if it "
             f"has a config.yaml, by `hf download {remote.repo} --local-dir FOLDER`"
         )
-    if any(key == "model.stack" or key.startswith("model.stack.") for key in user_input(items).keys):
+    if any(_names_stack(item) for item in items):
         return items
     if not isinstance(path, str) or path == "null" or path.endswith(".safetensors"):
         return items
     with errors_about("optim.initial_weights"):
-        saved = SavedModel.open(path, trust)
-        config = saved.model_config
-        if not saved.is_trusted:
-            saved.check_sizes()
-    return [{"model": config}, *items]
+        return [{"model": SavedModel.open(path, trust).model_config}, *items]
+
+
+def _names_stack(item: str | Mapping[str, Any]) -> bool:
+    if isinstance(item, str):
+        return re.match(r"model\.stack[.=]", item) is not None
+    model = item.get("model")
+    return isinstance(model, Mapping) and "stack" in model
 
 
 def _checkpoint_and_config(
     verb: str, items: Sequence[Item], checkpoint: str | Path | None, trust: bool
-) -> tuple[Path, Namespace, bool]:
-    """The checkpoint to evaluate, its config with the configs and overrides applied, and whether it is trusted.
+) -> tuple[Path, Namespace]:
+    """The checkpoint to evaluate, and its config with the configs and overrides applied.
 
     Without `checkpoint`, the first item is the checkpoint, unless it is a config or an override.
     """
@@ -175,12 +168,12 @@ def _checkpoint_and_config(
     if checkpoint is None:
         raise UserError(f"checkpoint: {verb} needs one, ", Option("checkpoint", "runs/NAME"))
     file, overlays = checkpoint_of(checkpoint), load_items(items)
-    base, own = _config_of(file, overlays, trust)
+    base = dict(_config_of(file, trust))
     of_training = {*LIMITS, "logger"}
     base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
     config = configs.read(base, *overlays)
     check_trainer(config.trainer)
-    return file, config, own
+    return file, config
 
 
 def _names_checkpoint(item: Item) -> bool:
@@ -189,25 +182,10 @@ def _names_checkpoint(item: Item) -> bool:
     return Path(item).exists() or not (CONFIGS / f"{item}.yaml").is_file()
 
 
-def _config_of(
-    checkpoint: Path, items: Items, trust: bool, continued: Path | None = None
-) -> tuple[dict[str, Any], bool]:
-    """The config that a checkpoint was trained with, vetted unless the user signed it, and whether it is trusted.
-
-    Args:
-        checkpoint: The checkpoint.
-        items: What the user set.
-        trust: Whether to vet nothing.
-        continued: The run's folder if it will be written to; that of someone else must have no links in it.
-    """
+def _config_of(checkpoint: Path, trust: bool) -> dict[str, Any]:
+    """The config that a checkpoint was trained with; a UserError if someone else wrote it and it is not trusted."""
     saved = Checkpoint(checkpoint, trust)
-    config = up_to_date(saved.config)
-    if saved.is_trusted:
-        return config, True
-    if continued is None:
-        check_inside(checkpoint, run_of(checkpoint))
-    else:
-        check_plain_folder(continued)
-    vetted = vet_run(config, checkpoint, user_input(items))
-    saved.check_sizes()
-    return vetted, False
+    if not saved.is_trusted:
+        unused = "its data, trainer and callbacks would be built (optim.initial_weights takes its model alone)"
+        raise not_trusted(checkpoint, unused)
+    return saved.config

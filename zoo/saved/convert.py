@@ -37,7 +37,7 @@ def convert(
 ) -> Path:
     """Convert a public checkpoint into a model of this project, or, with `to`, a model into a public layout.
 
-    A public folder gets a model card, README.md. Fields that the run does not record are left to be filled in.
+    A public folder gets a model card, README.md, with places that are left to be filled in.
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
@@ -45,8 +45,8 @@ def convert(
             for a folder on the Hub; with `to` also a run's folder, a .ckpt file or an exported folder.
         output: The folder to write, or the file for `gguf`.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
-            hold the model, such as `hf_qwen3_next`; `transformers` for a folder that contains the modelling code, also
-            of models that fit no public layout; `gguf` for a file that llama.cpp runs; None for the format that
+            hold the model, such as `hf_qwen3_next`; `transformers` for a folder with code that wraps this project,
+            also of models that fit no public layout; `gguf` for a file that llama.cpp runs; None for the format that
             `export` writes.
         quantize: Type of the matrices in a GGUF file: `f32`, `f16`, `bf16` or `q8_0`; None keeps their dtypes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
@@ -88,7 +88,7 @@ def convert(
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
-    texts[CARD] = model_card(folder.name, model, config, Path(checkpoint), public)
+    texts[CARD] = model_card(folder.name, model, public)
     write_folder(folder, texts, public.weights, max_shard_size)
     return folder
 
@@ -97,8 +97,10 @@ def _context_length(checkpoint: str | Path, config: Mapping[str, Any]) -> int:
     """The context that a model was made for: that of its training, or of its config.json."""
     if is_public(checkpoint):
         public = PublicFolder(Path(checkpoint)).config()
-        length = public.get("text_config", public).get("max_position_embeddings")
+        inner = public.get("text_config", public)
+        length = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     else:
-        data = config.get("data") or {}
-        length = (data.get("init_args") or {}).get("sequence_length")
+        data = config.get("data")
+        arguments = data.get("init_args") if isinstance(data, Mapping) else None
+        length = arguments.get("sequence_length") if isinstance(arguments, Mapping) else None
     return length if type(length) is int and length > 0 else _CONTEXT

@@ -11,11 +11,11 @@ from kernels import UserError
 from zoo.checkpoints.tensor_files import INDEX, SINGLE, has_tensor_files, read_index
 from zoo.saved.exported_folder import CONFIG, HASHES, TOKENIZER
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
-from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION, TEMPLATE
+from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION
 
 _START = re.compile(r"hf:/+")  # `Path` turns two slashes into one
 _ADDRESS = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, TEMPLATE, INDEX)
+_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, INDEX)
 
 
 class HubModel(NamedTuple):
@@ -32,7 +32,8 @@ def on_hub(path: str | Path) -> HubModel | None:
     """Return the repository that a path `hf://…` names; None for a local path, and a UserError if it names none."""
     if not (start := _START.match(str(path))):
         return None
-    if not (match := _ADDRESS.fullmatch(str(path)[start.end() :])):
+    match = _ADDRESS.fullmatch(str(path)[start.end() :])
+    if match is None or {"", ".", ".."} & {*(match["revision"] or "main").split("/")}:
         raise UserError(f"checkpoint: {path} must be hf://owner/name or hf://owner/name@revision")
     return HubModel(match["repo"], match["revision"])
 

@@ -17,9 +17,7 @@ from zoo.checkpoints.signature import is_own
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS
 from zoo.config.build import from_config
-from zoo.config.moved import with_current_paths
 from zoo.config.parser import parse_model
-from zoo.config.serialise import to_dict
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.hashing import combined, file_digest
 from zoo.files.links import check_inside
@@ -33,7 +31,7 @@ from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import Imported, imported
 from zoo.saved.public.rwkv_file import RwkvFile, is_rwkv_file
 from zoo.saved.public.tokenizer import read_tokenizer
-from zoo.saved.trust import check_sizes, vet_model
+from zoo.saved.trust import vet_model
 from zoo.train.devices import check_device
 
 
@@ -46,7 +44,7 @@ class SavedModel(ABC):
 
     Attributes:
         path: Where the model was opened.
-        trust: Whether its config may name any class, and its tokenizer take any time, even if someone else saved it.
+        trust: Whether its config may name any class, even if someone else saved it.
         is_public: Whether it is in a public layout.
     """
 
@@ -119,8 +117,8 @@ class SavedModel(ABC):
 
     @cached_property
     def model_config(self) -> dict[str, Any]:
-        """The key `model` of the config with current class paths, vetted unless it is trusted."""
-        model = with_current_paths(self.config["model"])
+        """The key `model` of the config, vetted unless it is trusted."""
+        model = self.config["model"]
         if not self.is_trusted:
             vet_model(model, self.source)
         return model
@@ -146,10 +144,6 @@ class SavedModel(ABC):
         """
         return self._described(self.parsed)
 
-    def check_sizes(self) -> None:
-        """Compare the weights with a config that is not trusted, but was vetted by other means."""
-        self._described(self._parsed(self.config["model"]))
-
     def _parsed(self, model_config: dict[str, Any]) -> Namespace:
         with self._named():
             return parse_model({"model": model_config})
@@ -157,8 +151,6 @@ class SavedModel(ABC):
     def _described(self, config: Namespace) -> tuple[LanguageModel, Weights]:
         """The model of a parsed config on the meta device, and its weights by the names of its state dict."""
         weights = self.weights
-        if not self.is_trusted:
-            check_sizes(to_dict(config)["model"], weights.specs, self._weights_path)
         with self._named():
             model = self._built(config, "meta")
         check_weights(weights.specs, model, self._weights_path)
@@ -172,7 +164,7 @@ class SavedModel(ABC):
     def _built(self, config: Namespace, device: str | None = None) -> LanguageModel:
         """The model of the parsed config, with fresh weights, or without memory for them on the device meta."""
         built = from_config(config, device)
-        built.config = {"model": with_current_paths(self.config["model"])}
+        built.config = {"model": self.config["model"]}
         return built
 
     @contextmanager
@@ -202,7 +194,7 @@ class SavedModel(ABC):
             text = files.read(TOKENIZER).decode()
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"checkpoint: {file} cannot be read as text: {error}") from None
-        return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {file}", self.trust)
+        return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {file}")
 
 
 class Checkpoint(SavedModel):
@@ -256,7 +248,7 @@ class Checkpoint(SavedModel):
             return self._tokenizer_file(ExportedFiles(self.path))
         if (text := self.tokenizer_json) is None:
             return None
-        return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {self.source}", self.trust)
+        return Tokenizer.from_json(text, f"checkpoint: the tokenizer of {self.source}")
 
 
 class _Exported(SavedModel):
@@ -337,7 +329,7 @@ class _Public(SavedModel):
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
-        return read_tokenizer(self._folder, self.trust)
+        return read_tokenizer(self._folder)
 
 
 def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:

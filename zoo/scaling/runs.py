@@ -18,7 +18,7 @@ from zoo.scaling.run_table import read_run_table
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 
-# what a row needs in addition to the curve; rows of earlier versions have none of these
+# what a row needs in addition to the curve
 NEEDED = (
     "mixers",
     "parameters_without_embeddings",
@@ -94,7 +94,7 @@ def untrained(places: Iterable[str | Path]) -> dict[str, str]:
     for place in map(Path, places):
         if (place / "runs.json").is_file():
             advice = "delete it, and runs that have not been begun are not named"
-            planned += [place / name for name in read_sealed(place / "runs.json", required=False, advice=advice)]
+            planned += [place / name for name in read_sealed(place / "runs.json", advice=advice)]
     return {str(run): "its sweep has not begun it" for run in planned if not (run / "metrics.jsonl").is_file()}
 
 
@@ -149,7 +149,7 @@ def _read(folder: Path) -> Trained | str:
     if row["status"] != "complete":
         return f"its status is {row['status']}"
     if missing := [name for name in NEEDED if row.get(name) is None]:
-        return f"its results.json has no {missing[0]}; it is of an earlier version, or not a run on tokens"
+        return f"its results.json has no {missing[0]}; it is not a run on tokens"
     if row["schedule"] == "custom":
         return "its schedule is a class (optim.schedule), which does not say where its learning rate falls"
     if row["schedule"] in ("cosine", "inverse_sqrt"):

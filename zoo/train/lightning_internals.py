@@ -4,13 +4,11 @@ Functions read or set private fields. Classes give the private methods that a su
 """
 
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
@@ -88,13 +86,6 @@ def is_plain_ddp(strategy: Strategy) -> bool:
 def checkpoint_io(strategy: Strategy) -> Any:
     """The checkpoint IO that the user chose; None if it is the strategy's default."""
     return strategy._checkpoint_io
-
-
-def stop_child_process_observer() -> None:
-    """Stop Lightning's thread that kills all processes of a run, without a message, when one of them ends."""
-    for thread in threading.enumerate():
-        if isinstance(thread, _ChildProcessObserver):
-            thread._child_processes = []  # it ends when it next looks and has none to watch
 
 
 def share_data_only(strategy: ModelParallelStrategy, processes: int) -> None:

@@ -17,6 +17,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from zoo.files.atomic import atomic_write
 from zoo.files.links import open_in_place
+from zoo.train.results import is_number
 
 log = logging.getLogger(__name__)
 
@@ -128,11 +129,6 @@ def _parse_row(line: str) -> dict[str, Any]:
     if not all(value is None or is_number(value) for value in row.values()):
         raise ValueError("a row holds numbers")
     return {**row, "step": int(row["step"])}
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value read from JSON is a finite number that a float can hold."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def finite(value: Any) -> Any:

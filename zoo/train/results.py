@@ -20,6 +20,7 @@ COLUMNS = (
     *("val_loss_mixers_zeroed", "bigram_loss", "tokens_per_second", "tokens_per_second_by_clock", "wall_seconds"),
     *("learning_rate", "warmup_steps", "decay_starts", "tokens_per_step"),
 )
+TEXTS = ("run", "status", "mixers", "schedule", "data_hash")
 
 
 def rank(value: float | None, mode: Literal["min", "max"] = "min") -> float:
@@ -43,10 +44,29 @@ def read_row(folder: Path) -> dict[str, Any] | None:
     file = folder / "results.json"
     if not file.is_file():
         return None
-    row = read_sealed(file, required=False, advice="delete it, and resuming the run writes it again")
-    if "status" not in row:  # possible in files of earlier versions, which had no hash
-        raise UserError(f"{file} is damaged (it has no status); delete it, and resuming the run writes it again.")
+    row = read_sealed(file, advice="delete it, and resuming the run writes it again")
+    wrong = None if "status" in row else "it has no status"
+    for names, fits, kind in ((COLUMNS, _holds_numbers, "a number"), (TEXTS, _is_text, "text")):
+        for name in names:
+            if not fits(row.get(name)):
+                wrong = f"{name} is not {kind}"
+    if wrong:
+        raise UserError(f"{file} is damaged ({wrong}); delete it, and resuming the run writes it again.")
     return row
+
+
+def _holds_numbers(value: Any) -> bool:
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+    return all(part is None or is_number(part) for part in parts)
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str | None)
+
+
+def is_number(value: Any) -> bool:
+    """Return whether a value read from JSON is a finite number that a float can hold."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def result_table(row: Mapping[str, Any]) -> Table:

@@ -10,7 +10,6 @@ from ...core.autocast import autocast_dtype, without_autocast
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
 from ...gpu.paths import takes
-from ...linear import fp8
 from ..mlp import two_ops
 from . import op
 from .select import FUSED, Case
@@ -28,7 +27,7 @@ class Arguments(NamedTuple):
 
 def _second(args: Arguments, gate_up: Tensor) -> op.Arguments:
     """The arguments of the second half."""
-    return op.Arguments(gate_up, args.down, args.activation, args.keep, "")
+    return op.Arguments(gate_up, args.down, args.activation, args.keep)
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -41,7 +40,7 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     saved = gate_up.view(-1, 2 * I) if differentiated else None
     # a flat x also has the strides that a descriptor requires if it is a single row
     fused_forward(x.reshape(-1, D), weight, saved, h.view(-1, I), activation == "silu")
-    y = op.matmul(_second(args, gate_up), h.view(-1, I), down.T).view(*outer, O)
+    y = op.matmul(h.view(-1, I), down.T).view(*outer, O)
     return y, gate_up, h if keep else new(x, 0)
 
 
@@ -61,8 +60,8 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor, gate_up: Tensor, h:
     dgate_up = dgate_up.view(-1, len(weight))
     with without_autocast(x.device):
         return {
-            "x": op.matmul(second, dgate_up, weight).view(x.shape) if needed.x else None,
-            "gate_up": op.matmul(second, dgate_up.T, x.reshape(-1, x.shape[-1])) if needed.gate_up else None,
+            "x": op.matmul(dgate_up, weight).view(x.shape) if needed.x else None,
+            "gate_up": op.matmul(dgate_up.T, x.reshape(-1, x.shape[-1])) if needed.gate_up else None,
             "down": gradients["weight"],
         }
 
@@ -72,10 +71,10 @@ gated_mlp = register("gated_mlp", _compute, _differentiate, _empty, unread=lambd
 
 def forward(x: Tensor, gate_up: Tensor, down: Tensor, activation: Literal["identity", "silu"]) -> Tensor:
     """y […,O]; see `kernels.gated_mlp`."""
-    (O, I), D = down.shape, x.shape[-1]
+    I, D = down.shape[1], x.shape[-1]
     tensors, cast = (x, gate_up, down), autocast_dtype(x.device)
     case = Case(tensors, rows=x.numel() // max(D, 1), inner=D, size=I, backward=False, cast=cast)
-    if fp8.in_fp8(D, 2 * I) or fp8.in_fp8(I, O) or not takes(FUSED, case):
+    if not takes(FUSED, case):
         return two_ops(*tensors, activation)
     if cast is not None:
         x, gate_up, down = (each.to(cast) for each in tensors)

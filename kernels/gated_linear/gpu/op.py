@@ -19,7 +19,7 @@ from ...core.recompute import keeping
 from ...gpu.launch import cdiv, enqueue
 from ...gpu.paths import takes
 from ...gpu.rows import load
-from ...linear import fp8, tiles
+from ...linear import tiles
 from ...linear.gpu import op as few
 from .. import composition
 from .select import FUSED, Case
@@ -65,25 +65,22 @@ class Arguments(NamedTuple):
     weight: Tensor  # [O,I]
     activation: str
     keep: bool  # whether the product is saved for the backward pass
-    in_fp8: str  # implementation of products in FP8; empty for the dtype of gate_up
 
 
-def matmul(args: Arguments, a: Tensor, b: Tensor) -> Tensor:
+def matmul(a: Tensor, b: Tensor) -> Tensor:
     """a [M,K] times b [K,N], which is cast to the dtype of a."""
-    if args.in_fp8:
-        return fp8.product(a, b, args.in_fp8)
     return tiles.product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
-    gate_up, weight, activation, keep, _ = args
+    gate_up, weight, activation, keep = args
     (*outer, both), size = gate_up.shape, weight.shape[1]
     with without_autocast(gate_up.device):
         h = new(gate_up, *outer, size)
         programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
         enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
-        y = matmul(args, h.view(-1, size), weight.T).view(*outer, len(weight))
+        y = matmul(h.view(-1, size), weight.T).view(*outer, len(weight))
         return y, h if keep else new(gate_up, 0)
 
 
@@ -97,13 +94,13 @@ def _through_product(args: Arguments, dy: Tensor, h: Tensor | None) -> Tensor:
     gate_up, weight, silu = args.gate_up, args.weight, args.activation == "silu"
     dgate_up, (O, size) = new(gate_up, *gate_up.shape), weight.shape
     case = Case((gate_up, dy), rows=len(dy), inner=O, size=size, backward=True)
-    if not args.in_fp8 and takes(FUSED, case):
+    if takes(FUSED, case):
         from .hopper import fused_backward  # imported on first use: other GPUs do not need Gluon
 
         fused_backward(gate_up, dy, weight.to(dy.dtype), h, dgate_up, silu)
         return dgate_up
     programs, constants = len(dy) * cdiv(size, BLOCK), {"SIZE": size, "SILU": silu, "BLOCK": BLOCK}
-    dh = matmul(args, dy, weight)
+    dh = matmul(dy, weight)
     enqueue(differentiate_product, programs, gate_up, dh, h, dgate_up, **constants, warps=WARPS)
     return dgate_up
 
@@ -116,7 +113,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradie
         recomputed = None if args.keep else new(args.gate_up, len(dy), weight.shape[1])
         dgate_up = _through_product(args, dy, recomputed) if needed.gate_up or not args.keep else None
         h = h.view(len(dy), weight.shape[1]) if recomputed is None else recomputed
-        dweight = matmul(args, dy.T, h).to(weight.dtype) if needed.weight else None
+        dweight = matmul(dy.T, h).to(weight.dtype) if needed.weight else None
         return {"gate_up": dgate_up, "weight": dweight}
 
 
@@ -128,8 +125,7 @@ def forward(gate_up: Tensor, weight: Tensor, activation: str) -> Tensor:
     if (dtype := autocast_dtype(gate_up.device)) is not None:
         gate_up = gate_up.to(dtype)
     keep = keeping() and torch.is_grad_enabled() and weight.requires_grad
-    in_fp8 = fp8.implementation(gate_up, weight) if fp8.in_fp8(*weight.shape) else ""
-    return gated_linear(gate_up.contiguous(), weight, activation, keep, in_fp8)
+    return gated_linear(gate_up.contiguous(), weight, activation, keep)
 
 
 def product(x: Tensor, weight: Tensor, activation: str) -> Tensor:

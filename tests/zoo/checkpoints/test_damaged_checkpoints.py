@@ -12,8 +12,9 @@ import zoo
 from kernels import UserError
 from tests.zoo.lm.test_states import model_of
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import check_format, read_checkpoint, read_weights
+from zoo.checkpoints.format import AtomicCheckpointIO, read_checkpoint, read_weights
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
+from zoo.files.sealed_json import write_sealed
 from zoo.saved.export import export
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
@@ -142,17 +143,24 @@ def test_shards(run: Path, name: str, mutations: int):
     assert not what_loads(file.parent / name, read, mutations)
 
 
-def test_a_checkpoint_of_format_1_is_known_by_the_checksums_of_its_archive(run: Path):
+def test_a_checkpoint_without_its_hash_is_refused(run: Path):
     file = run / "checkpoints" / "last.ckpt"
     contents = torch.load(file, weights_only=True)
-    contents["zoo"]["format"] = 1
-    torch.save(contents, file)
-    check_format(read_checkpoint(file), file)
+    for version in (1, 2):
+        contents["zoo"]["format"] = version
+        torch.save(contents, file)
+        with pytest.raises(UserError, match="is damaged: the hash at its end is missing"):
+            read_checkpoint(file)
+
+
+def test_weights_of_others_are_known_by_the_checksums_of_their_archive(tmp_path: Path):
+    file, weights = tmp_path / "weights.pt", torch.arange(64.0)
+    torch.save({"a": weights}, file)
     written = file.read_bytes()
-    place = written.index(contents["state_dict"]["model.embeddings.weight"].numpy().tobytes()[:64])
+    place = written.index(weights.numpy().tobytes())
     file.write_bytes(written[: place + 5] + bytes([written[place + 5] ^ 1]) + written[place + 6 :])
     with pytest.raises(UserError, match="does not have its checksum"):
-        read_checkpoint(file)
+        read_weights(file)
 
 
 def test_a_checkpoint_is_the_same_under_other_names(run: Path, tmp_path: Path):
@@ -172,6 +180,32 @@ def test_results(run: Path, mutations: int):
         assert read_row(run) == row
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"val_loss": "low"},
+        {"val_loss": [[1]]},
+        {"parameters": 10**400},
+        {"wall_seconds": {"a": "long"}},
+        {"val_accuracy": {"a": [1]}},
+        {"status": ["complete"]},
+        {"mixers": 3},
+        {"run": None, "schedule": {"a": 1}},
+    ],
+)
+def test_results_of_wrong_types(run: Path, change: dict[str, object]):
+    """Of a stranger, who can write the hash, too."""
+    write_sealed(run / "results.json", {**(read_row(run) or {}), **change})
+    with pytest.raises(UserError, match=r"results\.json is damaged \(\w+ is not (a number|text)\); delete it"):
+        read_row(run)
+
+
+def test_results_without_a_status(run: Path):
+    write_sealed(run / "results.json", {"val_loss": 1.0})
+    with pytest.raises(UserError, match=r"results\.json is damaged \(it has no status\)"):
+        read_row(run)
+
+
 def test_metrics(run: Path, mutations: int):
     """Rows are left out with a warning; a reader never fails."""
     file, rows = run / "metrics.jsonl", read_metrics(run / "metrics.jsonl")
@@ -181,3 +215,14 @@ def test_metrics(run: Path, mutations: int):
         read_metrics(file)
     file.write_bytes(written)
     assert read_metrics(file) == rows
+
+
+def test_a_folder_that_became_a_link_is_not_written_to(tmp_path: Path):
+    """A link to the checkpoints of another run, put there while a run writes."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "last.ckpt").write_text("precious")
+    (tmp_path / "checkpoints").symlink_to(tmp_path / "theirs")
+    with pytest.raises(UserError, match=r"last\.ckpt is not written: .*checkpoints is a link; put a folder there"):
+        AtomicCheckpointIO().save_checkpoint({"a": 1}, tmp_path / "checkpoints" / "last.ckpt")
+    assert (tmp_path / "theirs" / "last.ckpt").read_text() == "precious"
+    assert len(list((tmp_path / "theirs").iterdir())) == 1

@@ -77,7 +77,6 @@ MEANT = {
     "bench training --config gla.yaml --batch=3": ("batch", "batch_size"),
     "bench decode --batch=3 --config gla.yaml": ("batch", "batch_sizes"),
     "mixers --hidden=5": ("hidden", "hidden_size"),
-    "tune --kernel=delta": ("kernel", "kernels"),
     "doctor --out=x": ("out", "output"),
     "fit --config gla.yaml --print_config --max_steps=3": ("max_steps", "trainer.max_steps"),
     "fit --config gla.yaml --model.stack.mixer.num_head=2": (
@@ -201,7 +200,7 @@ ANSWERS = {
     "fit --resume": "--resume has no value; options are written --key=value",
     "train --config gla.yaml": (
         "'train' is not a verb; did you mean 'fit'? (verbs: fit, validate, test, predict, generate, evaluate,"
-        " export, convert, publish, statex, compare, sweep, bench, scaling, report, doctor, tune, mixers)"
+        " export, convert, statex, compare, sweep, bench, scaling, doctor, mixers)"
     ),
     "sweep": "sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)",
     "sweep --config gla.yaml": (
@@ -248,7 +247,7 @@ ANSWERS = {
     "evaluate --tasks=needle": "tasks: 'needle' is not a task (--tasks=list shows all of them)",
     "evaluate runs/a runs/b": "'runs/a': an argument without a key; write --checkpoint runs/a",
     "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
-    "bench kernel": "bench: 'kernel' is not one of kernels, training, decode, scaling; did you mean 'kernels'?",
+    "bench kernel": "bench: 'kernel' is not one of kernels, training, decode; did you mean 'kernels'?",
     "scaling fit": "runs: missing; name at least one: python cli.py scaling fit RUNS …",
     "fit --config gla.yaml --optim.optimizer.lr=1": (
         "optim.optimizer: no class is named of which lr is an argument; write --optim.optimizer=CLASS before"

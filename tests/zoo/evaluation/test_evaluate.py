@@ -303,6 +303,38 @@ def test_a_line_that_is_not_a_record_is_named(line: str, done: str, desk: Path) 
     assert Path("out/rows.jsonl").read_text() == f"{line}\n"
 
 
+ROW = {"length": 32, "metric": "accuracy", "value": 0.5, "count": 4}
+WRONG_ROWS: dict[str, object] = {
+    "value is a string": ROW | {"value": "high"},
+    "value is a list": ROW | {"value": [0.5]},
+    "value of 400 digits": ROW | {"value": 10**400},
+    "length is a string": ROW | {"length": "256"},
+    "length is null": ROW | {"length": None},
+    "length is infinite": ROW | {"length": float("inf")},
+    "depth is a list": ROW | {"depth": [0.5]},
+    "count is negative": ROW | {"count": -4},
+    "count is a string": ROW | {"count": "4"},
+    "metric is a number": ROW | {"metric": 3},
+    "metric is a list": ROW | {"metric": ["accuracy"]},
+    "subtask is an object": ROW | {"subtask": {}},
+    "no value": {"metric": "accuracy"},
+    "a number": 3,
+    "empty": {},
+}
+
+
+@pytest.mark.slow
+def test_rows_of_wrong_types_are_named(done: str, desk: Path) -> None:
+    """Of a stranger, who can write a key that belongs to what was measured."""
+    zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+    file = Path("out/rows.jsonl")
+    first, *others = file.read_text().splitlines()
+    for row in WRONG_ROWS.values():
+        file.write_text("\n".join([json.dumps({**json.loads(first), "rows": [row]}), *others]) + "\n")
+        with pytest.raises(UserError, match=r"output: line 1 of out/rows\.jsonl is damaged \(.* row .*\); remove it"):
+            zoo.evaluate(done, **OPTIONS, output="out", verbose=False)
+
+
 @pytest.mark.slow
 def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None:
     zoo.evaluate(done, **OPTIONS, output="out", verbose=False)

@@ -1,5 +1,6 @@
 """Stands in for the command line: `fit` that takes no time, fails or waits as files beside the runs say."""
 
+import hashlib
 import json
 import signal
 import sys
@@ -37,4 +38,6 @@ row = {
     "parameters": 1000,
 }
 row["val_accuracy_by_task"] = {"pairs_4": 0.5 + 0.1 * factor}
+canonical = json.dumps(row, sort_keys=True, separators=(",", ":"))
+row["blake2b"] = hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()  # zoo.files needs seconds to import
 (folder / "results.json").write_text(json.dumps(row))

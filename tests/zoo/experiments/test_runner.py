@@ -3,7 +3,6 @@
 import copy
 import csv
 import functools
-import json
 import os
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from kernels import UserError
 from tests.forked_python import forked_python
 from zoo.config import read, to_dict
 from zoo.experiments import Failure, Gate, Run, Runner, Sweep, results
-from zoo.files.sealed_json import read_sealed
+from zoo.files.sealed_json import read_sealed, write_sealed
 
 FAKE = [sys.executable, str(Path(__file__).with_name("fake_fit.py"))]
 SWEEP = Sweep(
@@ -110,13 +109,13 @@ def test_another_config_under_the_same_name_is_refused(tmp_path: Path):
 def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
     Runner(FAKE, tmp_path).run(runs())
     file = tmp_path / "runs.json"
-    unsealed = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
-    for config in unsealed.values():
+    recorded = {name: {k: v for k, v in config.items() if k != "samples"} for name, config in read_sealed(file).items()}
+    for config in recorded.values():
         assert config["model"].pop("embedding_norm") is False
-    file.write_text(json.dumps(unsealed))  # as earlier versions did
+    write_sealed(file, recorded)
     assert Runner(FAKE, tmp_path).run(runs()) == []
     assert len(calls(tmp_path)) == len(ALL)
-    file.write_text(json.dumps(unsealed))
+    write_sealed(file, recorded)
     with pytest.raises(UserError, match=r"seed=0 is a run with model.embedding_norm: False, and now it is True"):
         Runner(FAKE, tmp_path).run(SWEEP.runs(("model.embedding_norm=true",)))
 
@@ -311,7 +310,7 @@ def gated(tmp_path: Path) -> tuple[Sweep, list[results.Outcome]]:
     for run, row in zip(every, rows, strict=True):
         if row is not None:
             (tmp_path / run.name).mkdir()
-            (tmp_path / run.name / "results.json").write_text(json.dumps(row))
+            write_sealed(tmp_path / run.name / "results.json", row)
     return sweep, results.outcomes(every, tmp_path)
 
 
@@ -405,3 +404,27 @@ def test_an_unknown_cluster_or_option(tmp_path: Path, cluster: str, options: dic
 
     with pytest.raises(UserError, match=f"cluster: {cluster}"):
         run_on_cluster(Runner(FAKE, tmp_path), runs()[:1], cluster, options)
+
+
+def test_a_folder_of_jobs_that_is_a_link(tmp_path: Path):
+    pytest.importorskip("submitit")
+    from zoo.experiments.cluster import run_on_cluster
+
+    folder, elsewhere = tmp_path / "sweep", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir()
+    (folder / "jobs").symlink_to(elsewhere)
+    with pytest.raises(UserError, match=r"folder: .*jobs is a link, through which nothing is written"):
+        run_on_cluster(Runner(FAKE, folder), runs()[:1], "local", {"timeout_min": 5})
+    assert not list(elsewhere.iterdir())
+    assert not (tmp_path / "calls.txt").exists()
+
+
+@pytest.mark.parametrize("job", [5, None, ["1"], "", "../../1", "x"])
+def test_damaged_records_of_jobs(tmp_path: Path, job: object):
+    pytest.importorskip("submitit")
+    from zoo.experiments.cluster import run_on_cluster
+
+    write_sealed(tmp_path / "jobs.json", {ALL[0]: job})
+    with pytest.raises(UserError, match=r"jobs.json is damaged \(the job of .* is .*\); delete it if no job"):
+        run_on_cluster(Runner(FAKE, tmp_path), runs()[:1], "local", {"timeout_min": 5})

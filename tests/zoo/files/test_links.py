@@ -7,7 +7,7 @@ from filelock import FileLock, SoftFileLock
 
 from kernels import UserError
 from zoo.files.atomic import atomic_write
-from zoo.files.links import check_inside, check_plain_folder, held_lock, lock_of, open_in_place
+from zoo.files.links import check_inside, held_lock, lock_of, open_in_place
 
 
 @pytest.mark.parametrize("mode", ["a", "ab+", "r+b", "wb"])
@@ -58,24 +58,6 @@ def test_a_file_takes_the_place_of_a_link(tmp_path: Path):
         file.write(b"new")
     assert (tmp_path / "precious").read_text() == "precious"
     assert not (tmp_path / "link").is_symlink()
-
-
-def test_a_plain_folder(tmp_path: Path):
-    folder = tmp_path / "folder"
-    (folder / "deep").mkdir(parents=True)
-    (folder / "a").touch()
-    os.link(folder / "a", folder / "deep" / "b")  # as last.ckpt and best.ckpt are
-    (tmp_path / "around").symlink_to(folder)
-    check_plain_folder(tmp_path / "around")
-    os.link(folder / "a", tmp_path / "outside")
-    with pytest.raises(UserError, match="with another name outside it"):
-        check_plain_folder(folder)
-    (tmp_path / "outside").unlink()
-    for target in ("a", "deep", "nowhere", tmp_path):
-        (folder / "deep" / "link").symlink_to(target)
-        with pytest.raises(UserError, match="deep/link in it is a symbolic link"):
-            check_plain_folder(folder)
-        (folder / "deep" / "link").unlink()
 
 
 def test_links_that_stay_inside(tmp_path: Path):

@@ -131,3 +131,17 @@ def test_quick_text_is_read_back_as_it_was(words: list[str]):
 @pytest.mark.parametrize("text", ["\x85a", "a\x85", "a \u2028 b", "\u2029", "a\nb\x85c", "1e5\x85"])
 def test_line_breaks_of_unicode_are_kept(text: str):
     assert parse_yaml(dump_yaml({"key": text}), "config") == {"key": text}
+
+
+@pytest.mark.parametrize("head", ["%YAML 1.3\n---\n", "@ ", "%TAG ! x\n"])
+@pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "- " * 100_000])
+def test_depth_behind_what_is_not_yaml(head: str, text: str):
+    with pytest.raises(UserError, match=r"^a\.yaml is "):
+        parse_yaml(head + text, "a.yaml")
+
+
+@pytest.mark.parametrize("key", [(), (1,), b"", frozenset()])
+def test_keys_that_count_as_false_are_checked_too(key: object):
+    for mapping in ({key: 1}, {"a": {"b": 1, key: 2}}):
+        with pytest.raises(UserError, match=r"^a\.yaml has a key .*, which is not a string\.$"):
+            check_plain(mapping, "a.yaml")

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -8,6 +10,7 @@ from kernels.errors import UserError
 from tests.zoo.tiny import ByteTokenizer, TinyModel
 from zoo.generation.generate import generate, generate_tokens, sampling_probabilities, stream_text
 
+pytest_plugins = "tests.desk"
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
 
 
@@ -195,3 +198,14 @@ def test_arguments_out_of_range(option, value):
 def test_prompts_need_a_token():
     with pytest.raises(UserError, match="at least 1 token"):
         generate_tokens(TinyModel(), torch.zeros(2, 0, dtype=torch.long), max_new_tokens=1)
+
+
+@pytest.mark.slow
+def test_special_tokens_of_a_prompt_are_parsed_on_request(finished: Path):
+    model, tokenizer = zoo.load(finished / "runs" / "done"), zoo.load_tokenizer(finished / "runs" / "done")
+    seen: list[torch.Tensor] = []
+    model.embeddings.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))  # type: ignore[union-attr]
+    for special in (False, True):
+        seen.clear()
+        model.generate("a<eos>b", max_new_tokens=1, special_tokens=special)
+        assert (tokenizer.eos_id in seen[0].flatten().tolist()) == special

@@ -16,11 +16,10 @@ import torch
 
 import kernels
 from tests.mixers.variants import CAUSAL
-from tests.zoo.data.text.test_chat import CHATML, ours
 from tests.zoo.tiny import ByteTokenizer
+from zoo.display import screen_text
 from zoo.evaluation.loaded import LoadedModel
 from zoo.generation import graphs as owners
-from zoo.generation.chat import Conversation
 from zoo.generation.generate import WORTH_CAPTURING, generate_tokens, write
 from zoo.generation.graphs import KEPT_GRAPHS, DecodingGraphs
 from zoo.lm.model import LanguageModel
@@ -118,7 +117,11 @@ def test_a_failed_capture_is_not_repeated_unless_memory_lacked(monkeypatch: pyte
 
 def test_another_precision_backend_or_model_is_captured_separately(captures: list[torch.device]):
     model, graphs = build(), DecodingGraphs()
-    contexts = [partial(torch.autocast, "cpu", torch.bfloat16), partial(kernels.backend, "reference"), kernels.fp8]
+    contexts = [
+        partial(torch.autocast, "cpu", torch.bfloat16),
+        partial(kernels.backend, "reference"),
+        kernels.deterministic,
+    ]
     greedy(model, graphs)
     for number, context in enumerate(contexts, 2):
         with context():
@@ -244,14 +247,6 @@ def test_the_prompts_of_a_model_share_a_capture(captures: list[torch.device]):
     assert len(captures) == 1
 
 
-def test_the_replies_of_a_chat_share_a_capture(captures: list[torch.device]):
-    tokenizer = ours(CHATML)
-    chat = Conversation(build(vocab_size=tokenizer.vocab_size), tokenizer, seed=1, max_new_tokens=NEW)
-    for message in ("How are you?", "And now?"):
-        assert "".join(chat.reply(message))
-    assert len(captures) == 1
-
-
 def test_the_batches_of_an_evaluation_share_a_capture(captures: list[torch.device]):
     subject = LoadedModel("tiny", build(), batch_tokens=64)
     prompts = [[1] * length for length in (9, 10, 11, 12)]
@@ -277,7 +272,7 @@ def test_samples_of_a_run_see_the_weights_of_their_step(captures: list[torch.dev
         settings: dict[str, Any] = {"max_new_tokens": NEW, "temperature": 0, "cuda_graph": False}
         expected += write(module.model, module.tokenizer, ["a", "b"], **settings)
         change(module.model)
-    assert [text.split("\n", 1)[1].removesuffix("\n") for text in texts] == expected
+    assert [text.split("\n", 1)[1].removesuffix("\n") for text in texts] == [screen_text(text) for text in expected]
     assert expected[2:] != expected[:2]
     assert len(captures) == 1
     samples.teardown(trainer, module, "fit")

@@ -2,11 +2,8 @@
 
 import dataclasses
 import importlib
-import inspect
 import json
 import math
-import os
-import sys
 import types
 from pathlib import Path
 from typing import Any
@@ -15,17 +12,12 @@ import pytest
 import torch
 from rich.console import Console
 
-import kernels
 from kernels import UserError
-from zoo import config as configs
 from zoo.performance import model as models
-from zoo.performance import peers
 from zoo.performance.accuracy import Gate, relative_error
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.decoding import bench_decode, grows, state_at
-from zoo.performance.kernels import bench_kernels, measured
-from zoo.performance.peer_ops import PEERS, PeerOp
-from zoo.performance.peers import language_model
+from zoo.performance.kernels import bench_kernels
 from zoo.performance.timing import medians, process_age
 from zoo.performance.training import TrainingReport, bench_training, timed
 
@@ -165,64 +157,6 @@ def test_the_widest_table_is_whole_at_100_columns():
     assert "…" not in shown.get()
 
 
-@pytest.mark.slow
-def test_the_peer_has_the_sizes_of_our_heads():
-    pytest.importorskip("fla")
-    config = models.read(["gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", "model.num_layers=1"])
-    ours = models.build(config, "32-true", torch.device("meta"))
-    peer = language_model(ours, configs.to_dict(config)["model"], torch.device("meta"))
-    assert peer.name == "fla gated_deltanet"
-    theirs = peer.build()
-    layer = theirs.model.layers[0].attn
-    assert (layer.head_k_dim, layer.head_v_dim) == (200, 400)
-    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("config", "name", "mixers"),
-    [
-        ("kda.yaml", "kda", {"KimiDeltaAttention"}),
-        ("gated_deltaproduct.yaml", "gated_deltaproduct", {"GatedDeltaProduct"}),
-        ("gated_deltanet2.yaml", "gated_deltanet", {"GatedDeltaNet"}),  # of which it has no model
-        ("transformer.yaml", "gated_deltanet", {"GatedDeltaNet"}),  # without linear layers
-        ("rwkv7.yaml", "rwkv7", {"RWKV7Attention"}),
-        ("gated_slot_attention.yaml", "gsa", {"GatedSlotAttention"}),
-        ("forgetting_attention.yaml", "forgetting_transformer", {"ForgettingAttention"}),
-    ],
-)
-def test_the_peer_has_our_mixers(config: str, name: str, mixers: set[str]):
-    pytest.importorskip("fla")
-    parsed = models.read([config, *PLAIN, "model.num_layers=4", "model.hidden_size=64"])
-    ours = models.build(parsed, "32-true", torch.device("meta"))
-    peer = language_model(ours, configs.to_dict(parsed)["model"], torch.device("meta"))
-    assert peer.name == f"fla {name}"
-    theirs = peer.build()
-    assert {type(layer.attn).__name__ for layer in theirs.model.layers} == mixers
-    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.15)
-
-
-def test_the_peer_of_a_model_without_mlps_has_none():
-    pytest.importorskip("fla")
-    names = []
-    for options in (["model.mlp=null"], []):
-        parsed = models.read(["mamba3.yaml", *PLAIN, "model.hidden_size=64", *options])
-        ours = models.build(parsed, "32-true", torch.device("meta"))
-        peer = language_model(ours, configs.to_dict(parsed)["model"], torch.device("meta"))
-        names.append(peer.name)
-        if options:
-            assert sum(p.numel() for p in peer.build().parameters()) == ours.num_parameters()
-    assert names == ["fla mamba3", "fla gated_deltanet"]
-
-
-def test_the_peer_of_latent_attention_has_its_sizes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(pytest.importorskip("fla.layers.mla"), "flash_attn_func", len)  # flash-attn is not installed
-    parsed = models.read(["multihead_latent_attention.yaml", *PLAIN])
-    ours = models.build(parsed, "32-true", torch.device("meta"))
-    theirs = language_model(ours, configs.to_dict(parsed)["model"], torch.device("meta")).build()
-    assert sum(p.numel() for p in theirs.parameters()) == ours.num_parameters()
-
-
 @pytest.mark.parametrize(
     ("config", "kept"),
     [("gla.yaml", 2), ("rwkv7.yaml", 2), ("tnl.yaml", 2), ("gdn_h2.yaml", 3), ("kda_hybrid.yaml", 4)],
@@ -245,27 +179,6 @@ def test_windows_of_two_sizes_are_two_kinds_of_layers():
     parsed = models.read(["gla.yaml", *PLAIN, "model.num_layers=8", f"model.stack={stack}"])
     model = models.build(parsed, "32-true", torch.device("meta"))
     assert len(models.lowest_layers(model).layers) == 4
-
-
-@pytest.mark.parametrize("works", [True, False])
-def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("fla")
-    case = BenchCall("delta_rule", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=1)
-    assert not any("flash_qla" in name for name in measured(case, 0.01, True)["peers"])
-
-    def rule(q, k, v, g, beta, *, scale):  # takes its arguments in FlashQLA's order
-        if not works:
-            raise ValueError("heads of 16 channels")
-        return kernels.delta_rule(q, k, v, beta, g, scale=scale)
-
-    monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=rule))
-    monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
-    peer = measured(case, 0.01, True)["peers"]["flash_qla chunk_gated_delta_rule"]
-    if works:
-        assert max(peer["errors"].values()) < 1e-5
-        assert peer["fwd_bwd_ms"] > 0
-    else:
-        assert peer == {"note": "ValueError: heads of 16 channels"}
 
 
 def test_attention_in_half_precision_is_checked_at_full_length(monkeypatch: pytest.MonkeyPatch):
@@ -296,126 +209,6 @@ def test_heads_that_share_keys(tmp_path: Path):
     for options in ({"ops": "delta_rule", "key_heads": 3}, {"ops": "kda", "key_heads": 2}):
         with pytest.raises(UserError, match=r"key_heads: . is for --ops=delta_rule alone, and must divide H"):
             bench_kernels(shapes=[(1, 4, 40, 8)], lengths=[], **options)
-
-
-def test_libraries_can_be_chosen(tmp_path: Path):
-    case = BenchCall("window_attention", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=70)
-    peers = measured(case, 0.01, True, libraries=["sdpa", "cudnn"])["peers"]
-    assert peers["cudnn"] == {"note": "does not compute this call on this machine"}
-    assert "fwd_ratio" in peers["sdpa causal"]
-    assert {*peers} == {"cudnn", "sdpa causal"}
-    options = {"ops": "window_attention", "shapes": [(1, 2, 40, 8)], "lengths": [], "peers": True}
-    with pytest.raises(UserError, match=r"libraries: 'cuddn' is not one of fla, .*did you mean 'cudnn'"):
-        bench_kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
-    with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
-        bench_kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
-    with pytest.raises(UserError, match="libraries: they are timed with --peers=true only"):
-        bench_kernels(**options | {"peers": False}, libraries=["sdpa"], folder=str(tmp_path))
-
-
-NAIVE = {  # of FLA, in PyTorch, with the arguments of its kernels; that of Comba reads the state after it decays
-    "kda": ("fla.ops.kda.naive", "naive_recurrent_kda"),
-    "gated_deltanet2": ("fla.ops.gdn2.naive", "naive_recurrent_gdn2"),
-    "gated_deltaproduct": ("fla.ops.gated_delta_product.naive", "naive_recurrent_gated_delta_product"),
-}
-
-
-@pytest.mark.parity
-@pytest.mark.slow
-@pytest.mark.parametrize("row", NAIVE)
-def test_a_peer_gets_the_arguments_that_it_takes(row: str):
-    pytest.importorskip("fla")
-    case = BenchCall(row, Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=1)
-    module, function = NAIVE[row]
-    naive = getattr(importlib.import_module(module), function)
-    taken = inspect.signature(naive).parameters
-
-    def with_those(*tensors: torch.Tensor, **arguments: Any) -> Any:
-        defaults = {"scale": case.shape.D**-0.5} | arguments
-        return naive(*tensors, **{name: value for name, value in defaults.items() if name in taken})
-
-    for peer in (each for each in PEERS if each.row == row):
-        gate = case.compared(lambda inputs, peer=peer: peer.adapt(with_those)(**inputs)[0])
-        assert gate.passed, gate.says
-
-
-@pytest.mark.parity
-@pytest.mark.slow
-def test_a_peer_that_computes_the_gates_gets_pre_activations():
-    pytest.importorskip("fla")
-    naive, gate = (importlib.import_module(f"fla.ops.kda.{module}") for module in ("naive", "gate"))
-
-    def fused(q, k, v, g, beta, A_log, dt_bias, **settings):
-        assert all(settings.pop(f"use_{part}_in_kernel") for part in ("gate", "qk_l2norm", "beta_sigmoid"))
-        assert settings.keys() <= {"disable_recompute"}
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
-        return naive.naive_recurrent_kda(q, k, v, gate.naive_kda_gate(g, A_log, dt_bias), beta.sigmoid())
-
-    case = BenchCall("kda_with_gates", Shape(2, 2, 70, 16), "fp32", CPU, "torch", window=1)
-    for peer in (each for each in PEERS if each.row == case.name):
-        gate_of_peer = case.compared(lambda inputs, peer=peer: peer.adapt(fused)(**inputs)[0])
-        assert gate_of_peer.passed, gate_of_peer.says
-
-
-@pytest.mark.parity
-@pytest.mark.slow
-@pytest.mark.parametrize("peer", [peer for peer in PEERS if peer.row is not None], ids=lambda peer: peer.label)
-def test_a_peer_is_called_with_arguments_of_its_signature(peer: PeerOp):
-    pytest.importorskip("fla")
-    signature = inspect.signature(getattr(importlib.import_module(peer.module), peer.function))
-    case = BenchCall(peer.row, Shape(1, 2, 8, 16), "fp32", CPU, "torch", window=1)
-    bound: dict[str, Any] = {}
-
-    def recorder(*tensors: torch.Tensor, **arguments: Any) -> tuple[torch.Tensor, None]:
-        bound.update(signature.bind(*tensors, **arguments).arguments)
-        return case.do, None
-
-    peer.adapt(recorder)(**case.inputs)
-    assert bound.pop("kwargs", {}).keys() <= {"A_log", "dt_bias"}  # which some functions read from there
-    tensors = [x for x in bound.values() if isinstance(x, torch.Tensor)]
-    inputs = {name for name in case.inputs if name not in ("A_log", "dt_bias")}
-    assert len(tensors) == len(inputs)
-
-
-def test_every_delta_rule_has_a_peer():
-    rows = {peer.row for peer in PEERS}
-    assert {name for name, op in OPS.items() if op.decay is not None} == rows - {None}
-    labels = [(peer.row, peer.label) for peer in PEERS if peer.row is not None]
-    assert len(set(labels)) == len(labels)
-
-
-def test_rows_of_fla_are_not_of_flashqla(monkeypatch: pytest.MonkeyPatch):
-    """FLA calls FlashQLA where it is installed, unless a variable that FLA reads says not to."""
-    monkeypatch.setenv("FLA_FLASH_QLA", "1")
-    monkeypatch.setattr(peers, "version", lambda package: "0.6.0")
-    monkeypatch.setitem(sys.modules, "fla.ops.common.chunk_o", types.SimpleNamespace())
-    peers.require(torch.device("cuda"))
-    assert os.environ["FLA_FLASH_QLA"] == "0"
-
-
-def test_a_peer_that_fails_is_a_sentence_below_the_table(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    def refused(case: BenchCall) -> dict[str, Any]:
-        def fails(inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-            raise ValueError("heads of 8\nchannels")
-
-        return {"theirs": fails, "same": case.call}
-
-    monkeypatch.setattr(peers, "require_for", lambda ops, device, libraries: None)
-    monkeypatch.setattr(peers, "kernel_peers", refused)
-    report = bench_kernels("kda", [(1, 1, 40, 8)], [], seconds=0.01, peers=True, folder=str(tmp_path))
-    table = report.table()
-    assert not report.failed
-    said = capsys.readouterr().err
-    assert "tunes its kernels for minutes, before the clock starts" in said
-    assert "kernels: kda 1×1×40×8, first call of theirs\n" in said
-    assert "theirs: ValueError: heads of 8 channels" in table.caption
-    assert "same" not in table.caption
-    cells = [[*column.cells] for column in table.columns]
-    assert cells[0] == ["kda", "  theirs", "  same"]
-    assert cells[2][1] == "–"
-    assert cells[1][2].startswith("±")
 
 
 @pytest.mark.parametrize(
@@ -580,7 +373,7 @@ def test_a_file_as_the_folder_is_refused_before_anything_is_measured(tmp_path: P
 def test_without_a_kind_it_lists_them(command):
     done = command("bench")
     assert done.code == 0
-    for kind in ("kernels", "training", "decode", "scaling"):
+    for kind in ("kernels", "training", "decode"):
         assert f"\n  {kind} " in done.out
     assert max(map(len, done.out.splitlines())) <= 100
 
@@ -603,8 +396,6 @@ def test_a_process_has_an_age():
         (["kernels", "--backend=tritn"], "did you mean 'triton'"),
         (["kernels", "--op=delta_rule"], "did you mean 'ops'"),
         (["kernels", "--config", "gla.yaml"], "config: unknown key"),
-        (["kernels", "--peers"], "needs a CUDA device"),
-        (["training", "--peers", "--config", "gla.yaml"], "needs a CUDA device"),
         (["training"], "config: missing"),
         (["training", "--config"], "--config has no value"),
         (["training", "--config", "gl.yaml"], "did you mean 'gla.yaml'"),

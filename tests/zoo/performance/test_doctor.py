@@ -2,29 +2,26 @@
 
 import importlib.metadata
 import json
+import multiprocessing
+import os
 import re
 import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import kernels
-import mixers
 import zoo
 from kernels import UserError
-from kernels.core.deterministic import is_deterministic
-from kernels.gpu.launch_table import TABLE, LaunchConfig
 from mixers.counting import counted_flops
-from zoo.performance.doctor import checks, workers
-from zoo.performance.doctor.checks import Finding, examine, examined, known_cases, repeats
-from zoo.performance.doctor.machine import compiler, packages
+from zoo.performance import doctor as examination
+from zoo.performance.doctor import Finding, examine, gpu, packages
 from zoo.performance.op_calls import cases, ops
 
 pytest_plugins = "tests.desk"
@@ -43,8 +40,8 @@ def plant(patch: pytest.MonkeyPatch, op: str, fault: Callable[[Callable[..., Any
 @pytest.fixture
 def few_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     """Examine only the ops in which faults are planted here: the others take most of the time."""
-    few = {"delta_rule", "discretise", "gated_linear", "linear_recurrence"}
-    monkeypatch.setattr(checks, "known_cases", lambda device: [c for c in known_cases(device) if c.op in few])
+    few = {"delta_rule", "gated_linear"}
+    monkeypatch.setattr(examination, "cases", lambda size: [case for case in cases(size) if case.op in few])
 
 
 @pytest.mark.slow
@@ -53,17 +50,13 @@ def test_a_healthy_machine(command, desk: Path):
     assert done.code == 0, done.out
     record = json.loads(Path("doctor.json").read_text())
     assert record["passed"]
-    assert record["seconds"] < 120
+    assert record["seconds"] < 30
     subjects = {finding["subject"] for finding in record["ops"]}
-    checks = {finding["check"] for finding in record["ops"]}
-    assert checks == {"path", "fp32", "bf16", "packed", "repeats"}
+    assert {finding["check"] for finding in record["ops"]} == {"error"}
     assert len({subject.partition(" ")[0] for subject in subjects}) == len(ops())
-    assert {finding["subject"] for finding in record["mixers"]} == {*mixers.names()}
     assert {finding["subject"] for finding in record["machine"]} >= {"packages", "GPU", "memory", "disk"}
-    for word in (*subjects, *mixers.names(), "checks passed", "; written to doctor.json"):
+    for word in (*subjects, "checks passed", "; written to doctor.json"):
         assert word in done.out
-    explained = done.out[done.out.index("path: the implementation") :].splitlines()
-    assert all(len(line) < 80 for line in explained)  # no line is torn by a narrow terminal
 
 
 def test_every_op_is_known():
@@ -88,7 +81,7 @@ def sizes(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Size]:
 
 
 @pytest.mark.slow
-def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.MonkeyPatch):
+def test_a_gradient_that_is_off_by_one_percent(command, few_cases: None, monkeypatch: pytest.MonkeyPatch):
     def fault(run):
         def wrong(a):
             return run(replace(a, v=a.v.detach() + 1.01 * (a.v - a.v.detach())))
@@ -98,82 +91,11 @@ def test_a_gradient_that_is_off_by_one_percent(command, monkeypatch: pytest.Monk
     plant(monkeypatch, "delta_rule", fault)
     done = command("doctor")
     assert done.code == 1
-    assert "failed delta_rule (no decay, 32), fp32: the gradient of v is off by 1.0e-02, allowed 2e-05" in done.out
+    said = "failed delta_rule (no decay, 32), error: torch: the gradient of v is off by 1.0e-02, allowed 2e-05"
+    assert said in done.out
     named = [line for line in done.out.splitlines() if line.startswith("failed ")]
     assert all("delta_rule" in line for line in named)
     assert f"{len(named)} of " in done.out
-
-
-@pytest.mark.slow
-def test_documents_that_see_their_neighbours(few_cases: None, monkeypatch: pytest.MonkeyPatch):
-    plant(monkeypatch, "linear_recurrence", lambda run: lambda a: run(replace(a, cu_seqlens=None)))
-    failures = zoo.doctor("cpu", verbose=False).failures
-    assert {each.check for each in failures} == {"packed"}
-    subjects = {each.subject for each in failures}
-    assert {"linear_recurrence (decay per head, 32)", "GLA", "Mamba2"} <= subjects
-    assert not {"GatedDeltaNet", "SoftmaxAttention"} & subjects
-    said = next(str(each) for each in failures if each.subject.startswith("linear_recurrence"))
-    assert "outputs change by" in said
-    assert "of a gradient goes to the neighbours" in said
-
-
-@pytest.mark.slow
-def test_results_that_change_from_call_to_call(few_cases: None, monkeypatch: pytest.MonkeyPatch):
-    def fault(run):
-        def noisy(*inputs: Tensor):
-            log_decay, dt = run(*inputs)
-            return log_decay, dt * (1 + 1e-6 * torch.rand(()))
-
-        return noisy
-
-    plant(monkeypatch, "discretise", fault)
-    (failure,) = zoo.doctor("cpu", verbose=False).failures
-    assert (failure.subject, failure.check) == ("discretise (32)", "repeats")
-    assert "output 2" in failure.says
-
-
-class Noise(torch.autograd.Function):
-    """x with noise in the output or in the gradient, in deterministic mode only if `always`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, where: str, always: bool) -> Tensor:
-        ctx.noisy = (always or not is_deterministic()) and where == "gradient"
-        return (
-            x * (1 + 1e-6 * torch.rand(())) if where == "output" and (always or not is_deterministic()) else x.clone()
-        )
-
-    @staticmethod
-    def backward(ctx: Any, dx: Tensor) -> tuple[Tensor, None, None]:
-        return dx * (1 + 1e-6 * torch.rand(())) if ctx.noisy else dx, None, None
-
-
-@pytest.mark.parametrize(
-    ("where", "always", "status"),
-    [("gradient", False, "noted"), ("gradient", True, "failed"), ("output", False, "failed")],
-)
-def test_gradients_of_a_library_may_change(where: str, always: bool, status: str, monkeypatch: pytest.MonkeyPatch):
-    """They do in FlexAttention, unless PyTorch is deterministic."""
-    plant(monkeypatch, "window_attention", lambda run: lambda a: run(replace(a, q=Noise.apply(a.q, where, always))))
-    case = next(case for case in cases(32) if case.op == "window_attention")
-    finding = repeats(case, torch.device("cpu"))
-    assert finding.status == status
-    assert ("but not in deterministic mode" in finding.says) == (status == "noted")
-
-
-def test_a_long_note_is_below_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    """A long note in a cell would squeeze the other columns."""
-    name, note = (
-        "window_attention (32)",
-        "the gradient of q changed from one call to the next, but not in deterministic mode",
-    )
-    ops = [Finding(name, "path", "noted", "torch", {}), Finding(name, "repeats", "noted", note, {})]
-    layers = [Finding("GLA", "bf16", "passed", "4e-03", {})]
-    monkeypatch.setattr(sys.modules[zoo.doctor.__module__], "examine", lambda place, say: (ops, layers))
-    zoo.doctor("cpu")
-    lines = capsys.readouterr().out.splitlines()
-    (row,) = (line.split() for line in lines if line.startswith(f"  {name}"))
-    assert row[-2:] == ["torch", "noted"]
-    assert f"noted {name}, repeats: {note}" in lines
 
 
 @pytest.mark.slow
@@ -190,36 +112,49 @@ def test_a_crash_is_a_finding(few_cases: None, monkeypatch: pytest.MonkeyPatch):
     assert failures[0].says == "RuntimeError: no kernel image is available for execution on the device"
 
 
+def dies(number: int, device: torch.device) -> Finding:
+    if number == 1:
+        os._exit(3)
+    return Finding(str(number), "error", "passed", "", {})
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_fails_its_op_alone(few_cases: None, monkeypatch: pytest.MonkeyPatch):
+    """On a GPU; here in processes that are forked."""
+    monkeypatch.setattr(examination, "get_context", lambda method: multiprocessing.get_context("fork"))
+    monkeypatch.setattr(examination, "_checked", dies)
+    monkeypatch.setattr(examination, "LIMIT_S", 3.0)
+    findings = examine(torch.device("cuda"))
+    failed = [each for each in findings if each.status == "failed"]
+    calls = examination.cases(64)
+    assert [each.subject for each in failed] == [calls[1].name]
+    assert failed[0].says == "RuntimeError: did not finish in 3 s, or its process died"
+    assert len([each for each in findings if each.status == "passed"]) == len(calls) - 1
+
+
 @pytest.mark.parametrize(
     ("installed", "says"),
     [
-        ("3.6.0", r"^3\.6\.0: known on Hopper are \d+: .*FLA #640.*triton #11366.*\. No launch here uses them$"),
-        ("3.3.1", r"^3\.3\.1: none is known$"),
+        ("3.6.0", r"Triton 3\.6\.0, whose known faults no launch here uses: .*FLA #640.*triton #11366"),
+        ("3.3.1", "3.3.1$"),
     ],
 )
 def test_what_the_compiler_is_known_for(installed: str, says: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.modules[packages.__module__], "version", lambda name: installed)
-    finding = compiler()
-    assert (finding.subject, finding.status) == ("Triton", "passed")
+    monkeypatch.setattr(examination, "version", lambda name: installed)
+    about = SimpleNamespace(name="a GPU", total_memory=1 << 36, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
+    finding = gpu(torch.device("cuda"))
+    assert (finding.subject, finding.status) == ("GPU", "passed")
     assert re.search(says, finding.says)
-
-
-def test_a_launch_that_is_compiled_wrongly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(TABLE["delta_rule.dq"], (9, 64, 2), LaunchConfig(4, 2, keys=32, values=64))
-    finding = compiler()
-    assert finding.status == "failed"
-    assert "delta_rule.dq 64" in finding.says
 
 
 def test_packages_of_other_versions(monkeypatch: pytest.MonkeyPatch):
     installed = {"torch": "2.1.0+cpu", "rich": "99.0"}
     installed_version = importlib.metadata.version
-    monkeypatch.setattr(
-        sys.modules[packages.__module__], "version", lambda name: installed.get(name) or installed_version(name)
-    )
+    monkeypatch.setattr(examination, "version", lambda name: installed.get(name) or installed_version(name))
     finding = packages()
     assert finding.status == "failed"
-    assert "torch 2.1.0+cpu is installed, and >=2.11 is needed" in finding.says
+    assert "torch 2.1.0 is installed, and >=2.11 is needed" in finding.says
     del installed["torch"]
     finding = packages()
     assert finding.status == "noted"
@@ -256,38 +191,9 @@ def test_mistakes(command, arguments: list[str], expected: str, desk: Path):
         zoo.doctor("tpu")
 
 
-@pytest.mark.nightly
-def test_ops_and_mixers_are_examined_side_by_side():
-    cpu = torch.device("cpu")
-    subjects = [*range(len(known_cases(cpu))), *mixers.names()]
-    done = [*workers.side_by_side(partial(examined, cpu), subjects, 2, 300)]
-    assert {each.job for each in done} == {*subjects}
-    assert all(each.problem is None and each.results for each in done)
-
-
-def test_findings_of_several_processes_on_a_gpu(monkeypatch: pytest.MonkeyPatch):
-    """In the order of the table, however they arrive; a process that dies is a failure."""
-
-    def reversed_and_dying(work, subjects, processes, limit):
-        for subject in reversed(subjects):
-            problem = "the process ended with exit code -11" if subject == "GLA" else None
-            yield workers.Done(subject, [Finding(str(subject), "fp32", "passed", "", {})], 1.0, problem)
-
-    monkeypatch.setattr(checks, "side_by_side", reversed_and_dying)
-    gpu, seen = torch.device("cuda"), list[str]()
-    of_ops, of_mixers = examine(gpu, seen.append)
-    number = len(known_cases(gpu))
-    assert [each.subject for each in of_ops] == [str(i) for i in range(number)]
-    assert [each.subject for each in of_mixers if each.check == "fp32"] == mixers.names()
-    assert [each for each in of_mixers if each.status == "failed"] == [
-        Finding("GLA", "process", "failed", "the process ended with exit code -11", {})
-    ]
-    assert seen[-1] == f"examined {number + len(mixers.names())} of {number + len(mixers.names())}"
-
-
 @pytest.mark.gpu
-def test_two_minutes_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_half_a_minute_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     actual = zoo.doctor(verbose=False)
     assert not actual.failed, actual.failures
-    assert actual.seconds < 120
+    assert actual.seconds < 30

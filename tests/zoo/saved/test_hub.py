@@ -63,6 +63,9 @@ def test_without_a_network_the_cache_serves(hub: Hub, tmp_path: Path, monkeypatc
     [
         ("hf://ada", "must be hf://owner/name or hf://owner/name@revision"),
         ("hf://ada/gla/model.safetensors", "must be hf://owner/name"),
+        ("hf://ada/gla@../../../main", "must be hf://owner/name or hf://owner/name@revision"),
+        ("hf://ada/gla@refs/../../x", "must be hf://owner/name or hf://owner/name@revision"),
+        ("hf://ada/gla@/tmp/x", "must be hf://owner/name or hf://owner/name@revision"),
         ("hf://ada/no..name", "cannot be the name of a repository"),
         ("hf://ada/none", "the repository ada/none does not exist at http"),
         ("hf://ada/gla@v7", "ada/gla has no branch, tag or commit 'v7'"),

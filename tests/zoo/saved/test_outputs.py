@@ -23,7 +23,6 @@ VERBS = {
     "convert": ("--checkpoint=theirs",),
     "convert back": ("--checkpoint=ours", "--to=fla"),
     "statex": ("--checkpoint=ours", "--layers=1"),
-    "report": ("run",),
 }
 MINE = {
     "the folder of a run": "checkpoints/last.ckpt",
@@ -47,7 +46,7 @@ def files(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", VERBS)
 def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Path, verb: str):
-    arguments = (verb.split()[0], *VERBS[verb], "--output=page.html" if verb == "report" else "--output=new")
+    arguments = (verb.split()[0], *VERBS[verb], "--output=new")
     assert command(*arguments).code == 0
     before = files(sources)
     done = command(*arguments)
@@ -56,12 +55,9 @@ def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Pa
     assert "exists already and is a" in done.err
     assert "choose another, or replace it by --overwrite" in done.err
     assert files(sources) == before
-    if verb != "report":
-        (sources / "new" / "notes.txt").write_text("mine")
-        (sources / "new" / "model-00001-of-00002.safetensors").write_text("of an earlier model, in two files")
+    (sources / "new" / "notes.txt").write_text("mine")
+    (sources / "new" / "model-00001-of-00002.safetensors").write_text("of an earlier model, in two files")
     assert command(*arguments, "--overwrite").code == 0
-    if verb == "report":
-        return
     assert {path.name for path in (sources / "new").iterdir()} == {
         *(name.removeprefix("new/") for name in before if name.startswith("new/")),
         "notes.txt",
@@ -93,12 +89,10 @@ def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, th
         (("convert", "--checkpoint=theirs", "--output=theirs"), "output: theirs is the checkpoint that is read"),
         (("statex", "--checkpoint=ours", "--output=./ours"), "output: ours is the checkpoint that is read"),
         (("export", "--checkpoint=run", "--output=link"), "link exists already and is a link"),
-        (("report", "run", "--output=link.html"), "link.html exists already and is a link"),
     ],
 )
 def test_other_models_and_links(command: Command, sources: Path, arguments: tuple[str, ...], message: str):
     (sources / "link").symlink_to(sources / "ours")
-    (sources / "link.html").symlink_to(sources / "tiny.yaml")
     before = files(sources)
     done = command(*arguments, "--overwrite")
     assert done.code == 2
@@ -184,10 +178,3 @@ def test_an_edited_model_card_is_kept(command: Command, sources: Path):
     assert command(*arguments, "--overwrite").code == 0  # the same card needs no copy
     kept = {path.name: path.read_text() for path in card.parent.glob("README.*.md")}
     assert kept == {"README.old.md": "mine", "README.old2.md": "mine again"}
-
-
-def test_a_page_of_somebody_else_is_not_replaced(command: Command, sources: Path):
-    (sources / "page.html").write_text("<html>mine</html>")
-    done = command("report", "run", "--output=page.html", "--overwrite")
-    assert done.code == 2
-    assert "page.html exists already and is a file, which is never replaced" in done.err

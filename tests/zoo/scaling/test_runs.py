@@ -138,7 +138,7 @@ def test_from_python(ladder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_each_rule_names_the_run_and_the_reason(command, ladder: Path) -> None:
     size = float(SIZES[0])
     bad: dict[str, tuple[dict[str, Any], str]] = {
-        "older": ({"mixers": None}, "its results.json has no mixers; it is of an earlier version"),
+        "older": ({"mixers": None}, "its results.json has no mixers; it is not a run on tokens"),
         "custom": ({"schedule": "custom"}, "its schedule is a class (optim.schedule), which does not say where"),
         "cosine": ({"schedule": "cosine"}, "its learning rate falls all the time (schedule: cosine)"),
         "half": ({"status": "interrupted"}, "its status is interrupted"),

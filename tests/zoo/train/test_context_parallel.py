@@ -17,7 +17,6 @@ from mixers import ContextParallel, Site, TokenMixer
 from tests.commands import FIT, Command, sitting_at, start
 from tests.zoo.tiny import pretraining, trainer
 from zoo import LanguageModel
-from zoo import config as configs
 from zoo.data import TextData
 from zoo.lm import RWKV7ChannelMix, Uniform
 from zoo.train.module import Pretraining
@@ -174,18 +173,6 @@ def test_a_model_names_the_mixer_that_cannot_share() -> None:
         call(tokens)
         with pytest.raises(UserError, match=r"^context_parallel: Whole works on whole sequences only$"):
             call(tokens, context_parallel=part)
-
-
-@pytest.mark.parametrize("given", ["sequence_parallel=4", '{"sequence_parallel": 4}', "old.yaml"])
-def test_the_old_key_is_read_and_names_the_new_one(
-    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("old.yaml").write_text("sequence_parallel: 4\n")
-    found = configs.read("gla.yaml", given)
-    assert found.context_parallel == 4
-    assert "sequence_parallel is deprecated: it is now called context_parallel" in caplog.messages
-    assert configs.to_dict(found)["context_parallel"] == 4
 
 
 def test_neighbours_get_the_same_sequences(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,7 @@ class Corpus:
             "embedded:documentation", and "embedded:packages" is the text of all installed packages.
             "synthetic:needles": documents that train recall, with haystacks of up to 2,000 characters
             ("synthetic:needles:16000": 16,000).
-        text_field: The field or column with a document's text, or with a list of messages, each with a role and a
-            content; `meta.body` is a field inside a field.
+        text_field: The field or column with a document's text; `meta.body` is a field inside a field.
         max_characters: Size of the embedded corpus or of the synthetic text, whose last document is cut there. None: no
             limit, for the embedded corpus only.
         key: The config key of these arguments, for messages.
@@ -95,7 +94,7 @@ class Corpus:
         """
         for document in self:
             if not isinstance(document, str):
-                raise UserError(f"{self} has messages or tokens; text is needed here.")
+                raise UserError(f"{self} has tokens; text is needed here.")
             yield document
 
     def __str__(self) -> str:

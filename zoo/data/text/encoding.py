@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kernels import UserError
-from zoo.data.text.chat import Chat
-from zoo.data.text.documents import Conversation, Document, Tokens
+from zoo.data.text.documents import Document, Tokens
 from zoo.data.text.split import Split
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.data.workers import end_with
@@ -123,11 +122,4 @@ def _encode(texts: list[Document]) -> list[Tokens]:
 
 def _encoded(texts: list[Document], tokenizer: Tokenizer) -> list[Tokens]:
     encoded = iter(tokenizer.encode_batch([text for text in texts if isinstance(text, str)]))
-    chat = Chat(tokenizer) if any(isinstance(text, Conversation) for text in texts) else None
-    tokens = []
-    for text in texts:
-        if isinstance(text, Conversation):
-            assert chat is not None
-            text = chat.encode(text)
-        tokens.append(text if isinstance(text, Tokens) else Tokens(np.array(next(encoded), np.uint32)))
-    return tokens
+    return [text if isinstance(text, Tokens) else Tokens(np.array(next(encoded), np.uint32)) for text in texts]

@@ -4,6 +4,7 @@ import difflib
 import io
 import json
 import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -177,36 +178,55 @@ def _local(path: Path, key: str, further: Collection[str]) -> Listing:
             raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
         if path.is_dir():
             names, skipped = _choose(_walk(path), lambda name: Path(name).relative_to(path).as_posix(), further)
-            return _checked([_local_file(file) for file in sorted(map(Path, names))], skipped, str(path), key)
+            # Of several names of a file, links among them, one; its own name if that is in the folder.
+            once = {
+                os.path.realpath(name): name
+                for name in sorted(names, key=lambda name: (not os.path.islink(name), name))
+            }
+            return _checked(
+                [_local_file(file, key) for file in sorted(map(Path, once.values()))], skipped, str(path), key
+            )
+        file = _local_file(path, key)
         _check_file(str(path), path.stat().st_size, key, further)
-        return Listing([_local_file(path)])
+        return Listing([file])
     except OSError as error:  # for instance no permission for a folder in it, or a broken link
         raise UserError(f"{key}: {error.filename or path} cannot be read ({error.strerror}).") from error
 
 
 def _walk(folder: Path) -> Iterator[str]:
-    """All files in a folder, following links to folders; each folder is visited once."""
+    """All files in a folder, then those behind its links to folders; each folder is visited once."""
 
     def fail(error: OSError) -> None:
         raise error
 
-    visited = set()
-    for place, inside, names in os.walk(folder, onerror=fail, followlinks=True):
-        visited.add(os.path.realpath(place))
-        inside[:] = [name for name in inside if os.path.realpath(os.path.join(place, name)) not in visited]
-        yield from (os.path.join(place, name) for name in names)
+    seen = set()
+    starts = [str(folder)]
+    for start in starts:
+        for place, inside, names in os.walk(start, onerror=fail):
+            real = os.path.realpath(place)
+            if real in seen:
+                inside.clear()
+                continue
+            seen.add(real)
+            starts += sorted(path for name in inside if os.path.islink(path := os.path.join(place, name)))
+            yield from (os.path.join(place, name) for name in names)
 
 
 def _checked(files: list[TextFile], skipped: Counter[str], folder: str, key: str) -> Listing:
     listing = Listing(files, skipped)
     if not files:
         others = f"; it has {listing.summary()}" if skipped else ""
+        if skipped[".arrow"]:
+            others += ", as `save_to_disk` of datasets writes it; write Parquet instead (`dataset.to_parquet`)"
         raise UserError(f"{key}: the folder {folder} has no supported files ({READ}){others}.")
     return listing
 
 
-def _local_file(file: Path) -> TextFile:
-    return TextFile(str(file), (str(file), file.stat().st_size, file.stat().st_mtime_ns))
+def _local_file(file: Path, key: str) -> TextFile:
+    status = file.stat()
+    if not stat.S_ISREG(status.st_mode):  # a pipe would wait for its writer
+        raise UserError(f"{key}: {file} is a pipe or a device, not a regular file.")
+    return TextFile(str(file), (str(file), status.st_size, status.st_mtime_ns))
 
 
 def _check_file(name: str, size: int | None, key: str, further: Collection[str]) -> None:

@@ -124,7 +124,7 @@ class MixedText(TokenisedText):
         """The sources in order, their weights and text, and how it is cut and shuffled."""
         identity: dict[str, Any] = {"seed": self.seed, "sources": list(self.sources)}
         identity |= {f"sources.{name}.weight": float(source.weight) for name, source in self.sources.items()}
-        identity |= {"sequence_length": self.sequence_length, "packing": self.packing, "loss_on": self.loss_on}
+        identity |= {"sequence_length": self.sequence_length, "packing": self.packing}
         # last, since a tokenizer trained with other weights changes all hashes
         pairs = zip(self.sources, self.train.sources, strict=True)
         return identity | {f"sources.{name}.data_hash": windows.shards.data_hash for name, windows in pairs}

@@ -17,7 +17,6 @@ from zoo.data.text.shards import Shards
 log = logging.getLogger(__name__)
 
 Packing = Literal["windows", "documents", "whole_documents"]
-LossOn = Literal["answers", "all"]
 
 
 class Sample(NamedTuple):
@@ -38,17 +37,14 @@ class Windows(Dataset):
         shards: The tokens of the split.
         sequence_length: T.
         packing: "windows" or "documents".
-        loss_on: "answers": tokens that a document excludes from training have no loss. "all": they have.
 
     Raises:
         UserError: The split is shorter than one window and its last label, or an argument is out of range.
     """
 
-    def __init__(
-        self, shards: Shards, sequence_length: int, packing: Packing = "windows", loss_on: LossOn = "answers"
-    ) -> None:
-        check_packing(sequence_length, packing, loss_on)
-        self.shards, self.sequence_length, self.packing, self.loss_on = shards, sequence_length, packing, loss_on
+    def __init__(self, shards: Shards, sequence_length: int, packing: Packing = "windows") -> None:
+        check_packing(sequence_length, packing)
+        self.shards, self.sequence_length, self.packing = shards, sequence_length, packing
         self._check_size()
 
     def _check_size(self) -> None:
@@ -70,19 +66,13 @@ class Windows(Dataset):
             raise IndexError(f"window {index} of {len(self)}")
         first, end = index * self.sequence_length, (index + 1) * self.sequence_length
         tokens = self.shards.read(first, end + 1)
-        labels, starts = self._labels(tokens[1:], first + 1), np.zeros(1, np.int64)
+        labels, starts = tokens[1:], np.zeros(1, np.int64)
         if self.packing == "documents":
-            labels = labels.copy()  # which may be a part of `tokens`
+            labels = labels.copy()  # which are a part of `tokens`
             next_starts = self.shards.starts_in(first + 1, end + 1) - first
             labels[next_starts - 1] = NO_LOSS  # the next token belongs to another document
             starts = np.concatenate([starts, next_starts[next_starts < self.sequence_length]])
         return Sample(tokens[:-1], labels, starts)
-
-    def _labels(self, tokens: np.ndarray, first: int) -> np.ndarray:
-        """Labels of tokens that begin at the position `first`."""
-        if self.loss_on == "all":
-            return tokens
-        return np.where(self.shards.without_loss(first, first + len(tokens)), NO_LOSS, tokens)
 
     def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
         """The sample at each position of the shuffled, endless stream: `[n]` → `[n]` int64."""
@@ -137,27 +127,26 @@ class WholeDocuments(Windows):
         tokens, labels = np.zeros(self.sequence_length, np.int64), np.full(self.sequence_length, NO_LOSS, np.int64)
         size = end - first
         tokens[:size] = self.shards.read(first, end)
-        labels[: size - 1] = self._labels(tokens[1:size], first + 1)
+        labels[: size - 1] = tokens[1:size]
         starts = self.shards.starts_in(first, end) - first
         labels[starts[1:] - 1] = NO_LOSS  # the next token belongs to another document
         padding = [size] if size < self.sequence_length else []
         return Sample(tokens, labels, np.append(starts, padding).astype(np.int64))
 
 
-def samples_of(shards: Shards, sequence_length: int, packing: Packing, loss_on: LossOn) -> Windows:
+def samples_of(shards: Shards, sequence_length: int, packing: Packing) -> Windows:
     """The samples of a split.
 
     Raises:
         UserError: As `Windows`.
     """
     kind = WholeDocuments if packing == "whole_documents" else Windows
-    return kind(shards, sequence_length, packing, loss_on)
+    return kind(shards, sequence_length, packing)
 
 
-def check_packing(sequence_length: int, packing: str, loss_on: str) -> None:
+def check_packing(sequence_length: int, packing: str) -> None:
     """Raise a UserError for an argument of `Windows` that is out of range."""
     if sequence_length < 1:
         raise UserError(f"data.sequence_length is {sequence_length}; it must be at least 1.")
-    for key, value, names in ("packing", packing, get_args(Packing)), ("loss_on", loss_on, get_args(LossOn)):
-        if value not in names:
-            raise UserError(f"data.{key} is {value!r}; it must be one of {', '.join(names)}.")
+    if packing not in get_args(Packing):
+        raise UserError(f"data.packing is {packing!r}; it must be one of {', '.join(get_args(Packing))}.")

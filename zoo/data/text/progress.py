@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 PROGRESS = "progress.json"
 SHARD_TOKENS = 1 << 27
 SAVED_EVERY = 10.0  # seconds; an interruption costs this much, at most
-_TOKENS = rf"({'|'.join(SPLITS)})(-[0-9]{{5,}}|\.starts|\.no_loss)\.bin"
+_TOKENS = rf"({'|'.join(SPLITS)})(-[0-9]{{5,}}|\.starts)\.bin"
 _WRITTEN = re.compile(rf"{_TOKENS}|manifest\.json|{re.escape(PROGRESS)}")
 _AGAIN = "its text is tokenised again"
 
@@ -100,18 +100,15 @@ class Writer:
         state: dict[str, Any] = saved["splits"][split] if saved else {"shards": [], "tokens": 0, "documents": 0}
         self.shards: list[str] = state["shards"]
         self.tokens, self.documents = state["tokens"], state["documents"]
-        self.starts, self.no_loss = f"{split}.starts.bin", f"{split}.no_loss.bin"
-        self._has_no_loss = "no_loss" in state
+        self.starts = f"{split}.starts.bin"
         self.full: dict[str, Record] = {}  # filled since then
         records: dict[str, Record | None] = saved["open"] if saved else {self.starts: None}
-        names = [name for name in (self.starts, self.no_loss, *self.shards[-1:]) if name in records]
+        names = [name for name in (self.starts, *self.shards[-1:]) if name in records]
         self._open = {name: AppendedFile(folder / name, records[name]) for name in names}
 
     def state(self) -> dict:
         """The names of the files, and the number of tokens and documents so far."""
-        further = {"no_loss": self.no_loss} if self._has_no_loss else {}
-        counts = {"tokens": self.tokens, "documents": self.documents}
-        return {"shards": self.shards, "starts": self.starts, **further, **counts}
+        return {"shards": self.shards, "starts": self.starts, "tokens": self.tokens, "documents": self.documents}
 
     def open_files(self) -> dict[str, Record]:
         """The records of the files that are not full."""
@@ -121,14 +118,8 @@ class Writer:
         self._open[self.starts].write(np.int64(self.tokens).tobytes())
         self.documents += 1
 
-    def append(self, ids: np.ndarray, has_loss: np.ndarray | None = None) -> None:
-        """Append tokens `[n]` to the document; `has_loss` [n] bool says which are to be trained on, None: all."""
-        if has_loss is not None and not has_loss.all():
-            if not self._has_no_loss:
-                self._has_no_loss, self._open[self.no_loss] = True, AppendedFile(self._folder / self.no_loss)
-            # each change from loss to none or back
-            bounds = np.flatnonzero(np.diff(has_loss, prepend=True, append=True)).astype(np.int64)
-            self._open[self.no_loss].write((self.tokens + bounds).tobytes())
+    def append(self, ids: np.ndarray) -> None:
+        """Append tokens `[n]` to the document."""
         while len(ids):
             room = -self.tokens % SHARD_TOKENS
             if room == 0:
@@ -219,5 +210,5 @@ class Progress:
 
     def _delete_sent(self) -> None:
         for name in self.files if self._place else ():
-            if not name.endswith((".starts.bin", ".no_loss.bin")):  # they are small, and needed locally
+            if not name.endswith(".starts.bin"):  # which is small, and needed locally
                 (self._folder / name).unlink(missing_ok=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.errors import UserError
-from zoo.data.text.documents import Conversation, conversation_of
 from zoo.data.text.files import TextFile, first_line
 
 BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file, where it is not text
@@ -26,7 +25,7 @@ class Records:
     text_field: str
     key: str
 
-    def json_lines(self, file: TextFile) -> Iterator[str | Conversation]:
+    def json_lines(self, file: TextFile) -> Iterator[str]:
         """One record a line."""
         with file.open() as lines:
             for number, line in enumerate(lines, start=1):
@@ -36,7 +35,7 @@ class Records:
                     continue
                 yield self._document_of(self._parsed(text, where), where)
 
-    def json(self, file: TextFile) -> Iterator[str | Conversation]:
+    def json(self, file: TextFile) -> Iterator[str]:
         """JSON lines, if the first line is an object; otherwise the whole file is one object or an array."""
         with file.open() as content:
             first = next((line for line in content if line.strip()), b"")
@@ -62,7 +61,7 @@ class Records:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
 
-    def _document_of(self, record: Any, where: str) -> str | Conversation:
+    def _document_of(self, record: Any, where: str) -> str:
         value, path = record, self.text_field
         while True:
             name, _, inside = (path, "", "") if isinstance(value, dict) and path in value else path.partition(".")
@@ -78,11 +77,9 @@ class Records:
                 )
             value, path = value[name], inside
             if not path:
-                if isinstance(value, list):
-                    return conversation_of(value, f"{self.key}.path: {where}")
                 return self._checked(value, where)
 
-    def parquet(self, file: TextFile) -> Iterator[str | Conversation]:
+    def parquet(self, file: TextFile) -> Iterator[str]:
         """One record a row."""
         import pyarrow  # slow to import, and rarely needed
         from pyarrow import parquet
@@ -98,18 +95,31 @@ class Records:
                 column = self.text_field if self.text_field in names else self.text_field.partition(".")[0]
                 row = 0
                 for rows in table.iter_batches(batch_size=1024, columns=[column]):
-                    for value in rows.column(0).to_pylist():
+                    for value in self._values(rows.column(0), f"{file}, row", row):
                         row += 1
                         yield self._document_of({column: value}, f"{file}, row {row},")
         except pyarrow.ArrowException as error:
             first_line = str(error).splitlines()[0]
             raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line}).") from error
 
+    def _values(self, column: Any, where: str, before: int) -> list[Any]:
+        """The values of a column of Parquet, which promises UTF-8 and may hold anything; `before` rows came first."""
+        try:
+            return column.to_pylist()
+        except UnicodeDecodeError:
+            for row, value in enumerate(column, start=before + 1):
+                try:
+                    value.as_py()
+                except UnicodeDecodeError as error:
+                    problem = f"{error.reason} at byte {error.start}"
+                    raise UserError(f"{self.key}.path: {where} {row}, is not UTF-8 text ({problem}).") from None
+            raise
+
     def _checked(self, text: object, where: str) -> str:
         if not isinstance(text, str):
             raise UserError(
                 f"{self.key}.path: {where} has {type(text).__name__} in the field {self.text_field!r}; "
-                "a string or a list of messages is needed."
+                "a string is needed."
             )
         try:
             text.encode()
@@ -127,7 +137,7 @@ class Records:
             problem = f"{error.reason} at byte {error.start}"
             raise UserError(f"{self.key}.path: {where} is not UTF-8 text ({problem}).") from None
 
-    def dataset(self, path: str) -> Iterator[str | Conversation]:
+    def dataset(self, path: str) -> Iterator[str]:
         """The rows of a data set `datasets:NAME[:CONFIG[:SPLIT]]`, streamed."""
         split = _parts(path)[2]
         with self._library_errors(path):

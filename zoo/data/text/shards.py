@@ -1,9 +1,8 @@
 """Token shards: a corpus tokenised once into memory-mapped files, split by document, with a verified manifest.
 
 A folder has, for each split, flat files of token ids (`train-00000.bin`, …), the positions where its documents start
-(`train.starts.bin`, int64) and, if some tokens have no loss, where these begin and end (`train.no_loss.bin`, pairs of
-int64), and `manifest.json` with the size and hash of every file. It may be at a URL: then each file is uploaded once it
-is full, and read in place.
+(`train.starts.bin`, int64), and `manifest.json` with the size and hash of every file. It may be at a URL: then each
+file is uploaded once it is full, and read in place.
 """
 
 import hashlib
@@ -23,7 +22,6 @@ import numpy as np
 from kernels.errors import UserError
 from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.documents import Conversation
 from zoo.data.text.encoding import Piece, bundles, encode_all, pieces
 from zoo.data.text.files import is_url
 from zoo.data.text.place import Place, RemoteArray
@@ -36,7 +34,7 @@ from zoo.files.sealed_json import unsealed, write_sealed
 log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the token files
-MANIFEST_FORMAT = 2  # 1 had no seal
+MANIFEST_FORMAT = 2
 CHECKED_BYTES = 1_000_000_000  # hashing them takes about a second; more are hashed only on request
 MANIFEST = "manifest.json"
 
@@ -63,7 +61,7 @@ class Shards:
         self.folder = str(self.folder) if is_url(str(self.folder)) else Path(self.folder)
         self.manifest = read_manifest(self.folder)
         split, place = self.manifest["splits"][self.split], Place(str(self.folder))
-        names = [*split["shards"], *_position_files(split)]
+        names = [*split["shards"], split["starts"]]
         size = sum(self.manifest["files"][name]["bytes"] for name in names)
         check_hash = size < CHECKED_BYTES and not place.remote if self.verify is None else self.verify
         sizes = place.sizes()
@@ -88,12 +86,6 @@ class Shards:
         """Positions of the first tokens of all documents, int64; fetched once if they are remote."""
         return self._positions(self.manifest["splits"][self.split]["starts"])
 
-    @cached_property
-    def _no_loss(self) -> np.ndarray | None:
-        """The bounds of tokens without loss, first and end in turns, int64; None if all have one."""
-        name = self.manifest["splits"][self.split].get("no_loss")
-        return None if name is None else self._positions(name)
-
     def _positions(self, name: str) -> np.memmap:
         folder = self.folder
         if not isinstance(folder, Path):
@@ -104,10 +96,10 @@ class Shards:
     def _fetch_positions(self, folder: Path) -> None:
         place = Place(str(self.folder))
         for split in SPLITS:
-            for name in _position_files(self.manifest["splits"][split]):
-                with place.open(name) as content, (folder / name).open("wb") as file:
-                    shutil.copyfileobj(content, file)
-                self._check_copy(folder / name, place)
+            name = self.manifest["splits"][split]["starts"]
+            with place.open(name) as content, (folder / name).open("wb") as file:
+                shutil.copyfileobj(content, file)
+            self._check_copy(folder / name, place)
 
     def _check_copy(self, file: Path, place: Place) -> None:
         """Check the local copy of a remote file against the manifest; an error names the file in `place`."""
@@ -145,21 +137,6 @@ class Shards:
         """Positions in [start, stop) at which a document starts, int64."""
         low, high = np.searchsorted(self.document_starts, [start, stop])
         return np.asarray(self.document_starts[low:high])
-
-    @property
-    def masked(self) -> bool:
-        """Return whether some tokens are not to be trained on."""
-        return self._no_loss is not None
-
-    def without_loss(self, start: int, stop: int) -> np.ndarray:
-        """Return which of the tokens start … stop − 1 are not to be trained on, [stop − start] bool."""
-        mask = np.zeros(stop - start, bool)
-        if self._no_loss is not None:
-            low = np.searchsorted(self._no_loss, start, "right") // 2
-            high = (np.searchsorted(self._no_loss, stop) + 1) // 2
-            for first, end in self._no_loss[2 * low : 2 * high].reshape(-1, 2):
-                mask[max(first - start, 0) : end - start] = True
-        return mask
 
 
 def prepare(
@@ -232,24 +209,16 @@ def read_manifest(folder: Path | str) -> dict:
         if isinstance(error.__cause__, FileNotFoundError):
             raise UserError(f"{file} is missing; {advice}.") from error
         raise
-    manifest = unsealed(data, file, required=False, advice=advice)
-    version = manifest.get("format")
-    if version == MANIFEST_FORMAT:
-        unsealed(data, file, advice=advice)
-    elif version != 1:
-        raise UserError(f"{file} has format {version}, this version reads 1 and {MANIFEST_FORMAT}; {advice}.")
+    manifest = unsealed(data, file, advice=advice)
+    if (version := manifest.get("format")) != MANIFEST_FORMAT:
+        raise UserError(f"{file} has format {version}, this version reads {MANIFEST_FORMAT}; {advice}.")
     try:
         consistent = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:  # only possible without a seal
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {advice}.") from error
     if not consistent:
         raise UserError(f"{file} is damaged (its numbers contradict each other); {advice}.")
     return manifest
-
-
-def _position_files(split: dict) -> list[str]:
-    """The names of a split's files of positions."""
-    return [split["starts"], *([split["no_loss"]] if "no_loss" in split else [])]
 
 
 def _is_consistent(manifest: dict, split: Split) -> bool:
@@ -261,7 +230,6 @@ def _is_consistent(manifest: dict, split: Split) -> bool:
         and all(count == tokens[0] for count in tokens[:-1])
         and tokens[-1:] <= tokens[:1]
         and 8 * entry["documents"] == sizes[entry["starts"]]
-        and sizes.get(entry.get("no_loss"), 0) % 16 == 0
         and all(isinstance(file["blake2b"], str) for file in manifest["files"].values())
     )
 
@@ -315,16 +283,15 @@ def _build(
             for bundle, ids in encode_all(bundles(left), tokenizer, workers or os.cpu_count() or 1):
                 for piece, tokens in zip(bundle, ids, strict=True):
                     writer = progress.writers[piece.split]
-                    # other programs and chat templates may have written the tokens around documents
+                    # other programs may have written the tokens around documents
                     first, last = (None, None) if isinstance(piece.text, str) else (tokens.ids[0], tokens.ids[-1])
-                    ends_have_loss = None if tokens.has_loss is None else np.zeros(1, bool)
                     if piece.first:
                         writer.start_document()
-                        if tokenizer.bos_id not in (None, first) and not isinstance(piece.text, Conversation):
-                            writer.append(np.array([tokenizer.bos_id], np.uint32), ends_have_loss)
-                    writer.append(tokens.ids, tokens.has_loss)
+                        if tokenizer.bos_id not in (None, first):
+                            writer.append(np.array([tokenizer.bos_id], np.uint32))
+                    writer.append(tokens.ids)
                     if piece.last and last != tokenizer.eos_id:
-                        writer.append(np.array([tokenizer.eos_id], np.uint32), ends_have_loss)
+                        writer.append(np.array([tokenizer.eos_id], np.uint32))
                     bar.update(len(piece.text))
                     progress.characters += len(piece.text)
                 progress.pieces += len(bundle)

@@ -7,7 +7,7 @@ from typing import Literal, overload
 
 from kernels.errors import UserError
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.documents import Conversation, Document, Tokens
+from zoo.data.text.documents import Document, Tokens
 
 log = logging.getLogger(__name__)
 
@@ -62,11 +62,9 @@ class SplitByContent:
                 f"{self._corpus} is a single character; at least two are needed for training and validation."
             )
         cut = min(max(round(len(text) * (1 - self._fraction)), 1), len(text) - 1)
-        if isinstance(text, Conversation):
-            raise UserError(f"{self._corpus} is a single conversation; two are needed for training and validation.")
         if isinstance(text, Tokens):
             for split, part in zip(SPLITS, (slice(cut), slice(cut, None)), strict=True):
-                yield split, Tokens(text.ids[part], None if text.has_loss is None else text.has_loss[part])
+                yield split, Tokens(text.ids[part])
             return
         line = text.rfind("\n", 0, cut) + 1  # preferably at the end of a line, if one is near
         cut = line if line > cut - 1000 and line > 0 else cut

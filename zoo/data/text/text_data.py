@@ -30,8 +30,7 @@ class TextData(TokenisedText):
             unless hidden), or a list of files and folders; each a path or a URL that fsspec knows, such as
             `s3://bucket/texts/`. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face, streamed. Null: the
             embedded corpus, Python's standard library and documentation.
-        text_field: Field or column of JSON and Parquet files with the text, or with a list of messages, each with a
-            role and a content; `meta.body` is a field inside a field.
+        text_field: Field or column of JSON and Parquet files with the text; `meta.body` is a field inside a field.
         max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
         suffixes: Further suffixes of files in folders that are text, one document each: `[code]` for source code, or
             such as `[.log]`.
@@ -70,14 +69,9 @@ class TextData(TokenisedText):
         """The validation samples, in order."""
         return self._splits[1]
 
-    def bigram_loss(self) -> float | None:
-        """Loss in nats per token of an interpolated bigram model of the training tokens on the validation tokens.
-
-        None if a part of the tokens has no loss, so that the two losses cannot be compared.
-        """
+    def bigram_loss(self) -> float:
+        """Loss in nats per token of an interpolated bigram model of the training tokens on the validation tokens."""
         splits = (self.train.shards, self.validation.shards)
-        if self.loss_on == "answers" and any(shards.masked for shards in splits):
-            return None
         train, validation = (shards.read(0, min(len(shards), COUNTED)) for shards in splits)
         return interpolated_bigram_loss(train, validation, self.get_tokenizer().vocab_size)
 
@@ -93,7 +87,7 @@ class TextData(TokenisedText):
     def identity(self) -> dict[str, Any]:
         """The text, and how it is cut and shuffled."""
         data = {"seed": self.seed, "data_hash": self.train.shards.data_hash}
-        return data | {"sequence_length": self.sequence_length, "packing": self.packing, "loss_on": self.loss_on}
+        return data | {"sequence_length": self.sequence_length, "packing": self.packing}
 
     def what(self, name: str) -> str:
         """The beginning of a message about an entry of the `identity`."""

@@ -3,7 +3,7 @@
 | tool | tokens | where documents end |
 |---|---|---|
 | Megatron-LM, NeMo | `x.bin` | `x.idx` |
-| datatrove | `x.ds` | `x.ds.index`; `x.ds.metadata` has the bytes per token, `x.ds.loss` which have loss |
+| datatrove | `x.ds` | `x.ds.index`; `x.ds.metadata` has the bytes per token |
 | litdata | `chunk-0-0.bin` | the header of the chunk; `index.json` has the dtype and all chunks |
 
 All numbers are little-endian. Tokens are memory-mapped, so files may be larger than memory.
@@ -38,7 +38,6 @@ class _File(NamedTuple):
     dtype: np.dtype
     starts: np.ndarray
     ends: np.ndarray
-    has_loss: np.ndarray | None = None  # [tokens] bool, of documents that follow each other
 
 
 def companions(name: str, exists: Callable[[str], bool]) -> list[str]:
@@ -46,7 +45,6 @@ def companions(name: str, exists: Callable[[str], bool]) -> list[str]:
     stem, _, suffix = name.rpartition(".")
     folder = name[: name.rfind("/") + 1]
     names = {"bin": [f"{stem}.idx", f"{folder}{LITDATA_INDEX}"], "ds": [f"{name}.index", f"{name}.metadata"]}
-    names["ds"].append(f"{name}.loss")
     return [each for each in names.get(suffix.lower(), ()) if exists(each)]
 
 
@@ -71,9 +69,7 @@ def token_documents(path: Path) -> Iterator[Tokens]:
         ids = file.content[start:end].view(file.dtype)
         if outside := [int(each) for each in (ids.min(initial=0), ids.max(initial=0)) if not 0 <= each < 1 << 32]:
             raise UserError(f"{path}, document {number}, has the number {outside[0]}, which is not a token.")
-        first = start // file.dtype.itemsize
-        mask = None if file.has_loss is None else file.has_loss[first : first + len(ids)]
-        yield Tokens(ids.astype(np.uint32), mask)
+        yield Tokens(ids.astype(np.uint32))
 
 
 def _megatron(path: Path, index: Path) -> _File:
@@ -120,13 +116,11 @@ def _datatrove(path: Path) -> _File:
         width = int(named) if named in ("2", "4") else width  # files of older versions do not name it
     if width not in _DATATROVE_WIDTHS or size != count * width:
         raise UserError(f"{path} is truncated or damaged: it has {size} bytes, {index.name} says {count} tokens.")
-    file, mask = _one_after_another(path, np.dtype(_DATATROVE_WIDTHS[width]), ends, index), path.name + ".loss"
-    if not path.with_name(mask).is_file():
-        return file
-    has_loss = _bytes(path.with_name(mask))
-    if len(has_loss) != count or (count and has_loss.max() > 1):
-        raise UserError(f"{path.with_name(mask)} is damaged: it has not a 0 or 1 for each of {count} tokens.")
-    return file._replace(has_loss=has_loss.astype(bool))
+    if (mask := path.with_name(f"{path.name}.loss")).is_file():
+        raise UserError(
+            f"{mask} excludes tokens from the loss, which is not supported; move it to train on all tokens."
+        )
+    return _one_after_another(path, np.dtype(_DATATROVE_WIDTHS[width]), ends, index)
 
 
 def _litdata(path: Path, index: Path) -> _File:

@@ -10,9 +10,8 @@ from kernels.errors import UserError
 from zoo.arguments import check_not_empty
 from zoo.data.loader import ValidationLoader
 from zoo.data.resumable import ResumableData, check_minimum
-from zoo.data.text.chat_template import read_template
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.packing import LossOn, Packing, Windows, check_packing, samples_of
+from zoo.data.text.packing import Packing, Windows, check_packing, samples_of
 from zoo.data.text.shards import Shards, prepare
 from zoo.data.text.tokenizer import Documents, Tokenizer, train_tokenizer
 
@@ -50,10 +49,6 @@ class TokenisedText(ResumableData):
             windows and documents are separate sequences (`cu_seqlens`), with no loss from one to the next.
             "whole_documents": as "documents", but none is cut: rows are padded, and documents longer than
             `sequence_length` are left out with a warning.
-        loss_on: "answers": in conversations (records whose `text_field` is a list of messages) only the assistant's
-            replies have a loss, and in tokens of datatrove those that its mask says. "all": all tokens have.
-        chat_template: A file with a Jinja template that makes text of conversations, saved with the tokenizer. Null:
-            that of the tokenizer, or else lines such as "user: Hello".
         validation_fraction: Expected fraction of the documents (of each source) kept for validation, between 0 and 1.
         validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
             loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the split.
@@ -76,8 +71,6 @@ class TokenisedText(ResumableData):
     sequence_length: int = 256
     batch_size: int = 8
     packing: Packing = "windows"
-    loss_on: LossOn = "answers"
-    chat_template: str | None = None
     validation_fraction: float = 0.05
     validation_sets: dict[str, ValidationSet] | None = None
     num_workers: int = 0
@@ -88,10 +81,10 @@ class TokenisedText(ResumableData):
 
     def __post_init__(self) -> None:
         super().__init__(self.batch_size, self.num_workers, self.seed)
-        for name in ("tokenizer", "chat_template", "shards"):
+        for name in ("tokenizer", "shards"):
             check_not_empty(f"data.{name}", getattr(self, name))
         check_minimum(preprocessing_workers=(self.preprocessing_workers, 1))
-        check_packing(self.sequence_length, self.packing, self.loss_on)
+        check_packing(self.sequence_length, self.packing)
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"data.validation_fraction is {self.validation_fraction}; it must lie between 0 and 1.")
         self.validation_sets = dict(self.validation_sets or {})
@@ -113,8 +106,6 @@ class TokenisedText(ResumableData):
                 self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *special)
             else:
                 self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)
-            if self.chat_template is not None:
-                self._tokenizer = self._tokenizer.with_chat_template(read_template(self.chat_template))
         return self._tokenizer
 
     def prepare_data(self) -> None:
@@ -149,14 +140,14 @@ class TokenisedText(ResumableData):
         for key, corpus in [*self._extra_corpora()][len(opened) :]:
             with errors_name(key):
                 shards = Shards(self._prepare(corpus, None), "validation", self.verify)
-                opened.append(samples_of(shards, self.sequence_length, self.packing, self.loss_on))
+                opened.append(samples_of(shards, self.sequence_length, self.packing))
         return [self.evaluation_loader(windows) for windows in opened]
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:
         """The training and validation samples of a corpus, from verified token shards."""
         folder = self._prepare(corpus, self.validation_fraction)
         train, validation = Shards(folder, "train", self.verify), Shards(folder, "validation", self.verify)
-        settings = (self.sequence_length, self.packing, self.loss_on)
+        settings = (self.sequence_length, self.packing)
         return samples_of(train, *settings), samples_of(validation, *settings)
 
     def _extra_corpora(self) -> Iterator[tuple[str, Corpus]]:

@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,8 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
-from zoo.data.text.documents import Conversation, Document, Tokens
-from zoo.data.text.foreign_tokenizer import library_errors, time_tokenizer, vet_tokenizer
+from zoo.data.text.documents import Document, Tokens
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -52,7 +52,6 @@ _FOREIGN = {
 }
 # Key in the entry of an added token (where other programs ignore unknown keys) for its role in documents.
 _ROLES = "document_roles"
-_TEMPLATE = "chat_template"  # key in the entry of the token that ends documents
 
 
 class Documents(Protocol):
@@ -74,7 +73,6 @@ class Tokenizer:
         eos_token: The token that ends every document; None: the first of `END_TOKENS` that it has.
         bos_token: The token at the start of every document; None: no such token.
         stop_tokens: Other tokens that end what a model writes, such as that of its turn in a dialogue.
-        chat_template: The Jinja template that makes a text of a conversation; None: no such template.
 
     Attributes:
         vocab_size: The largest id + 1.
@@ -82,7 +80,6 @@ class Tokenizer:
         bos_id: The id at the start of every document, or None.
         stop_ids: `eos_id`, and the ids of `stop_tokens`.
         special_tokens: The tokens that `encode` parses on request only.
-        chat_template: As above.
         hash: SHA-256 of the tokenizer's JSON; equal hashes mean equal tokenizers.
 
     Raises:
@@ -96,7 +93,6 @@ class Tokenizer:
         eos_token: str | None = None,
         bos_token: str | None = None,
         stop_tokens: Sequence[str] = (),
-        chat_template: str | None = None,
     ) -> None:
         tokenizer.no_truncation()  # some published files set it, which would lose text
         tokenizer.no_padding()
@@ -114,7 +110,7 @@ class Tokenizer:
                 special = [str(added) for added in tokenizer.get_added_tokens_decoder().values()]
                 hint = did_you_mean(token, special) or f"; its special tokens are {', '.join(special[:20]) or 'none'}."
                 raise UserError(f"{name} has no token {token!r} (data.{key}){hint}")
-        roles = {"eos": [end]} if end != default or chat_template is not None else {}
+        roles = {"eos": [end]} if end != default else {}
         roles |= {} if bos_token is None else {"bos": [bos_token]}
         if stops := [token for token in dict.fromkeys(stop_tokens) if token != end and token in vocabulary]:
             roles["stop"] = stops
@@ -123,8 +119,7 @@ class Tokenizer:
         added = {str(token) for token in tokenizer.get_added_tokens_decoder().values()}
         tokenizer.add_special_tokens([token for token in stops if token not in added])
         self._tokenizer = tokenizer
-        self._json = _with_roles(tokenizer.to_str(), roles, {} if chat_template is None else {end: chat_template})
-        self.chat_template = chat_template
+        self._json = _with_roles(tokenizer.to_str(), roles)
         self.special_tokens = [t.content for t in tokenizer.get_added_tokens_decoder().values() if t.special]
         self.eos_id: int = vocabulary[end]
         self.bos_id: int | None = None if bos_token is None else vocabulary[bos_token]
@@ -139,12 +134,6 @@ class Tokenizer:
             return self.encode_batch([text])[0]
         finally:
             self._tokenizer.encode_special_tokens = True
-
-    def with_chat_template(self, chat_template: str) -> "Tokenizer":
-        """A tokenizer with another chat template."""
-        eos, bos, *stops = (None if i is None else self.decode([i]) for i in (self.eos_id, self.bos_id, *self.stop_ids))
-        library = tokenizers.Tokenizer.from_str(self._json)
-        return Tokenizer(library, "tokenizer", eos, bos, [str(stop) for stop in stops], chat_template)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Token ids of each text, in several threads if the process may use them."""
@@ -188,12 +177,11 @@ class Tokenizer:
             text = file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"{name} cannot be read as text ({error}).") from error
-        library, roles = foreign(text, name), _roles(text)
+        library, roles = foreign(text, name), _roles(text, name)
         if isinstance(library.normalizer, normalizers.NFC):
             library.normalizer = None
             log.warning("%s normalises text (NFC); that is left out, so that documents come back as they are.", name)
-        ends = eos_token or roles["eos"], bos_token or roles["bos"], roles["stop"]
-        loaded = cls(library, name, *ends, roles["chat_template"])
+        loaded = cls(library, name, eos_token or roles["eos"], bos_token or roles["bos"], roles["stop"])
         loaded.check_lossless(name)
         return loaded
 
@@ -221,68 +209,77 @@ class Tokenizer:
         return self._json
 
     @classmethod
-    def from_json(cls, text: str, name: str = "tokenizer", trust: bool = True) -> "Tokenizer":
+    def from_json(cls, text: str, name: str = "tokenizer") -> "Tokenizer":
         """The tokenizer of a `to_json`; messages begin with `name`.
 
         Raises:
-            UserError: It is not a tokenizer, lacks its tokens, or is not trusted and may take much time or memory.
+            UserError: It is not a tokenizer, or lacks its tokens.
         """
-        library, roles = foreign(text, name, trust), _roles(text)
-        return cls(library, name, roles["eos"], roles["bos"], roles["stop"], roles["chat_template"])
+        library, roles = foreign(text, name), _roles(text, name)
+        return cls(library, name, roles["eos"], roles["bos"], roles["stop"])
 
     def __reduce__(self) -> tuple:
         return Tokenizer.from_json, (self._json,)
 
 
-def foreign(text: str, name: str, trust: bool = False) -> tokenizers.Tokenizer:
-    """The library's tokenizer of a `tokenizer.json` that someone else may have written; messages begin with `name`.
-
-    Raises:
-        UserError: It is not a tokenizer, or is not trusted and may take much time or memory to use.
-    """
-    if not trust:
-        vet_tokenizer(text, name)
+def foreign(text: str, name: str) -> tokenizers.Tokenizer:
+    """The library's tokenizer of a `tokenizer.json`; a UserError that begins with `name` if it is not one."""
     try:
         with library_errors(name):
-            tokenizer = tokenizers.Tokenizer.from_str(text)
+            return tokenizers.Tokenizer.from_str(text)
     except UserError as error:
         raise UserError(f"{name} is not a tokenizer.json ({str(error).removeprefix(name).strip()})") from None
-    if not trust:
-        time_tokenizer(tokenizer, name)
-    return tokenizer
+
+
+@contextmanager
+def library_errors(name: str) -> Iterator[None]:
+    """Turn errors of the library, panics of its Rust code included, into a UserError that begins with `name`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # the library raises bare Exceptions
+        raise UserError(f"{name} cannot be used ({' '.join(str(error).split())}).") from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # pyo3's is not to be imported
+            raise
+        raise UserError(
+            f"{name} cannot be used: the tokenizers library failed ({' '.join(str(error).split())})."
+        ) from None
 
 
 def _as_read(text: str) -> Any:
     """The content of a `tokenizer.json` without what plays no part in reading documents."""
     content = json.loads(text)
     for token in content["added_tokens"]:
-        token.pop(_TEMPLATE, None)
         if roles := [role for role in token.pop(_ROLES, ()) if role != "stop"]:
             token[_ROLES] = roles
     return content | {"normalizer": None} if content.get("normalizer") == {"type": "NFC"} else content
 
 
-def _with_roles(text: str, roles: dict[str, list[str]], templates: dict[str, str]) -> str:
-    """The text of a `tokenizer.json` with roles (role → tokens) and chat templates recorded in its added tokens."""
-    if not roles and not templates:
+def _with_roles(text: str, roles: dict[str, list[str]]) -> str:
+    """The text of a `tokenizer.json` with roles (role → tokens) recorded in its added tokens."""
+    if not roles:
         return text
     content = json.loads(text)
     for token in content["added_tokens"]:
         if token_roles := [role for role, names in roles.items() if token["content"] in names]:
             token[_ROLES] = token_roles
-        if token["content"] in templates:
-            token[_TEMPLATE] = templates[token["content"]]
     return json.dumps(content, ensure_ascii=False)
 
 
-def _roles(text: str) -> dict[str, Any]:
-    """The tokens of the roles "eos" and "bos", the list of "stop", and the chat template, recorded by `_with_roles`."""
-    roles: dict[str, Any] = {"eos": None, "bos": None, "stop": [], "chat_template": None}
-    if _ROLES in text or _TEMPLATE in text:  # parsing files of several MB takes time
+def _roles(text: str, name: str) -> dict[str, Any]:
+    """The tokens of the roles "eos" and "bos", and the list of "stop", recorded by `_with_roles`.
+
+    A UserError that begins with `name` if what is recorded is not a list of roles.
+    """
+    roles: dict[str, Any] = {"eos": None, "bos": None, "stop": []}
+    if _ROLES in text:  # parsing files of several MB takes time
         for token in json.loads(text)["added_tokens"]:
-            if isinstance(token.get(_TEMPLATE), str):
-                roles["chat_template"] = token[_TEMPLATE]
-            for role in token.get(_ROLES, []):
+            recorded = token.get(_ROLES, [])
+            if not isinstance(recorded, list) or any(role not in [*roles] for role in recorded):
+                raise UserError(f"{name} has {_ROLES} {recorded!r:.40}; a list of {', '.join(roles)} is expected.")
+            for role in recorded:
                 if role == "stop":
                     roles["stop"].append(token["content"])
                 elif roles.get(role) is None:
@@ -323,12 +320,11 @@ def _save(tokenizer: Tokenizer, folder: Path) -> None:
 
 def _check_saved(folder: Path) -> None:
     file, advice = folder / "tokenizer.json", f"delete {folder} to train it again"
-    if (folder / _CHECKSUM).exists():  # earlier versions did not write it
-        expected = read_sealed(folder / _CHECKSUM, advice=advice).get("tokenizer")
-        if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
-            raise UserError(
-                f"{file} is missing or was altered: it does not match the hash of the trained tokenizer; {advice}."
-            )
+    expected = read_sealed(folder / _CHECKSUM, advice=advice).get("tokenizer")
+    if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
+        raise UserError(
+            f"{file} is missing or was altered: it does not match the hash of the trained tokenizer; {advice}."
+        )
 
 
 def _train(corpus: Documents, vocab_size: int) -> Tokenizer:
@@ -364,10 +360,6 @@ def training_pieces(text: Document) -> Iterator[str]:
     The library holds hundreds of texts in memory, at 100 bytes per character, and the time it takes grows with
     the square of a word's length.
     """
-    if isinstance(text, Conversation):
-        for content in text.texts():
-            yield from training_pieces(content)
-        return
     if isinstance(text, Tokens):
         raise UserError("data.tokenizer is null, but the data are tokens; name the tokenizer.json that made them.")
     start = 0

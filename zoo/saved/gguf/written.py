@@ -13,7 +13,6 @@ import torch
 from kernels import UserError
 from mixers import did_you_mean
 from zoo.checkpoints.tensor_files import Weights, warn_unless_finite
-from zoo.data.text.chat_template import DEFAULT_TEMPLATE
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.lm.model import LanguageModel
@@ -149,7 +148,6 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, size: int) -> None:
     writer.add_bos_token_id(words.eos_id if words.bos_id is None else words.bos_id)
     writer.add_add_bos_token(words.bos_id is not None)
     writer.add_add_eos_token(False)
-    writer.add_chat_template(tokenizer.chat_template or DEFAULT_TEMPLATE)
     if words.turn_id is not None:
         writer.add_eot_token_id(words.turn_id)
 

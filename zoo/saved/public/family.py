@@ -11,7 +11,7 @@ from zoo.lm.mlp import SwiGLU
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.tensors import Rule
 
-Target = Literal["fla", "huggingface", "mamba_ssm", "transformers"]
+Target = Literal["fla", "huggingface", "transformers"]
 Config = Mapping[str, Any]
 Spec = dict[str, Any]  # a component in a config: class_path and init_args
 
@@ -110,7 +110,7 @@ class Family:
     def write(self, model: LanguageModel) -> dict[str, Any]:
         """The contents of a config.json for our model, which `read` takes back."""
         fixed = {key: allowed[0] for key, allowed in self.fixed.items()}
-        head = {"architectures": [self.architecture], "model_type": self.model_types[0]} if self.model_types else {}
+        head = {"architectures": [self.architecture], "model_type": self.model_types[0]}
         return {**head, **self.keys, **fixed, **self.to_theirs(model)}
 
 

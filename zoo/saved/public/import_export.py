@@ -13,7 +13,7 @@ from torch import nn
 
 from kernels import UserError
 from mixers import RMSNorm, ZeroCentredRMSNorm, did_you_mean
-from zoo.checkpoints.tensor_files import Weights
+from zoo.checkpoints.tensor_files import TensorsInMemory, Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
@@ -21,12 +21,12 @@ from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import GGUF, Exported, Family, Target, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
-from zoo.saved.public.standalone.written import MODEL_TYPE, STANDALONE, standalone
-from zoo.saved.trust import check_sizes
 
 log = logging.getLogger(__name__)
 
-_TARGETS: tuple[Target, ...] = ("fla", "huggingface", "mamba_ssm")
+_TARGETS: tuple[Target, ...] = ("fla", "huggingface")
+WRAPPED: Target = "transformers"
+MODEL_TYPE, _WRAPPER = "zoo", "modeling_zoo"
 _MAX_LAYERS = 1000
 _NEAR = 0.1  # distance of a mean from the start of the other convention
 # attributes that only matter to a model that is not trained yet; a Features' map is a module, which is compared itself
@@ -60,7 +60,6 @@ def imported(folder: PublicFolder) -> Imported:
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
     theirs = folder.weights
-    check_sizes(model, theirs.specs, f"checkpoint: {path}")
     try:
         parsed = parse_model({"model": model})
         ours = from_config(parsed, "meta")
@@ -93,11 +92,11 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
     """The family that a config.json belongs to; a UserError if it belongs to none."""
     kind = config.get("model_type")
     for family in FAMILIES:
-        if kind in (family.model_types or (None,)) and family.also(config):
+        if kind in family.model_types and family.also(config):
             return family
     if kind == MODEL_TYPE:
         raise UserError(
-            f"checkpoint: {folder} was written by convert with to={STANDALONE}, which cannot be read back; "
+            f"checkpoint: {folder} was written by convert with to={WRAPPED}, which cannot be read back; "
             "use the run, checkpoint or exported folder that it was converted from."
         )
     model_types = sorted({name for family in FAMILIES for name in family.model_types})
@@ -111,15 +110,37 @@ def family_of(config: dict[str, Any], folder: Path) -> Family:
 def exported(model: LanguageModel, weights: Weights, to: str) -> Exported:
     """Write a model (on the meta device) in the terms of the first family of a target that can hold it.
 
-    The target is `fla`, `huggingface` or `mamba_ssm`, or the name of a family where several can hold the model. With
-    `transformers` the folder contains the modelling code.
+    The target is `fla` or `huggingface`, or the name of a family where several can hold the model. With
+    `transformers` the folder contains a wrapper that requires this project.
     """
-    if to == STANDALONE:
-        return standalone(model, weights)
-    names = [*_TARGETS, STANDALONE, GGUF, *(family.name for family in FAMILIES)]
+    if to == WRAPPED:
+        return _wrapped(model, weights)
+    names = [*_TARGETS, WRAPPED, GGUF, *(family.name for family in FAMILIES)]
     if to not in names:
         raise UserError(f"to: {to!r} is not one of {', '.join(names)}{did_you_mean(to, names)}")
     return in_a_layout(model, weights, [family for family in FAMILIES if to in (family.target, family.name)], to)
+
+
+def _wrapped(model: LanguageModel, weights: Weights) -> Exported:
+    """Write any language model (on the meta device) for `modeling_zoo.py`, by the names of its parameters."""
+    if model.head is not None or model.inputs is not None:
+        raise UserError(f"to: {WRAPPED} takes language models, and this one has the inputs or the head of another.")
+    model.load_state_dict({name: weights.tensor(name) for name in weights.specs}, assign=True)
+    assert model.config is not None
+    source = Path(__file__).with_name(f"{_WRAPPER}.py").read_text(encoding="utf-8")
+    config = {
+        "architectures": ["ZooForCausalLM"],
+        "auto_map": {"AutoConfig": f"{_WRAPPER}.ZooConfig", "AutoModelForCausalLM": f"{_WRAPPER}.ZooForCausalLM"},
+        "model_type": MODEL_TYPE,
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "tie_word_embeddings": False,  # of which this project takes care
+        "dtype": str(weights.specs["embeddings.weight"].dtype).removeprefix("torch."),
+        "zoo": model.config["model"],
+    }
+    named = {f"model.{name}": tensor.detach() for name, tensor in model.named_parameters()}
+    return Exported(MODEL_TYPE, WRAPPED, config, TensorsInMemory(named), {f"{_WRAPPER}.py": source})
 
 
 def in_a_layout(model: LanguageModel, weights: Weights, named: Sequence[Family], to: str) -> Exported:

@@ -6,21 +6,18 @@ from typing import Any
 import tokenizers
 
 from kernels import UserError
-from zoo.data.text.foreign_tokenizer import library_errors
-from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign
+from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign, library_errors
 from zoo.saved.public.folder import CONFIG, PublicFolder
 
 TOKENIZER, DESCRIPTION, GENERATION = "tokenizer.json", "tokenizer_config.json", "generation_config.json"
-TEMPLATE = "chat_template.jinja"
 
 
-def read_tokenizer(folder: PublicFolder, trust: bool = False) -> Tokenizer | None:
+def read_tokenizer(folder: PublicFolder) -> Tokenizer | None:
     """The tokenizer of a public folder; None if it has no `tokenizer.json`.
 
     The token that ends documents is the one that `tokenizer_config.json`, or else config.json, calls `eos`; all that
     these and `generation_config.json` name end what a model writes. Documents start with a token if the tokenizer
-    puts one before each text. A chat template is kept, and not run. Unless trusted, a tokenizer that may take much time
-    or memory is refused.
+    puts one before each text.
 
     Raises:
         UserError: The file is damaged, or says nowhere which token ends a document.
@@ -28,7 +25,7 @@ def read_tokenizer(folder: PublicFolder, trust: bool = False) -> Tokenizer | Non
     if not folder.has(TOKENIZER):
         return None
     name = f"checkpoint: {folder.path / TOKENIZER}"
-    tokenizer = foreign(folder.text(TOKENIZER), name, trust)
+    tokenizer = foreign(folder.text(TOKENIZER), name)
     with library_errors(name):
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -41,7 +38,7 @@ def read_tokenizer(folder: PublicFolder, trust: bool = False) -> Tokenizer | Non
             f"checkpoint: {folder.path} does not say which token ends a document; name it as eos_token in "
             f"{DESCRIPTION}."
         )
-    return Tokenizer(tokenizer, name, end, first, [token for token in stops if token], _chat_template(folder))
+    return Tokenizer(tokenizer, name, end, first, [token for token in stops if token])
 
 
 def _described_end(folder: PublicFolder, tokenizer: tokenizers.Tokenizer) -> str | None:
@@ -49,17 +46,6 @@ def _described_end(folder: PublicFolder, tokenizer: tokenizers.Tokenizer) -> str
     named: Any = folder.config(DESCRIPTION).get("eos_token") if folder.has(DESCRIPTION) else None
     named = named.get("content") if isinstance(named, dict) else named
     return named if isinstance(named, str) and tokenizer.token_to_id(named) is not None else None
-
-
-def _chat_template(folder: PublicFolder) -> str | None:
-    """The chat template, which older folders have in `tokenizer_config.json`, some of them as one of several."""
-    if folder.has(TEMPLATE):
-        return folder.text(TEMPLATE)
-    named: Any = folder.config(DESCRIPTION).get("chat_template") if folder.has(DESCRIPTION) else None
-    if isinstance(named, list):
-        templates = [each.get("template") for each in named if isinstance(each, dict) and each.get("name") == "default"]
-        named = next(iter(templates), None)
-    return named if isinstance(named, str) else None
 
 
 def _stop_ids(folder: PublicFolder) -> list[int]:
@@ -92,5 +78,4 @@ def tokenizer_files(tokenizer: Tokenizer) -> dict[str, str]:
         TOKENIZER: tokenizer.to_json(),
         DESCRIPTION: json.dumps(description, indent=2, ensure_ascii=False),
         GENERATION: json.dumps(stop_config(tokenizer), indent=2),
-        **({} if tokenizer.chat_template is None else {TEMPLATE: tokenizer.chat_template}),
     }

@@ -220,9 +220,8 @@ class ResultRow(RunCallback):
 def _where(trainer: L.Trainer, pl_module: L.LightningModule) -> str:
     """Return the path of the results, and a command that uses them."""
     folder = trainer.default_root_dir
-    profile = ", profile" if (Path(folder) / "profile").is_dir() else ""
     checkpoints = ", checkpoints" if trainer.checkpoint_callbacks else ""
-    made = f"results, curve{profile}{checkpoints} and config are in {folder}"
+    made = f"results, curve{checkpoints} and config are in {folder}"
     if not trainer.checkpoint_callbacks:
         return made
     verb, prompt = ("validate", "") if pl_module.tokenizer is None else ("generate", ' --prompt "def "')

@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 
 from kernels.errors import UserError
+from zoo.display import screen_text
 from zoo.files.links import open_in_place
 from zoo.generation.generate import check_sampling, generate
 from zoo.generation.graphs import DecodingGraphs
@@ -61,7 +62,7 @@ class Samples(RunCallback):
                     continuation = f" [{error}]"
                 text = f"── sample after {trainer.global_step} steps ──\n{prompt}{continuation}\n"
             if trainer.is_global_zero:  # all processes generate, since a sharded model needs all of them
-                pl_module.print(text)
+                pl_module.print(screen_text(text))
                 with open_in_place(Path(trainer.default_root_dir) / "samples.txt", "a") as file:
                     file.write(text + "\n")
 

@@ -131,7 +131,7 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         (
             "a.jsonl",
             b'{"text": 3}',
-            "line 1, has int in the field 'text'; a string or a list of messages is needed.",
+            "line 1, has int in the field 'text'; a string is needed.",
         ),
         (
             "a.jsonl",
@@ -186,7 +186,7 @@ def test_fields_inside_fields(tmp_path: Path):
     assert "line 1, has no field 'a.b.d.e' (data.text_field); 'a.b.d' is of type int, not an object." in error_of(
         str(file), "a.b.d.e"
     )
-    assert "line 1, has dict in the field 'a.b'; a string or a list of" in error_of(str(file), "a.b")
+    assert "line 1, has dict in the field 'a.b'; a string is needed" in error_of(str(file), "a.b")
     for table in ({"a": [{"b": "x", "d": 1}, {"b": "y", "d": 2}]}, {"a.b": ["x", "y"], "a": [1, 2]}):
         parquet.write_table(pyarrow.table(table), tmp_path / "a.parquet")
         assert list(Corpus(str(tmp_path / "a.parquet"), "a.b")) == ["x", "y"]
@@ -241,3 +241,47 @@ def test_further_suffixes_are_text(tmp_path: Path):
     assert Corpus(str(tmp_path), suffixes=[".py"]).signature() != Corpus(str(tmp_path)).signature()
     with pytest.raises(UserError, match=r"^data.suffixes: 'py' must start with a dot and .* as .py, or be 'code'$"):
         list(Corpus(str(tmp_path), suffixes=["py"]))
+
+
+def test_what_links_lead_to_is_read_once(tmp_path: Path):
+    folder, outside = tmp_path / "texts", tmp_path / "outside"
+    for place in (folder / "a", outside):
+        place.mkdir(parents=True)
+        (place / "1.txt").write_text(f"in {place.name}")
+    (folder / "b").symlink_to(folder / "a")  # a sibling
+    (folder / "A").symlink_to("a")  # before it in the order of names
+    (folder / "2.txt").symlink_to(folder / "a" / "1.txt")
+    (folder / "a" / "up").symlink_to(folder)  # a circle
+    for name in ("o", "p"):
+        (folder / name).symlink_to(outside)
+    (folder / "q.txt").symlink_to(outside / "1.txt")
+    assert sorted(Corpus(str(folder))) == ["in a", "in outside"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes")
+def test_a_pipe_is_refused_at_once(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    os.mkfifo(tmp_path / "b.txt")
+    for path in (tmp_path, tmp_path / "b.txt"):
+        for use in (list, Corpus.signature):
+            with pytest.raises(UserError, match=r"data\.path: .*b\.txt is a pipe or a device, not a regular file"):
+                use(Corpus(str(path)))
+
+
+def test_a_parquet_column_that_is_not_text(tmp_path: Path):
+    """Other programs write bytes into columns of strings."""
+    size = 3000  # in several batches
+    values = pyarrow.array([b"fine"] * (size - 1) + [b"caf\xe9"], pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table({"text": values}), tmp_path / "a.parquet")
+    assert f"a.parquet, row {size}, is not UTF-8 text (unexpected end of data at byte 3)." in error_of(
+        str(tmp_path / "a.parquet")
+    )
+
+
+def test_a_folder_of_save_to_disk_has_a_hint(tmp_path: Path):
+    for name in ("data-00000-of-00001.arrow", "dataset_info.json", "state.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "dataset_info.json").unlink()
+    (tmp_path / "state.json").unlink()
+    said = error_of(str(tmp_path))
+    assert "it has 1 .arrow, as `save_to_disk` of datasets writes it; write Parquet instead" in said

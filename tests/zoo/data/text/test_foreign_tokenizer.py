@@ -1,4 +1,4 @@
-"""Tokenizers that would run for hours, end the process or lose text, and those that are published."""
+"""Tokenizers that are not one, lose text, or fail in the library, and documents that would take it long to train on."""
 
 import json
 import random
@@ -9,62 +9,14 @@ from typing import Any
 
 import pytest
 import tokenizers
-from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-import zoo
 from kernels import UserError
 from tests.commands import FIT, Command
 from zoo.data import Tokenizer
-from zoo.data.text.foreign_tokenizer import check_pattern
 from zoo.data.text.tokenizer import training_pieces
 
 pytest_plugins = "tests.desk"
-PUBLISHED = {
-    "GPT-2": r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+",
-    "cl100k": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # noqa: E501
-    "cl100k, possessive": r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",  # noqa: E501
-    "Qwen": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # noqa: E501
-    "Qwen3.5": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # noqa: E501
-    "o200k": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # noqa: E501
-    "DeepSeek": r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",  # noqa: E501
-    "DeepSeek, Chinese": "[一-龥぀-ゟ゠-ヿ]+",
-    "BLOOM": r" ?[^(\s|[.,!?…。，、।۔،])]+",
-    "Falcon": "[0-9][0-9][0-9]",
-    "digits from the right": r"\d{1,3}(?=(?:\d{3})*\b)",
-    "digits in threes": r"(?=(\d{3})+(?!\d))",
-}
-CATASTROPHIC = [
-    r"(\w+)+!",
-    r"(?:\w*)*x",
-    r"(a|a)*b",
-    r"(a|aa)+$",
-    r"(?:a?){40}a{40}",
-    "a?" * 30 + "a" * 30,
-    "(?:a|a)" * 30 + "b",
-    r"(\w)\1+",
-    r"(?<n>a)\k<n>",
-    r"(?R)",
-    r"\w*\w*\w*\w*x",
-    r"((a{1,9}){1,9}){1,9}",
-    r"a**",
-    "(" * 20 + ")" * 20,
-    "[",
-    "(",
-    "x)",
-    "a" * 5000,
-]
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_published_patterns_are_accepted(name: str):
-    Regex(PUBLISHED[name])
-    check_pattern(PUBLISHED[name])
-
-
-@pytest.mark.parametrize("pattern", CATASTROPHIC)
-def test_patterns_that_may_take_hours(pattern: str):
-    with pytest.raises(ValueError, match=r"^(it|a|its|') ?|not understood"):
-        check_pattern(pattern)
 
 
 def byte_level(**parts: Any) -> dict[str, Any]:
@@ -102,30 +54,9 @@ def metaspace(scheme: str) -> str:
     return made.to_str()
 
 
-TEMPLATE = {"type": "TemplateProcessing", "pair": [], "special_tokens": {}}
-TWICE = TEMPLATE | {"single": [{"Sequence": {"id": "A", "type_id": 0}}] * 2}
 HOSTILE = {
-    "catastrophic": (byte_level(pre_tokenizer=split(r"(\w+)+!")), "its pre_tokenizer searches for '(\\\\w+)+!'"),
-    "growing": (
-        byte_level(normalizer={"type": "Sequence", "normalizers": [replace("e", "ee")] * 20}),
-        "its normalizer may make text more than 64 times longer",
-    ),
-    "growing by one": (byte_level(normalizer=replace("e", "e" * 1000)), "more than 64 times longer"),
-    "growing from nothing": (byte_level(normalizer=replace("", "e")), "its normalizer replaces '' by 'e'"),
-    "growing when decoded": (
-        byte_level(decoder={"type": "Sequence", "decoders": [replace("e", "ee")] * 20}),
-        "its decoder may make text more than 64 times longer",
-    ),
-    "a table": (
-        byte_level(normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"}),
-        "its normalizer 'Precompiled' is not one of NFC",
-    ),
-    "templates": (
-        byte_level(post_processor={"type": "Sequence", "processors": [TWICE] * 20}),
-        "its post_processor repeats the text",
-    ),
     "nested": ("[" * 100_000, "is not a tokenizer.json"),
-    "a list": ("[]", "it holds no JSON object"),
+    "a list": ("[]", "is not a tokenizer.json"),
     "truncated": (json.dumps(byte_level())[:-9], "is not a tokenizer.json"),
     "no model": (byte_level(model=None), "is not a tokenizer.json"),
     "a token strips left": (
@@ -133,25 +64,6 @@ HOSTILE = {
         "'a  <m>  b' comes back as 'a<m>  b'",
     ),
     "a token strips right": (byte_level(added_tokens=[token("<m>", rstrip=True)]), "comes back as 'a  <m>b'"),
-    "a part that is set twice": (
-        json.dumps(byte_level()).replace('"normalizer"', '"normalizer": {"type": "Replace"}, "normalizer"', 1),
-        "an object sets a key twice",
-    ),
-    "many steps": (
-        byte_level(normalizer={"type": "Sequence", "normalizers": [{"type": "StripAccents"}] * 99}),
-        "its normalizer has more than 32 steps",
-    ),
-    "many ids": (
-        byte_level(
-            post_processor={
-                "type": "TemplateProcessing",
-                "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                "pair": [],
-                "special_tokens": {"x": {"id": "x", "ids": [0] * 999, "tokens": ["x"] * 999}},
-            }
-        ),
-        "its post_processor adds more than 64 tokens",
-    ),
     "NFKC": (byte_level(normalizer={"type": "NFKC"}), "does not keep text unchanged"),
     "lower case": (byte_level(normalizer={"type": "Lowercase"}), "does not keep text unchanged"),
     "strip": (byte_level(normalizer={"type": "Strip", "strip_left": True, "strip_right": True}), "' leads'"),
@@ -175,34 +87,10 @@ def test_a_tokenizer_is_refused_in_one_sentence(command: Command, desk: Path, ca
     assert time.process_time() - start < 5
 
 
-def test_long_searches_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("zoo.data.text.foreign_tokenizer.MAX_SECONDS", 0.2)
-    monkeypatch.setattr("zoo.data.text.foreign_tokenizer.RUN", 20_000)  # so that the thread ends soon
-    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level(pre_tokenizer=split(r"\w*(?<=q)[x-z]|."))))
-    with pytest.raises(UserError, match=r"takes more than 0\.2 s for \d+ lines of 20,000 characters"):
-        Tokenizer.from_file(tmp_path)
-
-
 def test_a_failure_of_the_library_is_a_sentence(tmp_path: Path):
     made = tokenizers.Tokenizer.from_str(json.dumps(byte_level(pre_tokenizer=split(r"(\w+)+(?=!)"))))
     with pytest.raises(UserError, match="the tokenizers library failed"):
         Tokenizer(made).encode("a" * 40 + " !")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("trust", [False, True])
-def test_models_of_others(finished: Path, desk: Path, trust: bool):
-    """Trusted, it is used as it is."""
-    zoo.export(finished / "runs" / "done", desk / "foreign")
-    (desk / "foreign" / "hashes.json").unlink()
-    text = json.loads((desk / "foreign" / "tokenizer.json").read_text())
-    text["normalizer"] = {"type": "Sequence", "normalizers": [replace("q", "qqq")] * 9}
-    (desk / "foreign" / "tokenizer.json").write_text(json.dumps(text))
-    if trust:
-        assert zoo.load_tokenizer("foreign", trust=True).encode("a")
-        return
-    with pytest.raises(UserError, match=r"tokenizer of foreign/tokenizer\.json: its normalizer may make text"):
-        zoo.load_tokenizer("foreign")
 
 
 def test_composition_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture):

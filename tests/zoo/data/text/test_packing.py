@@ -1,8 +1,11 @@
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
 from kernels.errors import UserError
-from zoo.data import Corpus, Shards, Windows, prepare, train_tokenizer
+from zoo.data import NO_LOSS, Corpus, Shards, Windows, prepare, train_tokenizer
+from zoo.data.text.packing import samples_of
 
 
 @pytest.fixture
@@ -53,3 +56,28 @@ def test_too_short(shards: Shards):
         UserError, match=r"data\.packing is 'docs'; it must be one of windows, documents, whole_documents"
     ):
         Windows(shards, 4, "docs")
+
+
+def test_whole_documents_are_never_cut(shards: Shards, caplog: pytest.LogCaptureFixture):
+    bounds = [*shards.document_starts.tolist(), len(shards)]
+    whole = [shards.read(start, end).tolist() for start, end in pairwise(bounds)]
+    length = sorted(map(len, whole))[-2]  # all but the longest fit
+    fitting = [document for document in whole if len(document) <= length]
+    rows = samples_of(shards, length, "whole_documents")
+    assert f"{len(whole) - len(fitting)} of {len(whole)} documents of the train split are longer" in caplog.text
+    seen = []
+    for sample in map(rows.__getitem__, range(len(rows))):
+        assert sample.tokens.shape == sample.labels.shape == (length,)
+        for start, end in pairwise([*sample.starts.tolist(), length]):
+            tokens, labels = sample.tokens[start:end].tolist(), sample.labels[start:end].tolist()
+            if set(labels) == {NO_LOSS} and set(tokens) == {0}:  # padding
+                continue
+            assert labels == [*tokens[1:], NO_LOSS]
+            seen.append(tokens)
+    assert seen == fitting
+    batch = rows.batch([0, 1])
+    assert batch.tokens.shape == (1, 2 * length)
+    assert batch.cu_seqlens is not None
+    assert batch.cu_seqlens.tolist()[-1] == 2 * length
+    with pytest.raises(UserError, match=r"is 1, but the train split has no document that is as short: raise it, add"):
+        samples_of(shards, 1, "whole_documents")

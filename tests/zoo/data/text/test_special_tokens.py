@@ -110,3 +110,14 @@ def test_run_checkpoint_and_export_know_them(command: Command, file: str):
     refused = command("fit", "--resume", "chat", "--data.bos_token=null", "--trainer.max_steps=6")
     assert refused.code == 2
     assert "has the data hash" in refused.err
+
+
+@pytest.mark.parametrize("roles", [5, "eos", ["eos", 3], ["master"], {"eos": 1}, [["eos"]], None])
+def test_roles_of_a_stranger_may_be_anything(roles: object, file: str, tmp_path: Path):
+    content = json.loads(Path(file).read_text())
+    content["added_tokens"][0]["document_roles"] = roles
+    (tmp_path / "hostile.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"has document_roles .*; a list of eos, bos, stop is expected\.$"):
+        Tokenizer.from_file(tmp_path / "hostile.json")
+    with pytest.raises(UserError, match=r"^tokenizer has document_roles "):
+        Tokenizer.from_json(json.dumps(content))

@@ -203,8 +203,15 @@ def test_the_tokenizer_must_fit(folder: Path, tokenizer: str):
         prepare(Corpus(str(folder)), Tokenizer.from_file(tokenizer), 0.5, workers=1)
     with pytest.raises(UserError, match=r"^data\.tokenizer is null, but the data are tokens; name the tokenizer\.json"):
         TextData(str(folder)).prepare_data()
-    with pytest.raises(UserError, match=r"has messages or tokens; text is needed here\.$"):
+    with pytest.raises(UserError, match=r"has tokens; text is needed here\.$"):
         list(Corpus(str(folder)).texts())
+
+
+def test_a_loss_mask_is_refused(folder: Path):
+    """Rather than training on what it excludes."""
+    tokens = datatrove(folder, some_documents())
+    tokens.with_name(f"{tokens.name}.loss").write_bytes(bytes(tokens.stat().st_size // 2))
+    assert "ds.loss excludes tokens from the loss, which is not supported; move it" in error_of(tokens)
 
 
 def test_megatron_files_that_are_damaged(folder: Path):

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as kinds
 
 import zoo
-from tests.zoo.saved.public.standalone.models import Spec, component, uniform
+from tests.zoo.saved.public.models import Spec, component, uniform
 from zoo.checkpoints.tensor_files import TensorsInMemory
 from zoo.data.text.tokenizer import Tokenizer as Ours
 from zoo.files.safe_yaml import dump_yaml

@@ -12,7 +12,6 @@ from torch import Tensor
 
 import zoo
 from kernels import UserError
-from zoo.data.text.chat_template import DEFAULT_TEMPLATE
 from zoo.data.text.tokenizer import Tokenizer as Ours
 from zoo.saved.gguf.vocabulary import vocabulary
 
@@ -280,15 +279,6 @@ def test_metadata_of_rwkv7(tmp_path: Path):
     assert {key: metadata[f"rwkv7.{key}"] for key in sizes} == sizes
     small = {name for name, tensor in tensors.items() if len(tensor.shape) > 1 and tensor.tensor_type.name == "F32"}
     assert {name.partition("time_mix_")[2][:2] for name in small} == {f"{x}{n}" for x in "wavg" for n in "12"} | {"le"}
-
-
-def test_the_chat_template_of_the_tokenizer_or_the_default_one(tmp_path: Path):
-    folder = exported(tmp_path / "ours", "mamba2")
-    key = "tokenizer.chat_template"
-    assert read(zoo.convert(folder, tmp_path / "a.gguf", to="gguf"))[0][key] == DEFAULT_TEMPLATE
-    template = "{% for message in messages %}<turn>{{ message.content }}{% endfor %}"
-    (folder / "tokenizer.json").write_text(zoo.load_tokenizer(folder).with_chat_template(template).to_json())
-    assert read(zoo.convert(folder, tmp_path / "b.gguf", to="gguf"))[0][key] == template
 
 
 @pytest.mark.parametrize(("name", "number_type"), [("f16", "F16"), ("bf16", "BF16"), ("q8_0", "Q8_0")])

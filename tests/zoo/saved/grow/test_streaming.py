@@ -11,6 +11,7 @@ import zoo
 from kernels import UserError
 from tests.forked_python import forked_python
 from tests.zoo.saved.test_convert import MEASURE
+from zoo.checkpoints.archive import save_sealed
 
 from .subjects import exported, logits
 
@@ -64,8 +65,8 @@ def test_every_tensor_keeps_its_dtype(name: str, init: str, way: str, tmp_path: 
 def test_a_checkpoint_of_a_run_keeps_its_dtype(finished: Path, desk: Path):
     contents = torch.load(finished / "runs" / "done" / "checkpoints" / "last.ckpt", weights_only=True)
     contents["state_dict"] = {n: t.bfloat16() for n, t in contents["state_dict"].items()}
-    contents["zoo"]["format"] = 1  # which had no hash
-    torch.save(contents, desk / "half.ckpt")
+    with open(desk / "half.ckpt", "wb") as file:
+        save_sealed(contents, file)
     new = stored(zoo.statex("half.ckpt", "larger", layers=[0, 1], init="inherit", factor=2).folder)
     assert {tensor.dtype for tensor in new.values()} == {torch.bfloat16}
 

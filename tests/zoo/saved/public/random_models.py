@@ -1,7 +1,7 @@
 """Ten random models of each public family, there and back: `python -m tests.zoo.saved.public.random_models`.
 
 It writes the numbers of differences to `docs/public_families.csv`, from which the table in `docs/public_checkpoints.md`
-is made. The models are built by flash-linear-attention, transformers and, for Mamba-3, `mamba3.py`, from a case of the
+is made. The models are built by flash-linear-attention, transformers, from a case of the
 tests with random sizes.
 """
 
@@ -23,7 +23,7 @@ from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import Family
 from zoo.saved.public.import_export import difference, on_meta
 
-from . import mamba3, test_hybrids, zoo_of_others
+from . import test_hybrids, zoo_of_others
 
 FILE = Path(zoo.__file__).parents[1] / "docs" / "public_families.csv"
 MODELS = 10
@@ -60,8 +60,6 @@ class Differences(NamedTuple):
 
 def cases(family: Family) -> list[dict[str, Any]]:
     """The configs of a family's cases in the tests."""
-    if family.target == "mamba_ssm":
-        return [*mamba3.CASES.values()]
     name, package = family.architecture.replace("ForCausalLM", "Config"), _PACKAGES[family.target]
     ours = [
         arguments
@@ -72,9 +70,6 @@ def cases(family: Family) -> list[dict[str, Any]]:
 
 
 def _random_sizes(arguments: dict[str, Any], draw: random.Random) -> dict[str, Any]:
-    if "d_model" in arguments:
-        sizes = {"vocab_size": draw.randrange(40, 200), "d_model": 48 * draw.randrange(1, 4)}
-        return {**arguments, **sizes, "n_layer": draw.randrange(2, 5)}
     larger = 1 if "mamba_n_heads" in arguments else draw.choice((1, 1, 2))  # whose heads have its width
     changes = {"vocab_size": draw.randrange(40, 200), "hidden_size": larger * arguments["hidden_size"]}
     for key in ("intermediate_size", "shared_intermediate_size"):
@@ -89,11 +84,6 @@ def _random_sizes(arguments: dict[str, Any], draw: random.Random) -> dict[str, A
 
 def _model(family: Family, draw: random.Random) -> Any:
     """A model of a family, with random sizes, weights and dtype."""
-    if family.target == "mamba_ssm":
-        torch.manual_seed(draw.randrange(1 << 30))
-        return mamba3.Model(_random_sizes(draw.choice(cases(family)), draw)).to(
-            draw.choice((torch.float32, torch.bfloat16))
-        )
     module = importlib.import_module("fla.models" if family.target == "fla" else "transformers")
     attention = importlib.import_module("fla.layers.attn") if family.target == "fla" else None
     if attention is not None and attention.flash_attn_func is None:

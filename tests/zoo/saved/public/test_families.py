@@ -92,8 +92,7 @@ def test_padded_batches(case: str, oracle: Oracle, tmp_path: Path):
     model, lengths = build(case, oracle), (50, 7, 67)
     save(model, tmp_path)
     ours, rows = zoo.load(tmp_path), [torch.randint(97, (length,)) for length in lengths]
-    masked = not case.startswith("xlstm")  # which reads padding as tokens: there it has to follow the text
-    starts = [67 - length if masked else 0 for length in lengths]
+    starts = [67 - length for length in lengths]
     padded = torch.stack([F.pad(row, (a, 67 - a - len(row))) for row, a in zip(rows, starts, strict=True)])
     mask = torch.arange(67) >= torch.tensor(starts)[:, None]
     for row, start, expected in zip(rows, starts, model(padded, attention_mask=mask.long()).logits, strict=True):

@@ -20,7 +20,6 @@ RWKV7 = {"head_dim": 32, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "v_low_ra
 # of positions: sequences were of 24 tokens
 SCALED = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 24}
 LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.5}
-XLSTM = {**SIZES, "hidden_size": 128, "num_heads": 2, "pad_token_id": None}  # its cache has multiples of 64 channels
 # name → package, config class, its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
@@ -207,13 +206,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen2Config",
         {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
-    ),
-    "xlstm": ("transformers", "xLSTMConfig", XLSTM),
-    "xlstm, wide keys": (
-        "transformers",
-        "xLSTMConfig",
-        {**XLSTM, "qk_dim_factor": 1.0, "v_dim_factor": 0.5, "ffn_proj_factor": 1.3, "norm_eps": 1e-4}
-        | {"gate_soft_cap": 2.0, "output_logit_soft_cap": 5.0, "chunk_size": 16, "ffn_round_up_to_multiple_of": 8},
     ),
 }
 

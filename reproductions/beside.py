@@ -1,0 +1,183 @@
+"""Benchmarks next to other libraries: flash-linear-attention (FLA), FlashQLA, and PyTorch's SDPA and FlexAttention.
+
+    python reproductions/beside.py kernels --ops=delta_rule,window_attention
+    python reproductions/beside.py training --config gla.yaml --config size/400m.yaml --length=4096
+    python reproductions/beside.py decode --config gla.yaml --batch_sizes=[1,64] --positions=[1024]
+
+The options are those of `python cli.py bench`. FLA tunes its kernels for minutes before the clock starts; FlashQLA
+compiles for a minute or two at each shape.
+"""
+
+import sys
+from collections.abc import Callable, Collection, Sequence
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from kernels import UserError
+from reproductions import peers
+from zoo.arguments import check_names, names_in
+from zoo.config import KEYS
+from zoo.config.command_line import Keys, arguments_of
+from zoo.lm.model import LanguageModel
+from zoo.performance.bench_calls import OPS, BenchCall
+from zoo.performance.bench_report import Report, complaint, show
+from zoo.performance.decoding import Steps, time_decoding
+from zoo.performance.kernels import FIRST_CALL, Call, time_kernels
+from zoo.performance.model import PRECISIONS
+from zoo.performance.training import time_training
+from zoo.train.devices import pick_device
+
+POSITION = 1024  # largest prefill of FLA's models; more is not needed, since their state has a constant size, too
+
+
+def kernels(
+    ops: list[str] | str | None = None,
+    shapes: list[tuple[int, int, int, int]] | None = None,
+    lengths: list[int] | None = None,
+    dtype: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    window_size: int | None = None,
+    seconds: float = 0.8,
+    libraries: list[str] | None = None,
+    key_heads: int | None = None,
+    folder: str = "runs/beside-kernels",
+) -> Report:
+    """Time the ops, alternating with those of other libraries.
+
+    Some functions of FLA are also timed for bounded decays (`safe_gate`), and with more kept for the gradients
+    (`disable_recompute`).
+
+    Args:
+        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder: As for `bench kernels`.
+        libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    if libraries is not None:
+        check_names("libraries", libraries or [""], peers.LIBRARIES)
+    names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
+    peers.require_for(names, pick_device(device), libraries)
+    settings = (ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder)
+    return time_kernels(partial(checked, libraries), *settings)
+
+
+def checked(
+    libraries: Collection[str] | None, case: BenchCall, announce: Callable[[str], None]
+) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
+    """The peers of a case that run, and of all of them the errors or a note."""
+    calls, rows, every = dict[str, Call](), dict[str, dict[str, Any]](), peers.kernel_peers(case)
+    for library in {*(libraries or ())} - {name.split()[0] for name in every}:
+        rows[library] = {"note": "does not compute this call on this machine"}
+    for name, peer in every.items():
+        if libraries is None or name.split()[0] in libraries:
+            announce(f"{FIRST_CALL} {name}")  # which compiles and tunes it
+            try:
+                with torch.no_grad():
+                    peer(case.inputs)
+                rows[name], calls[name] = {"errors": case.compared(peer).record()["errors"]}, peer
+            except Exception as error:  # errors of other libraries become remarks in the table
+                rows[name] = {"note": complaint(error)}
+    return calls, rows
+
+
+def training(
+    config: Sequence[str],
+    batch_size: int | None = None,
+    length: int | None = None,
+    steps: int = 8,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    compile: bool = False,
+    cuda_graph: bool = False,
+    folder: str = "runs/beside-training",
+) -> Report:
+    """Time training steps in turns with those of FLA's model of the same mixers and sizes.
+
+    If FLA has none, its Gated DeltaNet takes its place. The arguments are those of `bench training`.
+
+    Args:
+        config, batch_size, length, steps, precision, backend, device, compile, cuda_graph, folder: As there.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    peers.require(pick_device(device))
+    settings = (config, batch_size, length, steps, precision, backend, device, compile, cuda_graph, folder)
+    return time_training(_language_model, *settings)
+
+
+def _language_model(ours: LanguageModel, sizes: dict[str, Any], device: torch.device) -> tuple[str, nn.Module]:
+    peer = peers.language_model(ours, sizes, device)
+    return peer.name, peer.build()
+
+
+def decode(
+    config: Sequence[str],
+    batch_sizes: list[int] | None = None,
+    positions: list[int] | None = None,
+    precision: str | None = None,
+    backend: str | None = None,
+    device: str | None = None,
+    seconds: float = 1.0,
+    folder: str = "runs/beside-decode",
+) -> Report:
+    """Time decoding steps, and those of FLA's model of the same mixers and sizes, or of its Gated DeltaNet.
+
+    Args:
+        config, batch_sizes, positions, precision, backend, device, seconds, folder: As for `bench decode`.
+
+    Raises:
+        UserError: An argument is invalid.
+    """
+    peers.require(pick_device(device))
+    settings = (config, batch_sizes, positions, precision, backend, device, seconds, folder)
+    return time_decoding(_steps, *settings)
+
+
+def _steps(
+    ours: LanguageModel, sizes: dict[str, Any], device: torch.device, precision: str
+) -> tuple[str, Callable[[int, int], Steps]]:
+    peer = peers.language_model(ours, sizes, device)
+    return peer.name, partial(Peer, cache(lambda: peer.build().to(PRECISIONS[precision]).eval()))
+
+
+class Peer(Steps):
+    """Steps of a Hugging Face model with its key-value cache, after a prefill."""
+
+    state_bytes = None
+
+    def __init__(self, build: Callable[[], Any], batch_size: int, position: int) -> None:
+        self.model, self.position = build(), min(position, POSITION)
+        prompt = torch.randint(self.model.config.vocab_size, (batch_size, self.position), device=self.model.device)
+        out = self.model(input_ids=prompt, use_cache=True, logits_to_keep=1)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+    def __call__(self) -> None:
+        """Make a step."""
+        out = self.model(input_ids=self.tokens, past_key_values=self.past, use_cache=True)
+        self.past, self.tokens = out.past_key_values, out.logits[:, -1:].argmax(-1)
+
+
+KINDS: dict[str, Callable[..., Report]] = {"kernels": kernels, "training": training, "decode": decode}
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command line; return 1 if a result was wrong."""
+    name, *rest = arguments or [""]
+    check_names("beside", [name], KINDS)
+    keys = None if name == "kernels" else Keys(KEYS, lambda parser: None)
+    items, options = arguments_of(KINDS[name], rest, name, keys)
+    return int(show(KINDS[name](*([items] if keys else []), **options)).failed)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except UserError as error:
+        sys.exit(f"error: {error.on_command_line}")

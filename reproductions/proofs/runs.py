@@ -1,0 +1,74 @@
+"""Properties of runs: a resumed run has the losses of one that was not stopped, and sequences can be shared."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from zoo.performance.doctor import Finding, as_finding, attempted
+
+# Associative recall by a small Gated DeltaNet, on the CPU: the data is made up, and no other process is in the way.
+FIT = (
+    *("fit", "--config", "recall/mqar.yaml", "--data.tasks=[{length: 64, pairs: 4}]", "--data.batch_size=4"),
+    *("--trainer.accelerator=cpu", "--trainer.limit_val_batches=1", "--optim.schedule=constant"),
+    "--trainer.log_every_n_steps=1",
+)
+NAME = "training, fp32"
+HALF, STEPS = 3, 6
+SHARED = ("--context_parallel=2", "--trainer.devices=2", "--trainer.strategy=ddp")
+LIMIT = 1e-5  # relative, of losses of a sequence that two processes share
+TIMEOUT = 300
+
+
+def prove() -> Iterator[Finding]:
+    """The findings about runs."""
+    with TemporaryDirectory() as folder:
+        desk = Path(folder)
+        yield attempted(NAME, "resumed", partial(resumed, desk))
+        yield attempted(NAME, "2 processes", partial(shared, desk))
+
+
+def resumed(desk: Path) -> Finding:
+    """Check that a run that is continued has the losses, bit by bit, of one that was not stopped."""
+    _fit(desk, *FIT, f"--trainer.max_steps={STEPS}", "--run", "whole")
+    _fit(desk, *FIT, f"--trainer.max_steps={HALF}", "--run", "half")
+    _fit(desk, "fit", "--resume", "half", f"--trainer.max_steps={STEPS}")
+    expected, actual = _losses(desk / "runs" / "whole"), _losses(desk / "runs" / "half")
+    differing = [step for step, loss in expected.items() if actual.get(step) != loss]
+    says = "exact" if not differing else f"the losses of steps {', '.join(map(str, differing))} differ"
+    return as_finding(NAME, "resumed", not differing, says, steps=len(expected), differing=differing)
+
+
+def shared(desk: Path) -> Finding:
+    """Compare two processes that share each sequence with one that has all of it."""
+    _fit(desk, *FIT, *SHARED, f"--trainer.max_steps={STEPS}", "--run", "shared")
+    expected, actual = _losses(desk / "runs" / "whole"), _losses(desk / "runs" / "shared")
+    change = max(abs(actual[step] / loss - 1) for step, loss in expected.items())
+    finding = as_finding(NAME, "2 processes", change <= LIMIT, f"{change:.0e}" if change else "exact", change=change)
+    return finding if change == 0 or change > LIMIT else finding._replace(status="noted")
+
+
+def _fit(desk: Path, *arguments: str) -> None:
+    """Run the command line in a folder; what it prints is an error's message if it fails."""
+    cli = find_spec("cli")
+    assert cli is not None
+    command = [sys.executable, str(cli.origin), *arguments]
+    path = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        command, cwd=desk, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=TIMEOUT
+    )
+    if done.returncode != 0:
+        raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
+
+
+def _losses(run: Path) -> dict[int, float]:
+    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    losses = {row["step"]: row["train_loss"] for row in rows if "train_loss" in row}
+    if len(losses) != STEPS:
+        raise RuntimeError(f"{run.name} has the losses of {len(losses)} steps, not of {STEPS}")
+    return losses

@@ -1,0 +1,249 @@
+"""`zoo.doctor`: versions, disk and GPU of this machine, and one call of each op against its fp32 loop."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, requires, version
+from multiprocessing import TimeoutError, get_context
+from pathlib import Path
+from time import monotonic
+from typing import Any, Literal, NamedTuple
+
+import torch
+from packaging.requirements import Requirement
+from rich.markup import escape
+
+from kernels import UserError
+from kernels.gpu.miscompilations import known_of
+from zoo.config.find import CONFIGS
+from zoo.data.text.cache import cache_folder
+from zoo.display import new_console, new_table
+from zoo.files.atomic import atomic_write
+from zoo.files.output import check_record
+from zoo.performance.accuracy import Gate
+from zoo.performance.op_calls import OpCall, cases, op_of, ops
+from zoo.train.devices import free_memory, pick_device
+
+Status = Literal["passed", "noted", "failed"]
+# relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
+LIMITS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
+SIZES = {"cpu": 32, "cuda": 64}  # of heads
+GIB = 2**30
+LEAST = {"memory": 2 * GIB, "GPU memory": 2 * GIB, "disk": GIB}  # bytes, for the smallest runs and their checkpoints
+DISTRIBUTION, TESTED = "token-mixer-zoo", CONFIGS.parent / "constraints.txt"
+PROCESSES, LIMIT_S = 16, 300.0  # that compile side by side on a GPU; until which all ops must have ended there
+STYLES = {"passed": "green", "noted": "yellow", "failed": "bold red"}
+
+
+class Finding(NamedTuple):
+    """The result of one check, in words and, for JSON, in numbers. What is `noted` is not a failure."""
+
+    subject: str  # packages, GPU, an op …
+    check: str  # versions, error …
+    status: Status
+    says: str
+    numbers: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.subject}, {self.check}: {self.says}"
+
+
+def as_finding(subject: str, check: str, passed: bool, says: str, **numbers: Any) -> Finding:
+    """A finding that passed or failed; numbers that are not finite are null, for JSON."""
+    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in numbers.items()}
+    return Finding(subject, check, "passed" if passed else "failed", says, finite)
+
+
+def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
+    """Run a check; an exception is a failed check."""
+    try:
+        return run()
+    except Exception as error:  # of compilers and drivers, of any type
+        says = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+        return Finding(subject, check, "failed", says, {})
+
+
+class Examination(NamedTuple):
+    """All findings of the doctor about the machine, and about the ops on a device."""
+
+    device: str
+    machine: list[Finding]
+    ops: list[Finding]
+    seconds: float
+
+    @property
+    def failures(self) -> list[Finding]:
+        """The checks that failed."""
+        return [each for each in (*self.machine, *self.ops) if each.status == "failed"]
+
+    @property
+    def failed(self) -> bool:
+        """Return whether a check failed."""
+        return bool(self.failures)
+
+
+def doctor(device: str | None = None, output: str | None = None, verbose: bool = True) -> Examination:
+    """Check this machine: packages, memory, disk, GPU, and each op, forward and backward, against its fp32 loop.
+
+    ``python cli.py doctor``
+
+    Args:
+        device: cpu or cuda; null for the GPU if there is one.
+        output: A JSON file for all findings.
+        verbose: Whether to print tables.
+
+    Raises:
+        UserError: The device does not exist, or the file cannot be written.
+    """
+    if output is not None and Path(output).is_dir():
+        raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
+    if output is not None:
+        check_record(Path(output), ("device", "passed", "machine", "ops"), "output", "the doctor")
+    place, start = pick_device(device), monotonic()
+    examination = Examination(place.type, [*machine(place)], examine(place), monotonic() - start)
+    if output is not None:
+        _write(examination, Path(output))
+    console, findings = new_console(verbose), [*examination.machine, *examination.ops]
+    table = new_table(["subject", "check", "result"], left=3, wrapped=["result"])
+    for each in findings:
+        table.add_row(each.subject, each.check, f"[{STYLES[each.status]}]{escape(each.says)}[/]")
+    console.print(table, "error: of outputs and gradients, relative to the fp32 loop")
+    for each in examination.failures:
+        console.print(f"[{STYLES[each.status]}]failed[/] {escape(str(each))}", highlight=False, soft_wrap=True)
+    failures = f"{len(examination.failures)} of {len(findings)} checks failed"
+    verdict = failures if examination.failed else f"all {len(findings)} checks passed"
+    written = "" if output is None else f"; written to {output}"
+    console.print(f"{verdict}, in {examination.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
+    return examination
+
+
+def examine(device: torch.device) -> list[Finding]:
+    """Examine all ops on a device. On a GPU several processes compile, so that a crash or a hang fails only one op."""
+    calls = cases(SIZES[device.type])
+    if device.type == "cuda":
+        end = monotonic() + LIMIT_S
+        with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1), _silence) as pool:
+            pending = [pool.apply_async(_checked, (number, device)) for number in range(len(calls))]
+            findings = [
+                attempted(c.name, "error", partial(_await, p, end)) for c, p in zip(calls, pending, strict=True)
+            ]
+    else:
+        findings = [_checked(number, device) for number in range(len(calls))]
+    for op in sorted({*ops()} - {case.op for case in calls}):
+        findings.append(Finding(op, "path", "noted", "the doctor does not know how to call it", {}))
+    return findings
+
+
+def _await(pending: Any, end: float) -> Finding:
+    try:
+        return pending.get(max(0.0, end - monotonic()))
+    except TimeoutError:
+        raise RuntimeError(f"did not finish in {LIMIT_S:.0f} s, or its process died") from None
+
+
+def _silence() -> None:
+    """Discard what compilers and libraries print in a process of the doctor."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+
+
+def _checked(number: int, device: torch.device) -> Finding:
+    case = cases(SIZES[device.type])[number]
+    return attempted(case.name, "error", partial(accuracy, case, device))
+
+
+def accuracy(case: OpCall, device: torch.device) -> Finding:
+    """Compare outputs and gradients with the fp32 loop of the same rounded inputs, in the dtype of training there."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    here, gate = case.on(device, dtype), Gate()
+    implementation = op_of(case.op).backend(next(iter(here.inputs.values())))
+    expected, actual = here.exact().results("reference"), here.results()
+    for name, y in expected.items():
+        gate.check(name, actual[name], y, LIMITS[dtype]["gradient" in name])
+    says = f"{implementation}: " + (f"{max(gate.errors.values()):.0e}" if gate.passed else gate.says)
+    return as_finding(case.name, "error", gate.passed, says, errors=gate.record()["errors"], limits=gate.limits)
+
+
+def machine(device: torch.device) -> Iterator[Finding]:
+    """Findings about the machine around a device."""
+    yield packages()
+    yield gpu(device)
+    memory = free_memory()
+    if memory is not None:
+        yield _enough("memory", "free", memory)
+    if device.type == "cuda":
+        yield _enough("GPU memory", "free", torch.cuda.mem_get_info(device)[0])
+    for what, folder in {"runs, in the working folder": Path.cwd(), "data, in the cache": cache_folder()}.items():
+        there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+        yield _enough("disk", what, shutil.disk_usage(there).free)
+
+
+def packages() -> Finding:
+    """Check that the packages are those that this project needs, and those that it was tested with."""
+    lines = TESTED.read_text().splitlines() if TESTED.is_file() else []
+    pinned = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    tested = {requirement.name: str(requirement.specifier).removeprefix("==") for requirement in pinned}
+    try:
+        needed = [Requirement(line) for line in requires(DISTRIBUTION) or []]
+    except PackageNotFoundError:  # run from a checkout
+        needed = [Requirement(name) for name in tested]
+    wrong, other, same = [], [], []
+    for requirement in needed:
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        name = requirement.name
+        try:
+            installed = version(name).split("+")[0]
+        except PackageNotFoundError:
+            if requirement.specifier:  # without one it was only tested with, perhaps for an extra
+                wrong.append(f"{name} is missing ({requirement.specifier} is needed)")
+            continue
+        if not requirement.specifier.contains(installed, prereleases=True):
+            wrong.append(f"{name} {installed} is installed, and {requirement.specifier} is needed")
+        elif name in tested and installed != tested[name]:
+            other.append(f"{name} {installed} (tested with {tested[name]})")
+        else:
+            same.append(name)
+    python = ".".join(map(str, sys.version_info[:3]))
+    says = f"Python {python}, {len(same)} packages as tested" + f", others not: {', '.join(other)}" * bool(other)
+    numbers = {"python": python, "torch": torch.__version__, "wrong": wrong, "untested": other, "tested": same}
+    status: Status = "failed" if wrong else "noted" if other else "passed"
+    return Finding("packages", "versions", status, "; ".join(wrong) or says, numbers)
+
+
+def gpu(device: torch.device) -> Finding:
+    """Describe the GPU that the ops run on, and what the installed Triton is known to compile wrongly there."""
+    if device.type != "cuda":
+        here = "there is one, which --device=cuda examines" if torch.cuda.is_available() else "none"
+        return Finding("GPU", "device", "noted", f"{here}; ops run in PyTorch on {torch.get_num_threads()} threads", {})
+    about, triton = torch.cuda.get_device_properties(device), version("triton")
+    capability = f"{about.major}.{about.minor}"
+    says = f"{about.name}, {about.total_memory / GIB:.0f} GiB, compute capability {capability}, Triton {triton}"
+    if faults := [each.says for each in known_of(triton)]:
+        says += f", whose known faults no launch here uses: {'; '.join(faults)}"
+    if about.major < 8:
+        says += "; it has no units for bf16, so use precision 32-true"
+    numbers = {"name": about.name, "bytes": about.total_memory, "capability": capability, "faults": faults}
+    return Finding("GPU", "device", "noted" if about.major < 8 else "passed", says, numbers)
+
+
+def _enough(subject: str, check: str, free: int) -> Finding:
+    enough = free >= LEAST[subject]
+    says = f"{free / GIB:,.1f} GiB" + ("" if enough else f" is less than {LEAST[subject] / GIB:g} GiB")
+    return as_finding(subject, check, enough, says, bytes=free)
+
+
+def _write(examination: Examination, file: Path) -> None:
+    record: dict[str, Any] = {"device": examination.device, "passed": not examination.failed}
+    record |= {"seconds": round(examination.seconds, 1), "torch": torch.__version__}
+    record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "ops")}
+    try:
+        with atomic_write(file) as opened:
+            opened.write(json.dumps(record, indent=1).encode())
+    except OSError as error:
+        raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
