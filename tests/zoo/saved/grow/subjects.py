@@ -1,5 +1,6 @@
 """Small models to make larger, as exported folders; no training is needed."""
 
+import copy
 import functools
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,9 @@ def loaded(folder: Path) -> zoo.LanguageModel:
     return zoo.load(folder)
 
 
-def logits(folder: Path, length: int = 40) -> torch.Tensor:
+def logits(folder: Path, length: int = 40, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Of random tokens [2,length]."""
     tokens = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        return loaded(folder)(tokens)[0]
+        model = loaded(folder)
+        return (model if dtype == torch.float32 else copy.deepcopy(model).to(dtype))(tokens)[0]
