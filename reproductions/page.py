@@ -273,7 +273,7 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
     Raises:
         UserError: A file is missing, is of no table or figure in papers.yaml, or has a wrong key or value.
     """
-    papers, expected_files = [], {folder / "papers.yaml"}
+    papers, expected_files = [], {folder / "papers.yaml", folder / "paper_tables.yaml"}
     for name, contents in read_yaml(folder / "papers.yaml", "reproductions").items():
         listing = _built(Listing, contents, f"papers.yaml: {name}")
         files = {item: folder / name / _file_name(item) for item in listing.items}

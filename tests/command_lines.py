@@ -13,7 +13,16 @@ from typing import Any
 from jsonargparse import Namespace
 
 import zoo
-from reproductions import bench, beside, cost_over_size, mixers_400m, multi_device, performance, vocabulary_loss
+from reproductions import (
+    bench,
+    beside,
+    cost_over_size,
+    mixers_400m,
+    multi_device,
+    paper_tables,
+    performance,
+    vocabulary_loss,
+)
 from zoo.config import CONFIGS, KEYS, add_arguments, find_config
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
@@ -52,6 +61,7 @@ WITH_CONFIGS: dict[str, Any] = {  # the function of a script, or those of its ki
 SCRIPTS: dict[str, Callable[..., Any]] = {
     "reproductions/cost_over_size.py": cost_over_size.cost_over_size,
     "reproductions/mixers_400m.py": mixers_400m.mixers_400m,
+    "reproductions/paper_tables.py": paper_tables.paper_tables,
     "reproductions/performance.py": performance.performance,
     "reproductions/vocabulary_loss.py": vocabulary_loss.vocabulary_loss,
 }
@@ -229,7 +239,10 @@ def check_tool(arguments: list[str]) -> None:
         for item in items:
             assert "=" in item or find_config(item)
     elif rest and rest[0] in SCRIPTS:
-        arguments_of(SCRIPTS[rest[0]], rest[1:], rest[0])
+        _, options = arguments_of(SCRIPTS[rest[0]], rest[1:], rest[0])
+        if "tables" in options:
+            for tasks, *_ in paper_tables.evaluations(options["tables"]):
+                assert tasks_of(tasks, Options())
     elif rest and rest[0].endswith(".py"):
         source = (ROOT / rest[0]).read_text()  # raises if there is no such file
         for option in (argument.partition("=")[0] for argument in rest[1:] if argument.startswith("--")):

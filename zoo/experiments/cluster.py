@@ -10,8 +10,7 @@ from typing import Any
 
 from kernels import UserError
 from zoo.experiments.definition import Run
-from zoo.experiments.progress import RunBars
-from zoo.experiments.runner import Failure, Runner, result
+from zoo.experiments.runner import Failure, Runner, result, run_bar
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.train.signals import interrupt_deferred
 
@@ -64,16 +63,13 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
                 jobs[run.name] = executor.submit(command)
                 earlier[run.name] = jobs[run.name].job_id
                 write_sealed(file, earlier)
-        with RunBars(runner.folder, runs, len(runs) - len(jobs)) as bars:
-            waiting = {run.name: run for run in runs if run.name in jobs}
-            for run in waiting.values():
-                bars.start(run)
+        with run_bar(runner.folder, len(runs), len(runs) - len(jobs)) as bar:
+            waiting = set(jobs)
             while waiting:
                 time.sleep(POLL_SECONDS)
-                bars.refresh()
-                for name in [name for name in waiting if _has_ended(jobs[name])]:
-                    complete = result(runner.folder / name) is not None
-                    bars.end(waiting.pop(name), failed=not complete)
+                ended = {name for name in waiting if _has_ended(jobs[name])}
+                waiting -= ended
+                bar.update(len(ended))
     return [
         Failure(name, f"job {job.job_id} {job.state.lower()}, see {job.paths.stderr}")
         for name, job in jobs.items()

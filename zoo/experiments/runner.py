@@ -16,14 +16,14 @@ from typing import IO, Any, NamedTuple
 
 import torch
 from filelock import Timeout
+from tqdm import tqdm
 
 from kernels import Option, UserError
 from mixers.arguments import check_sizes
 from zoo.config.parser import parse
 from zoo.config.serialise import differences, to_dict, verified
-from zoo.display import short_list
+from zoo.display import progress_bar, short_list
 from zoo.experiments.definition import Run
-from zoo.experiments.progress import RunBars
 from zoo.files.links import held_lock, lock_of, open_in_place
 from zoo.files.output import check_no_others
 from zoo.files.sealed_json import read_sealed, write_sealed
@@ -86,23 +86,22 @@ class Runner:
             failures: list[Failure] = []
             slots = set(range(self.jobs))
             done = len(runs) - len(waiting)
-            with RunBars(self.folder, runs, done) as bars, sigterm_raises():
+            with run_bar(self.folder, len(runs), done) as bar, sigterm_raises():
                 try:
                     while waiting or running:
                         while waiting and slots:
                             running.append(self._start(waiting.popleft(), slots.pop()))
-                            bars.start(running[-1].run)
                         time.sleep(POLL_SECONDS)
-                        bars.refresh()
                         for ended in [process for process in running if process.process.poll() is not None]:
                             running.remove(ended)
                             slots.add(ended.slot)
                             ended.log.close()
-                            failed_now = self._failure(ended.run, ended.process.returncode)
-                            failures += failed_now
-                            bars.end(ended.run, failed=bool(failed_now))
+                            for failure in self._failure(ended.run, ended.process.returncode):
+                                failures.append(failure)
+                                bar.write(f"{failure.run} failed: {failure.reason}")
+                            bar.update()
                 except (KeyboardInterrupt, SystemExit):
-                    bars.write("stopping: what runs is saved, and the same command continues")
+                    bar.write("stopping: what runs is saved, and the same command continues")
                     raise
                 finally:
                     _stop(running)
@@ -205,6 +204,13 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
         return json.loads(json.dumps(to_dict(parse(copy.deepcopy(config)))))
     except UserError:
         return config
+
+
+def run_bar(folder: Path, total: int, done: int) -> "tqdm[Any]":
+    """A progress bar over runs in a folder, of which `done` are complete."""
+    bar = progress_bar(total=total, initial=done, desc="runs", unit="")
+    bar.set_postfix_str(f"logs: {folder}/NAME.log")
+    return bar
 
 
 def result(run: Path) -> dict[str, Any] | None:

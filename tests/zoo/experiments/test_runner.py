@@ -87,9 +87,10 @@ def test_new_values_run_beside_the_old(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path):
+def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / f"{ALL[1]}.fails").touch()
     failures = Runner(FAKE, tmp_path, jobs=2).run(runs())
+    assert f"{ALL[1]} failed: exit code 1, see" in "".join(capsys.readouterr())
     assert failures == [Failure(ALL[1], f"exit code 1, see {tmp_path / ALL[1]}.log")]
     assert "something broke" in (tmp_path / f"{ALL[1]}.log").read_text()
     assert len(calls(tmp_path)) == len(ALL)

@@ -24,6 +24,7 @@ from tests.zoo.tiny import (
     validation_loader,
 )
 from tests.zoo.train.test_captured_step import Repeated
+from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.signature import is_own
 from zoo.data.batch import Batch
 from zoo.train.callbacks.captured_steps import CapturedSteps
@@ -270,12 +271,15 @@ def test_what_is_not_a_checkpoint_of_this_project(tmp_path, what):
         path.write_bytes(good.read_bytes()[:-3000])
     elif what == "text":
         path.write_text("hello")
+    elif what == "other format":
+        with path.open("wb") as file:
+            save_sealed(checkpoint, file)
     elif what != "missing":
         torch.save(checkpoint, path)
     message = {
         "foreign": "is not a checkpoint of this project",
         "state dict": "is not a checkpoint of this project",
-        "other format": "has checkpoint format 99, but this version reads the formats 1 and 2",
+        "other format": "has checkpoint format 99, but this version reads format 2",
         "truncated": "is truncated or not a checkpoint of this project",
         "text": "is truncated or not a checkpoint of this project",
         "missing": "there is no checkpoint at",

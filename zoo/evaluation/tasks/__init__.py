@@ -8,7 +8,6 @@ from kernels import Option, UserError
 from mixers import did_you_mean
 from zoo.display import new_table
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
-from zoo.evaluation.lm_eval.presets import PRESETS
 from zoo.evaluation.lm_eval.task import PREFIX, lm_eval_task
 from zoo.evaluation.task import Options, Task
 from zoo.evaluation.tasks.needles import MultiKey1, MultiKey2, PassKey, SingleNeedle1, SingleNeedle2, SingleNeedle3
@@ -27,18 +26,12 @@ TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 
 def tasks_of(names: Sequence[str], options: Options) -> list[Task]:
-    """The named tasks, and those of the named presets.
+    """The named tasks, each once.
 
     Raises:
-        UserError: A name is unknown, a task refuses its options, presets want one of them at different lengths, or none
-            of the tasks uses an option.
+        UserError: A name is unknown, a task refuses its options, or none of the tasks uses an option.
     """
-    chosen: dict[str, Options] = {}
-    for name in names:
-        for task, its_options in PRESETS[name].choices(options) if name in PRESETS else [(name, options)]:
-            if chosen.setdefault(task, its_options) != its_options:
-                raise UserError(f"tasks: {task} is wanted at different lengths; evaluate {name} separately")
-    tasks = [_task_class(name)(its_options) for name, its_options in chosen.items()]
+    tasks = [_task_class(name)(options) for name in dict.fromkeys(names)]
     for option in OF_SOME_TASKS:
         if getattr(options, option) is not None and not any(option in task.uses for task in tasks):
             raise UserError(
@@ -52,20 +45,17 @@ def _task_class(name: str) -> type[Task]:
         return TASKS[name]
     if name.startswith(PREFIX):
         return lm_eval_task(name)
-    names = [*TASKS, *PRESETS, *(PREFIX + task for task in PAPER_TASKS)]
+    names = [*TASKS, *(PREFIX + task for task in PAPER_TASKS)]
     raise UserError(
         f"tasks: {name!r} is not a task{did_you_mean(name, names)} (", Option("tasks", "list"), " shows all of them)"
     )
 
 
 def task_table() -> Table:
-    """All tasks and presets: what each measures, and what it needs."""
+    """All tasks: what each measures, and what it needs."""
     columns = ("task", "measures", "needs")
     table = new_table(columns, left=columns, wrapped=columns[1:])
     for task in (*TASKS.values(), *map(lm_eval_task, PAPER_TASKS)):
         table.add_row(task.name, task.measures, task.needs)
     table.add_row(f"{PREFIX}NAME", "any other task, group or tag of lm-eval; NAME@8 with 8 examples", "data")
-    table.add_section()
-    for name, preset in PRESETS.items():
-        table.add_row(name, preset.measures, preset.needs)
     return table

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 import zoo
+from reproductions.paper_tables import TABLES
 from zoo.config import CONFIGS
-from zoo.evaluation.lm_eval.presets import PRESETS
 from zoo.train.optim import Optimisation
 
 
@@ -46,8 +46,8 @@ def test_heads_of_equal_size():
     assert set(states) == {24 * 512 * 1024}
 
 
-def test_the_papers_evaluations_are_presets():
-    recall, examples, needles = (PRESETS[f"statex/table{number}"] for number in (2, 3, 5))
+def test_the_papers_evaluations_have_its_tasks():
+    recall, examples, needles = (TABLES[f"statex/table{number}"] for number in (2, 3, 5))
     assert all(task.endswith("_twice") for task in recall.metrics)
     assert {task.partition("@")[2] for task in examples.metrics} == {"8", "16", "24"}
     assert {*needles.metrics} == {"passkey", "s_niah_2"}
