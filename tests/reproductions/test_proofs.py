@@ -190,7 +190,7 @@ def test_sums_in_changing_order_are_noted_where_deterministic_mode_has_one(
 
 def test_an_anchor_that_looks_ahead_is_found(monkeypatch: pytest.MonkeyPatch):
     each = subject("linear_recurrence (decay per channel, 32)")
-    monkeypatch.setattr(chunk, "channel_scores", late_anchor)
+    monkeypatch.setattr(chunk.ChannelScores, "apply", late_anchor)
     finding = ops.causal(each)
     assert finding.status == "failed"
     assert finding.numbers["changed"] > 1000
