@@ -11,7 +11,6 @@ from zoo import config as configs
 from zoo.data import Corpus, MixedText, Source
 from zoo.data.text.needles import KEYS, draw_needles
 from zoo.data.text.sentences import LONGEST, sentences
-from zoo.saved.trust import user_input, vet_run
 
 
 def some(number: int, path: str = "synthetic:needles") -> list[str]:
@@ -104,16 +103,6 @@ def test_the_config_has_text_and_needles():
         "needles": 1,
     }
     assert all(next(iter(corpus)) for corpus in data.corpora)
-
-
-def test_a_run_of_another_user_may_read_them():
-    """Their name is no file."""
-    sources = {"needles": {"path": "synthetic:needles:300"}}
-    config = {"data": {"class_path": "MixedText", "init_args": {"sources": sources}}}
-    assert vet_run(config, "theirs", user_input([]))
-    sources["needles"]["path"] = "theirs.txt"
-    with pytest.raises(UserError, match=r"names 'theirs\.txt', which would be read"):
-        vet_run(config, "theirs", user_input([]))
 
 
 def test_sentences_are_prose_on_one_line():
