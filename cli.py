@@ -101,10 +101,10 @@ def run(arguments: list[str]) -> int:
 
     # what only one verb needs is imported where it is used: most of it imports Lightning, which takes seconds
     import zoo
-    from zoo.config import KEYS, add_arguments
+    from zoo.config import KEYS, add_run_keys
     from zoo.config.command_line import Keys, arguments_of
 
-    of_runs = Keys(KEYS, add_arguments)
+    of_runs = Keys(KEYS, add_run_keys)
     if verb in ("fit", "validate", "test", "predict"):
         function = getattr(zoo, verb)
         items, options = arguments_of(function, rest, verb, of_runs)
@@ -211,12 +211,9 @@ def started() -> int:
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
         sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError
-    from zoo.config import working_folder
     from zoo.runs.folder import launched
     from zoo.train.signals import end_with_parent
 
-    mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
-    working_folder.search()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:

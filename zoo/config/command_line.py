@@ -7,19 +7,27 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
+from jsonargparse import ArgumentParser
+
 from kernels import UserError
 from zoo.arguments import check_not_empty
+from zoo.config import signatures
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import purposes, short_help, topic_help, usage_line
-from zoo.config.overlays import as_arguments, is_override, load_items
-from zoo.config.parser import ConfigFile, Parser, explained, explainer_of, loaded, run_parser
+from zoo.config.merge import merged
+from zoo.config.overlays import is_override, load_items
+from zoo.config.parser import known_keys, read
+from zoo.config.resolve import resolved
+from zoo.config.serialise import to_dict
+from zoo.files.safe_yaml import dump_yaml
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 MAY_BE_EMPTY = ("prompt", "stop", "system", "title")  # any text, which `generate` and `report` check
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {"configs_and_overrides", "callbacks", "stream", "config"}
-PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
+PRINT_CONFIG = "--print_config"
+PRINTING = ("-h", "--help", PRINT_CONFIG)  # options that print something and exit
 LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 
 
@@ -32,7 +40,7 @@ class Keys(NamedTuple):
     """
 
     names: Collection[str]
-    add: Callable[[Parser], Any]
+    add: Callable[[ArgumentParser], Any]
 
 
 class Arguments(NamedTuple):
@@ -91,38 +99,44 @@ def arguments_of(
     options = _joined(options, lists, texts)
     if plain:
         raise UserError(_without_key(plain[0], parameters, keys))
+    if {"-h", "--help"} & {*options} or any(item.partition("=")[0].endswith(".help") for item in items):
+        _print_help(_help_parser(function, verb, positional, keys), verb, topic, keys, items)
+    option_keys = {name: each for name, each in signatures.parameters(function).items() if name in parameters}
+    _check_names(items, option_keys, keys)
+    values = [option.removeprefix("--") for option in options if option not in PRINTING]
+    configs = load_items(items) if PRINT_CONFIG in options and keys is not None else []
+    if configs or PRINT_CONFIG in options:
+        sys.stdout.write(dump_yaml(to_dict(read(*configs))))
+        sys.exit(0)
+    return items, vars(resolved(merged(values), option_keys))
+
+
+def _help_parser(
+    function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None
+) -> ArgumentParser:
+    """A parser with the options of a verb, which writes its help."""
+    parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name not in IN_PYTHON}
     usage = usage_line(verb, parameters, positional, keys is not None)
     description = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    parser = Parser(prog=f"cli.py {verb}", usage=usage, description=description)
+    parser = ArgumentParser(prog=f"cli.py {verb}", usage=usage, description=description)
     if keys is not None:
-        parser.add_argument("-c", "--config", action=ConfigFile, help="A file, or a name in configs/; several overlay.")
-    parser.add_function_arguments(function, as_positional=False, skip=IN_PYTHON & {*signature})
-    printing = [option for option in options if option.partition("=")[0] in PRINTING]
-    if {"-h", "--help"} & {*options}:
-        _print_help(parser, verb, topic, keys)
-    if printing and keys is not None:
-        keys.add(parser)
-    _check_names(items, parser, keys)
-    configs = loaded(items) if printing else []
-    values_only = [option.removeprefix("--") for option in options if option not in printing]
-    with explained(parser, [*configs, *values_only]):
-        if printing:
-            parser.parse_args([*as_arguments(configs), *printing])
-        values = parser.parse_args(options)
-    return items, {name: values[name] for name in parameters}
+        parser.add_argument("-c", "--config", help="A file, or a name in configs/; several overlay.")
+    skipped: set[str | int] = {*inspect.signature(function).parameters} - {*parameters}
+    parser.add_function_arguments(function, as_positional=False, skip=skipped)
+    return parser
 
 
-def _check_names(items: Sequence[str], parser: Parser, keys: Keys | None) -> None:
-    """Raise a UserError about the first item that starts with neither a key nor an option, which `parser` has."""
+def _check_names(items: Sequence[str], options: Collection[str], keys: Keys | None) -> None:
+    """Raise a UserError about the first item that starts with neither a key nor an option."""
     allowed = () if keys is None else keys.names
     for item in items:
         key = item.partition("=")[0] if is_override(item) else "config"
         if (key if keys is None else key.split(".")[0].rstrip("+")) in (*allowed, *(["config"] if keys else [])):
             continue
         if keys is None:
-            raise UserError(unknown(key, "", parser.types()))
-        others = explainer_of(run_parser(), load_items(each for each in items if each != item))
-        raise UserError(unknown(key.rstrip("+"), "", {"config", *others.keys, *parser.types(), *keys.names}))
+            raise UserError(unknown(key, "", options))
+        others = known_keys(load_items(each for each in items if each != item))
+        raise UserError(unknown(key.rstrip("+"), "", {"config", *others, *options, *keys.names}))
 
 
 def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) -> str:
@@ -134,7 +148,12 @@ def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) 
     return f"{argument!r}: an argument without a key; {advice}"
 
 
-def _print_help(parser: Parser, verb: str, topic: str | None, keys: Keys | None) -> NoReturn:
+def _print_help(
+    parser: ArgumentParser, verb: str, topic: str | None, keys: Keys | None, items: Sequence[str]
+) -> NoReturn:
+    if keys is not None and (of_classes := [item for item in items if item.partition("=")[0].endswith(".help")]):
+        keys.add(parser)
+        parser.parse_args([f"--{item}" for item in of_classes])
     if topic is None or keys is None:
         text = short_help(parser, verb, {} if keys is None else purposes([*keys.names], keys.add))
     else:

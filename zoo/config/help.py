@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jsonargparse import ArgumentParser
+
 from kernels import UserError
 from zoo.config.explain import unknown
 from zoo.config.keys import PURPOSES
-from zoo.config.parser import Parser
 
 EXAMPLES = {
     "fit": (
@@ -50,17 +51,17 @@ def usage_line(verb: str, parameters: Mapping[str, inspect.Parameter], positiona
     return " ".join([f"cli.py {verb}", *parts, "[--key=value …]"])
 
 
-def purposes(keys: Sequence[str], add: Callable[[Parser], Any]) -> dict[str, str]:
+def purposes(keys: Sequence[str], add: Callable[[ArgumentParser], Any]) -> dict[str, str]:
     """Key → the first sentence about it; `add` adds keys that a run does not have, such as a sweep's, to a parser."""
     sentences = dict(PURPOSES)
     if not {*keys} <= {*sentences}:
-        add(parser := Parser())
+        add(parser := ArgumentParser())
         helps = {action.dest: str(action.help) for action in parser._actions}
         sentences |= {key: re.split(r"[.;] |\.?$", helps[key], maxsplit=1)[0] for key in keys if key not in sentences}
     return {key: sentences[key] for key in keys}
 
 
-def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
+def short_help(parser: ArgumentParser, verb: str, keys: Mapping[str, str]) -> str:
     """Examples, the options of a verb, which `parser` has, and the keys of a config with their purposes."""
     for group in parser._action_groups:
         if group.title == (parser.description or "").rstrip("."):
@@ -74,7 +75,7 @@ def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> str:
+def topic_help(parser: ArgumentParser, verb: str, topic: str, keys: Sequence[str]) -> str:
     """Describe one key of a config, or with `all` every option and key of `parser`.
 
     Raises:
@@ -97,7 +98,7 @@ def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> st
 
         others = f"python cli.py {verb} --data.help MixedText lists those of another class"
         text += f"\nkeys of TextData, the default ({others}):\n"
-        of_text = Parser(usage="")
+        of_text = ArgumentParser(usage="")
         of_text.add_class_arguments(TextData, "data", fail_untyped=False)
         text += of_text.format_help().partition(":\n")[2].partition("\n\n")[2]
     return text

@@ -16,9 +16,11 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from kernels import UserError
-from zoo.config import ConfigFile, Parser, explained
 from zoo.config.find import CONFIGS, find_config
-from zoo.config.overlays import Item, as_arguments, first_name, is_override, load_config, load_items
+from zoo.config.merge import merged
+from zoo.config.overlays import Item, first_name, is_override, load_config, load_items
+from zoo.config.resolve import built_arguments, resolved
+from zoo.config.signatures import parameters
 from zoo.display import new_figure, new_table, short_list, write_figure
 from zoo.experiments import results
 from zoo.experiments.cluster import run_on_cluster
@@ -112,12 +114,8 @@ def sweep(
 
 
 def _plan(items: list[str | dict[str, Any]]) -> Sweep:
-    parser = Parser()
-    parser.add_argument("-c", "--config", action=ConfigFile)
-    parser.add_class_arguments(Sweep)
-    with explained(parser, items):
-        values = parser.instantiate(parser.parse_args([*as_arguments(items)]))
-    return Sweep(**{name: values[name] for name in FIELDS})
+    keys = parameters(Sweep)
+    return Sweep(**built_arguments(Sweep, resolved(merged(items), keys)))
 
 
 def whole_configs() -> list[str]:

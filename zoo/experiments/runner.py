@@ -21,7 +21,7 @@ from kernels import Option, UserError
 from mixers.arguments import check_sizes
 from zoo.config.moved import up_to_date
 from zoo.config.parser import parse
-from zoo.config.serialise import differences, to_dict, verified
+from zoo.config.serialise import differences, to_dict
 from zoo.display import short_list
 from zoo.experiments.definition import Run
 from zoo.experiments.progress import RunBars
@@ -182,7 +182,7 @@ class Runner:
             if not isinstance(config, dict) or "model" not in config:
                 raise UserError(f"{file} is damaged ({name} has no config); {advice}.")
         for run in runs:
-            plain = json.loads(json.dumps(verified(run.read())))
+            plain = json.loads(json.dumps(to_dict(run.read())))
             # keys that did not exist when the run was started do not count as differences
             config = recorded.setdefault(run.name, plain)
             old = {**plain, **up_to_date(config)}

@@ -88,7 +88,7 @@ def parts(config: Namespace) -> Parts:
         model,
         configs.instantiate("optim", config),
         tokenizer,
-        configs.verified(config),
+        configs.to_dict(config),
         getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
