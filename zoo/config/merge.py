@@ -71,7 +71,7 @@ def _flat(value: Any) -> Any:
         arguments = value.get("init_args")
         flat = arguments is None or isinstance(arguments, Mapping)
         own = {str(key): _flat(part) for key, part in value.items() if not (flat and key == "init_args")}
-        return own | _flat(arguments or {}) if flat else own
+        return own | _flat(arguments) if isinstance(arguments, Mapping) else own
     return [_flat(part) for part in value] if isinstance(value, list) else value
 
 
