@@ -14,7 +14,7 @@ from zoo.arguments import check_not_empty
 from zoo.config import signatures
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
-from zoo.config.help import purposes, short_help, topic_help, usage_line
+from zoo.config.help import class_help, purposes, short_help, topic_help, usage_line
 from zoo.config.merge import merged
 from zoo.config.overlays import is_override, load_items
 from zoo.config.parser import known_keys, read
@@ -151,10 +151,11 @@ def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) 
 def _print_help(
     parser: ArgumentParser, verb: str, topic: str | None, keys: Keys | None, items: Sequence[str]
 ) -> NoReturn:
-    if keys is not None and (of_classes := [item for item in items if item.partition("=")[0].endswith(".help")]):
-        keys.add(parser)
-        parser.parse_args([f"--{item}" for item in of_classes])
-    if topic is None or keys is None:
+    of_class = next((item for item in items if item.partition("=")[0].endswith(".help")), None)
+    if of_class is not None:
+        key, _, name = of_class.partition("=")
+        text = class_help(key.removesuffix(".help"), name)
+    elif topic is None or keys is None:
         text = short_help(parser, verb, {} if keys is None else purposes([*keys.names], keys.add))
     else:
         keys.add(parser)

@@ -99,6 +99,11 @@ def _wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> st
         imported = import_module(module)
         value = getattr(imported, name)
     except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] != module.partition(".")[0]:
+            return (
+                f"{key}: {path!r} cannot be imported, as it imports {error.name!r}, which is not installed; in this "
+                "folder only the module that a config names is searched for, so add the folder to PYTHONPATH"
+            )
         return (
             f"{key}: {path!r} cannot be imported, as there is no module {error.name!r} in this folder or "
             "installed; go to the folder that it is in, or add that to PYTHONPATH"

@@ -14,6 +14,7 @@ from jsonargparse import ArgumentParser, Namespace
 import mixers
 from kernels import BACKENDS, UserError
 from zoo.config.contradictions import check_overrides
+from zoo.config.jsonargparse_internals import take_no_files
 from zoo.config.keys import GROUPS, OF_LIGHTNING
 from zoo.config.merge import merged
 from zoo.config.moved import up_to_date
@@ -99,6 +100,7 @@ def add_run_keys(parser: ArgumentParser) -> None:
     parser.add_class_arguments(CLASSES["trainer"], "trainer", fail_untyped=False, instantiate=False)
     for key, callback in CALLBACKS.items():
         parser.add_class_arguments(callback, key, fail_untyped=False)
+    take_no_files(parser)
     parser.set_defaults({"data": vars(_default_data()), **{f"trainer.{key}": each for key, each in _OF_TRAINER.items()}})
 
 

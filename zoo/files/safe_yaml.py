@@ -139,7 +139,8 @@ def parse_yaml(text: str, name: str) -> Any:
 def _in_python(text: str) -> yaml.YAMLError | None:
     """Return the error of PyYAML's parser in Python, which names what libyaml's does not, such as a character."""
     try:
-        yaml.compose(text, Loader=yaml.SafeLoader)
+        for _ in yaml.parse(text, Loader=yaml.SafeLoader):  # not composed, which would recurse into brackets
+            pass
     except yaml.YAMLError as error:
         return error
     return None
@@ -186,8 +187,9 @@ def check_plain(value: Any, name: str) -> None:
         if depth > DEEPEST:
             raise _too_deep(name)
         if isinstance(part, dict):
-            if bad := next((key for key in part if not isinstance(key, str | int | float | None)), None):
-                raise UserError(f"{name} has a key {bad!r:.40}, which is not a string.")
+            for key in part:
+                if not isinstance(key, str | int | float | None):
+                    raise UserError(f"{name} has a key {key!r:.40}, which is not a string.")
             waiting += [(value, depth + 1) for value in part.values()]
         elif isinstance(part, list | tuple):
             waiting += [(value, depth + 1) for value in part]

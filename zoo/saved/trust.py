@@ -8,7 +8,6 @@ may name no class at all. Importing a class does not make it allowed.
 
 import collections.abc
 import dataclasses
-import importlib
 import inspect
 import math
 import os
@@ -23,6 +22,7 @@ import lightning as L
 
 from kernels import UserError
 from zoo.config.classes import CLASSES
+from zoo.config.imports import import_module
 from zoo.config.keys import KEYS
 from zoo.config.own import own_component, registered
 from zoo.config.signatures import component, constructor, hints, subclasses
@@ -278,7 +278,7 @@ class _Vetting:
         named = name in self.user.words
         if module and named and module not in sys.modules:
             try:
-                importlib.import_module(module)
+                import_module(module)
             except ImportError as error:
                 raise UserError(f"{key}: {name!r} cannot be imported: {error}") from None
         for base in bases:
