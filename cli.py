@@ -106,9 +106,11 @@ def run(arguments: list[str]) -> int:
 
     of_runs = Keys(KEYS, add_run_keys)
     if verb in ("fit", "validate", "test", "predict"):
-        function = getattr(zoo, verb)
-        items, options = arguments_of(function, rest, verb, of_runs)
-        function(*items, **options)
+        if {"-h", "--help"} & {*rest}:
+            arguments_of(getattr(zoo, verb), rest, verb, of_runs)  # without Lightning; it exits
+        from zoo.runs.command_line import ZooCLI
+
+        ZooCLI([verb, *rest])
     elif verb == "compare":
         items, options = arguments_of(zoo.compare, rest, verb, of_runs, positional="configs")
         zoo.compare(*items, **options)

@@ -37,10 +37,12 @@ class Keys(NamedTuple):
     Attributes:
         names: The first parts of the keys.
         add: Adds the keys to a parser, for its help.
+        parser: The class of this parser.
     """
 
     names: Collection[str]
     add: Callable[[ArgumentParser], Any]
+    parser: type[ArgumentParser] = ArgumentParser
 
 
 class Arguments(NamedTuple):
@@ -118,7 +120,8 @@ def _help_parser(
     parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name not in IN_PYTHON}
     usage = usage_line(verb, parameters, positional, keys is not None)
     description = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    parser = ArgumentParser(prog=f"cli.py {verb}", usage=usage, description=description)
+    kind = ArgumentParser if keys is None else keys.parser
+    parser = kind(prog=f"cli.py {verb}", usage=usage, description=description)
     if keys is not None:
         parser.add_argument("-c", "--config", help="A file, or a name in configs/; several overlay.")
     skipped: set[str | int] = {*inspect.signature(function).parameters} - {*parameters}

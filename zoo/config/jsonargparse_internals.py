@@ -6,6 +6,9 @@ from typing import Any
 from jsonargparse import ArgumentParser
 from jsonargparse._actions import _ActionConfigLoad
 from jsonargparse._parameter_resolvers import get_signature_parameters
+from jsonargparse._typehints import ActionTypeHint
+
+from zoo.config.keys import KEYS
 
 
 def followed_parameters(cls: type) -> list[inspect.Parameter]:
@@ -25,7 +28,11 @@ def followed_parameters(cls: type) -> list[inspect.Parameter]:
 
 
 def take_no_files(parser: ArgumentParser) -> None:
-    """Remove the options of a parser that read the arguments of a whole class from a file, such as `--model FILE`."""
+    """Let no option of a parser read its value from a file: neither the arguments of a class, nor a component."""
+    for action in parser._actions:
+        if isinstance(action, ActionTypeHint):
+            action._enable_path = False
+            action.sub_add_kwargs = {**getattr(action, "sub_add_kwargs", {}), "sub_configs": False}
     for action in [each for each in parser._actions if isinstance(each, _ActionConfigLoad)]:
         parser._actions.remove(action)
         for option in action.option_strings:
@@ -33,3 +40,11 @@ def take_no_files(parser: ArgumentParser) -> None:
         for group in parser._action_groups:
             if action in group._group_actions:
                 group._group_actions.remove(action)
+
+
+def link_targets(parser: ArgumentParser) -> tuple[list[str], list[str]]:
+    """Return the targets in a run's config that `link_arguments` sets when parsing, and when classes are built."""
+    group = getattr(parser, "_links_group", None)
+    links: list[Any] = [] if group is None else group._group_actions
+    of_runs = [(each.target[0], each.apply_on) for each in links if each.target[0].split(".")[0] in KEYS]
+    return [key for key, on in of_runs if on == "parse"], [key for key, on in of_runs if on != "parse"]

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,17 @@ def nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
+
+
+def without(items: Iterable[str | dict[str, Any]], keys: Collection[str]) -> list[str | dict[str, Any]]:
+    """The result of `load_items` without what it sets at or below some top-level keys."""
+    rest: list[str | dict[str, Any]] = []
+    for item in items:
+        if not isinstance(item, str):
+            rest.append({key: value for key, value in item.items() if key not in keys})
+        elif re.split(r"[.+=]", item)[0] not in keys:
+            rest.append(item)
+    return rest
 
 
 def first_name(items: Iterable[Item]) -> str | None:

@@ -94,12 +94,13 @@ def add_run_keys(parser: ArgumentParser) -> None:
 
     for key, (kind, default, purpose) in _SCALARS.items():
         parser.add_argument(f"--{key}", type=kind, default=default, help=purpose)
-    parser.add_class_arguments(LanguageModel, "model", fail_untyped=False)
-    parser.add_class_arguments(Optimisation, "optim")
-    parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False, required=True)
-    parser.add_class_arguments(CLASSES["trainer"], "trainer", fail_untyped=False, instantiate=False)
+    settings = {"fail_untyped": False, "instantiate": False}
+    parser.add_class_arguments(LanguageModel, "model", **settings)
+    parser.add_class_arguments(Optimisation, "optim", **settings)
+    parser.add_subclass_arguments(L.LightningDataModule, "data", required=True, **settings)
+    parser.add_class_arguments(CLASSES["trainer"], "trainer", **settings)
     for key, callback in CALLBACKS.items():
-        parser.add_class_arguments(callback, key, fail_untyped=False)
+        parser.add_class_arguments(callback, key, **settings)
     take_no_files(parser)
     parser.set_defaults({"data": vars(_default_data()), **{f"trainer.{key}": each for key, each in _OF_TRAINER.items()}})
 
