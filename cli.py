@@ -209,7 +209,7 @@ def started() -> int:
             )
             return 2
     try:
-        import mixers
+        import mixers  # noqa: F401
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
         sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError

@@ -168,7 +168,9 @@ def test_what_a_module_here_imports_if_it_can_is_not_found_here(mixer: Path) -> 
 def test_a_module_here_that_needs_another_one_says_so(mixer: Path) -> None:
     (mixer.parent / "beside_it.py").write_text("")
     mixer.write_text(f"import beside_it\n{MIXER}")
-    with pytest.raises(UserError, match=r"^model\.stack\.mixer: .* as it imports 'beside_it', which is not installed; "):
+    with pytest.raises(
+        UserError, match=r"^model\.stack\.mixer: .* as it imports 'beside_it', which is not installed; "
+    ):
         zoo.build(*ITS_CLASS)
     assert "mixer_here" not in sys.modules
 

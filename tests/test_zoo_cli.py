@@ -4,7 +4,7 @@ import json
 import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import yaml
@@ -26,7 +26,7 @@ ONE_STEP = (*FIT, "--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--r
 class Linked(ZooCLI):
     """A command line with an argument and a callback of its own, and links."""
 
-    calls: list[str] = []
+    calls: ClassVar[list[str]] = []
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         parser.add_argument("--layers", type=int, default=2, help="How many layers.")
@@ -76,7 +76,7 @@ def test_a_subclass_adds_arguments_callbacks_and_links(desk: Path) -> None:
 
 def test_arguments_of_a_subclass_may_be_in_a_config(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("more.yaml").write_text("layers: 1\nearly_stopping: {patience: 5}\nmodel: {hidden_size: 16}\n")
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         Linked([*ONE_STEP, "--config=more.yaml", "--layers=3", "--print_config"])
     printed = yaml.safe_load(capsys.readouterr().out)
     assert (printed["layers"], printed["model"]["num_layers"], printed["model"]["hidden_size"]) == (3, 3, 16)
@@ -114,9 +114,7 @@ class WithParts(ZooCLI):
 
 
 @pytest.mark.parametrize("argument", ["--parted.part=auto", "--parted.other=auto", "--parted=auto", "--model=auto"])
-def test_no_value_of_a_subclass_is_opened_as_a_file(
-    desk: Path, argument: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_value_of_a_subclass_is_opened_as_a_file(desk: Path, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(desk))
     monkeypatch.delitem(sys.modules, "evil", raising=False)
     Path("auto").write_text("{class_path: evil.Evil}")
@@ -127,7 +125,7 @@ def test_no_value_of_a_subclass_is_opened_as_a_file(
 
 
 def test_help_shows_what_a_subclass_adds(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         Linked(["fit", "--help", "all"])
     shown = capsys.readouterr().out
     for part in ("--layers LAYERS", "How many layers.", "--early_stopping.patience", "--model.hidden_size", "--resume"):

@@ -113,9 +113,7 @@ def arguments_of(
     return items, vars(resolved(merged(values), option_keys))
 
 
-def _help_parser(
-    function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None
-) -> ArgumentParser:
+def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:
     """A parser with the options of a verb, which writes its help."""
     parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name not in IN_PYTHON}
     usage = usage_line(verb, parameters, positional, keys is not None)
@@ -124,7 +122,7 @@ def _help_parser(
     parser = kind(prog=f"cli.py {verb}", usage=usage, description=description)
     if keys is not None:
         parser.add_argument("-c", "--config", help="A file, or a name in configs/; several overlay.")
-    skipped: set[str | int] = {*inspect.signature(function).parameters} - {*parameters}
+    skipped: set[str | int] = {name for name in inspect.signature(function).parameters if name not in parameters}
     parser.add_function_arguments(function, as_positional=False, skip=skipped)
     return parser
 

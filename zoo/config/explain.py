@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any, Literal, get_args, get_origin
 
 import mixers
-from kernels import UserError
 from mixers import did_you_mean
 from zoo.config.imports import import_module
 from zoo.config.signatures import alternatives, component, is_ours, subclasses

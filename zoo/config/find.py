@@ -30,7 +30,9 @@ def find_config(name: str | Path) -> Path:
     for candidate in [Path(name), *shipped] if is_path else [*shipped, Path(name)]:
         if candidate.is_file():
             if not is_path and candidate in shipped and Path(name).is_file() and not Path(name).samefile(candidate):
-                log.warning("config: %s is the config of this project; write ./%s for the file in this folder", name, name)
+                log.warning(
+                    "config: %s is the config of this project; write ./%s for the file in this folder", name, name
+                )
             return candidate
     files = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
     wanted = Path(name).with_suffix("").as_posix()

@@ -63,7 +63,7 @@ def _of_override(item: str) -> dict[str, Any]:
     value: Any = Text(text)
     if text.lstrip().startswith("{") and isinstance(value.parsed, Mapping):
         value = value.parsed
-    return nested(re.sub(r"\.init_args\b", "", key), value)  # type: ignore[no-any-return]
+    return nested(re.sub(r"\.init_args\b", "", key), value)
 
 
 def _flat(value: Any) -> Any:

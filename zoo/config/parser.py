@@ -94,7 +94,7 @@ def add_run_keys(parser: ArgumentParser) -> None:
 
     for key, (kind, default, purpose) in _SCALARS.items():
         parser.add_argument(f"--{key}", type=kind, default=default, help=purpose)
-    settings = {"fail_untyped": False, "instantiate": False}
+    settings: dict[str, Any] = {"fail_untyped": False, "instantiate": False}
     parser.add_class_arguments(LanguageModel, "model", **settings)
     parser.add_class_arguments(Optimisation, "optim", **settings)
     parser.add_subclass_arguments(L.LightningDataModule, "data", required=True, **settings)
@@ -102,7 +102,9 @@ def add_run_keys(parser: ArgumentParser) -> None:
     for key, callback in CALLBACKS.items():
         parser.add_class_arguments(callback, key, **settings)
     take_no_files(parser)
-    parser.set_defaults({"data": vars(_default_data()), **{f"trainer.{key}": each for key, each in _OF_TRAINER.items()}})
+    parser.set_defaults(
+        {"data": vars(_default_data()), **{f"trainer.{key}": each for key, each in _OF_TRAINER.items()}}
+    )
 
 
 def read(*configs_and_overrides: Item) -> Namespace:

@@ -72,15 +72,15 @@ def resolved(config: Mapping[str, Any], keys: Keys, other_names: Iterable[str] =
 def built(value: Any, hint: Any) -> Any:
     """Return what a resolved value of some type describes: a component, or a container of components."""
     if isinstance(value, Namespace) and "class_path" in value:
-        cls = import_object(value.class_path)
+        cls: Any = import_object(value.class_path)
         option = next((option for option in alternatives(hint) if _takes(option, cls)), None)
         arguments = built_arguments(cls, value.get("init_args") or Namespace())
         arguments |= value.get("dict_kwargs") or {}
         # a type Callable[[…], C] takes a function that builds a C from the arguments that are passed by position
-        return functools.partial(cls, **arguments) if get_origin(option) is Callable else cls(**arguments)  # type: ignore[operator]
+        return functools.partial(cls, **arguments) if get_origin(option) is Callable else cls(**arguments)
     options = alternatives(hint)
     if isinstance(value, Namespace):
-        fields = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        fields: Any = next((option for option in options if dataclasses.is_dataclass(option)), None)
         return Namespace(built_arguments(fields, value)) if fields is None else fields(**built_arguments(fields, value))
     if isinstance(value, dict):
         inner = next((get_args(option)[1] for option in options if _is_mapping(option) and get_args(option)), None)
@@ -107,9 +107,7 @@ def built(value: Any, hint: Any) -> Any:
 def built_arguments(cls: Any, arguments: Namespace) -> dict[str, Any]:
     """Build the arguments of a constructor; see `built`."""
     types = {} if cls is None else parameters(cls)
-    return {
-        name: built(value, types[name].hint if name in types else None) for name, value in vars(arguments).items()
-    }
+    return {name: built(value, types[name].hint if name in types else None) for name, value in vars(arguments).items()}
 
 
 def _takes(option: Any, cls: Any) -> bool:
@@ -246,9 +244,8 @@ class Resolver:
             parsed = value if str in options else _number_in(value)
         if str(value) in literals:
             return str(value)
-        if not isinstance(parsed, str | list | Mapping):
-            if (number := _scalar(parsed, options)) is not _ABSENT:
-                return number
+        if not isinstance(parsed, str | list | Mapping) and (number := _scalar(parsed, options)) is not _ABSENT:
+            return number
         if str in options:
             return str(value)
         for option in options:
@@ -307,8 +304,8 @@ class Resolver:
             self.names.add(f"{key}.{name}")
             none = part is None or (isinstance(part, Text) and part.is_null)
             if not (none and removable):
-                name = int(name) if of_keys is int and name.lstrip("-").isdecimal() else name
-                values[name] = None if none else self._part(part, inner, f"{key}.{name}")
+                number = of_keys is int and name.lstrip("-").isdecimal()
+                values[int(name) if number else name] = None if none else self._part(part, inner, f"{key}.{name}")
         return values
 
     def _unnamed(self, value: Mapping[str, Any], options: tuple[Any, ...], key: str, default: Any) -> Any:
@@ -358,7 +355,7 @@ class Resolver:
         by_position: int,
         given: Mapping[str, Any],
         key: str,
-        defaults: Mapping[str, Any] = {},  # noqa: B006
+        defaults: Mapping[str, Any] = {},
     ) -> Namespace:
         """Resolve the arguments of a constructor; `defaults` replace those of its signature."""
         all_parameters = parameters(cls)
@@ -407,8 +404,8 @@ def find_class(path: Any, options: Iterable[Any]) -> Any:
     """The class that a path names, if it is certain and fits one of the types; a function that returns one, too."""
     if not isinstance(path, str):
         return None
-    bases = [object if option is object else component(option) for option in options]
-    bases = [base for base in bases if base is not None]
+    options = [*options]
+    bases = [base for option in options if (base := object if option is object else component(option)) is not None]
     module, _, name = path.rpartition(".")
     if not module:
         classes = {cls for base in bases for cls in subclasses(base) | {base} if cls.__name__ == name}
@@ -448,7 +445,9 @@ def _scalar(value: Any, options: tuple[Any, ...]) -> Any:
         return value if bool in options or {None, Any, object} & {*options} else _ABSENT
     if isinstance(value, float) and 1 < abs(value) < _MOST_EXACT and value.is_integer() and int in options:
         return int(value)
-    if isinstance(value, int | float) and float in options or isinstance(value, int) and int in options:
+    if isinstance(value, int) and int in options:
+        return value
+    if isinstance(value, int | float) and float in options:
         return value
     allowed = any(option in (None, Any, object) for option in options)
     return value if allowed or (isinstance(value, tuple(o for o in options if isinstance(o, type)))) else _ABSENT

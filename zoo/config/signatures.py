@@ -39,8 +39,8 @@ class Parameter(NamedTuple):
 def constructor(cls: Any) -> Callable[..., Any]:
     """The function whose parameters a config sets."""
     if not isinstance(cls, type):
-        return cls  # type: ignore[no-any-return]
-    return cls.__new__ if "__new__" in vars(cls) else cls.__init__
+        return cls
+    return cls.__new__ if "__new__" in vars(cls) else cls.__init__  # type: ignore[misc]
 
 
 def parameters(cls: Any) -> dict[str, Parameter]:

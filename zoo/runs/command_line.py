@@ -59,7 +59,7 @@ class ZooCLI(LightningCLI):
                 load_from_checkpoint_support=False,  # it would parse hyperparameters of checkpoints unvetted
             )
 
-    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+    def subcommands(self) -> dict[str, set[str]]:
         """The verb that is called, and the arguments of the Trainer's method, which the verb does not have."""
         return {self._verb: {*inspect.signature(getattr(L.Trainer, self._verb)).parameters} - {"self"}}
 
@@ -84,7 +84,7 @@ class ZooCLI(LightningCLI):
 
         def add(parser: ArgumentParser) -> None:
             add_run_keys(parser)
-            self.add_arguments_to_parser(parser)  # type: ignore[arg-type]
+            self.add_arguments_to_parser(parser)
             take_no_files(parser)
 
         arguments = [each for each in self._arguments if each != PRINT_CONFIG]

@@ -113,9 +113,7 @@ def plan_fit(
     return Plan(config, checkpoint, own, folder, (run, first_name(configs_and_overrides) or "run"), overwrite)
 
 
-def build_fit(
-    plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, links: Links | None = None
-) -> Session:
+def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, links: Links | None = None) -> Session:
     """Claim the folder of a run, until `claims` is closed, and build the run: data, model, module and trainer."""
     config, folder = plan.config, plan.folder
     if folder is None:
@@ -169,9 +167,14 @@ def plan_evaluation(
     trust: bool,
     others: Collection[str] = (),
 ) -> Plan:
-    """The checkpoint to evaluate, and its config with the configs and overrides applied.
+    """Read the config of a checkpoint to evaluate, with the configs and overrides applied; nothing is built.
 
-    `others` are top-level keys that are not of a run. Without `checkpoint`, the first item is the checkpoint, unless it is a config or an override.
+    Args:
+        verb: The verb, for messages.
+        configs_and_overrides: Without `checkpoint`, the first is the checkpoint, unless it is a config or an override.
+        checkpoint: The checkpoint.
+        trust: Whether to vet nothing.
+        others: Top-level keys that are not of a run, which are left out.
     """
     items = configs_and_overrides
     if checkpoint is None and items and _names_checkpoint(items[0]):
@@ -188,7 +191,7 @@ def plan_evaluation(
 
 
 def build_evaluation(
-    verb: Literal["validate", "test", "predict"],
+    verb: str,
     plan: Plan,
     callbacks: Sequence[Callback],
     links: Links | None = None,

@@ -4,7 +4,6 @@ import inspect
 from typing import Any
 
 import pytest
-
 from jsonargparse import ArgumentParser
 
 from kernels import UserError

@@ -143,7 +143,11 @@ HYBRID = "model.stack.mixers.K.mixer"
         f"{HYBRID}={{decay: BoundedChannelDecay}}",
         "model.stack.init_args.mixers.K.init_args.mixer.init_args.decay=BoundedChannelDecay",
         {"model": {"stack": {"mixers": {"K": {"mixer": {"decay": "BoundedChannelDecay"}}}}}},
-        {"model": {"stack": {"init_args": {"mixers": {"K": {"init_args": {"mixer": {"decay": "BoundedChannelDecay"}}}}}}}},
+        {
+            "model": {
+                "stack": {"init_args": {"mixers": {"K": {"init_args": {"mixer": {"decay": "BoundedChannelDecay"}}}}}}
+            }
+        },
     ],
 )
 def test_a_key_in_a_dictionary_of_components_leaves_the_others(change) -> None:

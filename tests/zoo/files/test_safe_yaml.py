@@ -52,7 +52,7 @@ def test_broken_text_with_many_brackets_is_refused(start: str):
 @pytest.mark.parametrize("good", [0, "", False, None])
 def test_a_key_that_is_no_text_is_refused_behind_any_other(good: object):
     for bad in ((), b"", (1,), b"x"):
-        with pytest.raises(UserError, match="^config has a key .*, which is not a string"):
+        with pytest.raises(UserError, match=r"^config has a key .*, which is not a string"):
             check_plain({good: 1, bad: 2}, "config")
 
 
