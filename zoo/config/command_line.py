@@ -18,7 +18,7 @@ from zoo.config.help import class_help, purposes, short_help, topic_help, usage_
 from zoo.config.merge import merged
 from zoo.config.overlays import is_override, load_items
 from zoo.config.parser import known_keys, read
-from zoo.config.resolve import resolved
+from zoo.config.resolve import entries, resolved
 from zoo.config.serialise import to_dict
 from zoo.files.safe_yaml import dump_yaml
 
@@ -110,7 +110,7 @@ def arguments_of(
     if configs or PRINT_CONFIG in options:
         sys.stdout.write(dump_yaml(to_dict(read(*configs))))
         sys.exit(0)
-    return items, vars(resolved(merged(values), option_keys))
+    return items, dict(entries(resolved(merged(values), option_keys)))
 
 
 def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:

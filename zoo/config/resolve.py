@@ -107,7 +107,12 @@ def built(value: Any, hint: Any) -> Any:
 def built_arguments(cls: Any, arguments: Namespace) -> dict[str, Any]:
     """Build the arguments of a constructor; see `built`."""
     types = {} if cls is None else parameters(cls)
-    return {name: built(value, types[name].hint if name in types else None) for name, value in vars(arguments).items()}
+    return {name: built(value, types[name].hint if name in types else None) for name, value in entries(arguments)}
+
+
+def entries(namespace: Namespace) -> list[tuple[str, Any]]:
+    """The names and values in a namespace. (`vars` has names such as `items`, which are methods, in another spelling.)"""
+    return [*namespace.items(branches=True, nested=False)]
 
 
 def _takes(option: Any, cls: Any) -> bool:

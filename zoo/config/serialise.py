@@ -7,6 +7,7 @@ from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.keys import KEYS
+from zoo.config.resolve import entries
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:
@@ -15,13 +16,13 @@ def to_dict(config: Namespace) -> dict[str, Any]:
     Raises:
         UserError: A value cannot be written as YAML.
     """
-    return {key: _plain(value, key) for key, value in vars(config).items() if key in KEYS}
+    return {key: _plain(value, key) for key, value in entries(config) if key in KEYS}
 
 
 def _plain(value: Any, key: str) -> Any:
     if isinstance(value, Namespace | dict):
-        items = vars(value) if isinstance(value, Namespace) else value
-        return {name: _plain(part, f"{key}.{name}") for name, part in items.items()}
+        items = entries(value) if isinstance(value, Namespace) else value.items()
+        return {name: _plain(part, f"{key}.{name}") for name, part in items}
     if isinstance(value, list | tuple):
         return [_plain(part, key) for part in value]
     if value is None or isinstance(value, str | int | float):

@@ -87,7 +87,7 @@ def sweep(
     overrides = tuple(item for item in items if isinstance(item, str) and item not in settings)
     if not any(not isinstance(item, str) or item.startswith("base=") for item in settings):
         raise UserError("sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)")
-    plan = _plan(settings)
+    plan = read_sweep(settings)
     target = Path(folder or plan.runs_in or Path("runs") / (first_name(configs_and_overrides) or "sweep"))
     runs = plan.runs(overrides)
     console = Console(width=None if sys.stdout.isatty() else 2 * results.WIDE)  # a file has no width
@@ -113,9 +113,13 @@ def sweep(
     return SweepResult(target, outcomes)
 
 
-def _plan(items: list[str | dict[str, Any]]) -> Sweep:
-    keys = parameters(Sweep)
-    return Sweep(**built_arguments(Sweep, resolved(merged(items), keys)))
+def read_sweep(items: Sequence[str | Mapping[str, Any]]) -> Sweep:
+    """Return the sweep that configs and overrides of its keys describe.
+
+    Raises:
+        UserError: A key or value is wrong, or the base is missing.
+    """
+    return Sweep(**built_arguments(Sweep, resolved(merged(items), parameters(Sweep))))
 
 
 def whole_configs() -> list[str]:
