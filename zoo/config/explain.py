@@ -66,6 +66,8 @@ def wrong_value(key: str, hint: Any, value: Any) -> str:
     bases = [base for option in options if (base := component(option)) is not None]
     if bases and isinstance(path := value.get("class_path") if isinstance(value, dict) else value, str):
         return _wrong_class(bases, path, key, words)
+    if bases and value == {}:
+        return f"{key}: names no class; write --{key}=CLASS"
     if bases and isinstance(value, dict):
         return f"{key}: no class is named of which {', '.join(value)} is an argument; write --{key}=CLASS before"
     kinds = [*dict.fromkeys(_in_words(option) for option in options if option not in literals)]

@@ -1,17 +1,15 @@
 """Configs and overrides merged into one mapping, key by key, before their values are checked."""
 
-import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from kernels import UserError
 from zoo.config.overlays import nested
 from zoo.files.safe_yaml import parse_yaml
 
-log = logging.getLogger(__name__)
-
-Settable = Callable[[str], Collection[str]]  # class path → its arguments
+_CLASS = re.compile(r"(\w+\.)*[A-Z]\w*")  # the name of a class, with or without its module
 
 
 class Text(str):
@@ -32,18 +30,33 @@ class Text(str):
         return self.strip() in ("null", "Null", "NULL", "~")
 
 
-def merged(
-    items: Iterable[str | Mapping[str, Any]], groups: Collection[str] = (), settable: Settable | None = None
-) -> dict[str, Any]:
+class Append(str):
+    """The name of a list to which the value behind it is appended, written `name+`."""
+
+
+@dataclass(frozen=True)
+class Former:
+    """An argument of a class that was replaced by another one, which takes it over if it fits.
+
+    Attributes:
+        value: The argument.
+        class_path: The former class.
+    """
+
+    value: Any
+    class_path: str
+
+
+def merged(items: Iterable[str | Mapping[str, Any]], groups: Collection[str] = ()) -> dict[str, Any]:
     """Configs and overrides `key=value` as one config, in which a class's arguments are next to its `class_path`.
 
-    Mappings are merged key by key. A class of another name starts without arguments, except that of `data`, which
-    keeps the arguments that it has as well.
+    Mappings are merged key by key. In `model`, a class of another name starts without arguments; elsewhere it takes
+    over those that fit (`Former`).
 
     Args:
         items: The result of `load_items`.
-        groups: Keys that null sets back to their defaults: what earlier items set in them is dropped.
-        settable: Returns the arguments of a data class; None keeps none when the class changes.
+        groups: Keys that null sets back to their defaults: what earlier items set in them is dropped. A key `name+` in
+            them appends to a list.
     """
     config: dict[str, Any] = {}
     for item in items:
@@ -51,10 +64,10 @@ def merged(
         for key, value in overlay.items():
             if key in groups and (value is None or (isinstance(value, Text) and value.is_null)):
                 config.pop(key, None)
-            else:
-                if key == "data" and settable is not None:
-                    value = _with_former_arguments(config.get(key), value, settable)
-                _add(config, key, value)
+                continue
+            if key in groups and isinstance(value, dict):
+                value = {Append(name[:-1]) if name.endswith("+") else name: part for name, part in value.items()}
+            _add(config, key, value, takes_over=key != "model")
     return config
 
 
@@ -63,7 +76,9 @@ def _of_override(item: str) -> dict[str, Any]:
     value: Any = Text(text)
     if text.lstrip().startswith("{") and isinstance(value.parsed, Mapping):
         value = value.parsed
-    return nested(re.sub(r"\.init_args\b", "", key), value)
+    *above, name = re.sub(r"\.init_args\b", "", key).split(".")
+    overlay = {Append(name[:-1]) if name.endswith("+") else name: value}
+    return nested(".".join(above), overlay) if above else overlay
 
 
 def _flat(value: Any) -> Any:
@@ -75,37 +90,46 @@ def _flat(value: Any) -> Any:
     return [_flat(part) for part in value] if isinstance(value, list) else value
 
 
-def _add(config: dict[str, Any], key: str, value: Any) -> None:
-    """Merge one key into a config; `key+` appends to a list."""
-    if key.endswith("+"):
-        key = key.removesuffix("+")
-        if isinstance(value, Text) and isinstance(value.parsed, list):
-            value = value.parsed
-        config[key] = [*_listed(config.get(key)), *_listed(value)]
+def _add(config: dict[str, Any], key: str, value: Any, takes_over: bool) -> None:
+    """Merge one key into a config."""
+    if isinstance(key, Append):
+        config[str(key)] = [*_listed(config.get(key)), *_listed(value)]
     else:
-        config[key] = _merged(config.get(key), value)
+        config[key] = _merged(config.get(key), value, takes_over)
 
 
 def _listed(value: Any) -> list[Any]:
+    value = value.value if isinstance(value, Former) else value
     value = value.parsed if isinstance(value, Text) and isinstance(value.parsed, list) else value
     return [] if value is None else value if isinstance(value, list) else [value]
 
 
-def _merged(old: Any, new: Any) -> Any:
+def _merged(old: Any, new: Any, takes_over: bool) -> Any:
     """The later of two parts of a config on top of the earlier one."""
-    if isinstance(new, str) and isinstance(old, dict) and not _other_class(old, {"class_path": new}):
-        return {**old, "class_path": str(new)} if "class_path" in old else new
+    old = old.value if isinstance(old, Former) else old
+    if isinstance(new, str) and isinstance(old, dict) and "class_path" in old and not _other_class(old, new):
+        return {**old, "class_path": str(new)}
+    if isinstance(new, str) and isinstance(old, dict) and takes_over and _CLASS.fullmatch(new):
+        new = {"class_path": str(new)}
     if not isinstance(new, dict):
         return new
     if isinstance(old, Text) and isinstance(old.parsed, list):
         old = old.parsed
     if isinstance(old, list) and old and isinstance(old[-1], dict | str) and "class_path" not in new:
-        return [*old[:-1], _merged(old[-1], new)]  # as in --trainer.callbacks+=NAME --trainer.callbacks.argument=…
+        # as in --trainer.callbacks+=NAME --trainer.callbacks.argument=…
+        return [*old[:-1], _merged(old[-1], new, takes_over)]
     if isinstance(old, str) and old and not _is_null(old):
         old = {"class_path": str(old)}
-    config = dict(old) if isinstance(old, dict) and not _other_class(old, new) else {}
+    config = dict(old) if isinstance(old, dict) else {}
+    if "class_path" in new and _other_class(config, str(new["class_path"])):
+        path = str(config.pop("class_path"))
+        config = {
+            name: part if isinstance(part, Former) else Former(part, path)
+            for name, part in config.items()
+            if takes_over and name != "dict_kwargs"
+        }
     for key, value in new.items():
-        _add(config, key, value)
+        _add(config, key, value, takes_over)
     return config
 
 
@@ -113,19 +137,6 @@ def _is_null(value: str) -> bool:
     return isinstance(value, Text) and value.is_null
 
 
-def _other_class(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    paths = {str(part["class_path"]).rpartition(".")[2] for part in (old, new) if "class_path" in part}
-    return len(paths) > 1
-
-
-def _with_former_arguments(old: Any, new: Any, settable: Settable) -> Any:
-    """A new data class with the arguments of the former one that it has as well."""
-    new = {"class_path": str(new)} if isinstance(new, str) else new
-    if not isinstance(old, dict) or not isinstance(new, dict) or not _other_class(old, new):
-        return new
-    names = settable(str(new["class_path"]))
-    kept = {name: value for name, value in old.items() if name in names}
-    if kept:
-        shown = ", ".join(f"{name}={value}" for name, value in kept.items())
-        log.info("data: %s in place of %s keeps what was set before: %s", new["class_path"], old["class_path"], shown)
-    return {**kept, **new}
+def _other_class(config: Mapping[str, Any], path: str) -> bool:
+    named = str(config.get("class_path", path))
+    return named.rpartition(".")[2] != path.rpartition(".")[2]

@@ -19,8 +19,8 @@ from zoo.config.keys import GROUPS, OF_LIGHTNING
 from zoo.config.merge import merged
 from zoo.config.moved import up_to_date
 from zoo.config.overlays import Item, load_items
-from zoo.config.resolve import Group, Keys, Resolver, find_class, resolved
-from zoo.config.signatures import Parameter, settable
+from zoo.config.resolve import Group, Keys, Resolver, resolved
+from zoo.config.signatures import Parameter
 from zoo.lm.model import LanguageModel
 from zoo.train.optim import Optimisation
 
@@ -160,12 +160,7 @@ def _resolved(items: Iterable[str | Mapping[str, Any]], keys: Keys, skipped: Col
 def _merged(items: Iterable[str | Mapping[str, Any]], keys: Keys, skipped: Collection[str] = ()) -> dict[str, Any]:
     data = keys.get("data")
     first = [{"data": vars(data.default)}] if isinstance(data, Parameter) else []
-
-    def arguments_of_data(path: str) -> list[str]:
-        cls = find_class(path, (data.hint,)) if isinstance(data, Parameter) else None
-        return [] if cls is None else settable(cls)
-
-    config = merged([*first, *items], GROUPS, arguments_of_data)
+    config = merged([*first, *items], GROUPS)
     return {key: value for key, value in config.items() if key not in skipped}
 
 

@@ -8,6 +8,7 @@ import enum
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from datetime import timedelta
 from pathlib import PurePath
@@ -19,7 +20,7 @@ import mixers
 from kernels import UserError
 from zoo.config.explain import missing, unknown, wrong_value
 from zoo.config.imports import import_module, import_object, import_path
-from zoo.config.merge import Text
+from zoo.config.merge import Former, Text
 from zoo.config.signatures import (
     Parameter,
     alternatives,
@@ -111,7 +112,7 @@ def built_arguments(cls: Any, arguments: Namespace) -> dict[str, Any]:
 
 
 def entries(namespace: Namespace) -> list[tuple[str, Any]]:
-    """The names and values in a namespace. (`vars` has names such as `items`, which are methods, in another spelling.)"""
+    """The names and values in a namespace, where `vars` spells those that are methods, such as `items`, in another way."""
     return [*namespace.items(branches=True, nested=False)]
 
 
@@ -323,8 +324,8 @@ class Resolver:
         if constructor(base) is object.__init__:
             self._mistakes.append(missing(key))
             return value
-        known = is_ours(base) and not inspect.isabstract(base) and {*value} <= {*settable(base)}
-        return self._spec(base, value, options, key) if known else _ABSENT
+        implied = is_ours(base) and not inspect.isabstract(base) and {*value} <= {*settable(base)}
+        return self._spec(base, value, options, key) if implied else _ABSENT
 
     def _component(self, path: Any, value: Mapping[str, Any], options: tuple[Any, ...], key: str) -> Any:
         """Resolve a component from its class path and its arguments."""
@@ -344,6 +345,7 @@ class Resolver:
         defaults: Mapping[str, Any] | None = None,
     ) -> Namespace:
         option = next((option for option in options if _takes(option, cls)), None)
+        value = {name: part for name, part in value.items() if not _was_default(part, name, options)}
         spec = Namespace(class_path=import_path(cls))
         arguments = self._arguments(cls, passed_by_position(option), value, key, defaults or {})
         if vars(arguments):
@@ -358,7 +360,7 @@ class Resolver:
         self,
         cls: Any,
         by_position: int,
-        given: Mapping[str, Any],
+        config: Mapping[str, Any],
         key: str,
         defaults: Mapping[str, Any] = {},
     ) -> Namespace:
@@ -367,12 +369,15 @@ class Resolver:
         usable = {name: all_parameters[name] for name in settable(cls, by_position)}
         if key:  # not of defaults
             self.names |= {f"{key}.{name}" for name in usable}
-        extra = given.get("dict_kwargs") if takes_any_name(cls) else None
+        extra = config.get("dict_kwargs") if takes_any_name(cls) else None
         if isinstance(extra, Mapping):
-            given = {**extra, **given}
+            config = {**extra, **config}
         values: dict[str, Any] = {}
-        for name, value in given.items():
-            if name in usable:
+        for name, value in config.items():
+            if isinstance(value, Former):
+                if name in usable and (value := self._taken_over(value, usable[name], f"{key}.{name}")) is not _ABSENT:
+                    values[name] = value
+            elif name in usable:
                 parameter = usable[name]._replace(default=defaults.get(name, usable[name].default))
                 values[name] = self._part_or_null(value, parameter, f"{key}.{name}")
             elif isinstance(self._keys.get(key), Group):
@@ -390,6 +395,12 @@ class Resolver:
             else:
                 self._mistakes.append(f"{key}: {cls.__name__} needs a value for {', '.join(absent)}, under init_args")
         return Namespace({name: values[name] for name in usable if name in values})
+
+    def _taken_over(self, former: Former, parameter: Parameter, key: str) -> Any:
+        """Resolve an argument of the class that was replaced; absent if it does not fit."""
+        resolver = Resolver({})
+        value = resolver._part_or_null(former.value, parameter, key)
+        return _ABSENT if resolver._unknown or resolver._nulls or resolver._mistakes else value
 
     def _default(self, default: Any, hint: Any) -> Any:
         """A default in plain containers and namespaces; absent if it cannot be written in a config."""
@@ -427,6 +438,19 @@ def find_class(path: Any, options: Iterable[Any]) -> Any:
         returned = getattr(named, "__annotations__", {}).get("return")
         return named if isinstance(returned, type) and any(issubclass(returned, base) for base in bases) else None
     return None
+
+
+def _was_default(part: Any, name: str, options: Iterable[Any]) -> bool:
+    """Return whether an argument of a class that was replaced was its default; the new class may have another one."""
+    if not isinstance(part, Former):
+        return False
+    module = part.class_path.rpartition(".")[0]
+    former = find_class(part.class_path, options) if not module or module in sys.modules else None
+    return (
+        isinstance(former, type)
+        and name in parameters(former)
+        and parameters(former)[name].default == _plain(part.value)
+    )
 
 
 def _number_in(text: str) -> Any:
@@ -475,6 +499,9 @@ def _deep_plain(value: Any) -> Any:
         return value.value if isinstance(value, str | int) else value.name
     if isinstance(value, timedelta):
         return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {name: _deep_plain(part) for name, part in _fields(value).items()}
+        return _ABSENT if any(part is _ABSENT for part in fields.values()) else Namespace(fields)
     if isinstance(value, Mapping):
         parts = {key: _deep_plain(part) for key, part in value.items()}
         return _ABSENT if any(part is _ABSENT for part in parts.values()) else parts

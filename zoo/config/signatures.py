@@ -57,15 +57,16 @@ def _parameters(cls: Any, function: Callable[..., Any]) -> dict[str, Parameter]:
     factories = {}
     if dataclasses.is_dataclass(cls):
         factories = {field.name: field.default_factory for field in dataclasses.fields(cls)}
-    found = {}
+    settable_parameters = {}
     for each in signature:
         if each.kind not in _VARIABLE:
             default = each.default
             if (factory := factories.get(each.name, dataclasses.MISSING)) is not dataclasses.MISSING:
                 default = factory()
-            unknown = each.annotation is inspect.Parameter.empty or isinstance(each.annotation, str)
-            found[each.name] = Parameter(types.get(each.name, None if unknown else each.annotation), default)
-    return found
+            resolvable = each.annotation is not inspect.Parameter.empty and not isinstance(each.annotation, str)
+            hint = types.get(each.name, each.annotation if resolvable else None)
+            settable_parameters[each.name] = Parameter(hint, default)
+    return settable_parameters
 
 
 def hints(cls: Any) -> dict[str, Any]:

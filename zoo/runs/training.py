@@ -43,7 +43,7 @@ Links = Callable[[Namespace, L.LightningDataModule], None]  # sets keys of a con
 
 @dataclass(frozen=True)
 class Plan:
-    """What a verb does, before anything is built.
+    """The config and checkpoint of a verb, before anything is built.
 
     Attributes:
         config: The resolved config.
@@ -64,7 +64,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Session:
-    """What was built from a plan."""
+    """Model, data and trainer that were built from a plan."""
 
     plan: Plan
     folder: Path
