@@ -112,7 +112,7 @@ def built_arguments(cls: Any, arguments: Namespace) -> dict[str, Any]:
 
 
 def entries(namespace: Namespace) -> list[tuple[str, Any]]:
-    """The names and values in a namespace, where `vars` spells those that are methods, such as `items`, in another way."""
+    """The names and values in a namespace. (`vars` spells names of its methods, such as `items`, in another way.)"""
     return [*namespace.items(branches=True, nested=False)]
 
 
@@ -446,11 +446,8 @@ def _was_default(part: Any, name: str, options: Iterable[Any]) -> bool:
         return False
     module = part.class_path.rpartition(".")[0]
     former = find_class(part.class_path, options) if not module or module in sys.modules else None
-    return (
-        isinstance(former, type)
-        and name in parameters(former)
-        and parameters(former)[name].default == _plain(part.value)
-    )
+    parameter = parameters(former).get(name) if isinstance(former, type) else None
+    return parameter is not None and bool(parameter.default == _plain(part.value))
 
 
 def _number_in(text: str) -> Any:

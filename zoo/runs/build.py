@@ -214,7 +214,9 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     """The arguments of the Trainer, instantiated."""
     try:
         arguments = dict(configs.instantiate("trainer", config))
-    except ValueError as error:
+    except MisconfigurationException as error:
+        raise trainer_error(error) from None
+    except ImportError as error:
         if config.trainer.logger is not None and (missing := _missing_package(error)) is not None:
             raise missing from None
         raise
