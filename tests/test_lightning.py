@@ -33,8 +33,8 @@ REFUSED = {
     "strategy=deepspeed": "trainer.strategy: DeepSpeedStrategy is not possible here; use zoo.train.zero.Zero, as ",
     "plugins=AsyncCheckpointIO": "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_backgr",
     "callbacks+=LearningRateFinder": "trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning",
-    "callbacks=ModelCheckpoint|trainer.callbacks.mode=middle|trainer.callbacks.monitor=val_loss": "trainer: `mode` can be "
-    "min, max but got middle",
+    "callbacks=ModelCheckpoint|trainer.callbacks.mode=middle|trainer.callbacks.monitor=val_loss": "trainer: `mode` can "
+    "be min, max but got middle",
     "val_check_interval=0.5": "trainer: `val_check_interval` should be an integer or a time-based duration",
 }
 

@@ -64,7 +64,7 @@ def configs_are_read_once(monkeypatch: pytest.MonkeyPatch, plain: _Plain) -> Non
 
 def read_once(patch: pytest.MonkeyPatch, plain: _Plain) -> None:
     patch.setattr(Run, "read", lambda run: _read(run.sources).clone())
-    patch.setattr("zoo.experiments.runner.verified", plain)
+    patch.setattr("zoo.experiments.runner.to_dict", plain)
 
 
 def calls(folder: Path) -> list[str]:
