@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,8 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
         for key, place in (("run", plan.name[0]), ("trainer.default_root_dir", str(root))):
             if place is not None and "://" in place:
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
+        if not (root_folder := Path(root).expanduser()).exists():
+            claims.callback(_remove_empty, root_folder)
         folder = new_run(*plan.name, Path(root))
     trained = claims.enter_context(claimed(folder, new=plan.checkpoint is None, overwrite=plan.overwrite))
     model, module, datamodule = parts(config, links)
@@ -129,6 +131,12 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
     if trainer.num_nodes > 1 and trainer.is_global_zero:
         Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
     return Session(plan, folder, model, module, datamodule, trainer, first_batch)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty, as the one of all runs is whose only run did not start."""
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
