@@ -15,10 +15,11 @@ from zoo.config import signatures
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import class_help, purposes, short_help, topic_help, usage_line
+from zoo.config.jsonargparse_internals import entries
 from zoo.config.merge import merged
 from zoo.config.overlays import is_override, load_items
 from zoo.config.parser import known_keys, read
-from zoo.config.resolve import entries, resolved
+from zoo.config.resolve import resolved
 from zoo.config.serialise import to_dict
 from zoo.files.safe_yaml import dump_yaml
 

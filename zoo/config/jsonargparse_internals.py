@@ -3,7 +3,7 @@
 import inspect
 from typing import Any
 
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, Namespace
 from jsonargparse._actions import _ActionConfigLoad
 from jsonargparse._parameter_resolvers import get_signature_parameters
 from jsonargparse._typehints import ActionTypeHint
@@ -25,6 +25,11 @@ def followed_parameters(cls: type) -> list[inspect.Parameter]:
         kind = inspect.Parameter.KEYWORD_ONLY if each.kind is None else each.kind
         parameters.append(inspect.Parameter(each.name, kind, default=default, annotation=each.annotation))
     return parameters
+
+
+def entries(namespace: Namespace) -> list[tuple[str, Any]]:
+    """The names and values in a namespace. It keeps names of its methods, such as `items`, behind a mark."""
+    return [(name.removeprefix("\u200b"), value) for name, value in vars(namespace).items()]
 
 
 def take_no_files(parser: ArgumentParser) -> None:

@@ -20,6 +20,7 @@ import mixers
 from kernels import UserError
 from zoo.config.explain import missing, unknown, wrong_value
 from zoo.config.imports import import_module, import_object, import_path
+from zoo.config.jsonargparse_internals import entries
 from zoo.config.merge import Former, Text
 from zoo.config.signatures import (
     Parameter,
@@ -109,11 +110,6 @@ def built_arguments(cls: Any, arguments: Namespace) -> dict[str, Any]:
     """Build the arguments of a constructor; see `built`."""
     types = {} if cls is None else parameters(cls)
     return {name: built(value, types[name].hint if name in types else None) for name, value in entries(arguments)}
-
-
-def entries(namespace: Namespace) -> list[tuple[str, Any]]:
-    """The names and values in a namespace. (`vars` spells names of its methods, such as `items`, in another way.)"""
-    return [*namespace.items(branches=True, nested=False)]
 
 
 def _takes(option: Any, cls: Any) -> bool:

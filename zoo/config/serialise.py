@@ -6,8 +6,8 @@ from typing import Any
 from jsonargparse import Namespace
 
 from kernels import UserError
+from zoo.config.jsonargparse_internals import entries
 from zoo.config.keys import KEYS
-from zoo.config.resolve import entries
 
 
 def to_dict(config: Namespace) -> dict[str, Any]:

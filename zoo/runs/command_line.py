@@ -130,7 +130,7 @@ class ZooCLI(LightningCLI):
         """Build what a subclass has added, among it callbacks, and set keys that are linked to the built data."""
         parser = self._parser(self._verb)
         if vars(self._extra) or self._late_targets:
-            self._extra = parser.instantiate(Namespace({**vars(self._extra), "data": datamodule}))
+            self._extra = parser.instantiate_classes(Namespace({**vars(self._extra), "data": datamodule}))
             self._callbacks += [self._extra[key] for key in parser.callback_keys]
             for target in self._late_targets:
                 config[target] = self._extra[target]
