@@ -15,11 +15,10 @@ from zoo.config import signatures
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import class_help, purposes, short_help, topic_help, usage_line
-from zoo.config.jsonargparse_internals import entries
 from zoo.config.merge import merged
 from zoo.config.overlays import is_override, load_items
 from zoo.config.parser import known_keys, read
-from zoo.config.resolve import resolved
+from zoo.config.resolve import built_arguments, resolved
 from zoo.config.serialise import to_dict
 from zoo.files.safe_yaml import dump_yaml
 
@@ -111,7 +110,7 @@ def arguments_of(
     if configs or PRINT_CONFIG in options:
         sys.stdout.write(dump_yaml(to_dict(read(*configs))))
         sys.exit(0)
-    return items, dict(entries(resolved(merged(values), option_keys)))
+    return items, built_arguments(function, resolved(merged(values), option_keys))
 
 
 def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:
