@@ -175,14 +175,16 @@ def test_a_module_here_that_needs_another_one_says_so(mixer: Path) -> None:
     assert "mixer_here" not in sys.modules
 
 
-def test_a_package_here_imports_its_own_modules(mixer: Path) -> None:
-    folder = mixer.parent / "package_here"
+@pytest.mark.parametrize("package", ["package_here", "namespace_here"])
+def test_a_package_here_imports_its_own_modules(mixer: Path, package: str) -> None:
+    folder = mixer.parent / package
     folder.mkdir()
-    (folder / "__init__.py").write_text("")
+    if package == "package_here":
+        (folder / "__init__.py").write_text("")
     (folder / "parts.py").write_text("")
-    (folder / "inner.py").write_text(f"from package_here import parts\n{MIXER}")
-    model = zoo.build(*ITS_CLASS[:2], "model.stack.mixer=package_here.inner.Mine", "model.vocab_size=64", device="meta")
-    assert type(model.mixers[0]).__module__ == "package_here.inner"
+    (folder / "inner.py").write_text(f"from {package} import parts\n{MIXER}")
+    model = zoo.build(*ITS_CLASS[:2], f"model.stack.mixer={package}.inner.Mine", "model.vocab_size=64", device="meta")
+    assert type(model.mixers[0]).__module__ == f"{package}.inner"
 
 
 def test_a_shipped_config_comes_before_a_file_of_its_name(desk: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -18,10 +18,11 @@ def import_module(name: str) -> ModuleType:
     if top not in sys.modules and find_spec(top) is None:
         importlib.invalidate_caches()  # the file may be younger than the finder's list of the folder
         spec = PathFinder.find_spec(top, [str(Path.cwd())])
-        if spec is not None and spec.loader is not None:  # a folder without code has no loader
+        if spec is not None:
             module = sys.modules[top] = module_from_spec(spec)
             try:
-                spec.loader.exec_module(module)
+                if spec.loader is not None:  # which a folder without __init__.py lacks
+                    spec.loader.exec_module(module)
             except BaseException:
                 del sys.modules[top]
                 raise
