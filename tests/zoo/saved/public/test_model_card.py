@@ -24,7 +24,7 @@ def test_a_run_describes_itself(command: Command, desk: Path):
         "model: {stack: {class_path: Uniform, init_args: {mixer: {class_path: GLA, init_args: {norm_eps: 1.0e-6}}}}}"
     )
     (desk / "notes.txt").write_text("What is written here is learned here. " * 2000)
-    run = ("--config", "gla.yaml", "--config", "tiny.yaml", "--run", "first", "--data.path=notes.txt")
+    run = ("--config", "./gla.yaml", "--config", "tiny.yaml", "--run", "first", "--data.path=notes.txt")
     assert command("fit", *run, "--trainer.max_steps=2", "--trainer.val_check_interval=2").code == 0
     done = command("convert", "--checkpoint", "runs/first", "--to=fla", "--output", "published/small-gla")
     assert done.code == 0, done.err
