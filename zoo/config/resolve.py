@@ -27,6 +27,7 @@ from zoo.config.signatures import (
     alternatives,
     component,
     constructor,
+    is_group,
     is_ours,
     parameters,
     passed_by_position,
@@ -82,14 +83,16 @@ def built(value: Any, hint: Any) -> Any:
         return functools.partial(cls, **arguments) if get_origin(option) is Callable else cls(**arguments)
     options = alternatives(hint)
     if isinstance(value, Namespace):
-        fields: Any = next((option for option in options if dataclasses.is_dataclass(option)), None)
+        fields: Any = next((option for option in options if is_group(option)), None)
         return Namespace(built_arguments(fields, value)) if fields is None else fields(**built_arguments(fields, value))
     if isinstance(value, dict):
         inner = next((get_args(option)[1] for option in options if _is_mapping(option) and get_args(option)), None)
         return {key: built(part, inner) for key, part in value.items()}
     if isinstance(value, list | tuple):
         option = next((option for option in options if _is_list(option)), None)
-        return type(value)(built(part, _inner(option, number)) for number, part in enumerate(value))
+        kind = (get_origin(option) or option) if option is not None else None
+        kind = kind if kind in (set, frozenset) else type(value)
+        return kind(built(part, _inner(option, number)) for number, part in enumerate(value))
     if isinstance(value, int) and not isinstance(value, bool) and float in options and int not in options:
         return float(value)
     if isinstance(value, str) and str not in options:
@@ -101,8 +104,8 @@ def built(value: Any, hint: Any) -> Any:
             if option is timedelta and (match := _DURATION.fullmatch(value)) is not None:
                 return timedelta(**{unit: float(number) for unit, number in match.groupdict("0").items()})
         literals = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
-        if "." in value and value not in literals and any(get_origin(option) is Callable for option in options):
-            return import_object(value)  # a function
+        if "." in value and value not in literals and any(map(_names_object, options)):
+            return import_object(value)
     return value
 
 
@@ -115,6 +118,16 @@ def built_arguments(cls: Any, arguments: Namespace) -> dict[str, Any]:
 def _takes(option: Any, cls: Any) -> bool:
     base = component(option)
     return base is not None and isinstance(cls, type) and issubclass(cls, base)
+
+
+def _is_open(option: Any) -> bool:
+    """Return whether a type takes any value, since it is not known, or not a type that is checked."""
+    return option in (None, Any, object) or (not isinstance(option, type) and get_origin(option) is None)
+
+
+def _names_object(option: Any) -> bool:
+    """Return whether text names a function or class of this type by its dotted path, which is not called."""
+    return option is type or get_origin(option) in (type, Callable)
 
 
 def _is_mapping(option: Any) -> bool:
@@ -259,7 +272,7 @@ class Resolver:
                 return str(value)
         if any(map(component, options)) and (isinstance(parsed, str) or isinstance(value, Text)):
             return self._component(str(value), {}, options, key)
-        if any(option in (None, Any, object) or get_origin(option) in (type, Callable) for option in options):
+        if any(_is_open(option) or _names_object(option) for option in options):
             return str(value) if isinstance(parsed, str) else parsed
         return _ABSENT
 
@@ -275,7 +288,7 @@ class Resolver:
                 for number, part in enumerate(parts)
             ]
             return tuple(values) if tuple in (option, get_origin(option)) else values
-        return parts if any(option in (None, Any, object) for option in options) else _ABSENT
+        return parts if any(map(_is_open, options)) else _ABSENT
 
     def _mapping(self, value: Mapping[str, Any], options: tuple[Any, ...], key: str, default: Any) -> Any:
         bases = [option for option in options if component(option) is not None]
@@ -283,7 +296,7 @@ class Resolver:
         if bases and path is not None:
             return self._component(path, value, options, key)
         for option in options:
-            if dataclasses.is_dataclass(option):
+            if is_group(option):
                 instance = default if dataclasses.is_dataclass(default) and not isinstance(default, type) else None
                 defaults = {} if instance is None else _fields(instance)
                 return self._arguments(option, 0, value, key, defaults)
@@ -291,7 +304,7 @@ class Resolver:
                 return self._dictionary(value, option, key)
         if bases:
             return self._unnamed(value, options, key, default)
-        if any(option in (None, Any, object) for option in options):
+        if any(map(_is_open, options)):
             if isinstance(path, str):  # of a parameter without a type
                 return self._component(path, value, (object,), key)
             return {name: _deep_plain(part) for name, part in value.items()}
@@ -385,7 +398,7 @@ class Resolver:
                 default = self._default(defaults.get(name, parameter.default), parameter.hint)
                 if default is not _ABSENT:
                     values[name] = default
-        if absent := [name for name, each in usable.items() if each.required and name not in values]:
+        if key and (absent := [name for name, each in usable.items() if each.required and name not in values]):
             if isinstance(self._keys.get(key), Group):
                 self._missing += [missing(f"{key}.{name}") for name in absent]
             else:
@@ -463,16 +476,17 @@ def _scalar(value: Any, options: tuple[Any, ...]) -> Any:
     words = [word for option in options if get_origin(option) is Literal for word in get_args(option)]
     if any(type(word) is type(value) and word == value for word in words):
         return value
+    if any(map(_is_open, options)) or (isinstance(value, bool) and bool in options):
+        return value
     if isinstance(value, bool):
-        return value if bool in options or {None, Any, object} & {*options} else _ABSENT
+        return _ABSENT
     if isinstance(value, float) and 1 < abs(value) < _MOST_EXACT and value.is_integer() and int in options:
         return int(value)
     if isinstance(value, int) and int in options:
         return value
     if isinstance(value, int | float) and float in options:
         return value
-    allowed = any(option in (None, Any, object) for option in options)
-    return value if allowed or (isinstance(value, tuple(o for o in options if isinstance(o, type)))) else _ABSENT
+    return value if isinstance(value, tuple(option for option in options if isinstance(option, type))) else _ABSENT
 
 
 def _fields(instance: Any) -> dict[str, Any]:
@@ -490,7 +504,7 @@ def _deep_plain(value: Any) -> Any:
         value = value.parsed
     if isinstance(value, enum.Enum):
         return value.value if isinstance(value, str | int) else value.name
-    if isinstance(value, timedelta):
+    if isinstance(value, timedelta | PurePath):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {name: _deep_plain(part) for name, part in _fields(value).items()}
@@ -506,7 +520,7 @@ def _deep_plain(value: Any) -> Any:
 
 def _is_own_part(hint: Any) -> bool:
     """Return whether a type is a component of this project, or a group of its arguments."""
-    part = hint if dataclasses.is_dataclass(hint) else component(hint)
+    part = hint if is_group(hint) else component(hint)
     return isinstance(part, type) and is_ours(part)
 
 

@@ -103,8 +103,13 @@ def component(hint: Any) -> type | None:
     """The class C of a component of type `Callable[..., C]` or `C`; None for plain values and dataclasses."""
     if get_origin(hint) is Callable and get_args(hint):
         hint = get_args(hint)[-1]
-    plain = not isinstance(hint, type) or hint.__module__ in _NOT_BUILT or dataclasses.is_dataclass(hint)
-    return None if plain or get_args(hint) or issubclass(hint, enum.Enum | PurePath) else hint
+    plain = not isinstance(hint, type) or hint.__module__ in _NOT_BUILT or is_group(hint)
+    return None if plain or get_args(hint) or issubclass(hint, enum.Enum | PurePath | int | float | str) else hint
+
+
+def is_group(hint: Any) -> bool:
+    """Return whether a type is a dataclass or a named tuple, whose fields are keys of the config."""
+    return dataclasses.is_dataclass(hint) or (isinstance(hint, type) and hasattr(hint, "_fields") and hint is not tuple)
 
 
 def is_ours(cls: type) -> bool:
