@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser
@@ -96,20 +96,18 @@ def arguments_of(
             and not {f"--{positional}", *PRINTING} & option_names
         ):
             raise UserError(f"{positional}: missing; name at least one: python cli.py {verb} {positional.upper()} …")
-    members = {name: (parameters[name].annotation, *get_args(parameters[name].annotation)) for name in lists}
-    texts = [name for name in lists if name in ANY_TEXT and str not in members[name]]
-    options = _joined(options, lists, texts)
     if plain:
         raise UserError(_without_key(plain[0], parameters, keys))
     if {"-h", "--help"} & {*options} or any(item.partition("=")[0].endswith(".help") for item in items):
         _print_help(_help_parser(function, verb, positional, keys), verb, topic, keys, items)
     option_keys = {name: each for name, each in signatures.parameters(function).items() if name in parameters}
     _check_names(items, option_keys, keys)
-    values = [option.removeprefix("--") for option in options if option not in PRINTING]
-    configs = load_items(items) if PRINT_CONFIG in options and keys is not None else []
-    if configs or PRINT_CONFIG in options:
-        sys.stdout.write(dump_yaml(to_dict(read(*configs))))
+    if PRINT_CONFIG in options:
+        if keys is None:
+            raise UserError(unknown(PRINT_CONFIG.removeprefix("--"), "", option_keys))
+        sys.stdout.write(dump_yaml(to_dict(read(*items))))
         sys.exit(0)
+    values = _as_overrides(options, lists)
     return items, built_arguments(function, resolved(merged(values), option_keys))
 
 
@@ -169,25 +167,15 @@ def _takes_list(annotation: Any) -> bool:
     return list in (get_origin(annotation), *map(get_origin, get_args(annotation)))
 
 
-def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[str]) -> list[str]:
-    """Join the values of each option that takes a list into one option.
-
-    Args:
-        options: Options `--key=value`.
-        lists: Names of parameters that take lists.
-        texts: Those of them whose strings may be any text: one value is a list, too, unless it is JSON's.
-    """
-    joined, values_by_name = [], dict[str, list[str]]()
+def _as_overrides(options: Iterable[str], lists: Collection[str]) -> Iterator[str]:
+    """Options `--key=value` as overrides; each further value of an option that takes a list is appended."""
+    names = set[str]()
     for option in options:
         name, _, value = option.removeprefix("--").partition("=")
-        if name in lists:
-            values_by_name.setdefault(name, []).append(value)
-        else:
-            joined.append(option)
-    for name, values in values_by_name.items():
-        plain = len(values) == 1 and (name not in texts or _is_json_list(values[0]))
-        joined.append(f"--{name}={values[0] if plain else json.dumps(values)}")
-    return joined
+        if name in ANY_TEXT and not _is_json_list(value):
+            value = json.dumps([value])
+        yield f"{name}+={value}" if name in names & {*lists} else f"{name}={value}"
+        names.add(name)
 
 
 def _is_json_list(value: str) -> bool:
