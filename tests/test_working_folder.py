@@ -21,7 +21,7 @@ pytest_plugins = "tests.desk"
 
 TOUCH = "open('canary', 'w').close()\n"
 EVIL = f"{TOUCH}class Evil:\n    pass\n"
-MIXER = "import mixers\n\nclass Mine(mixers.LinearAttention):\n    pass\n"
+MIXER = "import mixers\n\nclass FromHere(mixers.LinearAttention):\n    pass\n"
 
 
 def strings_in(value: Any) -> Iterator[str]:
@@ -95,6 +95,23 @@ def test_no_foreign_config_chooses_a_file(command: Command, hostile: Path) -> No
         assert not (hostile / "canary").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [FIT, ("sweep", "--config=mine.yaml", "--dry-run")], ids=["fit", "sweep"])
+def test_no_override_is_opened_as_a_file(command: Command, desk: Path, arguments: tuple[str, ...]) -> None:
+    (desk / "evil.py").write_text(EVIL)
+    (desk / "mine.yaml").write_text("base: gla.yaml\naxes: {model.num_layers: [1, 2]}\n")
+    overrides = ["trainer.max_steps=2", *(["seeds=[0]", "x=state_size"] if "sweep" in arguments else ["compile=false"])]
+    for override in (*overrides, "model.num_layers=1", "model.num_layers=2", "seed_everything=0", "seed_everything=1"):
+        for name in (override, f"--{override}"):
+            (desk / name).write_text("trainer: {callbacks: {class_path: evil.Evil}}")
+    printing = [] if "sweep" in arguments else ["--print_config"]
+    done = command(*arguments, *(f"--{override}" for override in overrides), *printing)
+    assert done.code == 0, done.err
+    assert "evil" not in done.out
+    assert zoo.config.read("gla.yaml", "trainer.max_steps=2").trainer.max_steps == 2
+    assert not (desk / "canary").exists()
+
+
 HIDE = """
 import sys
 from importlib.machinery import PathFinder
@@ -149,7 +166,7 @@ def mixer(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return desk / "mixer_here.py"
 
 
-ITS_CLASS = ("linear_attention.yaml", "tiny.yaml", "model.stack.mixer=mixer_here.Mine")
+ITS_CLASS = ("linear_attention.yaml", "tiny.yaml", "model.stack.mixer=mixer_here.FromHere")
 
 
 def test_the_module_of_a_class_is_found_here(mixer: Path) -> None:
@@ -183,7 +200,7 @@ def test_a_package_here_imports_its_own_modules(mixer: Path, package: str) -> No
         (folder / "__init__.py").write_text("")
     (folder / "parts.py").write_text("")
     (folder / "inner.py").write_text(f"from {package} import parts\n{MIXER}")
-    model = zoo.build(*ITS_CLASS[:2], f"model.stack.mixer={package}.inner.Mine", "model.vocab_size=64", device="meta")
+    model = zoo.build(*ITS_CLASS[:2], f"model.stack.mixer={package}.inner.FromHere", "model.vocab_size=64", device="meta")
     assert type(model.mixers[0]).__module__ == f"{package}.inner"
 
 

@@ -129,7 +129,7 @@ def _check_names(items: Sequence[str], options: Collection[str], keys: Keys | No
     """Raise a UserError about the first item that starts with neither a key nor an option."""
     allowed = () if keys is None else keys.names
     for item in items:
-        key = item.partition("=")[0] if is_override(item) else "config"
+        key = item.lstrip("-").partition("=")[0] if is_override(item) else "config"
         if (key if keys is None else key.split(".")[0].rstrip("+")) in (*allowed, *(["config"] if keys else [])):
             continue
         if keys is None:
@@ -152,7 +152,7 @@ def _print_help(
 ) -> NoReturn:
     of_class = next((item for item in items if item.partition("=")[0].endswith(".help")), None)
     if of_class is not None:
-        key, _, name = of_class.partition("=")
+        key, _, name = of_class.lstrip("-").partition("=")
         text = class_help(key.removesuffix(".help"), name)
     elif topic is None or keys is None:
         text = short_help(parser, verb, {} if keys is None else purposes([*keys.names], keys.add))
@@ -206,13 +206,14 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                     raise UserError(f"{argument} has no value; options are written --key=value")
                 value = following
             if key in ("-c", "--config"):
-                if is_override(value):
-                    find_config(value)  # raises: a mistyped path with a "=" would count as an override
+                if is_override(f"--{value}"):  # a path with a "="
+                    find_config(value)  # raises if it is mistyped
+                    value = f"./{value}"
                 split.items.append(value)
             elif option in names:
                 if option not in MAY_BE_EMPTY:
                     check_not_empty(option, value)
                 split.options.append(f"--{option}={value}")
             else:
-                split.items.append(f"{option}={value}")
+                split.items.append(f"--{option}={value}")
     return split

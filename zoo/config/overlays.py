@@ -8,6 +8,7 @@ from typing import Any
 
 from kernels import UserError
 from zoo.config.find import find_config
+from zoo.config.keys import KEYS
 from zoo.config.moved import current_key, moved, up_to_date
 from zoo.files.safe_yaml import parse_yaml, read_yaml
 
@@ -17,8 +18,13 @@ Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `k
 
 
 def is_override(item: Item) -> bool:
-    """Return whether an item is an override `key=value` rather than a config, whose path may have a "=" as well."""
-    return isinstance(item, str) and _OVERRIDE.match(item) is not None and not os.path.isfile(item)
+    """Return whether an item is an override `key=value` rather than a config, whose path may have a "=" as well.
+
+    Keys of a run, and what begins with a dash, are never looked up as files.
+    """
+    if not isinstance(item, str) or _OVERRIDE.match(item) is None:
+        return False
+    return item.startswith("-") or re.split(r"[.+=]", item)[0] in KEYS or not os.path.isfile(item)
 
 
 def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
