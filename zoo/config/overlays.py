@@ -1,4 +1,4 @@
-"""Loading configs and overrides, which the parser then merges in order."""
+"""Loading configs and overrides, which `merge.py` then merges in order."""
 
 import os
 import re
