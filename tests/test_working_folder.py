@@ -200,7 +200,8 @@ def test_a_package_here_imports_its_own_modules(mixer: Path, package: str) -> No
         (folder / "__init__.py").write_text("")
     (folder / "parts.py").write_text("")
     (folder / "inner.py").write_text(f"from {package} import parts\n{MIXER}")
-    model = zoo.build(*ITS_CLASS[:2], f"model.stack.mixer={package}.inner.FromHere", "model.vocab_size=64", device="meta")
+    its_class = f"model.stack.mixer={package}.inner.FromHere"
+    model = zoo.build(*ITS_CLASS[:2], its_class, "model.vocab_size=64", device="meta")
     assert type(model.mixers[0]).__module__ == f"{package}.inner"
 
 
