@@ -96,14 +96,16 @@ def run(arguments: list[str]) -> int:
 
     # what only one verb needs is imported where it is used: most of it imports Lightning, which takes seconds
     import zoo
-    from zoo.config import KEYS, add_arguments
+    from zoo.config import KEYS, add_run_keys
     from zoo.config.command_line import Keys, arguments_of
 
-    of_runs = Keys(KEYS, add_arguments)
+    of_runs = Keys(KEYS, add_run_keys)
     if verb in ("fit", "validate", "test", "predict"):
-        function = getattr(zoo, verb)
-        items, options = arguments_of(function, rest, verb, of_runs)
-        function(*items, **options)
+        if {"-h", "--help"} & {*rest}:
+            arguments_of(getattr(zoo, verb), rest, verb, of_runs)  # without Lightning; it exits
+        from zoo.runs.command_line import ZooCLI
+
+        ZooCLI([verb, *rest])
     elif verb == "compare":
         items, options = arguments_of(zoo.compare, rest, verb, of_runs, positional="configs")
         zoo.compare(*items, **options)
@@ -197,16 +199,13 @@ def started() -> int:
             )
             return 2
     try:
-        import mixers
+        import mixers  # noqa: F401
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
         sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError
-    from zoo.config import working_folder
     from zoo.runs.folder import launched
     from zoo.train.signals import end_with_parent
 
-    mixers.names()  # imports installed plug-ins, before the working folder is searched for modules
-    working_folder.search()
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     end_with_parent(signal.SIGTERM if rank == 0 else signal.SIGKILL)
     try:

@@ -5,7 +5,7 @@ constructors' arguments are the keys of the YAML.
 """
 
 import csv
-import functools
+import inspect
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,9 @@ from typing import Any, Literal, get_args
 
 from kernels import UserError
 from mixers import did_you_mean
-from zoo.config.parser import Parser, explained
+from zoo.config.merge import merged
+from zoo.config.resolve import built, resolved
+from zoo.config.signatures import Parameter
 from zoo.files.safe_yaml import read_yaml
 
 FOLDER = Path(__file__).parent
@@ -296,19 +298,10 @@ def _file_name(item: str) -> str:
 
 def _built(kind: type, contents: Any, where: str) -> Any:
     """A dataclass from plain containers; an error message names the file."""
-    parser = _parser(kind)
     try:
-        with explained(parser, [{"row": contents}]):
-            return parser.instantiate(parser.parse_object({"row": contents})).row
+        return built(resolved(merged([{"row": contents}]), {"row": Parameter(kind, inspect.Parameter.empty)}).row, kind)
     except UserError as error:
         raise UserError(f"reproductions: {where}: {str(error).replace('row.', '')}") from None
-
-
-@functools.cache
-def _parser(kind: type) -> Parser:
-    parser = Parser()
-    parser.add_class_arguments(kind, "row")
-    return parser
 
 
 def page(papers: Sequence[Paper]) -> str:

@@ -23,7 +23,7 @@ from reproductions import (
     performance,
     vocabulary_loss,
 )
-from zoo.config import CONFIGS, KEYS, add_arguments, find_config
+from zoo.config import CONFIGS, KEYS, add_run_keys, find_config
 from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
 from zoo.evaluation.task import Options
@@ -156,7 +156,7 @@ def parse_command(arguments: list[str]) -> Namespace:
         UserError: An option, a config, a key or a value is wrong.
     """
     verb, *rest = arguments
-    items, options = arguments_of(getattr(zoo, verb), rest, verb, Keys(KEYS, add_arguments))
+    items, options = arguments_of(getattr(zoo, verb), rest, verb, Keys(KEYS, add_run_keys))
     continued = options.get("resume") or options.get("checkpoint")
     return parsed(*(["gdn_h2.yaml"] if continued else []), *items)  # in place of the config in the checkpoint
 

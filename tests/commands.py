@@ -1,6 +1,5 @@
 """The command line as a function, at a size that takes a second. The fixtures are in `desk.py`."""
 
-import importlib
 import os
 import subprocess
 import sys
@@ -46,8 +45,6 @@ def sitting_at(folder: Path, cache: Path) -> Iterator[None]:
         patch.setenv("ZOO_CACHE", str(cache))
         patch.setenv("COLUMNS", "200")  # tables and help are not wrapped
         patch.setenv("ZOO_RUN", "")  # set by a run for the processes that it may start
-        patch.setattr(sys, "path", [*sys.path, str(folder)])  # as `cli.py` does for itself
-        importlib.invalidate_caches()
         patch.setattr(sys, "argv", list(sys.argv))
         yield
 

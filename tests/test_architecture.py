@@ -297,7 +297,7 @@ def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(code: str, tm
         timeout=300,
     )
     assert done.returncode == 1
-    start = "error" if "cli" in code else "ImportError"
+    start = "error" if "cli.main" in code else "ImportError"
     theirs = f"kernels: {tmp_path}/kernels/__init__.py is another package of this name, such as Hugging Face's"
     advice = f"run `pip uninstall kernels`, or put this project before it: PYTHONPATH={ROOT}"
     assert done.stderr.splitlines()[-1] == f"{start}: {theirs}; {advice}"

@@ -80,13 +80,6 @@ def test_the_last_one_wins(command: Command, desk: Path):
     assert (sizes["num_layers"], sizes["hidden_size"], sizes["vocab_size"]) == (24, 1024, 32000)
 
 
-def test_a_file_comes_before_a_shipped_config_of_its_name(command: Command, desk: Path):
-    assert not list(desk.glob("gdn_h2*"))
-    assert resolved(command, "--config", "gdn_h2")["model"]["num_layers"] == 6  # from configs/, wherever one is
-    (desk / "gdn_h2.yaml").write_text("model: {stack: {class_path: Uniform, init_args: {mixer: Mamba2}}}\n")
-    assert "Uniform" in resolved(command, "--config", "gdn_h2.yaml")["model"]["stack"]["class_path"]
-
-
 # --- runs
 
 

@@ -33,6 +33,8 @@ REFUSED = {
     "strategy=deepspeed": "trainer.strategy: DeepSpeedStrategy is not possible here; use zoo.train.zero.Zero, as ",
     "plugins=AsyncCheckpointIO": "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_backgr",
     "callbacks+=LearningRateFinder": "trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning",
+    "callbacks=ModelCheckpoint|trainer.callbacks.mode=middle|trainer.callbacks.monitor=val_loss": "trainer: `mode` can "
+    "be min, max but got middle",
     "val_check_interval=0.5": "trainer: `val_check_interval` should be an integer or a time-based duration",
 }
 
@@ -147,7 +149,7 @@ def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str
 def test_what_cannot_be_honoured_is_refused(command: Command, setting: str):
     if setting == "strategy=deepspeed":
         pytest.importorskip("deepspeed")
-    done = command(*FIT, f"--trainer.{setting}")
+    done = command(*FIT, *(f"--{each}" for each in f"trainer.{setting}".split("|")))
     assert done.code == 2
     assert done.err.splitlines()[-1].startswith(f"error: {REFUSED[setting]}")
 

@@ -42,7 +42,7 @@ LATE_MISTAKES = {
     ): "optim.optimizer: Muon only supports 2D parameters whereas we found a param",
     ("--optim=SGD", "--optim.optimizer.momentum=-1"): "optim.optimizer: Invalid momentum value: -1.0",
     ("--optim=Adam", "--optim.optimizer.weight_decay=0.3"): "optim.optimizer.init_args.weight_decay is 0.3: set optim.",
-    ("--optim.optimizer={}",): "optim.optimizer: names no optimiser; set its class_path, such as torch.optim.SGD.",
+    ("--optim.optimizer={}",): "optim.optimizer: names no class; write --optim.optimizer=CLASS",
     ("--optim=LBFGS",): "optim.optimizer: LBFGS doesn't support per-parameter options (parameter groups)",
     ("--optim=SparseAdam",): "optim.optimizer is SparseAdam, but the gradients here are dense; use torch.optim.Adam.",
     (

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from zoo import config as configs
-from zoo.config import Parser
 from zoo.config.overlays import load_config
 from zoo.experiments import Sweep
-from zoo.experiments.commands import FIELDS
+from zoo.experiments.commands import read_sweep
 from zoo.experiments.definition import Run
 from zoo.lm.size_table import parameters_without_embeddings
 from zoo.scaling.run_table import read_run_table
@@ -27,10 +26,7 @@ pytest_plugins = "tests.desk"
 
 def sweep_of(name: str, **replaced: Any) -> Sweep:
     """A sweep of configs/, some of whose keys are replaced."""
-    parser = Parser()
-    parser.add_class_arguments(Sweep)
-    values = parser.instantiate(parser.parse_object(load_config(name) | replaced))
-    return Sweep(**{field: values[field] for field in FIELDS})
+    return read_sweep([load_config(name) | replaced])
 
 
 def unchecked_runs(name: str) -> list[Run]:

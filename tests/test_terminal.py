@@ -164,7 +164,7 @@ def test_a_metric_that_is_not_logged(command: Command):
 def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path):
     done = command(*FIT, "--trainer.devices=0", "--run=x")
     assert done.code == 2
-    assert "`Trainer(devices='0')` value is not a valid input" in done.err
+    assert "`Trainer(devices=0)` value is not a valid input" in done.err
     assert not (desk / "runs" / "x").exists()
 
 

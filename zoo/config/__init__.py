@@ -3,30 +3,17 @@
 from zoo.config.build import build, captures_steps, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.keys import GROUPS, KEYS
-from zoo.config.parser import (
-    ConfigFile,
-    Parser,
-    add_arguments,
-    explained,
-    parse,
-    parse_model,
-    read,
-    read_model,
-    run_parser,
-)
-from zoo.config.serialise import differences, to_dict, verified
+from zoo.config.parser import add_run_keys, parse, parse_model, read, read_model
+from zoo.config.serialise import differences, to_dict
 
 __all__ = [
     "CONFIGS",
     "GROUPS",
     "KEYS",
-    "ConfigFile",
-    "Parser",
-    "add_arguments",
+    "add_run_keys",
     "build",
     "captures_steps",
     "differences",
-    "explained",
     "find_config",
     "from_config",
     "instantiate",
@@ -34,8 +21,6 @@ __all__ = [
     "parse_model",
     "read",
     "read_model",
-    "run_parser",
     "to_dict",
-    "verified",
     "vocabulary",
 ]

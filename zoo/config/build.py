@@ -1,7 +1,5 @@
 """Building models, data modules and trainer arguments from a parsed config."""
 
-import functools
-import traceback
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,8 +7,10 @@ from jsonargparse import Namespace
 
 from kernels import UserError
 from zoo.config.overlays import Item, load_items
-from zoo.config.parser import Parser, cause_of, read, read_model
+from zoo.config.parser import read, read_model, run_keys
+from zoo.config.resolve import built, built_arguments
 from zoo.config.serialise import to_dict
+from zoo.config.signatures import Parameter
 from zoo.data.contract import vocabulary_of
 from zoo.lm.creation import created_on
 from zoo.lm.model import LanguageModel
@@ -21,40 +21,16 @@ if TYPE_CHECKING:  # importing it takes three times as long as PyTorch, and a mo
 
 
 def instantiate(key: str, config: Namespace) -> Any:
-    """Build the object of one key of a parsed config; for `trainer`, the arguments of the Trainer.
+    """Build the object of one key of a resolved config; for `trainer`, the arguments of the Trainer.
 
     Raises:
         UserError: The constructor rejects a value.
     """
-    try:
-        return _parser_of(key).instantiate(Namespace({key: config[key]}))[key]
-    except Exception as error:
-        if (cause := cause_of(error)) is not None:
-            raise cause from None
-        # of a class in a union of types, jsonargparse 4.53 keeps the error only where it raises its own
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            for refused in frame.f_locals.get("exceptions", ()):
-                if isinstance(refused, UserError):
-                    raise refused from None
-        raise
-
-
-@functools.cache
-def _parser_of(key: str) -> Parser:
-    """A parser of one key that builds its object."""
-    parser = Parser()
-    if key == "model":
-        parser.add_class_arguments(LanguageModel, key, fail_untyped=False)
-        return parser
-    import lightning as L
-
-    from zoo.config.classes import CLASSES
-
-    if key == "data":
-        parser.add_subclass_arguments(L.LightningDataModule, "data", fail_untyped=False)
-    else:
-        parser.add_class_arguments(CLASSES[key], key, fail_untyped=False, instantiate=key != "trainer")
-    return parser
+    entry = run_keys(lightning=key not in ("model", "optim"))[key]
+    if isinstance(entry, Parameter):
+        return built(config[key], entry.hint)
+    arguments = built_arguments(entry.cls, config[key])
+    return arguments if key == "trainer" else entry.cls(**arguments)
 
 
 def captures_steps(config: Namespace) -> bool:

@@ -4,22 +4,30 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
+
+from jsonargparse import ArgumentParser
 
 from kernels import UserError
 from zoo.arguments import check_not_empty
+from zoo.config import signatures
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
-from zoo.config.help import purposes, short_help, topic_help, usage_line
-from zoo.config.overlays import as_arguments, is_override, load_items
-from zoo.config.parser import ConfigFile, Parser, explained, explainer_of, loaded, run_parser
+from zoo.config.help import class_help, purposes, short_help, topic_help, usage_line
+from zoo.config.merge import merged
+from zoo.config.overlays import is_override, load_items
+from zoo.config.parser import known_keys, read
+from zoo.config.resolve import built_arguments, resolved
+from zoo.config.serialise import to_dict
+from zoo.files.safe_yaml import dump_yaml
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {"configs_and_overrides", "callbacks", "stream", "config"}
-PRINTING = ("-h", "--help", "--print_config")  # options that print something and exit
+PRINT_CONFIG = "--print_config"
+PRINTING = ("-h", "--help", PRINT_CONFIG)  # options that print something and exit
 LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 
 
@@ -29,10 +37,12 @@ class Keys(NamedTuple):
     Attributes:
         names: The first parts of the keys.
         add: Adds the keys to a parser, for its help.
+        parser: The class of this parser.
     """
 
     names: Collection[str]
-    add: Callable[[Parser], Any]
+    add: Callable[[ArgumentParser], Any]
+    parser: type[ArgumentParser] = ArgumentParser
 
 
 class Arguments(NamedTuple):
@@ -86,43 +96,46 @@ def arguments_of(
             and not {f"--{positional}", *PRINTING} & option_names
         ):
             raise UserError(f"{positional}: missing; name at least one: python cli.py {verb} {positional.upper()} …")
-    members = {name: (parameters[name].annotation, *get_args(parameters[name].annotation)) for name in lists}
-    texts = [name for name in lists if name in ANY_TEXT and str not in members[name]]
-    options = _joined(options, lists, texts)
     if plain:
         raise UserError(_without_key(plain[0], parameters, keys))
+    if {"-h", "--help"} & {*options} or any(item.partition("=")[0].endswith(".help") for item in items):
+        _print_help(_help_parser(function, verb, positional, keys), verb, topic, keys, items)
+    option_keys = {name: each for name, each in signatures.parameters(function).items() if name in parameters}
+    _check_names(items, option_keys, keys)
+    if PRINT_CONFIG in options:
+        if keys is None:
+            raise UserError(unknown(PRINT_CONFIG.removeprefix("--"), "", option_keys))
+        sys.stdout.write(dump_yaml(to_dict(read(*items))))
+        sys.exit(0)
+    values = _as_overrides(options, lists)
+    return items, built_arguments(function, resolved(merged(values), option_keys))
+
+
+def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:
+    """A parser with the options of a verb, which writes its help."""
+    parameters = {name: each for name, each in inspect.signature(function).parameters.items() if name not in IN_PYTHON}
     usage = usage_line(verb, parameters, positional, keys is not None)
     description = (inspect.getdoc(function) or "").partition("\n\n")[0]
-    parser = Parser(prog=f"cli.py {verb}", usage=usage, description=description)
+    kind = ArgumentParser if keys is None else keys.parser
+    parser = kind(prog=f"cli.py {verb}", usage=usage, description=description)
     if keys is not None:
-        parser.add_argument("-c", "--config", action=ConfigFile, help="A file, or a name in configs/; several overlay.")
-    parser.add_function_arguments(function, as_positional=False, skip=IN_PYTHON & {*signature})
-    printing = [option for option in options if option.partition("=")[0] in PRINTING]
-    if {"-h", "--help"} & {*options}:
-        _print_help(parser, verb, topic, keys)
-    if printing and keys is not None:
-        keys.add(parser)
-    _check_names(items, parser, keys)
-    configs = loaded(items) if printing else []
-    values_only = [option.removeprefix("--") for option in options if option not in printing]
-    with explained(parser, [*configs, *values_only]):
-        if printing:
-            parser.parse_args([*as_arguments(configs), *printing])
-        values = parser.parse_args(options)
-    return items, {name: values[name] for name in parameters}
+        parser.add_argument("-c", "--config", help="A file, or a name in configs/; several overlay.")
+    skipped: set[str | int] = {name for name in inspect.signature(function).parameters if name not in parameters}
+    parser.add_function_arguments(function, as_positional=False, skip=skipped)
+    return parser
 
 
-def _check_names(items: Sequence[str], parser: Parser, keys: Keys | None) -> None:
-    """Raise a UserError about the first item that starts with neither a key nor an option, which `parser` has."""
+def _check_names(items: Sequence[str], options: Collection[str], keys: Keys | None) -> None:
+    """Raise a UserError about the first item that starts with neither a key nor an option."""
     allowed = () if keys is None else keys.names
     for item in items:
-        key = item.partition("=")[0] if is_override(item) else "config"
+        key = item.lstrip("-").partition("=")[0] if is_override(item) else "config"
         if (key if keys is None else key.split(".")[0].rstrip("+")) in (*allowed, *(["config"] if keys else [])):
             continue
         if keys is None:
-            raise UserError(unknown(key, "", parser.types()))
-        others = explainer_of(run_parser(), load_items(each for each in items if each != item))
-        raise UserError(unknown(key.rstrip("+"), "", {"config", *others.keys, *parser.types(), *keys.names}))
+            raise UserError(unknown(key, "", options))
+        others = known_keys(load_items(each for each in items if each != item))
+        raise UserError(unknown(key.rstrip("+"), "", {"config", *others, *options, *keys.names}))
 
 
 def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) -> str:
@@ -134,8 +147,14 @@ def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) 
     return f"{argument!r}: an argument without a key; {advice}"
 
 
-def _print_help(parser: Parser, verb: str, topic: str | None, keys: Keys | None) -> NoReturn:
-    if topic is None or keys is None:
+def _print_help(
+    parser: ArgumentParser, verb: str, topic: str | None, keys: Keys | None, items: Sequence[str]
+) -> NoReturn:
+    of_class = next((item for item in items if item.partition("=")[0].endswith(".help")), None)
+    if of_class is not None:
+        key, _, name = of_class.lstrip("-").partition("=")
+        text = class_help(key.removesuffix(".help"), name)
+    elif topic is None or keys is None:
         text = short_help(parser, verb, {} if keys is None else purposes([*keys.names], keys.add))
     else:
         keys.add(parser)
@@ -148,25 +167,15 @@ def _takes_list(annotation: Any) -> bool:
     return list in (get_origin(annotation), *map(get_origin, get_args(annotation)))
 
 
-def _joined(options: Sequence[str], lists: Collection[str], texts: Collection[str]) -> list[str]:
-    """Join the values of each option that takes a list into one option.
-
-    Args:
-        options: Options `--key=value`.
-        lists: Names of parameters that take lists.
-        texts: Those of them whose strings may be any text: one value is a list, too, unless it is JSON's.
-    """
-    joined, values_by_name = [], dict[str, list[str]]()
+def _as_overrides(options: Iterable[str], lists: Collection[str]) -> Iterator[str]:
+    """Options `--key=value` as overrides; each further value of an option that takes a list is appended."""
+    names = set[str]()
     for option in options:
         name, _, value = option.removeprefix("--").partition("=")
-        if name in lists:
-            values_by_name.setdefault(name, []).append(value)
-        else:
-            joined.append(option)
-    for name, values in values_by_name.items():
-        plain = len(values) == 1 and (name not in texts or _is_json_list(values[0]))
-        joined.append(f"--{name}={values[0] if plain else json.dumps(values)}")
-    return joined
+        if name in ANY_TEXT and not _is_json_list(value):
+            value = json.dumps([value])
+        yield f"{name}+={value}" if name in names & {*lists} else f"{name}={value}"
+        names.add(name)
 
 
 def _is_json_list(value: str) -> bool:
@@ -197,13 +206,14 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                     raise UserError(f"{argument} has no value; options are written --key=value")
                 value = following
             if key in ("-c", "--config"):
-                if is_override(value):
-                    find_config(value)  # raises: a mistyped path with a "=" would count as an override
+                if is_override(f"--{value}"):  # a path with a "="
+                    find_config(value)  # raises if it is mistyped
+                    value = f"./{value}"
                 split.items.append(value)
             elif option in names:
                 if option not in MAY_BE_EMPTY:
                     check_not_empty(option, value)
                 split.options.append(f"--{option}={value}")
             else:
-                split.items.append(f"{option}={value}")
+                split.items.append(f"--{option}={value}")
     return split

@@ -4,12 +4,17 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
+
+from jsonargparse import ArgumentParser
 
 from kernels import UserError
-from zoo.config.explain import unknown
-from zoo.config.keys import PURPOSES
-from zoo.config.parser import Parser
+from zoo.config.explain import unknown, wrong_value
+from zoo.config.jsonargparse_internals import take_no_files
+from zoo.config.keys import KEYS, PURPOSES
+from zoo.config.parser import run_keys
+from zoo.config.resolve import Group, find_class
+from zoo.config.signatures import alternatives, component, parameters, passed_by_position, settable
 
 EXAMPLES = {
     "fit": (
@@ -48,17 +53,17 @@ def usage_line(verb: str, parameters: Mapping[str, inspect.Parameter], positiona
     return " ".join([f"cli.py {verb}", *parts, "[--key=value …]"])
 
 
-def purposes(keys: Sequence[str], add: Callable[[Parser], Any]) -> dict[str, str]:
+def purposes(keys: Sequence[str], add: Callable[[ArgumentParser], Any]) -> dict[str, str]:
     """Key → the first sentence about it; `add` adds keys that a run does not have, such as a sweep's, to a parser."""
     sentences = dict(PURPOSES)
     if not {*keys} <= {*sentences}:
-        add(parser := Parser())
+        add(parser := ArgumentParser())
         helps = {action.dest: str(action.help) for action in parser._actions}
         sentences |= {key: re.split(r"[.;] |\.?$", helps[key], maxsplit=1)[0] for key in keys if key not in sentences}
     return {key: sentences[key] for key in keys}
 
 
-def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
+def short_help(parser: ArgumentParser, verb: str, keys: Mapping[str, str]) -> str:
     """Examples, the options of a verb, which `parser` has, and the keys of a config with their purposes."""
     for group in parser._action_groups:
         if group.title == (parser.description or "").rstrip("."):
@@ -72,7 +77,7 @@ def short_help(parser: Parser, verb: str, keys: Mapping[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> str:
+def topic_help(parser: ArgumentParser, verb: str, topic: str, keys: Sequence[str]) -> str:
     """Describe one key of a config, or with `all` every option and key of `parser`.
 
     Raises:
@@ -91,11 +96,33 @@ def topic_help(parser: Parser, verb: str, topic: str, keys: Sequence[str]) -> st
         each._group_actions = [action for action in each._group_actions if action in options]
     text = parser.format_help().partition("\n\n")[2]  # after the usage
     if topic == "data":
-        from zoo.data import TextData  # imports Lightning
-
         others = f"python cli.py {verb} --data.help MixedText lists those of another class"
-        text += f"\nkeys of TextData, the default ({others}):\n"
-        of_text = Parser(usage="")
-        of_text.add_class_arguments(TextData, "data", fail_untyped=False)
-        text += of_text.format_help().partition(":\n")[2].partition("\n\n")[2]
+        text += f"\nkeys of TextData, the default ({others}):\n{class_help('data', 'TextData')}"
     return text
+
+
+def class_help(key: str, name: str) -> str:
+    """Describe the arguments of a class that a key may name, as in `--data.help MixedText`.
+
+    Raises:
+        UserError: The key does not exist, or takes no such class.
+    """
+    import mixers
+
+    mixers.names()  # plug-ins register before a class is looked up
+    group, _, rest = key.partition(".")
+    entry = run_keys().get(group)
+    if isinstance(entry, Group):
+        entry = parameters(entry.cls).get(rest)
+    if entry is None:
+        raise UserError(unknown(f"{key}.help", "", KEYS))
+    hint = entry.hint
+    options = {part for option in alternatives(hint) for part in (option, *get_args(option)) if component(part)}
+    cls = find_class(name, options)
+    if not isinstance(cls, type):
+        raise UserError(wrong_value(key, hint, name))
+    parser = ArgumentParser(usage="")
+    skipped = {*settable(cls)} - {*settable(cls, max(map(passed_by_position, alternatives(hint))))}
+    parser.add_class_arguments(cls, key, fail_untyped=False, skip={*skipped})
+    take_no_files(parser)
+    return parser.format_help().partition(":\n")[2].partition("\n\n")[2]

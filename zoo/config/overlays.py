@@ -1,24 +1,29 @@
-"""Loading configs and overrides, which the parser then merges in order."""
+"""Loading configs and overrides, which `merge.py` then merges in order."""
 
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from kernels import UserError
 from zoo.config.find import find_config
-from zoo.files.safe_yaml import dump_yaml, parse_yaml, read_yaml
+from zoo.config.keys import KEYS
+from zoo.files.safe_yaml import parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
-_CLASS = re.compile(r"(\w+\.)*[A-Z]\w*")  # the name of a class, with or without its module
 NULL = ("null", "~")  # YAML's words for it
 Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
 
 
 def is_override(item: Item) -> bool:
-    """Return whether an item is an override `key=value` rather than a config, whose path may have a "=" as well."""
-    return isinstance(item, str) and _OVERRIDE.match(item) is not None and not os.path.isfile(item)
+    """Return whether an item is an override `key=value` rather than a config, whose path may have a "=" as well.
+
+    Keys of a run, and what begins with a dash, are never looked up as files.
+    """
+    if not isinstance(item, str) or _OVERRIDE.match(item) is None:
+        return False
+    return item.startswith("-") or re.split(r"[.+=]", item)[0] in KEYS or not os.path.isfile(item)
 
 
 def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
@@ -73,65 +78,20 @@ def copied(part: Any) -> Any:
     return [copied(value) for value in part] if isinstance(part, list | tuple) else part
 
 
-def as_arguments(items: Iterable[str | Mapping[str, Any]]) -> Iterator[str]:
-    """The result of `load_items` as command-line arguments for the parser.
-
-    Two cases are turned into overlays: in `model.a.b=null` inside a component, the parser would take null for a class
-    name, and with `data=NAME` and `model.a.b=NAME` it would keep arguments of the previous class (see `ConfigFile`).
-    """
-    for item in items:
-        if isinstance(item, str):
-            key, _, value = item.partition("=")
-            if key.startswith("model.") and value == "null":
-                item = nested(key, None)
-            elif key.startswith("model.") and _CLASS.fullmatch(value):
-                item = nested(key, value)
-            elif key == "data" and "{" not in value:
-                item = nested("data.class_path", value)
-        if isinstance(item, str):
-            yield f"--{item}"
-        else:
-            yield "--config"
-            yield dump_yaml(dict(item), one_line=True)
-
-
 def nested(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
     return value
 
 
-def without_null_groups(
-    items: Iterable[str | Mapping[str, Any]], groups: Collection[str]
-) -> list[str | Mapping[str, Any]]:
-    """Let a group that is null, which is how YAML reads a group without keys, mean its defaults.
-
-    Args:
-        items: The result of `load_items`.
-        groups: The names of the groups, such as `samples`.
-
-    Returns:
-        The items without the groups that are null, and without what earlier items set in those groups.
-    """
-    rest: list[str | Mapping[str, Any]] = []
-    for item in items:
-        if isinstance(item, str):
-            null = {key for key in groups if item in [f"{key}={word}" for word in NULL]}
-        else:
-            null = {key for key in groups if key in item and item[key] is None}
-        rest = without([*rest, item], null)
-    return rest
-
-
-def without(items: Iterable[str | Mapping[str, Any]], groups: Collection[str]) -> list[str | Mapping[str, Any]]:
-    """The items, without what they set in some groups."""
-    rest: list[str | Mapping[str, Any]] = []
+def without(items: Iterable[str | dict[str, Any]], keys: Collection[str]) -> list[str | dict[str, Any]]:
+    """The result of `load_items` without what it sets at or below some top-level keys."""
+    rest: list[str | dict[str, Any]] = []
     for item in items:
         if not isinstance(item, str):
-            item = {key: value for key, value in item.items() if key not in groups}
-        elif re.split(r"[.+=]", item)[0] in groups:
-            continue
-        rest += [item] if item else []
+            rest.append({key: value for key, value in item.items() if key not in keys})
+        elif re.split(r"[.+=]", item)[0] not in keys:
+            rest.append(item)
     return rest
 
 

@@ -6,19 +6,67 @@ of C.
 
 import dataclasses
 import enum
+import functools
 import inspect
 from collections.abc import Callable
 from pathlib import PurePath
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-_NOT_BUILT = ("builtins", "collections.abc", "typing")  # modules whose types are not components
+from zoo.config.jsonargparse_internals import followed_parameters
+
+_NOT_BUILT = ("builtins", "collections.abc", "datetime", "typing")  # modules whose types are not components
 _VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
+class Parameter(NamedTuple):
+    """A parameter that a config may set.
+
+    Attributes:
+        hint: Its type; None if it is not known.
+        default: Its default: `inspect.Parameter.empty` if a value is required, `...` if it cannot be determined.
+    """
+
+    hint: Any
+    default: Any
+
+    @property
+    def required(self) -> bool:
+        """Return whether a config must set it."""
+        return self.default is inspect.Parameter.empty
 
 
 def constructor(cls: Any) -> Callable[..., Any]:
     """The function whose parameters a config sets."""
-    return cls.__new__ if "__new__" in vars(cls) else cls.__init__
+    if not isinstance(cls, type):
+        return cls
+    return cls.__new__ if "__new__" in vars(cls) else cls.__init__  # type: ignore[misc]
+
+
+def parameters(cls: Any) -> dict[str, Parameter]:
+    """The parameters of a class or function, with those that `**kwargs` passes on to base classes."""
+    return _parameters(cls, constructor(cls))
+
+
+@functools.cache
+def _parameters(cls: Any, function: Callable[..., Any]) -> dict[str, Parameter]:
+    signature = [*inspect.signature(function).parameters.values()][isinstance(cls, type) :]  # after self or cls
+    types = hints(cls)
+    if isinstance(cls, type) and (not types or any(each.kind in _VARIABLE for each in signature)):
+        signature = followed_parameters(cls) or signature
+    factories = {}
+    if dataclasses.is_dataclass(cls):
+        factories = {field.name: field.default_factory for field in dataclasses.fields(cls)}
+    settable_parameters = {}
+    for each in signature:
+        if each.kind not in _VARIABLE:
+            default = each.default
+            if (factory := factories.get(each.name, dataclasses.MISSING)) is not dataclasses.MISSING:
+                default = factory()
+            resolvable = each.annotation is not inspect.Parameter.empty and not isinstance(each.annotation, str)
+            hint = types.get(each.name, each.annotation if resolvable else None)
+            settable_parameters[each.name] = Parameter(hint, default)
+    return settable_parameters
 
 
 def hints(cls: Any) -> dict[str, Any]:
@@ -31,27 +79,13 @@ def hints(cls: Any) -> dict[str, Any]:
 
 def settable(cls: Any, by_position: int = 0) -> list[str]:
     """The parameters that a config may set: all but the first ones, which are passed by position."""
-    return [name for name, each in _parameters(cls)[by_position:] if each.kind not in _VARIABLE]
-
-
-def absent_by_default(cls: Any) -> set[str]:
-    """The parameters whose default is None, whatever their type says."""
-    return {name for name, each in _parameters(cls) if each.default is None}
-
-
-def required(cls: Any, by_position: int = 0) -> list[str]:
-    """The parameters that a config must set."""
-    parameters = dict(_parameters(cls))
-    return [name for name in settable(cls, by_position) if parameters[name].default is inspect.Parameter.empty]
+    return [*parameters(cls)][by_position:]
 
 
 def takes_any_name(cls: Any) -> bool:
     """Return whether a class takes arguments that its signature does not name."""
-    return any(each.kind in _VARIABLE for _, each in _parameters(cls))
-
-
-def _parameters(cls: Any) -> list[tuple[str, inspect.Parameter]]:
-    return [*inspect.signature(constructor(cls)).parameters.items()][1:]  # after self or cls
+    kinds = [each.kind for each in inspect.signature(constructor(cls)).parameters.values()]
+    return inspect.Parameter.VAR_KEYWORD in kinds
 
 
 def passed_by_position(hint: Any) -> int:
@@ -69,8 +103,13 @@ def component(hint: Any) -> type | None:
     """The class C of a component of type `Callable[..., C]` or `C`; None for plain values and dataclasses."""
     if get_origin(hint) is Callable and get_args(hint):
         hint = get_args(hint)[-1]
-    plain = not isinstance(hint, type) or hint.__module__ in _NOT_BUILT or dataclasses.is_dataclass(hint)
-    return None if plain or get_args(hint) or issubclass(hint, enum.Enum | PurePath) else hint
+    plain = not isinstance(hint, type) or hint.__module__ in _NOT_BUILT or is_group(hint)
+    return None if plain or get_args(hint) or issubclass(hint, enum.Enum | PurePath | int | float | str) else hint
+
+
+def is_group(hint: Any) -> bool:
+    """Return whether a type is a dataclass or a named tuple, whose fields are keys of the config."""
+    return dataclasses.is_dataclass(hint) or (isinstance(hint, type) and hasattr(hint, "_fields") and hint is not tuple)
 
 
 def is_ours(cls: type) -> bool:

@@ -16,9 +16,11 @@ from rich.prompt import Confirm
 from rich.table import Table
 
 from kernels import UserError
-from zoo.config import ConfigFile, Parser, explained
 from zoo.config.find import CONFIGS, find_config
-from zoo.config.overlays import Item, as_arguments, first_name, is_override, load_config, load_items
+from zoo.config.merge import merged
+from zoo.config.overlays import Item, first_name, is_override, load_config, load_items
+from zoo.config.resolve import built_arguments, resolved
+from zoo.config.signatures import parameters
 from zoo.display import new_figure, new_table, short_list, write_figure
 from zoo.experiments import results
 from zoo.experiments.cluster import run_on_cluster
@@ -85,7 +87,7 @@ def sweep(
     overrides = tuple(item for item in items if isinstance(item, str) and item not in settings)
     if not any(not isinstance(item, str) or item.startswith("base=") for item in settings):
         raise UserError("sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)")
-    plan = _plan(settings)
+    plan = read_sweep(settings)
     target = Path(folder or plan.runs_in or Path("runs") / (first_name(configs_and_overrides) or "sweep"))
     runs = plan.runs(overrides)
     console = Console(width=None if sys.stdout.isatty() else 2 * results.WIDE)  # a file has no width
@@ -111,13 +113,13 @@ def sweep(
     return SweepResult(target, outcomes)
 
 
-def _plan(items: list[str | dict[str, Any]]) -> Sweep:
-    parser = Parser()
-    parser.add_argument("-c", "--config", action=ConfigFile)
-    parser.add_class_arguments(Sweep)
-    with explained(parser, items):
-        values = parser.instantiate(parser.parse_args([*as_arguments(items)]))
-    return Sweep(**{name: values[name] for name in FIELDS})
+def read_sweep(items: Sequence[str | Mapping[str, Any]]) -> Sweep:
+    """Return the sweep that configs and overrides of its keys describe.
+
+    Raises:
+        UserError: A key or value is wrong, or the base is missing.
+    """
+    return Sweep(**built_arguments(Sweep, resolved(merged(items), parameters(Sweep))))
 
 
 def whole_configs() -> list[str]:

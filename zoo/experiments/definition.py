@@ -132,7 +132,7 @@ class Run(NamedTuple):
         """The run's config as command-line arguments."""
         arguments: list[str] = []
         for source in self.sources:
-            arguments += [f"--{source}"] if is_override(source) else ["--config", source]
+            arguments += [f"--{source.lstrip('-')}"] if is_override(source) else ["--config", source]
         return arguments
 
 

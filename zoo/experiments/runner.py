@@ -21,7 +21,7 @@ from tqdm import tqdm
 from kernels import Option, UserError
 from mixers.arguments import check_sizes
 from zoo.config.parser import parse
-from zoo.config.serialise import differences, to_dict, verified
+from zoo.config.serialise import differences, to_dict
 from zoo.display import progress_bar, short_list
 from zoo.experiments.definition import Run
 from zoo.files.links import held_lock, lock_of, open_in_place
@@ -180,7 +180,7 @@ class Runner:
             if not isinstance(config, dict) or "model" not in config:
                 raise UserError(f"{file} is damaged ({name} has no config); {advice}.")
         for run in runs:
-            plain = json.loads(json.dumps(verified(run.read())))
+            plain = json.loads(json.dumps(to_dict(run.read())))
             # keys that did not exist when the run was started do not count as differences
             config = recorded.setdefault(run.name, plain)
             old = {**plain, **config}

@@ -138,7 +138,12 @@ def parse_yaml(text: str, name: str) -> Any:
 
 def _in_python(text: str) -> yaml.YAMLError | None:
     """Return the error of PyYAML's parser in Python, which names what libyaml's does not, such as a character."""
+    depth = 0
     try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, _OPENING) - isinstance(event, _CLOSING)
+            if depth > DEEPEST:  # composing recurses
+                return None
         yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError as error:
         return error

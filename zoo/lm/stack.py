@@ -21,7 +21,7 @@ class Pattern(Stack):
 
     Args:
         pattern: One letter per layer, repeated over the depth.
-        mixers: The mixer of each letter. (An overlay replaces the whole mapping; H1 and H2 are merged slot by slot.)
+        mixers: The mixer of each letter. An overlay changes those that it names, and removes those that are null in it.
         post_norm: The letters whose layers have their norms after mixer and MLP, x + norm(mixer(x)), not before. In
             OLMo-Hybrid, LLLA with A, attention after OLMo 3.
     """

@@ -1,6 +1,6 @@
 """From a parsed config to Lightning objects: the module, its data, and a trainer with this project's callbacks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,8 +58,12 @@ def seed(config: Namespace) -> None:
         config.seed_everything = L.seed_everything(number, workers=True, verbose=False)
 
 
-def parts(config: Namespace) -> Parts:
+def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule], None] | None = None) -> Parts:
     """Build the data and the model of a config, and set its `model.vocab_size`.
+
+    Args:
+        config: A resolved config.
+        links: Called with it and its data module, to set keys of the config by what the data turned out to be.
 
     Raises:
         UserError: A constructor rejects a value, or two keys contradict each other.
@@ -67,6 +71,8 @@ def parts(config: Namespace) -> Parts:
     seed(config)
     _check_accelerator(config.trainer)
     datamodule = configs.instantiate("data", config)
+    if links is not None:
+        links(config, datamodule)
     _check_labels(config, datamodule)
     tokenizer = tokenizer_of(datamodule)
     _check_tokenizer(config.optim.initial_weights, tokenizer)
@@ -86,7 +92,7 @@ def parts(config: Namespace) -> Parts:
         model,
         configs.instantiate("optim", config),
         tokenizer,
-        configs.verified(config),
+        configs.to_dict(config),
         getattr(datamodule, "sequence_length", None),
         getattr(datamodule, "validation_names", ()),
         size,
@@ -201,7 +207,9 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     """The arguments of the Trainer, instantiated."""
     try:
         arguments = dict(configs.instantiate("trainer", config))
-    except ValueError as error:
+    except MisconfigurationException as error:
+        raise trainer_error(error) from None
+    except ImportError as error:
         if config.trainer.logger is not None and (missing := _missing_package(error)) is not None:
             raise missing from None
         raise

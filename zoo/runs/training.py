@@ -2,11 +2,14 @@
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+import lightning as L
 from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
@@ -15,7 +18,7 @@ from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
-from zoo.config.overlays import Item, first_name, is_override, load_items
+from zoo.config.overlays import Item, first_name, is_override, load_items, without
 from zoo.config.trainer import LIMITS, check_trainer, check_training
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
@@ -28,9 +31,116 @@ from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
+from zoo.train.module import Pretraining
 from zoo.train.results import metrics_table, read_row
 
 Items = list[str | dict[str, Any]]  # what `load_items` returns
+
+
+Links = Callable[[Namespace, L.LightningDataModule], None]  # sets keys of a config by what its data turned out to be
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The config and checkpoint of a verb, before anything is built.
+
+    Attributes:
+        config: The resolved config.
+        checkpoint: The checkpoint to continue from, or to evaluate.
+        folder: The run's folder; None names a new one when it is claimed.
+        name: What the user calls a new run, and the name of its config.
+        overwrite: Whether a new run replaces one of its name.
+    """
+
+    config: Namespace
+    checkpoint: Path | None
+    folder: Path | None
+    name: tuple[str | None, str] = (None, "run")
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Session:
+    """Model, data and trainer that were built from a plan."""
+
+    plan: Plan
+    folder: Path
+    model: LanguageModel
+    module: Pretraining
+    datamodule: L.LightningDataModule
+    trainer: L.Trainer
+
+    @contextmanager
+    def explained(self) -> Iterator[dict[str, Any]]:
+        """Explain errors of the trainer in the block, which passes the arguments on to it."""
+        with errors_explained():
+            checkpoint = None if self.plan.checkpoint is None else str(self.plan.checkpoint)
+            yield {"model": self.module, "datamodule": self.datamodule, "ckpt_path": checkpoint}
+
+
+def plan_fit(
+    configs_and_overrides: Sequence[Item],
+    run: str | None,
+    resume: str | Path | None,
+    overwrite: bool,
+    trust: bool,
+    others: Collection[str] = (),
+) -> Plan:
+    """Read the config of a run; nothing is built or written. `others` are top-level keys that are not of a run."""
+    if resume is not None and run is not None:
+        raise UserError(
+            "run: ", Option("run"), " names a new run and ", Option("resume"), " continues one; give one of them"
+        )
+    if resume is not None and overwrite:
+        raise UserError("overwrite: a run that is continued by resume cannot be replaced; give one of them")
+    check_not_empty("run", run)
+    items = without(load_items(configs_and_overrides), others)
+    folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
+    items = _with_initial_model(items, trust) if checkpoint is None else [_config_of(checkpoint, trust), *items]
+    config = configs.read(*items)
+    check_training(config.trainer)
+    if checkpoint is not None:
+        config.optim.initial_weights = None  # the checkpoint's weights replace them
+    return Plan(config, checkpoint, folder, (run, first_name(configs_and_overrides) or "run"), overwrite)
+
+
+def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, links: Links | None = None) -> Session:
+    """Claim the folder of a run, until `claims` is closed, and build the run: data, model, module and trainer."""
+    config, folder = plan.config, plan.folder
+    if folder is None:
+        root = config.trainer.default_root_dir or RUNS
+        for key, place in (("run", plan.name[0]), ("trainer.default_root_dir", str(root))):
+            if place is not None and "://" in place:
+                raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
+        if not (root_folder := Path(root).expanduser()).exists():
+            claims.callback(_remove_empty, root_folder)
+        folder = new_run(*plan.name, Path(root))
+    trained = claims.enter_context(claimed(folder, new=plan.checkpoint is None, overwrite=plan.overwrite))
+    model, module, datamodule = parts(config, links)
+    trainer = fitting_trainer(config, folder, [*callbacks, FirstBatch(trained)])
+    if trainer.num_nodes > 1 and trainer.is_global_zero:
+        Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
+    return Session(plan, folder, model, module, datamodule, trainer)
+
+
+def _remove_empty(folder: Path) -> None:
+    """Remove a folder if it is empty, as the one of all runs is whose only run did not start."""
+    with suppress(OSError):
+        folder.rmdir()
+
+
+def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
+    """Train; returns the folder of the run, its results, and the model."""
+    trainer, module, datamodule = session.trainer, session.module, session.datamodule
+    with session.explained() as arguments:
+        trainer.fit(**arguments)
+        if trainer.num_training_batches == 0 and trainer.limit_train_batches:
+            raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
+        row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
+        row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
+    if module.tokenizer is not None:
+        session.model.writer = partial(write, tokenizer=module.tokenizer, graphs=DecodingGraphs())
+    return session.folder, read_row(session.folder) or {}, session.model
 
 
 @quiet()
@@ -43,58 +153,65 @@ def fit(
     callbacks: Sequence[Callback],
 ) -> tuple[Path, dict[str, Any], LanguageModel]:
     """Train a model; returns the folder of the run, its results, and the model."""
-    if resume is not None and run is not None:
-        raise UserError(
-            "run: ", Option("run"), " names a new run and ", Option("resume"), " continues one; give one of them"
-        )
-    if resume is not None and overwrite:
-        raise UserError("overwrite: a run that is continued by resume cannot be replaced; give one of them")
-    check_not_empty("run", run)
-    items = load_items(configs_and_overrides)
-    folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
-    items = _with_initial_model(items, trust) if checkpoint is None else [_config_of(checkpoint, trust), *items]
-    config = configs.read(*items)
-    check_training(config.trainer)
-    if checkpoint is not None:
-        config.optim.initial_weights = None  # the checkpoint's weights replace them
-    model, module, datamodule = parts(config)
-    if folder is None:
-        root = config.trainer.default_root_dir or RUNS
-        for key, place in (("run", run), ("trainer.default_root_dir", str(root))):
-            if place is not None and "://" in place:
-                raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
-        folder = new_run(run, first_name(configs_and_overrides) or "run", Path(root))
-    with claimed(folder, new=checkpoint is None, overwrite=overwrite) as trained:
-        first_batch = FirstBatch(trained)
-        trainer = fitting_trainer(config, folder, [*callbacks, first_batch])
-        if trainer.num_nodes > 1 and trainer.is_global_zero:
-            Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
-        with errors_explained():
-            trainer.fit(module, datamodule=datamodule, ckpt_path=None if checkpoint is None else str(checkpoint))
-            if trainer.num_training_batches == 0 and trainer.limit_train_batches:
-                raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
-            row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
-            row.finish(trainer, module, datamodule)  # completes a run that was killed after its last step
-    if module.tokenizer is not None:
-        model.writer = partial(write, tokenizer=module.tokenizer, graphs=DecodingGraphs())
-    return folder, read_row(folder) or {}, model
+    plan = plan_fit(configs_and_overrides, run, resume, overwrite, trust)
+    with ExitStack() as claims:
+        return run_fit(build_fit(plan, callbacks, claims))
 
 
-@quiet()
-def predict(
+def plan_evaluation(
+    verb: str,
     configs_and_overrides: Sequence[Item],
     checkpoint: str | Path | None,
-    output: str | Path,
     trust: bool,
+    others: Collection[str] = (),
+) -> Plan:
+    """Read the config of a checkpoint to evaluate, with the configs and overrides applied; nothing is built.
+
+    Args:
+        verb: The verb, for messages.
+        configs_and_overrides: Without `checkpoint`, the first is the checkpoint, unless it is a config or an override.
+        checkpoint: The checkpoint.
+        trust: Whether to vet nothing.
+        others: Top-level keys that are not of a run, which are left out.
+    """
+    items = configs_and_overrides
+    if checkpoint is None and items and _names_checkpoint(items[0]):
+        checkpoint, *items = items  # type: ignore[assignment]
+    if checkpoint is None:
+        raise UserError(f"checkpoint: {verb} needs one, ", Option("checkpoint", "runs/NAME"))
+    file, overlays = checkpoint_of(checkpoint), without(load_items(items), others)
+    base = dict(_config_of(file, trust))
+    of_training = {*LIMITS, "logger"}
+    base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
+    config = configs.read(base, *overlays)
+    check_trainer(config.trainer)
+    return Plan(config, file, run_of(file))
+
+
+def build_evaluation(
+    verb: str,
+    plan: Plan,
     callbacks: Sequence[Callback],
-) -> Path:
-    """Write the loss of every token to a file, and return its path."""
-    file, config = _checkpoint_and_config("predict", configs_and_overrides, checkpoint, trust)
-    _, module, datamodule = parts(config)
-    trainer = evaluating_trainer("limit_predict_batches", config, run_of(file), [*callbacks, Predictions(output)])
-    with errors_explained():
-        trainer.predict(module, datamodule=datamodule, ckpt_path=str(file), return_predictions=False)
-    return Path(output)
+    links: Links | None = None,
+) -> Session:
+    """Build what an evaluation needs: data, model, module and trainer."""
+    assert plan.folder is not None
+    model, module, datamodule = parts(plan.config, links)
+    limit = {"validate": "limit_val_batches", "test": "limit_test_batches", "predict": "limit_predict_batches"}[verb]
+    trainer = evaluating_trainer(limit, plan.config, plan.folder, callbacks)
+    return Session(plan, plan.folder, model, module, datamodule, trainer)
+
+
+def run_evaluation(verb: Literal["validate", "test"], session: Session, verbose: bool) -> dict[str, float]:
+    """Measure the metrics of a checkpoint on its validation or test data."""
+    with session.explained() as arguments:
+        rows = getattr(session.trainer, verb)(**arguments, verbose=False)
+    metrics = {name: value for row in rows for name, value in row.items()}
+    if verbose and session.trainer.is_global_zero:
+        Console().print(metrics_table(metrics, session.folder.name))
+        step = f"next: python cli.py evaluate --checkpoint {shlex.quote(str(session.folder))} --tasks=list"
+        Console().print(step, style="dim", soft_wrap=True)
+    return metrics
 
 
 @quiet()
@@ -107,18 +224,28 @@ def evaluate(
     callbacks: Sequence[Callback],
 ) -> dict[str, float]:
     """Measure the metrics of a checkpoint on its validation or test data."""
-    file, config = _checkpoint_and_config(verb, items, checkpoint, trust)
-    _, module, datamodule = parts(config)
-    limit = "limit_val_batches" if verb == "validate" else "limit_test_batches"
-    trainer = evaluating_trainer(limit, config, run_of(file), callbacks)
-    with errors_explained():
-        rows = getattr(trainer, verb)(module, datamodule=datamodule, ckpt_path=str(file), verbose=False)
-    metrics = {name: value for row in rows for name, value in row.items()}
-    if verbose and trainer.is_global_zero:
-        Console().print(metrics_table(metrics, run_of(file).name))
-        step = f"next: python cli.py evaluate --checkpoint {shlex.quote(str(run_of(file)))} --tasks=list"
-        Console().print(step, style="dim", soft_wrap=True)
-    return metrics
+    plan = plan_evaluation(verb, items, checkpoint, trust)
+    return run_evaluation(verb, build_evaluation(verb, plan, callbacks), verbose)
+
+
+def run_prediction(session: Session) -> None:
+    """Write the loss of every token to the file of the session's `Predictions`."""
+    with session.explained() as arguments:
+        session.trainer.predict(**arguments, return_predictions=False)
+
+
+@quiet()
+def predict(
+    configs_and_overrides: Sequence[Item],
+    checkpoint: str | Path | None,
+    output: str | Path,
+    trust: bool,
+    callbacks: Sequence[Callback],
+) -> Path:
+    """Write the loss of every token to a file, and return its path."""
+    plan = plan_evaluation("predict", configs_and_overrides, checkpoint, trust)
+    run_prediction(build_evaluation("predict", plan, [*callbacks, Predictions(output)]))
+    return Path(output)
 
 
 def _with_initial_model(items: Items, trust: bool) -> Items:
@@ -154,26 +281,6 @@ def _names_stack(item: str | Mapping[str, Any]) -> bool:
         return re.match(r"model\.stack[.=]", item) is not None
     model = item.get("model")
     return isinstance(model, Mapping) and "stack" in model
-
-
-def _checkpoint_and_config(
-    verb: str, items: Sequence[Item], checkpoint: str | Path | None, trust: bool
-) -> tuple[Path, Namespace]:
-    """The checkpoint to evaluate, and its config with the configs and overrides applied.
-
-    Without `checkpoint`, the first item is the checkpoint, unless it is a config or an override.
-    """
-    if checkpoint is None and items and _names_checkpoint(items[0]):
-        checkpoint, *items = items  # type: ignore[assignment]
-    if checkpoint is None:
-        raise UserError(f"checkpoint: {verb} needs one, ", Option("checkpoint", "runs/NAME"))
-    file, overlays = checkpoint_of(checkpoint), load_items(items)
-    base = dict(_config_of(file, trust))
-    of_training = {*LIMITS, "logger"}
-    base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
-    config = configs.read(base, *overlays)
-    check_trainer(config.trainer)
-    return file, config
 
 
 def _names_checkpoint(item: Item) -> bool:

@@ -231,11 +231,6 @@ def _named_optimizer(model: nn.Module, optim: Optimisation, sharded: bool) -> Op
     except (ValueError, TypeError, RuntimeError) as error:
         advice = "; use zoo.train.muon.Muon, as train/muon.yaml does" if "Muon only supports 2D" in str(error) else ""
         raise UserError(f"optim.optimizer: {_one_line(error)}{advice}") from None
-    except AttributeError as error:
-        if "'float' object has no attribute 'get'" not in str(error):
-            raise
-        # settings without a class stand for the base class, which takes the learning rate for its defaults
-        raise UserError("optim.optimizer: names no optimiser; set its class_path, such as torch.optim.SGD.") from None
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UserError(f"optim.optimizer is {name}, but the gradients here are dense; use torch.optim.Adam.")

@@ -130,6 +130,59 @@ def test_another_class_starts_from_its_own_defaults(change) -> None:
     assert eps("gla.yaml", same) == 1e-3
 
 
+HYBRID = "model.stack.mixers.K.mixer"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        f"{HYBRID}.decay=BoundedChannelDecay",
+        f"{HYBRID}.decay.class_path=BoundedChannelDecay",
+        f"{HYBRID}={{decay: BoundedChannelDecay}}",
+        "model.stack.init_args.mixers.K.init_args.mixer.init_args.decay=BoundedChannelDecay",
+        {"model": {"stack": {"mixers": {"K": {"mixer": {"decay": "BoundedChannelDecay"}}}}}},
+        {
+            "model": {
+                "stack": {"init_args": {"mixers": {"K": {"init_args": {"mixer": {"decay": "BoundedChannelDecay"}}}}}}
+            }
+        },
+    ],
+)
+def test_a_key_in_a_dictionary_of_components_leaves_the_others(change) -> None:
+    before, after = (configs.to_dict(configs.read("kda_hybrid.yaml", *items)) for items in ([], [change]))
+    changed = [(key, new) for key, _, new in configs.differences(before, after) if key.endswith("class_path")]
+    assert changed == [
+        ("model.stack.init_args.mixers.K.init_args.mixer.init_args.decay.class_path", "mixers.BoundedChannelDecay")
+    ]
+    model = zoo.build("kda_hybrid.yaml", change, "model.vocab_size=64", device="meta")
+    assert [type(mixer).__name__ for mixer in model.mixers[:4]] == ["KDA", "KDA", "KDA", "SoftmaxAttention"]
+
+
+def test_null_removes_a_key_of_a_dictionary() -> None:
+    for null in ("model.stack.mixers.A=null", {"model": {"stack": {"mixers": {"A": None}}}}):
+        assert [*configs.read("kda_hybrid.yaml", null).model.stack.init_args.mixers] == ["K"]
+    model = zoo.build("kda_hybrid.yaml", "model.stack.pattern=K", null, "model.vocab_size=64", device="meta")
+    assert {type(mixer).__name__ for mixer in model.mixers} == {"KDA"}
+    with pytest.raises(UserError, match="pattern: 'KKKA' has no mixer for"):
+        zoo.build("kda_hybrid.yaml", null, "model.vocab_size=64", device="meta")
+
+
+def test_sources_and_validation_sets_are_merged_key_by_key_too() -> None:
+    changed = configs.read("gla.yaml", "data/mixture.yaml", "data.sources.library.weight=7").data.init_args.sources
+    plain = configs.read("gla.yaml", "data/mixture.yaml").data.init_args.sources
+    assert [*changed] == [*plain]
+    assert changed["library"].weight == 7
+    assert changed["library"].path == plain["library"].path
+    fewer = configs.read("gla.yaml", "data/mixture.yaml", {"data": {"sources": {"library": None}}}).data.init_args
+    assert [*fewer.sources] == [name for name in plain if name != "library"]
+    sets = ({"data": {"validation_sets": {name: {"path": f"{name}.txt"}}}} for name in "ab")
+    read = configs.read("gla.yaml", *sets, "data.validation_sets.a.text_field=body").data.init_args.validation_sets
+    assert {name: (each.path, each.text_field) for name, each in read.items()} == {
+        "a": ("a.txt", "body"),
+        "b": ("b.txt", "text"),
+    }
+
+
 def test_null_deep_in_a_component() -> None:
     config = configs.read("gdn_h2.yaml", "model.mlp=null")
     assert config.model.mlp is None
@@ -145,6 +198,12 @@ def test_numbers_and_text_keep_their_types(tmp_path: Path) -> None:
     for each in (config, configs.read(written), configs.read(configs.to_dict(config))):
         data = each.data.init_args
         assert (each.optim.learning_rate, data.text_field, data.path) == (0.001, "1e5", "007")
+
+
+@pytest.mark.parametrize("text", ["&x", "!x", "# a", "007", "1e5", "true", "[a", "&x null", "*x"])
+def test_text_on_the_command_line_stays_text_where_text_is_expected(text: str) -> None:
+    config = configs.read("gla.yaml", f"data.text_field={text}", f"data.path={text}")
+    assert (config.data.init_args.text_field, config.data.init_args.path) == (text, text)
 
 
 @pytest.mark.parametrize("path", ["&x", "*x", "!x", "%x", "@x", "`x", "&x y", "#x"])

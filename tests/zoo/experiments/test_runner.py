@@ -1,6 +1,5 @@
 """Runs in processes: skipped, continued, retried, stopped. `fake_fit.py` stands in for `cli.py fit`."""
 
-import copy
 import csv
 import functools
 import os
@@ -12,15 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from jsonargparse import Namespace
 from rich.console import Console
 
 from kernels import UserError
 from tests.forked_python import forked_python
-from zoo.config import read, to_dict
 from zoo.experiments import Failure, Gate, Run, Runner, Sweep, results
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -34,36 +30,6 @@ ALL = [f"factor={factor},seed={seed}" for factor in (1, 2, 4) for seed in (0, 1)
 @functools.cache
 def runs() -> list[Run]:
     return SWEEP.runs()
-
-
-@functools.cache
-def _read(sources: tuple[str, ...]) -> Namespace:
-    return read(*sources)
-
-
-class _Plain(dict[str, dict[str, Any]]):
-    """Configs as plain values, by their texts."""
-
-    def __call__(self, config: Namespace) -> dict[str, Any]:
-        if str(config) not in self:
-            self[str(config)] = to_dict(config)
-        return copy.deepcopy(self[str(config)])
-
-
-@pytest.fixture(scope="module")
-def plain() -> _Plain:
-    return _Plain()
-
-
-@pytest.fixture(autouse=True)
-def configs_are_read_once(monkeypatch: pytest.MonkeyPatch, plain: _Plain) -> None:
-    """Each `Runner.run` reads the configs of all its runs and writes them as plain values, a second for each."""
-    read_once(monkeypatch, plain)
-
-
-def read_once(patch: pytest.MonkeyPatch, plain: _Plain) -> None:
-    patch.setattr(Run, "read", lambda run: _read(run.sources).clone())
-    patch.setattr("zoo.experiments.runner.verified", plain)
 
 
 def calls(folder: Path) -> list[str]:
@@ -154,9 +120,8 @@ import sys; sys.path.insert(0, {str(Path(__file__).parents[3])!r})
 sys.modules["tabulate"] = None  # PyTorch imports it at exit, whereupon CPython forgets that it was interrupted
 from pathlib import Path
 import pytest
-from tests.zoo.experiments.test_runner import FAKE, _Plain, read_once, runs
+from tests.zoo.experiments.test_runner import FAKE, runs
 from zoo.experiments import Runner
-read_once(pytest.MonkeyPatch(), _Plain())
 Runner(FAKE, Path({str(tmp_path)!r}), jobs=2).run(runs())
 """
     program = tmp_path / "program.py"

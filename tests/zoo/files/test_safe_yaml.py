@@ -43,6 +43,19 @@ def test_text_that_is_not_yaml_is_called_by_its_name(text: str):
         parse_yaml(text, "optim.betas")
 
 
+@pytest.mark.parametrize("start", ["", "%YAML 1.3\n---\n", "%YAML 2.0\n---\n", "%TAG ! !\n---\n"])
+def test_broken_text_with_many_brackets_is_refused(start: str):
+    with pytest.raises(UserError, match=r"^config (is not YAML: |is nested more than)"):
+        parse_yaml(start + "[" * 100_000, "config")
+
+
+@pytest.mark.parametrize("good", [0, "", False, None])
+def test_a_key_that_is_no_text_is_refused_behind_any_other(good: object):
+    for bad in ((), b"", (1,), b"x"):
+        with pytest.raises(UserError, match=r"^config has a key .*, which is not a string"):
+            check_plain({good: 1, bad: 2}, "config")
+
+
 def test_merged_keys_and_anchors_used_twice():
     text = "a: &a {x: 1}\nb: {<<: *a, y: 2}\nc: &b [1]\nd: *b\ne: &s text\nf: *s\n"
     assert parse_yaml(text, "config")["b"] == {"x": 1, "y": 2}

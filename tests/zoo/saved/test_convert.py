@@ -129,7 +129,7 @@ def test_a_run_is_converted(command: Command, desk: Path):
     (desk / "gla.yaml").write_text(
         "model: {stack: {class_path: Uniform, init_args: {mixer: {class_path: GLA, init_args: {norm_eps: 1.0e-6}}}}}"
     )
-    run = ("--config", "gla.yaml", "--config", "tiny.yaml", "--run", "first", "--trainer.max_steps=1")
+    run = ("--config", "./gla.yaml", "--config", "tiny.yaml", "--run", "first", "--trainer.max_steps=1")
     assert command("fit", *run, "--trainer.val_check_interval=1").code == 0
     done = command("convert", "--checkpoint", "runs/first", "--to=fla", "--output", "for-fla/")
     assert done.code == 0, done.err

@@ -1,0 +1,45 @@
+"""Importing what a class path names, and the dotted path of a class."""
+
+import importlib
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+from types import ModuleType
+
+
+def import_module(name: str) -> ModuleType:
+    """Import a module by name. Its top-level module may be a file or package in the working folder.
+
+    Installed modules come first. Nothing else is ever imported from the working folder, which may be a downloaded
+    model's: neither what a library imports if it can (cython, brotli …), nor what a module in that folder imports.
+    """
+    top = name.partition(".")[0]
+    if top not in sys.modules and find_spec(top) is None:
+        importlib.invalidate_caches()  # the file may be younger than the finder's list of the folder
+        spec = PathFinder.find_spec(top, [str(Path.cwd())])
+        if spec is not None:
+            module = sys.modules[top] = module_from_spec(spec)
+            try:
+                if spec.loader is not None:  # which a folder without __init__.py lacks
+                    spec.loader.exec_module(module)
+            except BaseException:
+                del sys.modules[top]
+                raise
+    return importlib.import_module(name)
+
+
+def import_object(path: str) -> object:
+    """Return the object at a dotted path, package.module.name."""
+    module, _, name = path.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def import_path(cls: type) -> str:
+    """Return the dotted path of a class, in the outermost package that exports it."""
+    packages = cls.__module__.split(".")
+    for number in range(1, len(packages)):
+        package = ".".join(packages[:number])
+        if getattr(import_module(package), cls.__qualname__, None) is cls:
+            return f"{package}.{cls.__qualname__}"
+    return f"{cls.__module__}.{cls.__qualname__}"
