@@ -107,7 +107,8 @@ def arguments_of(
             raise UserError(unknown(PRINT_CONFIG.removeprefix("--"), "", option_keys))
         sys.stdout.write(dump_yaml(to_dict(read(*items))))
         sys.exit(0)
-    values = _as_overrides(options, lists)
+    texts = [name for name, parameter in parameters.items() if parameter.annotation is str]
+    values = _as_overrides(options, lists, texts)
     return items, built_arguments(function, resolved(merged(values), option_keys))
 
 
@@ -167,14 +168,22 @@ def _takes_list(annotation: Any) -> bool:
     return list in (get_origin(annotation), *map(get_origin, get_args(annotation)))
 
 
-def _as_overrides(options: Iterable[str], lists: Collection[str]) -> Iterator[str]:
-    """Options `--key=value` as overrides; each further value of an option that takes a list is appended."""
+def _as_overrides(
+    options: Iterable[str], lists: Collection[str], texts: Collection[str]
+) -> Iterator[str | dict[str, str]]:
+    """Options `--key=value` as overrides; each further value of an option that takes a list is appended.
+
+    Values of `texts` are text, whatever is in it, also "null".
+    """
     names = set[str]()
     for option in options:
         name, _, value = option.removeprefix("--").partition("=")
         if name in ANY_TEXT and not _is_json_list(value):
             value = json.dumps([value])
-        yield f"{name}+={value}" if name in names & {*lists} else f"{name}={value}"
+        if name in texts:
+            yield {name: value}
+        else:
+            yield f"{name}+={value}" if name in names & {*lists} else f"{name}={value}"
         names.add(name)
 
 
