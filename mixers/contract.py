@@ -23,6 +23,7 @@ from .state import remembered
 from .two_layers import TwoLayers
 
 FLOPS_TOLERANCE = 0.05  # between flops() and the counter: padding and small vectors
+MASKED = 0.15  # largest share of masked halves of squares, which flops() has and decays per channel do not compute
 BF16_TOLERANCE = 0.05  # relative error of a whole layer in bf16
 TINY = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 UNCOUNTED = "besides what is typed History or Position"
@@ -272,8 +273,9 @@ def flops_are_what_is_counted(factory: MixerFactory, site: Site) -> None:
     for length in (64, 256):
         x = torch.randn(1, length, site.hidden_size, dtype=torch.float64)
         counted, declared = counted_flops(partial(mixer, x)), mixer.flops(length)
-        error = abs(declared / counted - 1) if counted else float(declared != 0)
-        _expect(error < FLOPS_TOLERANCE, f"flops({length}) is {declared:,}, the counter saw {counted:,}")
+        error = declared / counted - 1 if counted else float(declared != 0)
+        close = -FLOPS_TOLERANCE < error < FLOPS_TOLERANCE + MASKED
+        _expect(close, f"flops({length}) is {declared:,}, the counter saw {counted:,}")
 
 
 CLAUSES = (
