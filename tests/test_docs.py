@@ -15,7 +15,7 @@ import pytest
 from matplotlib.image import imread
 
 from docs import draw_compare
-from docs.tables import TABLE, render, rewrite
+from docs.tables import QUERIES, QUERY, TABLE, queries, render, rewrite
 from reproductions import performance
 from reproductions.write_csv import read
 
@@ -62,6 +62,11 @@ def test_generated_tables_follow_their_rows(page: Path):
     assert rewrite(text) == text
 
 
+def test_each_query_has_one_name_and_a_table():
+    names = [name for name, _, _ in QUERY.findall(QUERIES.read_text(encoding="utf-8"))]
+    assert sorted(names) == sorted({name for page in PAGES for _, _, name, *_ in TABLE.findall(page.read_text())})
+
+
 def test_a_table_is_written_from_its_rows(tmp_path: Path):
     rows = tmp_path / "rows.csv"
     rows.write_text("name,x,list\na,1,0.5 0.25\nb,2.5,0.125 0.5\na,4,\n")
@@ -79,11 +84,8 @@ def test_a_number_that_is_missing_is_a_dash(tmp_path: Path):
 def test_the_performance_numbers_come_from_one_commit_and_kind_of_machine():
     parts = {job.part for job in performance.jobs(tiny=False, peers=True)}
     files = {part: ROOT / "reproductions" / "measured" / f"performance_{part}.csv" for part in parts}
-    assert {f"reproductions/measured/{file.name}" for file in files.values()} == {
-        name
-        for _, _, name, *_ in TABLE.findall((ROOT / "docs" / "performance.md").read_text(encoding="utf-8"))
-        if "/performance_" in name
-    }
+    shown = (queries()[name][0] for _, _, name, *_ in TABLE.findall((ROOT / "docs" / "performance.md").read_text()))
+    assert {*files.values()} == {file for file in shown if file.name.startswith("performance_")}
     rows = [row for file in files.values() for row in read(file)]
     assert {row["part"] for row in rows} == parts
     assert len({(row["device"], row["torch"], row["triton"], row["date"], row["commit"]) for row in rows}) == 1
