@@ -144,3 +144,11 @@ def test_mixers_with_proofs_and_comparisons():
     assert says("README.md", f"and are causal to the bit, on a CPU; {len(proven & {*causal})} have [proofs]")
     parity = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert [name for name in causal if not re.search(rf"\b{name}\b", parity)] == []
+
+
+@pytest.mark.parametrize("name", ["proofs_cpu", "proofs_h100"])
+def test_properties_that_are_exact_everywhere(name: str):
+    """docs/proofs.md does not show them."""
+    of_ours = [row for row in rows(name) if row["check"] in ("one token", "memory", "resumed", "sampled")]
+    assert {row["check"] for row in of_ours} == {"one token", "memory", "resumed", "sampled"}
+    assert {row["says"] for row in of_ours} == {"exact"}
