@@ -130,7 +130,7 @@ def test_several_needles(model: str):
 
 def test_linear_mixers_are_counted():
     linear = [name for name in mixers.names() if issubclass(mixers.get(name), LinearMixer | HGRN1 | Mamba1)]
-    assert says("docs/comparison.md", f"| {len(linear)} (`python cli.py mixers`) |")
+    assert says("docs/parity.md", f"| {len(linear)} (`python cli.py mixers`) |")
 
 
 def test_mixers_with_proofs_and_comparisons():
