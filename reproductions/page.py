@@ -57,7 +57,7 @@ NOT_RUN = """\
 <!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
 
 Tables and figures of the five papers without a measurement of ours; [another page](reproductions.md) has the rest. Each
-row links a file with its commands, the data that they need, and the arithmetic of the hours. Hours are estimates for
+row links a file with its commands, the data that they need, notes, and the arithmetic of the hours. Hours are estimates for
 one H200, with 175k tokens/s for 400M parameters and as many FLOPs a second at other sizes. Commands expect a corpus as
 `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
 [Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay.
@@ -380,7 +380,8 @@ def _measured(paper: Paper, item: str, row: Row, tables: dict[str, str]) -> Iter
         yield from (table if first == item else f"The numbers are in the table of {first}.", "")
     if row.note is not None:
         yield from (row.note, "")
-    yield from ("```bash", ours.command, "```", "")
+    if not ours.command.startswith("pytest "):  # whose tests are among the sources
+        yield from ("```bash", ours.command, "```", "")
     if row.picture is not None:
         yield from (f"![{item}]({_from_docs(row.picture)})", "")
 
@@ -392,9 +393,8 @@ def _not_run(paper: Paper) -> Iterator[str]:
         return
     yield from (f"## {paper.listing.title}", "", "| | claim | paper | GPU-hours | missing |", "|---|---|---|---|---|")
     for item, row in rows.items():
-        claim = row.claim if row.note is None else f"{row.claim} {row.note}"
         hours, missing = f"{row.needs.gpu_hours:,g}", row.needs.missing or "–"
-        cells = (_linked(paper, item, item), claim, _numbers(row) or "–", hours, missing)
+        cells = (_linked(paper, item, item), row.claim, _numbers(row) or "–", hours, missing)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
     yield ""
 

@@ -3,15 +3,15 @@
 -- A line `-- NAME: FILE` begins a query over the lines of a CSV file, `rows`. A page names it between the two comments of
 -- a table, `<!-- table: NAME -->` and `<!-- /table -->`. docs/tables.py lists the functions next to SQLite's.
 
--- compare_cpu.compare_three_mixers: reproductions/measured/compare_cpu.csv
+-- readme.compare: reproductions/measured/compare_cpu.csv
 select name as config, printf('%.2f M', parameters / 1e6) as parameters,
   printf('%.0f k', state_size / 1e3) as state, printf('%.3f', val_loss) as "validation loss"
 from rows where name in ('gdn_h2', 'gla', 'transformer') order by val_loss
 
--- mixers.mixers: mixers
+-- readme.mixers: mixers
 select name from rows order by case kind when 'matrix' then 0 when 'other' then 1 else 2 end, name
 
--- performance_kernels.speed: reproductions/measured/performance_kernels.csv
+-- readme.speed: reproductions/measured/performance_kernels.csv
 select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' then 'decay per head and step'
   when 'linear_channel' then 'decay per key channel' else 'constant decay' end as recurrence,
 case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'GLA, HGRN2'
@@ -41,12 +41,6 @@ select family as model, who as "", max(case size when '60M' then printf('%.0fk',
   max(case size when '400M' then printf('%.0fk', tokens_per_second / 1e3) end) as "400M, 32,768 tokens",
   max(case size when '400M' then printf('%.1f', peak_gib) end) as "GiB at 400M"
 from points group by family, who order by family, library <> '', mode desc
-
--- decode_h100: reproductions/measured/decode_h100.csv
-select kernels,
-  printf('%.3f', median(case when batch_size = 1 then ms end)) as "ms a token, batch 1",
-  printf('%.1fk', median(case when batch_size = 64 then tokens_per_second end) / 1e3) as "tokens/s, batch 64"
-from rows where how = 'CUDA graph' group by kernels order by kernels
 
 -- kda_h100: reproductions/measured/kda_h100.csv
 with cells as (select *, printf('%d × %d × %d', "shape.B", "shape.H", "shape.T") as shape, case op when 'kda' then 'KDA' else 'Gated DeltaNet-2' end as mixer,
@@ -121,11 +115,11 @@ select model,
   group_concat(case when task = 's_niah_3' and length = 2048 then printf('%.0f', 100.0 * right / samples) end, ' ') as "uuid 2k"
 from by_seed group by model
 
--- performance_kernels.kernels: reproductions/measured/performance_kernels.csv
+-- performance.run: reproductions/measured/performance_kernels.csv
 select distinct device || ', torch ' || torch || coalesce(', Triton ' || triton, '') || coalesce(', FLA ' || fla, '') || ', ' || date ||
   ', commit ' || "commit" from rows
 
--- performance_kernels.kernels_2: reproductions/measured/performance_kernels.csv
+-- performance.kernels: reproductions/measured/performance_kernels.csv
 select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' then 'decay per head and step'
   when 'linear_channel' then 'decay per key channel' else 'constant decay' end as op,
   printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as "(B, H, T, D)",
@@ -138,10 +132,10 @@ select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' 
     field(rowid, 'peers.fla *.fwd_bwd_ratio')) as "ratio of calls"
 from rows
 
--- performance_flashqla.the_delta_rule_next_to_flashqla: reproductions/measured/performance_flashqla.csv
+-- performance.flashqla_run: reproductions/measured/performance_flashqla.csv
 select distinct device || ', FlashQLA ' || flash_qla || ', ' || date || ', commit ' || "commit" from rows
 
--- performance_flashqla.the_delta_rule_next_to_flashqla_2: reproductions/measured/performance_flashqla.csv
+-- performance.flashqla: reproductions/measured/performance_flashqla.csv
 select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as "(B, H, T, D)",
   key_heads as "key heads",
   formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as "this project, ms",
@@ -153,10 +147,7 @@ select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as
     field(rowid, 'peers.flash_qla*.fwd_bwd_ratio')) as "ratio of calls"
 from rows
 
--- performance_attention.attention: reproductions/measured/performance_attention.csv
-select distinct device || ', ' || date || ', commit ' || "commit" from rows
-
--- performance_attention.attention_2: reproductions/measured/performance_attention.csv
+-- performance.attention: reproductions/measured/performance_attention.csv
 select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as "(B, H, T, D)",
   formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as "this project, ms",
   formatted('%.3f / %.3f', field(rowid, 'peers.cudnn*.fwd_graph_ms'),
@@ -167,7 +158,7 @@ select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as
     field(rowid, 'peers.cudnn*.fwd_bwd_ratio')) as "ratio of calls"
 from rows where job = 'full'
 
--- performance_attention.attention_3: reproductions/measured/performance_attention.csv
+-- performance.window: reproductions/measured/performance_attention.csv
 select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as "(B, H, T, D)",
   window_size as window,
   formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as "this project, ms",
@@ -179,20 +170,14 @@ select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as
     field(rowid, 'peers.flex_attention*.fwd_bwd_ratio')) as "ratio of calls"
 from rows where job = 'window'
 
--- performance_loss.vocabulary_loss: reproductions/measured/performance_loss.csv
-select distinct device || ', ' || date || ', commit ' || "commit" from rows
-
--- performance_loss.vocabulary_loss_2: reproductions/measured/performance_loss.csv
+-- performance.loss: reproductions/measured/performance_loss.csv
 select case implementation when 'ours' then 'this project' else 'PyTorch, all logits' end as loss,
   printf('%d × %d, %d entries', tokens, hidden_size, vocab_size) as "tokens × width, vocabulary",
   formatted('%.1f', ms) as ms, formatted('%.1f', field(rowid, 'graph_ms')) as "ms with CUDA graphs",
   formatted('%.1f GiB', gib) as memory
 from rows
 
--- performance_training.a_training_step: reproductions/measured/performance_training.csv
-select distinct device || ', ' || date || ', commit ' || "commit" from rows
-
--- performance_training.a_training_step_2: reproductions/measured/performance_training.csv
+-- performance.training: reproductions/measured/performance_training.csv
 with lines(place, step, job, peer) as (values (1, 'eager', 'fla', 0), (2, 'FLA, next to eager', 'fla', 1),
     (3, 'captured as CUDA graphs', 'captured_beside_fla', 0), (4, 'FLA, next to captured', 'captured_beside_fla', 1)),
   timed as (select *, model like 'fla %' as peer from rows where field(rowid, 'not_captured') is null)
@@ -202,10 +187,7 @@ select step, formatted('%.1f', step_ms) as "ms a step", formatted('%.1fk', token
   formatted('%.1f GiB', peak_gib) as memory, formatted('%.1f s', first_step_s) as "first step"
 from lines left join timed using (job, peer) order by place
 
--- performance_decode.decoding: reproductions/measured/performance_decode.csv
-select distinct device || ', ' || date || ', commit ' || "commit" from rows
-
--- performance_decode.decoding_2: reproductions/measured/performance_decode.csv
+-- performance.decode: reproductions/measured/performance_decode.csv
 with timed as (select batch_size, case when model like 'fla %' then 'FLA' else how end as kind, ms from rows),
   batches as (select batch_size, median(case kind when 'CUDA graph' then ms end) as captured,
     median(case kind when 'eager' then ms end) as eager, median(case kind when 'FLA' then ms end) as fla
@@ -215,10 +197,7 @@ select batch_size as batch, formatted('%.3f ms', captured) as "CUDA graph", form
   formatted('%.0f', 1e3 * batch_size / fla) as "tokens/s, FLA", formatted('%.1f', fla / captured) as ratio
 from batches
 
--- performance_expansion.expansion: reproductions/measured/performance_expansion.csv
-select distinct device || ', ' || date || ', commit ' || "commit" from rows
-
--- performance_expansion.expansion_2: reproductions/measured/performance_expansion.csv
+-- performance.expansion: reproductions/measured/performance_expansion.csv
 with of as (select case job when 'gated_deltanet' then 'Gated DeltaNet' when 'gla' then 'GLA'
       when 'gla_recompute_states' then 'GLA, `recompute: states`'
       when 'gated_deltanet_recompute_states' then 'Gated DeltaNet, `recompute: states`' end as model, factor, avg(tokens_per_second) / 1e3 as speed, avg(of_one) as of_one,
@@ -236,9 +215,8 @@ from both group by model, place
 select fault, "found by" from rows where fault != 'none' and fault not like 'no fault%' order by fault
 
 -- proofs_cpu: reproductions/measured/proofs_cpu.csv
-with errors as (select case when kind = 'peers' then substr(subject, instr(subject, '), ') + 3)
-    when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1) else subject end as name, rowid as place, "check", dtype,
-    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind != 'runs'),
+with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1) else subject end as name, rowid as place, "check", dtype,
+    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind in ('ops', 'layers')),
   largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
     max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
   cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
@@ -274,12 +252,9 @@ select name as "op or mixer",
 from cells group by name order by min(place)
 
 -- families: families
-select '`' || family || '`' as family, mixers as "our layers", reads, writes, gguf as "GGUF",
-    configs as "configs, logits compared",
-    models || ' models, ' || tensors || ' tensors' as "random models, there and back", differences, date
-from rows
+select '`' || family || '`' as family, reads, writes, gguf as "GGUF", configs as "configs, logits compared" from rows
 
--- state_h200.recall_over_the_size_of_the_state: reproductions/measured/state_h200.csv
+-- recall.state: reproductions/measured/state_h200.csv
 with runs as (select coalesce(mixer, control) as name, "model.stack.mixer.factor" as factor, learning_rate as rate, seed,
     state_size, val_accuracy, "val_accuracy_by_task.pairs_4" as p4, "val_accuracy_by_task.pairs_16" as p16, "val_accuracy_by_task.pairs_32" as p32,
     "val_accuracy_by_task.pairs_64" as p64, "val_accuracy_by_task.pairs_128" as p128 from rows order by seed),
@@ -304,8 +279,8 @@ with runs as (select mixer as name, "model.stack.mixer.factor" as factor, learni
     median(pairs_at(0.9, '4 16 32 64 128', p4, p16, p32, p64, p128)) as at90,
     row_number() over (partition by name, factor order by min(p4) < 0.95, median(val_accuracy) desc) as place
     from runs group by name, factor, rate)
-select name || ', E = ' || factor as mixer, printf('%,d', parameters) as parameters, printf('%,d', state_size) as "state of a sequence",
-  printf('%g', rate) as "learning rate", a32 as "32 pairs", a64 as "64 pairs", a128 as "128 pairs",
+select name || ', E = ' || factor as mixer, printf('%,d', parameters) as parameters,
+  printf('%g', rate) as "learning rate", a64 as "64 pairs", a128 as "128 pairs",
   case when at90 > 1e9 then 'all' else printf('%.0f', at90) end as "pairs at 90 %"
 from cells where place = 1 and n = 3 order by instr('Gated DeltaNet KDA Gated DeltaNet-2 Comba Gated DeltaProduct, 2 steps', name), factor
 
@@ -323,7 +298,7 @@ select name as mixer, printf('%,d', parameters) as parameters, printf('%,d', sta
   case when at90 > 1e9 then 'all' else printf('%.0f', at90) end as "pairs at 90 %"
 from cells where place = 1 order by state_size > 10000, instr('Gated DeltaNet RWKV-7 mLSTM gated slot attention Mamba-3 attention gated attention latent attention forgetting attention', name)
 
--- miniature.scaling_laws_in_miniature: reproductions/measured/miniature.csv
+-- miniature: reproductions/measured/miniature.csv
 select replace(substr(name, instr(name, 'mixer=') + 6), ',seed=0', '') as "validation loss",
   printf('%.3f', max(case when name like 'size=1M,%' then val_loss end)) as "1M",
   printf('%.3f', max(case when name like 'size=2M,%' then val_loss end)) as "2M",
@@ -333,22 +308,13 @@ select replace(substr(name, instr(name, 'mixer=') + 6), ',seed=0', '') as "valid
   printf('%.3f', max(case when name like 'size=39M,%' then val_loss end)) as "39M"
 from rows group by 1 order by 7
 
--- miniature.scaling_laws_in_miniature_2: reproductions/measured/miniature.csv
-with all_sizes as (select replace(substr(name, instr(name, 'mixer=') + 6), ',seed=0', '') as mixer, substr(name, 6, instr(name, ',') - 6) as size,
-  parameters, printf('%.1fM / %.1fM', parameters_without_embeddings / 1e6, parameters / 1e6) as both from rows)
-select mixer as "parameters", max(case size when '1M' then both end) as "1M", max(case size when '2M' then both end) as "2M",
-  max(case size when '5M' then both end) as "5M", max(case size when '11M' then both end) as "11M",
-  max(case size when '22M' then both end) as "22M", max(case size when '39M' then both end) as "39M"
-from all_sizes group by mixer order by max(parameters)
-
 -- state_tracking_h100: reproductions/measured/state_tracking_h100.csv
 with cells as (select model, "group", learning_rate as rate, max(parameters) as parameters,
     group_concat(printf('%.2f', "val_accuracy_by_task.length_512"), ' ') as at512,
     group_concat(printf('%.2f', "val_accuracy_by_task.length_128"), ' ') as at128, max("val_accuracy_by_task.length_512") as best,
     row_number() over (partition by model, "group" order by median("val_accuracy_by_task.length_512") desc) as place
     from (select * from rows order by seed) group by model, "group", rate)
-select model, "group", printf('%.0f k', parameters / 1e3) as parameters, at512 as "512 tokens", at128 as "128 tokens",
-  printf('%.2f', best) as "best at 512", printf('%g', rate) as "learning rate" from cells where place = 1
+select model, "group", printf('%.0f k', parameters / 1e3) as parameters, at512 as "512 tokens", at128 as "128 tokens" from cells where place = 1
 order by instr('parity S3 A5', "group"), model like 'DeltaProduct%', model like 'KDA%', model
 
 -- state_tracking_newer_h200: reproductions/measured/state_tracking_newer_h200.csv
@@ -357,8 +323,7 @@ with cells as (select model, "group", learning_rate as rate, max(parameters) as 
     group_concat(printf('%.2f', "val_accuracy_by_task.length_128"), ' ') as at128, max("val_accuracy_by_task.length_512") as best,
     row_number() over (partition by model, "group" order by median("val_accuracy_by_task.length_512") desc) as place
     from (select * from rows order by seed) group by model, "group", rate)
-select model, "group", printf('%.0f k', parameters / 1e3) as parameters, at512 as "512 tokens", at128 as "128 tokens",
-  printf('%.2f', best) as "best of these at 512", printf('%g', rate) as "learning rate" from cells where place = 1
+select model, "group", at512 as "512 tokens", at128 as "128 tokens" from cells where place = 1 and "group" <> 'A5'
 order by instr('parity S3 A5', "group"), instr('Gated DeltaNet, β to 2 RWKV-7 Mamba-3 mLSTM gated slot attention forgetting attention latent attention', model)
 
 -- statex_h200: reproductions/measured/statex_h200.csv
@@ -369,7 +334,7 @@ select form, group_concat(case when mixer = 'GLA' and task = 'passkey' and lengt
     as "needles at 2k, Mamba2"
 from a group by form order by instr('original LPT reinit inherit preserve', form)
 
--- mixers.size_of_the_state_and_cost_of_a_layer: mixers
+-- which_mixer.sizes: mixers
 select '`' || name || '`' as mixer, printf('%.1fM', parameters / 1e6) as parameters,
   printf('%,d', state) || iif(grows, ', and grows', '') as "numbers of state", printf('%.1f', mflops) as "MFLOP a token"
   from rows where name != 'Bidirectional' order by grows, state, mflops
@@ -391,33 +356,14 @@ select '`' || ours.model || '.yaml`' as model, ours.batch_size || ' × 4,096' as
   printf('%.1f / %.1f', ours.peak_gib, theirs.peak_gib) as "GiB, ours / theirs"
 from ours join theirs using (n)
 
--- performance_kernels.speed_2: reproductions/measured/performance_kernels.csv
+-- which_mixer.speed: reproductions/measured/performance_kernels.csv
 select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' then 'decay per head and step'
   when 'linear_channel' then 'decay per key channel' else 'constant decay' end as recurrence,
 case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'GLA, HGRN2'
   else 'RetNet, TNL' end as mixers, formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as ms
 from rows where "shape.B" = 4 and "shape.H" = 8 order by field(rowid, 'fwd_bwd_graph_ms')
 
--- length_0.4b_h200: reproductions/measured/length_0.4b_h200.csv
-select model as "0.4B", printf('%.0fk', max(case length when 4096 then tokens_per_second end) / 1e3) as "4,096",
-  printf('%.0fk', max(case length when 16384 then tokens_per_second end) / 1e3) as "16,384"
-from rows group by model order by max(case length when 4096 then tokens_per_second end) desc
-
--- length_1.3b_h200: reproductions/measured/length_1.3b_h200.csv
-select model as "1.3B",
-  coalesce(max(case when length = 4096 and tokens_per_second then printf('%.0fk', tokens_per_second / 1e3) end),
-    'does not fit') as "4,096",
-  coalesce(max(case when length = 16384 and tokens_per_second then printf('%.0fk', tokens_per_second / 1e3) end),
-    'does not fit') as "16,384"
-from rows group by model order by max(case length when 4096 then tokens_per_second end) desc
-
--- expansion_h200: reproductions/measured/expansion_h200.csv
-select case model when 'gla 400m' then 'GLA' else 'Gated DeltaNet' end as "tokens/s relative to E = 1",
-  max(case factor when 2 then printf('%.2f', of_one) end) as "E = 2", max(case factor when 4 then printf('%.2f', of_one) end) as "E = 4",
-  max(case factor when 8 then printf('%.2f', of_one) end) as "E = 8"
-from rows group by model
-
--- state_h200.recall: reproductions/measured/state_h200.csv
+-- which_mixer.recall: reproductions/measured/state_h200.csv
 with runs as (select coalesce(mixer, control) as name, "model.stack.mixer.factor" as factor, learning_rate as rate, seed,
     state_size, val_accuracy, "val_accuracy_by_task.pairs_4" as p4, "val_accuracy_by_task.pairs_16" as p16, "val_accuracy_by_task.pairs_32" as p32,
     "val_accuracy_by_task.pairs_64" as p64, "val_accuracy_by_task.pairs_128" as p128 from rows order by seed),
@@ -433,17 +379,12 @@ select name as mixer, group_concat(case factor when 1 then case when at90 > 1e9 
 from cells where place = 1 and name != 'HGRN2' group by name
 order by instr('Gated DeltaNet, subheads Gated DeltaNet, long head no decay, subheads GLA Mamba2 attention', name)
 
--- compare_cpu.loss: reproductions/measured/compare_cpu.csv
-select case when val_loss < 3.4 then '3.2 to 3.4' when val_loss < 3.5 then '3.4 to 3.5' when val_loss < 4 then '3.6 to 4.0'
-  else '4.4 to 4.9' end as "nats a token", group_concat(printf('`%s.yaml` %.3f', name, val_loss), ', ') as configs
-from (select * from rows order by val_loss) group by 1 order by 1
-
--- mixers.the_zoo: mixers
+-- zoo.mixers: mixers
 select '`' || name || '`' as mixer, recurrence, paper as source from rows
   order by case kind when 'matrix' then 0 when 'other' then 1 else 2 end, name
 
--- compare_cpu.all_configs_on_the_same_data: reproductions/measured/compare_cpu.csv
+-- zoo.compare: reproductions/measured/compare_cpu.csv
 select name as config, printf('%.2f M', parameters / 1e6) as parameters, printf('%.0f k', state_size / 1e3) as state,
-  printf('%.2f M', tokens_seen / 1e6) as tokens, printf('%.3f', val_loss) as "validation loss",
+  printf('%.3f', val_loss) as "validation loss",
   printf('%.3f', word(val_loss_by_position, -1)) as "end of the context" from rows
-union all select 'bigram model', null, null, null, printf('%.3f', max(bigram_loss)), null from rows order by 5
+union all select 'bigram model', null, null, printf('%.3f', max(bigram_loss)), null from rows order by 4
