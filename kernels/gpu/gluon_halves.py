@@ -35,13 +35,13 @@ def columns():
 
 @gluon.jit
 def is_second(level):
-    """Which rows of a tile in the layout `PAIRS` are in the second half of a block of this level."""
+    """Return which rows of a tile in the layout `PAIRS` are in the second half of a block of this level."""
     return (rows() & (32 >> level)) != 0
 
 
 @gluon.jit
 def separated(level):
-    """Which pairs of tokens are in different halves of one block of this level."""
+    """Return which pairs of tokens are in different halves of one block of this level."""
     return ((rows() ^ columns()) >> (5 - level)) == 1
 
 
@@ -121,7 +121,7 @@ def add_twice(ones, parts, sums, FIRST: gl.constexpr = 0):
 
 @gluon.jit
 def in_second(x, HALF: gl.constexpr):
-    """Which rows of blocks x [64 / (2 HALF), 2 HALF, 64] are in the second half."""
+    """Return which rows of blocks x [64 / (2 HALF), 2 HALF, 64] are in the second half."""
     LAYOUT: gl.constexpr = x.type.layout
     r = gl.arange(0, 2 * HALF, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
     return gl.expand_dims(gl.expand_dims(r, 0), 2) >= HALF

@@ -30,13 +30,13 @@ def places():
 
 @triton.jit
 def is_second(LEVEL: tl.constexpr):
-    """Which tokens [64] are in the second half of a block."""
+    """Return which tokens [64] are in the second half of a block."""
     return (tl.arange(0, CHUNK) // (CHUNK >> LEVEL + 1)) % 2 == 1
 
 
 @triton.jit
 def separated(LEVEL: tl.constexpr):
-    """Which pairs of tokens [64, 64] are in different halves of one block; symmetric."""
+    """Return which pairs of tokens [64, 64] are in different halves of one block; symmetric."""
     i, j = places()
     return (i ^ j) // (CHUNK >> LEVEL + 1) == 1
 

@@ -167,7 +167,7 @@ class GeneralDeltaRule(Plan):
 
     @prepared
     def pair_products(self) -> LaunchSpec:
-        """What `prepare` computes but for the inverse, in Gluon."""
+        """Return the launch of everything in `prepare` except the inverse, in Gluon."""
         from .hopper_chunks import pair_products  # the interpreter does without Gluon
 
         return self._in_gluon(pair_products, self._pairs, self.scale, self.slots * self.M)
