@@ -1,6 +1,7 @@
 """Tables and figures of the papers: what each claims, what it takes to repeat it, and what was measured here.
 
-`python reproductions/page.py` writes the three pages docs/reproductions*.md from the YAML and CSV files next to this script. The constructors' arguments are the keys of the YAML.
+`python reproductions/page.py` writes the three pages docs/reproductions*.md from the YAML and CSV files next to this
+script. The constructors' arguments are the keys of the YAML.
 """
 
 import csv
@@ -28,9 +29,9 @@ TOP = """\
 
 Tables and figures of five papers. This page begins with those that contradict our measurements, or whose effect is
 smaller than the differences between our seeds, and continues with those that are reproduced. Others are [reproduced in
-part](reproductions_partly.md) or [were not run](reproductions_not_run.md). A status is about the claim, and rests on a measurement or a test in this repository,
-mostly of models far smaller than the paper's. The link behind each claim leads to its file, with the commands for the
-paper's size.
+part](reproductions_partly.md) or [were not run](reproductions_not_run.md). A status is about the claim, and rests on a
+measurement or a test in this repository, mostly of models far smaller than the paper's. The link behind each claim
+leads to its file, with the commands for the paper's size.
 
 Four choices here differ from the papers, or fill in what they leave out:
 
@@ -57,9 +58,9 @@ NOT_RUN = """\
 <!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
 
 Tables and figures of the five papers without a measurement of ours; [another page](reproductions.md) has the rest. Each
-row links a file with its commands, the data that they need, notes, and the arithmetic of the hours. Hours are estimates for
-one H200, with 175k tokens/s for 400M parameters and as many FLOPs a second at other sizes. Commands expect a corpus as
-`corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
+row links a file with its commands, the data that they need, notes, and the arithmetic of the hours. Hours are estimates
+for one H200, with 175k tokens/s for 400M parameters and as many FLOPs a second at other sizes. Commands expect a corpus
+as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
 [Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay.
 """
 
