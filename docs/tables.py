@@ -2,7 +2,7 @@
 
 A generated table is enclosed in two comments. The first one names a query of `reproductions/measured/tables.sql`:
 
-    <!-- table: state_h200 -->
+    <!-- table: recall.state -->
 
     <!-- /table -->
 
