@@ -152,3 +152,19 @@ def test_properties_that_are_exact_everywhere(name: str):
     of_ours = [row for row in rows(name) if row["check"] in ("one token", "memory", "resumed", "sampled")]
     assert {row["check"] for row in of_ours} == {"one token", "memory", "resumed", "sampled"}
     assert {row["says"] for row in of_ours} == {"exact"}
+
+
+def test_public_layouts_there_and_back():
+    with open(ROOT / "docs" / "public_families.csv", encoding="utf-8", newline="") as file:
+        families = list(csv.DictReader(file))
+    assert {(row["models"], row["differences"]) for row in families} == {("10", "0")}
+    assert says("docs/public_checkpoints.md", "The other project built ten models of each family")
+
+
+def test_newer_mixers_do_not_track_a5():
+    best = max(
+        float(row["val_accuracy_by_task.length_512"])
+        for row in rows("state_tracking_newer_h200")
+        if row["group"] == "A5"
+    )
+    assert says("docs/state_tracking.md", f"No model of this sweep tracks A5 ({best:.2f} at 512 tokens, not shown).")
