@@ -1,4 +1,4 @@
-"""Draw the pictures of docs/passes.md: `python docs/draw_passes.py` writes them to tutorials/pictures."""
+"""Draw the pictures of docs/kernels.md: `python docs/draw_passes.py` writes them to tutorials/pictures."""
 
 import sys
 from pathlib import Path

@@ -1,15 +1,15 @@
 """Write what is generated in README, `docs/` and `mixers/__init__.py` again: `python docs/tables.py`.
 
-A generated table stands between two comments. The first names a CSV file and a query over its lines, `rows`, in SQL:
+A generated table is enclosed in two comments. The first one names a query of `reproductions/measured/tables.sql`:
 
-    <!-- table: reproductions/measured/state_h200.csv
-    select mixer, printf('%.2f', median(val_accuracy)) as accuracy from rows group by mixer -->
+    <!-- table: recall.state -->
 
     <!-- /table -->
 
-`mixers` in place of a file is the registry, one row for each mixer of this project, with the columns of `registered`;
+Each query there begins with a line `-- NAME: FILE` and reads the lines of a CSV file as the table `rows`.
+`mixers` instead of a file is the registry, one row for each mixer of this project, with the columns of `registered`;
 `families` is that of public layouts, with the columns of `public_families`.
-`list` in place of `table` writes the first column as names in code style.
+`list` instead of `table` writes the first column as names in code style.
 
 Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
 that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs recalled with an accuracy of `level`.
@@ -35,7 +35,9 @@ from zoo.saved.public.families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-TABLE = re.compile(r"(<!-- (table|list): (\S+)\n(.*?)-->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
+QUERIES = ROOT / "reproductions" / "measured" / "tables.sql"
+QUERY = re.compile(r"^-- (\S+): (\S+)\n(.*?)(?=^-- \S+: |\Z)", re.DOTALL | re.MULTILINE)
+TABLE = re.compile(r"(<!-- (table|list): (\S+) -->\n)(.*?)(<!-- /\2 -->)", re.DOTALL)
 PACKAGE = ROOT / "mixers" / "__init__.py"
 IMPORTS = re.compile(r"(?<=these lines\n)(    from .*\n)+")
 
@@ -117,6 +119,12 @@ def public_families() -> list[list[str]]:
 REGISTRIES = {ROOT / "mixers": registered, ROOT / "families": public_families}
 
 
+@cache
+def queries() -> dict[str, tuple[Path, str]]:
+    """Return the file and the SQL of each query by its name."""
+    return {name: (ROOT / file, sql) for name, file, sql in QUERY.findall(QUERIES.read_text(encoding="utf-8"))}
+
+
 def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
     """Return the column names and the lines of a query over a CSV file or a registry, `mixers` or `families`."""
     if file in REGISTRIES:
@@ -158,7 +166,7 @@ def render(file: Path, sql: str, form: str = "table") -> str:
 
 def rewrite(text: str) -> str:
     """Return a page with all of its generated tables written again."""
-    return TABLE.sub(lambda m: f"{m[1]}\n{render(ROOT / m[3], m[4], m[2])}\n{m[6]}", text)
+    return TABLE.sub(lambda m: f"{m[1]}\n{render(*queries()[m[3]], m[2])}\n{m[5]}", text)
 
 
 def with_imports(text: str) -> str:

@@ -1,7 +1,7 @@
 """Tables and figures of the papers: what each claims, what it takes to repeat it, and what was measured here.
 
-`python reproductions/page.py` writes docs/reproductions.md from the YAML and CSV files next to this script. The
-constructors' arguments are the keys of the YAML.
+`python reproductions/page.py` writes the three pages docs/reproductions*.md from the YAML and CSV files next to this
+script. The constructors' arguments are the keys of the YAML.
 """
 
 import csv
@@ -22,21 +22,18 @@ from zoo.files.safe_yaml import read_yaml
 
 FOLDER = Path(__file__).parent
 Status = Literal["contradicted", "partly", "reproduced", "not run"]
-PAGE = FOLDER.parent / "docs" / "reproductions.md"
+DOCS = FOLDER.parent / "docs"
 
 TOP = """\
 # Reproductions
 
 <!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
 
-Every table and figure of the five papers: what it claims, what we measured, what a repetition needs. A status is about
-the claim, and rests on a measurement or a test in this repository, mostly of models far smaller than the paper's; `not
-run` means that we have none. Hours are estimates for one H200: 175k tokens/s for 400M parameters, as `fit` had on
-2026-11-21 (newer kernels reach [203k](performance.md#a-training-step), so hours are 14 % too many or more), and as many
-FLOPs a second at other sizes; evaluating adds little. Commands expect a corpus as `corpus`, its tokenizer as
-`tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md), [Evaluation](evaluation.md)). They
-train a few of a row's models; the others differ in a factor, a size or an overlay. A command that several rows of a
-list need is printed at the first.
+Tables and figures of five papers. This page begins with those that contradict our measurements, or whose effect is
+smaller than the differences between our seeds, and continues with those that are reproduced. Others are [reproduced in
+part](reproductions_partly.md) or [were not run](reproductions_not_run.md). A status is about the claim, and rests on a
+measurement or a test in this repository, mostly of models far smaller than the paper's. The link behind each claim
+leads to its file, with the commands for the paper's size.
 
 Four choices here differ from the papers, or fill in what they leave out:
 
@@ -47,6 +44,26 @@ Four choices here differ from the papers, or fill in what they leave out:
 - **The output gates of TNL and cosFormer2 read the layer's normed input**, where the scaling-law paper's formulas have
   the input before the norm.
 - **HGRN1 is the real-valued variant**, to which the HGRN2 paper keeps as well; HGRN's own recurrence is complex.
+"""
+
+PARTLY = """\
+# Reproductions in part
+
+<!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
+
+Tables and figures of which our measurements agree with a part. [Reproductions](reproductions.md) explains the rows.
+"""
+
+NOT_RUN = """\
+# Reproductions that were not run
+
+<!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
+
+Tables and figures of the five papers without a measurement of ours; [another page](reproductions.md) has the rest. Each
+row links a file with its commands, the data that they need, notes, and the arithmetic of the hours. Hours are estimates
+for one H200, with 175k tokens/s for 400M parameters and as many FLOPs a second at other sizes. Commands expect a corpus
+as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
+[Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay.
 """
 
 
@@ -226,7 +243,7 @@ class Row:
             _check(self.ours)
 
     @property
-    def stands_first(self) -> bool:
+    def warns(self) -> bool:
         """Return whether readers have to be warned: it contradicts its paper, or the spread over seeds hides the
         effect.
         """
@@ -263,8 +280,9 @@ class Listing:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper, and its rows in the order of its listing: "Table 3" → row."""
+    """A paper, the folder of its rows, and the rows in the order of its listing: "Table 3" → row."""
 
+    folder: str
     listing: Listing
     rows: dict[str, Row]
 
@@ -284,7 +302,7 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
         rows = {
             item: _built(Row, read_yaml(file, "reproductions"), f"{name}/{file.name}") for item, file in files.items()
         }
-        papers.append(Paper(listing, rows))
+        papers.append(Paper(name, listing, rows))
         expected_files |= {*files.values()}
     if strange := sorted({*folder.rglob("*.yaml")} - expected_files):
         raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
@@ -304,23 +322,21 @@ def _built(kind: type, contents: Any, where: str) -> Any:
         raise UserError(f"reproductions: {where}: {str(error).replace('row.', '')}") from None
 
 
-def page(papers: Sequence[Paper]) -> str:
-    """The page as Markdown: first what contradicts a paper or is hidden by the spread over seeds."""
+def pages(papers: Sequence[Paper]) -> dict[str, str]:
+    """Return the pages as Markdown by their names; the first one begins with what warns a reader."""
     measured = [(paper, item, row) for paper in papers for item, row in paper.rows.items() if row.ours is not None]
-    lines = [TOP, *_counts(papers)]
-    for title, first in (("Contradicted, or hidden by the spread over seeds", True), ("Reproduced, or partly", False)):
-        chosen = [entry for entry in measured if entry[2].stands_first == first]
-        # contradictions before all else; sorting keeps the order of the papers
-        for index, (paper, item, row) in enumerate(sorted(chosen, key=lambda entry: _rank(entry[2]))):
-            lines += [*([f"## {title}", ""] if index == 0 else []), *_measured(paper, item, row)]
-    lines += ["## Not run", ""]
-    for paper in papers:
-        lines += _not_run(paper)
-    return "\n".join(lines).rstrip() + "\n"
+    measured.sort(key=lambda entry: _rank(entry[2]))  # keeps the order of the papers
+    texts = {"reproductions": [TOP, *_counts(papers)], "reproductions_partly": [PARTLY]}
+    tables: dict[str, dict[str, str]] = {name: {} for name in texts}
+    for paper, item, row in measured:
+        name = "reproductions" if row.warns or row.status == "reproduced" else "reproductions_partly"
+        texts[name] += _measured(paper, item, row, tables[name])
+    texts["reproductions_not_run"] = [NOT_RUN, *(line for paper in papers for line in _not_run(paper))]
+    return {name: "\n".join(lines).rstrip() + "\n" for name, lines in texts.items()}
 
 
-def _rank(row: Row) -> int:
-    return ("contradicted", "reproduced", "partly").index(row.status)
+def _rank(row: Row) -> tuple[bool, int]:
+    return not row.warns, ("contradicted", "reproduced", "partly").index(row.status)
 
 
 def _counts(papers: Sequence[Paper]) -> Iterator[str]:
@@ -339,51 +355,47 @@ def _cited(paper: Paper) -> str:
     return title if paper.listing.url is None else f"[{title}]({paper.listing.url})"
 
 
-def _measured(paper: Paper, item: str, row: Row) -> Iterator[str]:
-    """A row that we measured, as a section."""
+def _measured(paper: Paper, item: str, row: Row, tables: dict[str, str]) -> Iterator[str]:
+    """Yield a row that we measured, as a section; `tables` has the first item of each table."""
     ours = row.ours
     assert ours is not None  # by the choice of rows
     hidden = ", hidden by the spread over seeds" if ours.spread_hides_effect else ""
     seeds = "nothing random" if ours.seeds is None else f"{ours.seeds} seed{'' if ours.seeds == 1 else 's'}"
     sources = ", ".join(f"[`{source}`]({_from_docs(source)})" for source in ours.sources)
     name = paper.listing.title.partition(":")[0]
-    yield from (f"### {item} of {name}: {row.status}{hidden}", "")
-    yield from (row.claim, "")
+    yield from (f"## {item} of {name}: {row.status}{hidden}", "")
+    yield from (f"{row.claim} ({_linked(paper, item, 'row')})", "")
     if row.printed:
         yield from (f"**Paper.** {_numbers(row)}.", "")
     yield from (f"**Ours** ({ours.date}, {ours.machine}, {seeds}, {ours.size}). {ours.result} From {sources}.", "")
     if ours.measured is not None:
-        yield from (*ours.measured.table(FOLDER.parent), "")
+        table = "\n".join(ours.measured.table(FOLDER.parent))
+        first = tables.setdefault(table, item)
+        yield from (table if first == item else f"The numbers are in the table of {first}.", "")
     if row.note is not None:
         yield from (row.note, "")
-    yield from ("```bash", ours.command, "```", "")
+    if not ours.command.startswith("pytest "):  # whose tests are among the sources
+        yield from ("```bash", ours.command, "```", "")
     if row.picture is not None:
-        yield from (f"![{row.claim}]({_from_docs(row.picture)})", "")
-    others = [command for command in row.commands or [] if command != ours.command]
-    if others and row.needs.gpu_hours:
-        yield from (f"At the paper's size it needs {_needs(row)}. Estimate: {row.needs.arithmetic}.", "")
-    if others:
-        yield from ("```bash", *others, "```", "")
+        yield from (f"![{item}]({_from_docs(row.picture)})", "")
 
 
 def _not_run(paper: Paper) -> Iterator[str]:
-    """The rows of a paper that were not run, as a table and their commands."""
+    """Yield the rows of a paper that were not run, as a table."""
     rows = {item: row for item, row in paper.rows.items() if row.ours is None}
     if not rows:
         return
-    yield from (f"### {paper.listing.title}", "")
-    yield from ("| | claim | paper | status | estimate |", "|---|---|---|---|---|")
+    yield from (f"## {paper.listing.title}", "", "| | claim | paper | GPU-hours | missing |", "|---|---|---|---|---|")
     for item, row in rows.items():
-        claim = row.claim if row.note is None else f"{row.claim} {row.note}"
-        cells = (item, claim, _numbers(row), f"not run (needs {_needs(row)})", row.needs.arithmetic)
+        hours, missing = f"{row.needs.gpu_hours:,g}", row.needs.missing or "–"
+        cells = (_linked(paper, item, item), row.claim, _numbers(row) or "–", hours, missing)
         yield f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-    yield from ("", "```bash")
-    printed: set[str] = set()
-    for item, row in rows.items():
-        if row.commands:
-            yield from (f"# {item}", *(command for command in row.commands if command not in printed))
-            printed |= {*row.commands}
-    yield from ("```", "")
+    yield ""
+
+
+def _linked(paper: Paper, item: str, text: str) -> str:
+    """Return a text with a link to the file of a row."""
+    return f"[{text}](../reproductions/{paper.folder}/{_file_name(item)})"
 
 
 def _numbers(row: Row) -> str:
@@ -395,16 +407,11 @@ def _numbers(row: Row) -> str:
     return "; ".join(parts)
 
 
-def _needs(row: Row) -> str:
-    needs = row.needs
-    hours = f"{needs.gpu_hours:,g} GPU-hour{'' if needs.gpu_hours == 1 else 's'}" if needs.gpu_hours else None
-    return "; ".join(part for part in (hours, needs.data, needs.missing) if part is not None)
-
-
 def _from_docs(path: str) -> str:
     """A path of the repository as a link on the page."""
     return Path(path).relative_to("docs").as_posix() if path.startswith("docs/") else f"../{path}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(read_papers()), encoding="utf-8")
+    for name, text in pages(read_papers()).items():
+        (DOCS / f"{name}.md").write_text(text, encoding="utf-8")

@@ -18,7 +18,6 @@ PAGES = [
     "docs/index.html",
     "docs/quickstart.html",
     "docs/commands.html",
-    "docs/tutorials.html",
     "docs/which_mixer.html",
     "docs/zoo.html",
     "docs/architecture.html",

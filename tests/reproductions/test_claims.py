@@ -130,7 +130,7 @@ def test_several_needles(model: str):
 
 def test_linear_mixers_are_counted():
     linear = [name for name in mixers.names() if issubclass(mixers.get(name), LinearMixer | HGRN1 | Mamba1)]
-    assert says("docs/comparison.md", f"| {len(linear)} (`python cli.py mixers`) |")
+    assert says("docs/parity.md", f"| {len(linear)} (`python cli.py mixers`) |")
 
 
 def test_mixers_with_proofs_and_comparisons():
@@ -144,3 +144,27 @@ def test_mixers_with_proofs_and_comparisons():
     assert says("README.md", f"and are causal to the bit, on a CPU; {len(proven & {*causal})} have [proofs]")
     parity = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert [name for name in causal if not re.search(rf"\b{name}\b", parity)] == []
+
+
+@pytest.mark.parametrize("name", ["proofs_cpu", "proofs_h100"])
+def test_properties_that_are_exact_everywhere(name: str):
+    """docs/proofs.md does not show them."""
+    of_ours = [row for row in rows(name) if row["check"] in ("one token", "memory", "resumed", "sampled")]
+    assert {row["check"] for row in of_ours} == {"one token", "memory", "resumed", "sampled"}
+    assert {row["says"] for row in of_ours} == {"exact"}
+
+
+def test_public_layouts_there_and_back():
+    with open(ROOT / "docs" / "public_families.csv", encoding="utf-8", newline="") as file:
+        families = list(csv.DictReader(file))
+    assert {(row["models"], row["differences"]) for row in families} == {("10", "0")}
+    assert says("docs/public_checkpoints.md", "The other project built ten models of each family")
+
+
+def test_newer_mixers_do_not_track_a5():
+    best = max(
+        float(row["val_accuracy_by_task.length_512"])
+        for row in rows("state_tracking_newer_h200")
+        if row["group"] == "A5"
+    )
+    assert says("docs/state_tracking.md", f"No model of this sweep tracks A5 ({best:.2f} at 512 tokens, not shown).")
