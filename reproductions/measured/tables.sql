@@ -14,7 +14,7 @@ select name from rows order by case kind when 'matrix' then 0 when 'other' then 
 -- readme.speed: reproductions/measured/performance_kernels.csv
 select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' then 'decay per head and step'
   when 'linear_channel' then 'decay per key channel' else 'constant decay' end as recurrence,
-case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'GLA, HGRN2'
+case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'HGRN2, GLA with K=V'
   else 'RetNet, TNL' end as mixers,
 formatted('%.2f', field(rowid, 'fwd_bwd_graph_ms')) as here,
 formatted('%.2f', field(rowid, 'peers.fla *.fwd_bwd_graph_ms')) as "flash-linear-attention",
@@ -359,7 +359,7 @@ from ours join theirs using (n)
 -- which_mixer.speed: reproductions/measured/performance_kernels.csv
 select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' then 'decay per head and step'
   when 'linear_channel' then 'decay per key channel' else 'constant decay' end as recurrence,
-case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'GLA, HGRN2'
+case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'HGRN2, GLA with K=V'
   else 'RetNet, TNL' end as mixers, formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as ms
 from rows where "shape.B" = 4 and "shape.H" = 8 order by field(rowid, 'fwd_bwd_graph_ms')
 
