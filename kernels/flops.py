@@ -1,8 +1,8 @@
 """Forward FLOPs of the ops for one sequence, as the chunkwise algorithms run: products only, masked squares in full.
 
 These are the counts of `torch.utils.flop_counter` on the ``torch`` backend (the mixers' conformance tests check that),
-plus the small triangular solves of the delta rule, which it does not count, and the masked halves of squares with decays
-per channel, which this backend does not compute (`core/pair_decays.py`).
+plus the small triangular solves of the delta rule, which it does not count, and the masked halves of squares with
+decays per channel, which this backend does not compute (`core/pair_decays.py`).
 """
 
 from collections.abc import Callable
