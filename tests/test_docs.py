@@ -50,6 +50,20 @@ def test_what_a_page_names_exists(page: Path):
         assert name in configs or name == "config.yaml", f"{page.name} names {name}, which is no config"
 
 
+def test_files_named_in_the_code_exist():
+    code = [
+        ROOT / "cli.py",
+        *(path for folder in ("kernels", "mixers", "zoo") for path in (ROOT / folder).rglob("*.py")),
+    ]
+    named = {
+        name
+        for path in code
+        for name in re.findall(rf"\b(?:{FOLDERS})/[\w./-]+\.(?:py|md|toml)\b", path.read_text("utf-8"))
+    }
+    assert len(named) > 9
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES[2:] if page.stem not in RENDERED], ids=lambda page: page.stem)
 def test_a_topic_has_two_pages_at_most(page: Path):
     assert len(TABLE.sub("", page.read_text(encoding="utf-8")).split()) <= WORDS  # without generated tables
