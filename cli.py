@@ -11,7 +11,7 @@ import warnings
 from importlib import metadata
 from pathlib import Path
 
-# meant for library authors, not for users; what they are told in training is hidden where it starts (zoo/runs/quiet.py)
+# meant for library authors, not for users; `quiet` of zoo/runs/errors.py hides such warnings in training
 warnings.filterwarnings("ignore", message=".*pynvml.*")  # when torch is imported
 warnings.filterwarnings("ignore", category=DeprecationWarning)
 

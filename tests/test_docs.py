@@ -57,6 +57,20 @@ def test_the_pages_stay_short():
     assert len((ROOT / "dev" / "LOG.md").read_text(encoding="utf-8").split()) <= 8000
 
 
+def test_files_named_in_the_code_exist():
+    code = [
+        ROOT / "cli.py",
+        *(path for folder in ("kernels", "mixers", "zoo") for path in (ROOT / folder).rglob("*.py")),
+    ]
+    named = {
+        name
+        for path in code
+        for name in re.findall(rf"\b(?:{FOLDERS})/[\w./-]+\.(?:py|md|toml)\b", path.read_text("utf-8"))
+    }
+    assert len(named) > 9
+    assert not [name for name in named if not (ROOT / name).exists()]
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in RENDERED], ids=lambda page: page.stem)
 def test_generated_tables_follow_their_rows(page: Path):
     """`python docs/tables.py` writes them."""
