@@ -449,6 +449,11 @@ MISTAKES = {
     ("validate", "--checkpoint", "runs/done", "--model.hidden_size=64"): ("the checkpoint does not fit the model",),
     ("predict", "--checkpoint", "runs/done", "--output", "file"): ("output", "file exists already"),
     ("predict", "--checkpoint", "runs/done", "--output", "no/p.jsonl"): ("output", "the folder no does not exist"),
+    ("predict", "--checkpoint", "runs/done", "--output", "file/p.jsonl"): ("output", "the folder file does not exist"),
+    ("compare", *PLAIN, "--folder=file"): ("folder: the folder file cannot be created: File exists",),
+    ("sweep", "--config={base: [gla.yaml, tiny.yaml]}", "--folder=file/x"): (
+        "folder: the folder file/x cannot be created: Not a directory",
+    ),
     # devices
     (*PLAIN, "--trainer.accelerator=abacus"): ("trainer", "abacus"),
     (*PLAIN, "--trainer.devices=0"): ("trainer", "devices"),

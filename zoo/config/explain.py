@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -136,7 +137,7 @@ def _wrong_name(bases: list[type], name: str, key: str, words: list[str]) -> str
         return f"{start} ({purpose}): one of {', '.join(fitting)}" if is_ours(base) else start
     if Path(f"{name}.py").is_file():
         return f"{key}: {name!r} is a module; name a class in it, {name}.CLASS"
-    for file in sorted(Path().glob("*.py")):
+    for file in sorted(path for path in Path().glob("*.py") if path.is_file() and os.access(path, os.R_OK)):
         if re.search(rf"^class {re.escape(name)}\b", file.read_text(errors="replace"), re.MULTILINE):
             return f"{key}: {name} is in {file}, which is not imported; write {file.stem}.{name}"
     kind = base.__name__ if is_ours(base) else "class"

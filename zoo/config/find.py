@@ -35,7 +35,7 @@ def find_config(name: str | Path) -> Path:
                 )
             return candidate
     files = sorted(path.relative_to(CONFIGS).with_suffix("").as_posix() for path in CONFIGS.rglob("*.yaml"))
-    wanted = Path(name).with_suffix("").as_posix()
+    wanted = (Path(name).parent / Path(name).stem).as_posix()
     same = [file for file in files if file == wanted] or [file for file in files if file.endswith(f"/{wanted}")]
     close = [f"'{file}.yaml'" for file in same or similar(wanted, files)]
     hint = f"; did you mean {' or '.join(close)}?" if 0 < len(close) <= 3 else ""

@@ -38,7 +38,6 @@ from zoo.config.signatures import (
 from zoo.files.safe_yaml import parse_yaml
 
 _NUMBERS = (int, float, bool)
-_OF_CLASSES = ("class_path", "dict_kwargs")  # keys next to the arguments of a class
 _DURATION = re.compile(r"(?:(?P<days>-?\d+) days?, )?(?P<hours>\d+):(?P<minutes>\d\d):(?P<seconds>\d\d(?:\.\d+)?)")
 _MOST_EXACT = 1 << 53  # floats above it skip whole numbers
 _ABSENT = object()
@@ -215,7 +214,7 @@ class Resolver:
         while isinstance(value, dict) and len(value) == 1:  # the whole key, as in an override
             ((part, value),) = value.items()
             key += f".{part}"
-        self._unknown.append((key.removesuffix("+"), group, None))
+        self._unknown.append((key, group, None))
 
     def _part_or_null(self, value: Any, parameter: Parameter, key: str) -> Any:
         """As `_part`, but null is allowed for every type, except numbers and parts of this project."""
@@ -283,10 +282,7 @@ class Resolver:
                 get_origin(option) is tuple and ... not in get_args(option) and len(get_args(option)) != len(parts)
             ):
                 continue
-            values = [
-                part if part is None else self._part(part, _inner(option, number), key)
-                for number, part in enumerate(parts)
-            ]
+            values = [self._part(part, _inner(option, number), key) for number, part in enumerate(parts)]
             return tuple(values) if tuple in (option, get_origin(option)) else values
         return parts if any(map(_is_open, options)) else _ABSENT
 
@@ -391,7 +387,10 @@ class Resolver:
                 values[name] = self._part_or_null(value, parameter, f"{key}.{name}")
             elif isinstance(self._keys.get(key), Group):
                 self._note_unknown(f"{key}.{name}", value)
-            elif name not in _OF_CLASSES and not (isinstance(extra, Mapping) and name in extra):
+            elif name == "dict_kwargs" and takes_any_name(cls):
+                if not isinstance(value, Mapping):
+                    self._mistakes.append(wrong_value(f"{key}.{name}", dict, _plain(value)))
+            elif name != "class_path" and not (isinstance(extra, Mapping) and name in extra):
                 self._unknown.append((f"{key}.{name}", key, cls))
         for name, parameter in usable.items():
             if name not in values and not parameter.required:
@@ -438,7 +437,8 @@ def find_class(path: Any, options: Iterable[Any]) -> Any:
     try:
         named = getattr(import_module(module), name)
     except SyntaxError as error:
-        raise UserError(f"{error.filename}, line {error.lineno}, is not Python ({error.msg})") from None
+        line = f"{error.filename}, line {error.lineno}," if error.filename else module  # none for a null character
+        raise UserError(f"{line} is not Python ({error.msg})") from None
     except Exception:  # the sentence about the class says what is wrong
         return None
     if isinstance(named, type):
@@ -480,7 +480,8 @@ def _scalar(value: Any, options: tuple[Any, ...]) -> Any:
         return value
     if isinstance(value, bool):
         return _ABSENT
-    if isinstance(value, float) and 1 < abs(value) < _MOST_EXACT and value.is_integer() and int in options:
+    exact = isinstance(value, float) and value.is_integer() and abs(value) < _MOST_EXACT
+    if exact and int in options and (abs(value) > 1 or float not in options):
         return int(value)
     if isinstance(value, int) and int in options:
         return value

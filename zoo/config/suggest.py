@@ -59,7 +59,7 @@ def suggestions(key: str, group: str, keys: Iterable[str]) -> list[str]:
         return places
     leaves = {other.rpartition(".")[2] for other in keys}
     close = [place for other in similar(leaf, leaves, cutoff=0.8) for place in _places(other, group, keys)]
-    top = group.partition(".")[0]
+    top = key.rpartition(".")[0].partition(".")[0]
     # elsewhere a longer name means something else: the `decay` of a mixer, and optim.decay_fraction
     return [place for place in close if place.startswith(top) or not place.rpartition(".")[2].startswith(leaf)]
 

@@ -25,7 +25,7 @@ from zoo.config.serialise import differences, to_dict
 from zoo.display import progress_bar, short_list
 from zoo.experiments.definition import Run
 from zoo.files.links import held_lock, lock_of, open_in_place
-from zoo.files.output import check_no_others
+from zoo.files.output import check_no_others, make_folder
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
 from zoo.train.results import read_row
@@ -161,7 +161,7 @@ class Runner:
     @contextmanager
     def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
         """Lock the folder, after checking that it has no other runs with the same names."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder, "folder")
         busy = f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
         with held_lock(self.folder / ".lock", busy):
             write_sealed(self.folder / RECORD, self.checked(runs))

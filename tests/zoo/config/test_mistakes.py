@@ -1,5 +1,6 @@
 """Mistakes that people make, each with the whole sentence that answers it."""
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ pytestmark = pytest.mark.slow
 
 FILES = {
     "made_mixers.py": "class Mine: ...\n",
+    "null_character.py": "\0",
+    "folder.py/note.txt": "",
     "run.yaml": "model: {stack: Uniform}\n",
     "runs/young/note.txt": "",
     "runs/first_try/checkpoints/last.ckpt": "",
@@ -95,6 +98,24 @@ MEANT = {
     "generate --resume runs/missing": ("resume", "checkpoint"),
 }
 ANSWERS = {
+    "fit --config .": "config: '.' is neither a file nor one of configs/; . is a folder, and the config of a run is "
+    "./config.yaml",
+    "fit --config /": "config: '/' is neither a file nor one of configs/; / is a folder, and the config of a run is "
+    "//config.yaml",
+    "fit --config gla.yaml --foo.bar=1": "foo.bar: unknown key (--help lists them)",
+    "fit --config gla.yaml --config='{model+: 1}'": "model+: unknown key; did you mean 'model'?",
+    "fit --config gla.yaml --trainer.callbacks=[null]": "trainer.callbacks: null is not a Callback",
+    "fit --config gla.yaml --data.path=[null]": "data.path: null is not text",
+    "fit --config gla.yaml --data=..Mine": "data: '..Mine' cannot be imported, as there is no module '.' in this "
+    "folder or installed; go to the folder that it is in, or add that to PYTHONPATH",
+    "fit --config gla.yaml --data=../x.Mine": "data: '../x.Mine' cannot be imported, as there is no module '../x' in "
+    "this folder or installed; go to the folder that it is in, or add that to PYTHONPATH",
+    "fit --config gla.yaml --data=null_character.Mine": "null_character is not Python (source code string cannot "
+    "contain null bytes)",
+    "fit --config gla.yaml --model.stack.dict_kwargs.foo=1": "model.stack.dict_kwargs: unknown key (allowed: mixer)",
+    "fit --config gla.yaml --trainer.strategy=DDPStrategy --trainer.strategy.dict_kwargs=3": (
+        "trainer.strategy.dict_kwargs: 3 is not a mapping"
+    ),
     "fit --config gdn_h2.yaml --factor=4": (
         "factor: unknown key; did you mean 'model.stack.first.factor' or 'model.stack.second.factor'?"
     ),
@@ -316,6 +337,8 @@ def desk_with_files(desk: Path) -> Path:
     for name, text in FILES.items():
         (desk / name).parent.mkdir(parents=True, exist_ok=True)
         (desk / name).write_text(text)
+    (desk / "loop.py").symlink_to("loop.py")
+    os.mkfifo(desk / "pipe.py")
     return desk
 
 

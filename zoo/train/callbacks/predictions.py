@@ -29,7 +29,7 @@ class Predictions(BasePredictionWriter):
         self.path = Path(path)
         if os.path.lexists(self.path):
             raise UserError(f"output: {self.path} exists already; choose another file")
-        if not os.access(self.path.parent, os.W_OK):
+        if not self.path.parent.is_dir() or not os.access(self.path.parent, os.W_OK):
             raise UserError(f"output: the folder {self.path.parent} does not exist or cannot be written to")
 
     def on_predict_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
