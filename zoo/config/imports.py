@@ -15,7 +15,7 @@ def import_module(name: str) -> ModuleType:
     model's: neither what a library imports if it can (cython, brotli …), nor what a module in that folder imports.
     """
     top = name.partition(".")[0]
-    if not top:  # relative to a package, which there is none of; a finder would take the working folder for it
+    if not top:  # a relative name, for which importlib raises a TypeError
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     if top not in sys.modules and find_spec(top) is None:
         importlib.invalidate_caches()  # the file may be younger than the finder's list of the folder

@@ -480,8 +480,7 @@ def _scalar(value: Any, options: tuple[Any, ...]) -> Any:
         return value
     if isinstance(value, bool):
         return _ABSENT
-    exact = isinstance(value, float) and value.is_integer() and abs(value) < _MOST_EXACT
-    if exact and int in options and (abs(value) > 1 or float not in options):
+    if isinstance(value, float) and 1 < abs(value) < _MOST_EXACT and value.is_integer() and int in options:
         return int(value)
     if isinstance(value, int) and int in options:
         return value

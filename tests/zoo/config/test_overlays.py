@@ -211,10 +211,3 @@ def test_text_that_begins_like_yaml_is_text(path: str):
     """`&x` is null in YAML, which would be the embedded corpus."""
     for item in (f"data.path={path}", {"data": {"path": path}}):
         assert configs.read("gla.yaml", item).data.init_args.path == path
-
-
-@pytest.mark.parametrize(("number", "layers"), [("1e0", 1), ("1.0", 1), ("2.0", 2), ("1e2", 100)])
-def test_a_whole_number_may_be_written_as_a_decimal(number: str, layers: int) -> None:
-    config = configs.read("gla.yaml", f"model.num_layers={number}", f"trainer.limit_val_batches={number}")
-    assert repr(config.model.num_layers) == str(layers)
-    assert isinstance(config.trainer.limit_val_batches, float if layers == 1 else int)  # 1.0: all batches
