@@ -13,6 +13,8 @@ from zoo.data.loader import OrderedSamples, SampleSet, TrainLoader, ValidationLo
 
 log = logging.getLogger(__name__)
 
+MOST_WORKERS = 1024  # a typo must not start processes without end
+
 
 class ResumableData(L.LightningDataModule):
     """Data that can be resumed at any step with any number of devices.
@@ -34,6 +36,8 @@ class ResumableData(L.LightningDataModule):
     def __init__(self, batch_size: int, num_workers: int, seed: int) -> None:
         super().__init__()
         check_minimum(batch_size=(batch_size, 1), num_workers=(num_workers, 0))
+        if num_workers > MOST_WORKERS:
+            raise UserError(f"num_workers: {num_workers:,} processes per device; at most {MOST_WORKERS:,} are started")
         self.batch_size, self.num_workers, self.seed = batch_size, num_workers, seed
         self._train_loader: TrainLoader | None = None
         self._position = 0  # where the next training loader starts

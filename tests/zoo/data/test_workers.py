@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from kernels import UserError
 from tests.commands import CLI, FIT
 from tests.forked_python import fork_server
 from zoo.data import MarkovChain
@@ -199,3 +200,8 @@ def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...], t
         assert ended is not None
         assert ended.code == -signals[0]
         assert not wait_until_none_is(process)
+
+
+def test_a_number_of_workers_without_end_is_refused():
+    with pytest.raises(UserError, match=r"num_workers: 1,000,000,000 processes per device; at most 1,024 are started"):
+        MarkovChain(num_workers=10**9)
