@@ -104,9 +104,9 @@ def general_launches(heads: int) -> dict[str, LaunchSpec]:
         for gate in ("channel", "head")
     )
     plan.layout = per_head.layout = SimpleNamespace(chunks=range(4))
-    launches = {"prepare": plan.prepare(False), "pass": plan.forward(), "backward": plan.backward()}
+    launches = {"prepare": plan.prepare(), "pass": plan.forward(), "backward": plan.backward()}
     launches |= {"scalar_prepare": per_head.scalar_prepare(), "scalar_gradients": per_head.scalar_gradients()}
-    return launches | {"pairs": plan.pairs(), "gradients": plan.gradients(False)}
+    return launches | {"pairs": plan.pairs(), "gradients": plan.gradients()}
 
 
 @pytest.mark.parametrize("kernel", GENERAL)

@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
+from kernels.flops import as_computed
 
 from .recurrences import inputs
 
@@ -33,13 +34,21 @@ def counted(call) -> int:
 def test_recurrence_flops(op, gate: str, length: int, sizes: dict[str, int]):
     a = inputs(length, gate=gate, B=1, K=8, V=12, **sizes)
     G, R, E = (sizes.get(name, 1) for name in "GRE")
-    told = kernels.recurrence_flops(
-        op, length, heads=G * R, key_heads=G, subheads=E, key_size=8, value_size=12, per_channel=gate == "channel"
+    sizes_of_heads = {"heads": G * R, "key_heads": G, "subheads": E, "key_size": 8, "value_size": 12}
+    with as_computed():
+        told = kernels.recurrence_flops(op, length, **sizes_of_heads, per_channel=gate == "channel")
+    assert told == counted(lambda: op(**a, subheads=E))
+
+
+def test_masked_halves_of_squares_count():
+    sizes = {"heads": 2, "key_heads": 2, "subheads": 1, "key_size": 8, "value_size": 12}
+    per_head, per_channel = (
+        kernels.recurrence_flops(kernels.linear_recurrence, 64, **sizes, per_channel=each) for each in (False, True)
     )
-    # with decays per channel, the masked halves of squares are declared, and not computed
-    chunk = min(64, length)
-    masked = chunk**2 - chunk * (chunk - 1) // 2 if gate == "channel" else 0
-    assert told - 2 * G * R * E * 8 * masked * length // chunk == counted(lambda: op(**a, subheads=E))
+    with as_computed():
+        computed = kernels.recurrence_flops(kernels.linear_recurrence, 64, **sizes, per_channel=True)
+    assert per_channel == per_head
+    assert per_channel - computed == 2 * 2 * 8 * 64 * 65 // 2  # the diagonal, too, which is not a product
 
 
 @pytest.mark.slow
@@ -52,26 +61,20 @@ def test_flops_of_the_general_delta_rule(steps: int, erase: bool, gate: str, len
     G, R, E = (sizes.get(name, 1) for name in "GRE")
     if erase:
         a["erase"] = torch.randn(*a.pop("beta").shape, 8, dtype=torch.float64)
-    told = kernels.recurrence_flops(
-        kernels.delta_rule,
-        length,
-        heads=G * R,
-        key_heads=G,
-        subheads=E,
-        key_size=8,
-        value_size=12,
-        per_channel=gate == "channel",
-        erase=erase,
-        steps=steps,
-    )
-    chunk = min(64 // steps, length)
-    if gate == "channel":
-        computed = G * R * steps * (1 + steps) * chunk * (chunk - 1) // 2
-        skipped = G * R * steps * (1 + steps) * chunk**2 - computed
-    else:  # value heads with one key head share its products of queries and keys
-        skipped = (G * R - G) * steps * chunk**2
-    skipped *= 2 * E * 8 * length // chunk
-    assert told - skipped == counted(lambda: kernels.delta_rule(**a, subheads=E, steps=steps))
+    with as_computed():
+        told = kernels.recurrence_flops(
+            kernels.delta_rule,
+            length,
+            heads=G * R,
+            key_heads=G,
+            subheads=E,
+            key_size=8,
+            value_size=12,
+            per_channel=gate == "channel",
+            erase=erase,
+            steps=steps,
+        )
+    assert told == counted(lambda: kernels.delta_rule(**a, subheads=E, steps=steps))
 
 
 @pytest.mark.parametrize("window", [None, 1, 30, 65, 256, 1000])

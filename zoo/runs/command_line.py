@@ -28,6 +28,7 @@ from zoo.runs import fit as functions
 from zoo.runs import training
 from zoo.runs.errors import quiet
 from zoo.train.callbacks.predictions import Predictions
+from zoo.train.lightning_internals import parser_of
 
 
 class ZooCLI(LightningCLI):
@@ -78,7 +79,7 @@ class ZooCLI(LightningCLI):
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Read the configs and overrides, and vet a checkpoint's config before it is laid under them."""
-        take_no_files(own := self._parser(self._verb))
+        take_no_files(own := parser_of(self, self._verb))
         names = dict.fromkeys(action.dest.split(".")[0] for action in own._actions)
         added = [name for name in names if name not in (*KEYS, "help", "config")]
 
@@ -128,7 +129,7 @@ class ZooCLI(LightningCLI):
 
     def _instantiate_others(self, config: Namespace, datamodule: L.LightningDataModule) -> None:
         """Build what a subclass has added, among it callbacks, and set keys that are linked to the built data."""
-        parser = self._parser(self._verb)
+        parser = parser_of(self, self._verb)
         if vars(self._extra) or self._late_targets:
             self._extra = parser.instantiate_classes(Namespace({**vars(self._extra), "data": datamodule}))
             self._callbacks += [self._extra[key] for key in parser.callback_keys]

@@ -6,7 +6,7 @@ Functions read or set private fields. Classes give the private methods that a su
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
@@ -17,6 +17,9 @@ from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _
 from lightning.pytorch.trainer.connectors.signal_connector import _SignalConnector
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 Handler = Callable[[int, Any], None]
 
@@ -34,6 +37,11 @@ def device_mesh(module: L.LightningModule) -> DeviceMesh | None:
 def number_rows_from(trainer: L.Trainer, step: int) -> None:
     """Log the next metrics in the row of this step."""
     trainer.fit_loop.epoch_loop._batches_that_stepped = step
+
+
+def parser_of(cli: "LightningCLI", verb: str) -> "LightningArgumentParser":
+    """The parser of one verb of a command line."""
+    return cli._parser(verb)
 
 
 @contextmanager

@@ -297,7 +297,7 @@ def test_the_command_line(command: Command, desk: Path, sources: dict[str, Sourc
     assert "data is TextData, but the checkpoint was trained with MixedText" in refused.err
     for wrong, said in {
         "--data.sources.library.weigth=3": "did you mean 'weight'?",
-        "--data.sources={a: {wieght: 2}}": "data.sources.wieght: unknown key; did you mean 'weight'?",
+        "--data.sources={a: {wieght: 2}}": "data.sources.a.wieght: unknown key; did you mean 'weight'?",
         "--data.sources={a: {weight: x}}": "is not a number",
         "--data.sources={a: {weight: 0}}": "data.sources.a.weight is 0.0; it must be above 0",
         "--data.sources=3": "data.sources",
