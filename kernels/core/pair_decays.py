@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .deterministic import is_deterministic
 from .elementwise import exp2
 
 
@@ -48,7 +49,8 @@ class PairDecays:
         x, y = self.padded(x), self.padded(y)
         for half, up, down in self.levels(sums):
             later, earlier = self.halves(x, half)[1] * up, self.halves(y, half)[0] * down
-            blocks(A, half).copy_((later @ earlier.mT).unflatten(-1, (half, -1)).unflatten(-3, (half, -1)))
+            pairs = self.outer(later, earlier, half)
+            blocks(A, half).copy_(pairs.unflatten(-1, (half, -1)).unflatten(-3, (half, -1)))
         return A[..., : self.tokens, :, : self.tokens, :].flatten(-4, -3).flatten(-2)
 
     def gradients(self, dA: Tensor, x: Tensor, y: Tensor, sums: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,8 +68,8 @@ class PairDecays:
         for half, up, down in self.levels(sums):
             later, earlier = self.halves(x, half)[1] * up, self.halves(y, half)[0] * down
             pairs = blocks(dA, half).flatten(-4, -3).flatten(-2)
-            self.halves(dx, half)[1].addcmul_(pairs @ earlier, up)
-            self.halves(dy, half)[0].addcmul_(pairs.mT @ later, down)
+            self.halves(dx, half)[1].addcmul_(self.mixed(pairs, earlier, half), up)
+            self.halves(dy, half)[0].addcmul_(self.mixed(pairs, later, half, back=True), down)
         return dx[..., : rows * self.tokens, :], dy[..., : self.steps * self.tokens, :]
 
     @property
@@ -88,6 +90,32 @@ class PairDecays:
     def halves(self, x: Tensor, half: int) -> tuple[Tensor, ...]:
         """Views [...,blocks,rows,K] of the first and second halves of blocks, of x with `length` tokens."""
         return x.unflatten(-2, (self.length // (2 * half), 2, -1)).unbind(-3)
+
+    def outer(self, later: Tensor, earlier: Tensor, half: int) -> Tensor:
+        """later · earlierᵀ in each block [...,blocks,·,·], for rows of second and of first halves."""
+        if not is_deterministic():
+            return later @ earlier.mT
+        # On a CPU, the bits of small products depend on their number, those of whole chunks do not.
+        whole = self._placed(later, half, 1) @ self._placed(earlier, half, 0).mT
+        whole = whole.unflatten(-1, (self.length, -1)).unflatten(-3, (self.length, -1))
+        return blocks(whole, half).flatten(-4, -3).flatten(-2)
+
+    def mixed(self, pairs: Tensor, rows: Tensor, half: int, *, back: bool = False) -> Tensor:
+        """pairs · rows in each block, or with `back` pairsᵀ · rows: [...,blocks,·,K]."""
+        if not is_deterministic():
+            return (pairs.mT if back else pairs) @ rows
+        shape = (self.length, pairs.shape[-2] // half, self.length, pairs.shape[-1] // half)
+        square = pairs.new_zeros(*pairs.shape[:-3], *shape)
+        blocks(square, half).copy_(pairs.unflatten(-1, (half, -1)).unflatten(-3, (half, -1)))
+        square = square.flatten(-4, -3).flatten(-2)
+        whole = (square.mT if back else square) @ self._placed(rows, half, 1 if back else 0)
+        return self.halves(whole, half)[0 if back else 1]
+
+    def _placed(self, rows: Tensor, half: int, second: int) -> Tensor:
+        """The rows of halves of blocks, among zeros for the other halves [...,rows,K]."""
+        whole = rows.new_zeros(*rows.shape[:-3], 2 * rows.shape[-3] * rows.shape[-2], rows.shape[-1])
+        self.halves(whole, half)[second].copy_(rows)
+        return whole
 
     def levels(self, sums: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
         """For each level: tokens in half a block, factors of second halves of x, and of first halves of y."""

@@ -47,7 +47,7 @@ class _Earlier(torch.autograd.Function):
         pairs = decays.padded(decays.padded(scores).mT).mT
         for half, up, down in decays.levels(b):
             earlier = decays.halves(decays.padded(v), half)[0] * down
-            decays.halves(o, half)[1].addcmul_(_pairs(pairs, half) @ earlier, up)
+            decays.halves(o, half)[1].addcmul_(decays.mixed(_pairs(pairs, half), earlier, half), up)
         o = o[..., : v.shape[-2], :]
         ctx.save_for_backward(scores, v, b, o)
         return o
@@ -61,8 +61,8 @@ class _Earlier(torch.autograd.Function):
         dpairs = torch.zeros_like(pairs)
         for half, up, down in decays.levels(b):
             later, earlier = decays.halves(wide, half)[1] * up, decays.halves(decays.padded(v), half)[0] * down
-            decays.halves(dv, half)[0].addcmul_(_pairs(pairs, half).mT @ later, down)
-            _pairs(dpairs, half).copy_(later @ earlier.mT)
+            decays.halves(dv, half)[0].addcmul_(decays.mixed(_pairs(pairs, half), later, half, back=True), down)
+            _pairs(dpairs, half).copy_(decays.outer(later, earlier, half))
         C = v.shape[-2]
         dv = dv[..., :C, :]
         return dpairs[..., :C, :C], dv, (do * o).to(b.dtype) - (v * dv).to(b.dtype)

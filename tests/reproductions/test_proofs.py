@@ -56,7 +56,7 @@ def test_what_is_proved_of_an_op():
         "repeats",
         "memory",
     ]
-    assert set(actual.values()) <= {"passed", "noted"}
+    assert {check: status for check, status in actual.items() if status not in ("passed", "noted")} == {}
     assert list(ops.proofs(subject("linear (few rows, 32)"))) == ["repeats", "memory"]  # it has no axis of tokens
     assert ops.pieces(subject("selective_scan (32)")).status == "passed"  # it has no keys
 
