@@ -44,9 +44,9 @@ class _Earlier(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores: Tensor, v: Tensor, b: Tensor) -> Tensor:
         decays, o = _padded(b, v)
-        pairs = decays.padded(decays.padded(scores).mT).mT
+        pairs, values = decays.padded(decays.padded(scores).mT).mT, decays.padded(v)
         for half, up, down in decays.levels(b):
-            earlier = decays.halves(decays.padded(v), half)[0] * down
+            earlier = decays.halves(values, half)[0] * down
             decays.halves(o, half)[1].addcmul_(decays.mixed(_pairs(pairs, half), earlier, half), up)
         o = o[..., : v.shape[-2], :]
         ctx.save_for_backward(scores, v, b, o)
@@ -57,10 +57,10 @@ class _Earlier(torch.autograd.Function):
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         scores, v, b, o = ctx.saved_tensors
         decays, dv = _padded(b, v)
-        pairs, wide = decays.padded(decays.padded(scores).mT).mT, decays.padded(do)
+        pairs, values, wide = decays.padded(decays.padded(scores).mT).mT, decays.padded(v), decays.padded(do)
         dpairs = torch.zeros_like(pairs)
         for half, up, down in decays.levels(b):
-            later, earlier = decays.halves(wide, half)[1] * up, decays.halves(decays.padded(v), half)[0] * down
+            later, earlier = decays.halves(wide, half)[1] * up, decays.halves(values, half)[0] * down
             decays.halves(dv, half)[0].addcmul_(decays.mixed(_pairs(pairs, half), later, half, back=True), down)
             _pairs(dpairs, half).copy_(decays.outer(later, earlier, half))
         C = v.shape[-2]

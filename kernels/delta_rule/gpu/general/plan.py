@@ -170,7 +170,7 @@ class GeneralDeltaRule(Plan):
         """Compute what `prepare` does except for the inverse, in Gluon."""
         from .hopper_chunks import pair_products  # the interpreter does without Gluon
 
-        return self._in_gluon(pair_products, self._pairs, self.scale, self.slots * self.M)
+        return self._over_tiles(pair_products, self._pairs, self.scale, self.slots * self.M)
 
     @prepared
     def solve_pairs(self) -> LaunchSpec:
@@ -182,12 +182,12 @@ class GeneralDeltaRule(Plan):
     @prepared
     def block_gradients(self) -> LaunchSpec:
         """The gradients of keys, queries and gates in Gluon."""
-        from .hopper_chunks import gradients as in_gluon
+        from .hopper_chunks import gradients as of_block
 
         programs = self._pairs * (self.K // CHUNK)
-        return self._in_gluon(in_gluon, programs, self.scale, self.B * self.rows, V=self.V)
+        return self._over_tiles(of_block, programs, self.scale, self.B * self.rows, V=self.V)
 
-    def _in_gluon(self, kernel: Any, programs: int, *numbers: Any, **constants: Any) -> LaunchSpec:
+    def _over_tiles(self, kernel: Any, programs: int, *numbers: Any, **constants: Any) -> LaunchSpec:
         options: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "K": self.K, **constants}
         options |= {"BEFORE": self.before, "PRODUCT": self.product}
         return LaunchSpec(kernel, programs, *numbers, **options, warps=8, registers=128)  # two on a multiprocessor
