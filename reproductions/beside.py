@@ -62,8 +62,19 @@ def kernels(
         check_names("libraries", libraries or [""], peers.LIBRARIES)
     names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
     peers.require_for(names, pick_device(device), libraries)
-    settings = (ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder)
-    return time_kernels(partial(checked, libraries), *settings)
+    return time_kernels(
+        partial(checked, libraries),
+        ops=ops,
+        shapes=shapes,
+        lengths=lengths,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        window_size=window_size,
+        seconds=seconds,
+        key_heads=key_heads,
+        folder=folder,
+    )
 
 
 def checked(
@@ -108,8 +119,19 @@ def training(
         UserError: An argument is invalid.
     """
     peers.require(pick_device(device))
-    settings = (config, batch_size, length, steps, precision, backend, device, compile, cuda_graph, folder)
-    return time_training(_language_model, *settings)
+    return time_training(
+        _language_model,
+        config=config,
+        batch_size=batch_size,
+        length=length,
+        steps=steps,
+        precision=precision,
+        backend=backend,
+        device=device,
+        compile=compile,
+        cuda_graph=cuda_graph,
+        folder=folder,
+    )
 
 
 def _language_model(ours: LanguageModel, sizes: dict[str, Any], device: torch.device) -> tuple[str, nn.Module]:
@@ -136,8 +158,17 @@ def decode(
         UserError: An argument is invalid.
     """
     peers.require(pick_device(device))
-    settings = (config, batch_sizes, positions, precision, backend, device, seconds, folder)
-    return time_decoding(_steps, *settings)
+    return time_decoding(
+        _steps,
+        config=config,
+        batch_sizes=batch_sizes,
+        positions=positions,
+        precision=precision,
+        backend=backend,
+        device=device,
+        seconds=seconds,
+        folder=folder,
+    )
 
 
 def _steps(

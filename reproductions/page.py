@@ -59,11 +59,12 @@ NOT_RUN = """\
 
 <!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
 
-Tables and figures of the five papers without a measurement of ours; [another page](reproductions.md) has the rest. Each
-row links a file with its commands, the data that they need, notes, and the arithmetic of the hours. Hours are estimates
-for one H200, with 175k tokens/s for 400M parameters and as many FLOPs a second at other sizes. Commands expect a corpus
-as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks` ([Data](data.md),
-[Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a size or an overlay.
+These tables and figures of the five papers have not been measured here; [another page](reproductions.md) has the rest.
+Each row links a file with its commands, the data that they need, notes, and the arithmetic of the hours. Hours are
+estimates for one H200, with 175k tokens/s for 400M parameters and as many FLOPs a second at other sizes. Commands
+expect a corpus as `corpus`, its tokenizer as `tokenizer.json`, and the files of benchmarks in `benchmarks`
+([Data](data.md), [Evaluation](evaluation.md)). They train a few of a row's models; the others differ in a factor, a
+size or an overlay.
 """
 
 

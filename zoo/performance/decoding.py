@@ -81,12 +81,22 @@ def bench_decode(
     Raises:
         UserError: An argument is invalid.
     """
-    settings = (config, batch_sizes, positions, precision, backend, device, seconds, folder)
-    return time_decoding(None, *settings)
+    return time_decoding(
+        None,
+        config=config,
+        batch_sizes=batch_sizes,
+        positions=positions,
+        precision=precision,
+        backend=backend,
+        device=device,
+        seconds=seconds,
+        folder=folder,
+    )
 
 
 def time_decoding(
     other: Other | None,
+    *,
     config: Sequence[str],
     batch_sizes: list[int] | None,
     positions: list[int] | None,

@@ -165,12 +165,24 @@ def bench_kernels(
     Raises:
         UserError: An argument is invalid.
     """
-    settings = (ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder)
-    return time_kernels(None, *settings)
+    return time_kernels(
+        None,
+        ops=ops,
+        shapes=shapes,
+        lengths=lengths,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        window_size=window_size,
+        seconds=seconds,
+        key_heads=key_heads,
+        folder=folder,
+    )
 
 
 def time_kernels(
     others: Others | None,
+    *,
     ops: list[str] | str | None,
     shapes: list[tuple[int, int, int, int]] | None,
     lengths: list[int] | None,

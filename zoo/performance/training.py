@@ -105,12 +105,24 @@ def bench_training(
     Raises:
         UserError: An argument is invalid.
     """
-    settings = (config, batch_size, length, steps, precision, backend, device, compile, cuda_graph, folder)
-    return time_training(None, *settings)
+    return time_training(
+        None,
+        config=config,
+        batch_size=batch_size,
+        length=length,
+        steps=steps,
+        precision=precision,
+        backend=backend,
+        device=device,
+        compile=compile,
+        cuda_graph=cuda_graph,
+        folder=folder,
+    )
 
 
 def time_training(
     other: Other | None,
+    *,
     config: Sequence[str],
     batch_size: int | None,
     length: int | None,

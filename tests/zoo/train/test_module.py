@@ -339,7 +339,7 @@ class Logs(L.Callback):
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])
 def test_the_first_step_after_a_resume_has_the_rate_of_its_schedule(schedule: str, tmp_path):
-    """Of the length that the run now has, and not of the one that the checkpoint was written with."""
+    """The schedule has the run's present length, not the one that the checkpoint was written with."""
     rates: dict[int, float] = {}
 
     class Rates(L.Callback):

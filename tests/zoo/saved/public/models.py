@@ -104,7 +104,7 @@ CASES: dict[str, tuple[Spec, Spec]] = {
 
 
 def build(case: str) -> zoo.LanguageModel:
-    """A model of ours whose mixers, gates and biases all matter."""
+    """A model of the zoo whose mixers, gates and biases all matter."""
     stack, others = CASES[case]
     return excited(zoo.build({"model": {**SIZES, **others, "stack": stack}}))
 

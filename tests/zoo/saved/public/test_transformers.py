@@ -32,7 +32,7 @@ PROMPTS = ["def", "a longer prompt, which is not padded"]
 
 
 def export(case: str, folder: Path) -> Path:
-    """A model of ours with a tokenizer of bytes, as `export` writes it."""
+    """A model of the zoo with a tokenizer of bytes, as `export` writes it."""
     stack, others = CASES[case]
     model = excited(zoo.build({"model": {**SIZES, **others, "vocab_size": VOCABULARY, "stack": stack}}))
     tokenizer = Tokenizer(byte_level(), "tokenizer", "<done>")
