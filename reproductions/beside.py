@@ -24,6 +24,7 @@ from zoo.config.command_line import Keys, arguments_of
 from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.bench_report import Report, complaint, show
+from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import Steps, time_decoding
 from zoo.performance.kernels import FIRST_CALL, Call, time_kernels
 from zoo.performance.model import PRECISIONS
@@ -42,8 +43,9 @@ def kernels(
     device: str | None = None,
     window_size: int | None = None,
     seconds: float = 0.8,
-    libraries: list[str] | None = None,
+    libraries: list[str] | str | None = None,
     key_heads: int | None = None,
+    decays: list[str] | str = GENTLE,
     folder: str = "runs/beside-kernels",
 ) -> Report:
     """Time the ops, alternating with those of other libraries.
@@ -52,13 +54,15 @@ def kernels(
     (`disable_recompute`).
 
     Args:
-        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder: As for `bench kernels`.
+        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
+            kernels`.
         libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
 
     Raises:
         UserError: An argument is invalid.
     """
     if libraries is not None:
+        libraries = names_in(libraries)
         check_names("libraries", libraries or [""], peers.LIBRARIES)
     names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
     peers.require_for(names, pick_device(device), libraries)
@@ -73,6 +77,7 @@ def kernels(
         window_size=window_size,
         seconds=seconds,
         key_heads=key_heads,
+        decays=decays,
         folder=folder,
     )
 

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
 from ..core.chunking import Chunking, scan_stacked
+from ..core.deterministic import in_mode, is_deterministic
 from ..core.pair_decays import PairDecays, blocks
 from ..core.recurrence import Recurrences
 
@@ -50,22 +51,27 @@ class _Earlier(torch.autograd.Function):
             decays.halves(o, half)[1].addcmul_(decays.mixed(_pairs(pairs, half), earlier, half), up)
         o = o[..., : v.shape[-2], :]
         ctx.save_for_backward(scores, v, b, o)
+        ctx.mode = is_deterministic()  # the backward pass on a GPU runs in another thread
         return o
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        scores, v, b, o = ctx.saved_tensors
-        decays, dv = _padded(b, v)
-        pairs, values, wide = decays.padded(decays.padded(scores).mT).mT, decays.padded(v), decays.padded(do)
-        dpairs = torch.zeros_like(pairs)
-        for half, up, down in decays.levels(b):
-            later, earlier = decays.halves(wide, half)[1] * up, decays.halves(values, half)[0] * down
-            decays.halves(dv, half)[0].addcmul_(decays.mixed(_pairs(pairs, half), later, half, back=True), down)
-            _pairs(dpairs, half).copy_(decays.outer(later, earlier, half))
-        C = v.shape[-2]
-        dv = dv[..., :C, :]
-        return dpairs[..., :C, :C], dv, (do * o).to(b.dtype) - (v * dv).to(b.dtype)
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        return in_mode(ctx.mode, _gradients_of_earlier, do, *ctx.saved_tensors)
+
+
+def _gradients_of_earlier(do: Tensor, scores: Tensor, v: Tensor, b: Tensor, o: Tensor) -> tuple[Tensor, ...]:
+    """Return the gradients of scores, v and b of `_Earlier`, from that of its outputs o."""
+    decays, dv = _padded(b, v)
+    pairs, values, wide = decays.padded(decays.padded(scores).mT).mT, decays.padded(v), decays.padded(do)
+    dpairs = torch.zeros_like(pairs)
+    for half, up, down in decays.levels(b):
+        later, earlier = decays.halves(wide, half)[1] * up, decays.halves(values, half)[0] * down
+        decays.halves(dv, half)[0].addcmul_(decays.mixed(_pairs(pairs, half), later, half, back=True), down)
+        _pairs(dpairs, half).copy_(decays.outer(later, earlier, half))
+    C = v.shape[-2]
+    dv = dv[..., :C, :]
+    return dpairs[..., :C, :C], dv, (do * o).to(b.dtype) - (v * dv).to(b.dtype)
 
 
 def _padded(b: Tensor, v: Tensor) -> tuple[PairDecays, Tensor]:

@@ -56,6 +56,13 @@ select mixer, shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_bw
 select case model when 'kda' then 'ours' else 'flash-linear-attention' end as model, parameters, printf('%.1f', step_ms) as "ms a step",
   printf('%,d', tokens_per_second) as "tokens/s", printf('%.1f', peak_gib) as GiB from rows
 
+-- decays_training: reproductions/measured/decays_training_h200.csv
+select case model when 'kda_hybrid' then 'KDA 3:1' when 'gla' then 'GLA' when 'hgrn2' then 'HGRN2' else 'Gated DeltaNet-2' end
+    as model, upper(size) as size, printf('%,d', max(case decays when 'gentle' then tokens_per_second end)) as "tokens/s, log decays near −0.05",
+  printf('%,d', max(case decays when 'recorded' then tokens_per_second end)) as "recorded decays",
+  printf('%.2f', 1.0 * max(case decays when 'recorded' then tokens_per_second end) / max(case decays when 'gentle' then tokens_per_second end)) as ratio
+from rows group by model, size order by min(rowid)
+
 -- delta_family_h100: reproductions/measured/delta_family_h100.csv
 select op, printf('%.3f / %.3f', fwd_graph_ms, fwd_bwd_graph_ms) as ours,
   printf('%.3f / %.3f', coalesce("peers.fla chunk_comba.fwd_graph_ms", "peers.fla chunk_gated_delta_product.fwd_graph_ms"),
@@ -230,7 +237,7 @@ select name as "op or mixer",
   max(case "check" when 'pieces' then cell end) as "pieces",
   max(case "check" when 'gates' then cell end) as "gates",
   max(case "check" when 'repeats' then cell end) as "repeats"
-from cells group by name order by min(place)
+from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
 
 -- proofs_h100: reproductions/measured/proofs_h100.csv
 with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1) else subject end as name, rowid as place, "check", dtype,
@@ -249,7 +256,7 @@ select name as "op or mixer",
   max(case "check" when 'pieces' then cell end) as "pieces",
   max(case "check" when 'gates' then cell end) as "gates",
   max(case "check" when 'repeats' then cell end) as "repeats"
-from cells group by name order by min(place)
+from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
 
 -- families: families
 select '`' || family || '`' as family, reads, writes, gguf as "GGUF", configs as "configs, logits compared" from rows

@@ -216,11 +216,11 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
     table = report.table()
     assert not report.failed
     said = capsys.readouterr().err
-    assert "kernels: kda 1×1×40×8, first call of theirs\n" in said
+    assert "kernels: kda 1×1×40×8, gentle decays, first call of theirs\n" in said
     assert "theirs: ValueError: heads of 8 channels" in table.caption
     assert "same" not in table.caption
     cells = [[*column.cells] for column in table.columns]
-    assert cells[0] == ["kda", "  theirs", "  same"]
+    assert cells[0] == ["kda, gentle", "  theirs", "  same"]
     assert cells[2][1] == "–"
     assert cells[1][2].startswith("±")
 

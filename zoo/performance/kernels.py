@@ -18,6 +18,7 @@ from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import new_figure, progress_bar
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
+from zoo.performance.decays import GENTLE, KINDS, MODELS
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import TimedCall, as_graph, medians
@@ -64,7 +65,8 @@ class KernelReport(Report):
                 "±: relative error of a peer's output / the largest of its gradients, against the fp32 reference"
             )
         for row in self.rows:
-            head = [row["op"], "×".join(map(str, row["shape"].values()))]
+            name = row["op"] + (f", {row['decays']}" if row["decays"] else "")
+            head = [name, "×".join(map(str, row["shape"].values()))]
             if "fwd_ms" not in row:
                 without(table, remarks, head, row)
             elif row["in_table"]:
@@ -142,6 +144,7 @@ def bench_kernels(
     window_size: int | None = None,
     seconds: float = 0.8,
     key_heads: int | None = None,
+    decays: list[str] | str = GENTLE,
     folder: str = "runs/bench-kernels",
 ) -> Report:
     """Time the ops, forward and with their backward pass, after checking their results.
@@ -160,6 +163,9 @@ def bench_kernels(
             the sequences is full attention.
         seconds: Time to spend on each measurement.
         key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
+        decays: Log decays per channel in the table, any of gentle (about 5 % a step), initial (softplus decays before
+            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops, and the
+            picture, have gentle decays.
         folder: The folder of bench.json and bench.png.
 
     Raises:
@@ -176,6 +182,7 @@ def bench_kernels(
         window_size=window_size,
         seconds=seconds,
         key_heads=key_heads,
+        decays=decays,
         folder=folder,
     )
 
@@ -192,6 +199,7 @@ def time_kernels(
     window_size: int | None,
     seconds: float,
     key_heads: int | None,
+    decays: list[str] | str,
     folder: str,
 ) -> Report:
     """Time the ops, as `bench_kernels` does, in the rows of the table next to `others`."""
@@ -199,6 +207,8 @@ def time_kernels(
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
     check_names("ops", names or [""], OPS)
+    kinds = list(dict.fromkeys(names_in(decays)))
+    check_names("decays", kinds or [""], KINDS)
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
@@ -213,28 +223,32 @@ def time_kernels(
         if any(number < 1 for shape in sizes for number in shape):
             raise UserError(f"{argument}: all sizes must be at least 1")
     table = [
-        (name, Shape(*shape))
+        (name, Shape(*shape), kind)
         for name in names
         for shape in (_default_shapes(name, on_gpu) if shapes is None else shapes)
+        for kind in (kinds if name in MODELS else [GENTLE])
     ]
     if lengths is None:
         lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
     base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
-    curve = [(name, base._replace(T=length)) for name in names for length in lengths]
-    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape in [*table, *curve])):
+    curve = [(name, base._replace(T=length), GENTLE) for name in names for length in lengths]
+    if key_heads is not None and (
+        names != ["delta_rule"] or any(shape.H % key_heads for _, shape, _ in [*table, *curve])
+    ):
         raise UserError(f"key_heads: {key_heads} is for --ops=delta_rule alone, and must divide H of all shapes")
 
     for name in names:  # reports a missing backend before any measurement
         BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
     report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": others is not None})
     measurements = list(dict.fromkeys([*table, *curve]))
-    for name, shape in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
-        says = f"{name} {'×'.join(map(str, shape))}"
+    for name, shape, kind in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
+        says = f"{name} {'×'.join(map(str, shape))}{f', {kind} decays' if name in MODELS else ''}"
         bar.set_postfix_str(says)
         row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
-        row["in_table"], row["in_curve"] = (name, shape) in table, (name, shape) in curve
+        row["decays"] = kind if name in MODELS else None
+        row["in_table"], row["in_curve"] = ((name, shape, kind) in rows for rows in (table, curve))
         try:
-            case = BenchCall(name, shape, precision, where, backend, window, key_heads)
+            case = BenchCall(name, shape, precision, where, backend, window, key_heads, kind)
             row |= measured(case, seconds, others if row["in_table"] else None, partial(_announce, bar, says))
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"
