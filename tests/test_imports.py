@@ -17,8 +17,8 @@ HEAVY = ("lightning", "torchmetrics", "transformers", "scipy", "matplotlib", "lm
 LIGHT = f"""
 import contextlib, io, sys
 
-def light(what):
-    found = [name for name in {HEAVY} if name in sys.modules]
+def light(what, but=()):
+    found = [name for name in {HEAVY} if name in sys.modules and name not in but]
     assert not found, f"{{what}} imports {{', '.join(found)}}"
     print("light:", what)
 
@@ -54,6 +54,19 @@ try:
 except zoo.UserError as error:
     print(error)
 light("a wrong key")
+gdn = ["fit", "--config", "gdn_h2.yaml"]
+mistakes = [["--model.num_layer=3"], ["--optim.learnin_rate=1"], ["--num_layers=3"]]
+mistakes += [["--config", "gdn_h3.yaml"]]
+for mistake in mistakes:
+    try:
+        cli.run([*gdn, *mistake])
+        raise AssertionError(mistake)
+    except zoo.UserError as error:
+        assert "did you mean" in str(error), error
+    light(f"fit {{mistake}}")
+with contextlib.redirect_stdout(io.StringIO()):
+    cli.run(["evaluate", "--tasks=list"])
+light("evaluate --tasks=list", but=("matplotlib",))
 for name in zoo.__all__:
     assert getattr(zoo, name).__name__ == name, name
 assert "lightning" in sys.modules
@@ -72,7 +85,7 @@ def test_what_needs_no_lightning_does_not_import_it():
     assert said[2].startswith("triton ")
     assert said[3].startswith("'fti' is not a verb; did you mean 'fit'? (verbs: fit, ")
     assert said[4].startswith("smaples.every: unknown key; did you mean 'samples'?")
-    assert len(done.stdout.splitlines()) == len(said) + 11
+    assert len(done.stdout.splitlines()) == len(said) + 16
 
 
 def processor_seconds(*arguments: str) -> float:

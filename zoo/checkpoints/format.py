@@ -1,24 +1,20 @@
-"""The format of checkpoint files, and reading and writing them."""
+"""The format of checkpoint files, and reading them; `io.py` writes them."""
 
 import itertools
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 
 from kernels.errors import UserError
-from zoo.checkpoints import fsdp_shards, zero_shards
-from zoo.checkpoints.archive import check_archive, read_seal, save_sealed
-from zoo.checkpoints.background import Background
+from zoo.checkpoints import zero_shards
+from zoo.checkpoints.archive import check_archive, read_seal
 from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_entry
-from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import check_plain
 
 FORMAT = 2
@@ -73,7 +69,7 @@ def read_whole_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu
     if SHARDS not in checkpoint:
         return checkpoint
     if TENSORS in checkpoint[SHARDS]:
-        return fsdp_shards.whole_checkpoint(path, checkpoint)
+        return _fsdp().whole_checkpoint(path, checkpoint)
     return {**checkpoint, "state_dict": zero_shards.whole_weights(path, checkpoint[SHARDS])}
 
 
@@ -101,7 +97,7 @@ def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
 def weights_in(contents: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The weights in the contents of the file `path`, by the model's names; those of shards are read."""
     if isinstance(contents, Mapping) and SHARDS in contents:
-        kind = fsdp_shards if TENSORS in contents[SHARDS] else zero_shards
+        kind = _fsdp() if TENSORS in contents[SHARDS] else zero_shards
         contents = {**contents, "state_dict": kind.whole_weights(path, contents[SHARDS])}
     if isinstance(contents, Mapping) and isinstance(contents.get("state_dict"), Mapping):
         # in Lightning's checkpoint the names start with `model.`
@@ -193,48 +189,11 @@ def check_weights(weights: Mapping[str, Any], model: nn.Module, path: str | os.P
             raise UserError(f"{path} does not fit the model: {name} has shape {saved}, the model's is {required}.")
 
 
-def not_written(path: str | os.PathLike[str], error: OSError) -> UserError:
-    """The error to raise if a checkpoint cannot be written: the disk is full, read-only or gone."""
-    reason = error.strerror or " ".join(str(error).split())
-    earlier = "the one saved there before is kept" if Path(path).exists() else "none was saved there before"
-    return UserError(f"the checkpoint {path} cannot be written: {reason}; {earlier}.")
+def _fsdp() -> Any:
+    """The module of the shards that FSDP writes. It imports sharded tensors, which takes half as long as PyTorch."""
+    from zoo.checkpoints import fsdp_shards
 
-
-class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a temporary file next to the target, syncs it to disk, then renames it; reads with clear errors.
-
-    Lightning's writer keeps a second copy in memory, moves it from another folder, and never syncs.
-    """
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Write `checkpoint` to the local file `path`; an existing file stays until the new one is complete.
-
-        If `storage_options` is a `Background`, the checkpoint is copied now and written by that thread. A UserError if
-        the file cannot be written.
-        """
-        if isinstance(storage_options, Background):
-            copied = storage_options.copy(checkpoint, checkpoint["global_step"])
-            storage_options.add(partial(_write, copied, path))
-        elif storage_options is not None:
-            raise TypeError("storage_options are not supported: checkpoints are written to local files")
-        else:
-            _write(checkpoint, path)
-
-    def load_checkpoint(
-        self, path: Any, map_location: Callable | None = None, weights_only: bool | None = None
-    ) -> dict[str, Any]:
-        """Read a checkpoint of this project onto the CPU; no code in it is run, whatever `weights_only` says."""
-        return read_whole_checkpoint(path, map_location or "cpu")
-
-
-def _write(checkpoint: dict[str, Any], path: Any) -> None:
-    if Path(path).parent.is_symlink():  # since the run began: it may lead to the checkpoints of another one
-        raise UserError(f"the checkpoint {path} is not written: {Path(path).parent} is a link; put a folder there.")
-    try:
-        with atomic_write(path) as file:
-            save_sealed(checkpoint, file)
-    except OSError as error:
-        raise not_written(path, error) from error
+    return fsdp_shards
 
 
 def _check_shards(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> None:
@@ -242,7 +201,7 @@ def _check_shards(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -
     if SHARDS in checkpoint:
         check_entry(path, checkpoint[SHARDS])
         if TENSORS in checkpoint[SHARDS]:
-            fsdp_shards.check_tensors(path, checkpoint)
+            _fsdp().check_tensors(path, checkpoint)
 
 
 def _read(path: str | os.PathLike[str], map_location: Any) -> tuple[Any, str]:

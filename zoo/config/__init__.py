@@ -3,7 +3,7 @@
 from zoo.config.build import build, captures_steps, from_config, instantiate, vocabulary
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.keys import GROUPS, KEYS
-from zoo.config.parser import add_run_keys, parse, parse_model, read, read_model
+from zoo.config.parser import add_run_keys, check_model_keys, parse, parse_model, read, read_model
 from zoo.config.serialise import differences, to_dict
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "add_run_keys",
     "build",
     "captures_steps",
+    "check_model_keys",
     "differences",
     "find_config",
     "from_config",

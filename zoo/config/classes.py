@@ -4,10 +4,11 @@ from typing import Any
 
 import lightning as L
 
-from zoo.config.own import COMPONENTS as COMPONENTS  # so that a config can name them without their modules
+from zoo.config.own import OF_MODELS, of_data
 from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.run_callback import RunCallback, run_callbacks
 from zoo.train.optim import Optimisation
 
+COMPONENTS = (*OF_MODELS, *of_data())  # imported, so that a config can name them without their modules
 CALLBACKS: dict[str, type[RunCallback]] = {cls.key: cls for cls in run_callbacks() if cls.key is not None}
 CLASSES: dict[str, Any] = {"model": LanguageModel, "optim": Optimisation, "trainer": L.Trainer, **CALLBACKS}

@@ -15,11 +15,13 @@ from zoo.config import signatures
 from zoo.config.explain import unknown
 from zoo.config.find import find_config
 from zoo.config.help import class_help, purposes, short_help, topic_help, usage_line
+from zoo.config.keys import OF_LIGHTNING
 from zoo.config.merge import merged
 from zoo.config.overlays import is_override, load_items
 from zoo.config.parser import known_keys, read
 from zoo.config.resolve import built_arguments, resolved
 from zoo.config.serialise import to_dict
+from zoo.config.suggest import is_certain
 from zoo.files.safe_yaml import dump_yaml
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
@@ -135,8 +137,12 @@ def _check_names(items: Sequence[str], options: Collection[str], keys: Keys | No
             continue
         if keys is None:
             raise UserError(unknown(key, "", options))
-        others = known_keys(load_items(each for each in items if each != item))
-        raise UserError(unknown(key.rstrip("+"), "", {"config", *others, *options, *keys.names}))
+        name, names = key.rstrip("+"), {"config", *options, *keys.names}
+        others = load_items(each for each in items if each != item)
+        names |= known_keys(others, lightning=False)
+        if not is_certain(name, "", names, OF_LIGHTNING):
+            names |= known_keys(others)
+        raise UserError(unknown(name, "", names))
 
 
 def _without_key(argument: str, parameters: Collection[str], keys: Keys | None) -> str:

@@ -4,12 +4,13 @@ Whether a foreign config is built does not depend on which modules happen to be 
 `import mixers` imports all of its modules.
 """
 
+from collections.abc import Iterable
 from functools import cache
+from types import ModuleType
 
 import torch
 
 import mixers
-import zoo.data
 import zoo.lm
 from mixers.components import components
 from zoo.train.muon import Muon
@@ -17,22 +18,23 @@ from zoo.train.muon import Muon
 STACKS = (zoo.lm.H1, zoo.lm.H2, zoo.lm.Pattern, zoo.lm.Uniform)
 MLPS = (zoo.lm.ChannelMixer, zoo.lm.GLU, zoo.lm.MLPLayer, zoo.lm.RWKV7ChannelMix, zoo.lm.SquaredReLU, zoo.lm.SwiGLU)
 ENDS = (zoo.lm.Inputs, zoo.lm.Patches, zoo.lm.Classifier)
-DATA = (
-    *(zoo.data.Images, zoo.data.ListOps, zoo.data.MarkovChain, zoo.data.MixedText, zoo.data.MQAR, zoo.data.TextData),
-    *(zoo.data.TokenTasks, zoo.data.Digits),
-)
-TASKS = (
-    *(zoo.data.CompositionalRecall, zoo.data.ForgettingRecall, zoo.data.StackedRecall),
-    *(zoo.data.Compression, zoo.data.InContextRecall, zoo.data.Memorization, zoo.data.SelectiveCopy),
-    zoo.data.WordProblem,
-)
-COMPONENTS: tuple[type, ...] = (*STACKS, *MLPS, *ENDS, mixers.Expanded, *components(), *DATA, *TASKS, Muon)
-_PUBLIC = (mixers, zoo.lm, zoo.data, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
+OF_MODELS: tuple[type, ...] = (*STACKS, *MLPS, *ENDS, mixers.Expanded, *components(), Muon)
+_PUBLIC = (mixers, zoo.lm, torch.optim, torch.optim.lr_scheduler)  # packages that export classes of modules
+
+
+@cache
+def of_data() -> tuple[type, ...]:
+    """Return the data modules and tasks. Importing them imports Lightning, which takes longer than PyTorch."""
+    from zoo import data
+
+    modules = (data.Images, data.ListOps, data.MarkovChain, data.MixedText, data.MQAR, data.TextData, data.TokenTasks)
+    recall = (data.CompositionalRecall, data.ForgettingRecall, data.StackedRecall, data.InContextRecall)
+    return *modules, data.Digits, *recall, data.Compression, data.Memorization, data.SelectiveCopy, data.WordProblem
 
 
 def own_component(name: str) -> type | None:
     """The component of this name, with or without its module; None if it is not one of the table."""
-    return _by_name().get(name)
+    return _of_models().get(name) or _of_data().get(name)
 
 
 def registered(cls: type) -> bool:
@@ -41,10 +43,21 @@ def registered(cls: type) -> bool:
 
 
 @cache
-def _by_name() -> dict[str, type]:
+def _of_models() -> dict[str, type]:
+    return _by_name((*_of_torch(), *OF_MODELS), _PUBLIC)
+
+
+@cache
+def _of_data() -> dict[str, type]:
+    from zoo import data
+
+    return _by_name(of_data(), (data,))
+
+
+def _by_name(classes: Iterable[type], packages: Iterable[ModuleType]) -> dict[str, type]:
     table: dict[str, type] = {}
-    for cls in (*_of_torch(), *COMPONENTS):  # where two share a name, this project's class takes it
-        exported = [package.__name__ for package in _PUBLIC if getattr(package, cls.__name__, None) is cls]
+    for cls in classes:  # where two share a name, this project's class takes it
+        exported = [package.__name__ for package in packages if getattr(package, cls.__name__, None) is cls]
         table |= {f"{module}.{cls.__name__}": cls for module in (cls.__module__, *exported)}
         table[cls.__name__] = cls
     return table

@@ -122,6 +122,19 @@ def read_model(*configs_and_overrides: Item) -> Namespace:
     return _read(configs_and_overrides, run_keys(lightning=False), skipped=OF_LIGHTNING)
 
 
+def check_model_keys(items: Iterable[str]) -> None:
+    """Check that the configs of a run exist, and the keys of its model and optimiser, without importing Lightning.
+
+    Raises:
+        UserError: A file is missing, or a key does not exist and it is certain which one is meant.
+    """
+    keys = run_keys(lightning=False)
+    mixers.names()
+    resolver = Resolver(keys)
+    resolver.all(_merged(load_items(items), keys, OF_LIGHTNING))
+    resolver.check_keys(OF_LIGHTNING)
+
+
 def _read(configs_and_overrides: Iterable[Item], keys: Keys, skipped: Collection[str] = ()) -> Namespace:
     items = load_items(configs_and_overrides)
     check_overrides(item for item in items if isinstance(item, str))
@@ -162,8 +175,9 @@ def _merged(items: Iterable[str | Mapping[str, Any]], keys: Keys, skipped: Colle
     return {key: value for key, value in config.items() if key not in skipped}
 
 
-def known_keys(items: Iterable[str | Mapping[str, Any]]) -> set[str]:
-    """All keys that the result of `load_items` may have, with those of the classes that it names."""
-    resolver = Resolver(run_keys())
-    resolver.all(_merged(items, run_keys()))
+def known_keys(items: Iterable[str | Mapping[str, Any]], lightning: bool = True) -> set[str]:
+    """All keys that the result of `load_items` may have, with those of the classes that it names; see `run_keys`."""
+    keys = run_keys(lightning)
+    resolver = Resolver(keys)
+    resolver.all(_merged(items, keys, () if lightning else OF_LIGHTNING))
     return resolver.names

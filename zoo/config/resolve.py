@@ -35,6 +35,7 @@ from zoo.config.signatures import (
     subclasses,
     takes_any_name,
 )
+from zoo.config.suggest import is_certain
 from zoo.files.safe_yaml import parse_yaml
 
 _NUMBERS = (int, float, bool)
@@ -177,9 +178,15 @@ class Resolver:
         if sentences := self._mistakes + self._missing:
             raise UserError(sentences[0])
 
-    def check_keys(self) -> None:
-        """Raise a UserError about the first key that does not exist, or that is null and must not be."""
+    def check_keys(self, partial: Collection[str] = ()) -> None:
+        """Raise a UserError about the first key that does not exist, or that is null and must not be.
+
+        Args:
+            partial: Top-level groups that were left out. A key is then passed over if one of theirs may be meant.
+        """
         for key, group, cls in self._unknown:
+            if partial and not is_certain(key, group, self.names, partial):
+                return
             if _is_without_matrix(cls) and key.rpartition(".")[2] in settable(mixers.Expanded):
                 raise UserError(f"{key}: {cls.__name__} has no matrix state to expand")
             raise UserError(unknown(key, group, self.names))

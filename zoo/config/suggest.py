@@ -1,6 +1,6 @@
 """The key that is meant by an unknown one: another spelling, another name of it, or another place."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import takewhile
 
 from mixers import similar
@@ -62,6 +62,22 @@ def suggestions(key: str, group: str, keys: Iterable[str]) -> list[str]:
     top = key.rpartition(".")[0].partition(".")[0]
     # elsewhere a longer name means something else: the `decay` of a mixer, and optim.decay_fraction
     return [place for place in close if place.startswith(top) or not place.rpartition(".")[2].startswith(leaf)]
+
+
+def is_certain(key: str, group: str, keys: Iterable[str], partial: Collection[str]) -> bool:
+    """Return whether there are suggestions, which further keys of some top-level groups would not change.
+
+    Args:
+        key, group, keys: As for `suggestions`.
+        partial: The groups of which not all keys are in `keys`.
+    """
+    keys, leaf = {*keys}, key.rpartition(".")[2]
+    close = suggestions(key, group, keys)
+    if not close or leaf.lower() in _NAMES or any(other.partition(".")[0] in partial for other in close):
+        return False
+    if group:  # another spelling of a key of the group comes before all others
+        return all(other.rpartition(".")[0] == group for other in close)
+    return "." not in key and all(other.rpartition(".")[2] == leaf for other in close)
 
 
 def _places(leaf: str, group: str, keys: Iterable[str]) -> list[str]:

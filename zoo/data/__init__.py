@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from zoo.data.synthetic.markov import MarkovChain
     from zoo.data.synthetic.mqar import MQAR
     from zoo.data.synthetic.recall import RecallTask
-    from zoo.data.synthetic.token_tasks import Seeds, TokenSamples, TokenTask, TokenTasks
+    from zoo.data.synthetic.task import Seeds, TokenSamples, TokenTask
+    from zoo.data.synthetic.token_tasks import TokenTasks
     from zoo.data.synthetic.word_problem import WordProblem
     from zoo.data.text.bigram import interpolated_bigram_loss
     from zoo.data.text.corpus import Corpus
@@ -42,7 +43,8 @@ _LAZY = {
     "synthetic.markov": "MarkovChain",
     "synthetic.mqar": "MQAR",
     "synthetic.recall": "RecallTask",
-    "synthetic.token_tasks": "Seeds TokenSamples TokenTask TokenTasks",
+    "synthetic.task": "Seeds TokenSamples TokenTask",
+    "synthetic.token_tasks": "TokenTasks",
     "synthetic.word_problem": "WordProblem",
     "text.bigram": "interpolated_bigram_loss",
     "text.corpus": "Corpus",

@@ -12,7 +12,6 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
@@ -318,7 +317,8 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     for gradient in gradients:
         by_dtype.setdefault(gradient.dtype, []).append(gradient)
     norms = [nn.utils.get_total_norm(alike) for alike in by_dtype.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    # a DTensor, whose module takes as long to import as half of PyTorch
+    norms = [norm.full_tensor() if hasattr(norm, "full_tensor") else norm for norm in norms]
     if len(norms) < 2:
         return norms[0] if norms else torch.tensor(0.0)
     return torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 
 from kernels.errors import UserError
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import not_written
+from zoo.checkpoints.io import not_written
 from zoo.checkpoints.zero_shards import (
     SHARDS,
     check_shards,

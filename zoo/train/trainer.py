@@ -9,7 +9,7 @@ import lightning as L
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from zoo.checkpoints.format import AtomicCheckpointIO
+from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.train.lightning_internals import SignalConnector, replace_signal_connector
 from zoo.train.signals import STOP_SIGNALS
 

@@ -12,7 +12,8 @@ import zoo
 from kernels import UserError
 from tests.zoo.lm.test_states import model_of
 from zoo.checkpoints.archive import save_sealed
-from zoo.checkpoints.format import AtomicCheckpointIO, read_checkpoint, read_weights
+from zoo.checkpoints.format import read_checkpoint, read_weights
+from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
 from zoo.files.sealed_json import write_sealed
 from zoo.saved.export import export

@@ -15,8 +15,8 @@ import torch
 import mixers
 import zoo
 from kernels import UserError
-from zoo.config.classes import CLASSES
-from zoo.config.own import COMPONENTS, own_component
+from zoo.config.classes import CLASSES, COMPONENTS
+from zoo.config.own import own_component
 from zoo.config.signatures import component, hints, subclasses
 from zoo.saved.trust import vet_model
 

@@ -12,7 +12,7 @@ from kernels.errors import UserError
 from mixers.arguments import check_numbers, check_sizes
 from zoo.data.batch import NO_LOSS
 from zoo.data.synthetic.draws import distinct, slots, whole
-from zoo.data.synthetic.token_tasks import Seeds, TokenTask
+from zoo.data.synthetic.task import Seeds, TokenTask
 
 
 @dataclass(eq=False, repr=False)

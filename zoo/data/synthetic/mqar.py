@@ -7,7 +7,8 @@ from typing import Any
 
 from kernels.errors import UserError
 from zoo.data.synthetic.recall import Recall, RecallTask
-from zoo.data.synthetic.token_tasks import Split, TokenTasks
+from zoo.data.synthetic.task import Split
+from zoo.data.synthetic.token_tasks import TokenTasks
 
 
 @dataclass(eq=False, repr=False)

@@ -10,7 +10,7 @@ import numpy as np
 from kernels.errors import UserError
 from mixers.arguments import check_sizes
 from zoo.data.synthetic.draws import whole
-from zoo.data.synthetic.token_tasks import Seeds, TokenTask
+from zoo.data.synthetic.task import Seeds, TokenTask
 
 Group = Literal["parity", "S3", "A5"]
 _ITEMS = {"parity": 2, "S3": 3, "A5": 5}

@@ -13,7 +13,7 @@ from zoo.data.loader import SampleSet
 from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
 from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.recall import Recall, RecallTask
-from zoo.data.synthetic.token_tasks import TokenSamples, TokenTask
+from zoo.data.synthetic.task import TokenSamples, TokenTask
 from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from kernels.errors import UserError
 from zoo.checkpoints.background import Background
-from zoo.checkpoints.format import AtomicCheckpointIO
+from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.checkpoints.zero_shards import SHARDS
 from zoo.files.atomic import atomic_link
 from zoo.train.callbacks.loss_guard import Diverged

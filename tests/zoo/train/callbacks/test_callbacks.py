@@ -23,7 +23,8 @@ from tests.zoo.tiny import (
     trainer,
     validation_loader,
 )
-from zoo.checkpoints.format import AtomicCheckpointIO, read_checkpoint
+from zoo.checkpoints.format import read_checkpoint
+from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.data import MarkovChain
 from zoo.display import write_figure
 from zoo.files.atomic import atomic_link, atomic_write
