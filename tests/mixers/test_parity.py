@@ -404,6 +404,40 @@ def test_gated_latent_attention_of_ling(oracle: Oracle, length: int, backend: st
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_latent_attention_of_glm_without_shared_channels(oracle: Oracle, length: int, backend: str):
+    """With all keys selected, as for sequences shorter than `index_topk`."""
+    theirs = oracle("transformers.models.glm5_next.modeling_glm5_next")
+    sizes = dict(q_lora_rank=14, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=0, v_head_dim=10)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1)
+    config = theirs.Glm5NextTextConfig(hidden_size=32, attn_implementation="eager", **heads, **sizes)
+    config.indexer_types = ["shared"]
+    layer = shaken(theirs.Glm5NextTextAttention(config, 0))
+    ours = MultiheadLatentAttention(
+        Site(32, 4),
+        head_dim=8,
+        rope_dim=0,
+        value_dim=10,
+        kv_rank=12,
+        q_rank=14,
+        rotary=None,
+        norm=partial(mixers.RMSNorm, eps=config.rms_norm_eps),
+    )
+    names = {"q_a_proj": "in_proj.q", "q_a_layernorm": "q_norm", "q_b_proj": "q_up", "kv_b_proj": "kv_up"}
+    names |= {"kv_a_proj_with_mqa": "in_proj.latent", "kv_a_layernorm": "latent_norm", "o_proj": "o_proj"}
+    ours.load_state_dict({f"{our}.weight": getattr(layer, name).weight for name, our in names.items()})
+    keys = torch.arange(length).expand(2, length, length)
+    selected = keys.masked_fill(torch.ones(length, length).triu(1).bool(), -1)
+
+    def call(x: Tensor) -> Tensor:
+        return layer(x, attention_mask=None, prev_topk_indices=selected)[0]
+
+    pairs = {f"{name}.weight": (lambda g, our=our: g(f"{our}.weight")) for name, our in names.items()}
+    with kernels.backend(backend):
+        compare(ours, layer, call, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_mamba1(oracle: Oracle, length: int, backend: str):
     theirs = oracle("transformers.models.mamba.modeling_mamba")
