@@ -91,6 +91,7 @@ class KDA(LinearMixer, Fusable):
         if full_rank_decay and full_rank_gate and rank is not None:
             raise kernels.UserError(f"rank: {rank!r} has no effect where decay and gate have full rank; leave it out")
         rank = size_or("rank", rank, value_dim)
+        self.full_rank_decay, self.full_rank_gate = full_rank_decay, full_rank_gate
         self.o_norm = output(value_dim)
         gates = {"f": channels if full_rank_decay else rank, "b": self.gate_heads}
         widths = {"q": keys, "k": keys, "v": values, **gates, "g": values if full_rank_gate else rank}

@@ -75,7 +75,7 @@ class MultiheadLatentAttention(TokenMixer):
         H, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         check_sizes({"q_rank": q_rank})
         check_sizes({"rope_dim": rope_dim}, least=0)
-        self.num_heads, self.head_dim = H, head_dim
+        self.num_heads, self.head_dim, self.gate = H, head_dim, gate
         self.rope_dim = max(head_dim // 4, 1) * 2 if rope_dim is None else rope_dim
         self.value_dim = size_or("value_dim", value_dim, head_dim)
         self.kv_rank = size_or("kv_rank", kv_rank, max(min(4 * head_dim, site.hidden_size // 2), 1))
