@@ -403,6 +403,7 @@ def test_gated_latent_attention_of_ling(oracle: Oracle, length: int, backend: st
         compare(ours, layer, call, pairs, torch.randn(2, length, 32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("length", [1, 15, 90])
 def test_latent_attention_of_glm_without_shared_channels(oracle: Oracle, length: int, backend: str):
