@@ -25,6 +25,15 @@ Per = Literal["head", "channel"]
 Over = Literal["head", "width"]
 
 
+def gate_width(gate: Per | None, heads: int, size: int) -> dict[str, int]:
+    """Return the width of the output gate's projection under its name; nothing if there is no gate."""
+    if gate is None:
+        return {}
+    if gate not in get_args(Per):
+        raise kernels.UserError(f"gate: {gate!r} is not one of {', '.join(get_args(Per))}, or null")
+    return {"g": heads if gate == "head" else heads * size}
+
+
 class AttentionState(NamedTuple):
     """The last keys and values, in chronological order and flush right."""
 
@@ -80,11 +89,9 @@ class SoftmaxAttention(TokenMixer):
         self.scale = self.head_dim**-0.5 if scale is None else scale
         if qk_norm_over not in get_args(Over):
             raise kernels.UserError(f"qk_norm_over: {qk_norm_over!r} is not one of {', '.join(get_args(Over))}")
-        if gate is not None and gate not in get_args(Per):
-            raise kernels.UserError(f"gate: {gate!r} is not one of {', '.join(get_args(Per))}, or null")
         width, kv_width = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = {"q": width, "k": kv_width, "v": kv_width}
-        widths |= {} if gate is None else {"g": self.num_heads if gate == "head" else width}
+        widths |= gate_width(gate, self.num_heads, self.head_dim)
         self.in_proj = Projection(site.hidden_size, widths, bias=bias)
         self.qk_norm_over, sizes = qk_norm_over, (self.head_dim,) * 2 if qk_norm_over == "head" else (width, kv_width)
         self.q_norm, self.k_norm = (None if qk_norm is None else qk_norm(size) for size in sizes)

@@ -114,7 +114,8 @@ class MergedLowRank(MergedSizes):
     """`MergedSizes` with decays per channel, which do not change, and neither does the rank of their projection."""
 
     def merged(self, factor: int) -> dict[str, object]:
-        return {**super().merged(factor), "rank": self.mixer.get_submodule("decay_up").in_features}
+        ranks = [part.in_features for name, part in self.mixer.named_children() if name in ("decay_up", "g_up")]
+        return {**super().merged(factor), **({"rank": ranks[0]} if ranks else {})}
 
 
 class Subheads(Growth):

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.core.elementwise import sigmoid
 
 from .arguments import check_sizes, size_or
+from .attention import Per, gate_width
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import Rotary
@@ -37,18 +39,20 @@ class MultiheadLatentAttention(TokenMixer):
 
     The keys and values of all heads are made from one latent c_t = norm(W x_t), and all keys end with the same channels
     r_t, which carry the positions. Only c_t and r_t are kept for later tokens. A single query attends to them directly,
-    with W_k applied to the query and W_v to the output.
+    with W_k applied to the query and W_v to the output. Kimi K3 and Ling 3.0 multiply the output by a gate.
 
     Args:
         site: Where the layer sits in the model.
         num_heads: Heads; the model's by default.
         head_dim: Channels of a head's keys that are made from the latent; hidden_size / num_heads by default.
-        rope_dim: Channels of a key that all heads share; half of head_dim by default, an even number.
+        rope_dim: Channels of a key that all heads share; half of head_dim by default, an even number. With 0, as in
+            GLM-5.3-Flash, `rotary` must be null.
         value_dim: Value size of a head; head_dim by default.
         kv_rank: Size of the latent; by default 4 · head_dim, and at most half of hidden_size.
         q_rank: Size of a latent that queries are made from; null for queries made from x.
         rotary: The positions of the shared channels; null for none, as in Kimi Linear.
         norm: The norm of the latents.
+        gate: Whether σ(W x) multiplies the output, per `head` (Ling 3.0) or per `channel` (Kimi K3); null for no gate.
     """
 
     constant_state: ClassVar[bool] = False
@@ -65,19 +69,26 @@ class MultiheadLatentAttention(TokenMixer):
         q_rank: int | None = None,
         rotary: Callable[[int, int], Rotary] | None = Rotary,
         norm: Callable[[int], RMSNorm] = RMSNorm,
+        gate: Per | None = None,
     ):
         super().__init__()
         H, head_dim = checked_site(site, type(self)).heads(num_heads, head_dim)
         check_sizes({"q_rank": q_rank})
-        self.num_heads, self.head_dim = H, head_dim
-        self.rope_dim = size_or("rope_dim", rope_dim, max(head_dim // 4, 1) * 2)
+        check_sizes({"rope_dim": rope_dim}, least=0)
+        self.num_heads, self.head_dim, self.gate = H, head_dim, gate
+        self.rope_dim = max(head_dim // 4, 1) * 2 if rope_dim is None else rope_dim
         self.value_dim = size_or("value_dim", value_dim, head_dim)
         self.kv_rank = size_or("kv_rank", kv_rank, max(min(4 * head_dim, site.hidden_size // 2), 1))
         if rotary is not None and self.rope_dim % 2:
             raise kernels.UserError(f"rope_dim: {self.rope_dim} is odd; rotary embedding needs pairs")
+        if rotary is not None and not self.rope_dim:
+            raise kernels.UserError("rope_dim: 0 leaves no channels for positions; set rotary to null")
         self.rotary = None if rotary is None else rotary(H, self.rope_dim)
         queries = H * (head_dim + self.rope_dim)
         widths = {"q": queries if q_rank is None else q_rank, "latent": self.kv_rank, "shared": self.rope_dim}
+        if not self.rope_dim:
+            del widths["shared"]
+        widths |= gate_width(gate, H, self.value_dim)
         self.in_proj = Projection(site.hidden_size, widths)
         self.q_norm = None if q_rank is None else norm(q_rank)
         self.q_up = None if q_rank is None else Linear(q_rank, queries, bias=False)
@@ -95,22 +106,27 @@ class MultiheadLatentAttention(TokenMixer):
     ) -> tuple[Tensor, LatentState | None]:
         if context_parallel is not None:
             context_parallel.check(state, cu_seqlens)
-        q, latent, shared = self.in_proj(checked_input(x, self.in_proj.in_features))
+        parts = dict(zip(self.in_proj.widths, self.in_proj(checked_input(x, self.in_proj.in_features)), strict=True))
+        q, latent, shared, gate = parts["q"], self.latent_norm(parts["latent"]), parts.get("shared"), parts.get("g")
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = split_heads(q, self.num_heads)
         where, following = positions(x, None if state is None else state.position, cu_seqlens, context_parallel)
-        if self.rotary is not None:
+        if self.rotary is not None and shared is not None:
             still, turning = q.split([self.head_dim, self.rope_dim], -1)
             q = torch.cat([still, self.rotary(turning, where).to(q.dtype)], -1)
             shared = self.rotary(shared[:, :, None], where)[:, :, 0].to(shared.dtype)
-        latent = torch.cat([self.latent_norm(latent), shared], -1)
+        if shared is not None:
+            latent = torch.cat([latent, shared], -1)
         if state is None:
-            return self._out(attend(self._attention, q, [latent], None, cu_seqlens, context_parallel)), None
+            o = attend(self._attention, q, [latent], None, cu_seqlens, context_parallel)
+            return self._out(o, gate), None
         o, (latent,) = attend_to_cache(self._attention, q, [latent], [state.latent], state.position, None, cu_seqlens)
-        return self._out(o), LatentState(latent, following)
+        return self._out(o, gate), LatentState(latent, following)
 
-    def _out(self, o: Tensor) -> Tensor:
+    def _out(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        if gate is not None:
+            o = o * sigmoid(split_heads(gate, self.num_heads))
         return self.o_proj(o.flatten(2))
 
     def _attention(

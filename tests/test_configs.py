@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from kernels import UserError
-from mixers import Bidirectional, Expanded, LinearMixer, SlidingWindowAttention, SoftmaxAttention
+from mixers import KDA, Bidirectional, Expanded, LinearMixer, SlidingWindowAttention, SoftmaxAttention
 from zoo import config as configs
 
 from .commands import Command
@@ -84,21 +84,19 @@ def test_a_config_of_a_paper_builds_at_its_sizes(name: str, size: str):
     assert model.num_parameters() > 5e7
 
 
-def family(name: str) -> str:
-    """Return the beginning of the names of the size overlays that fit a general config, as its header says."""
+def fitting(name: str, size: str) -> str:
+    """Return the size overlay, 400m or 1.5b, that fits a general config, as its header says."""
     lines = [line for line in header(name) if line.startswith("# Larger: ")]
     assert len(lines) == 1, f"{name} has no line such as '# Larger: size/400m.yaml, size/1.5b.yaml.'"
-    small, large = re.findall(r"size/([\w-]*?)(?:400m|1\.5b)\.yaml", lines[0])
-    assert small == large
-    return small
+    (overlay,) = re.findall(rf"size/[\w-]*{re.escape(size)}\.yaml", lines[0])
+    return overlay
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GENERAL)
 @pytest.mark.parametrize(("size", "width", "nominal"), [("400m", 1024, 4e8), ("1.5b", 2048, 1.5e9)])
 def test_a_size_is_what_it_says(name: str, size: str, width: int, nominal: float, caplog: pytest.LogCaptureFixture):
-    overlay = f"size/{family(name)}{size}.yaml"
-    model = built(name, overlay)
+    model = built(name, fitting(name, size))
     assert model.num_parameters() == pytest.approx(nominal, rel=0.03)
     assert (model.hidden_size, model.vocab_size) == (width, 32_000)
     assert model.flops(4096) > 4096 * model.num_parameters()
@@ -121,9 +119,25 @@ def test_the_overlays_of_heads_differ_in_their_number_only():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("size", ["400m", "1.5b"])
+def test_heads_of_kda_have_128_channels(size: str):
+    """Kernels for wider ones are slower."""
+    with_kda = [name for name in GENERAL if "KDA" in str(CONTENTS[name]["model"]["stack"])]
+    assert {*with_kda} >= {"kda.yaml", "kda_hybrid.yaml", "kimi_linear.yaml"}
+    for name in with_kda:
+        sizes = {mixer.matrix_shape[1:] for mixer in built(name, fitting(name, size)).mixers if isinstance(mixer, KDA)}
+        assert sizes == {(128, 128)}, name
+
+
+def test_decays_of_the_hybrid_of_kda_are_bounded():
+    assert {mixer.decay.lower_bound for mixer in built("kda_hybrid.yaml").mixers if isinstance(mixer, KDA)} == {-5.0}
+
+
+@pytest.mark.slow
+# heads of a size that the config chooses would make the model narrower
+@pytest.mark.parametrize("name", [name for name in WHOLE if name != "olmo_hybrid.yaml"])
 def test_other_numbers_of_heads_are_of_equal_size_or_refused(name: str):
-    general = f"size/{family(name) if name in GENERAL else ''}400m.yaml"
+    general = fitting(name, "400m") if name in GENERAL else "size/400m.yaml"
     base = [name, (sizes_of(name) or [general])[0]]
     if name in ("kda.yaml", "gated_deltanet2.yaml"):  # otherwise the rank is the size of a head
         base.append("model.stack.mixer.mixer.rank=64")

@@ -36,6 +36,17 @@ OCTETS = gl.constexpr(
         [64, 128],
     )
 )
+# `COPY` and `OCTETS` of tiles with 64 channels
+NARROW_COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))
+NARROW_OCTETS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 4], [8, 0]],
+        [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        [[16, 0], [32, 0], [0, 32]],
+        [],
+        [64, 64],
+    )
+)
 SHARED_LAYOUT = gl.NVMMASharedLayout(128, 16, 2)  # for the host
 SHARED = gl.constexpr(SHARED_LAYOUT)
 OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
@@ -74,11 +85,11 @@ def key_head_of(n, groups, SUBHEADS: gl.constexpr):
 
 
 @gluon.jit
-def in_states(state, n, heads: gl.constexpr):
-    """Offsets of one state [128,128] among states [·,heads,128,128]."""
-    row, column = gl.arange(0, 128, gl.SliceLayout(1, STATE)), gl.arange(0, 128, gl.SliceLayout(0, STATE))
+def in_states(state, n, heads: gl.constexpr, LAYOUT: gl.constexpr = STATE, K: gl.constexpr = 128):
+    """Offsets of one state [K,128] among states [·,heads,K,128]."""
+    row, column = gl.arange(0, K, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
     offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    return offsets + (state.to(gl.int64) * heads + n) * (128 * 128)
+    return offsets + (state.to(gl.int64) * heads + n) * (K * 128)
 
 
 @gluon.jit
@@ -121,33 +132,41 @@ def last_steps(r, start, stop, STEPS: gl.constexpr):
 
 @gluon.jit
 def copy_tokens(
-    shared, x, start, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr = COPY, STEPS: gl.constexpr = 1
+    shared,
+    x,
+    start,
+    column,
+    stop,
+    stride: gl.constexpr,
+    LAYOUT: gl.constexpr = COPY,
+    STEPS: gl.constexpr = 1,
+    C: gl.constexpr = 128,
 ):
-    """Start to copy a tile [64, 128] of rows from `start` on; zeros from row `stop` on.
+    """Start to copy a tile [64, C] of rows from `start` on; zeros from row `stop` on.
 
     With several `STEPS` per token, x has one row per token, which goes to the last of them; the others are zeros.
     """
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    at = at_tile(x, start, column, stride, LAYOUT, 64, 128, STEPS)
+    at = at_tile(x, start, column, stride, LAYOUT, 64, C, STEPS)
     async_load(shared, at, mask=last_steps(r, start, stop, STEPS))
 
 
 @gluon.jit
-def copy_state(shared, x, tile, wanted):
-    """Start to copy a state [128, 128], if it is wanted."""
-    r = gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(1, COPY)), 1)
-    async_load(shared, at_tile(x, tile * 128, 0, 128, COPY, 128, 128), mask=(r >= 0) & wanted)
+def copy_state(shared, x, tile, wanted, K: gl.constexpr = 128):
+    """Start to copy a state [K, 128], if it is wanted."""
+    r = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, COPY)), 1)
+    async_load(shared, at_tile(x, tile * K, 0, 128, COPY, K, 128), mask=(r >= 0) & wanted)
 
 
 @gluon.jit
 def store_rows(
     x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.constexpr = 1, LAYOUT: gl.constexpr = QUADS
 ):
-    """Store a tile [64, 128] in bf16, in the layout `QUADS` or `OCTETS`.
+    """Store a tile of 64 rows in bf16, in the layout `QUADS` or `OCTETS`, or `NARROW_OCTETS` for 64 columns.
 
     Of `STEPS` rows per token, only the last is stored.
     """
     tile = gl.convert_layout(value.to(gl.bfloat16), LAYOUT)
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    at = at_tile(x, start, column, stride, LAYOUT, 64, 128, STEPS)
+    at = at_tile(x, start, column, stride, LAYOUT, 64, value.shape[1], STEPS)
     gl.store(at, tile, mask=last_steps(r, start, stop, STEPS))

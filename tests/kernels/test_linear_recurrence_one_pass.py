@@ -15,8 +15,10 @@ from .hopper import MOST, shared_memory
 from .recurrences import inputs, results
 
 pytest.importorskip("triton")
+from kernels.core.recurrence import Recurrences
 from kernels.gpu import plan
 from kernels.gpu.device import GPUS, assumed
+from kernels.gpu.paths import select
 from kernels.linear_recurrence.gpu import one_pass
 from kernels.linear_recurrence.gpu import op as gpu_op
 from kernels.linear_recurrence.gpu import plan as gpu_plan
@@ -42,7 +44,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
     monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate == "channel" and not case.beta))
-    monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 128)
+    monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 256)
     plan.of_rows.cache_clear()
     yield
     plan.of_rows.cache_clear()
@@ -60,6 +62,12 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"T": 70, "decay": "zero"},
         {"T": 70, "B": 2, "R": 2, "E": 2},
         {"T": 600, "documents": [0, 0, 5, 560, 600]},
+        {"T": 130, "K": 64, "decay": "mixed"},
+        {"T": 70, "K": 64, "decay": "strong"},
+        {"T": 70, "B": 2, "R": 2, "E": 2, "K": 64},
+        {"T": 200, "K": 64, "documents": [0, 0, 5, 160, 200]},
+        {"T": 70, "B": 2, "R": 2, "E": 2, "V": 256},  # in two parts
+        {"T": 130, "documents": [0, 0, 5, 130], "K": 64, "V": 256},
     ],
 )
 @pytest.mark.parametrize("rounded", [False, True])
@@ -71,9 +79,10 @@ def test_step_by_step(options: dict[str, Any], rounded: bool, gluon: None):
 
 
 @without_a_gpu
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
-def test_segments(documents: list[int] | None, gluon: None, short_segments: None):
-    compare(small(320, documents=documents))
+def test_segments(documents: list[int] | None, K: int, gluon: None, short_segments: None):
+    compare(small(320, documents=documents, K=K))
 
 
 def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None:
@@ -191,10 +200,11 @@ def test_decays_without_gradients(gluon: None):
 
 @pytest.mark.slow
 @without_a_gpu
+@pytest.mark.parametrize("K", [64, 128])
 @pytest.mark.parametrize("steep", [-2.0, -2.6, -6.0, -50.0])
-def test_steep_channels_beside_others(steep: float, gluon: None):
+def test_steep_channels_beside_others(steep: float, K: int, gluon: None):
     """On both sides of what factors around one reference point can hold, in some channels and some chunks."""
-    a = small(200, G=2)
+    a = small(200, G=2, K=K)
     a["log_decay"][:, 70:140, :, ::5] = steep
     a["log_decay"][:, 150:, 1, 3] = steep
     compare(a)
@@ -358,8 +368,38 @@ NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y
     ],
 )
 @pytest.mark.parametrize("decays", ["*fp32", "*bf16"])
-def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str):
-    compiles(GLUON, kernel, tokens, fixed, decays)
+@pytest.mark.parametrize("K", [64, 128])
+def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], K: int, decays: str):
+    compiles(GLUON, kernel, tokens, {**fixed, "K": K}, decays)
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "parts", "path"),
+    [
+        (64, 128, 1, "hopper_vector_decay"),  # GLA's default sizes of 400M parameters
+        (128, 128, 1, "hopper_vector_decay"),
+        (128, 256, 2, "hopper_vector_decay"),  # those of 1.5B
+        (64, 384, 3, "hopper_vector_decay"),
+        (64, 64, 1, "vector_decay"),
+        (96, 192, 1, "vector_decay"),
+        (32, 128, 1, "vector_decay"),
+        (256, 256, 1, "vector_decay"),
+    ],
+)
+def test_sizes_of_the_one_pass(K: int, V: int, parts: int, path: str, monkeypatch: pytest.MonkeyPatch):
+    calls: list[tuple[Any, ...]] = []
+
+    def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
+        case = Case("channel", False, q.shape[3], v.shape[3], v.dtype, v.device)
+        calls.append((v.shape[3], others[0].dtype, select(gpu_select.PATHS, case).name))
+        return v.new_empty(v.shape), v.new_empty(1, v.shape[2], K, v.shape[3])
+
+    monkeypatch.setattr(gpu_op, "recurrence", recurrence)
+    bf16: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    q, v, g = torch.empty(1, 70, 2, K, **bf16), torch.empty(1, 70, 2, V, **bf16), torch.empty(1, 70, 2, K, **bf16)
+    with assumed(GPUS["H200"]):
+        gpu_op.forward(Recurrences(q, q, v, g, None, 1, 1.0, None, None))
+    assert calls == [(V // parts, torch.bfloat16 if path.startswith("hopper") else torch.float32, path)]
 
 
 @pytest.mark.slow
@@ -389,11 +429,26 @@ ON_DEVICE: list[dict[str, Any]] = [
     {"T": 1000, "G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
     *({"T": 1100, "G": 2, "decay": decay} for decay in ("zero", "mixed")),
 ]
+# which inputs are in bf16, and the size of keys
+ROUNDED = [("head", "qkv", 128), *(("channel", names, K) for names in ("qkv", "qkvlog_decay") for K in (64, 128))]
+HALF_KEYS: list[dict[str, Any]] = [
+    *({"T": T, "G": 2, "K": 64} for T in (1, 65, 2500)),
+    {"T": 700, "B": 2, "G": 2, "R": 2, "E": 2, "K": 64},
+    {"T": 1000, "G": 2, "K": 64, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
+    {"T": 1100, "G": 2, "K": 64, "decay": "zero"},
+    {"T": 700, "B": 2, "G": 2, "R": 2, "E": 2, "V": 256},
+    {"T": 1000, "G": 2, "V": 256, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded"), [*((gate, False) for gate in [*OTHERS, "channel"]), ("channel", True)])
-@pytest.mark.parametrize("options", ON_DEVICE)
+@pytest.mark.parametrize(
+    ("gate", "rounded", "options"),
+    [
+        *((gate, False, options) for gate in OTHERS for options in ON_DEVICE),
+        *(("channel", rounded, options) for rounded in (False, True) for options in [*ON_DEVICE, *HALF_KEYS]),
+    ],
+)
 def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
     plan.of_rows.cache_clear()
@@ -410,11 +465,11 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
-def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("gate", "rounded", "K"), ROUNDED)
+def test_device_resets(gate: str, rounded: str, K: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
     plan.of_rows.cache_clear()
-    a = with_resets(small(1100, gate, G=2))
+    a = with_resets(small(1100, gate, G=2, K=K))
     a = {n: x.bfloat16() if n in rounded else x for n, x in a.items()}
     compare(a, tolerance=1e-2, reference="torch")
     actual = run({n: x.cuda() for n, x in a.items()}, backend="triton")["gradient of log_decay"]
@@ -422,11 +477,11 @@ def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
-def test_device_strong_decays(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("gate", "rounded", "K"), ROUNDED)
+def test_device_strong_decays(gate: str, rounded: str, K: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
     plan.of_rows.cache_clear()
-    a = small(1100, gate, decay="strong", G=2)
+    a = small(1100, gate, decay="strong", G=2, K=K)
     compare({n: x.bfloat16() if n in rounded else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
 
 

@@ -34,6 +34,9 @@ ARGUMENTS = {
     "KDA with shared keys": partial(mixers.KDA, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24),
     "KDA with bounded decays": partial(mixers.KDA, decay=mixers.BoundedChannelDecay, allow_neg_eigval=True, rank=3),
     "KDA without an output gate": partial(mixers.KDA, output=mixers.NormOnly),
+    "KDA with gates of full rank": partial(
+        mixers.KDA, num_heads=4, num_key_heads=2, head_dim=8, full_rank_decay=True, full_rank_gate=True, gate_bias=False
+    ),
     "GatedDeltaNet2 with shared keys": partial(
         mixers.GatedDeltaNet2, num_heads=4, num_key_heads=2, head_dim=8, value_dim=24, allow_neg_eigval=True
     ),

@@ -297,6 +297,22 @@ def test_sizes_of_heads(make: Callable[..., LinearMixer]):
         make(SITE, num_key_heads=3)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"full_rank_gate": True}, "gate_bias: True needs a gate of low rank; set it to false with full_rank_gate"),
+        (
+            {"full_rank_gate": True, "full_rank_decay": True, "gate_bias": False, "rank": 5},
+            "rank: 5 has no effect where decay and gate have full rank; leave it out",
+        ),
+    ],
+    ids=str,
+)
+def test_gates_of_full_rank_refuse_what_they_cannot_follow(arguments: dict[str, object], message: str):
+    with pytest.raises(mixers.UserError, match=f"^{message}$"):
+        KDA(SITE, **arguments)
+
+
 @pytest.mark.parametrize("make", [*FAMILY, partial(KDA, preconditioner=Preconditioner)])
 def test_residual_subheads_start_as_the_mixer_without_them(make: Callable[..., LinearMixer]):
     torch.manual_seed(1)

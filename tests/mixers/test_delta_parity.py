@@ -18,6 +18,7 @@ from mixers import (
     KDA,
     RWKV7,
     BoundedChannelDecay,
+    ChannelDecay,
     Comba,
     GatedDeltaNet,
     GatedDeltaNet2,
@@ -51,9 +52,10 @@ def streams(x: Tensor, w: Weights, *, steps: int = 1, key_heads: int = G) -> lis
 
 
 def low_rank(x: Tensor, w: Weights) -> tuple[Tensor, Tensor]:
-    """Raw decays, and the output gate."""
+    """Raw decays, and the output gate, each of full rank without a second matrix."""
     f, g = linear(x, w, "in_proj.f", "in_proj.g")
-    return F.linear(f, w["decay_up.weight"]), F.linear(g, w["g_up.weight"], w["g_up.bias"]).sigmoid()
+    f = F.linear(f, w["decay_up.weight"]) if "decay_up.weight" in w else f
+    return f, (F.linear(g, w["g_up.weight"], w["g_up.bias"]) if "g_up.weight" in w else g).sigmoid()
 
 
 def output(o: Tensor, gate: Tensor, w: Weights, norm: str = "o_norm.norm.weight") -> Tensor:
@@ -69,12 +71,21 @@ def head_decay(x: Tensor, w: Weights) -> Tensor:
     return -w["decay.A_log"].exp() * F.softplus(linear(x, w, "in_proj.a")[0] + w["decay.dt_bias"])
 
 
+FULL_RANKS = {
+    "low rank": {},
+    "gate of full rank": {"full_rank_gate": True, "gate_bias": False},
+    "decay of full rank": {"full_rank_decay": True},
+    "both of full rank": {"full_rank_decay": True, "full_rank_gate": True, "gate_bias": False},
+}
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize(("bounded", "most"), [(False, 1), (True, 2)])
+@pytest.mark.parametrize("ranks", FULL_RANKS)
 @pytest.mark.parametrize("length", LENGTHS)
-def test_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str):
+def test_kda(oracle: Oracle, length: int, ranks: str, bounded: bool, most: int, backend: str):
     naive = oracle("fla.ops.kda.naive").naive_recurrent_kda
-    options = {"decay": BoundedChannelDecay} if bounded else {}
+    options = FULL_RANKS[ranks] | ({"decay": BoundedChannelDecay} if bounded else {})
     ours = shaken(KDA(SITE, **SIZES, **options, allow_neg_eigval=most == 2))
 
     def formula(x: Tensor, w: Weights) -> Tensor:
@@ -144,22 +155,36 @@ def test_preconditioned_gated_deltanet(oracle: Oracle, length: int, backend: str
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 
 
+# Kimi Linear, GLM-5.3-Flash and Ling 3.0: the beginning and end of their layer's name, and their decays
+OF_TRANSFORMERS = {
+    "kimi_linear": ("KimiLinear", "DeltaAttention", ChannelDecay),
+    "glm5_next": ("Glm5NextText", "LinearAttention", BoundedChannelDecay),
+    "bailing_hybrid": ("BailingHybrid", "DeltaAttention", BoundedChannelDecay),
+}
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, length: int, backend: str):
-    theirs = oracle("transformers.models.kimi_linear.modeling_kimi_linear")
+@pytest.mark.parametrize("family", OF_TRANSFORMERS)
+def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, family: str, length: int, backend: str):
+    theirs = oracle(f"transformers.models.{family}.modeling_{family}")
     # wherever flash-linear-attention is installed, it would call its kernels: take the loop over time behind them
     plain = inspect.unwrap(theirs.recurrent_kimi_delta_attention)
     monkeypatch.setattr(theirs, "chunk_kimi_delta_attention", plain)
-    sizes = dict(hidden_size=32, linear_num_heads=H, linear_head_dim=K, num_hidden_layers=1)
-    config = theirs.KimiLinearConfig(**sizes, layer_types=["linear_attention"], mlp_layer_types=["dense"])
-    layer = theirs.KimiLinearDeltaAttention(config, 0)
+    name, kind, decay = OF_TRANSFORMERS[family]
+    full_rank = family == "bailing_hybrid"
+    sizes = dict(num_attention_heads=H, head_dim=K) if full_rank else dict(linear_num_heads=H, linear_head_dim=K)
+    layers = dict(num_hidden_layers=1, layer_types=["linear_attention"], mlp_layer_types=["dense"])
+    config = getattr(theirs, f"{name}Config")(hidden_size=32, rms_norm_eps=1e-5, **sizes, **layers)
+    layer = getattr(theirs, f"{name}{kind}")(config, 0)
     torch.nn.init.zeros_(layer.forget_gate.A_log)
     torch.nn.init.zeros_(layer.forget_gate.dt_bias)
     shaken(layer)
-    ours = KDA(SITE, gate_bias=False)
+    ours = KDA(SITE, decay=decay, full_rank_decay=full_rank, full_rank_gate=full_rank, gate_bias=False)
 
     names = {"f_a_proj": "in_proj.f", "f_b_proj": "decay_up", "g_a_proj": "in_proj.g", "g_b_proj": "g_up"}
+    if full_rank:
+        names = {"f_proj": "in_proj.f", "g_proj": "in_proj.g"}
     names |= {"o_norm": "o_norm.norm", "o_proj": "o_proj", "b_proj": "in_proj.b"}
     names |= {f"{x}_proj": f"in_proj.{x}" for x in "qkv"}
     places = {f"{'forget_gate.' * t.startswith('f_')}{t}.weight": f"{o}.weight" for t, o in names.items()}
@@ -171,7 +196,7 @@ def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, le
 
     pairs = {place: (lambda g, name=name: g(name)) for place, name in places.items()}
     pairs["conv1d.weight"] = lambda g: torch.cat([g(f"{x}_features.weight") for x in "qkv"])
-    pairs["forget_gate.A_log"] = lambda g: g("decay.A_log").view(1, 1, H, 1)
+    pairs["forget_gate.A_log"] = lambda g: g("decay.A_log").view_as(layer.forget_gate.A_log)
     pairs["forget_gate.dt_bias"] = lambda g: g("decay.dt_bias")
     with kernels.backend(backend):
         compare(ours, layer, layer, pairs, torch.randn(2, length, 32), TOLERANCE)

@@ -73,10 +73,11 @@ def test_factors_are_the_expansion():
     torch.testing.assert_close(y, 2 * plain(stream, x))
 
 
+@pytest.mark.parametrize("full_rank_decay", [False, True])
 @pytest.mark.parametrize("decay", [ChannelDecay, BoundedChannelDecay])
-def test_gates_of_kda_are_the_same_where_they_are_not_fused(decay: type[ChannelDecay]):
+def test_gates_of_kda_are_the_same_where_they_are_not_fused(decay: type[ChannelDecay], full_rank_decay: bool):
     site, x = Site(hidden_size=32, num_heads=2), torch.randn(2, 70, 32)
-    fused, own = KDA(site, decay=decay), OwnKDAGates(site, decay=decay)
+    fused, own = (cls(site, decay=decay, full_rank_decay=full_rank_decay) for cls in (KDA, OwnKDAGates))
     own.load_state_dict(fused.state_dict())
     assert fused.gate_inputs(fused.project(x)) is not None
     assert own.gate_inputs(own.project(x)) is None

@@ -41,11 +41,39 @@ def test_default_sizes():
     assert sizes == (128, 64, 128, 512)  # those of DeepSeek-V2
 
 
+@pytest.mark.parametrize("rope_dim", [0, 2])
+@pytest.mark.parametrize("gate", [None, "head", "channel"])
+def test_the_gate_and_the_shared_channels_are_the_formula(gate: str | None, rope_dim: int):
+    torch.manual_seed(0)
+    sizes = dict(head_dim=5, value_dim=6, kv_rank=7)
+    mixer = MultiheadLatentAttention(SITE, **sizes, rope_dim=rope_dim, rotary=None, gate=gate)
+    x, dy = torch.randn(2, 9, 32, requires_grad=True), torch.randn(2, 9, 32)
+
+    widths = [4 * (5 + rope_dim), 7, rope_dim, {None: 0, "head": 4, "channel": 24}[gate]]
+    q, latent, shared, g = (x @ mixer.in_proj.weight.T).split(widths, -1)
+    latent = latent / (latent.square().mean(-1, keepdim=True) + 1e-6).sqrt() * mixer.latent_norm.weight
+    k, v = (latent @ mixer.kv_up.weight.T).unflatten(-1, (4, 11)).split([5, 6], -1)
+    k = torch.cat([k, shared[:, :, None].expand(-1, -1, 4, -1)], -1)
+    scores = torch.einsum("bthd,bshd->bhts", q.unflatten(-1, (4, -1)), k) / (5 + rope_dim) ** 0.5
+    scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), -math.inf)
+    o = torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v)
+    if gate is not None:
+        o = o / (1 + (-g.unflatten(-1, (4, -1))).exp())
+    expected = o.flatten(2) @ mixer.o_proj.weight.T
+
+    y, leaves = mixer(x)[0], [x, *mixer.parameters()]
+    torch.testing.assert_close(y, expected)
+    for actual, wanted in zip(*(torch.autograd.grad(z, leaves, dy) for z in (y, expected)), strict=True):
+        torch.testing.assert_close(actual, wanted)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ({"rope_dim": 3}, "rope_dim: 3 is odd; rotary embedding needs pairs"),
-        ({"rope_dim": 0}, "rope_dim: 0 must be at least 1"),
+        ({"rope_dim": 0}, "rope_dim: 0 leaves no channels for positions; set rotary to null"),
+        ({"rope_dim": -2}, "rope_dim: -2 must be at least 0"),
+        ({"gate": "row"}, "gate: 'row' is not one of head, channel, or null"),
         ({"kv_rank": 0}, "kv_rank: 0 must be at least 1"),
         ({"q_rank": 2.5}, "q_rank: 2.5 must be a whole number"),
         ({"value_dim": 0}, "value_dim: 0 must be at least 1"),
@@ -63,6 +91,11 @@ VARIANTS = {
         MultiheadLatentAttention, num_heads=4, head_dim=12, rope_dim=6, value_dim=10, kv_rank=20, q_rank=14
     ),
     "no positions": partial(MultiheadLatentAttention, rotary=None),
+    "a gate per channel, as in Kimi K3": partial(
+        MultiheadLatentAttention, rotary=None, q_rank=14, value_dim=10, gate="channel"
+    ),
+    "no shared channels, as in GLM-5.3-Flash": partial(MultiheadLatentAttention, rotary=None, q_rank=14, rope_dim=0),
+    "a gate per head, as in Ling 3.0": partial(MultiheadLatentAttention, gate="head"),
 }
 
 

@@ -6,6 +6,7 @@ flash-linear-attention, and, where neither has the layer, with the formula of th
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import ModuleType
 
 import pytest
@@ -32,6 +33,7 @@ from mixers import (
     Mamba2,
     MultiheadLatentAttention,
     RetNet,
+    Rotary,
     Site,
     SlidingWindowAttention,
     SoftmaxAttention,
@@ -359,6 +361,79 @@ def test_latent_attention(oracle: Oracle, length: int, q_rank: int | None, backe
     pairs = {f"{name}.weight": (lambda g, our=our: g(f"{our}.weight")) for name, our in names.items()}
     both = ("in_proj.latent.weight", "in_proj.shared.weight")
     pairs["kv_a_proj_with_mqa.weight"] = lambda g: torch.cat([g(name) for name in both])
+    with kernels.backend(backend):
+        compare(ours, layer, call, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_gated_latent_attention_of_ling(oracle: Oracle, length: int, backend: str):
+    """Heads with a gate each, of which 6 of 14 channels turn."""
+    theirs = oracle("transformers.models.bailing_hybrid.modeling_bailing_hybrid")
+    sizes = dict(kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=6, v_head_dim=10)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4)
+    config = theirs.BailingHybridConfig(hidden_size=32, attn_implementation="eager", **heads, **sizes)
+    layer, rotary = shaken(theirs.BailingHybridAttention(config, 0)), theirs.BailingHybridRotaryEmbedding(config)
+    ours = MultiheadLatentAttention(
+        Site(32, 4), head_dim=8, rope_dim=6, value_dim=10, kv_rank=12, gate="head", rotary=partial(Rotary, base=6e6)
+    )
+
+    # channels that turn together are neighbours there, and half of what turns apart here
+    halves = [0, 2, 4, 1, 3, 5]
+    q = torch.arange(4 * 14).view(4, 14)
+    q = torch.cat([q[:, :8], q[:, 8:][:, halves]], 1).flatten()
+    kv = torch.cat([torch.arange(12), 12 + torch.tensor(halves)])
+    latent, shared = layer.kv_a_proj_with_mqa.weight[kv].split([12, 6])
+    names = {"kv_a_layernorm": "latent_norm", "kv_b_proj": "kv_up", "o_proj": "o_proj", "g_proj": "in_proj.g"}
+    weights = {f"{our}.weight": getattr(layer, name).weight for name, our in names.items()}
+    weights |= {"in_proj.latent.weight": latent, "in_proj.shared.weight": shared}
+    ours.load_state_dict(weights | {"in_proj.q.weight": layer.q_proj.weight[q]})
+
+    mask = torch.zeros(1, 1, length, length).masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+
+    def call(x: Tensor) -> Tensor:
+        return layer(x, position_embeddings=rotary(x, torch.arange(length)[None]), attention_mask=mask)[0]
+
+    pairs = {f"{name}.weight": (lambda g, our=our: g(f"{our}.weight")) for name, our in names.items()}
+    both = ("in_proj.latent.weight", "in_proj.shared.weight")
+    pairs["kv_a_proj_with_mqa.weight"] = lambda g: torch.cat([g(name) for name in both])[kv.argsort()]
+    pairs["q_proj.weight"] = lambda g: g("in_proj.q.weight")[q.argsort()]
+    with kernels.backend(backend):
+        compare(ours, layer, call, pairs, torch.randn(2, length, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+@pytest.mark.parametrize("length", [1, 15, 90])
+def test_latent_attention_of_glm_without_shared_channels(oracle: Oracle, length: int, backend: str):
+    """With all keys selected, as for sequences shorter than `index_topk`."""
+    theirs = oracle("transformers.models.glm5_next.modeling_glm5_next")
+    sizes = dict(q_lora_rank=14, kv_lora_rank=12, qk_nope_head_dim=8, qk_rope_head_dim=0, v_head_dim=10)
+    heads = dict(num_attention_heads=4, num_key_value_heads=4, num_hidden_layers=1)
+    config = theirs.Glm5NextTextConfig(hidden_size=32, attn_implementation="eager", **heads, **sizes)
+    config.indexer_types = ["shared"]
+    layer = shaken(theirs.Glm5NextTextAttention(config, 0))
+    ours = MultiheadLatentAttention(
+        Site(32, 4),
+        head_dim=8,
+        rope_dim=0,
+        value_dim=10,
+        kv_rank=12,
+        q_rank=14,
+        rotary=None,
+        norm=partial(mixers.RMSNorm, eps=config.rms_norm_eps),
+    )
+    names = {"q_a_proj": "in_proj.q", "q_a_layernorm": "q_norm", "q_b_proj": "q_up", "kv_b_proj": "kv_up"}
+    names |= {"kv_a_proj_with_mqa": "in_proj.latent", "kv_a_layernorm": "latent_norm", "o_proj": "o_proj"}
+    ours.load_state_dict({f"{our}.weight": getattr(layer, name).weight for name, our in names.items()})
+    keys = torch.arange(length).expand(2, length, length)
+    selected = keys.masked_fill(torch.ones(length, length).triu(1).bool(), -1)
+
+    def call(x: Tensor) -> Tensor:
+        return layer(x, attention_mask=None, prev_topk_indices=selected)[0]
+
+    pairs = {f"{name}.weight": (lambda g, our=our: g(f"{our}.weight")) for name, our in names.items()}
     with kernels.backend(backend):
         compare(ours, layer, call, pairs, torch.randn(2, length, 32))
 

@@ -16,14 +16,13 @@ passes through the state is right, and what the channel adds to Q' K'ᵀ is noth
 keys for the rows that the reference point r still serves, which depends on the decays up to the row, and zeros as
 queries from the first other row on, which it stores. Two kernels add what is left out (`vector_decay_exact.py`).
 
-A program has a whole state, in the registers of eight warps. Sums of decays from the start of a chunk are products with
-the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8 bits. The states S' before
-all chunks, which the gradients need, are stored with the outputs or computed again. In the gradient pass, the loads of
-a chunk are issued as soon as the chunk before has read a buffer for the last time.
+A program has a whole state [K,128], K = 64 or 128, in the registers of eight warps. Sums of decays from the start of a
+chunk are products with the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8
+bits. The states S' before all chunks, which the gradients need, are stored with the outputs or computed again. In the
+gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for the last time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -33,11 +32,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
+    NARROW_COPY,
+    NARROW_OCTETS,
     OCTETS,
-    OF_CHANNELS,
     OF_COLUMNS,
     OF_ROWS,
-    OF_TOKENS,
     PAIRS,
     ROWS,
     SHARED,
@@ -63,35 +62,43 @@ SAFE = gl.constexpr(100.0)  # as in `vector_decay.py`
 # Added to sums of decays above −240, it leaves 15 binary places, which whole numbers neither shift nor round.
 GRID = gl.constexpr(511.0)
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+COPY_FEW_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # of 64 channels
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-OF_STATE = gl.constexpr(gl.SliceLayout(1, STATE))
 EACH_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
 @gluon.jit
-def as_narrow(decays):
+def as_narrow(decays, K: gl.constexpr):
     """The first half of memory for a tile in fp32, for one in bf16."""
-    return reinterpret(decays, gl.bfloat16, [64, 128], SHARED)
+    return reinterpret(decays, gl.bfloat16, [64, K], SHARED)
 
 
 @gluon.jit
-def copy_decays(shared, x, token, column, stop, stride: gl.constexpr):
-    """Start to copy a tile [64, 128] in fp32 or bf16; zeros from token `stop` on."""
+def copy_keys(shared, x, token, column, stop, stride: gl.constexpr, K: gl.constexpr):
+    """Start to copy a tile [64, K] in bf16; zeros from token `stop` on."""
+    LAYOUT: gl.constexpr = COPY if K == 128 else NARROW_COPY
+    copy_tokens(shared, x, token, column, stop, stride, LAYOUT=LAYOUT, C=K)
+
+
+@gluon.jit
+def copy_decays(shared, x, token, column, stop, stride: gl.constexpr, K: gl.constexpr):
+    """Start to copy a tile [64, K] in fp32 or bf16; zeros from token `stop` on."""
     if x.dtype.element_ty == gl.bfloat16:
-        copy_tokens(as_narrow(shared), x, token, column, stop, stride)
+        copy_keys(as_narrow(shared, K), x, token, column, stop, stride, K)
     else:
-        r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, COPY_DECAYS))), 1)
-        at = at_tile(x, token, column, stride, COPY_DECAYS, 64, 128)
+        LAYOUT: gl.constexpr = COPY_DECAYS if K == 128 else COPY_FEW_DECAYS
+        r = gl.expand_dims(opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))), 1)
+        at = at_tile(x, token, column, stride, LAYOUT, 64, K)
         async_load(shared, at, mask=r < stop - token)
 
 
 @gluon.jit
-def copy_ends(shared, x, place, wanted):
-    """Start to copy the sums of both halves of a chunk, 256 numbers; each thread one."""
-    at = gl.arange(0, 256, gl.BlockedLayout([1], [32], [8], [0]))
-    async_load(shared, x + (place * 256 + at), mask=(at >= 0) & wanted)
+def copy_ends(shared, x, place, wanted, K: gl.constexpr):
+    """Start to copy the sums of both halves of a chunk, 2K numbers; each thread one."""
+    at = gl.arange(0, 2 * K, gl.BlockedLayout([1], [32], [8], [0]))
+    async_load(shared, x + (place * (2 * K) + at), mask=(at >= 0) & wanted)
 
 
 @gluon.jit
@@ -100,34 +107,35 @@ def in_log2(g):
 
 
 @gluon.jit
-def bounded(decays, NARROW: gl.constexpr):
+def bounded(decays, NARROW: gl.constexpr, K: gl.constexpr):
     """Decays as `split` stores them: bounded, and in log2 if they are in fp32."""
+    KEYS: gl.constexpr = ROWS if K == 128 else PAIRS
     if NARROW:
-        g = gl.maximum(as_narrow(decays).load(ROWS).to(gl.float32), LEAST_NARROW)
+        g = gl.maximum(as_narrow(decays, K).load(KEYS).to(gl.float32), LEAST_NARROW)
     else:
-        g = in_log2(decays.load(ROWS))
+        g = in_log2(decays.load(KEYS))
     return g
 
 
 @gluon.jit
-def split(decays, g, NARROW: gl.constexpr):
+def split(decays, g, NARROW: gl.constexpr, K: gl.constexpr):
     """Store g as the sum of two tiles in bf16, or as one, for `from_start`."""
     high = g.to(gl.bfloat16)
     if NARROW:
-        as_narrow(decays).store(high)
+        as_narrow(decays, K).store(high)
     else:
-        parts = reinterpret(decays, gl.bfloat16, [2, 64, 128], SHARED)
+        parts = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
         parts.index(0).store(high)
         parts.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
 
 
 @gluon.jit
-def from_start(lower, decays, zeros, NARROW: gl.constexpr):
+def from_start(lower, decays, zeros, NARROW: gl.constexpr, K: gl.constexpr):
     """Start to compute the sums of decays from the start of a chunk."""
     if NARROW:
-        b = warpgroup_mma(lower, as_narrow(decays), zeros, use_acc=False, is_async=True)
+        b = warpgroup_mma(lower, as_narrow(decays, K), zeros, use_acc=False, is_async=True)
     else:
-        parts = reinterpret(decays, gl.bfloat16, [2, 64, 128], SHARED)
+        parts = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
         b = warpgroup_mma(lower, parts.index(0), zeros, use_acc=False, is_async=True)
         b = warpgroup_mma(lower, parts.index(1), b, is_async=True)
     return b
@@ -143,72 +151,74 @@ def waited(b, NARROW: gl.constexpr):
 
 
 @gluon.jit
-def store_points(points, ends):
+def store_points(points, ends, K: gl.constexpr):
     """Store the reference points r and s of a chunk, plus `GRID`.
 
     r is below all sums of the first half that it serves. On a GPU, 2^x has the same digits for all x of one fraction
     and sign, but may have others for the other sign.
     """
-    early, late = ends.slice(0, 128).load(EACH_THREAD), ends.slice(128, 128).load(EACH_THREAD)
+    early, late = ends.slice(0, K).load(EACH_THREAD), ends.slice(K, K).load(EACH_THREAD)
     enter = gl.maximum(gl.floor(early) - 1.0, -SAFE - 2.0)
     steep = gl.maximum(-early, -late) > SAFE
-    points.slice(0, 128).store(GRID + enter)
-    points.slice(128, 128).store(GRID + gl.where(steep, gl.minimum(early + late, enter - SAFE), enter))
+    points.slice(0, K).store(GRID + enter)
+    points.slice(K, K).store(GRID + gl.where(steep, gl.minimum(early + late, enter - SAFE), enter))
 
 
 @gluon.jit
-def load_points(points, LAYOUT: gl.constexpr):
+def load_points(points, LAYOUT: gl.constexpr, K: gl.constexpr):
     """r and s, plus `GRID`, as the sums have it."""
-    return points.slice(0, 128).load(LAYOUT), points.slice(128, 128).load(LAYOUT)
+    return points.slice(0, K).load(LAYOUT), points.slice(K, K).load(LAYOUT)
 
 
 @gluon.jit
-def of_state(points, ends):
+def of_state(points, ends, OF_STATE: gl.constexpr, K: gl.constexpr):
     """The exponents of three factors of a state: before it enters the products of a chunk, in them, and afterwards."""
-    enter, leave = load_points(points, OF_STATE)
-    total = ends.slice(0, 128).load(OF_STATE) + ends.slice(128, 128).load(OF_STATE)
+    enter, leave = load_points(points, OF_STATE, K)
+    total = ends.slice(0, K).load(OF_STATE) + ends.slice(K, K).load(OF_STATE)
     return enter - GRID, leave - enter, total - (leave - GRID)
 
 
 @gluon.jit
-def any_steep(points):
+def any_steep(points, K: gl.constexpr):
     """1 for a chunk with a steep channel, 0 for others."""
-    enter, leave = load_points(points, EACH_WARP)
+    enter, leave = load_points(points, EACH_WARP, K)
     return gl.max((enter != leave).to(gl.int32), 0)
 
 
 @gluon.jit
-def prepare_steep(queries, scored, k, count, points, b, left_out, k_token: gl.constexpr):
+def prepare_steep(queries, scored, k, count, points, b, left_out, k_token: gl.constexpr, K: gl.constexpr):
     """Zeros for queries that r does not serve, and keys for the scores of the others.
 
     In each channel these are the rows from the first one on, stored in `left_out`, with a decay from r that is too
     strong; no later row has a say. The limit is beyond that of steep channels, which is of sums in another order: other
     channels have no such row.
     """
-    enter, _ = load_points(points, OF_CHANNELS)
-    r = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1)
+    KEYS: gl.constexpr = ROWS if K == 128 else PAIRS
+    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
+    enter, _ = load_points(points, OF_CHANNELS, K)
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, KEYS)), 1)
     reach = b - gl.where(r < 32, GRID, gl.expand_dims(enter, 0))
     first = gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
-    gl.store(left_out + gl.arange(0, 128, OF_CHANNELS), first.to(gl.int8))
-    queries.store(gl.where(r < gl.expand_dims(first, 0), queries.load(ROWS), 0.0).to(gl.bfloat16))
-    keys = gl.load(at_tile(k, 0, 0, k_token, ROWS, 64, 128), mask=r < count, other=0.0)
+    gl.store(left_out + gl.arange(0, K, OF_CHANNELS), first.to(gl.int8))
+    queries.store(gl.where(r < gl.expand_dims(first, 0), queries.load(KEYS), 0.0).to(gl.bfloat16))
+    keys = gl.load(at_tile(k, 0, 0, k_token, KEYS, 64, K), mask=r < count, other=0.0)
     down = gl.exp2(gl.minimum(gl.expand_dims(enter, 0) - b, SAFE + 3.0))
     scored.store((keys.to(gl.float32) * down).to(gl.bfloat16))
 
 
 @gluon.jit
-def sums_of_halves(shared, decays, out, NARROW: gl.constexpr):
+def sums_of_halves(shared, decays, out, NARROW: gl.constexpr, K: gl.constexpr):
     """Sum the decays of a chunk over each half of its tokens, into shared memory and, if wanted, to `out`."""
     if NARROW:
-        g = gl.maximum(as_narrow(decays).load(COLUMNS).to(gl.float32), LEAST_NARROW) * LOG2E
+        g = gl.maximum(as_narrow(decays, K).load(COLUMNS).to(gl.float32), LEAST_NARROW) * LOG2E
     else:
         g = in_log2(decays.load(COLUMNS))
-    halves = gl.sum(gl.reshape(g, [2, 32, 128]), 1)
+    halves = gl.sum(gl.reshape(g, [2, 32, K]), 1)
     OUT: gl.constexpr = halves.type.layout
     if out is not None:
-        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * 128, 1)
-        gl.store(out + (half + gl.expand_dims(gl.arange(0, 128, gl.SliceLayout(0, OUT)), 0)), halves)
-    shared.store(gl.reshape(halves, [256]))
+        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * K, 1)
+        gl.store(out + (half + gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OUT)), 0)), halves)
+    shared.store(gl.reshape(halves, [2 * K]))
 
 
 @gluon.jit
@@ -241,8 +251,13 @@ def outputs(
     v_token: gl.constexpr,
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
+    K: gl.constexpr,
 ):
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    KEYS: gl.constexpr = ROWS if K == 128 else PAIRS  # layout of a tile [64, K]
+    STATES: gl.constexpr = STATE if K == 128 else ROWS
+    OF_STATE: gl.constexpr = gl.SliceLayout(1, STATES)
+    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
     n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
     value_head = n // SUBHEADS
@@ -252,26 +267,27 @@ def outputs(
     v += value_head.to(gl.int64) * v_head
     count = gl.cdiv(stop - start, 64)
 
-    queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, 128], SHARED)  # the last one for steep chunks
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, K], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, K], SHARED)  # the last one for steep chunks
     values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
-    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
-    state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
 
-    offsets = in_states(state, n, heads)
-    S = gl.zeros([128, 128], gl.float32, STATE)
+    offsets = in_states(state, n, heads, STATES, K)
+    S = gl.zeros([K, 128], gl.float32, STATES)
     if first is not None:
         S = gl.load(first + offsets)
     lower_triangle(lower_s)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
+    channels = rows if K == 128 else gl.zeros([64, K], gl.float32, KEYS)
     lower = gl.expand_dims(gl.arange(0, 64, OF_ROWS), 1) >= gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
     if count > 0:
-        copy_decays(decays_s.index(0), log_decay, start, n * 128, stop, heads * 128)
-        copy_tokens(queries_s.index(0), q, start, 0, stop, q_token)
-        copy_tokens(keys_s.index(0), k, start, 0, stop, k_token)
+        copy_decays(decays_s.index(0), log_decay, start, n * K, stop, heads * K, K)
+        copy_keys(queries_s.index(0), q, start, 0, stop, q_token, K)
+        copy_keys(keys_s.index(0), k, start, 0, stop, k_token, K)
         copy_tokens(values_s.index(0), v, start, 0, stop, v_token)
     async_copy.commit_group()
     for i in range(count):
@@ -281,33 +297,33 @@ def outputs(
         async_copy.wait_group(0)
         barrier()
         if i + 1 < count:
-            copy_decays(decays_s.index((i + 1) % 2), log_decay, token + 64, n * 128, stop, heads * 128)
-            copy_tokens(queries_s.index((i + 1) % 2), q, token + 64, 0, stop, q_token)
-            copy_tokens(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token)
+            copy_decays(decays_s.index((i + 1) % 2), log_decay, token + 64, n * K, stop, heads * K, K)
+            copy_keys(queries_s.index((i + 1) % 2), q, token + 64, 0, stop, q_token, K)
+            copy_keys(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token, K)
             copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
         async_copy.commit_group()
-        sums_of_halves(ends_s, decays, ends + (place + i) * 256, NARROW)
-        g = bounded(decays, NARROW)
+        sums_of_halves(ends_s, decays, ends + (place + i) * (2 * K), NARROW, K)
+        g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points_s, ends_s)
-        split(decays, g, NARROW)
+        store_points(points_s, ends_s, K)
+        split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, decays, rows, NARROW)
-        before, within, after = of_state(points_s, ends_s)
+        b = from_start(lower_s, decays, channels, NARROW, K)
+        before, within, after = of_state(points_s, ends_s, OF_STATE, K)
         S *= gl.expand_dims(gl.exp2(before), 1)
         state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(after)
         b = waited(b, NARROW)
-        enter, leave = load_points(points_s, OF_CHANNELS)
+        enter, leave = load_points(points_s, OF_CHANNELS, K)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
-        queries.store((queries.load(ROWS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
-        keys.store((keys.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
-        steep = any_steep(points_s)
+        queries.store((queries.load(KEYS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
+        keys.store((keys.load(KEYS).to(gl.float32) * down).to(gl.bfloat16))
+        steep = any_steep(points_s, K)
         if steep != 0:
-            keys_at, rows_at = k + token.to(gl.int64) * k_token, left_out + (place + i) * 128
-            prepare_steep(queries, keys_s.index(2), keys_at, stop - token, points_s, b, rows_at, k_token)
+            keys_at, rows_at = k + token.to(gl.int64) * k_token, left_out + (place + i) * K
+            prepare_steep(queries, keys_s.index(2), keys_at, stop - token, points_s, b, rows_at, k_token, K)
         scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
         fence_async_shared()
         barrier()
@@ -321,7 +337,7 @@ def outputs(
         barrier()
         O = warpgroup_mma(scores_s, values, O, is_async=True)
         if into is not None:
-            at = at_tile(into, ((first_chunk + i).to(gl.int64) * heads + n) * 128, 0, 128, COPY, 128, 128)
+            at = at_tile(into, ((first_chunk + i).to(gl.int64) * heads + n) * K, 0, 128, COPY, K, 128)
             gl.store(at, state_s.load(COPY))
         S = warpgroup_mma_wait(1, deps=[S])
         S *= gl.expand_dims(rest, 1)
@@ -351,9 +367,14 @@ def states(
     y_token: gl.constexpr,
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
+    K: gl.constexpr,
     REVERSE: gl.constexpr,
 ):
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    KEYS: gl.constexpr = ROWS if K == 128 else PAIRS  # layout of a tile [64, K]
+    STATES: gl.constexpr = STATE if K == 128 else ROWS
+    OF_STATE: gl.constexpr = gl.SliceLayout(1, STATES)
+    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
     n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
     value_head = n // SUBHEADS
@@ -362,25 +383,25 @@ def states(
     y += value_head.to(gl.int64) * y_head
     count = gl.cdiv(stop - start, 64)
 
-    x_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
+    x_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, K], SHARED)
     y_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
-    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, 128], DECAYS)
-    state_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
+    state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
 
-    offsets = in_states(state, n, heads)
-    S = gl.zeros([128, 128], gl.float32, STATE)
+    offsets = in_states(state, n, heads, STATES, K)
+    S = gl.zeros([K, 128], gl.float32, STATES)
     if first is not None:
         S = gl.load(first + offsets)
-    survives = gl.zeros([128], gl.float32, OF_STATE)
+    survives = gl.zeros([K], gl.float32, OF_STATE)
     lower_triangle(lower_s)
-    rows = gl.zeros([64, 128], gl.float32, ROWS)
+    channels = gl.zeros([64, K], gl.float32, KEYS)
     if count > 0:
         token = start + (count - 1) * 64 if REVERSE else start
-        copy_decays(decays_s.index(0), log_decay, token, n * 128, stop, heads * 128)
-        copy_tokens(x_s.index(0), x, token, 0, stop, x_token)
+        copy_decays(decays_s.index(0), log_decay, token, n * K, stop, heads * K, K)
+        copy_keys(x_s.index(0), x, token, 0, stop, x_token, K)
         copy_tokens(y_s.index(0), y, token, 0, stop, y_token)
     async_copy.commit_group()
     for i in range(count):
@@ -390,41 +411,41 @@ def states(
         async_copy.wait_group(0)
         barrier()
         end = gl.where(i + 1 < count, stop, token)
-        copy_decays(decays_s.index((i + 1) % 2), log_decay, token, n * 128, end, heads * 128)
-        copy_tokens(x_s.index((i + 1) % 2), x, token, 0, end, x_token)
+        copy_decays(decays_s.index((i + 1) % 2), log_decay, token, n * K, end, heads * K, K)
+        copy_keys(x_s.index((i + 1) % 2), x, token, 0, end, x_token, K)
         copy_tokens(y_s.index((i + 1) % 2), y, token, 0, end, y_token)
         async_copy.commit_group()
-        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * 256, NARROW)
-        g = bounded(decays, NARROW)
+        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * (2 * K), NARROW, K)
+        g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points_s, ends_s)
-        split(decays, g, NARROW)
+        store_points(points_s, ends_s, K)
+        split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, decays, rows, NARROW)
-        before, within, after = of_state(points_s, ends_s)
+        b = from_start(lower_s, decays, channels, NARROW, K)
+        before, within, after = of_state(points_s, ends_s, OF_STATE, K)
         survives += before + within + after
         S *= gl.expand_dims(gl.exp2(after if REVERSE else before), 1)
         if into is not None:
             state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(before if REVERSE else after)
-        enter, leave = load_points(points_s, OF_CHANNELS)
+        enter, leave = load_points(points_s, OF_CHANNELS, K)
         b = waited(b, NARROW)
         factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
-        xs.store((xs.load(ROWS).to(gl.float32) * factor).to(gl.bfloat16))
+        xs.store((xs.load(KEYS).to(gl.float32) * factor).to(gl.bfloat16))
         fence_async_shared()
         barrier()
         S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
         if into is not None:
-            at = at_tile(into, ((first_chunk + c).to(gl.int64) * heads + n) * 128, 0, 128, COPY, 128, 128)
+            at = at_tile(into, ((first_chunk + c).to(gl.int64) * heads + n) * K, 0, 128, COPY, K, 128)
             gl.store(at, state_s.load(COPY))
         S = warpgroup_mma_wait(0, deps=[S])
         S *= gl.expand_dims(rest, 1)
     if last is not None:
         gl.store(last + offsets, S)
     if shrunk is not None:
-        at = gl.program_id(0).to(gl.int64) * 128 + gl.arange(0, 128, OF_STATE)
+        at = gl.program_id(0).to(gl.int64) * K + gl.arange(0, K, OF_STATE)
         gl.store(shrunk + at, gl.exp2(survives))
 
 
@@ -457,8 +478,15 @@ def gradients(
     grad_token: gl.constexpr,
     heads: gl.constexpr,
     SUBHEADS: gl.constexpr,
+    K: gl.constexpr,
 ):
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    KEYS: gl.constexpr = ROWS if K == 128 else PAIRS  # layout of a tile [64, K]
+    STATES: gl.constexpr = STATE if K == 128 else ROWS
+    OF_STATE: gl.constexpr = gl.SliceLayout(1, STATES)
+    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
+    OF_TOKENS: gl.constexpr = gl.SliceLayout(1, KEYS)
+    STORE: gl.constexpr = OCTETS if K == 128 else NARROW_OCTETS
     n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
     value_head = n // SUBHEADS
@@ -469,38 +497,39 @@ def gradients(
     grad += value_head.to(gl.int64) * grad_head
     count = gl.cdiv(stop - start, 64)
 
-    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)  # then what goes into the gradient of b
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)  # likewise
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)  # then what goes into the gradient of b
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)  # likewise
     values_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
     grad_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
-    decays_s = gl.allocate_shared_memory(gl.float32, [64, 128], DECAYS)
-    before_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    after_s = gl.allocate_shared_memory(gl.bfloat16, [128, 128], SHARED)
-    enter_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
-    leave_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.float32, [64, K], DECAYS)
+    before_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
+    after_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
+    enter_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)
+    leave_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [256], FLAT)
-    through_s = gl.allocate_shared_memory(gl.float32, [128], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    through_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
-    offsets = in_states(state, n, heads)
-    dS = gl.zeros([128, 128], gl.float32, STATE)
+    offsets = in_states(state, n, heads, STATES, K)
+    dS = gl.zeros([K, 128], gl.float32, STATES)
     if last is not None:
         dS = gl.load(last + offsets)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
+    channels = rows if K == 128 else gl.zeros([64, K], gl.float32, KEYS)
     lower_triangle(lower_s)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
-        copy_decays(decays_s, log_decay, token, n * 128, stop, heads * 128)
-        copy_ends(ends_s, ends, place + c, True)
+        copy_decays(decays_s, log_decay, token, n * K, stop, heads * K, K)
+        copy_ends(ends_s, ends, place + c, True, K)
         copy_tokens(values_s, v, token, 0, stop, v_token)
-        copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True)
+        copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True, K)
         async_copy.commit_group()
-        copy_tokens(queries_s, q, token, 0, stop, q_token)
-        copy_tokens(keys_s, k, token, 0, stop, k_token)
+        copy_keys(queries_s, q, token, 0, stop, q_token, K)
+        copy_keys(keys_s, k, token, 0, stop, k_token, K)
         async_copy.commit_group()
     for i in range(count):
         c = count - 1 - i
@@ -509,34 +538,34 @@ def gradients(
         barrier()
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
-        g = bounded(decays_s, NARROW)
-        store_points(points_s, ends_s)
+        g = bounded(decays_s, NARROW, K)
+        store_points(points_s, ends_s, K)
         barrier()
-        before, within, after = of_state(points_s, ends_s)
+        before, within, after = of_state(points_s, ends_s, OF_STATE, K)
         dS *= gl.expand_dims(gl.exp2(after), 1)
         after_s.store(dS.to(gl.bfloat16))
-        split(decays_s, g, NARROW)
+        split(decays_s, g, NARROW, K)
         fence_async_shared()
         barrier()
-        b = from_start(lower_s, decays_s, rows, NARROW)
+        b = from_start(lower_s, decays_s, channels, NARROW, K)
         if log_decay_grad is not None:
-            through_s.store(gl.sum(before_s.load(STATE).to(gl.float32) * dS, 1) * gl.exp2(within))
+            through_s.store(gl.sum(before_s.load(STATES).to(gl.float32) * dS, 1) * gl.exp2(within))
         dS *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(before)
         async_copy.wait_group(1)
         b = waited(b, NARROW)
         barrier()
         decays_s.store(b)  # it does not fit into registers until it is needed again
-        enter, leave = load_points(points_s, OF_CHANNELS)
+        enter, leave = load_points(points_s, OF_CHANNELS, K)
         up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
-        enter_s.store((queries_s.load(ROWS).to(gl.float32) * up).to(gl.bfloat16))
-        leave_s.store((keys_s.load(ROWS).to(gl.float32) * down).to(gl.bfloat16))
+        enter_s.store((queries_s.load(KEYS).to(gl.float32) * up).to(gl.bfloat16))
+        leave_s.store((keys_s.load(KEYS).to(gl.float32) * down).to(gl.bfloat16))
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
         D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), rows, use_acc=False, is_async=True)
+        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), channels, use_acc=False, is_async=True)
         # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
         itself_s.store(gl.sum(grad_s.load(COPY).to(gl.float32) * values_s.load(COPY).to(gl.float32), 1) * scale)
         D, A = warpgroup_mma_wait(1, deps=[D, A])
@@ -545,61 +574,61 @@ def gradients(
         fence_async_shared()
         barrier()
         dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
-        dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, rows, use_acc=False, is_async=True)
+        dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
         dQ = warpgroup_mma_wait(1, deps=[dQ])
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         # b is loaded for each use, and the gradient of q stored before that of k is needed: registers are short here
         if log_decay_grad is not None:
             # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
             # of both, so both take the factors as the products took them, rounded to bf16.
-            past = enter_s.load(ROWS).to(gl.float32) * dQ
-        dQ *= gl.exp2(decays_s.load(ROWS) - gl.expand_dims(load_points(points_s, OF_CHANNELS)[0], 0)) * scale
-        dQ += itself * keys_s.load(ROWS).to(gl.float32)
-        store_rows(q_grad, token, n * 128, stop, heads * 128, dQ, LAYOUT=OCTETS)
+            past = enter_s.load(KEYS).to(gl.float32) * dQ
+        dQ *= gl.exp2(decays_s.load(KEYS) - gl.expand_dims(load_points(points_s, OF_CHANNELS, K)[0], 0)) * scale
+        dQ += itself * keys_s.load(KEYS).to(gl.float32)
+        store_rows(q_grad, token, n * K, stop, heads * K, dQ, LAYOUT=STORE)
         dK = warpgroup_mma_wait(0, deps=[dK])
         if log_decay_grad is not None:
-            past -= leave_s.load(ROWS).to(gl.float32) * dK
-        dK *= gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS)[1], 0) - decays_s.load(ROWS))
-        dK += itself * queries_s.load(ROWS).to(gl.float32)
+            past -= leave_s.load(KEYS).to(gl.float32) * dK
+        dK *= gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS, K)[1], 0) - decays_s.load(KEYS))
+        dK += itself * queries_s.load(KEYS).to(gl.float32)
         if log_decay_grad is not None:
             queries_s.store(past.to(gl.bfloat16))
-        K = keys_s.load(ROWS).to(gl.float32)
-        T = warpgroup_mma(values_s, after_s.permute((1, 0)), rows, use_acc=False, is_async=True)
-        _, leave = load_points(points_s, OF_CHANNELS)
-        down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(ROWS))
+        keys = keys_s.load(KEYS).to(gl.float32)
+        T = warpgroup_mma(values_s, after_s.permute((1, 0)), channels, use_acc=False, is_async=True)
+        _, leave = load_points(points_s, OF_CHANNELS, K)
+        down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(KEYS))
         T = warpgroup_mma_wait(0, deps=[T])
         T *= down
         if log_decay_grad is not None:
-            keys_s.store((K * T).to(gl.bfloat16))
-        store_rows(k_grad, token, n * 128, stop, heads * 128, dK + T, LAYOUT=OCTETS)
+            keys_s.store((keys * T).to(gl.bfloat16))
+        store_rows(k_grad, token, n * K, stop, heads * K, dK + T, LAYOUT=STORE)
         fence_async_shared()
         barrier()
         if log_decay_grad is not None:
-            dg = warpgroup_mma(lower_s, keys_s, rows, use_acc=False, is_async=True)
+            dg = warpgroup_mma(lower_s, keys_s, channels, use_acc=False, is_async=True)
             dg = warpgroup_mma(lower_s.permute((1, 0)), queries_s, dg, is_async=True)
         dS = warpgroup_mma(enter_s.permute((1, 0)), grad_s, dS, is_async=True)
         dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
         dV = warpgroup_mma(scores_s.permute((1, 0)), grad_s, dV, is_async=True)
         # The chunk before; masked rather than skipped, since a branch among products that run would make them wait.
         end = gl.where(c > 0, stop, token - 64)
-        copy_decays(decays_s, log_decay, token - 64, n * 128, end, heads * 128)
-        copy_ends(ends_s, ends, place + c - 1, c > 0)
+        copy_decays(decays_s, log_decay, token - 64, n * K, end, heads * K, K)
+        copy_ends(ends_s, ends, place + c - 1, c > 0, K)
         copy_tokens(values_s, v, token - 64, 0, end, v_token)
-        copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0)
+        copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0, K)
         async_copy.commit_group()
         if log_decay_grad is not None:
             dg = warpgroup_mma_wait(3, deps=[dg])
-            dg += gl.expand_dims(through_s.load(OF_CHANNELS), 0) - keys_s.load(ROWS).to(gl.float32)
+            dg += gl.expand_dims(through_s.load(OF_CHANNELS), 0) - keys_s.load(KEYS).to(gl.float32)
             if NARROW:
-                store_rows(log_decay_grad, token, n * 128, stop, heads * 128, dg, LAYOUT=OCTETS)
+                store_rows(log_decay_grad, token, n * K, stop, heads * K, dg, LAYOUT=STORE)
             else:
-                at = at_tile(log_decay_grad, token, n * 128, heads * 128, ROWS, 64, 128)
+                at = at_tile(log_decay_grad, token, n * K, heads * K, KEYS, 64, K)
                 valid = gl.expand_dims(gl.arange(0, 64, OF_TOKENS), 1) < stop - token
                 gl.store(at, dg, mask=valid)
         dS = warpgroup_mma_wait(2, deps=[dS])
         barrier()
-        copy_tokens(queries_s, q, token - 64, 0, end, q_token)
-        copy_tokens(keys_s, k, token - 64, 0, end, k_token)
+        copy_keys(queries_s, q, token - 64, 0, end, q_token, K)
+        copy_keys(keys_s, k, token - 64, 0, end, k_token, K)
         async_copy.commit_group()
         dS *= gl.expand_dims(rest, 1)
         dV = warpgroup_mma_wait(0, deps=[dV])

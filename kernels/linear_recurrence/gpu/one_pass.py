@@ -90,7 +90,7 @@ def _outputs(plan: LinearRecurrence) -> LaunchSpec:
     """Outputs and last states."""
     from .hopper_vector_decay import outputs  # other devices do without Gluon
 
-    return in_gluon(plan, outputs, QKV)
+    return in_gluon(plan, outputs, QKV, K=plan.K)
 
 
 @prepared
@@ -99,7 +99,7 @@ def _states(plan: LinearRecurrence, reverse: bool) -> LaunchSpec:
     from .hopper_vector_decay import states
 
     streams = {"x": "q", "y": "grad"} if reverse else {"x": "k", "y": "v"}
-    return in_gluon(plan, states, streams, REVERSE=reverse)
+    return in_gluon(plan, states, streams, K=plan.K, REVERSE=reverse)
 
 
 @prepared
@@ -107,7 +107,7 @@ def _gradients(plan: LinearRecurrence) -> LaunchSpec:
     """All gradients."""
     from .hopper_vector_decay import gradients
 
-    return in_gluon(plan, gradients, QKV_GRAD)
+    return in_gluon(plan, gradients, QKV_GRAD, K=plan.K)
 
 
 @prepared

@@ -27,7 +27,7 @@ from .call import Arguments, Call, Saved, Wanted
 from .multi_pass import MultiPass
 from .one_pass import OnePass
 from .plan import LinearRecurrence, Shape, ends_of_chunks, filling, gate_of, segment_length, states_of_chunks
-from .select import ONE_TOKEN, PATHS, Case
+from .select import GLUON_SIZE, ONE_TOKEN, PATHS, Case
 
 
 class Outputs(NamedTuple):
@@ -121,11 +121,17 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     q, k, v, E = a.q, a.k, a.v, a.subheads
     if q.is_cpu:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
-    g = None if a.log_decay is None else _as_taken(a.log_decay, a.beta is not None, q, v).contiguous()
+    largest_size = largest("linear_recurrence", q.dtype, q.device)
+    K, keys = equal_parts(q.shape[3], largest_size, q.dtype)
+    case = Case(gate_of(a.log_decay), a.beta is not None, K // keys, GLUON_SIZE, q.dtype, q.device)
+    one_pass = v.shape[3] % GLUON_SIZE == 0 and first_match(PATHS, case).name == "hopper_vector_decay"
+    V, values = equal_parts(v.shape[3], GLUON_SIZE if one_pass else largest_size, q.dtype)
+    g = a.log_decay
+    if g is not None:  # one pass takes decays in bf16, all others in fp32
+        narrow = one_pass and g.dtype == torch.bfloat16 and v.shape[1] > 1
+        g = (g if narrow else g.float()).contiguous()
     beta = None if a.beta is None else a.beta.float().contiguous()
     state = None if a.initial_state is None else a.initial_state.float().contiguous()
-    largest_size = largest("linear_recurrence", q.dtype, q.device)
-    (K, keys), (V, values) = (equal_parts(size, largest_size, q.dtype) for size in (q.shape[3], v.shape[3]))
     more_keys, more_values = K - q.shape[3], V - v.shape[3]
     if more_keys or more_values:  # channels of zeros, which change nothing
         q, k, v = F.pad(q, (0, more_keys)), F.pad(k, (0, more_keys)), F.pad(v, (0, more_values))
@@ -153,13 +159,6 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     if more_keys or more_values:
         o, final = o[..., : V - more_values], final[..., : K - more_keys, : V - more_values]
     return o.to(a.v.dtype), final
-
-
-def _as_taken(log_decay: Tensor, beta: bool, q: Tensor, v: Tensor) -> Tensor:
-    """Decays in bf16 where the kernels take these, otherwise in fp32."""
-    case = Case(gate_of(log_decay), beta, q.shape[3], v.shape[3], q.dtype, q.device)
-    narrow = log_decay.dtype == torch.bfloat16 and v.shape[1] > 1
-    return log_decay if narrow and first_match(PATHS, case).name == "hopper_vector_decay" else log_decay.float()
 
 
 def equal_parts(size: int, largest: int, dtype: torch.dtype) -> tuple[int, int]:

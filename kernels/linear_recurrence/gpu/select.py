@@ -9,6 +9,7 @@ from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.paths import KernelPath, always
 
 GLUON_SIZE = 128  # channels of keys and of values that the kernels in Gluon are written for
+GLUON_KEYS = (64, GLUON_SIZE)  # channels of keys with a decay per channel
 FEW_SLICES = 2
 
 
@@ -29,7 +30,8 @@ class Case(NamedTuple):
     @property
     def gluon(self) -> bool:
         """Return whether there are kernels in Gluon for these sizes."""
-        sizes = self.K == self.V == GLUON_SIZE and self.dtype == torch.bfloat16 and not self.beta
+        keys = GLUON_KEYS if self.gate == "channel" else (GLUON_SIZE,)
+        sizes = self.K in keys and self.V == GLUON_SIZE and self.dtype == torch.bfloat16 and not self.beta
         return sizes and runs_gluon(self.device)
 
 
@@ -42,8 +44,8 @@ PATHS = (
     KernelPath(
         "hopper_vector_decay",
         when=lambda case: case.gate == "channel" and case.gluon,
-        why="a decay per channel on Hopper, K = V = 128, bf16, no β: one pass forward and one backward, and a second "
-        "launch for chunks with steep channels",
+        why="a decay per channel on Hopper, K = 64 or 128, V = 128 (or parts of 128), bf16, no β: one pass forward and "
+        "one backward, and a second launch for chunks with steep channels",
     ),
     KernelPath(
         "vector_decay",

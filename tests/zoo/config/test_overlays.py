@@ -136,23 +136,19 @@ HYBRID = "model.stack.mixers.K.mixer"
 @pytest.mark.parametrize(
     "change",
     [
-        f"{HYBRID}.decay=BoundedChannelDecay",
-        f"{HYBRID}.decay.class_path=BoundedChannelDecay",
-        f"{HYBRID}={{decay: BoundedChannelDecay}}",
-        "model.stack.init_args.mixers.K.init_args.mixer.init_args.decay=BoundedChannelDecay",
-        {"model": {"stack": {"mixers": {"K": {"mixer": {"decay": "BoundedChannelDecay"}}}}}},
-        {
-            "model": {
-                "stack": {"init_args": {"mixers": {"K": {"init_args": {"mixer": {"decay": "BoundedChannelDecay"}}}}}}
-            }
-        },
+        f"{HYBRID}.decay=ChannelDecay",
+        f"{HYBRID}.decay.class_path=ChannelDecay",
+        f"{HYBRID}={{decay: ChannelDecay}}",
+        "model.stack.init_args.mixers.K.init_args.mixer.init_args.decay=ChannelDecay",
+        {"model": {"stack": {"mixers": {"K": {"mixer": {"decay": "ChannelDecay"}}}}}},
+        {"model": {"stack": {"init_args": {"mixers": {"K": {"init_args": {"mixer": {"decay": "ChannelDecay"}}}}}}}},
     ],
 )
 def test_a_key_in_a_dictionary_of_components_leaves_the_others(change) -> None:
     before, after = (configs.to_dict(configs.read("kda_hybrid.yaml", *items)) for items in ([], [change]))
     changed = [(key, new) for key, _, new in configs.differences(before, after) if key.endswith("class_path")]
     assert changed == [
-        ("model.stack.init_args.mixers.K.init_args.mixer.init_args.decay.class_path", "mixers.BoundedChannelDecay")
+        ("model.stack.init_args.mixers.K.init_args.mixer.init_args.decay.class_path", "mixers.ChannelDecay")
     ]
     model = zoo.build("kda_hybrid.yaml", change, "model.vocab_size=64", device="meta")
     assert [type(mixer).__name__ for mixer in model.mixers[:4]] == ["KDA", "KDA", "KDA", "SoftmaxAttention"]

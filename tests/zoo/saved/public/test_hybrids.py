@@ -22,6 +22,7 @@ from zoo.lm import LanguageModel
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
+from .models import excited
 from .zoo_of_others import LLAMA3, SCALED
 
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
@@ -420,6 +421,16 @@ def test_a_model_of_ours_as_theirs(theirs: Make, tmp_path: Path, name: str):
     assert_same(zoo.load(folder).state_dict(), first.state_dict())
 
 
+@pytest.mark.slow
+@pytest.mark.parity
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_5", "olmo_hybrid", "kimi_linear"])
+def test_the_config_of_a_hybrid_is_theirs(theirs: Make, tmp_path: Path, name: str):
+    model = excited(zoo.build(f"{name}.yaml", "model.vocab_size=96", "model.num_layers=4"))
+    tokens = torch.randint(96, (2, 77))
+    assert_close(read(saved_as(name, model, tmp_path / "exported"))(tokens).logits, model(tokens)[0])
+
+
 @pytest.mark.parity
 @torch.no_grad()
 def test_small_steps_of_time_of_nemotron_h(oracle: Callable[[str], Any], tmp_path: Path):
@@ -499,7 +510,11 @@ def test_configs_that_we_cannot_follow(tmp_path: Path, config: dict[str, Any], m
         ({"num_key_value_heads": 2}, "num_key_value_heads is 2; our mixers can do null or num_attention_heads"),
         ({"q_lora_rank": 8}, "q_lora_rank is 8; our mixers can do null"),
         ({"mla_use_nope": False}, "mla_use_nope is false; our mixers can do true"),
+        # of Kimi K3
         ({"linear_attn_config": {"use_full_rank_gate": True}}, "linear_attn_config is .*use_full_rank_gate"),
+        ({"linear_attn_config": {"gate_lower_bound": -5.0}}, "linear_attn_config is .*gate_lower_bound"),
+        ({"mla_use_output_gate": True}, "mla_use_output_gate is true, which hf_kimi_linear does not know"),
+        ({"qk_rope_head_dim": 0}, "qk_rope_head_dim is 0; our mixers can do 1 or more"),
         ({"linear_attn_config": {"head_dim": "wide"}}, 'linear_attn_config.head_dim is "wide"; .* 1 or more'),
         (
             {"layer_types": None, "linear_attn_config": {"kda_layers": [1], "full_attn_layers": [2, 4]}},
@@ -629,3 +644,23 @@ def test_models_that_a_family_cannot_hold(overrides: tuple[str, ...], to: str, m
     model = zoo.build("transformer.yaml", *sizes, *overrides, device="meta")
     with pytest.raises(UserError, match=message):
         exported(model, TensorsInMemory(model.state_dict()), to)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("K.mixer.decay=BoundedChannelDecay",), "mixer.decay: BoundedChannelDecay instead of ChannelDecay"),
+        (("K.mixer.full_rank_decay=true",), "mixer.full_rank_decay is True instead of False"),
+        (("K.mixer.full_rank_gate=true",), "mixer.full_rank_gate is True instead of False"),
+        (("A.gate=head",), "mixer.gate is head instead of None"),
+        (("A.gate=channel",), "mixer.gate is channel instead of None"),
+        (("A.rope_dim=0",), "qk_rope_head_dim is 0; our mixers can do 1 or more"),
+    ],
+    ids=str,
+)
+def test_options_of_kimi_k3_and_others_that_kimi_linear_lacks(overrides: tuple[str, ...], message: str):
+    sizes = ("model.vocab_size=96", "model.hidden_size=48", "model.num_layers=4")
+    changes = [f"model.stack.mixers.{override}" for override in overrides]
+    model = zoo.build("kimi_linear.yaml", *sizes, *changes, device="meta")
+    with pytest.raises(UserError, match=f"hf_kimi_linear cannot hold this model: .*{message}"):
+        exported(model, TensorsInMemory(model.state_dict()), "hf_kimi_linear")
