@@ -99,7 +99,6 @@ def test_a_mistake_is_one_sentence(command: Command, arguments: tuple[str, ...])
         ("--optim=Adam", "optim.optimizer is torch.optim.Adam, but the checkpoint was trained with null; resume with "),
         ("--optim.schedule=LinearLR", "optim.schedule is torch.optim.lr_scheduler.LinearLR, but the checkpoint was "),
         ("--optim.train_only=[layers.0.*]", "optim.train_only is ['layers.0.*'], but the checkpoint was trained with "),
-        ("--optim.learning_rate=0.5", "optim.learning_rate is 0.5, but the checkpoint was trained with 0.003; resume"),
         ("--optim.betas=[0.5,0.6]", "optim.betas is [0.5, 0.6], but the checkpoint was trained with [0.9, 0.95]"),
     ],
 )
@@ -110,6 +109,39 @@ def test_what_a_checkpoint_would_override_is_refused(
     done = command("fit", "--resume=r", "--trainer.max_steps=5", changed)
     assert done.code == 2
     assert done.err.splitlines()[-1].startswith(f"error: {said}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimiser", [(), ("--config=train/muon.yaml",)], ids=["adamw", "muon"])
+def test_rate_and_weight_decay_change_in_the_middle_of_a_run(command: Command, desk: Path, optimiser: tuple[str, ...]):
+    run = desk / "runs" / "r"
+    assert command(*SHORT, *optimiser, "--optim.schedule=constant", "--optim.warmup_steps=0", "--run=r").code == 0
+    steps, before = len(rows(run)), yaml.safe_load((run / "config.yaml").read_text())["optim"]
+    changed = ("--optim.learning_rate=0.001", "--optim.weight_decay=0.5", f"--trainer.max_steps={steps + 2}")
+    done = command("fit", "--resume=r", *changed)
+    assert done.code == 0, done.err
+    rates = [rate for _, rate in rows(run).values()]
+    assert rates == pytest.approx([before["learning_rate"]] * steps + [0.001] * 2)
+    (state,) = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"]
+    assert {group["weight_decay"] for group in state["param_groups"]} == {0.0, 0.5}
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["key"], row["from"], row["to"]) for row in history] == [
+        (steps, "optim.learning_rate", before["learning_rate"], 0.001),
+        (steps, "optim.weight_decay", before["weight_decay"], 0.5),
+        (steps, "trainer.max_steps", steps, steps + 2),
+    ]
+    assert command("fit", "--resume=r").code == 0  # complete, and unchanged
+    assert len((run / "history.jsonl").read_text().splitlines()) == 3
+
+
+@pytest.mark.slow
+def test_a_schedule_that_is_a_class_keeps_its_rate(command: Command, desk: Path):
+    assert command(*SHORT, *OPTIMISERS["milestones"], "--run=r").code == 0
+    done = command("fit", "--resume=r", "--trainer.max_steps=9", "--optim.learning_rate=0.5")
+    assert done.code == 2
+    assert done.err.splitlines()[-1].startswith(
+        "error: optim.learning_rate is 0.5, but the checkpoint was trained with"
+    )
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from zoo.config.build import build, captures_steps, from_config, instantiate, vo
 from zoo.config.find import CONFIGS, find_config
 from zoo.config.keys import GROUPS, KEYS
 from zoo.config.parser import add_run_keys, check_model_keys, parse, parse_model, read, read_model
-from zoo.config.serialise import differences, to_dict
+from zoo.config.serialise import to_dict
 
 __all__ = [
     "CONFIGS",
@@ -14,7 +14,6 @@ __all__ = [
     "build",
     "captures_steps",
     "check_model_keys",
-    "differences",
     "find_config",
     "from_config",
     "instantiate",

@@ -1,6 +1,5 @@
 """Resolved configs as plain containers that can be written to YAML and read back."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from jsonargparse import Namespace
@@ -31,12 +30,3 @@ def _plain(value: Any, key: str) -> Any:
         f"{key.replace('.init_args', '')}: {value!r} is not a plain value; give it in the config as plain values: "
         "numbers, strings, lists and mappings"
     )
-
-
-def differences(old: Any, new: Any, key: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """The keys at which two plain configs differ, each with the old and the new value."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in [*old, *(name for name in new if name not in old)]:
-            yield from differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
-        yield key, old, new

@@ -21,13 +21,14 @@ from tqdm import tqdm
 from kernels import Option, UserError
 from mixers.arguments import check_sizes
 from zoo.config.parser import parse
-from zoo.config.serialise import differences, to_dict
+from zoo.config.serialise import to_dict
 from zoo.display import progress_bar, short_list
 from zoo.experiments.definition import Run
 from zoo.files.links import held_lock, lock_of, open_in_place
 from zoo.files.output import check_no_others, make_folder
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.runs.folder import LOCK, has_checkpoint
+from zoo.train.history import differences
 from zoo.train.results import read_row
 from zoo.train.signals import PARENT, sigterm_raises
 

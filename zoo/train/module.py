@@ -30,6 +30,7 @@ from zoo.train.agreement import check_same
 from zoo.train.captured_forward import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
+from zoo.train.history import Change, differences
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
 from zoo.train.optim import (
@@ -47,7 +48,7 @@ from zoo.train.trainer import write_whole
 log = logging.getLogger(__name__)
 
 # settings that are part of the optimiser's state
-OF_OPTIMISER = ("optimizer", "train_only", "learning_rate", "weight_decay", "betas", "eps")
+OF_OPTIMISER = ("optimizer", "train_only", "betas", "eps")
 
 # Lightning's callbacks that read no metrics
 WITHOUT_METRICS = (GradientAccumulationScheduler, ModelSummary, Timer)
@@ -103,6 +104,8 @@ class Pretraining(L.LightningModule):
         self.config = getattr(model, "config", None) if config is None else config
         self.context_length = context_length
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
+        self.changes: list[Change] = []  # of the config, since the checkpoint that the run is resumed from
+        self._groups: list[tuple[Any, float | None]] = []  # highest rates and weight decays of the optimiser's groups
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
@@ -268,7 +271,7 @@ class Pretraining(L.LightningModule):
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
         self._losses = None
         if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
-            update_rates(schedule)
+            update_rates(schedule, self._groups)
         reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
         self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 
@@ -378,6 +381,7 @@ class Pretraining(L.LightningModule):
         sharding = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
         optimizer = build_optimizer(self.model, self.optim, isinstance(self.trainer.strategy, sharding))
         schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
+        self._groups = [(g.get("initial_lr", g["lr"]), g.get("weight_decay")) for g in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(
@@ -428,7 +432,10 @@ class Pretraining(L.LightningModule):
         check_format(checkpoint)
         if is_attached(self) and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
-            self._check_optimiser(checkpoint[KEY].get("config"))
+            self._check_optimiser(saved := checkpoint[KEY].get("config"))
+            at = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
+            changed = differences(saved, self.config) if saved and self.config else ()
+            self.changes = [Change(*at, *each) for each in changed if each[0] != "optim.initial_weights"]
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
 
     def _check_data(self, config: dict[str, Any] | None) -> None:
@@ -444,9 +451,10 @@ class Pretraining(L.LightningModule):
     def _check_optimiser(self, config: dict[str, Any] | None) -> None:
         """Refuse what the optimiser's state in the checkpoint does not fit, or would silently override."""
         current, saved = ((side or {}).get("optim", {}) for side in (self.config, config))
-        for key in (*OF_OPTIMISER, "schedule"):
+        by_step = all(side.get("schedule") in get_args(Schedule) for side in (current, saved))
+        for key in (*OF_OPTIMISER, "schedule", "learning_rate"):  # a schedule that is a class keeps rates in its state
             now, before = current.get(key), saved.get(key)
-            ours = key == "schedule" and all(value in get_args(Schedule) for value in (now, before))
+            ours = key in ("schedule", "learning_rate") and by_step
             if key in current and key in saved and now != before and not ours:
                 names = [_named(value) for value in (now, before)]
                 now, before = names if names[0] != names[1] else (now, before)

@@ -274,13 +274,21 @@ def build_schedule(optimizer: Optimizer, optim: Optimisation, max_steps: int) ->
     return LambdaLR(optimizer, lambda step: optim.factor(step, max_steps))
 
 
-def update_rates(schedule: LambdaLR) -> None:
-    """Set the learning rates of the optimiser to those of the schedule at its step.
+def update_rates(schedule: LambdaLR, groups: Sequence[tuple[Any, float | None]]) -> None:
+    """Set learning rates and weight decays of the optimiser to those of the config, at the schedule's step.
 
-    A checkpoint has the rates of the schedule that it was written with, which may have had another length.
+    A checkpoint has those that it was written with, and the rates of a schedule that may have had another length.
+
+    Args:
+        schedule: The schedule, after a checkpoint was loaded.
+        groups: The highest learning rate and the weight decay of each parameter group, as the optimiser was built.
     """
-    groups = schedule.optimizer.param_groups
-    for group, base, factor in zip(groups, schedule.base_lrs, schedule.lr_lambdas, strict=True):
+    schedule.base_lrs = [float(rate) for rate, _ in groups]
+    rows = zip(schedule.optimizer.param_groups, groups, schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    for group, (_, weight_decay), base, factor in rows:
+        group["initial_lr"] = base
+        if weight_decay is not None:
+            group["weight_decay"] = weight_decay
         rate = base * factor(schedule.last_epoch)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)

@@ -1,7 +1,7 @@
 """The loss over tokens, plotted in `loss.png`."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from zoo.checkpoints.background import Background
 from zoo.display import new_figure, write_figure
 from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.history import Change, read_history
 
 MAX_UNREAD = 100
 
@@ -109,11 +110,12 @@ class LossCurve(RunCallback):
             self._draw(trainer)
             self._background.wait()
 
-    def figure(self, baseline: float | None = None) -> Figure:
+    def figure(self, baseline: float | None = None, changes: Sequence[Change] = ()) -> Figure:
         """The curve.
 
         Args:
             baseline: Loss of the interpolated bigram model in nats, drawn as a line; None draws none.
+            changes: Settings that were changed on the way, each drawn as a line where it was.
         """
         figure = new_figure(7, 4.2, dpi=120)
         axes = figure.add_subplot(xlabel="tokens", ylabel="loss (nats per token)")
@@ -127,6 +129,8 @@ class LossCurve(RunCallback):
             axes.plot(*zip(*self.validation, strict=True), color="tab:orange", marker="o", label="validation")
         if baseline is not None:
             axes.axhline(baseline, color="gray", linestyle="--", label="interpolated bigram model")
+        for number, change in enumerate(changes):
+            axes.axvline(change.tokens, color=f"C{number + 2}", linestyle=":", label=str(change))
         if axes.has_data():
             axes.legend()
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -143,7 +147,8 @@ class LossCurve(RunCallback):
         self._background.add(partial(self._write, trainer.datamodule, Path(trainer.default_root_dir) / "loss.png"))
 
     def _write(self, datamodule: L.LightningDataModule | None, file: Path) -> None:
-        write_figure(self.figure(bigram_loss(datamodule)), file)
+        changes = [change for change in read_history(file.parent) if change.key.startswith("optim.")]
+        write_figure(self.figure(bigram_loss(datamodule), changes), file)
 
 
 def _smooth(values: Iterable[float], weight: float) -> list[float]:

@@ -1,6 +1,8 @@
 """Skips optimiser steps with non-finite or far too high losses or gradients."""
 
+import shlex
 from collections import deque
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -134,8 +136,8 @@ class LossGuard(RunCallback):
             raise Diverged(
                 f"{self._in_a_row} steps in a row had a loss or gradients that are not finite"
                 f"{'' if self.spike is None else ' or far too high'}, and were skipped (the last loss was "
-                f"{float(self._loss):.4g}). The last checkpoint has the parameters from before them; try a lower "
-                "optim.learning_rate, or continue with a larger guard.patience."
+                f"{float(self._loss):.4g}). The last checkpoint has the parameters from before them; "
+                f"{_advice(Path(trainer.default_root_dir), pl_module)}."
             )
 
     def _settle(self) -> None:
@@ -164,6 +166,16 @@ class LossGuard(RunCallback):
         if self.spike is None or 2 * len(recorded) < self.window:
             return float("inf")
         return self.spike * median(recorded)
+
+
+def _advice(run: Path, pl_module: Any) -> str:
+    """Name the command that continues a run with half of its learning rate."""
+    if not isinstance(pl_module.optim.schedule, str):  # whose state has the rate
+        return "start a new run with a lower optim.learning_rate, or continue with a larger guard.patience"
+    rate = f"--optim.learning_rate={pl_module.optim.learning_rate / 2:g}"
+    earlier = [path.name for path in sorted((run / "checkpoints").glob("step-*.ckpt"))]
+    advice = f"continue with half of the rate: python cli.py fit --resume {shlex.quote(str(run))} {rate}"
+    return advice + (f", or from checkpoints/{earlier[-1]} in this folder" if earlier else "")
 
 
 def _copied_to_host(*scalars: Tensor) -> Outcome:

@@ -113,7 +113,8 @@ class ResultRow(RunCallback):
             self._write(trainer)  # last: a run with complete results is not looked at again
             self.on_fit_end(trainer, pl_module)
         elif trainer.is_global_zero:
-            Console().print(f"{folder} is complete; --trainer.max_steps above {trainer.max_steps} trains it further")
+            step = max(trainer.global_step, trainer.max_steps)
+            Console().print(f"{folder} is complete; --trainer.max_steps above {step} trains it further")
 
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Measure what the row says if `finish` runs the validation."""

@@ -9,12 +9,15 @@ from zoo.files.links import check_in_place
 from zoo.files.output import CONFIG_HEADER
 from zoo.files.safe_yaml import dump_yaml
 from zoo.train.callbacks.run_callback import RunCallback
+from zoo.train.history import HISTORY, record
 
-APPENDED = ("metrics.jsonl", "metrics.csv", "samples.txt", "results.json")  # files to which a run appends
+APPENDED = ("metrics.jsonl", "metrics.csv", "samples.txt", "results.json", HISTORY)  # files to which a run appends
 
 
 class RunFiles(RunCallback):
     """Writes the run's config to `config.yaml` and, for text data, its tokenizer to `tokenizer.json`; logs the config.
+
+    What a resumed run has changed in its config is added to `history.jsonl`.
 
     It waits until everything has loaded, so that a failed start leaves the folder unchanged. The files of an earlier
     run that was stopped before its first checkpoint are then removed.
@@ -33,6 +36,7 @@ class RunFiles(RunCallback):
         if not any((folder / "checkpoints").glob("*.ckpt")):
             for name in APPENDED:
                 (folder / name).unlink(missing_ok=True)
+        record(folder, pl_module.changes)
         with atomic_write(folder / "config.yaml") as file:
             file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())
         if pl_module.tokenizer is not None:

@@ -179,7 +179,7 @@ def test_last_best_and_kept_checkpoints(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a disk that is always full")
 def test_a_disk_that_is_really_full(tmp_path, monkeypatch):
     """PyTorch's own writer notices at any of its many writes, and when it closes the archive."""
-    monkeypatch.setattr("zoo.checkpoints.format.atomic_write", lambda path: open("/dev/full", "wb"))  # noqa: SIM115
+    monkeypatch.setattr("zoo.checkpoints.io.atomic_write", lambda path: open("/dev/full", "wb"))  # noqa: SIM115
     with pytest.raises(UserError, match="cannot be written: No space left on device; none was saved there before"):
         AtomicCheckpointIO().save_checkpoint({"weights": torch.zeros(1 << 20)}, tmp_path / "last.ckpt")
 
