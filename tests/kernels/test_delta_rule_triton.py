@@ -23,6 +23,8 @@ from kernels.gpu import plan
 from kernels.gpu.device import multiprocessors
 from kernels.gpu.launch_table import TABLE
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 GATES = ("none", "constant", "head")
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
 ENTRIES = [
@@ -34,14 +36,6 @@ ENTRIES = [
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote must not be read. And what a test has patched must not be remembered."""
-    plan.of_rows.cache_clear()
-    allocate = plan.Plan.new
-    monkeypatch.setattr(plan.Plan, "new", lambda *passed, **options: allocate(*passed, **options).fill_(torch.nan))
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:

@@ -13,20 +13,11 @@ from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs
 
 pytest.importorskip("triton")
 from kernels.features.gpu import op as gpu_op
-from kernels.features.gpu import token
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    allocate = gpu_op.new
-    for module in (gpu_op, token):
-        monkeypatch.setattr(
-            module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan)
-        )
 
 
 @pytest.fixture
@@ -472,8 +463,7 @@ def registered(a: Arguments) -> None:
 
 @pytest.mark.slow
 @interpreted
-def test_the_ops_are_registered_properly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()  # opcheck runs them on tensors without values
+def test_the_ops_are_registered_properly():
     registered(single(2))
 
 
@@ -568,8 +558,7 @@ def test_continuing_on_device(T: int, B: int):
 
 
 @pytest.mark.gpu
-def test_on_device_the_ops_are_registered_properly_and_compile(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()
+def test_on_device_the_ops_are_registered_properly_and_compile():
     a = on_device(130, heads=4, size=64)
     registered(a)
     compiled = torch.compile(kernels.features, fullgraph=True)

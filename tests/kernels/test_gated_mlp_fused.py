@@ -14,24 +14,18 @@ from torch import Tensor
 import kernels
 
 pytest.importorskip("triton")
-from kernels.gated_linear.gpu import mlp, op, select
+from kernels.gated_linear.gpu import select
 from kernels.gpu.device import Gpu, assumed
 from kernels.gpu.paths import dry_run
 
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 HOPPER = "kernels.gated_linear.gpu.hopper"
 MLP = ("x", "gate_up", "down")
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    allocate = op.new
-    for module in (op, mlp):
-        monkeypatch.setattr(module, "new", lambda *arguments: allocate(*arguments).fill_(torch.nan))
 
 
 @pytest.fixture

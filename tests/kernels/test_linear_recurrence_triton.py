@@ -20,17 +20,9 @@ from kernels.linear_recurrence.gpu import plan as gpu_plan
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the fast way for decays per channel overflows where the slow one takes over
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
+pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 GATES = ("none", "constant", "head", "channel")
 run = partial(results, kernels.linear_recurrence)
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that nobody wrote is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -11,19 +11,14 @@ import kernels
 pytest.importorskip("triton")
 from kernels.norm.gpu import op as gpu_op
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("none", "last", "first", "sigmoid last", "sigmoid first")
 Arguments = dict[str, Tensor]
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    allocate = gpu_op.new
-    monkeypatch.setattr(gpu_op, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:
@@ -175,8 +170,7 @@ def registered(a: Arguments) -> None:
 
 @pytest.mark.slow
 @interpreted
-def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()  # opcheck runs it on tensors without values
+def test_the_op_is_registered_properly():
     registered(inputs(2, 3, 8))
 
 
@@ -226,8 +220,7 @@ def test_real_sizes(shape: tuple[int, ...], gate: str, dtype: torch.dtype):
 
 
 @pytest.mark.gpu
-def test_on_device_the_op_is_registered_properly_and_compiles(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.undo()
+def test_on_device_the_op_is_registered_properly_and_compiles():
     a = on_device(2, 33, 4, 64)
     registered({**a, "gate": a["gate"].contiguous()})
     compiled = torch.compile(kernels.gated_rms_norm, fullgraph=True)

@@ -13,8 +13,9 @@ from .recurrences import assert_same, results
 from .test_selective_scan import inputs
 
 pytest.importorskip("triton")
-from kernels.gpu import plan
 from kernels.selective_scan.gpu import op as gpu_op
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 PACKED = [0, 0, 3, 20, 20, 20, 37, 53, 53]  # empty at the start, inside and at the end; one full chunk
 ARGUMENTS = ("x", "log_decay", "rate", "b", "c", "initial_state")
@@ -23,16 +24,6 @@ small = partial(inputs, B=1, dtype=torch.float32)
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    plan.of_rows.cache_clear()
-    allocate = plan.Plan.new
-    monkeypatch.setattr(
-        plan.Plan, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan)
-    )
 
 
 @pytest.fixture

@@ -9,17 +9,11 @@ from torch import Tensor
 import kernels
 from kernels import token_shift
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("torch", "triton")
 BOUNDS = [0, 0, 3, 4, 9, 9]  # empty documents first, and last
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.token_shift.gpu.op")
-    allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *sizes, **options: allocate(*sizes, **options).fill_(torch.nan))
 
 
 def inputs(B: int, T: int, D: int, n: int, history: int = 0) -> tuple[Tensor, ...]:

@@ -1,7 +1,5 @@
 """The Triton kernel: under the interpreter without a GPU (fp32, small), on a GPU as it is."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,17 +11,14 @@ from .test_causality import later
 from .test_value_decay_recurrence import inputs, run
 
 pytest.importorskip("triton")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # in the backward pass, the fast way of the linear recurrence overflows where the slow one takes over
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that nobody wrote is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
 
 
 def compare(a: dict[str, Tensor], tolerance: float = 1e-5) -> None:
