@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from kernels.core.documents import documents
 from tests.zoo.tiny import TinyModel, batch
-from zoo.train import captured_forward, captured_step
+from zoo.train import captured_passes, captured_step
 from zoo.train.adamw import AdamW
-from zoo.train.captured_forward import CapturedForward
+from zoo.train.captured_passes import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.metrics import label_scores, total_loss
 from zoo.train.optim import clip, parameter_groups, total_norm
@@ -374,7 +374,7 @@ def test_a_captured_forward_pass_takes_packed_documents():
 
 
 def test_forward_passes_of_many_shapes_run_eagerly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(captured_forward, "MOST_SHAPES", 2)
+    monkeypatch.setattr(captured_passes, "MOST_SHAPES", 2)
     recorder = Repeated()
     captured = CapturedForward(lambda x: (x + 1,), [], recorder)
     assert [captured(torch.zeros(n))[0].sum().item() for n in (1, 2, 3, 2)] == [1, 2, 3, 2]
