@@ -192,27 +192,6 @@ def test_parts_of_a_head_are_whole_blocks(gate: str, monkeypatch: pytest.MonkeyP
     assert [(q[-1], v[-1]) for q, v in sizes] == [(24, 24)]
 
 
-def test_views_of_one_projection():
-    widths = {"q": 2 * 16, "k": 2 * 16, "v": 4 * 16, "log_decay": 4, "beta": 4}
-    fused = torch.randn(2, 70, sum(widths.values()))
-    parts = dict(zip(widths, fused.split(list(widths.values()), -1), strict=True))
-    views = {name: x.unflatten(-1, (2 if name in "qk" else 4, -1)) for name, x in parts.items()}
-    views["log_decay"], views["beta"] = -parts["log_decay"].abs(), parts["beta"]
-    compare(views)
-
-
-def test_only_what_is_needed_is_computed():
-    a = inputs(20, gate="channel", B=1, G=1, K=16, V=16, dtype=torch.float32)
-    a = {name: x.to(DEVICE) for name, x in a.items()}
-    a["v"].requires_grad_()
-    gradients = []
-    for backend in ("triton", "reference"):
-        with kernels.backend(backend):
-            o, _ = kernels.linear_recurrence(**a)
-        gradients += torch.autograd.grad(o.square().sum(), a["v"])
-    torch.testing.assert_close(*gradients, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("E", [1, 2])
@@ -247,25 +226,6 @@ def test_segments_registered_as_they_should_be(length: int, segments: int, short
     op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False)
     torch.library.opcheck(op, arguments)
     assert len(op(*arguments)[2]) == segments  # the states that are kept
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("documents", [None, [0, 1, 3]])
-@pytest.mark.parametrize("gate", ["constant", "channel"])
-def test_one_graph(gate: str, documents: list[int] | None):
-    a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, documents=documents, dtype=torch.float32)
-    boundaries = a.pop("cu_seqlens").to(DEVICE) if documents else None
-    a = {name: x.to(DEVICE).requires_grad_() for name, x in a.items()}
-
-    def loss(**arguments: Tensor) -> Tensor:
-        o, state = kernels.linear_recurrence(**arguments, return_state=True, cu_seqlens=boundaries)
-        return o.sin().sum() + state.cos().sum()
-
-    compiled = torch.compile(loss, fullgraph=True, backend="inductor" if DEVICE == "cuda" else "aot_eager")
-    with kernels.backend("triton"):
-        actual, expected = (torch.autograd.grad(f(**a), list(a.values())) for f in (compiled, loss))
-    for x, y in zip(actual, expected, strict=True):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-5)
 
 
 def test_boundaries_are_read_once(monkeypatch: pytest.MonkeyPatch):
