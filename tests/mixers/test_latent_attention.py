@@ -1,5 +1,4 @@
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -56,17 +55,3 @@ def test_default_sizes():
 def test_mistakes(arguments: dict, message: str):
     with pytest.raises(mixers.UserError, match=f"^{message}$"):
         MultiheadLatentAttention(SITE, **arguments)
-
-
-VARIANTS = {
-    "latent queries, and keys longer than values": partial(
-        MultiheadLatentAttention, num_heads=4, head_dim=12, rope_dim=6, value_dim=10, kv_rank=20, q_rank=14
-    ),
-    "no positions": partial(MultiheadLatentAttention, rotary=None),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_contract_with_other_arguments(name: str):
-    mixers.check_mixer(VARIANTS[name])
