@@ -24,11 +24,13 @@ from kernels.linear_recurrence.gpu import select as gpu_select
 from kernels.linear_recurrence.gpu.call import Arguments
 from kernels.linear_recurrence.gpu.select import Case
 
-from .test_linear_recurrence_triton import compare, poison, short_segments
+from .test_linear_recurrence_triton import compare, short_segments
 
-__all__ = ["poison", "short_segments"]  # fixtures
+__all__ = ["short_segments"]  # a fixture
+pytestmark = pytest.mark.usefixtures("poison")
 run = partial(results, kernels.linear_recurrence)
-GLUON, HEAD = "kernels.linear_recurrence.gpu.hopper_vector_decay", "kernels.linear_recurrence.gpu.hopper_scalar_decay"
+CHANNEL = "kernels.linear_recurrence.gpu.hopper_vector_decay"
+HEAD = "kernels.linear_recurrence.gpu.hopper_scalar_decay"
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 
 
@@ -37,15 +39,43 @@ def small(T: int, gate: str = "channel", **options: Any) -> dict[str, torch.Tens
     return inputs(T, gate=gate, **arguments)
 
 
+def rounded(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The arguments with decays in bf16."""
+    return {**a, "log_decay": a["log_decay"].bfloat16()}
+
+
 @pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
-    monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
-    monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate == "channel" and not case.beta))
+    monkeypatch.setitem(sys.modules, CHANNEL, interpreted(CHANNEL, "outputs", "states", "gradients"))
+    monkeypatch.setitem(sys.modules, HEAD, interpreted(HEAD, "states", "gradients"))
+    launch = gpu_plan.launch  # the others of these passes have none for so many channels in fp32
+    monkeypatch.setattr(gpu_plan, "launch", lambda kernel, size, *where: launch(kernel, min(size, 64), *where))
+    monkeypatch.setattr(Case, "gluon", property(lambda case: not case.beta))
     monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 128)
     plan.of_rows.cache_clear()
     yield
     plan.of_rows.cache_clear()
+
+
+@pytest.fixture
+def few_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that little work fills."""
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
+    plan.of_rows.cache_clear()
+
+
+KINDS = [("none", False), ("constant", False), ("head", False), ("channel", False), ("channel", True)]
+each_kind = pytest.mark.parametrize(("gate", "in_bf16"), KINDS)
+SEGMENTED = [0, 0, 5, 300, 320, 320]
+
+
+def of_kind(gate: str, in_bf16: bool, **options: Any) -> None:
+    """Compare a call with decays of a kind, in bf16 if wanted."""
+    a = small(**options, gate=gate)
+    # other decays are summed in fp32, since only calls in bf16 come here on a GPU
+    tolerance = 1e-5 if gate == "channel" else 2e-5
+    compare(rounded(a) if in_bf16 else a, tolerance=3e-3 if in_bf16 else tolerance, subheads=options.get("E", 1))
 
 
 @pytest.mark.slow
@@ -59,21 +89,35 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"T": 70, "decay": "strong"},
         {"T": 70, "decay": "zero"},
         {"T": 70, "B": 2, "R": 2, "E": 2},
-        {"T": 600, "documents": [0, 0, 5, 560, 600]},
+        {"T": 140, "documents": [0, 0, 5, 138, 140]},
     ],
 )
-@pytest.mark.parametrize("rounded", [False, True])
-def test_step_by_step(options: dict[str, Any], rounded: bool, gluon: None):
-    a = small(**options)
-    if rounded:
-        a["log_decay"] = a["log_decay"].bfloat16()
-    compare(a, tolerance=3e-3 if rounded else 1e-5, subheads=options.get("E", 1))
+@each_kind
+def test_step_by_step(options: dict[str, Any], gate: str, in_bf16: bool, gluon: None):
+    of_kind(gate, in_bf16, **options)
 
 
+@pytest.mark.slow
 @without_a_gpu
-@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
-def test_segments(documents: list[int] | None, gluon: None, short_segments: None):
-    compare(small(320, documents=documents))
+@pytest.mark.parametrize(
+    ("gate", "in_bf16"), [*(pytest.param(*kind, marks=pytest.mark.nightly) for kind in KINDS[:2]), *KINDS[2:]]
+)
+def test_a_document_of_more_than_one_block(gate: str, in_bf16: bool, gluon: None):
+    of_kind(gate, in_bf16, T=600, documents=[0, 0, 5, 560, 600])
+
+
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize(
+    ("gate", "documents"),
+    [
+        *((gate, SEGMENTED) for gate in ("none", "constant", "head", "channel")),
+        *((gate, None) for gate in ("head", "channel")),
+        *(pytest.param(gate, None, marks=pytest.mark.nightly) for gate in ("none", "constant")),
+    ],
+)
+def test_segments(documents: list[int] | None, gate: str, gluon: None, short_segments: None):
+    compare(small(320, gate, documents=documents))
 
 
 def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None:
@@ -88,7 +132,7 @@ def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None
     [
         {"T": 130, "state": False},
         {"T": 70, "R": 2, "E": 2, "decay": "mixed"},
-        {"T": 320, "documents": [0, 0, 5, 300, 320, 320]},  # there can be more chunks than there are
+        {"T": 320, "documents": SEGMENTED},  # there can be more chunks than there are
     ],
 )
 def test_states_that_are_kept_change_no_bit(options: dict[str, Any], gluon: None):
@@ -96,7 +140,7 @@ def test_states_that_are_kept_change_no_bit(options: dict[str, Any], gluon: None
 
 
 @without_a_gpu
-@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
+@pytest.mark.parametrize("documents", [None, SEGMENTED])
 def test_states_that_are_kept_of_segments(documents: list[int] | None, gluon: None, short_segments: None):
     same_with_states_kept_or_not(small(320, documents=documents))
 
@@ -151,9 +195,10 @@ def test_rows_at_a_time(B: int, H: int, E: int, rows: int):
 
 
 @without_a_gpu
+@pytest.mark.parametrize("gate", ["head", "channel"])
 @pytest.mark.parametrize("through", ["o", "state"])
-def test_a_gradient_of_one_result_alone(through: str, gluon: None):
-    compare(small(70, state=False), through=(through,))
+def test_a_gradient_of_one_result_alone(through: str, gate: str, gluon: None):
+    compare(small(70, gate, state=False), through=(through,))
 
 
 @without_a_gpu
@@ -166,9 +211,9 @@ def test_inputs_with_gaps_that_are_not_aligned(gluon: None):
     compare(a)
 
 
-@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("in_bf16", [False, True])
 @pytest.mark.parametrize(("offset", "gap"), [(1, 8), (0, 8), (0, 16)])
-def test_what_kernels_copy_is_aligned(offset: int, gap: int, rounded: bool, gluon: None):
+def test_what_kernels_copy_is_aligned(offset: int, gap: int, in_bf16: bool, gluon: None):
     """Other addresses and head strides are copied first, since the kernels do not compile for them."""
 
     def wide(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -176,7 +221,7 @@ def test_what_kernels_copy_is_aligned(offset: int, gap: int, rounded: bool, gluo
         return memory[..., offset : offset + shape[-1]]
 
     q, k, v = (wide(2, 70, 2, 128) for _ in "qkv")
-    decays = torch.zeros(2 * 70 * 2 * 128 + 8, dtype=torch.bfloat16 if rounded else torch.float32)
+    decays = torch.zeros(2 * 70 * 2 * 128 + 8, dtype=torch.bfloat16 if in_bf16 else torch.float32)
     log_decay = decays[offset : offset - 8].view(2, 70, 2, 128)
     call = gpu_op.call_of(Arguments(q, k, v, log_decay, None, None, None, 1.0, 1, False), torch.zeros_like(v))
     assert all(x is not None and x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v, call.grad, call.log_decay))
@@ -184,8 +229,9 @@ def test_what_kernels_copy_is_aligned(offset: int, gap: int, rounded: bool, gluo
 
 
 @without_a_gpu
-def test_decays_without_gradients(gluon: None):
-    a = small(130)
+@pytest.mark.parametrize("gate", ["head", "channel"])
+def test_decays_without_gradients(gate: str, gluon: None):
+    a = small(130, gate)
     compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
 
 
@@ -230,13 +276,12 @@ def with_resets(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 90, 130]])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
-    a = with_resets(small(130, documents=documents))
-    if rounded:
-        a["log_decay"] = a["log_decay"].bfloat16()
+@pytest.mark.parametrize(("gate", "in_bf16"), KINDS[2:])
+def test_resets(gate: str, in_bf16: bool, documents: list[int] | None, gluon: None):
+    a = with_resets(small(130, gate, G=2 if gate == "head" else 1, documents=documents))
+    a = rounded(a) if in_bf16 else a
     # sums of decays are in fp32, as only calls in bf16 come here on a GPU
-    compare(a, tolerance=5e-3 if rounded else 2e-5)
+    compare(a, tolerance=5e-3 if in_bf16 else 2e-5)
     assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
 
 
@@ -249,82 +294,6 @@ def test_registered_as_it_should_be(length: int, keep: bool, gluon: None, short_
     tensors = [a[name].requires_grad_() for name in ("q", "k", "v", "log_decay")]
     arguments = (*tensors, None, a["initial_state"].requires_grad_(), None, 0.25, 1, keep, False)
     torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, arguments)
-
-
-@pytest.fixture
-def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The kernels for all other decays, likewise."""
-    monkeypatch.setitem(sys.modules, HEAD, interpreted(HEAD, "states", "gradients"))
-    launch = gpu_plan.launch  # the others of these passes have none for so many channels in fp32
-    monkeypatch.setattr(gpu_plan, "launch", lambda kernel, size, *where: launch(kernel, min(size, 64), *where))
-    monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate != "channel" and not case.beta))
-    monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 128)
-    plan.of_rows.cache_clear()
-    yield
-    plan.of_rows.cache_clear()
-
-
-OTHERS = ("none", "constant", "head")
-
-
-ALL = [
-    {"T": 1},
-    {"T": 64, "state": False},
-    {"T": 130, "decay": "mixed"},
-    {"T": 70, "decay": "strong"},
-    {"T": 70, "B": 2, "R": 2, "E": 2},
-    {"T": 140, "documents": [0, 0, 5, 138, 140]},
-]
-LONG = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # a document of more than one block
-
-
-@pytest.mark.slow
-@without_a_gpu
-@pytest.mark.parametrize(
-    ("gate", "options"),
-    [
-        *((gate, options) for gate in OTHERS for options in ALL),
-        ("head", LONG),
-        *(pytest.param(gate, LONG, marks=pytest.mark.nightly) for gate in ("none", "constant")),
-    ],
-)
-def test_other_decays_step_by_step(options: dict[str, Any], gate: str, head: None):
-    # decays are summed in fp32, since only calls in bf16 come here on a GPU
-    compare(small(**options, gate=gate), tolerance=2e-5, subheads=options.get("E", 1))
-
-
-@pytest.mark.slow
-@without_a_gpu
-def test_resets_of_heads(head: None):
-    a = with_resets(small(130, "head", G=2))
-    compare(a, tolerance=2e-5)
-    assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
-
-
-@pytest.mark.slow
-@without_a_gpu
-@pytest.mark.parametrize(
-    ("gate", "documents"),
-    [
-        ("head", None),
-        *((gate, [0, 0, 5, 300, 320, 320]) for gate in OTHERS),
-        *(pytest.param(gate, None, marks=pytest.mark.nightly) for gate in ("none", "constant")),
-    ],
-)
-def test_segments_of_other_decays(documents: list[int] | None, gate: str, head: None, short_segments: None):
-    compare(small(320, gate, documents=documents))
-
-
-@without_a_gpu
-@pytest.mark.parametrize("through", ["o", "state"])
-def test_a_gradient_of_one_result_alone_with_a_decay_per_head(through: str, head: None):
-    compare(small(70, "head", state=False), through=(through,))
-
-
-@without_a_gpu
-def test_other_decays_without_gradients(head: None):
-    a = small(130, "head")
-    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
 
 
 @pytest.mark.parametrize(
@@ -345,37 +314,25 @@ FP32 = ("log_decay", "gates", "ends", "first", "last", "shrunk", "log_decay_grad
 NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y_head", "chunks", "groups"), "i32")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kernel", "tokens", "fixed"),
-    [
-        ("outputs", STRIDES[:3], {"first": None}),
-        ("outputs", STRIDES[:3], {"first": None, "into": None}),
-        ("states", STRIDES[4:], {"first": None, "last": None, "shrunk": None, "REVERSE": False}),
-        ("states", STRIDES[4:], {"into": None, "ends": None, "REVERSE": True}),
-        ("gradients", STRIDES[:4], {"last": None, "first": None}),
-        ("gradients", STRIDES[:4], {"log_decay_grad": None}),
-    ],
-)
-@pytest.mark.parametrize("decays", ["*fp32", "*bf16"])
-def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str):
-    compiles(GLUON, kernel, tokens, fixed, decays)
+COMPILED = [
+    (CHANNEL, "outputs", STRIDES[:3], {"first": None}),
+    (CHANNEL, "outputs", STRIDES[:3], {"first": None, "into": None}),
+    (CHANNEL, "states", STRIDES[4:], {"first": None, "last": None, "shrunk": None, "REVERSE": False}),
+    (CHANNEL, "states", STRIDES[4:], {"into": None, "ends": None, "REVERSE": True}),
+    (CHANNEL, "gradients", STRIDES[:4], {"last": None, "first": None}),
+    (CHANNEL, "gradients", STRIDES[:4], {"log_decay_grad": None}),
+    (HEAD, "states", STRIDES[1:3], {"first": None}),
+    (HEAD, "gradients", STRIDES[:4], {"last": None, "first": None}),
+    (HEAD, "gradients", STRIDES[:4], {"log_decay_grad": None}),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kernel", "tokens", "fixed"),
-    [
-        ("states", STRIDES[1:3], {"first": None}),
-        ("gradients", STRIDES[:4], {"last": None, "first": None}),
-        ("gradients", STRIDES[:4], {"log_decay_grad": None}),
-    ],
+    ("module", "kernel", "tokens", "fixed", "decays"),
+    [(*each, decays) for each in COMPILED for decays in ("*fp32", "*bf16") if each[0] == CHANNEL or decays == "*fp32"],
 )
-def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]):
-    compiles(HEAD, kernel, tokens, fixed)
-
-
-def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str = "*fp32") -> None:
+def test_compiles_for_hopper(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str):
     types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32", "left_out": "*i8"}
     types |= {"log_decay": decays, "log_decay_grad": decays}
     arguments = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
@@ -392,13 +349,11 @@ ON_DEVICE: list[dict[str, Any]] = [
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded"), [*((gate, False) for gate in [*OTHERS, "channel"]), ("channel", True)])
+@each_kind
 @pytest.mark.parametrize("options", ON_DEVICE)
-def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
+def test_device(options: dict[str, Any], gate: str, in_bf16: bool, few_multiprocessors: None):
     a = small(**options, gate=gate)
-    a = {name: x.bfloat16() if name in "qkv" or (name == "log_decay" and rounded) else x for name, x in a.items()}
+    a = {name: x.bfloat16() if name in "qkv" or (name == "log_decay" and in_bf16) else x for name, x in a.items()}
     E = options.get("E", 1)
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
     a = {name: x.cuda() for name, x in a.items()}
@@ -410,31 +365,25 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
-def test_device_resets(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
+@pytest.mark.parametrize(("gate", "low"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
+def test_device_resets(gate: str, low: str, few_multiprocessors: None):
     a = with_resets(small(1100, gate, G=2))
-    a = {n: x.bfloat16() if n in rounded else x for n, x in a.items()}
+    a = {n: x.bfloat16() if n in low else x for n, x in a.items()}
     compare(a, tolerance=1e-2, reference="torch")
     actual = run({n: x.cuda() for n, x in a.items()}, backend="triton")["gradient of log_decay"]
     assert not actual[a["log_decay"].cuda() == -torch.inf].any()
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
-def test_device_strong_decays(gate: str, rounded: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
+@pytest.mark.parametrize(("gate", "low"), [("head", "qkv"), ("channel", "qkv"), ("channel", "qkvlog_decay")])
+def test_device_strong_decays(gate: str, low: str, few_multiprocessors: None):
     a = small(1100, gate, decay="strong", G=2)
-    compare({n: x.bfloat16() if n in rounded else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
+    compare({n: x.bfloat16() if n in low else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
 
 
 @pytest.mark.gpu
-def test_device_few_strong_steps(monkeypatch: pytest.MonkeyPatch):
+def test_device_few_strong_steps(few_multiprocessors: None):
     """Factors of a state are small on both sides of the start of a chunk; their product would be 0 in fp32."""
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
     a = small(200, G=2)
     a["log_decay"][:, [40, 80], :, ::4] = -60.0
     compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=1e-2, reference="torch")
