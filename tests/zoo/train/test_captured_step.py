@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core.documents import documents
-from tests.zoo.tiny import TinyModel, batch
+from tests.zoo.tiny import TinyModel, assert_same_parameters, batch
 from zoo.train import captured_passes, captured_step
 from zoo.train.adamw import AdamW
 from zoo.train.captured_passes import CapturedForward
@@ -105,8 +105,7 @@ def alike(one: Loop, other: Loop) -> None:
     """Check that two loops computed the same to the bit."""
     assert one.losses == other.losses
     assert repr(one.norms) == repr(other.norms)  # nan is not equal to itself
-    for (name, x), (_, y) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    assert_same_parameters(one.model, other.model)
 
 
 def both(*steps: dict[str, Any], **settings: Any) -> tuple[Loop, Loop, Repeated]:
