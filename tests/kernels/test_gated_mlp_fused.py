@@ -20,6 +20,7 @@ from kernels.gpu.paths import dry_run
 
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
+from .test_gated_linear import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -69,13 +70,6 @@ def results(a: dict[str, Tensor], activation: Any = "silu", learned: tuple[str, 
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(y)
     gradients = torch.autograd.grad(y, [leaves[name] for name in learned], dy)
     return {"y": y.detach(), **dict(zip(learned, gradients, strict=True))}
-
-
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    for name, x in actual.items():
-        assert x.shape == expected[name].shape
-        error = float((x.double() - expected[name].double()).norm() / expected[name].double().norm())
-        assert error <= limit, f"{name}: {error:.2g}"
 
 
 # rows that are not whole tiles; channels that are not whole steps of the sum; programs without a tile, with one or more

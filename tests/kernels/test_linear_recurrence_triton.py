@@ -1,6 +1,6 @@
 """The Triton kernels: under the interpreter without a GPU (fp32, small), on a GPU as they are."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 
@@ -35,15 +35,22 @@ def short_segments(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plan.of_rows.cache_clear()
 
 
-def compare(a: dict[str, Tensor], tolerance: float = 1e-5, reference: str = "reference", **options: object) -> None:
+def compare(
+    a: dict[str, Tensor],
+    tolerance: float = 1e-5,
+    reference: str = "reference",
+    op: Callable[..., tuple[Tensor, Tensor | None]] = kernels.linear_recurrence,
+    **options: object,
+) -> None:
     """Outputs, states and all gradients against the fp32 loop, relative to the norm of each result."""
     a = {name: x.to(DEVICE) for name, x in a.items()}
     exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
-    actual, expected = run(a, backend="triton", **options), run(exact, backend=reference, **options)
+    actual, expected = results(op, a, backend="triton", **options), results(op, exact, backend=reference, **options)
+    dtypes = {f"gradient of {name}": x.dtype for name, x in a.items()}
+    dtypes["o"] = a["v"].dtype if op is kernels.linear_recurrence else torch.float32
     for name, x in expected.items():
         y = actual[name]
-        assert y.shape == x.shape, name
-        assert y.dtype == (a["v"].dtype if name == "o" else a.get(name.removeprefix("gradient of "), x).dtype), name
+        assert (y.shape, y.dtype) == (x.shape, dtypes.get(name, x.dtype)), name
         assert y.isfinite().all(), f"{name} is not finite"
         error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())
         scale = norm
