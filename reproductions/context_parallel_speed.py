@@ -43,9 +43,9 @@ from zoo.performance.training import DOES_NOT_FIT
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.compiled_ahead import compile_ahead
+from zoo.train.captured_memory import GradientAverage
 from zoo.train.captured_step import CapturedStep
 from zoo.train.devices import pick_device
-from zoo.train.gradient_average import GradientAverage
 from zoo.train.module import Pretraining, best_precision
 from zoo.train.optim import build_optimizer, clip, total_norm
 

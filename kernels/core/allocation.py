@@ -1,4 +1,4 @@
-"""Uninitialised memory for kernels. Each op's module imports `new` by name, so that its tests can poison the memory."""
+"""Uninitialised memory for kernels, which tests fill with NaN."""
 
 import torch
 from torch import Tensor

@@ -126,6 +126,18 @@ def _remembered() -> Iterator[tuple[Any, str, Callable[..., Any]]]:
 _REMEMBERED = [*_remembered()] if INTERPRETED else []
 
 
+@pytest.fixture
+def poison() -> Iterator[None]:
+    """Fill new tensors with NaN or large integers, so that reading unwritten memory shows, and forget earlier plans."""
+    pytest.importorskip("triton")
+    from kernels.gpu import plan
+
+    plan.of_rows.cache_clear()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.fixture(autouse=True)
 def masks_of_bools() -> Iterator[None]:
     """Masks are bools: the interpreter also makes masks of integers, which that of Triton 3.9 refuses to read."""

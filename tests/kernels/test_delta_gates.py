@@ -1,5 +1,8 @@
 """Decay and β of the gated delta rule: by the formulas, and in Triton."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,50 +11,95 @@ from torch import Tensor
 import kernels
 from kernels.delta_gates import channel_decay
 
-from .test_discretise import assert_close
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+from .op_contract import DEVICE, SeveralResults, Tensors, interpreted
 
 
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.delta_gates.gpu.op")
-    allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
+def inputs(*shape: int, bias: bool = True) -> Tensors:
+    """Columns of a projection, some of them extreme, and parameters."""
+    fused = 5 * torch.randn(*shape[:-1], 2 * shape[-1] + 3)
+    fused[(0,) * (len(shape) - 1)][1:4] = torch.tensor([100.0, -100.0, 0.0])  # exponentials would overflow
+    tensors = {"a": fused[..., 1 : shape[-1] + 1], "b": fused[..., shape[-1] + 1 : -2]}
+    tensors |= {name: torch.randn(shape[-1]) for name in ("A_log", "dt_bias", *(["bias"] if bias else []))}
+    return {name: x.to(DEVICE) for name, x in tensors.items()}
 
 
-def inputs(*shape: int, dtype: torch.dtype = torch.float32, bias: bool = True) -> dict[str, Tensor]:
-    made = {name: 5 * torch.randn(shape, dtype=dtype) for name in ("a", "b")}
-    for x in made.values():
-        x.view(-1)[:3] = torch.tensor([100.0, -100.0, 0.0])[: x.numel()]  # exponentials would overflow
-    names = ("A_log", "dt_bias", "bias") if bias else ("A_log", "dt_bias")
-    return {name: x.to(DEVICE) for name, x in (made | {name: torch.randn(shape[-1]) for name in names}).items()}
-
-
-def per_channel(*shape: int, rank: int = 0, dtype: torch.dtype = torch.float32, bias: bool = True) -> dict[str, Tensor]:
+def per_channel(*shape: int, rank: int = 0, bias: bool = True) -> Tensors:
     """Inputs for decays [*shape], the last axis of which are channels; with a rank, of inputs of that size."""
-    a = inputs(*shape[:-1], dtype=dtype, bias=bias)
-    a |= {"a": 5 * torch.randn(shape, dtype=dtype).to(DEVICE), "dt_bias": torch.randn(shape[-2:]).to(DEVICE)}
+    a = inputs(*shape[:-1], bias=bias)
+    a |= {"a": 5 * torch.randn(shape).to(DEVICE), "dt_bias": torch.randn(shape[-2:]).to(DEVICE)}
     if not rank:
         return a
-    up = torch.randn(shape[-2] * shape[-1], rank).to(dtype) / rank**0.5
-    return a | {"a": 5 * torch.randn(*shape[:-2], rank, dtype=dtype).to(DEVICE), "up": up.to(DEVICE)}
+    up = torch.randn(shape[-2] * shape[-1], rank) / rank**0.5
+    return a | {"a": 5 * torch.randn(*shape[:-2], rank).to(DEVICE), "up": up.to(DEVICE)}
 
 
-def results(
-    a: dict[str, Tensor], backend: str, through: str = "both", largest: float = 1.0, lower_bound: float | None = None
-) -> dict[str, Tensor]:
-    """Both results and all gradients."""
-    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
-    with kernels.backend(backend):
-        log_decay, beta = kernels.delta_gates(**leaves, largest=largest, lower_bound=lower_bound)
-    outputs = {"both": [log_decay, beta], "log_decay": [log_decay], "beta": [beta]}[through]
-    generator = torch.Generator().manual_seed(0)
-    arriving = [torch.randn(x.shape, generator=generator).to(x) for x in outputs]
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), arriving, materialize_grads=True)
-    return {"log_decay": log_decay.detach(), "beta": beta.detach(), **dict(zip(a, gradients, strict=True))}
+class TestDeltaGates(SeveralResults):
+    op = "delta_gates"
+    outputs = ("log_decay", "beta")
+    sizes = (
+        ((1, 1), True),
+        ((2, 70, 5), False),
+        ((3, 400, 8), True),
+        ((9, 100), True),
+    )
+    some_sizes = ((2, 70, 8), True)
+    device_sizes = (
+        ((1, 1, 48), False),
+        ((64, 1, 48), True),
+        ((4, 4097, 48), True),
+        ((4, 4097, 48), False),
+    )
+    low = ("a", "b")
+    tolerances = (1e-5, 1e-4)
+    device_tolerance = 1e-5
+    largest, lower_bound = 2.0, None
+
+    def inputs(self, shape: tuple[int, ...], bias: bool) -> Tensors:
+        return inputs(*shape, bias=bias)
+
+    def call(self, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.delta_gates(**tensors, largest=self.largest, lower_bound=self.lower_bound)
+
+    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
+        decays = [tensors[name] for name in ("a", "A_log", "dt_bias")]
+        for bias in (tensors["bias"], None):
+            yield *decays, tensors["b"], bias, self.largest, self.lower_bound or 0.0, False
+
+    @interpreted
+    @pytest.mark.parametrize("low", [("A_log",), ("dt_bias",), ("bias",), ("A_log", "dt_bias")], ids=str)
+    def test_parameters_of_different_precision(self, low: tuple[str, ...]):
+        tensors = self.inputs(*self.some_sizes)
+        tensors |= {name: tensors[name].bfloat16() for name in low}
+        actual, expected = self.results(tensors, "triton"), self.results(tensors, "reference")
+        for name in low:
+            assert actual.pop(f"d{name}").dtype == expected.pop(f"d{name}").dtype == torch.bfloat16
+        self.close(actual, expected)
+
+
+class TestDecaysPerChannel(TestDeltaGates):
+    sizes = (
+        ((2, 7, 3, 5), 0, True),
+        ((5, 3, 8), 6, False),
+        ((2, 2, 1), 0, True),
+    )
+    some_sizes = ((2, 70, 8, 4), 0, True)
+    device_sizes = (
+        ((1, 1, 8, 128), 0, True),
+        ((4, 4097, 8, 128), 0, True),
+        ((1, 65, 32, 256), 0, True),
+    )
+    device_sizes += (((2, 1001, 6, 96), 0, True),)
+
+    def inputs(self, shape: tuple[int, ...], rank: int, bias: bool) -> Tensors:
+        return per_channel(*shape, rank=rank, bias=bias)
+
+    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
+        yield from super().registered(tensors)
+        yield tensors["a"], tensors["A_log"], tensors["dt_bias"], None, None, 1.0, -5.0, False
+
+
+class TestBoundedDecaysPerChannel(TestDecaysPerChannel):
+    largest, lower_bound = 1.0, -4.0
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -82,17 +130,6 @@ def test_decays_per_channel_by_the_formulas(rank: int, backend: str):
 
 
 @interpreted
-@pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
-@pytest.mark.parametrize(
-    ("shape", "rank", "bias"), [((2, 7, 3, 5), 0, True), ((5, 3, 8), 6, False), ((2, 2, 1), 0, True)]
-)
-def test_decays_per_channel_in_triton(shape: tuple[int, ...], rank: int, bias: bool, through: str):
-    a = per_channel(*shape, rank=rank, bias=bias)
-    for how in ((2.0, None), (1.0, -4.0)):
-        assert_close(results(a, "triton", through, *how), results(a, "reference", through, *how), 1e-5)
-
-
-@interpreted
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_decays_per_channel_alone(backend: str):
     a = per_channel(2, 7, 3, 5)
@@ -103,59 +140,6 @@ def test_decays_per_channel_alone(backend: str):
             y = channel_decay(*leaves)
         actual.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
     torch.testing.assert_close(*actual)
-
-
-@pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
-def test_gradients_in_pytorch(through: str):
-    a = inputs(2, 70, 5)
-    assert_close(results(a, "torch", through, 2.0), results(a, "reference", through, 2.0), 1e-5)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("through", ["both", "log_decay", "beta"])
-@pytest.mark.parametrize(
-    ("shape", "bias"), [((1, 1), True), ((2, 70, 5), False), ((3, 400, 8), True), ((9, 100), True)]
-)
-def test_triton(shape: tuple[int, ...], bias: bool, through: str):
-    a = inputs(*shape, bias=bias)
-    assert_close(results(a, "triton", through, 2.0), results(a, "reference", through, 2.0), 1e-5)
-
-
-@interpreted
-def test_columns_of_a_projection_in_half_precision():
-    fused = torch.randn(2, 30, 20).bfloat16()
-    a = inputs(8) | {"a": fused[..., 3:11], "b": fused[..., 11:19]}
-    actual, expected = results(a, "triton"), results(a, "reference")
-    assert [x.dtype for x in actual.values()] == [x.dtype for x in expected.values()]
-    assert_close(actual, expected, 1e-2)
-
-
-@interpreted
-@pytest.mark.parametrize("low", [("A_log",), ("dt_bias",), ("bias",), ("A_log", "dt_bias")], ids=str)
-def test_parameters_of_different_precision(low: tuple[str, ...]):
-    a = inputs(2, 70, 8)
-    a |= {name: a[name].bfloat16() for name in low}
-    actual, expected = results(a, "triton"), results(a, "reference")
-    for name in low:
-        assert actual.pop(name).dtype == expected.pop(name).dtype == torch.bfloat16
-    assert_close(actual, expected, 1e-5)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("bias", [True, False])
-def test_the_op_is_registered_properly(bias: bool, monkeypatch: pytest.MonkeyPatch):
-    a = inputs(3, 4, bias=bias)
-    results(a, "triton")
-    monkeypatch.undo()
-    arguments = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, 2.0, 0.0, False))
-    a = per_channel(3, 4, 2, bias=bias)
-    arguments = [a[name].requires_grad_() if name in a else None for name in ("a", "A_log", "dt_bias", "b", "bias")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, 2.0, 0.0, False))
-    arguments[3:] = None, None
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_gates, (*arguments, 1.0, -5.0, False))
 
 
 @pytest.mark.parametrize(
@@ -187,29 +171,3 @@ def test_inputs_of_two_shapes():
     a = inputs(4, 3) | {"b": torch.zeros(5, 3)}
     with pytest.raises(ValueError, match=r"^b: expected the shape of a \(4, 3\), got \(5, 3\)"):
         kernels.delta_gates(**a)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("rows", "bias"), [((1, 1), False), ((64, 1), True), ((4, 4097), True), ((4, 4097), False)])
-def test_on_device(rows: tuple[int, ...], bias: bool, dtype: torch.dtype):
-    a = inputs(*rows, 48, dtype=dtype, bias=bias)
-    exact = {name: x.float() for name, x in a.items()}
-    actual, expected = results(a, "triton"), results(exact, "reference")
-    assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
-    repeated = results(a, "triton")
-    assert all(torch.equal(actual[name], repeated[name]) for name in actual)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("shape", [(1, 1, 8, 128), (4, 4097, 8, 128), (2, 1001, 6, 96), (1, 65, 32, 256)])
-def test_decays_per_channel_on_device(shape: tuple[int, ...], dtype: torch.dtype):
-    a = per_channel(*shape, dtype=dtype)
-    exact = {name: x.float() for name, x in a.items()}
-    for lower_bound in (None, -5.0):
-        how = ("both", 1.0, lower_bound)
-        actual, expected = results(a, "triton", *how), results(exact, "reference", *how)
-        assert_close(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-5)
-        repeated = results(a, "triton", *how)
-        assert all(torch.equal(actual[name], repeated[name]) for name in actual)

@@ -18,6 +18,8 @@ pytest.importorskip("triton")
 from kernels.delta_rule.gpu.general import plan as general_plan
 from kernels.gpu import plan
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 PASS = "kernels.delta_rule.gpu.general.hopper_sequential_pass"
 SOLVE = "kernels.delta_rule.gpu.general.hopper_solve"
 CHUNKS = "kernels.delta_rule.gpu.general.hopper_chunks"
@@ -27,20 +29,6 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 
 # what is small and quick there would be a compilation each on a device
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    plan.of_rows.cache_clear()
-    allocate = plan.Plan.new
-    monkeypatch.setattr(
-        plan.Plan,
-        "new",
-        lambda *given, **options: (
-            new if (new := allocate(*given, **options)).dtype == torch.int8 else new.fill_(torch.nan)
-        ),
-    )
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:

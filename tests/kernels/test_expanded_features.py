@@ -63,12 +63,6 @@ def compare(arguments: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    allocate = expanded.new
-    monkeypatch.setattr(expanded, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
-
-
-@pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch, poison: None) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, module := interpreted(GLUON, "forward", "backward"))

@@ -12,14 +12,6 @@ import kernels
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.forget_gate.gpu.op")
-    allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
-
-
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     return {"x": (3 * torch.randn(shape)).to(dtype), "bias": torch.randn(shape[-1]), "odds": torch.randn(shape[-1])}
 
@@ -110,18 +102,11 @@ def low_rank_results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
 @pytest.mark.parametrize(("rank", "size"), [(16, 128), (3, 5), (20, 300), (64, 40), (1, 1)])
 @pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
-def test_low_rank_by_the_formula(backend: str, rank: int, size: int, given: tuple[str, ...], low_rank_poison: None):
+def test_low_rank_by_the_formula(backend: str, rank: int, size: int, given: tuple[str, ...], poison: None):
     a = {name: x for name, x in low_rank(rank, size).items() if name in given}
     expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
     for name, x in low_rank_results(a, backend).items():
         torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.fixture
-def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
-    allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *given, **options: allocate(*given, **options).fill_(torch.nan))
 
 
 @pytest.mark.slow
@@ -129,7 +114,7 @@ def low_rank_poison(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("rank", "size"), [(16, 300), (16, 256), (40, 250), (3, 5)])
 @pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
 def test_low_rank_by_the_launches_of_half_precision(
-    rank: int, size: int, given: tuple[str, ...], low_rank_poison: None, monkeypatch: pytest.MonkeyPatch
+    rank: int, size: int, given: tuple[str, ...], poison: None, monkeypatch: pytest.MonkeyPatch
 ):
     module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
     monkeypatch.setattr(module, "BACKWARD_OF_FP32", module.BACKWARD_OF_HALF)
@@ -152,7 +137,7 @@ def test_low_rank_decays_in_bf16_before_they_are_rounded(monkeypatch: pytest.Mon
 
 
 @interpreted
-def test_low_rank_gates_in_bf16_under_the_interpreter(low_rank_poison: None):
+def test_low_rank_gates_in_bf16_under_the_interpreter(poison: None):
     a = {name: x.bfloat16() for name, x in low_rank(3, 5, (1, 7)).items()}
     expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
     for name, x in low_rank_results(a, "triton").items():
@@ -169,7 +154,7 @@ def test_extreme_low_rank_gates():
 
 
 @interpreted
-def test_low_rank_of_a_part_of_a_projection_is_computed_again(low_rank_poison: None):
+def test_low_rank_of_a_part_of_a_projection_is_computed_again(poison: None):
     whole = torch.randn(2, 30, 20).requires_grad_()
     a = low_rank(8, 24)
     actual = []

@@ -9,6 +9,8 @@ from torch import Tensor
 
 import kernels
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
@@ -16,14 +18,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 def inputs(*shape: int, outputs: int = 6, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     a = {"gate_up": torch.randn(*shape[:-1], 2 * shape[-1]), "weight": torch.randn(outputs, shape[-1])}
     return {name: x.to(DEVICE, dtype) for name, x in a.items()}
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.gated_linear.gpu.op")
-    allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *arguments: allocate(*arguments).fill_(torch.nan))
 
 
 def results(a: dict[str, Tensor], backend: str, activation: Any = "silu") -> dict[str, Tensor]:
@@ -66,23 +60,6 @@ def test_no_rows():
     assert {name: x.shape for name, x in results(a, "triton").items()} == {
         name: x.shape for name, x in results(a, "torch").items()
     }
-
-
-@interpreted
-def test_views():
-    a = {"gate_up": torch.randn(4, 5, 30)[..., 3:27], "weight": torch.randn(12, 3).T}
-    assert_close(results(a, "triton"), results(a, "reference"), 1e-5)
-
-
-@interpreted
-def test_a_frozen_weight():
-    a, actual = inputs(4, 5), {}
-    for backend in ("triton", "reference"):
-        gate_up = a["gate_up"].detach().requires_grad_()
-        with kernels.backend(backend):
-            kernels.gated_linear(gate_up, a["weight"]).sum().backward()
-        actual[backend] = {"gate_up": gate_up.grad}
-    assert_close(actual["triton"], actual["reference"], 1e-5)
 
 
 @interpreted

@@ -14,24 +14,19 @@ from torch import Tensor
 import kernels
 
 pytest.importorskip("triton")
-from kernels.gated_linear.gpu import mlp, op, select
+from kernels.gated_linear.gpu import select
 from kernels.gpu.device import Gpu, assumed
 from kernels.gpu.paths import dry_run
 
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
+from .test_gated_linear import assert_close
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 HOPPER = "kernels.gated_linear.gpu.hopper"
 MLP = ("x", "gate_up", "down")
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    allocate = op.new
-    for module in (op, mlp):
-        monkeypatch.setattr(module, "new", lambda *arguments: allocate(*arguments).fill_(torch.nan))
 
 
 @pytest.fixture
@@ -75,13 +70,6 @@ def results(a: dict[str, Tensor], activation: Any = "silu", learned: tuple[str, 
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(0)).bfloat16().to(y)
     gradients = torch.autograd.grad(y, [leaves[name] for name in learned], dy)
     return {"y": y.detach(), **dict(zip(learned, gradients, strict=True))}
-
-
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    for name, x in actual.items():
-        assert x.shape == expected[name].shape
-        error = float((x.double() - expected[name].double()).norm() / expected[name].double().norm())
-        assert error <= limit, f"{name}: {error:.2g}"
 
 
 # rows that are not whole tiles; channels that are not whole steps of the sum; programs without a tile, with one or more

@@ -9,24 +9,14 @@ from torch import Tensor
 import kernels
 
 pytest.importorskip("triton")
-from kernels.delta_gates.gpu import op as gate_op
 from kernels.features.gpu import joint, token
-from kernels.features.gpu import op as gpu_op
+
+pytestmark = pytest.mark.usefixtures("poison")
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, SIZE = 2, 8  # of each stream
 WIDTHS = [16, 16, 16, 16, 2, 2]  # of queries, keys, values, the output gate, decays and β
 NAMES = ["q", "k", "v", "gate", "a", "b"]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    allocate = gpu_op.new
-    for module in (gpu_op, gate_op, joint, token):
-        monkeypatch.setattr(
-            module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan)
-        )
 
 
 def parameters(dtype: torch.dtype, before: bool = False) -> dict[str, Tensor]:

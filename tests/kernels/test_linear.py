@@ -13,16 +13,9 @@ pytest.importorskip("triton")
 from kernels.gpu.device import GPUS, assumed
 from kernels.gpu.paths import dry_run
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 300), (1, 40, 2100)]  # rows, inputs, outputs
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    from kernels.linear.gpu import op as module
-
-    allocate = module.new
-    monkeypatch.setattr(module, "new", lambda *arguments, **options: allocate(*arguments, **options).fill_(torch.nan))
 
 
 def inputs(rows: int, I: int, O: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:

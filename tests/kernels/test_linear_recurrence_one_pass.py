@@ -26,9 +26,10 @@ from kernels.linear_recurrence.gpu import select as gpu_select
 from kernels.linear_recurrence.gpu.call import Arguments
 from kernels.linear_recurrence.gpu.select import Case
 
-from .test_linear_recurrence_triton import compare, poison, short_segments
+from .test_linear_recurrence_triton import compare, short_segments
 
-__all__ = ["poison", "short_segments"]  # fixtures
+__all__ = ["short_segments"]  # a fixture
+pytestmark = pytest.mark.usefixtures("poison")
 run = partial(results, kernels.linear_recurrence)
 GLUON, HEAD = "kernels.linear_recurrence.gpu.hopper_vector_decay", "kernels.linear_recurrence.gpu.hopper_scalar_decay"
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")

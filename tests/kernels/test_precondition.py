@@ -11,15 +11,6 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 LIMIT = 1.7
 
 
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.precondition.gpu.op")
-    for name in ("new", "empty"):
-        allocate = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *a, allocate=allocate, **o: filled(allocate(*a, **o)))
-
-
 def filled(result: Tensor | tuple[Tensor]) -> Tensor | tuple[Tensor]:
     for x in (result,) if isinstance(result, Tensor) else result:
         x.fill_(torch.nan)

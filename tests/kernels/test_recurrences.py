@@ -1,86 +1,117 @@
-"""Properties of both matrix-state recurrences, on every kind of decay that they take."""
+"""Properties of all recurrences, on every kind of decay that they take."""
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor
 
 import kernels
 
 from .recurrences import BAD_BOUNDARIES, DECAYS, LENGTHS, MISFITS, PACKED, TOLERANCE, assert_same, inputs, results
+from .test_selective_scan import READ_OUTS
+from .test_selective_scan import inputs as scan_inputs
+from .test_value_decay_recurrence import inputs as value_inputs
 
 Op = Callable[..., Any]
-OPS: dict[Op, tuple[str, ...]] = {  # with the kinds of decays that are tested; the last is the most general
+GATES: dict[Op, tuple[str, ...]] = {  # the kinds of decays that are tested; the last is the most general
     kernels.linear_recurrence: ("none", "constant", "head", "channel"),
     kernels.delta_rule: ("none", "constant", "head"),
 }
 
 
 class Case(NamedTuple):
-    """An op and a kind of decay; one parameter, so that `pairwise` keeps both together."""
+    """An op and a kind of call; one parameter, so that `pairwise` keeps both together.
+
+    Attributes:
+        op: The op.
+        kind: The kind of decay; of the scan, what reads its states.
+        make: Makes arguments of a number of tokens.
+        options: Further arguments.
+    """
 
     op: Op
-    gate: str
+    kind: str
+    make: Callable[..., dict[str, Tensor]]
+    options: dict[str, int]
 
     def __str__(self) -> str:
-        return f"{self.op.__name__}-{self.gate}"
+        return f"{self.op.__name__}-{self.kind}"
+
+    def call(self, a: dict[str, Tensor], **more: Tensor) -> tuple[Tensor, Tensor]:
+        """The outputs and the final state."""
+        return self.op(**{**a, **more}, **self.options, return_state=True)
+
+    def results(self, a: dict[str, Tensor], backend: str = "torch", **more: Any) -> dict[str, Tensor]:
+        """The outputs, the final state, and all gradients."""
+        return results(self.op, a, backend=backend, **self.options, **more)
 
 
-CASES = [Case(op, gate) for op, gates in OPS.items() for gate in gates]
-each_case = pytest.mark.parametrize("case", CASES, ids=str)
-each_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__)
+def cut(a: dict[str, Tensor], i: int, j: int) -> dict[str, Tensor]:
+    """The arguments of some tokens, without a state."""
+    tokens = next(iter(a.values())).shape[1]
+    kept = {name: x for name, x in a.items() if name not in ("initial_state", "cu_seqlens")}
+    return {name: x[:, i:j] if x.dim() > 2 and x.shape[1] == tokens else x for name, x in kept.items()}
+
+
+def matrix(op: Op, gate: str, **options: Any) -> Case:
+    """A case with subheads, shared keys and V ≠ K at once: what is mixed up in one of them shows."""
+    return Case(op, gate, partial(inputs, gate=gate, R=2, E=2, **options), {"subheads": 2})
+
+
+MATRICES = [matrix(op, gate) for op, gates in GATES.items() for gate in gates]
+OTHERS = [
+    *(Case(kernels.selective_scan, c, partial(scan_inputs, c=c), {}) for c in READ_OUTS),
+    *(Case(kernels.selective_scan, f"{c}, no rate", partial(scan_inputs, c=c, rate=False), {}) for c in READ_OUTS),
+    Case(kernels.value_decay_recurrence, "value", value_inputs, {}),
+]
+NO_BETA = [matrix(kernels.linear_recurrence, gate, beta=None) for gate in GATES[kernels.linear_recurrence]]
+each_case = pytest.mark.parametrize("case", [*MATRICES, *OTHERS], ids=str)
+each_matrix = pytest.mark.parametrize("case", MATRICES, ids=str)
+each_op = pytest.mark.parametrize("op", GATES, ids=lambda op: op.__name__)
 
 
 @pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@each_case
+@each_matrix
 @pytest.mark.parametrize("length", LENGTHS)
 def test_backends_agree(length: int, case: Case, dtype: torch.dtype):
-    # subheads, shared keys, V ≠ K and a first state at once: what is mixed up in one of them shows
-    a = inputs(length, gate=case.gate, decay="mixed", G=2, R=2, E=3, dtype=dtype)
-    assert_same(results(case.op, a, subheads=3), results(case.op, a, subheads=3, backend="reference"))
+    a = case.make(length, decay="mixed", dtype=dtype)
+    assert_same(case.results(a), case.results(a, "reference"))
 
 
 @pytest.mark.pairwise
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("case", [case for case in CASES if case.gate != "none"], ids=str)
+@pytest.mark.parametrize("case", [case for case in MATRICES if case.kind != "none"], ids=str)
 def test_any_decay(case: Case, decay: str, dtype: torch.dtype, request: pytest.FixtureRequest):
     if (str(case), decay, dtype) == ("linear_recurrence-constant", "mixed", torch.float32):
         reason = "the gradient of a constant decay sums terms of either sign: error 4e-5 of its norm, allowed 1e-5"
         request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
     # 131 tokens: two full chunks and a ragged one
-    a = inputs(131, gate=case.gate, decay=decay, dtype=dtype)
+    a = inputs(131, gate=case.kind, decay=decay, dtype=dtype)
     assert_same(results(case.op, a), results(case.op, a, backend="reference"), TOLERANCE[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("state", [True, False])
-@pytest.mark.parametrize(
-    ("case", "beta"),
-    [
-        pytest.param(case, beta, marks=[pytest.mark.slow] * (case.op is kernels.linear_recurrence), id=f"{case}-{beta}")
-        for case in CASES
-        for beta in ("random", None)
-        if beta is not None or case.op is kernels.linear_recurrence
-    ],
-)
-def test_packed_documents(case: Case, state: bool, beta: str | None):
-    a = inputs(200, gate=case.gate, decay="mixed", beta=beta, G=1, R=2, E=2, documents=PACKED, state=state)
-    actual = results(case.op, a, subheads=2)
-    assert_same(actual, results(case.op, a, subheads=2, backend="reference"))
+@pytest.mark.parametrize("case", [*MATRICES, *NO_BETA, *OTHERS], ids=str)
+def test_packed_documents(case: Case, state: bool):
+    a = case.make(200, decay="mixed", documents=PACKED, state=state)
+    actual = case.results(a)
+    assert_same(actual, case.results(a, "reference"))
     # … and each document alone gives the same
-    del a["cu_seqlens"]
     for n, (i, j) in enumerate(pairwise(PACKED)):
-        first = a["initial_state"][n : n + 1] if state else torch.zeros(1, 4, 8, 6, dtype=torch.float64)
+        first = a["initial_state"][n : n + 1] if state else torch.zeros_like(actual["state"][n : n + 1])
         if i == j:
             assert torch.equal(actual["state"][n : n + 1], first)
             continue
-        alone = {name: x if x.dim() == 1 else x[:, i:j] for name, x in a.items()}
-        o, S = case.op(**{**alone, "initial_state": first}, subheads=2, return_state=True)
+        o, S = case.call(cut(a, i, j), initial_state=first)
         torch.testing.assert_close(actual["o"][:, i:j], o)
         torch.testing.assert_close(actual["state"][n : n + 1], S)
 
@@ -88,25 +119,25 @@ def test_packed_documents(case: Case, state: bool, beta: str | None):
 @each_case
 def test_documents_of_whole_chunks(case: Case):
     # no padding anywhere is a path of its own
-    a = inputs(192, gate=case.gate, G=1, R=2, documents=[0, 64, 192])
-    assert_same(results(case.op, a), results(case.op, a, backend="reference"))
+    a = case.make(192, documents=[0, 64, 192])
+    assert_same(case.results(a), case.results(a, "reference"))
 
 
 @each_case
 def test_gradient_through_the_state_alone(case: Case):
-    a = inputs(70, gate=case.gate, E=2)
-    actual = results(case.op, a, subheads=2, through=("state",))
-    assert_same(actual, results(case.op, a, subheads=2, through=("state",), backend="reference"))
-    assert not actual["gradient of q"].any()
-    assert all(actual[f"gradient of {name}"].any() for name in a if name != "q")
+    a = case.make(70)
+    actual = case.results(a, through=("state",))
+    assert_same(actual, case.results(a, "reference", through=("state",)))
+    reading = "c" if case.op is kernels.selective_scan else "q"
+    assert all(bool(actual[f"gradient of {name}"].any()) == (name != reading) for name in a)
 
 
-@each_case
+@pytest.mark.parametrize("case", [*MATRICES, *OTHERS[:-1]], ids=str)
 def test_bf16_inputs(case: Case):
     # gates and states stay in fp32, as mixers make them
-    a = inputs(130, gate=case.gate, decay="mixed", R=2, E=2, dtype=torch.float32)
-    a.update({name: a[name].bfloat16() for name in "qkv"})
-    actual, expected = results(case.op, a, subheads=2), results(case.op, a, subheads=2, backend="reference")
+    a = case.make(130, decay="mixed", dtype=torch.float32)
+    a = {name: x.bfloat16() if name in "qkvxbc" else x for name, x in a.items()}
+    actual, expected = case.results(a), case.results(a, "reference")
     assert (actual["o"].dtype, actual["state"].dtype) == (torch.bfloat16, torch.float32)
     assert_same({"state": actual["state"]}, {"state": expected["state"]})
     # both compute in fp32: what differs is a last bit of bf16 here and there
@@ -118,13 +149,12 @@ def test_bf16_inputs(case: Case):
 @each_case
 @pytest.mark.parametrize("bounds", [[0, 64, 130], [0, 1, 66, 67, 130], list(range(131))])
 def test_whole_is_pieces(bounds: list[int], case: Case, backend: str):
-    a = inputs(130, gate=case.gate, R=2, E=2)
+    a = case.make(130)
     with kernels.backend(backend):
-        whole, final = case.op(**a, subheads=2, return_state=True)
-        state, outputs = a.pop("initial_state"), []
+        whole, final = case.call(a)
+        state, outputs = a["initial_state"], []
         for i, j in pairwise(bounds):
-            piece = {name: x if x.dim() == 1 else x[:, i:j] for name, x in a.items()}
-            o, state = case.op(**piece, initial_state=state, subheads=2, return_state=True)
+            o, state = case.call(cut(a, i, j), initial_state=state)
             outputs.append(o)
     torch.testing.assert_close(torch.cat(outputs, 1), whole)
     torch.testing.assert_close(state, final)
@@ -133,18 +163,16 @@ def test_whole_is_pieces(bounds: list[int], case: Case, backend: str):
 @each_case
 @pytest.mark.parametrize("length", [1, 70])
 def test_autocast_changes_nothing(length: int, case: Case):
-    a = inputs(length, gate=case.gate, dtype=torch.float32)
-    o, state = case.op(**a, return_state=True)
+    a = case.make(length, dtype=torch.float32)
+    expected = case.call(a)
     with torch.autocast("cpu", torch.bfloat16):
-        cast_o, cast_state = case.op(**a, return_state=True)
-    assert torch.equal(cast_o, o)
-    assert torch.equal(cast_state, state)
+        assert all(map(torch.equal, case.call(a), expected))
 
 
-@each_case
+@each_matrix
 def test_shared_keys_are_repeated_keys(case: Case):
     G, R, E = 2, 3, 2
-    a = inputs(70, gate=case.gate, G=G, R=R, E=E)
+    a = inputs(70, gate=case.kind, G=G, R=R, E=E)
     repeated = dict(a)
     for name in "qk":
         repeated[name] = a[name].unflatten(2, (G, E)).repeat_interleave(R, 2).flatten(2, 3)
@@ -155,15 +183,15 @@ def test_shared_keys_are_repeated_keys(case: Case):
     assert_same(actual, expected)
 
 
-@each_case
+@each_matrix
 def test_subheads_sum_their_outputs(case: Case):
-    E, a = 3, inputs(70, gate=case.gate, G=2, R=2, E=3)
+    E, a = 3, inputs(70, gate=case.kind, G=2, R=2, E=3)
     total = 0
     for e in range(E):
         part = {"q": a["q"][:, :, e::E], "k": a["k"][:, :, e::E], "v": a["v"], "beta": a["beta"][..., e::E]}
         part["initial_state"] = a["initial_state"][:, e::E]
-        if case.gate != "none":
-            part["log_decay"] = a["log_decay"][..., e::E, :] if case.gate == "channel" else a["log_decay"][..., e::E]
+        if case.kind != "none":
+            part["log_decay"] = a["log_decay"][..., e::E, :] if case.kind == "channel" else a["log_decay"][..., e::E]
         total = total + case.op(**part)[0]
     torch.testing.assert_close(case.op(**a, subheads=E)[0], total)
 
@@ -194,7 +222,7 @@ def test_scale_defaults_to_the_key_size_and_state_is_only_given_on_request(op: O
 @pytest.mark.parametrize("length", [1, 70])
 @each_op
 def test_arguments_stay_as_they_were(op: Op, length: int, backend: str):
-    a = inputs(length, gate=OPS[op][-1], E=2)
+    a = inputs(length, gate=GATES[op][-1], E=2)
     before = {name: x.clone() for name, x in a.items()}
     with kernels.backend(backend):
         op(**a, subheads=2, return_state=True)
@@ -226,31 +254,25 @@ def test_gates_and_states_in_another_precision(op: Op, double: list[str], length
         torch.testing.assert_close(actual.double(), expected, rtol=1e-4, atol=1e-4)
 
 
-@each_op
-def test_no_token_is_an_error(op: Op):
-    a = inputs(3, state=False)
-    with pytest.raises(ValueError, match=r"^q: .* at least one token"):
-        op(**{name: x[:, :0] for name, x in a.items()})
+@each_case
+def test_no_token_is_an_error(case: Case):
+    a = case.make(3, state=False)
+    with pytest.raises(ValueError, match=r"^[qx]: .*(at least one token|T ≥ 1)"):
+        case.op(**cut(a, 0, 0))
 
 
-@pytest.mark.parametrize("bounds", BAD_BOUNDARIES)
-@each_op
-def test_boundaries_that_do_not_fit(op: Op, bounds: list):
-    a = inputs(10, B=1, state=False)
+@pytest.mark.parametrize("bounds", [*BAD_BOUNDARIES, "on another device"], ids=str)
+@each_case
+def test_boundaries_that_do_not_fit(case: Case, bounds: list | str):
+    a = case.make(10, B=1, state=False)
+    wrong = torch.tensor([0, 10], device="meta") if isinstance(bounds, str) else torch.tensor(bounds)
     with pytest.raises(ValueError, match=r"^cu_seqlens: "):
-        op(**a, cu_seqlens=torch.tensor(bounds))
+        case.op(**a, **case.options, cu_seqlens=wrong)
 
 
-@each_op
-def test_boundaries_on_another_device(op: Op):
-    a = inputs(10, B=1, state=False)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: "):
-        op(**a, cu_seqlens=torch.tensor([0, 10], device="meta"))
-
-
-@each_op
-def test_a_state_per_document(op: Op):
-    a = inputs(10, documents=[0, 4, 10])
+@each_case
+def test_a_state_per_document(case: Case):
+    a = case.make(10, documents=[0, 4, 10])
     a["initial_state"] = a["initial_state"][:1]
     with pytest.raises(ValueError, match=r"^initial_state: "):
-        op(**a)
+        case.op(**a, **case.options)

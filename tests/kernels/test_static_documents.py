@@ -24,6 +24,8 @@ from kernels.window_attention.arguments import Attention
 
 from . import recurrences, test_selective_scan
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 CPU = torch.device("cpu")
 T = 200
 # rows of T tokens: one document, as many as there is room for, empty ones, boundaries on and off the edges of chunks
@@ -38,14 +40,6 @@ ROWS = {
 HALVES = ((0, 100), (100, T))
 # three or four documents, one of them long, that one graph serves
 FEW_ROWS = ([0, 0, 64, 65, T], [0, 136, 137, T])
-
-
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that nobody wrote is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

@@ -7,23 +7,12 @@ from torch import Tensor
 import kernels
 from kernels.turns import turns
 
+pytestmark = pytest.mark.usefixtures("poison")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("torch", "triton")
 # boundaries of documents: inside a block, at its ends, empty ones, and longer than two blocks
 PACKED = [None, [0, 5, 5, 32, 64, 65, 150], [0, 0, 149, 150], [0, 31, 33, 96, 96, 97, 150]]
-
-
-@pytest.fixture(autouse=True)
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fill new tensors with NaN, or with a large integer, so that reading unwritten memory shows."""
-    module = pytest.importorskip("kernels.turns.gpu.op")
-    allocate = module.new
-
-    def filled(*arguments: object, **options: object) -> Tensor:
-        x = allocate(*arguments, **options)
-        return x.fill_(torch.nan if x.is_floating_point() else 12345)
-
-    monkeypatch.setattr(module, "new", filled)
 
 
 def inputs_of(B: int, T: int, H: int, P: int) -> tuple[Tensor, Tensor]:
@@ -81,10 +70,9 @@ def test_one_result_alone_has_a_gradient():
 
 
 @pytest.mark.slow
-def test_the_op_is_registered_properly(monkeypatch: pytest.MonkeyPatch):
+def test_the_op_is_registered_properly():
     inputs = inputs_of(1, 40, 2, 3)
     results(inputs, None, "triton")
-    monkeypatch.undo()
     leaves = [t.clone().requires_grad_() for t in inputs]
     torch.library.opcheck(torch.ops.token_mixer_zoo.turns, (*leaves, bounds_of([0, 7, 40]), False))
 

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 import kernels
 from kernels.core.chunking import REACH
 
-from .recurrences import BAD_BOUNDARIES, DECAYS, LENGTHS, PACKED, TOLERANCE, assert_same, results, shorter
+from .recurrences import DECAYS, LENGTHS, TOLERANCE, assert_same, results, shorter
 
 run = partial(results, kernels.value_decay_recurrence)
 
@@ -82,37 +81,6 @@ def test_decays_around_what_one_reference_point_takes(total: float, at_once: boo
     assert_same(run(a), run(a, backend="reference"))
 
 
-@pytest.mark.parametrize("state", [True, False])
-def test_packed_documents(state: bool):
-    a = inputs(200, decay="mixed", documents=PACKED, state=state)
-    actual = run(a)
-    assert_same(actual, run(a, backend="reference"))
-    # … and each document alone gives the same
-    del a["cu_seqlens"]
-    for n, (i, j) in enumerate(pairwise(PACKED)):
-        first = a["initial_state"][n : n + 1] if state else torch.zeros(1, 3, 6, 8, dtype=torch.float64)
-        if i == j:
-            assert torch.equal(actual["state"][n : n + 1], first)
-            continue
-        alone = {name: x[:, i:j] for name, x in a.items()}
-        o, S = kernels.value_decay_recurrence(**{**alone, "initial_state": first}, return_state=True)
-        torch.testing.assert_close(actual["o"][:, i:j], o)
-        torch.testing.assert_close(actual["state"][n : n + 1], S)
-
-
-@pytest.mark.parametrize("bounds", [[0, 64, 130], [0, 1, 66, 67, 130], list(range(131))])
-def test_whole_is_pieces(bounds: list[int]):
-    a = inputs(130)
-    whole, final = kernels.value_decay_recurrence(**a, return_state=True)
-    state, outputs = a.pop("initial_state"), []
-    for i, j in pairwise(bounds):
-        piece = {name: x[:, i:j] for name, x in a.items()}
-        o, state = kernels.value_decay_recurrence(**piece, initial_state=state, return_state=True)
-        outputs.append(o)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole)
-    torch.testing.assert_close(state, final)
-
-
 def test_a_reset_erases_channels_and_passes_no_gradient():
     a = inputs(100, dtype=torch.float32)
     a["log_decay"][:, [30, 64], :, 2:] = -math.inf
@@ -130,15 +98,6 @@ def test_outputs_in_bf16_are_scores_in_fp32():
     actual = run(a)
     assert actual["o"].dtype == actual["state"].dtype == torch.float32
     assert_same({n: actual[n] for n in ("o", "state")}, {n: run(a, backend="reference")[n] for n in ("o", "state")})
-
-
-@pytest.mark.parametrize("length", [1, 70])
-def test_autocast_changes_nothing(length: int):
-    a = inputs(length, dtype=torch.float32)
-    expected = kernels.value_decay_recurrence(**a, return_state=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        actual = kernels.value_decay_recurrence(**a, return_state=True)
-    assert all(map(torch.equal, actual, expected))
 
 
 def test_a_step_may_overwrite_the_state():
@@ -180,10 +139,3 @@ def test_misfits_begin_with_their_name(name: str, wrong):
     a[name] = wrong(a.get(name))
     with pytest.raises(ValueError, match=f"^{name}: "):
         kernels.value_decay_recurrence(**a)
-
-
-@pytest.mark.parametrize("bounds", BAD_BOUNDARIES)
-def test_boundaries_that_are_none(bounds: list):
-    a = inputs(10, documents=[0, 10], state=False)
-    with pytest.raises(ValueError, match=r"^cu_seqlens: "):
-        kernels.value_decay_recurrence(**a | {"cu_seqlens": torch.tensor(bounds)})

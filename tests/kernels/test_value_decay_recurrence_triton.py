@@ -1,44 +1,29 @@
 """The Triton kernel: under the interpreter without a GPU (fp32, small), on a GPU as it is."""
 
-from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
-from torch import Tensor
 
 import kernels
 
 from .recurrences import DECAYS, PACKED
 from .test_causality import later
-from .test_value_decay_recurrence import inputs, run
+from .test_linear_recurrence_triton import compare as compare_recurrence
+from .test_value_decay_recurrence import inputs
 
 pytest.importorskip("triton")
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # in the backward pass, the fast way of the linear recurrence overflows where the slow one takes over
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
+pytestmark = [
+    pytest.mark.usefixtures("poison"),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:triton"),
+]
 
 
-@pytest.fixture(autouse=True)
-def poison() -> Iterator[None]:
-    """Memory that nobody wrote is NaN."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def compare(a: dict[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Outputs, states and all gradients against the fp32 loop, relative to the norm of each result."""
-    a = {name: x.to(DEVICE) for name, x in a.items()}
-    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
-    actual, expected = run(a, backend="triton"), run(exact, backend="reference")
-    for name, x in expected.items():
-        y = actual[name]
-        assert (y.shape, y.dtype) == (x.shape, a.get(name.removeprefix("gradient of "), x).dtype), name
-        assert y.isfinite().all(), f"{name} is not finite"
-        error, norm = float((y.double() - x.double()).norm()), float(x.double().norm())
-        if name == "gradient of log_decay":  # a difference of terms like <S, dS>; where it is far smaller, it is zero
-            norm = max(norm, float(expected["state"].norm()))
-        assert error <= tolerance * norm, f"{name}: error {error:.2g} at norm {norm:.2g}"
+compare = partial(compare_recurrence, op=kernels.value_decay_recurrence)
 
 
 @pytest.mark.parametrize("decay", DECAYS)

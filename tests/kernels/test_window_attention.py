@@ -35,9 +35,20 @@ def decayed(a: dict[str, Tensor]) -> dict[str, Tensor]:
     return a | {"log_decay": torch.nn.functional.logsigmoid(raw)}
 
 
-def inputs(T: int, S: int | None = None, *, B: int = 2, H: int = 4, Hkv: int = 2, D: int = 6, dtype=torch.float64):
+def inputs(
+    T: int,
+    S: int | None = None,
+    *,
+    B: int = 2,
+    H: int = 4,
+    Hkv: int = 2,
+    D: int = 6,
+    decaying: bool = False,
+    dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
     shape = {"q": (B, T, H, D), "k": (B, S or T, Hkv, D), "v": (B, S or T, Hkv, D)}
-    return {name: torch.randn(s, dtype=torch.float64).to(dtype) for name, s in shape.items()}
+    a = {name: torch.randn(s, dtype=torch.float64).to(dtype) for name, s in shape.items()}
+    return decayed(a) if decaying else a
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]):
@@ -46,17 +57,26 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]):
         torch.testing.assert_close(actual[name], x, msg=lambda text, name=name: f"{name}: {text}")
 
 
+either = pytest.mark.parametrize("decaying", [False, True])
+
+
+@either
 @pytest.mark.parametrize("backend", ["reference", "torch"])
 @pytest.mark.parametrize("window", [None, 1, 3])
-def test_against_softmax_of_all_scores(window: int | None, backend: str):
+def test_against_softmax_of_all_scores(window: int | None, backend: str, decaying: bool):
     # an independent computation: all scores at once, and the band cut out of them
-    a = inputs(9, H=2, Hkv=2)
+    a = inputs(9, H=2, Hkv=2, decaying=decaying)
     with kernels.backend(backend):
         o = kernels.window_attention(**a, window_size=window, scale=0.3)
     distance = torch.arange(9)[:, None] - torch.arange(9)
     band = (distance >= 0) & (distance < (window or 9))
-    scores = (0.3 * torch.einsum("bthd,bshd->bhts", a["q"], a["k"])).masked_fill(~band, -torch.inf)
-    torch.testing.assert_close(o, torch.einsum("bhts,bshd->bthd", scores.softmax(-1), a["v"]))
+    scores = 0.3 * torch.einsum("bthd,bshd->bhts", a["q"], a["k"])
+    if decaying:
+        total = a["log_decay"].cumsum(1).mT
+        scores += total[..., None] - total[..., None, :]
+    torch.testing.assert_close(
+        o, torch.einsum("bhts,bshd->bthd", scores.masked_fill(~band, -torch.inf).softmax(-1), a["v"])
+    )
 
 
 @pytest.mark.pairwise
@@ -78,9 +98,10 @@ def test_key_heads_are_shared_in_order(heads: tuple[int, int]):
     torch.testing.assert_close(kernels.window_attention(**a, window_size=20), o)
 
 
+@either
 @pytest.mark.parametrize("window", [None, 1, 7, 64])
-def test_packed_documents(window: int | None):
-    a = inputs(150, B=1)
+def test_packed_documents(window: int | None, decaying: bool):
+    a = inputs(150, B=1, decaying=decaying)
     options = {"window_size": window, "cu_seqlens": torch.tensor(PACKED)}
     actual = attend(a, **options)
     assert_same(actual, attend(a, "reference", **options))
@@ -90,11 +111,12 @@ def test_packed_documents(window: int | None):
             torch.testing.assert_close(actual["o"][:, i:j], alone)
 
 
+@either
 @pytest.mark.parametrize("window", [None, 1, 7, 64, 200])
 @pytest.mark.parametrize("new", [1, 5, 70])
-def test_more_keys_than_queries_continue(new: int, window: int | None):
+def test_more_keys_than_queries_continue(new: int, window: int | None, decaying: bool):
     # the last queries of the whole, against all of its keys
-    a = inputs(90)
+    a = inputs(90, decaying=decaying)
     whole = kernels.window_attention(**a, window_size=window)
     late = {**a, "q": a["q"][:, -new:]}
     actual = attend(late, window_size=window)
@@ -102,31 +124,18 @@ def test_more_keys_than_queries_continue(new: int, window: int | None):
     assert_same(actual, attend(late, "reference", window_size=window))
 
 
+@either
 @pytest.mark.parametrize("window", [None, 4, 64])
 @pytest.mark.parametrize("length", [1, 6, 12])
-def test_first_key(length: int, window: int | None):
+def test_first_key(length: int, window: int | None, decaying: bool):
     # rows with all keys, some keys, the last key only, and none at all
-    a = inputs(length, 12, B=4)
+    a = inputs(length, 12, B=4, decaying=decaying)
     options = {"window_size": window, "first_key": torch.tensor([0, 5, 11, 12])}
     actual = attend(a, **options)
     assert_same(actual, attend(a, "reference", **options))
     assert not actual["o"][3].any()
-    shorter = {name: x[1:2, 5:] if name in "kv" else x[1:2, max(0, length - 7) :] for name, x in a.items()}
+    shorter = {name: x[1:2, max(0, length - 7) :] if name == "q" else x[1:2, 5:] for name, x in a.items()}
     torch.testing.assert_close(actual["o"][1:2, -7:], kernels.window_attention(**shorter, window_size=window))
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("window", [None, 3])
-def test_decays_against_softmax_of_all_scores(window: int | None, backend: str):
-    a = decayed(inputs(9, H=2, Hkv=2))
-    with kernels.backend(backend):
-        o = kernels.window_attention(**a, window_size=window, scale=0.3)
-    distance = torch.arange(9)[:, None] - torch.arange(9)
-    band = (distance >= 0) & (distance < (window or 9))
-    total = a["log_decay"].cumsum(1).mT
-    scores = 0.3 * torch.einsum("bthd,bshd->bhts", a["q"], a["k"]) + total[..., None] - total[..., None, :]
-    o_formula = torch.einsum("bhts,bshd->bthd", scores.masked_fill(~band, -torch.inf).softmax(-1), a["v"])
-    torch.testing.assert_close(o, o_formula)
 
 
 @pytest.mark.parametrize("window", [None, 1, 7, 64])
@@ -136,27 +145,6 @@ def test_decays(length: int, window: int | None):
     assert_same(attend(a, window_size=window), attend(a, "reference", window_size=window))
     with deterministic():
         assert_same(attend(a, window_size=window), attend(a, "reference", window_size=window))
-
-
-@pytest.mark.parametrize("window", [None, 7])
-def test_decays_of_packed_documents(window: int | None):
-    a = decayed(inputs(150, B=1))
-    options = {"window_size": window, "cu_seqlens": torch.tensor(PACKED)}
-    actual = attend(a, **options)
-    assert_same(actual, attend(a, "reference", **options))
-    for i, j in pairwise(PACKED):
-        if j > i:
-            alone = kernels.window_attention(**{name: x[:, i:j] for name, x in a.items()}, window_size=window)
-            torch.testing.assert_close(actual["o"][:, i:j], alone)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("length", [1, 6])
-@pytest.mark.parametrize("full", [False, True])
-def test_decays_of_a_cache(length: int, window: int | None, full: bool):
-    a = decayed(inputs(length, 12, B=4))
-    options = {"window_size": window, "first_key": None if full else torch.tensor([0, 5, 11, 12])}
-    assert_same(attend(a, **options), attend(a, "reference", **options))
 
 
 def test_the_decay_of_a_first_token_has_no_gradient():

@@ -90,6 +90,36 @@ ARGUMENTS = {
         SlidingWindowAttention, window_size=5, qk_norm=mixers.RMSNorm, gate="channel", bias=True
     ),
     "window longer than the sequence": partial(SlidingWindowAttention, window_size=300, head_dim=16),
+    "mLSTM with sigmoid gates": partial(mixers.MLSTM, input_gate="sigmoid", input_bias=0.0, gate_cap=None),
+    "mLSTM without a normaliser": partial(
+        mixers.MLSTM, input_gate="sigmoid", normaliser=False, input_bias=-1.0, qk=mixers.Features(4), expand_k=1.0
+    ),
+    "mLSTM without caps": partial(mixers.MLSTM, gate_cap=None, input_bias=0.5, v=mixers.Features(4)),
+    "latent queries, and keys longer than values": partial(
+        mixers.MultiheadLatentAttention, num_heads=4, head_dim=12, rope_dim=6, value_dim=10, kv_rank=20, q_rank=14
+    ),
+    "latent attention without positions": partial(mixers.MultiheadLatentAttention, rotary=None),
+    "latent attention with a gate per channel, as in Kimi K3": partial(
+        mixers.MultiheadLatentAttention, rotary=None, q_rank=14, value_dim=10, gate="channel"
+    ),
+    "latent attention without shared channels, as in GLM-5.3-Flash": partial(
+        mixers.MultiheadLatentAttention, rotary=None, q_rank=14, rope_dim=0
+    ),
+    "latent attention with a gate per head, as in Ling 3.0": partial(mixers.MultiheadLatentAttention, gate="head"),
+    "Mamba3 with groups, all of whose channels are rotated": partial(
+        mixers.Mamba3, head_dim=16, state_dim=16, num_groups=4, rotary_fraction=1.0, output=mixers.GatedRMSNorm
+    ),
+    "Mamba3 without a gate": partial(mixers.Mamba3, head_dim=32, state_dim=7, expand=1, output=mixers.NormOnly),
+    "Forgetting Attention Pro": partial(
+        mixers.ForgettingAttention, qk_norm=mixers.RMSNorm, shift=True, output=mixers.SigmoidGatedRMSNorm
+    ),
+    "Forgetting Attention with shared keys": partial(
+        mixers.ForgettingAttention, num_heads=4, num_kv_heads=2, shift=True, output=mixers.NormOnly
+    ),
+    "slots of another number and size": partial(
+        mixers.GatedSlotAttention, num_slots=5, expand_k=0.5, expand_v=2.0, qk=mixers.Features(4, norm="l2")
+    ),
+    "a width of Mamba2 by its heads": partial(Mamba2, num_heads=6, head_dim=10, state_dim=8, num_groups=2),
 }
 FEATURES = {
     f"{activation}, norm {norm}": mixers.Features(activation=activation, norm=norm)

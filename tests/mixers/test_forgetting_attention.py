@@ -1,5 +1,4 @@
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -56,15 +55,3 @@ def test_mistakes():
         ForgettingAttention(SITE, num_kv_heads=3)
     with pytest.raises(mixers.UserError, match=r"^mixer: ForgettingAttention has no matrix state to expand; .*$"):
         mixers.Expanded(mixer=ForgettingAttention, factor=2)(SITE)
-
-
-VARIANTS = {
-    "Pro": partial(ForgettingAttention, qk_norm=mixers.RMSNorm, shift=True, output=mixers.SigmoidGatedRMSNorm),
-    "shared keys": partial(ForgettingAttention, num_heads=4, num_kv_heads=2, shift=True, output=mixers.NormOnly),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_contract_with_other_arguments(name: str):
-    mixers.check_mixer(VARIANTS[name])

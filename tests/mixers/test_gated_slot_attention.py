@@ -76,12 +76,6 @@ def test_sizes():
     assert one_head.state_size() == 4 * 64 * (32 + 16)
 
 
-@pytest.mark.slow
-def test_the_contract_with_other_arguments():
-    features = mixers.Features(4, norm="l2")
-    mixers.check_mixer(partial(GatedSlotAttention, num_slots=5, expand_k=0.5, expand_v=2.0, qk=features))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

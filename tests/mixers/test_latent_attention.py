@@ -1,5 +1,4 @@
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -84,22 +83,3 @@ def test_the_gate_and_the_shared_channels_are_the_formula(gate: str | None, rope
 def test_mistakes(arguments: dict, message: str):
     with pytest.raises(mixers.UserError, match=f"^{message}$"):
         MultiheadLatentAttention(SITE, **arguments)
-
-
-VARIANTS = {
-    "latent queries, and keys longer than values": partial(
-        MultiheadLatentAttention, num_heads=4, head_dim=12, rope_dim=6, value_dim=10, kv_rank=20, q_rank=14
-    ),
-    "no positions": partial(MultiheadLatentAttention, rotary=None),
-    "a gate per channel, as in Kimi K3": partial(
-        MultiheadLatentAttention, rotary=None, q_rank=14, value_dim=10, gate="channel"
-    ),
-    "no shared channels, as in GLM-5.3-Flash": partial(MultiheadLatentAttention, rotary=None, q_rank=14, rope_dim=0),
-    "a gate per head, as in Ling 3.0": partial(MultiheadLatentAttention, gate="head"),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_contract_with_other_arguments(name: str):
-    mixers.check_mixer(VARIANTS[name])

@@ -174,17 +174,3 @@ def test_the_first_values_and_sizes():
 def test_sizes_that_do_not_fit(arguments: dict, message: str):
     with pytest.raises(mixers.UserError, match=f"^{message}"):
         SMALL(SITE, **arguments)
-
-
-VARIANTS = {
-    "with groups, all of whose channels are rotated": partial(
-        Mamba3, head_dim=16, state_dim=16, num_groups=4, rotary_fraction=1.0, output=mixers.GatedRMSNorm
-    ),
-    "without a gate": partial(Mamba3, head_dim=32, state_dim=7, expand=1, output=mixers.NormOnly),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_contract_with_other_arguments(name: str):
-    mixers.check_mixer(VARIANTS[name])

@@ -173,21 +173,6 @@ def test_arguments_that_do_not_fit(arguments: dict, message: str):
         MLSTM(SITE, **arguments)
 
 
-VARIANTS = {
-    "with sigmoid gates": partial(MLSTM, input_gate="sigmoid", input_bias=0.0, gate_cap=None),
-    "without a normaliser": partial(
-        MLSTM, input_gate="sigmoid", normaliser=False, input_bias=-1.0, qk=mixers.Features(4), expand_k=1.0
-    ),
-    "without caps": partial(MLSTM, gate_cap=None, input_bias=0.5, v=mixers.Features(4)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", VARIANTS)
-def test_the_contract_with_other_arguments(name: str):
-    mixers.check_mixer(VARIANTS[name])
-
-
 @pytest.mark.parametrize("initializer", ["normal", "uniform"])
 def test_weights_of_gates_start_at_zero(initializer: str):
     """And all others as the model says; alone, too."""

@@ -130,6 +130,12 @@ class LossLog(L.Callback):
         self.losses[trainer.global_step] = outputs["loss"].item()
 
 
+def assert_same_parameters(one: nn.Module, other: nn.Module) -> None:
+    """Check that the parameters of two modules are equal to the bit."""
+    for (name, x), (_, y) in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(x, y), name
+
+
 def pretraining(dropout: float = 0.0, tokenizer=None, **optim) -> Pretraining:
     optim = {"warmup_steps": 2, "learning_rate": 1e-2, **optim}
     return Pretraining(TinyModel(dropout), Optimisation(**optim), tokenizer, config={"model": {"hidden_size": 8}})

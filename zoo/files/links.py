@@ -70,19 +70,6 @@ def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> Binary
     return open(path, "rb", opener=opener)
 
 
-def read_regular(path: str | os.PathLike[str], max_bytes: int) -> bytes:
-    """Read a file of at most `max_bytes`; a UserError if it is a link, not regular, too large or cannot be read."""
-    try:
-        with open_to_read(path, follow=False) as file:
-            # the size is not taken from the file system alone, since the file may grow meanwhile
-            data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-    if data is None or len(data) > max_bytes:
-        raise UserError(f"{path} is larger than {max_bytes:,} bytes.")
-    return data
-
-
 def check_in_place(path: str | os.PathLike[str]) -> None:
     """Raise a UserError if `path` exists and `open_in_place` would refuse it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):

@@ -22,9 +22,8 @@ _OPENING = (yaml.MappingStartEvent, yaml.SequenceStartEvent)
 _CLOSING = (yaml.MappingEndEvent, yaml.SequenceEndEvent)
 
 
-# PyYAML's parser and emitter in C take a tenth of the time; builds without libyaml lack them
+# PyYAML's parser in C takes a tenth of the time; builds without libyaml lack it
 _SafeLoader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_SafeDumper: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 
 class _RepeatedKey(Exception):
@@ -70,18 +69,10 @@ class _Dumper(yaml.SafeDumper):
     """Quotes a string that `_Loader` or the config parser would read as a number, such as '1e5'."""
 
 
-class _QuickDumper(_SafeDumper):
-    """As `_Dumper`, in C. It breaks long lines at other places and refuses lone surrogates."""
-
-
-for _class in (_Loader, _Dumper, _QuickDumper):
+for _class in (_Loader, _Dumper):
     _class.add_implicit_resolver(
         "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
     )
-
-
-for _class in (_Dumper, _QuickDumper):
-    _class.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -90,6 +81,7 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
+_Dumper.add_multi_representer(Enum, lambda dumper, member: dumper.represent_data(member.value))
 _Dumper.add_representer(str, _represent_text)
 
 
@@ -161,22 +153,6 @@ def dump_yaml(value: Any, one_line: bool = False) -> str:
     return yaml.dump(
         value, Dumper=_Dumper, default_flow_style=one_line, sort_keys=False, allow_unicode=True, width=width
     )
-
-
-def dump_quickly(value: Any) -> str:
-    """As `dump_yaml`, in a fraction of the time, for text that is not kept: long lines are broken at other places."""
-    try:
-        return yaml.dump(value, Dumper=_QuickDumper, default_flow_style=False, sort_keys=False, allow_unicode=True)
-    except UnicodeEncodeError:  # a lone surrogate, as in the name of a file that is not UTF-8
-        return dump_yaml(value)
-
-
-def load_quickly(text: str) -> Any:
-    """Read the text of `dump_quickly` or `dump_yaml` as `yaml.safe_load` does, in a fraction of the time."""
-    try:
-        return yaml.load(text, Loader=_SafeLoader)
-    except yaml.YAMLError:  # a lone surrogate, which libyaml refuses
-        return yaml.safe_load(text)
 
 
 def check_plain(value: Any, name: str) -> None:

@@ -103,18 +103,18 @@ class OpCall:
         named = {"output" if len(several) == 1 else f"output {i + 1}": y for i, y in enumerate(several)}
         return {name: y for name, y in named.items() if isinstance(y, Tensor) and y.is_floating_point()}
 
+    def arriving(self, outputs: Tensors) -> list[Tensor]:
+        """Draw gradients of the outputs: equal numbers whatever the dtype, since rounding them would add an error."""
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs.values()]
+
     def results(self, backend: str | None = None) -> Tensors:
         """The outputs, and the gradients of the floating inputs."""
-        generator = torch.Generator().manual_seed(1)
-
-        def arriving(outputs: Tensors) -> list[Tensor]:
-            """Draw equal numbers whatever the dtype: rounding them would add an error."""
-            return [torch.randn(y.shape, generator=generator).bfloat16().to(y) for y in outputs.values()]
 
         def call(leaves: Tensors) -> Tensors:
             return replace(self, inputs=leaves).outputs(backend)
 
-        outputs, gradients = differentiated(call, self.inputs, learned_inputs(self.inputs), arriving)
+        outputs, gradients = differentiated(call, self.inputs, learned_inputs(self.inputs), self.arriving)
         return outputs | {f"the gradient of {name}": gradient for name, gradient in gradients.items()}
 
 

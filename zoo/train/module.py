@@ -27,7 +27,7 @@ from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
 from zoo.train.agreement import check_same
-from zoo.train.captured_forward import CapturedForward
+from zoo.train.captured_passes import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
 from zoo.train.history import Change, differences

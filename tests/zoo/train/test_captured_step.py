@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core.documents import documents
-from tests.zoo.tiny import TinyModel, batch
-from zoo.train import captured_forward, captured_step
+from tests.zoo.tiny import TinyModel, assert_same_parameters, batch
+from zoo.train import captured_passes, captured_step
 from zoo.train.adamw import AdamW
-from zoo.train.captured_forward import CapturedForward
+from zoo.train.captured_passes import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.metrics import label_scores, total_loss
 from zoo.train.optim import clip, parameter_groups, total_norm
@@ -105,8 +105,7 @@ def alike(one: Loop, other: Loop) -> None:
     """Check that two loops computed the same to the bit."""
     assert one.losses == other.losses
     assert repr(one.norms) == repr(other.norms)  # nan is not equal to itself
-    for (name, x), (_, y) in zip(one.model.named_parameters(), other.model.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
+    assert_same_parameters(one.model, other.model)
 
 
 def both(*steps: dict[str, Any], **settings: Any) -> tuple[Loop, Loop, Repeated]:
@@ -374,7 +373,7 @@ def test_a_captured_forward_pass_takes_packed_documents():
 
 
 def test_forward_passes_of_many_shapes_run_eagerly(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(captured_forward, "MOST_SHAPES", 2)
+    monkeypatch.setattr(captured_passes, "MOST_SHAPES", 2)
     recorder = Repeated()
     captured = CapturedForward(lambda x: (x + 1,), [], recorder)
     assert [captured(torch.zeros(n))[0].sum().item() for n in (1, 2, 3, 2)] == [1, 2, 3, 2]

@@ -10,7 +10,7 @@ import lightning as L
 import pytest
 import torch
 
-from tests.zoo.tiny import LossLog, ResumableLoader, trainer
+from tests.zoo.tiny import LossLog, ResumableLoader, assert_same_parameters, trainer
 from zoo import config as configs
 from zoo.data.batch import Batch
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
@@ -137,12 +137,6 @@ def fitted(
     return module, log.losses, guard
 
 
-def same(one: Pretraining, other: Pretraining) -> None:
-    """Check that the parameters of two modules are equal to the bit."""
-    for (name, x), (_, y) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
-
-
 class Seen(CapturedSteps):
     """Remembers the captured step, which is dropped at the end."""
 
@@ -155,6 +149,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gla": ("gla.yaml", {}),
     "mamba2": ("mamba2.yaml", {}),
     "h2": ("gdn_h2.yaml", {}),
+    "h2 recomputed": ("gdn_h2.yaml", {"recomputed": True}),
     "attention": ("transformer.yaml", {}),
     "accumulation": ("gated_deltanet.yaml", {"accumulate_grad_batches": 3}),
     "fp32": ("gated_deltanet.yaml", {"precision": "32-true"}),
@@ -165,16 +160,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_captured_runs_are_eager_runs(case: str, tmp_path: Path):
-    config, options = CASES[case]
-    eager, expected, guard = fitted(tmp_path / "eager", config, **options)
+    config, options = CASES[case][0], dict(CASES[case][1])
+    again = [CheckpointedBlocks(1)] if options.pop("recomputed", False) else []
+    eager, expected, guard = fitted(tmp_path / "eager", config, *again, **options)
     watch = Seen()
-    captured, losses, other_guard = fitted(tmp_path / "captured", config, watch, **options)
+    captured, losses, other_guard = fitted(tmp_path / "captured", config, *again, watch, **options)
     assert watch.step.refused is None
     assert watch.scores.refused is None
     assert watch.step.parts == 5 + 2 * (case == "accumulation")
     assert captured.loss_by_position == pytest.approx(eager.loss_by_position, rel=1e-6)
     assert losses == expected
-    same(eager, captured)
+    assert_same_parameters(eager, captured)
     assert guard.skipped == other_guard.skipped == 1
 
 
@@ -188,7 +184,7 @@ def test_batches_of_several_lengths_are_captured(batches: int, tmp_path: Path, c
     assert [line for line in caplog.messages if line.startswith("cuda_graph")] == []
     assert watch.step.parts == 3 + 2 * 3 * (1 if batches == 1 else 2)
     assert losses == expected
-    same(eager, captured)
+    assert_same_parameters(eager, captured)
 
 
 WIDE = ("model.hidden_size=256",)  # heads of 128 channels: kernels in Gluon
@@ -223,7 +219,7 @@ def test_packed_documents_are_captured(case: str, tmp_path: Path, caplog: pytest
     assert watch.scores.refused is None
     assert watch.step.parts >= 5
     assert losses == expected
-    same(eager, captured)
+    assert_same_parameters(eager, captured)
     ends = 4 if options["loader"] is Short else 8  # no document reaches the second half of the 128 positions
     assert captured.loss_by_position[:ends] == pytest.approx(eager.loss_by_position[:ends], rel=1e-6)
     assert all(map(math.isnan, captured.loss_by_position[ends:]))
@@ -254,16 +250,7 @@ def test_a_run_is_continued_captured_or_not(tmp_path: Path):
         last = tmp_path / name / "checkpoints" / "last.ckpt"
         module, losses, _ = fitted(tmp_path / f"{name} 2", "gated_deltanet.yaml", *after, resume=last)
         assert losses == {step: expected[step] for step in range(13, 21)}
-        same(eager, module)
-
-
-def test_activation_checkpointing_is_captured(tmp_path: Path):
-    eager, expected, _ = fitted(tmp_path / "eager", "gdn_h2.yaml", CheckpointedBlocks(1))
-    watch = Seen()
-    captured, losses, _ = fitted(tmp_path / "captured", "gdn_h2.yaml", CheckpointedBlocks(1), watch)
-    assert watch.step.refused is None
-    assert losses == expected
-    same(eager, captured)
+        assert_same_parameters(eager, module)
 
 
 def test_a_step_that_waits_for_the_device_runs_eagerly(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -50,9 +50,9 @@ from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
 from zoo.train.callbacks.step_times import StepTimes
+from zoo.train.captured_memory import GradientAverage
 from zoo.train.captured_step import CapturedStep
 from zoo.train.fsdp2 import FSDP2
-from zoo.train.gradient_average import GradientAverage
 from zoo.train.metrics_file import read_metrics
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import logging
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +24,6 @@ log = logging.getLogger(__name__)
 
 NEEDLES = "synthetic:needles"
 BUILT_IN = ("embedded:", "synthetic:")  # how the names of text begin that is not in the user's files
-
-
-def is_built_in(path: str) -> bool:
-    """Return whether a path names built-in text that exists, as a whole: a prefix of `BUILT_IN` alone could begin a
-    file.
-    """
-    return path in PARTS or re.fullmatch(rf"{NEEDLES}(:[0-9]{{1,7}})?", path) is not None
 
 
 @dataclass(frozen=True)

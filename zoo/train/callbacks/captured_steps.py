@@ -19,9 +19,9 @@ from zoo.generation.cuda_graph import Recorder, Recording, hooked_module, no_gra
 from zoo.lm.classifier import Classifier
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
-from zoo.train.captured_forward import CapturedForward
+from zoo.train.captured_memory import GradientAverage
+from zoo.train.captured_passes import CapturedForward
 from zoo.train.captured_step import CapturedStep
-from zoo.train.gradient_average import GradientAverage
 from zoo.train.lightning_internals import is_plain_ddp
 from zoo.train.metrics import label_scores
 from zoo.train.muon import Muon

@@ -1,6 +1,5 @@
 """Images as sequences of patches, from data sets of several kinds."""
 
-from itertools import chain, islice, repeat
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +10,8 @@ from torch.utils.data import Dataset
 
 from kernels import UserError
 from tests.commands import Command
-from zoo.data import Batch, Digits, Images
+from tests.zoo.data.contract import some
+from zoo.data import Digits, Images
 
 pytest_plugins = "tests.desk"
 
@@ -47,10 +47,6 @@ class Ragged(Pictures):
 
 class Endless(Dataset):
     pass
-
-
-def some(data: Images, number: int) -> list[Batch]:
-    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
 
 
 @pytest.mark.parametrize(("dataset", "channels"), [(Pictures, 3), (Grey, 1), (Tensors, 3)])
@@ -91,18 +87,6 @@ def test_a_data_set_of_its_own_for_tests():
     (batch,) = list(data.test_dataloader())
     assert batch.labels.flatten().tolist() == [0, 1, 2, 0, 1, 2, 0]
     assert torch.equal(next(iter(data.predict_dataloader())).tokens, next(iter(data.val_dataloader())).tokens)
-
-
-def test_resume_at_any_batch():
-    data = Images(Pictures, batch_size=4)
-    whole = some(data, 20)  # more than a pass
-    repeated = Images(Pictures, batch_size=4, num_workers=1)
-    repeated.load_state_dict({**data.state_dict(), "position": 4 * 13})
-    for actual, expected in zip(some(repeated, 4), whole[13:17], strict=True):
-        assert torch.equal(actual.tokens, expected.tokens)
-        assert torch.equal(actual.labels, expected.labels)
-    with pytest.raises(UserError, match=r"data.dataset is Pictures of 40 .*, but the checkpoint .* Pictures of 40 "):
-        Images(lambda: Pictures(seed=1), batch_size=4).load_state_dict(data.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,7 @@
 """ListOps: the labels are right, and a sample is a function of its number."""
 
-from itertools import chain, islice, repeat
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-import torch
 
 from kernels.errors import UserError
 from zoo.data import Batch, ListOps
@@ -77,15 +73,6 @@ def test_labels_are_the_values_of_the_lists(sizes: dict):
     assert np.bincount(batch.labels[0], minlength=10).max() < 90  # of 300: no class can be guessed
 
 
-def test_a_sample_is_a_function_of_its_number():
-    data, whole = ListOps(**SMALL), lists(ListOps(**SMALL).train.batch(range(20)))
-    assert lists(data.train.batch([7, 3])) == [whole[7], whole[3]]
-    assert len({tuple(words) for words in whole}) > 15
-    others = [ListOps(**SMALL, seed=1).train.batch([0]), *islice(data.val_dataloader(), 1)]
-    others += islice(data.test_dataloader(), 1)
-    assert len({tuple(lists(batch)[0]) for batch in others} | {tuple(whole[0])}) == 4
-
-
 def test_samples_never_change():
     """Runs of any age are continued, and compared, by this function."""
     data = ListOps(**{**SMALL, "max_length": 9})
@@ -101,38 +88,6 @@ def test_a_fixed_number_of_lists_is_shuffled_in_each_pass():
     assert [sorted(order) for order in orders.tolist()] == [list(range(8))] * 2
     assert orders[0].tolist() != orders[1].tolist()
     assert ListOps(**SMALL, train_samples=None).train.order(np.arange(3), 0).tolist() == [0, 1, 2]
-
-
-def some(data: ListOps, number: int) -> list[Batch]:
-    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
-
-
-def test_resume_at_any_batch():
-    data = ListOps(**SMALL)
-    whole = some(data, 5)
-    for step in range(3):
-        repeated = ListOps(**SMALL, num_workers=2 if step == 2 else 0)
-        repeated.load_state_dict({**data.state_dict(), "position": 4 * step})
-        for actual, expected in zip(some(repeated, 2), whole[step : step + 2], strict=True):
-            assert all(torch.equal(one, other) for one, other in zip(actual, expected, strict=True))
-    with pytest.raises(UserError, match=r"data.max_args is 4, but the checkpoint was trained with 5"):
-        ListOps(**{**SMALL, "max_args": 4}).load_state_dict(data.state_dict())
-
-
-def test_devices_share_a_batch():
-    whole, shares = some(ListOps(**SMALL), 1)[0], []
-    for rank in range(2):
-        data = ListOps(**SMALL)
-        data.trainer = SimpleNamespace(
-            global_rank=rank,
-            world_size=2,
-            overfit_batches=0,
-            accumulate_grad_batches=1,
-            lightning_module=None,
-            state=SimpleNamespace(fn=""),
-        )
-        shares += lists(some(data, 1)[0])
-    assert shares == lists(whole)
 
 
 def test_every_list_is_validated_once():

@@ -2,33 +2,20 @@
 
 import json
 import math
-from itertools import chain, islice, repeat
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 
 from kernels.errors import UserError
 from tests.commands import Command
-from zoo.data import Batch, MarkovChain
+from tests.zoo.data.contract import some
+from zoo.data import MarkovChain
 from zoo.data.order import random_bits
 from zoo.data.synthetic import markov
 
 pytest_plugins = "tests.desk"
 SMALL = {"vocab_size": 16, "sequence_length": 24, "batch_size": 4}
-
-
-def some(data: MarkovChain, number: int) -> list[Batch]:
-    """The next training batches."""
-    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
-
-
-def same(a: list[Batch], b: list[Batch]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.tokens, y.tokens) and torch.equal(x.labels, y.labels) for x, y in zip(a, b, strict=True)
-    )
 
 
 def test_each_token_has_so_many_successors_equally_often():
@@ -54,14 +41,6 @@ def test_nothing_but_the_token_before_counts():
     assert max(shares) < 0.6  # of its two successors, whichever token was there two before
 
 
-def test_a_sample_is_a_function_of_its_number():
-    whole = MarkovChain(**SMALL).train.batch(range(20))
-    assert whole.tokens.shape == whole.labels.shape == (20, 24)
-    assert torch.equal(MarkovChain(**SMALL).train.batch([7, 3]).tokens, whole.tokens[[7, 3]])
-    assert len({tuple(row) for row in whole.tokens.tolist()}) == 20
-    assert set(whole.tokens.flatten().tolist()) == set(range(16))
-
-
 def test_samples_never_change():
     """Runs of any age are continued, and compared, by this function."""
     batch = MarkovChain(vocab_size=16, sequence_length=8).train.batch([0, 1000])
@@ -82,44 +61,12 @@ def test_splits_and_seeds_differ():
     assert sum(len(batch.tokens) for batch in data.val_dataloader()) == 64
 
 
-def test_resume_at_any_batch():
-    data = MarkovChain(**SMALL)
-    whole = some(data, 6)
-    assert data.state_dict()["position"] == 24
-    for step in range(4):
-        repeated = MarkovChain(**SMALL, num_workers=2 if step == 3 else 0)
-        repeated.load_state_dict({**data.state_dict(), "position": 4 * step})
-        assert same(some(repeated, 2), whole[step : step + 2])
-    with pytest.raises(UserError, match=r"data.successors is 3, but the checkpoint was trained with 4"):
-        MarkovChain(**SMALL, successors=3).load_state_dict(data.state_dict())
-
-
 def test_a_checkpoint_from_before_a_setting_existed_is_resumed():
     data = MarkovChain(**SMALL)
     before = {name: value for name, value in data.state_dict().items() if name != "successors"}
     assert before != data.state_dict()
     data.load_state_dict({**before, "position": 8})
     assert data.state_dict()["position"] == 8
-
-
-def test_devices_share_a_batch_and_one_device_makes_it_of_smaller_ones():
-    whole, parts = some(MarkovChain(**SMALL), 3), []
-    for rank in range(2):
-        data = MarkovChain(**SMALL)
-        data.trainer = SimpleNamespace(
-            global_rank=rank,
-            world_size=2,
-            overfit_batches=0,
-            accumulate_grad_batches=1,
-            lightning_module=None,
-            state=SimpleNamespace(fn=""),
-        )
-        parts.append(some(data, 3))
-    joined = [torch.cat([first.tokens, second.tokens]) for first, second in zip(*parts, strict=True)]
-    smaller = [batch.tokens for batch in some(MarkovChain(**{**SMALL, "batch_size": 2}), 6)]
-    for batch, both, first, second in zip(whole, joined, smaller[::2], smaller[1::2], strict=True):
-        assert torch.equal(batch.tokens, both)
-        assert torch.equal(batch.tokens, torch.cat([first, second]))
 
 
 def test_long_sequences_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch):

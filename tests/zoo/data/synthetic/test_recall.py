@@ -1,31 +1,19 @@
 import json
 import re
 from collections import Counter
-from itertools import chain, islice, repeat
-from types import SimpleNamespace
+from itertools import chain
 
 import numpy as np
 import pytest
-import torch
 
 from kernels.errors import UserError
 from tests.commands import Command
-from zoo.data import MQAR, Batch, RecallTask
+from tests.zoo.data.contract import some
+from zoo.data import MQAR, RecallTask
 from zoo.data.synthetic.recall import Recall, shares
 
 pytest_plugins = "tests.desk"
 TWO = [RecallTask(32, 4, 3.0), RecallTask(24, 2)]
-
-
-def some(data: MQAR, number: int) -> list[Batch]:
-    """The next training batches, over the ends of passes."""
-    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
-
-
-def same(a: list[Batch], b: list[Batch]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.tokens, y.tokens) and torch.equal(x.labels, y.labels) for x, y in zip(a, b, strict=True)
-    )
 
 
 @pytest.mark.parametrize(("length", "pairs", "vocab_size"), [(32, 4, 64), (16, 4, 10), (65, 16, 64), (7, 1, 4)])
@@ -77,15 +65,6 @@ def test_gaps_are_drawn_without_replacement_by_their_weight(power: float):
     assert power == 1 or is_taken[0] > 2 * is_taken[-1]  # short gaps are favoured
 
 
-@pytest.mark.slow
-def test_a_sample_is_a_function_of_its_number():
-    task = RecallTask(32, 4)
-    whole = Recall(task, 100, 64, True, 0.01, "a").batch(range(100))
-    assert torch.equal(Recall(task, 9, 64, True, 0.01, "a").batch([70, 3]).tokens, whole.tokens[[70, 3]])
-    assert not torch.equal(Recall(task, 100, 64, True, 0.01, "b").batch(range(100)).tokens, whole.tokens)
-    assert len({tuple(row) for row in whole.tokens.tolist()}) == 100
-
-
 def test_samples_never_change():
     """Runs of any age are continued, and compared, by this function."""
     batch = Recall(RecallTask(12, 2), 1, 16, True, 0.01, "0 train").batch([0, 1000])
@@ -93,54 +72,6 @@ def test_samples_never_change():
 
 
 FROZEN = [[4, 8, 5, 10, 4, 15, 2, 0, 5, 13, 14, 9], [4, 10, 3, 9, 4, 11, 3, 8, 10, 3, 7, 4]]
-
-
-def test_splits_and_seeds_differ():
-    data, other = MQAR(tasks=TWO), MQAR(tasks=TWO, seed=1)
-    batches = [next(iter(loader)) for loader in (data.val_dataloader()[0], data.test_dataloader()[0])]
-    batches += [next(iter(other.val_dataloader()[0])), next(b for b in some(data, 9) if b.tokens.shape[1] == 32)]
-    assert len({tuple(row) for batch in batches for row in batch.tokens.tolist()}) == 4 * 32
-    assert same(list(data.val_dataloader()[1]), list(MQAR(tasks=TWO, batch_size=32).val_dataloader()[1]))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train_samples", [None, 24])
-@pytest.mark.parametrize("tasks", [TWO, TWO[:1]], ids=["two", "one"])
-def test_resume_at_any_batch(tasks: list[RecallTask], train_samples: int | None):
-    arguments = {"tasks": tasks, "batch_size": 8, "train_samples": train_samples, "vocab_size": 32}
-    data = MQAR(**arguments)
-    whole = some(data, 12)
-    assert data.state_dict()["position"] == 96
-    for step in range(10):
-        repeated = MQAR(**arguments, num_workers=2 if step == 5 else 0)
-        repeated.load_state_dict({**data.state_dict(), "position": 8 * step})
-        assert same(some(repeated, 2), whole[step : step + 2])
-        assert repeated.state_dict() == {**data.state_dict(), "position": 8 * (step + 2)}
-
-
-@pytest.mark.parametrize("train_samples", [None, 40])
-def test_ranks_share_each_batch(train_samples: int | None):
-    whole = some(MQAR(tasks=TWO, batch_size=8, train_samples=train_samples), 12)
-    parts = []
-    for rank in range(4):
-        data = MQAR(tasks=TWO, batch_size=8, train_samples=train_samples)
-        data.trainer = SimpleNamespace(
-            global_rank=rank,
-            world_size=4,
-            overfit_batches=0,
-            accumulate_grad_batches=1,
-            lightning_module=None,
-            state=SimpleNamespace(fn=""),
-        )
-        parts.append(some(data, 12))
-    steps = [[batch[:2] for batch in step] for step in zip(*parts, strict=True)]
-    joined = [Batch(*(torch.cat(each) for each in zip(*step, strict=True))) for step in steps]
-    assert same(joined, whole)
-    validation = MQAR(tasks=TWO, batch_size=8, validation_samples=10)
-    validation.trainer = SimpleNamespace(
-        global_rank=1, world_size=4, lightning_module=None, state=SimpleNamespace(fn="")
-    )
-    assert [batch.tokens.shape for batch in validation.val_dataloader()[0]] == [(2, 32), (1, 32)]
 
 
 def test_tasks_come_by_their_weight():
@@ -197,22 +128,6 @@ def test_validation_tasks_have_names():
 def test_argument_errors(arguments: dict, message: str):
     with pytest.raises(UserError, match=message):
         MQAR(**arguments)
-
-
-def test_a_checkpoint_of_other_data():
-    state = MQAR(tasks=TWO).state_dict()
-    changes = ({"seed": 1}, {"tasks": TWO[:1]}, {"vocab_size": 64}, {"train_samples": 64}, {"batch_size": 4})
-    for change in changes:
-        (name,) = change
-        with pytest.raises(UserError, match=rf"data\.{name} is .*, but the checkpoint was trained with"):
-            MQAR(**{"tasks": TWO, **change}).load_state_dict(state)
-
-
-def test_with_one_task_the_batch_size_may_change():
-    data, other = MQAR(batch_size=8), MQAR(batch_size=4)
-    data.load_state_dict({**data.state_dict(), "position": 16})
-    other.load_state_dict(data.state_dict())
-    assert torch.equal(some(data, 1)[0].tokens, torch.cat([batch.tokens for batch in some(other, 2)]))
 
 
 FIT = ("fit", "--config", "recall/mqar.yaml", "--trainer.accelerator=cpu", "--data.validation_samples=100")

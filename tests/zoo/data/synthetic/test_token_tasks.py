@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from itertools import chain, islice, repeat
 from typing import Any
 
 import pytest
@@ -10,6 +9,7 @@ import torch
 
 from kernels import UserError
 from tests.commands import Command
+from tests.zoo.data.contract import some
 from tests.zoo.data.synthetic import oracles
 from zoo.data import (
     Batch,
@@ -145,10 +145,6 @@ def test_facts_are_the_same_in_all_splits_and_lengths_and_others_with_another_se
     assert len(train) == 15
     assert train == facts(TokenTasks([Memorization(64)], 32), "test")
     assert train != facts(TokenTasks([Memorization()], 32, seed=1), "train")
-
-
-def some(data: TokenTasks, number: int) -> list[Batch]:
-    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
 
 
 def test_several_tasks_are_mixed_resumed_and_named():

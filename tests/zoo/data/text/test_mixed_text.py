@@ -1,15 +1,15 @@
 import json
 import re
 from collections import Counter
-from itertools import chain, islice, repeat
+from itertools import chain, islice
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from kernels.errors import UserError
 from tests.commands import Command
+from tests.zoo.data.contract import on_rank, some
 from zoo import config as configs
 from zoo.data import Batch, Corpus, MixedText, Source, TextData
 from zoo.data.order import interleaved
@@ -37,27 +37,8 @@ def arguments(sources: dict[str, Source]) -> dict:
     return {"sources": sources, **sizes, "preprocessing_workers": 1}
 
 
-def some(data: MixedText | TextData, number: int) -> list[Batch]:
-    return list(islice(chain.from_iterable(repeat(data.train_dataloader())), number))
-
-
 def rows(batches: list[Batch]) -> list[tuple[int, ...]]:
     return [tuple(row) for batch in batches for row in batch.tokens.tolist()]
-
-
-def on_rank(arguments: dict, rank: int, ranks: int, position: int = 0) -> MixedText:
-    data = MixedText(**arguments)
-    data.load_state_dict({**data.state_dict(), "position": position})
-    state = SimpleNamespace(fn="")
-    data.trainer = SimpleNamespace(
-        global_rank=rank,
-        world_size=ranks,
-        overfit_batches=0,
-        accumulate_grad_batches=1,
-        lightning_module=None,
-        state=state,
-    )
-    return data
 
 
 def windows_of(data: MixedText) -> dict[tuple[int, ...], tuple[int, int]]:
@@ -101,23 +82,6 @@ def test_each_source_has_an_order_of_its_own(arguments: dict):
     )
     assert first.keys() == second.keys() == set(range(128))
     assert sum(first[n] == second[n] for n in first) < 30  # chance alone makes a few equal
-
-
-@pytest.mark.slow
-def test_resumed_by_another_number_of_ranks_nothing_is_repeated_or_left_out(arguments: dict):
-    whole = rows(some(MixedText(**arguments), 12))
-    done, position = [], 0
-    for ranks, steps in ((2, 3), (8, 2), (1, 4), (4, 3)):
-        each = [on_rank(arguments, rank, ranks, position) for rank in range(ranks)]
-        parts = [[rows([batch]) for batch in some(data, steps)] for data in each]
-        done += [row for step in zip(*parts, strict=True) for share in step for row in share]
-        (position,) = {data.state_dict()["position"] for data in each}
-    assert done == whole
-
-
-@pytest.mark.slow
-def test_a_reading_process_changes_nothing(arguments: dict):
-    assert rows(some(MixedText(**arguments, num_workers=2), 3)) == rows(some(MixedText(**arguments), 3))
 
 
 def test_packed_documents_stay_apart(arguments: dict):
@@ -208,7 +172,7 @@ def test_a_checkpoint_of_another_mixture_names_the_difference(arguments: dict, s
 
 def test_passes_are_logged(arguments: dict, caplog: pytest.LogCaptureFixture):
     caplog.set_level("INFO")
-    data = on_rank(arguments, 0, 2)
+    data = on_rank(MixedText(**arguments), 0, 2)
     data.trainer.max_steps, data.trainer.accumulate_grad_batches = 50, 2
     data.setup("fit")
     lines = {

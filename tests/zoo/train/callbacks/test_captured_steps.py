@@ -14,7 +14,16 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from tests.zoo.tiny import VOCAB, Batches, LossLog, ResumableLoader, pretraining, trainer, validation_loader
+from tests.zoo.tiny import (
+    VOCAB,
+    Batches,
+    LossLog,
+    ResumableLoader,
+    assert_same_parameters,
+    pretraining,
+    trainer,
+    validation_loader,
+)
 from tests.zoo.train.test_captured_step import Repeated
 from zoo.data.batch import Batch
 from zoo.lm.classifier import Classifier
@@ -58,12 +67,6 @@ def fitted(
     return module, log.losses, spoil.hooks, guard
 
 
-def same(one: Pretraining, other: Pretraining) -> None:
-    """Check that the parameters of two modules are equal to the bit."""
-    for (name, x), (_, y) in zip(one.named_parameters(), other.named_parameters(), strict=True):
-        assert torch.equal(x, y), name
-
-
 @pytest.mark.parametrize("batches", [1, 3])
 def test_a_captured_run_is_the_eager_run(batches: int, tmp_path: Path):
     eager, losses, hooks, guard = fitted(tmp_path / "eager", accumulate_grad_batches=batches)
@@ -72,7 +75,7 @@ def test_a_captured_run_is_the_eager_run(batches: int, tmp_path: Path):
         tmp_path / "captured", CapturedSteps(recorder), accumulate_grad_batches=batches
     )
     assert recorder.replayed >= 2 * 12 * batches
-    same(eager, captured)
+    assert_same_parameters(eager, captured)
     assert captured.loss_by_position == eager.loss_by_position
     assert others == [losses, hooks]
     assert guard.skipped == other_guard.skipped == 1
@@ -111,7 +114,7 @@ def test_a_run_is_continued_captured_or_not(tmp_path: Path):
         last = folder / "checkpoints" / "last.ckpt"
         module, more, *_ = fitted(folder / "continued", *after, resume=last)
         assert more == {step: losses[step] for step in range(8, 13)}
-        same(eager, module)
+        assert_same_parameters(eager, module)
 
 
 def test_what_is_logged_does_not_depend_on_it(tmp_path: Path):
@@ -148,7 +151,7 @@ def test_on_a_cpu_the_run_is_eager_and_says_so(tmp_path: Path, caplog: pytest.Lo
     assert lines(caplog) == [f"cuda_graph: the training step runs eagerly: {reason}"]
     eager, expected, *_ = fitted(tmp_path / "eager", steps=3)
     assert losses == expected
-    same(eager, module)
+    assert_same_parameters(eager, module)
 
 
 class Packed(ResumableLoader):
@@ -190,7 +193,7 @@ def test_packed_documents_are_captured(batches: int, tmp_path: Path, caplog: pyt
     assert watch.scores.refused is None
     assert watch.recorder.recorded == watch.parts + 3  # validation
     assert captured.loss_by_position == eager.loss_by_position
-    same(eager, captured)
+    assert_same_parameters(eager, captured)
 
 
 def test_packed_sequences_with_one_label_each_are_eager_steps(tmp_path: Path, caplog: pytest.LogCaptureFixture):
