@@ -159,7 +159,7 @@ def run(arguments: list[str]) -> int:
 def _versions() -> str:
     """The versions of this project and of the packages that its numbers depend on most, without importing them."""
     version = re.search(r'^__version__ = "(.*)"', (Path(__file__).parent / "zoo/__init__.py").read_text(), re.MULTILINE)
-    lines = [f"token-mixer-zoo {version[1] if version else 'unknown'}"]
+    lines = [f"token-mixer-zoo {version[1] if version else 'unknown'} ({Path(__file__).parent})"]
     for package in ("torch", "triton"):
         try:
             lines.append(f"{package} {metadata.version(package)}")
@@ -203,6 +203,9 @@ def started() -> int:
             return 2
     try:
         import mixers  # noqa: F401
+    except ModuleNotFoundError as error:
+        missing = printable(str(error.name))
+        sys.exit(f"error: {missing} is not installed for {sys.executable}; activate the environment of this project")
     except ImportError as error:  # another package named `kernels` is in the way, or a file in mixers/ is wrong
         sys.exit(f"error: {printable(str(error))}")
     from kernels import UserError

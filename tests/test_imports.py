@@ -81,7 +81,7 @@ def test_what_needs_no_lightning_does_not_import_it():
     )
     assert done.returncode == 0, done.stderr
     said = [line for line in done.stdout.splitlines() if not line.startswith("light: ")]
-    assert said[:2] == [f"token-mixer-zoo {zoo.__version__}", f"torch {torch.__version__}"]
+    assert said[:2] == [f"token-mixer-zoo {zoo.__version__} ({ROOT})", f"torch {torch.__version__}"]
     assert said[2].startswith("triton ")
     assert said[3].startswith("'fti' is not a verb; did you mean 'fit'? (verbs: fit, ")
     assert said[4].startswith("smaples.every: unknown key; did you mean 'samples'?")

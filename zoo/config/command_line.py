@@ -29,6 +29,7 @@ MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {"configs_and_overrides", "callbacks", "stream", "config"}
 PRINT_CONFIG = "--print_config"
+NUMBERS = re.compile(r"[0-9.]+(,[0-9.]+)+")
 PRINTING = ("-h", "--help", PRINT_CONFIG)  # options that print something and exit
 LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 
@@ -179,13 +180,20 @@ def _as_overrides(
 ) -> Iterator[str | dict[str, str]]:
     """Options `--key=value` as overrides; each further value of an option that takes a list is appended.
 
-    Values of `texts` are text, whatever is in it, also "null".
+    Values of `texts` are text, whatever is in it, also "null". Numbers of a list may be separated by commas alone.
+
+    Raises:
+        UserError: An option that takes no list is given twice.
     """
     names = set[str]()
     for option in options:
         name, _, value = option.removeprefix("--").partition("=")
         if name in ANY_TEXT and not _is_json_list(value):
             value = json.dumps([value])
+        if name in lists and NUMBERS.fullmatch(value):
+            value = f"[{value}]"
+        if name in names and name not in lists:
+            raise UserError(f"{name}: is given twice; give it once")
         if name in texts:
             yield {name: value}
         else:

@@ -265,7 +265,9 @@ ANSWERS = {
         "checkpoint: run.yaml is a config, not a trained model; train it by python cli.py fit --config "
         "run.yaml, and name the folder of that run"
     ),
-    "evaluate --tasks=needle": "tasks: 'needle' is not a task (--tasks=list shows all of them)",
+    "evaluate --tasks=needle": "tasks: 'needle' is not a task; if it is one of lm-eval, write lm_eval/needle "
+    "(--tasks=list shows all of them)",
+    "fit --resume runs/a --resume runs/b": "resume: is given twice; give it once",
     "evaluate runs/a runs/b": "'runs/a': an argument without a key; write --checkpoint runs/a",
     "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
     "bench kernel": "bench: 'kernel' is not one of kernels, training, decode; did you mean 'kernels'?",

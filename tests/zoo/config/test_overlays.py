@@ -9,6 +9,7 @@ from kernels import UserError
 from zoo import config as configs
 from zoo.config.overlays import first_name, is_override, load_items
 from zoo.files.safe_yaml import dump_yaml, parse_yaml
+from zoo.train.history import differences
 
 pytest_plugins = "tests.desk"
 
@@ -146,7 +147,7 @@ HYBRID = "model.stack.mixers.K.mixer"
 )
 def test_a_key_in_a_dictionary_of_components_leaves_the_others(change) -> None:
     before, after = (configs.to_dict(configs.read("kda_hybrid.yaml", *items)) for items in ([], [change]))
-    changed = [(key, new) for key, _, new in configs.differences(before, after) if key.endswith("class_path")]
+    changed = [(key, new) for key, _, new in differences(before, after) if key.endswith("class_path")]
     assert changed == [
         ("model.stack.init_args.mixers.K.init_args.mixer.init_args.decay.class_path", "mixers.ChannelDecay")
     ]

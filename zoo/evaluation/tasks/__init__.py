@@ -46,9 +46,8 @@ def _task_class(name: str) -> type[Task]:
     if name.startswith(PREFIX):
         return lm_eval_task(name)
     names = [*TASKS, *(PREFIX + task for task in PAPER_TASKS)]
-    raise UserError(
-        f"tasks: {name!r} is not a task{did_you_mean(name, names)} (", Option("tasks", "list"), " shows all of them)"
-    )
+    hint = did_you_mean(name, names) or f"; if it is one of lm-eval, write {PREFIX}{name}"
+    raise UserError(f"tasks: {name!r} is not a task{hint} (", Option("tasks", "list"), " shows all of them)")
 
 
 def task_table() -> Table:

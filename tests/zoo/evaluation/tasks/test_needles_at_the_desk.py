@@ -13,7 +13,7 @@ pytest_plugins = "tests.desk"
 @pytest.mark.slow
 def test_a_run_that_never_saw_a_needle_recalls_none(finished: Path, desk: Path, command: Command):
     run = ("evaluate", "--checkpoint", str(finished / "runs" / "done"), "--samples=2")
-    done = command(*run, "--tasks=s_niah_1,passkey,niah_easy", "--lengths=[256,384]", "--output=out")
+    done = command(*run, "--tasks=s_niah_1,passkey,niah_easy", "--lengths=256,384", "--output=out")
     assert done.code == 0, done.err
     rows = [row for line in (desk / "out" / "rows.jsonl").read_text().splitlines() for row in json.loads(line)["rows"]]
     assert {row["value"] for row in rows} == {0}
