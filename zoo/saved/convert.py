@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels import UserError
+from zoo.arguments import names_in
 from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.files.output import CARD, Kind, check_output, check_shard_size
@@ -32,6 +33,7 @@ def convert(
     to: str | None = None,
     quantize: str | None = None,
     max_shard_size: int = SHARD_BYTES,
+    ignore: list[str] | str | None = None,
     trust: bool = False,
     overwrite: bool = False,
 ) -> Path:
@@ -50,6 +52,8 @@ def convert(
             `export` writes.
         quantize: Type of the matrices in a GGUF file: `f32`, `f16`, `bf16` or `q8_0`; None keeps their dtypes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
+        ignore: Keys of config.json that are left out although this project does not know them, separated by commas; if
+            they change what the model computes, the result is another model.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay,
             and another README.md becomes README.old.md.
@@ -66,7 +70,7 @@ def convert(
     kinds: dict[str | None, Kind] = {None: "an exported model", GGUF: "a GGUF file"}
     check_output(folder, kinds.get(to, "a public model"), overwrite, checkpoint)
     check_shard_size(max_shard_size)
-    saved = SavedModel.open(checkpoint, trust)
+    saved = SavedModel.open(checkpoint, trust, names_in(ignore))
     config = saved.config  # raises if there is nothing
     if to is None and not saved.is_public:
         raise UserError(

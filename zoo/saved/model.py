@@ -1,7 +1,7 @@
 """`SavedModel`: one way to open what was saved; `load` and `load_tokenizer`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -54,12 +54,17 @@ class SavedModel(ABC):
         self.path, self.trust = Path(path), trust
 
     @staticmethod
-    def open(path: str | Path, trust: bool = False) -> "SavedModel":
-        """The saved model at a path, of the kind that is there; one on the Hub is downloaded."""
+    def open(path: str | Path, trust: bool = False, ignore: Collection[str] = ()) -> "SavedModel":
+        """Return the saved model at a path, of the kind that is there; one on the Hub is downloaded.
+
+        `ignore` names keys of a public config.json that are left out.
+        """
         if (model := on_hub(path)) is not None:
             path = downloaded(model)
         if is_public(path) or is_rwkv_file(Path(path)):
-            return _Public(path, trust)
+            return _Public(path, trust, ignore)
+        if ignore:
+            raise UserError(f"ignore: {path} is not a public checkpoint, so it has no config.json.")
         return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
 
     @property
@@ -299,13 +304,17 @@ class _Public(SavedModel):
 
     is_public = True
 
+    def __init__(self, path: str | Path, trust: bool = False, ignore: Collection[str] = ()):
+        super().__init__(path, trust)
+        self._ignore = ignore
+
     @cached_property
     def _folder(self) -> PublicFolder:
         return RwkvFile(self.path) if is_rwkv_file(self.path) else PublicFolder(self.path)
 
     @cached_property
     def _imported(self) -> Imported:
-        return imported(self._folder)
+        return imported(self._folder, self._ignore)
 
     @property
     def source(self) -> Path:
