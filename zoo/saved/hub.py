@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kernels import UserError
+from zoo.checkpoints import pickled
 from zoo.checkpoints.tensor_files import INDEX, SINGLE, has_tensor_files, read_index
 from zoo.saved.exported_folder import CONFIG, HASHES, TOKENIZER
-from zoo.saved.public import pickled
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
 from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION
 

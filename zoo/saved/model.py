@@ -26,6 +26,7 @@ from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
+from zoo.saved.gguf.read import GgufFile, is_gguf
 from zoo.saved.hub import downloaded, on_hub
 from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import Imported, imported
@@ -61,7 +62,7 @@ class SavedModel(ABC):
         """
         if (model := on_hub(path)) is not None:
             path = downloaded(model)
-        if is_public(path) or is_rwkv_file(Path(path)):
+        if is_public(path) or is_rwkv_file(Path(path)) or is_gguf(Path(path)):
             return _Public(path, trust, ignore)
         if ignore:
             raise UserError(f"ignore: {path} is not a public checkpoint, so it has no config.json.")
@@ -71,6 +72,11 @@ class SavedModel(ABC):
     @abstractmethod
     def source(self) -> Path:
         """The file with the config, which error messages name."""
+
+    @property
+    def public_config(self) -> dict[str, Any]:
+        """The contents of a public config.json; empty for other models."""
+        return {}
 
     @property
     @abstractmethod
@@ -300,7 +306,7 @@ class _Exported(SavedModel):
 
 
 class _Public(SavedModel):
-    """A folder of Hugging Face or flash-linear-attention, or a file of RWKV's author."""
+    """A folder of Hugging Face or flash-linear-attention, a file of RWKV's author, or a GGUF file."""
 
     is_public = True
 
@@ -310,6 +316,8 @@ class _Public(SavedModel):
 
     @cached_property
     def _folder(self) -> PublicFolder:
+        if is_gguf(self.path):
+            return GgufFile(self.path)
         return RwkvFile(self.path) if is_rwkv_file(self.path) else PublicFolder(self.path)
 
     @cached_property
@@ -319,6 +327,10 @@ class _Public(SavedModel):
     @property
     def source(self) -> Path:
         return self._folder.config_file
+
+    @property
+    def public_config(self) -> dict[str, Any]:
+        return self._folder.config()
 
     @cached_property
     def config(self) -> dict[str, Any]:

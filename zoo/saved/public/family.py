@@ -109,9 +109,9 @@ class Family:
         full = {**{key: allowed[0] for key, allowed in self.fixed.items()}, **self.keys, **config}
         for key, value in config.items():
             if (allowed := self.fixed.get(key)) is not None and not _is_one_of(value, allowed):
-                raise refusal(key, value, " or ".join(map(_shown, allowed)))
+                raise refusal(key, value, " or ".join(map(shown, allowed)))
             if (other := self.same.get(key)) is not None and value not in (None, full.get(other)):
-                raise refusal(key, value, f"the value of {other}, {_shown(full.get(other))}")
+                raise refusal(key, value, f"the value of {other}, {shown(full.get(other))}")
             if (other := self.idle.get(key)) is not None and not (is_off(value) or is_off(full.get(other))):
                 raise refusal(key, value, f"it only while {other} is off")
             if value is None and key in _NEVER_NULL and self.keys.get(key) is not None:
@@ -119,7 +119,7 @@ class Family:
             check_kind(key, value, self.keys.get(key))
         if unknown := [key for key in config if key not in ignore and self.role(key, config[key]) is None]:
             raise UserError(
-                f"config.json: {unknown[0]} is {_shown(config[unknown[0]])}, which {self.name} does not know; only "
+                f"config.json: {unknown[0]} is {shown(config[unknown[0]])}, which {self.name} does not know; only "
                 f"null, false, 0 and empty values are (convert --ignore={','.join(unknown)} leaves it out, at the risk "
                 "of other results)."
             )
@@ -231,14 +231,12 @@ def mlp_size(model: LanguageModel) -> int | None:
 
 def refusal(key: str, value: object, allowed: str) -> UserError:
     """The error to raise for a key whose value our mixers cannot follow; `allowed` says which they can."""
-    return UserError(f"config.json: {key} is {_shown(value)}; our mixers can do {allowed}.")
+    return UserError(f"config.json: {key} is {shown(value)}; our mixers can do {allowed}.")
 
 
 def experts(layer: int, key: str, value: object) -> UserError:
     """The error to raise for a layer that a key makes a mixture of experts."""
-    return UserError(
-        f"config.json: {key} is {_shown(value)}, so layer {layer} is a mixture of experts; ours are dense."
-    )
+    return UserError(f"config.json: {key} is {shown(value)}, so layer {layer} is a mixture of experts; ours are dense.")
 
 
 def is_off(value: object) -> bool:
@@ -275,5 +273,6 @@ def check_kind(key: str, value: object, default: object) -> None:
         raise refusal(key, value, allowed)
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """Return a value as JSON, the first 80 characters."""
     return json.dumps(value, default=repr)[:80]

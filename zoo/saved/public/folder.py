@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from kernels import UserError
+from zoo.checkpoints.pickled import PickledTensors, has_pickles
 from zoo.checkpoints.tensor_files import INDEX, TensorFiles, Weights, has_tensor_files
 from zoo.files.links import check_inside, open_to_read
 from zoo.files.safe_yaml import check_plain
-from zoo.saved.public.pickled import PickledTensors, has_pickles
 
 CONFIG = "config.json"
 _LARGEST = 4 << 20  # bytes of a config

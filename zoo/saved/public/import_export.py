@@ -18,7 +18,7 @@ from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import FAMILIES, READ_ONLY, REFUSED
-from zoo.saved.public.family import GGUF, Exported, Family, Target, words
+from zoo.saved.public.family import GGUF, Exported, Family, Target, shown, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
 
@@ -71,6 +71,15 @@ def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
     weights = TensorMap(family, ours).as_ours(theirs, path)
     _warn_of_norms(ours, weights, path)
     return Imported(model, parsed, weights, folder.files)
+
+
+def described(config: dict[str, Any], ignore: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Return the keys of a config.json, in the terms of its family, with their values and what they do."""
+    family = family_of(config, Path())
+    return [
+        (key, shown(value), "ignored" if key in ignore else family.role(key, value) or "unknown")
+        for key, value in family.of_text(config).items()
+    ]
 
 
 def _warn_of_norms(model: LanguageModel, weights: Weights, path: Path) -> None:

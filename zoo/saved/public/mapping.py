@@ -105,7 +105,7 @@ def _computed(links: Iterable[_Direction], sources: Weights, shapes: Mapping[str
         (_, origins, convert), i = places[name]
         return convert([sources.tensor(origin).to(specs[name].dtype) for origin in origins])[i]
 
-    return ComputedWeights(specs, read)
+    return ComputedWeights(specs, read, {name: link[1] for name, (link, _) in places.items()})
 
 
 def _listed(names: list[str]) -> str:

@@ -184,10 +184,18 @@ def around_layers(embeddings: str, norm: str) -> tuple[Rule, ...]:
 
 
 class ComputedWeights:
-    """Weights with known shapes and dtypes, of which each is computed by `read` when it is needed."""
+    """Weights with known shapes and dtypes, of which each is computed by `read` when it is needed.
 
-    def __init__(self, specs: Mapping[str, Spec], read: Callable[[str], Tensor]):
-        self.specs, self.tensor = specs, read
+    `sources` has the names that a tensor is made from, where they are known.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        read: Callable[[str], Tensor],
+        sources: Mapping[str, Sequence[str]] | None = None,
+    ):
+        self.specs, self.tensor, self.sources = specs, read, sources or {}
 
 
 def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:

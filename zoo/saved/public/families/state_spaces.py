@@ -8,28 +8,22 @@ from zoo.saved.public.families import mamba
 from zoo.saved.public.family import TIED, Config, Family, words
 from zoo.saved.public.tensors import around_layers
 
+Table = Mapping[str, tuple[str, Any]]
 _LAYERS = "ssm_cfg"
 _SIZES: Config = {"d_model": 2560, "n_layer": 64, "vocab_size": 50277, "pad_vocab_size_multiple": 8}
 _FIXED: Mapping[str, tuple[Any, ...]] = {"rms_norm": (True,), "d_intermediate": (0,), "attn_layer_idx": ([], None)}
 # how weights were initialised, and numerical choices
-_HARMLESS = words("""
-A_init_range chunk_size conv_init dt_init dt_init_floor dt_max dt_min dt_scale use_fast_path use_mem_eff_path
-""")
+_HARMLESS = (
+    "A_init_range chunk_size conv_init dt_init dt_init_floor dt_max dt_min dt_scale use_fast_path use_mem_eff_path"
+)
 # keys of a layer → those of transformers, and their defaults in `mamba_ssm`
-_MAMBA = {
-    "d_state": ("state_size", 16),
-    "d_conv": ("conv_kernel", 4),
-    "expand": ("expand", 2),
-    "dt_rank": ("time_step_rank", "auto"),
-    "conv_bias": ("use_conv_bias", True),
+_MAMBA: Table = {
+    **{"d_conv": ("conv_kernel", 4), "expand": ("expand", 2), "conv_bias": ("use_conv_bias", True)},
+    **{"d_state": ("state_size", 16), "dt_rank": ("time_step_rank", "auto")},
 }
-_MAMBA2 = {
-    "d_state": ("state_size", 128),
-    "d_conv": ("conv_kernel", 4),
-    "expand": ("expand", 2),
-    "headdim": ("head_dim", 64),
-    "ngroups": ("n_groups", 1),
-    "conv_bias": ("use_conv_bias", True),
+_MAMBA2: Table = {
+    **{key: value for key, value in _MAMBA.items() if key != "dt_rank"},
+    **{"d_state": ("state_size", 128), "headdim": ("head_dim", 64), "ngroups": ("n_groups", 1)},
 }
 
 
@@ -39,9 +33,7 @@ def _layer(config: Config) -> object:
     return layers.get("layer", "Mamba1") if isinstance(layers, Mapping) else None
 
 
-def _family(
-    name: str, layer: str, table: Mapping[str, tuple[str, Any]], fixed: Mapping[str, tuple[Any, ...]]
-) -> Family:
+def _family(name: str, layer: str, table: Table, fixed: Mapping[str, tuple[Any, ...]]) -> Family:
     """Return the family that reads what transformers' family `name` computes; `fixed` are further keys of layers."""
     theirs = next(family for family in mamba.FAMILIES if family.name == f"hf_{name}")
 
@@ -65,7 +57,7 @@ def _family(
         inside=_LAYERS,
         keys={**_SIZES, "tie_embeddings": True, **{f"{_LAYERS}.{key}": value for key, (_, value) in table.items()}},
         fixed={**_FIXED, **{f"{_LAYERS}.{key}": allowed for key, allowed in inner.items()}},
-        harmless=words("fused_add_norm residual_in_fp32") | {f"{_LAYERS}.{key}" for key in _HARMLESS},
+        harmless=words("fused_add_norm residual_in_fp32") | {f"{_LAYERS}.{key}" for key in _HARMLESS.split()},
         idle={"attn_cfg": "attn_layer_idx"},
         to_ours=to_ours,
         tensors=around_layers("backbone.embedding.weight", "backbone.norm_f.weight"),
@@ -78,13 +70,7 @@ FAMILIES = (
         "mamba2",
         "Mamba2",
         _MAMBA2,
-        {
-            "activation": ("swish", "silu"),
-            "rmsnorm": (True,),
-            "norm_before_gate": (False,),
-            "D_has_hdim": (False,),
-            "d_ssm": (None,),
-            "dt_limit": mamba.NO_LIMIT,
-        },
+        dict(activation=("swish", "silu"), rmsnorm=(True,), norm_before_gate=(False,), D_has_hdim=(False,))
+        | dict(d_ssm=(None,), dt_limit=mamba.NO_LIMIT),
     ),
 )
