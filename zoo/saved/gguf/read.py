@@ -54,7 +54,7 @@ class GgufFile(PublicFolder):
         name = self._fields.get("general.architecture")
         names = {ARCHITECTURES[family].name: family for family in reversed(list(ARCHITECTURES))}
         if name not in names:
-            known = ", ".join(names)
+            known = ", ".join(sorted(names))
             raise UserError(f"checkpoint: {path} has the architecture {str(name)!r:.80}, which is not one of {known}.")
         self._architecture = ARCHITECTURES[names[name]]
         self._family = next(family for family in FAMILIES if family.name == names[name])
@@ -71,11 +71,14 @@ class GgufFile(PublicFolder):
         """The keys of config.json that the file says."""
         metadata, stored = self._metadata, self._stored
         keys = {**self._architecture.keys, "max_position_embeddings": "context_length"}
-        config = {"model_type": self._family.model_types[0], TIED: "output.weight" not in stored}
-        config |= {key: metadata[name] for key, name in keys.items() if name in metadata}
+        config = {key: metadata[name] for key, name in keys.items() if name in metadata}
         try:
+            config["model_type"], config["num_hidden_layers"] = self._family.model_types[0], metadata["block_count"]
             config |= self._architecture.config(metadata, stored.keys())
-            config["vocab_size"] = int(stored["token_embd.weight"].shape[1])
+            embeddings = stored["token_embd.weight"]
+            config["vocab_size"] = int(embeddings.shape[1])
+            head = stored.get("output.weight", embeddings)
+            config[TIED] = head.data.shape == embeddings.data.shape and np.array_equal(head.data, embeddings.data)
             if FREQUENCIES in stored:
                 divisors = torch.from_numpy(self._numbers(FREQUENCIES))
                 config["rope_scaling"] = llama3_of(divisors, metadata.get("rope.freq_base", 10000.0))

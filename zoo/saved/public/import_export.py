@@ -56,8 +56,8 @@ def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
         if not 1 <= model["num_layers"] <= _MAX_LAYERS:
             raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MAX_LAYERS}.")
     except UserError as error:
-        prefix = "" if str(error).startswith("ignore: ") else f"checkpoint: {path}, "
-        raise UserError(f"{prefix}{error}") from None
+        reason = str(error).removeprefix("" if folder.config_file != path else "config.json: ")
+        raise UserError(reason if reason.startswith("ignore: ") else f"checkpoint: {path}, {reason}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
     theirs = folder.weights

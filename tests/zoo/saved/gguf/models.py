@@ -1,5 +1,6 @@
 """Small models that llama.cpp runs, as exported folders."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,17 @@ def byte_level(text: str = TEXT * 3) -> Tokenizer:
     return made
 
 
-def exported(folder: Path, case: str, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32) -> Path:
-    """A model with random weights as `export` writes it; by default with the tokenizer above."""
+def exported(
+    folder: Path,
+    case: str,
+    tokenizer: Tokenizer | None = None,
+    dtype: torch.dtype = torch.float32,
+    precise: Sequence[str] | None = None,
+) -> Path:
+    """A model with random weights as `export` writes it; by default with the tokenizer above.
+
+    With `precise`, parts of names, tensors that have one stay in fp32 and others become bf16.
+    """
     torch.manual_seed(0)
     _, stack, keys = CASES[case]
     model = zoo.build({"model": {**SIZES, **keys, "stack": stack}})
@@ -135,5 +145,9 @@ def exported(folder: Path, case: str, tokenizer: Tokenizer | None = None, dtype:
     ours = Ours(tokenizer or byte_level(), "tokenizer", stop_tokens=["<turn>"])
     config = model.config
     files = {"config.yaml": dump_yaml(config), "tokenizer.json": ours.to_json()}
-    write_folder(folder, files, TensorsInMemory(model.to(dtype).state_dict()))
+    weights = model.to(dtype).state_dict()
+    if precise is not None:
+        rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
+        weights = {n: weights[n] if any(part in n for part in precise) else rounded[n] for n in weights}
+    write_folder(folder, files, TensorsInMemory(weights))
     return folder
