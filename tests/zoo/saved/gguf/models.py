@@ -1,6 +1,5 @@
 """Small models that llama.cpp runs, as exported folders."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +124,10 @@ def byte_level(text: str = TEXT * 3) -> Tokenizer:
     return made
 
 
-def exported(
-    folder: Path,
-    case: str,
-    tokenizer: Tokenizer | None = None,
-    dtype: torch.dtype = torch.float32,
-    precise: Sequence[str] | None = None,
-) -> Path:
+def exported(folder: Path, case: str, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32) -> Path:
     """A model with random weights as `export` writes it; by default with the tokenizer above.
 
-    With `precise`, parts of names, tensors that have one stay in fp32 and others become bf16.
+    In bf16, norms, `A_log`, `dt_bias` and the like stay in fp32.
     """
     torch.manual_seed(0)
     _, stack, keys = CASES[case]
@@ -145,9 +138,5 @@ def exported(
     ours = Ours(tokenizer or byte_level(), "tokenizer", stop_tokens=["<turn>"])
     config = model.config
     files = {"config.yaml": dump_yaml(config), "tokenizer.json": ours.to_json()}
-    weights = model.to(dtype).state_dict()
-    if precise is not None:
-        rounded = {name: tensor.bfloat16() for name, tensor in weights.items()}
-        weights = {n: weights[n] if any(part in n for part in precise) else rounded[n] for n in weights}
-    write_folder(folder, files, TensorsInMemory(weights))
+    write_folder(folder, files, TensorsInMemory(model.to(dtype).state_dict()))
     return folder
