@@ -67,12 +67,12 @@ def convert(
         UserError: The checkpoint is unknown, incomplete, damaged or of a kind that cannot be converted, or the output
             holds something else or cannot be written.
     """
-    folder = Path(output)
+    folder, ignored = Path(output), names_in(ignore)
     check_type(to, quantize)
     kinds: dict[str | None, Kind] = {None: "an exported model", GGUF: "a GGUF file"}
     check_output(folder, kinds.get(to, "a public model"), overwrite, checkpoint)
     check_shard_size(max_shard_size)
-    saved = SavedModel.open(checkpoint, trust, names_in(ignore))
+    saved = SavedModel.open(checkpoint, trust, ignored)
     config = saved.config  # raises if there is nothing
     if to is None and not saved.is_public:
         raise UserError(
@@ -85,25 +85,21 @@ def convert(
     if to is None:
         texts = {CONFIG: dump_yaml(config)} | ({} if tokenizer is None else {TOKENIZER: tokenizer.to_json()})
         if dry_run:
-            show_plan(described(saved.public_config, names_in(ignore)), rows_of(saved.weights), texts[CONFIG])
-        else:
-            write_folder(folder, texts, saved.weights, max_shard_size, hashed=True, signature=sign(config))
+            return show_plan(folder, rows_of(saved.weights), texts[CONFIG], described(saved.public_config, ignored))
+        write_folder(folder, texts, saved.weights, max_shard_size, hashed=True, signature=sign(config))
         return folder
     model, weights = saved.on_meta()
     if to == GGUF:
         rows = write_gguf(folder, model, weights, tokenizer, _context_length(saved), quantize, dry_run)
-        if dry_run:
-            show_plan((), rows, "")
-        return folder
+        return show_plan(folder, rows) if dry_run else folder
     public = exported(model, weights, to)
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
     texts[CARD] = model_card(folder.name, model, public)
     if dry_run:
-        show_plan((), rows_of(public.weights), texts[PUBLIC_CONFIG])
-    else:
-        write_folder(folder, texts, public.weights, max_shard_size)
+        return show_plan(folder, rows_of(public.weights), texts[PUBLIC_CONFIG])
+    write_folder(folder, texts, public.weights, max_shard_size)
     return folder
 
 

@@ -46,13 +46,14 @@ class SavedModel(ABC):
     Attributes:
         path: Where the model was opened.
         trust: Whether its config may name any class, even if someone else saved it.
+        ignore: Keys of a public config.json that are left out.
         is_public: Whether it is in a public layout.
     """
 
     is_public: ClassVar[bool] = False
 
-    def __init__(self, path: str | Path, trust: bool = False):
-        self.path, self.trust = Path(path), trust
+    def __init__(self, path: str | Path, trust: bool = False, ignore: Collection[str] = ()):
+        self.path, self.trust, self.ignore = Path(path), trust, ignore
 
     @staticmethod
     def open(path: str | Path, trust: bool = False, ignore: Collection[str] = ()) -> "SavedModel":
@@ -310,10 +311,6 @@ class _Public(SavedModel):
 
     is_public = True
 
-    def __init__(self, path: str | Path, trust: bool = False, ignore: Collection[str] = ()):
-        super().__init__(path, trust)
-        self._ignore = ignore
-
     @cached_property
     def _folder(self) -> PublicFolder:
         if is_gguf(self.path):
@@ -322,7 +319,7 @@ class _Public(SavedModel):
 
     @cached_property
     def _imported(self) -> Imported:
-        return imported(self._folder, self._ignore)
+        return imported(self._folder, self.ignore)
 
     @property
     def source(self) -> Path:

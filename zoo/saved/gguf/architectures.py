@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 from kernels import UserError
 from mixers import Llama3Rotary, Rotary
-from zoo.saved.public.families.rotary import rotary_map
+from zoo.saved.public.families.rotary import ROTARY_KEYS, rotary_map
 from zoo.saved.public.family import TIED, Config
 
 Value = int | float | str | list[int] | list[bool]
 Metadata = Mapping[str, Any]  # under names without the architecture's
 _NEAR = 1e-3
-_NO_OTHERS = {"rope_parameters": None, "max_position_embeddings": None}
+_LAYER_TYPES = ("linear_attention", "full_attention")
 _L2_EPS = 1e-6  # under the root of the keys' norm, in transformers and here
 
 
@@ -72,7 +72,7 @@ class Architecture:
     keys: Mapping[str, str]
     metadata: Callable[[Config], dict[str, Value]]
     tensors: Callable[[Config, str], list[Stored]]
-    config: Callable[[Metadata, Collection[str]], dict[str, Any]]
+    config: Callable[[Metadata, Collection[str]], dict[str, Any]] = field(default=lambda metadata, names: {})
 
     def all_metadata(self, config: Config) -> dict[str, Value]:
         """Return the metadata for the contents of config.json. A UserError if its graph computes something else."""
@@ -98,25 +98,15 @@ def _refuse(architecture: str, reason: str) -> UserError:
 
 _SIZES = {"hidden_size": "embedding_length", "num_hidden_layers": "block_count"}
 _EPS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-_TRANSFORMER = {
-    **_SIZES,
-    **_EPS,
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rope_theta": "rope.freq_base",
-}
+_HEADS = {"intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count"}
+_GROUPS = {"num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
+_TRANSFORMER = {**_SIZES, **_EPS, **_HEADS, **_GROUPS, "rope_theta": "rope.freq_base"}
 
 
 def _transformer(config: Config) -> dict[str, Value]:
     """The further metadata of attention and SwiGLU, with rotary positions over whole heads."""
-    head_dim = config["head_dim"]
-    return {
-        "attention.value_length": head_dim,
-        "rope.dimension_count": head_dim,
-        **_rotary_scaling(config["rope_parameters"]),
-    }
+    scaling = _rotary_scaling(config["rope_parameters"])
+    return {"attention.value_length": config["head_dim"], "rope.dimension_count": config["head_dim"], **scaling}
 
 
 def _rotary_scaling(rotary: Config) -> dict[str, Value]:
@@ -160,21 +150,16 @@ def _no_llama3(architecture: str, config: Config) -> None:
         raise _refuse(architecture, "it has no positions scaled as in Llama 3.1")
 
 
-_RECURRENT = {
-    **_SIZES,
-    "layer_norm_epsilon": "attention.layer_norm_rms_epsilon",
-    "conv_kernel": "ssm.conv_kernel",
-    "state_size": "ssm.state_size",
-}
+_STATES = {"conv_kernel": "ssm.conv_kernel", "state_size": "ssm.state_size"}
+_RECURRENT = {**_SIZES, **_STATES, "layer_norm_epsilon": "attention.layer_norm_rms_epsilon"}
+_MAMBA = {**_RECURRENT, "time_step_rank": "ssm.time_step_rank"}
+_MAMBA2 = {**_RECURRENT, "num_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"}
 
 
 def _recurrent(config: Config) -> dict[str, Value]:
     """The further metadata of Mamba and Mamba2."""
-    return {
-        "feed_forward_length": 0,
-        "attention.head_count": 0,
-        "ssm.inner_size": config["expand"] * config["hidden_size"],
-    }
+    width = config["expand"] * config["hidden_size"]
+    return {"feed_forward_length": 0, "attention.head_count": 0, "ssm.inner_size": width}
 
 
 def _mistral(config: Config) -> dict[str, Value]:
@@ -218,10 +203,9 @@ def llama3_of(divisors: Tensor, base: float) -> dict[str, Any]:
     between = ((kept > _NEAR) & (kept < 1 - _NEAR)).nonzero().flatten().tolist()
     # a channel that turns 1 + 3 · kept times in the original length tells it
     lengths = [float(2 * math.pi * (1 + 3 * kept[i]) / frequencies[i]) for i in between] or [8192.0]
-    length = round(lengths[len(lengths) // 2])
-    settings = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    scaling = {**settings, "original_max_position_embeddings": length}
-    expected = _llama3_divisors({"head_dim": size, "rope_theta": base, "rope_scaling": scaling, **_NO_OTHERS})
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = round(lengths[len(lengths) // 2])
+    expected = _llama3_divisors({**ROTARY_KEYS, "head_dim": size, "rope_theta": base, "rope_scaling": scaling})
     if not torch.allclose(divisors, expected, rtol=_NEAR):
         raise UserError("the divisors of its frequencies are not those of Llama 3")
     return scaling
@@ -239,8 +223,7 @@ def _qwen2(config: Config) -> dict[str, Value]:
     return _transformer(config)
 
 
-def unchanged(config: Config, name: str, tensor: Tensor) -> Tensor:
-    """Return the tensor."""
+def _unchanged(config: Config, name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -256,12 +239,12 @@ def _mamba2(config: Config) -> dict[str, Value]:
     return _recurrent(config)
 
 
+def _of_mamba(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    return {"expand": metadata["ssm.inner_size"] // metadata["embedding_length"]}
+
+
 def _of_mamba2(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
-    width = metadata["ssm.inner_size"]
-    return {
-        "expand": width // metadata["embedding_length"],
-        "head_dim": width // metadata["ssm.time_step_rank"],
-    }
+    return {**_of_mamba(metadata, names), "head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"]}
 
 
 def _check_convolution(architecture: str, config: Config) -> None:
@@ -281,12 +264,9 @@ def _mamba2_tensor(config: Config, name: str, tensor: Tensor) -> Tensor:
     return _mamba_tensor(config, name, tensor)
 
 
-_QWEN35 = _TRANSFORMER | {
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_key_head_dim": "ssm.state_size",
-    "linear_num_value_heads": "ssm.time_step_rank",
-    "linear_num_key_heads": "ssm.group_count",
-}
+_LINEAR = {"linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size"}
+_LINEAR_HEADS = {"linear_num_value_heads": "ssm.time_step_rank", "linear_num_key_heads": "ssm.group_count"}
+_QWEN35 = {**_TRANSFORMER, **_LINEAR, **_LINEAR_HEADS}
 
 
 def _qwen35(config: Config) -> dict[str, Value]:
@@ -314,10 +294,10 @@ def _qwen35(config: Config) -> dict[str, Value]:
 
 
 def _of_qwen35(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
-    every, count = metadata.get("full_attention_interval", 4), metadata["block_count"]
-    recurrent = metadata.get("attention.recurrent_layers") or [bool((i + 1) % every) for i in range(count)]
+    every, layers = metadata.get("full_attention_interval", 4), range(1, metadata["block_count"] + 1)
+    recurrent = metadata.get("attention.recurrent_layers") or [bool(layer % every) for layer in layers]
     return {
-        "layer_types": ["linear_attention" if linear else "full_attention" for linear in recurrent],
+        "layer_types": [_LAYER_TYPES[not linear] for linear in recurrent],
         "linear_value_head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"],
         "partial_rotary_factor": metadata["rope.dimension_count"] / metadata["attention.key_length"],
         **_with_scaling(metadata, names),
@@ -364,15 +344,11 @@ def _rwkv7(config: Config) -> dict[str, Value]:
 
 _RWKV7_HEAD = 64  # channels of a head that its vectors of 512 bits divide, counted fourfold
 _RWKV7_EPS = 64e-5  # of the norm of each head
+_RWKV7_RANKS = {"decay": "decay", "a": "iclr", "v": "value_residual_mix", "gate": "gate"}
 _RWKV7 = {
-    **_SIZES,
-    "intermediate_size": "feed_forward_length",
-    "norm_eps": "attention.layer_norm_epsilon",
-    "head_dim": "wkv.head_size",
-    "decay_low_rank_dim": "attention.decay_lora_rank",
-    "a_low_rank_dim": "attention.iclr_lora_rank",
-    "v_low_rank_dim": "attention.value_residual_mix_lora_rank",
-    "gate_low_rank_dim": "attention.gate_lora_rank",
+    **{"intermediate_size": "feed_forward_length", "norm_eps": "attention.layer_norm_epsilon"},
+    **{f"{ours}_low_rank_dim": f"attention.{theirs}_lora_rank" for ours, theirs in _RWKV7_RANKS.items()},
+    **{**_SIZES, "head_dim": "wkv.head_size"},
 }
 _RWKV7_MIXES = "rwkvag"  # in the order of its fused tensor
 # public names → those that gguf maps, one after another
@@ -441,15 +417,9 @@ def _kimi(config: Config) -> dict[str, Value]:
 
 
 _KIMI = {
-    **_SIZES,
-    **_EPS,
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "kv_lora_rank": "attention.kv_lora_rank",
+    **{"kv_lora_rank": "attention.kv_lora_rank", "v_head_dim": "attention.value_length_mla"},
     "qk_rope_head_dim": "rope.dimension_count",  # only their number: they do not turn
-    "v_head_dim": "attention.value_length_mla",
-    "linear_conv_kernel_dim": "ssm.conv_kernel",
-    "linear_head_dim": "kda.head_dim",
+    **{"linear_conv_kernel_dim": "ssm.conv_kernel", "linear_head_dim": "kda.head_dim"},
 }
 
 
@@ -458,9 +428,7 @@ def _of_kimi(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
     return {
         "linear_num_heads": metadata["attention.head_count"],
         "qk_nope_head_dim": metadata["attention.key_length_mla"] - metadata["rope.dimension_count"],
-        "layer_types": [
-            "full_attention" if heads else "linear_attention" for heads in metadata["attention.head_count_kv"]
-        ],
+        "layer_types": [_LAYER_TYPES[heads > 0] for heads in metadata["attention.head_count_kv"]],
         "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(count)],
     }
 
@@ -484,30 +452,14 @@ def _of_llama(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
     return {"attention_bias": "blk.0.attn_output.bias" in names, **_with_scaling(metadata, names)}
 
 
-def _nothing_else(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
-    return {}
-
-
 # the name of a family → the architecture that computes the same
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "fla_rwkv7": Architecture("rwkv7", _RWKV7, _rwkv7, _rwkv7_tensors, _nothing_else),
+    "fla_rwkv7": Architecture("rwkv7", _RWKV7, _rwkv7, _rwkv7_tensors),
     "hf_llama": Architecture("llama", _TRANSFORMER, _transformer, _llama_tensors, _of_llama),
     "hf_mistral": Architecture("llama", _TRANSFORMER, _mistral, _llama_tensors, _of_llama),
-    "hf_qwen2": Architecture("qwen2", _TRANSFORMER, _qwen2, _one_by_one(unchanged), _with_scaling),
-    "hf_mamba": Architecture(
-        "mamba",
-        _RECURRENT | {"time_step_rank": "ssm.time_step_rank"},
-        _mamba,
-        _one_by_one(_mamba_tensor, _rates),
-        lambda metadata, names: {"expand": metadata["ssm.inner_size"] // metadata["embedding_length"]},
-    ),
-    "hf_mamba2": Architecture(
-        "mamba2",
-        _RECURRENT | {"num_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"},
-        _mamba2,
-        _one_by_one(_mamba2_tensor, _rates),
-        _of_mamba2,
-    ),
+    "hf_qwen2": Architecture("qwen2", _TRANSFORMER, _qwen2, _one_by_one(_unchanged), _with_scaling),
+    "hf_mamba": Architecture("mamba", _MAMBA, _mamba, _one_by_one(_mamba_tensor, _rates), _of_mamba),
+    "hf_mamba2": Architecture("mamba2", _MAMBA2, _mamba2, _one_by_one(_mamba2_tensor, _rates), _of_mamba2),
     "hf_qwen3_5": Architecture("qwen35", _QWEN35, _qwen35, _one_by_one(_qwen35_tensor, _qwen35_change), _of_qwen35),
-    "hf_kimi_linear": Architecture("kimi-linear", _KIMI, _kimi, _kimi_tensors, _of_kimi),
+    "hf_kimi_linear": Architecture("kimi-linear", _SIZES | _EPS | _HEADS | _KIMI, _kimi, _kimi_tensors, _of_kimi),
 }

@@ -152,7 +152,7 @@ class GgufFile(PublicFolder):
                 whole[places_of_numbers[inside] - 1] = part.change.undo(torch.from_numpy(numbers))[inside]
             return whole.view(table.shapes[public]).to(specs[public].dtype)
 
-        return ComputedWeights(specs, read)
+        return ComputedWeights(specs, read, {public: [name for _, name in parts] for public, parts in places.items()})
 
     def _dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor before it was written; that of quantised numbers is fp32."""
@@ -173,6 +173,5 @@ def _numbered(part: Stored, public: str, shapes: Mapping[str, tuple[int, ...]]) 
 
 
 def _equal(value: Any, expected: Any) -> bool:
-    if isinstance(expected, float):
-        return isinstance(value, int | float) and abs(value - expected) <= _SAME * abs(expected)
-    return value == expected
+    numbers = isinstance(expected, float) and isinstance(value, float)
+    return math.isclose(value, expected, rel_tol=_SAME) if numbers else value == expected

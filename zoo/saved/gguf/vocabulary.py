@@ -31,8 +31,6 @@ _PRE_TOKENIZERS = {
     ((_QWEN2,), False): "qwen2",
     ((_QWEN35,), False): "qwen35",
 }
-
-
 _KINDS = {1: "NORMAL", 3: "CONTROL", 4: "USER_DEFINED"}  # of tokens that text can become
 
 

@@ -23,6 +23,7 @@ from zoo.saved.plan import Row, row
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import GGUF
 from zoo.saved.public.import_export import in_a_layout
+from zoo.saved.public.tensors import origins
 
 # types of numbers → llama.cpp's names of files that are mostly in them
 _TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
@@ -93,7 +94,7 @@ def write_gguf(
         block, block_bytes = gguf.GGML_QUANT_SIZES[number_type]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), prod(shape) // block * block_bytes, number_type)
         tensors.append((stored, number_type))
-        rows.append(row(stored.sources, name, shape, number_type.name.lower()))
+        rows.append(row(origins(public.weights, *stored.sources), name, shape, number_type.name.lower()))
     if dry_run:
         return rows
     for kind, widened_names in widened.items():  # so that they return in their dtypes

@@ -51,10 +51,7 @@ class PublicFolder:
             return TensorFiles(self.path)
         if has_pickles(self.path):
             return PickledTensors(self.path)
-        raise UserError(
-            f"checkpoint: {self.path} has no weights: none of model.safetensors, pytorch_model.bin and their indices "
-            "is in it."
-        )
+        raise UserError(f"checkpoint: {self.path} has no weights: neither safetensors nor pytorch_model.bin is in it.")
 
     @property
     def files(self) -> list[Path]:

@@ -112,12 +112,7 @@ MAMBA2 = {
 
 
 def _mamba2_family(
-    target: Target,
-    eps: str,
-    keys: Config,
-    fixed: Mapping[str, tuple[Any, ...]],
-    harmless: frozenset[str],
-    same: Mapping[str, str] | None = None,
+    target: Target, eps: str, keys: Config, fixed: Mapping[str, tuple[Any, ...]], harmless: frozenset[str]
 ) -> Family:
     """Mamba2 in a project whose key for the eps of norms is `eps`, by which its configs are told from the others'."""
 
@@ -146,7 +141,7 @@ def _mamba2_family(
         keys={**defaults, **keys},
         fixed={**_FIXED, **fixed},
         harmless=_HARMLESS | harmless,
-        same=same or {},
+        same={"time_step_limit": "dt_limit"} if target == "fla" else {},
         to_ours=to_ours,
         to_theirs=to_theirs,
         tensors=_TENSORS,
@@ -161,7 +156,6 @@ FAMILIES = (
         keys=dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=48, num_heads=None, n_groups=1, norm_eps=1e-5),
         fixed=dict(D_has_hdim=(False,), rmsnorm=(True,), norm_before_gate=(False,), dt_limit=NO_LIMIT),
         harmless=fla_layout.HARMLESS | _TIME_STEPS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
-        same={"time_step_limit": "dt_limit"},
     ),
     Family(
         name="hf_mamba",
