@@ -32,7 +32,7 @@ TUTORIALS = Path(__file__).parents[1] / "tutorials"
 FILES = sorted(TUTORIALS.glob("*.md"))
 NOTEBOOK = TUTORIALS / "quickstart.ipynb"
 # other tests train as they do in every run: expanded states, sweeps, strategies of several processes, conversions
-NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11")]
+NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11", "15")]
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 

@@ -54,8 +54,8 @@ class GgufFile(PublicFolder):
         name = self._fields.get("general.architecture")
         names = {ARCHITECTURES[family].name: family for family in reversed(list(ARCHITECTURES))}
         if name not in names:
-            known = ", ".join(sorted(names))
-            raise UserError(f"checkpoint: {path} has the architecture {str(name)!r:.80}, which is not one of {known}.")
+            allowed = ", ".join(sorted(names))
+            raise UserError(f"checkpoint: {path} has the architecture {str(name)!r:.80}, which is none of {allowed}.")
         self._architecture = ARCHITECTURES[names[name]]
         self._family = next(family for family in FAMILIES if family.name == names[name])
 

@@ -38,7 +38,7 @@ def tokenizer_of(fields: Mapping[str, Any], source: str) -> str | None:
     """Return the JSON of the tokenizer in the fields of a GGUF file; None, with a warning, if its rules are unknown."""
     fields = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
     model, name = fields.get("model"), fields.get("pre")
-    rules = next((rules for rules, known in _PRE_TOKENIZERS.items() if known == name), None)
+    rules = next((rules for rules, theirs in _PRE_TOKENIZERS.items() if theirs == name), None)
     if model != "gpt2" or rules is None:
         log.warning("%s: its tokenizer (%s, %s) has no known rules, so it is left out.", source, model, name)
         return None

@@ -119,7 +119,7 @@ def write_gguf(
 
 def _kind(dtype: torch.dtype | None) -> str:
     """Return the type of the numbers of a dtype."""
-    return next((kind for kind, known in DTYPES.items() if known == dtype), "f32")
+    return next((kind for kind, each in DTYPES.items() if each == dtype), "f32")
 
 
 def llama_name(architecture: str, num_layers: int, stored: Stored) -> str:

@@ -246,9 +246,9 @@ def is_off(value: object) -> bool:
     return not value or value == "none"
 
 
-def unknown_in(settings: Config, known: Collection[str]) -> list[str]:
-    """Return the keys of nested settings that are neither known nor off."""
-    return [key for key, value in settings.items() if key not in known and not is_off(value)]
+def unknown_in(settings: Config, allowed: Collection[str]) -> list[str]:
+    """Return the keys of nested settings that are neither allowed nor off."""
+    return [key for key, value in settings.items() if key not in allowed and not is_off(value)]
 
 
 def _is_one_of(value: object, allowed: Sequence[object]) -> bool:

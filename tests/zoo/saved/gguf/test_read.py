@@ -177,7 +177,7 @@ def _turned(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 REFUSED = {
     "experts": (_experts, "edited.gguf, llama.expert_count is 8, which .* --ignore=llama.expert_count leaves"),
-    "an unknown architecture": (_another, "has the architecture 'mamba3', which is not one of kimi-linear, llama, "),
+    "an unknown architecture": (_another, "has the architecture 'mamba3', which is none of kimi-linear, llama, "),
     "positions over a part of heads": (_partial, "llama.rope.dimension_count is 8, which"),
     "no size": (_without("llama.block_count"), "lacks block_count"),
     "no matrix": (_without("blk.1.ffn_up.weight"), "model.layers.1.mlp.up_proj.weight"),

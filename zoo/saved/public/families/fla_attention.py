@@ -44,8 +44,8 @@ def stack_of(config: Config, mixer: Spec) -> Spec:
 
 
 def _check(spec: Any, count: int) -> None:
-    known = _OPTIONAL.keys() | _REQUIRED
-    if not isinstance(spec, Mapping) or not spec.keys() >= _REQUIRED or unknown_in(spec, known):
+    allowed = _OPTIONAL.keys() | _REQUIRED
+    if not isinstance(spec, Mapping) or not spec.keys() >= _REQUIRED or unknown_in(spec, allowed):
         optional = ", ".join(_OPTIONAL)
         raise refusal("attn", spec, f"settings of attention with layers and num_heads, and no others than {optional}")
     for key, kind in _KINDS.items():
