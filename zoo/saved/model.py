@@ -355,8 +355,8 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
 
     Args:
         path: A `.ckpt` file, a folder of a run, a folder that `export` or `convert` wrote, or a folder of Hugging Face
-            or flash-linear-attention in one of the layouts that `convert` reads, a `.gguf` file, or a `.pth` file of RWKV-7; or
-            `hf://owner/name[@revision]`, such a folder on the Hub, of which config, tokenizer and safetensors are
+            or flash-linear-attention in a layout that `convert` reads, a `.gguf` file, or a `.pth` file of RWKV-7; or
+            `hf://owner/name[@revision]`, such a folder on the Hub, of which config, tokenizer and weights are
             downloaded.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved
