@@ -136,7 +136,13 @@ def test_keys_that_change_nothing_are_accepted(name: str, tmp_path: Path):
     family = family_of(config, tmp_path)
     expected = family.read(config)
     inner = dict(config.get("text_config", config))
-    descriptive = {"unk_token_id": 3, "image_token_id": 7, "eos_token": "</s>", "transformers_version": "9.9.9"}
+    descriptive = {
+        "_model_name_or_path": "x",
+        "unk_token_id": 3,
+        "image_token_id": 7,
+        "eos_token": "</s>",
+        "transformers_version": "9.9.9",
+    }
     descriptive |= {
         "auto_map": {"AutoConfig": "x.Y"},
         "transformers.js_config": {"dtype": "q4"},
