@@ -170,6 +170,8 @@ def _versions() -> str:
 
 def _saved(folder: Path) -> str:
     """Where a model lies now, and a command that uses it; a layout of others has a model card that says how."""
+    if not folder.exists():
+        return "nothing was written"
     if folder.is_file():
         return f'{folder}\nnext, in llama.cpp: llama-cli -m {shlex.quote(str(folder))} -p "def "'
     if not (folder / "config.yaml").is_file():

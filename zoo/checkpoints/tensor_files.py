@@ -167,8 +167,8 @@ def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
     yield shard
 
 
-def read_index(file: Path) -> dict[str, str]:
-    """Tensor → file name, from an index."""
+def read_index(file: Path, suffix: str = ".safetensors") -> dict[str, str]:
+    """Return tensor → file name, from an index of files with this suffix."""
     try:
         with open_to_read(file) as opened:
             contents = json.loads(opened.read(_LARGEST_INDEX))
@@ -178,8 +178,8 @@ def read_index(file: Path) -> dict[str, str]:
     if not isinstance(places, dict) or not places or not all(isinstance(x, str) for x in places.values()):
         raise UserError(f"{file} is not an index of weights: it needs a weight_map of tensors to files.")
     for name in places.values():
-        if Path(name).name != name or not name.endswith(".safetensors"):
-            raise UserError(f"{file} is refused: {name!r} is not a .safetensors file in its folder.")
+        if Path(name).name != name or not name.endswith(suffix):
+            raise UserError(f"{file} is refused: {name!r} is not a {suffix} file in its folder.")
     return places
 
 

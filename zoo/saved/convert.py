@@ -4,9 +4,9 @@ import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from kernels import UserError
+from zoo.arguments import names_in
 from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.files.output import CARD, Kind, check_output, check_shard_size
@@ -14,10 +14,10 @@ from zoo.files.safe_yaml import dump_yaml
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
 from zoo.saved.gguf.written import check_type, write_gguf
 from zoo.saved.model import SavedModel
+from zoo.saved.plan import rows_of, show_plan
 from zoo.saved.public.family import GGUF
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
-from zoo.saved.public.folder import PublicFolder, is_public
-from zoo.saved.public.import_export import exported
+from zoo.saved.public.import_export import described, exported
 from zoo.saved.public.model_card import model_card
 from zoo.saved.public.tokenizer import stop_config, tokenizer_files
 
@@ -32,8 +32,10 @@ def convert(
     to: str | None = None,
     quantize: str | None = None,
     max_shard_size: int = SHARD_BYTES,
+    ignore: list[str] | str | None = None,
     trust: bool = False,
     overwrite: bool = False,
+    dry_run: bool = False,
 ) -> Path:
     """Convert a public checkpoint into a model of this project, or, with `to`, a model into a public layout.
 
@@ -41,8 +43,9 @@ def convert(
     Weights keep their dtype and are converted a shard at a time. Nothing in the checkpoint is run.
 
     Args:
-        checkpoint: A folder of Hugging Face or flash-linear-attention, or a .pth file of RWKV-7; hf://owner/name[@revision]
-            for a folder on the Hub; with `to` also a run's folder, a .ckpt file or an exported folder.
+        checkpoint: A folder of Hugging Face or flash-linear-attention, a .pth file of RWKV-7 or a .gguf file;
+            hf://owner/name[@revision] for a folder on the Hub; with `to` also a run's folder, a .ckpt file or an
+            exported folder.
         output: The folder to write, or the file for `gguf`.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
             hold the model, such as `hf_qwen3_next`; `transformers` for a folder with code that wraps this project,
@@ -50,9 +53,12 @@ def convert(
             `export` writes.
         quantize: Type of the matrices in a GGUF file: `f32`, `f16`, `bf16` or `q8_0`; None keeps their dtypes.
         max_shard_size: Bytes of a file with weights, at most; larger models are divided.
+        ignore: Keys of config.json that are left out although this project does not know them, separated by commas; if
+            they change what the model computes, the result is another model.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         overwrite: Whether to replace a model of the same kind that was written there; other files in the folder stay,
             and another README.md becomes README.old.md.
+        dry_run: Only show what each tensor, and each key of a public config.json, becomes.
 
     Returns:
         The folder, or the GGUF file.
@@ -61,12 +67,12 @@ def convert(
         UserError: The checkpoint is unknown, incomplete, damaged or of a kind that cannot be converted, or the output
             holds something else or cannot be written.
     """
-    folder = Path(output)
+    folder, ignored = Path(output), names_in(ignore)
     check_type(to, quantize)
     kinds: dict[str | None, Kind] = {None: "an exported model", GGUF: "a GGUF file"}
     check_output(folder, kinds.get(to, "a public model"), overwrite, checkpoint)
     check_shard_size(max_shard_size)
-    saved = SavedModel.open(checkpoint, trust)
+    saved = SavedModel.open(checkpoint, trust, ignored)
     config = saved.config  # raises if there is nothing
     if to is None and not saved.is_public:
         raise UserError(
@@ -78,29 +84,32 @@ def convert(
         log.warning("%s has no tokenizer.json, so the converted model has no tokenizer.", checkpoint)
     if to is None:
         texts = {CONFIG: dump_yaml(config)} | ({} if tokenizer is None else {TOKENIZER: tokenizer.to_json()})
+        if dry_run:
+            return show_plan(folder, rows_of(saved.weights), texts[CONFIG], described(saved.public_config, ignored))
         write_folder(folder, texts, saved.weights, max_shard_size, hashed=True, signature=sign(config))
         return folder
     model, weights = saved.on_meta()
     if to == GGUF:
-        write_gguf(folder, model, weights, tokenizer, _context_length(checkpoint, config), quantize)
-        return folder
+        rows = write_gguf(folder, model, weights, tokenizer, _context_length(saved), quantize, dry_run)
+        return show_plan(folder, rows) if dry_run else folder
     public = exported(model, weights, to)
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
     texts[CARD] = model_card(folder.name, model, public)
+    if dry_run:
+        return show_plan(folder, rows_of(public.weights), texts[PUBLIC_CONFIG])
     write_folder(folder, texts, public.weights, max_shard_size)
     return folder
 
 
-def _context_length(checkpoint: str | Path, config: Mapping[str, Any]) -> int:
-    """The context that a model was made for: that of its training, or of its config.json."""
-    if is_public(checkpoint):
-        public = PublicFolder(Path(checkpoint)).config()
-        inner = public.get("text_config", public)
+def _context_length(saved: SavedModel) -> int:
+    """Return the context that a model was made for: that of its training, or of its config.json."""
+    if saved.is_public:
+        inner = saved.public_config.get("text_config", saved.public_config)
         length = inner.get("max_position_embeddings") if isinstance(inner, Mapping) else None
     else:
-        data = config.get("data")
+        data = saved.config.get("data")
         arguments = data.get("init_args") if isinstance(data, Mapping) else None
         length = arguments.get("sequence_length") if isinstance(arguments, Mapping) else None
     return length if type(length) is int and length > 0 else _CONTEXT

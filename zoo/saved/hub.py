@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kernels import UserError
+from zoo.checkpoints import pickled
 from zoo.checkpoints.tensor_files import INDEX, SINGLE, has_tensor_files, read_index
 from zoo.saved.exported_folder import CONFIG, HASHES, TOKENIZER
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
@@ -15,7 +16,7 @@ from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION
 
 _START = re.compile(r"hf:/+")  # `Path` turns two slashes into one
 _ADDRESS = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
-_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, INDEX)
+_SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, INDEX, pickled.INDEX)
 
 
 class HubModel(NamedTuple):
@@ -39,7 +40,9 @@ def on_hub(path: str | Path) -> HubModel | None:
 
 
 def downloaded(model: HubModel) -> Path:
-    """Download config, tokenizer and safetensors of a model into the cache of huggingface_hub, and return the folder.
+    """Download config, tokenizer and weights of a model into the cache of huggingface_hub, and return the folder.
+
+    The weights are safetensors or, without them, `pytorch_model.bin`, from which only tensors are unpickled.
 
     Nothing else is downloaded, and what the cache has is not downloaded again: without a network, a model in the cache
     opens as before. Nothing is parsed but the index of the weights; the folder is vetted like any other.
@@ -50,15 +53,18 @@ def downloaded(model: HubModel) -> Path:
     folder = _fetched(model, _SMALL)
     if not any((folder / name).is_file() for name in (CONFIG, PUBLIC_CONFIG)):
         raise UserError(f"checkpoint: {model} holds no model: neither {PUBLIC_CONFIG} nor {CONFIG} is in it")
-    index = folder / INDEX
-    names = sorted(set(read_index(index).values())) if index.is_file() else [SINGLE]
-    folder = _fetched(HubModel(model.repo, folder.name), names)  # of the same commit
+    revision = HubModel(model.repo, folder.name)  # the same commit
+    folder = _fetched(revision, _indexed(folder / INDEX, SINGLE))
     if not has_tensor_files(folder):
-        raise UserError(
-            f"checkpoint: {model} has no weights as safetensors (neither {SINGLE} nor {INDEX} is in it); pickles "
-            "such as pytorch_model.bin are never loaded, since they may run code"
-        )
+        folder = _fetched(revision, _indexed(folder / pickled.INDEX, pickled.SINGLE, ".bin"))
+    if not (has_tensor_files(folder) or pickled.has_pickles(folder)):
+        raise UserError(f"checkpoint: {model} has no weights: neither {SINGLE}, {pickled.SINGLE} nor an index is in it")
     return folder
+
+
+def _indexed(index: Path, single: str, suffix: str = ".safetensors") -> list[str]:
+    """Return the names of the files with weights: those that the index names, or the single one without an index."""
+    return sorted(set(read_index(index, suffix).values())) if index.is_file() else [single]
 
 
 def _fetched(model: HubModel, names: Sequence[str]) -> Path:

@@ -1,7 +1,7 @@
 """`SavedModel`: one way to open what was saved; `load` and `load_tokenizer`."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
+from zoo.saved.gguf.read import GgufFile, is_gguf
 from zoo.saved.hub import downloaded, on_hub
 from zoo.saved.public.folder import PublicFolder, is_public
 from zoo.saved.public.import_export import Imported, imported
@@ -45,27 +46,38 @@ class SavedModel(ABC):
     Attributes:
         path: Where the model was opened.
         trust: Whether its config may name any class, even if someone else saved it.
+        ignore: Keys of a public config.json that are left out.
         is_public: Whether it is in a public layout.
     """
 
     is_public: ClassVar[bool] = False
 
-    def __init__(self, path: str | Path, trust: bool = False):
-        self.path, self.trust = Path(path), trust
+    def __init__(self, path: str | Path, trust: bool = False, ignore: Collection[str] = ()):
+        self.path, self.trust, self.ignore = Path(path), trust, ignore
 
     @staticmethod
-    def open(path: str | Path, trust: bool = False) -> "SavedModel":
-        """The saved model at a path, of the kind that is there; one on the Hub is downloaded."""
+    def open(path: str | Path, trust: bool = False, ignore: Collection[str] = ()) -> "SavedModel":
+        """Return the saved model at a path, of the kind that is there; one on the Hub is downloaded.
+
+        `ignore` names keys of a public config.json that are left out.
+        """
         if (model := on_hub(path)) is not None:
             path = downloaded(model)
-        if is_public(path) or is_rwkv_file(Path(path)):
-            return _Public(path, trust)
+        if is_public(path) or is_rwkv_file(Path(path)) or is_gguf(Path(path)):
+            return _Public(path, trust, ignore)
+        if ignore:
+            raise UserError(f"ignore: {path} is not a public checkpoint, so it has no config.json.")
         return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
 
     @property
     @abstractmethod
     def source(self) -> Path:
         """The file with the config, which error messages name."""
+
+    @property
+    def public_config(self) -> dict[str, Any]:
+        """The contents of a public config.json; empty for other models."""
+        return {}
 
     @property
     @abstractmethod
@@ -295,21 +307,27 @@ class _Exported(SavedModel):
 
 
 class _Public(SavedModel):
-    """A folder of Hugging Face or flash-linear-attention, or a file of RWKV's author."""
+    """A folder of Hugging Face or flash-linear-attention, a file of RWKV's author, or a GGUF file."""
 
     is_public = True
 
     @cached_property
     def _folder(self) -> PublicFolder:
+        if is_gguf(self.path):
+            return GgufFile(self.path)
         return RwkvFile(self.path) if is_rwkv_file(self.path) else PublicFolder(self.path)
 
     @cached_property
     def _imported(self) -> Imported:
-        return imported(self._folder)
+        return imported(self._folder, self.ignore)
 
     @property
     def source(self) -> Path:
         return self._folder.config_file
+
+    @property
+    def public_config(self) -> dict[str, Any]:
+        return self._folder.config()
 
     @cached_property
     def config(self) -> dict[str, Any]:
@@ -337,8 +355,8 @@ def load(path: str | Path, device: torch.device | str | None = None, trust: bool
 
     Args:
         path: A `.ckpt` file, a folder of a run, a folder that `export` or `convert` wrote, or a folder of Hugging Face
-            or flash-linear-attention in one of the layouts that `convert` reads, or a `.pth` file of RWKV-7; or
-            `hf://owner/name[@revision]`, such a folder on the Hub, of which config, tokenizer and safetensors are
+            or flash-linear-attention in a layout that `convert` reads, a `.gguf` file, or a `.pth` file of RWKV-7; or
+            `hf://owner/name[@revision]`, such a folder on the Hub, of which config, tokenizer and weights are
             downloaded.
         device: Device of the model; None is the CPU.
         trust: Whether to import and call whatever classes its config names. Otherwise a model that someone else saved

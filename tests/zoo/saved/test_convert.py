@@ -278,7 +278,7 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "a damaged shard": (damaged_shard, "model-00002-of-00003.safetensors cannot be read as safetensors"),
     "a shard outside": (shard_outside, r"'../x.safetensors' is not a .safetensors file in its folder"),
     "a link outside": (link_outside, "is a link that leaves its folder"),
-    "a pickle": (pickled("pytorch_model.bin"), "pytorch_model.bin, a pickle, which may run code"),
+    "a pickle": (pickled("pytorch_model.bin"), "pytorch_model.bin is refused, as only tensors are unpickled"),
     "a pickle in disguise": (pickled("model.safetensors"), "cannot be read as safetensors"),
     "no weights": (lambda folder: write(folder / "theirs").joinpath("model.safetensors").unlink(), "has no weights"),
     "no config": (

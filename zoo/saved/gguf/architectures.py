@@ -2,21 +2,36 @@
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kernels import UserError
 from mixers import Llama3Rotary, Rotary
-from zoo.saved.public.families.rotary import rotary_map
+from zoo.saved.public.families.rotary import ROTARY_KEYS, rotary_map
 from zoo.saved.public.family import TIED, Config
 
 Value = int | float | str | list[int] | list[bool]
+Metadata = Mapping[str, Any]  # under names without the architecture's
+_NEAR = 1e-3
+_LAYER_TYPES = ("linear_attention", "full_attention")
 _L2_EPS = 1e-6  # under the root of the keys' norm, in transformers and here
+
+
+class Change(NamedTuple):
+    """A change of each number of a tensor, and the way back."""
+
+    do: Callable[[Tensor], Tensor]
+    undo: Callable[[Tensor], Tensor]
+
+
+SAME = Change(lambda x: x, lambda x: x)
+RATES = Change(lambda x: -x.exp(), lambda x: (-x).log())  # decay rates in place of their logarithms
+PLUS_ONE = Change(lambda x: x + 1, lambda x: x - 1)  # of zero-centred norms
 
 
 class Stored(NamedTuple):
@@ -25,12 +40,18 @@ class Stored(NamedTuple):
     Attributes:
         name: A name that the package `gguf` maps to llama.cpp's, or llama.cpp's own.
         sources: The tensors of the public layout that it is made from.
-        make: Those tensors in fp32 → the tensor as the architecture stores it.
+        order: Those tensors → all their numbers, or some of them, in the order and shape that the architecture stores.
+        change: How each number changes.
     """
 
     name: str
     sources: tuple[str, ...]
-    make: Callable[..., Tensor]
+    order: Callable[..., Tensor]
+    change: Change = SAME
+
+    def made(self, *sources: Tensor) -> Tensor:
+        """Return the tensor for its sources in fp32."""
+        return self.change.do(self.order(*sources))
 
 
 @dataclass(frozen=True)
@@ -39,42 +60,53 @@ class Architecture:
 
     Attributes:
         name: Its name there.
-        metadata: The contents of config.json → its metadata, under names without the architecture's. A UserError if its
-            graph computes something else.
+        keys: Keys of config.json → metadata with the same value.
+        metadata: The contents of config.json → the rest of its metadata. A UserError if its graph computes something
+            else.
         tensors: The contents of config.json, and a tensor's name in the public layout → the tensors of the file that
             are written in its place.
+        config: Metadata, and the names of a file's tensors → keys of config.json that are not in `keys`.
     """
 
     name: str
+    keys: Mapping[str, str]
     metadata: Callable[[Config], dict[str, Value]]
     tensors: Callable[[Config, str], list[Stored]]
+    config: Callable[[Metadata, Collection[str]], dict[str, Any]] = field(default=lambda metadata, names: {})
+
+    def all_metadata(self, config: Config) -> dict[str, Value]:
+        """Return the metadata for the contents of config.json. A UserError if its graph computes something else."""
+        floats = {key for key in self.keys if key.endswith(("_eps", "_epsilon", "_theta"))}
+        shared = {name: float(config[key]) if key in floats else config[key] for key, name in self.keys.items()}
+        return {**shared, **self.metadata(config)}
 
 
-def _one_by_one(tensor: Callable[[Config, str, Tensor], Tensor]) -> Callable[[Config, str], list[Stored]]:
+def _one_by_one(
+    order: Callable[[Config, str, Tensor], Tensor], change: Callable[[str], Change] = lambda name: SAME
+) -> Callable[[Config, str], list[Stored]]:
     """Return the `tensors` of an architecture in which each public tensor has one counterpart."""
-    return lambda config, name: [Stored(name, (name,), partial(tensor, config, name))]
+    return lambda config, name: [Stored(name, (name,), partial(order, config, name), change(name))]
+
+
+def _rates(name: str) -> Change:
+    return RATES if name.endswith(".A_log") else SAME
 
 
 def _refuse(architecture: str, reason: str) -> UserError:
     return UserError(f"to: llama.cpp's {architecture} cannot hold this model: {reason}.")
 
 
+_SIZES = {"hidden_size": "embedding_length", "num_hidden_layers": "block_count"}
+_EPS = {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+_HEADS = {"intermediate_size": "feed_forward_length", "num_attention_heads": "attention.head_count"}
+_GROUPS = {"num_key_value_heads": "attention.head_count_kv", "head_dim": "attention.key_length"}
+_TRANSFORMER = {**_SIZES, **_EPS, **_HEADS, **_GROUPS, "rope_theta": "rope.freq_base"}
+
+
 def _transformer(config: Config) -> dict[str, Value]:
-    """The metadata of attention and SwiGLU, with rotary positions over whole heads."""
-    head_dim = config["head_dim"]
-    return {
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": config["num_attention_heads"],
-        "attention.head_count_kv": config["num_key_value_heads"],
-        "attention.key_length": head_dim,
-        "attention.value_length": head_dim,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": head_dim,
-        "rope.freq_base": float(config["rope_theta"]),
-        **_rotary_scaling(config["rope_parameters"]),
-    }
+    """The further metadata of attention and SwiGLU, with rotary positions over whole heads."""
+    scaling = _rotary_scaling(config["rope_parameters"])
+    return {"attention.value_length": config["head_dim"], "rope.dimension_count": config["head_dim"], **scaling}
 
 
 def _rotary_scaling(rotary: Config) -> dict[str, Value]:
@@ -92,9 +124,25 @@ def _rotary_scaling(rotary: Config) -> dict[str, Value]:
     return {
         **scaling,
         "rope.scaling.original_context_length": rotary["original_max_position_embeddings"],
-        # llama.cpp multiplies it by the amplitude that follows from the factor
-        "rope.scaling.attn_factor": rotary["attention_factor"] / (1 + 0.1 * math.log(max(factor, 1.0))),
+        "rope.scaling.attn_factor": rotary["attention_factor"] / _amplitude(factor),
     }
+
+
+def _amplitude(factor: float) -> float:
+    """Return the amplitude of YaRN that follows from its factor, by which llama.cpp multiplies `attn_factor`."""
+    return 1 + 0.1 * math.log(max(factor, 1.0))
+
+
+def _with_scaling(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    """The keys of config.json for scaled positions, except those of Llama 3."""
+    kind, factor = metadata.get("rope.scaling.type", "none"), metadata.get("rope.scaling.factor", 1.0)
+    if kind == "none":
+        return {}
+    scaling = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = metadata.get("rope.scaling.original_context_length")
+        scaling["attention_factor"] = metadata.get("rope.scaling.attn_factor", 1.0) * _amplitude(factor)
+    return {"rope_scaling": scaling}
 
 
 def _no_llama3(architecture: str, config: Config) -> None:
@@ -102,18 +150,16 @@ def _no_llama3(architecture: str, config: Config) -> None:
         raise _refuse(architecture, "it has no positions scaled as in Llama 3.1")
 
 
+_STATES = {"conv_kernel": "ssm.conv_kernel", "state_size": "ssm.state_size"}
+_RECURRENT = {**_SIZES, **_STATES, "layer_norm_epsilon": "attention.layer_norm_rms_epsilon"}
+_MAMBA = {**_RECURRENT, "time_step_rank": "ssm.time_step_rank"}
+_MAMBA2 = {**_RECURRENT, "num_heads": "ssm.time_step_rank", "n_groups": "ssm.group_count"}
+
+
 def _recurrent(config: Config) -> dict[str, Value]:
-    """The metadata of Mamba and Mamba2."""
-    return {
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": 0,
-        "attention.head_count": 0,
-        "attention.layer_norm_rms_epsilon": float(config["layer_norm_epsilon"]),
-        "ssm.conv_kernel": config["conv_kernel"],
-        "ssm.inner_size": config["expand"] * config["hidden_size"],
-        "ssm.state_size": config["state_size"],
-    }
+    """The further metadata of Mamba and Mamba2."""
+    width = config["expand"] * config["hidden_size"]
+    return {"feed_forward_length": 0, "attention.head_count": 0, "ssm.inner_size": width}
 
 
 def _mistral(config: Config) -> dict[str, Value]:
@@ -146,6 +192,25 @@ def _llama3_divisors(config: Config) -> Tensor:
     return Rotary.frequencies(rotary, pair) / rotary.frequencies(pair)
 
 
+def llama3_of(divisors: Tensor, base: float) -> dict[str, Any]:
+    """Return the scaling of Llama 3 with bounds of 1 and 4 turns for divisors of the frequencies [head_dim/2].
+
+    A UserError if there is none.
+    """
+    factor, size = float(divisors.max()), 2 * len(divisors)
+    frequencies = Rotary(1, size, base=base).frequencies(torch.arange(len(divisors), dtype=torch.float32))
+    kept = (1 / divisors - 1 / factor) / (1 - 1 / max(factor, 1 + _NEAR))
+    between = ((kept > _NEAR) & (kept < 1 - _NEAR)).nonzero().flatten().tolist()
+    # a channel that turns 1 + 3 · kept times in the original length tells it
+    lengths = [float(2 * math.pi * (1 + 3 * kept[i]) / frequencies[i]) for i in between] or [8192.0]
+    scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling["original_max_position_embeddings"] = round(lengths[len(lengths) // 2])
+    expected = _llama3_divisors({**ROTARY_KEYS, "head_dim": size, "rope_theta": base, "rope_scaling": scaling})
+    if not torch.allclose(divisors, expected, rtol=_NEAR):
+        raise UserError("the divisors of its frequencies are not those of Llama 3")
+    return scaling
+
+
 def _qwen2(config: Config) -> dict[str, Value]:
     _no_llama3("qwen2", config)
     if config["use_sliding_window"]:
@@ -166,12 +231,20 @@ def _mamba(config: Config) -> dict[str, Value]:
     _check_convolution("mamba", config)
     if config["expand"] != 2:
         raise _refuse("mamba", f"its layers are twice as wide as the model, and expand is {config['expand']}")
-    return {**_recurrent(config), "ssm.time_step_rank": config["time_step_rank"]}
+    return _recurrent(config)
 
 
 def _mamba2(config: Config) -> dict[str, Value]:
     _check_convolution("mamba2", config)
-    return {**_recurrent(config), "ssm.time_step_rank": config["num_heads"], "ssm.group_count": config["n_groups"]}
+    return _recurrent(config)
+
+
+def _of_mamba(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    return {"expand": metadata["ssm.inner_size"] // metadata["embedding_length"]}
+
+
+def _of_mamba2(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    return {**_of_mamba(metadata, names), "head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"]}
 
 
 def _check_convolution(architecture: str, config: Config) -> None:
@@ -180,22 +253,20 @@ def _check_convolution(architecture: str, config: Config) -> None:
 
 
 def _mamba_tensor(config: Config, name: str, tensor: Tensor) -> Tensor:
-    if name.endswith("conv1d.weight"):
-        return tensor.squeeze(1)
-    return _rates(name, tensor)
+    return tensor.squeeze(1) if name.endswith("conv1d.weight") else tensor
 
 
 def _mamba2_tensor(config: Config, name: str, tensor: Tensor) -> Tensor:
     if name.endswith((".A_log", ".D")):
-        return _rates(name, tensor)[:, None]
+        return tensor[:, None]
     if name.endswith("mixer.norm.weight"):
         return tensor.unflatten(0, (config["n_groups"], -1))
     return _mamba_tensor(config, name, tensor)
 
 
-def _rates(name: str, tensor: Tensor) -> Tensor:
-    """Return decay rates in place of their logarithms; other tensors stay."""
-    return -tensor.exp() if name.endswith(".A_log") else tensor
+_LINEAR = {"linear_conv_kernel_dim": "ssm.conv_kernel", "linear_key_head_dim": "ssm.state_size"}
+_LINEAR_HEADS = {"linear_num_value_heads": "ssm.time_step_rank", "linear_num_key_heads": "ssm.group_count"}
+_QWEN35 = {**_TRANSFORMER, **_LINEAR, **_LINEAR_HEADS}
 
 
 def _qwen35(config: Config) -> dict[str, Value]:
@@ -218,20 +289,30 @@ def _qwen35(config: Config) -> dict[str, Value]:
         "rope.dimension_count": round(config["head_dim"] * config["partial_rotary_factor"]),
         "rope.dimension_sections": [11, 11, 10, 0],  # of images; text has the same position in each
         "attention.recurrent_layers": recurrent,
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
         "ssm.inner_size": config["linear_num_value_heads"] * sizes["value"],
-        "ssm.state_size": sizes["key"],
-        "ssm.time_step_rank": config["linear_num_value_heads"],
-        "ssm.group_count": config["linear_num_key_heads"],
     }
 
 
+def _of_qwen35(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    every, layers = metadata.get("full_attention_interval", 4), range(1, metadata["block_count"] + 1)
+    recurrent = metadata.get("attention.recurrent_layers") or [bool(layer % every) for layer in layers]
+    return {
+        "layer_types": [_LAYER_TYPES[not linear] for linear in recurrent],
+        "linear_value_head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"],
+        "partial_rotary_factor": metadata["rope.dimension_count"] / metadata["attention.key_length"],
+        **_with_scaling(metadata, names),
+    }
+
+
+def _qwen35_change(name: str) -> Change:
+    centred = name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
+    return PLUS_ONE if centred else _rates(name)
+
+
 def _qwen35_tensor(config: Config, name: str, tensor: Tensor) -> Tensor:
-    if name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
-        return tensor + 1  # zero-centred
     if "linear_attn." not in name:
         return tensor
-    tensor = _rates(name, tensor.squeeze(1) if "conv1d" in name else tensor)
+    tensor = tensor.squeeze(1) if "conv1d" in name else tensor
     heads, groups = config["linear_num_value_heads"], config["linear_num_key_heads"]
     keys = 2 * groups * config["linear_key_head_dim"]
     if "linear_attn.norm." in name or heads == groups:
@@ -258,21 +339,17 @@ def _rwkv7(config: Config) -> dict[str, Value]:
             f"its heads have a multiple of {_RWKV7_HEAD} channels and norms with an eps of {_RWKV7_EPS:g}, and here "
             f"they have {head} channels and {eps * head:g}",
         )
-    return {
-        "embedding_length": config["hidden_size"],
-        "block_count": config["num_hidden_layers"],
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": 0,
-        "attention.layer_norm_epsilon": float(eps),
-        "wkv.head_size": head,
-        "token_shift_count": 2,
-        **{f"attention.{theirs}_lora_rank": config[f"{ours}_low_rank_dim"] for theirs, ours in _RWKV7_RANKS.items()},
-    }
+    return {"attention.head_count": 0, "token_shift_count": 2}
 
 
 _RWKV7_HEAD = 64  # channels of a head that its vectors of 512 bits divide, counted fourfold
 _RWKV7_EPS = 64e-5  # of the norm of each head
-_RWKV7_RANKS = {"decay": "decay", "iclr": "a", "value_residual_mix": "v", "gate": "gate"}
+_RWKV7_RANKS = {"decay": "decay", "a": "iclr", "v": "value_residual_mix", "gate": "gate"}
+_RWKV7 = {
+    **{"intermediate_size": "feed_forward_length", "norm_eps": "attention.layer_norm_epsilon"},
+    **{f"{ours}_low_rank_dim": f"attention.{theirs}_lora_rank" for ours, theirs in _RWKV7_RANKS.items()},
+    **{**_SIZES, "head_dim": "wkv.head_size"},
+}
 _RWKV7_MIXES = "rwkvag"  # in the order of its fused tensor
 # public names → those that gguf maps, one after another
 _RWKV7_NAMES = (
@@ -326,26 +403,33 @@ def _kimi(config: Config) -> dict[str, Value]:
         )
     rank, shared, count = config["kv_lora_rank"], config["qk_rope_head_dim"], config["num_hidden_layers"]
     return {
-        "embedding_length": config["hidden_size"],
-        "block_count": count,
-        "feed_forward_length": config["intermediate_size"],
-        "attention.head_count": heads,
         # it attends to latents, which all heads share; 0 makes a layer linear
         "attention.head_count_kv": [int(layer) for layer in full],
         "attention.key_length": rank + shared,
         "attention.value_length": rank,
         "attention.key_length_mla": config["qk_nope_head_dim"] + shared,
-        "attention.value_length_mla": config["v_head_dim"],
-        "attention.kv_lora_rank": rank,
-        "attention.layer_norm_rms_epsilon": float(config["rms_norm_eps"]),
-        "rope.dimension_count": shared,  # only their number: they do not turn
-        "ssm.conv_kernel": config["linear_conv_kernel_dim"],
-        "kda.head_dim": config["linear_head_dim"],
         # all layers are dense, but llama.cpp asks for the sizes of experts
         "leading_dense_block_count": count,
         "expert_feed_forward_length": 0,
         "expert_shared_count": 0,
         "expert_gating_func": 2,
+    }
+
+
+_KIMI = {
+    **{"kv_lora_rank": "attention.kv_lora_rank", "v_head_dim": "attention.value_length_mla"},
+    "qk_rope_head_dim": "rope.dimension_count",  # only their number: they do not turn
+    **{"linear_conv_kernel_dim": "ssm.conv_kernel", "linear_head_dim": "kda.head_dim"},
+}
+
+
+def _of_kimi(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    dense, count = metadata.get("leading_dense_block_count", 0), metadata["block_count"]
+    return {
+        "linear_num_heads": metadata["attention.head_count"],
+        "qk_nope_head_dim": metadata["attention.key_length_mla"] - metadata["rope.dimension_count"],
+        "layer_types": [_LAYER_TYPES[heads > 0] for heads in metadata["attention.head_count_kv"]],
+        "mlp_layer_types": ["dense" if layer < dense else "sparse" for layer in range(count)],
     }
 
 
@@ -361,17 +445,21 @@ def _kimi_tensors(config: Config, name: str) -> list[Stored]:
             Stored(name.replace("kv_b", "v_b"), (name,), partial(part, 1)),
         ]
     convolution = name.endswith("conv1d.weight")
-    return [Stored(name, (name,), lambda tensor: tensor.unsqueeze(0) if convolution else _rates(name, tensor))]
+    return [Stored(name, (name,), lambda tensor: tensor.unsqueeze(0) if convolution else tensor, _rates(name))]
+
+
+def _of_llama(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
+    return {"attention_bias": "blk.0.attn_output.bias" in names, **_with_scaling(metadata, names)}
 
 
 # the name of a family → the architecture that computes the same
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "fla_rwkv7": Architecture("rwkv7", _rwkv7, _rwkv7_tensors),
-    "hf_llama": Architecture("llama", _transformer, _llama_tensors),
-    "hf_mistral": Architecture("llama", _mistral, _llama_tensors),
-    "hf_qwen2": Architecture("qwen2", _qwen2, _one_by_one(_unchanged)),
-    "hf_mamba": Architecture("mamba", _mamba, _one_by_one(_mamba_tensor)),
-    "hf_mamba2": Architecture("mamba2", _mamba2, _one_by_one(_mamba2_tensor)),
-    "hf_qwen3_5": Architecture("qwen35", _qwen35, _one_by_one(_qwen35_tensor)),
-    "hf_kimi_linear": Architecture("kimi-linear", _kimi, _kimi_tensors),
+    "fla_rwkv7": Architecture("rwkv7", _RWKV7, _rwkv7, _rwkv7_tensors),
+    "hf_llama": Architecture("llama", _TRANSFORMER, _transformer, _llama_tensors, _of_llama),
+    "hf_mistral": Architecture("llama", _TRANSFORMER, _mistral, _llama_tensors, _of_llama),
+    "hf_qwen2": Architecture("qwen2", _TRANSFORMER, _qwen2, _one_by_one(_unchanged), _with_scaling),
+    "hf_mamba": Architecture("mamba", _MAMBA, _mamba, _one_by_one(_mamba_tensor, _rates), _of_mamba),
+    "hf_mamba2": Architecture("mamba2", _MAMBA2, _mamba2, _one_by_one(_mamba2_tensor, _rates), _of_mamba2),
+    "hf_qwen3_5": Architecture("qwen35", _QWEN35, _qwen35, _one_by_one(_qwen35_tensor, _qwen35_change), _of_qwen35),
+    "hf_kimi_linear": Architecture("kimi-linear", _SIZES | _EPS | _HEADS | _KIMI, _kimi, _kimi_tensors, _of_kimi),
 }

@@ -2,9 +2,11 @@
 
 import json
 import logging
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from kernels import UserError
+from zoo.data.text.byte_level import byte_level_bpe
 from zoo.data.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -29,6 +31,29 @@ _PRE_TOKENIZERS = {
     ((_QWEN2,), False): "qwen2",
     ((_QWEN35,), False): "qwen35",
 }
+_KINDS = {1: "NORMAL", 3: "CONTROL", 4: "USER_DEFINED"}  # of tokens that text can become
+
+
+def tokenizer_of(fields: Mapping[str, Any], source: str) -> str | None:
+    """Return the JSON of the tokenizer in the fields of a GGUF file; None, with a warning, if its rules are unknown."""
+    fields = {key.removeprefix("tokenizer.ggml."): value for key, value in fields.items()}
+    model, name = fields.get("model"), fields.get("pre")
+    rules = next((rules for rules, theirs in _PRE_TOKENIZERS.items() if theirs == name), None)
+    if model != "gpt2" or rules is None:
+        log.warning("%s: its tokenizer (%s, %s) has no known rules, so it is left out.", source, model, name)
+        return None
+    steps, ignore_merges = rules
+    kinds = {text: _KINDS.get(kind) for text, kind in zip(fields["tokens"], fields["token_type"], strict=True)}
+    return byte_level_bpe(
+        {text: i for i, text in enumerate(fields["tokens"]) if kinds[text]},
+        fields["merges"],
+        steps=[None if step == _DIGITS else step for step in steps if step != _GPT2],
+        regex=_GPT2 in steps,
+        ignore_merges=ignore_merges,
+        special_tokens=[text for text, kind in kinds.items() if kind == "CONTROL"],
+        added_tokens=[text for text, kind in kinds.items() if kind == "USER_DEFINED"],
+        bos_token=fields["tokens"][fields["bos_token_id"]] if fields.get("add_bos_token") else None,
+    ).to_str()
 
 
 class Vocabulary(NamedTuple):

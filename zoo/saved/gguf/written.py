@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import cache
 from math import prod
 from pathlib import Path
 from types import ModuleType
@@ -18,14 +19,17 @@ from zoo.files.atomic import atomic_write
 from zoo.lm.model import LanguageModel
 from zoo.saved.gguf.architectures import ARCHITECTURES, Stored, Value
 from zoo.saved.gguf.vocabulary import vocabulary
+from zoo.saved.plan import Row, row
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import GGUF
 from zoo.saved.public.import_export import in_a_layout
+from zoo.saved.public.tensors import origins
 
 # types of numbers → llama.cpp's names of files that are mostly in them
 _TYPES = {"f32": "ALL_F32", "f16": "MOSTLY_F16", "bf16": "MOSTLY_BF16", "q8_0": "MOSTLY_Q8_0"}
-_OF_DTYPES: dict[torch.dtype | None, str] = {torch.float16: "f16", torch.bfloat16: "bf16"}
+DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}  # next to fp32
 _LARGEST = {"F16": 65_504.0, "Q8_0": 127 * 65_504.0}  # absolute values; the scales of q8_0 are f16
+FREQUENCIES = "rope_freqs.weight"
 # tensors that llama.cpp wants in fp32, though they have two axes
 _PRECISE = re.compile(r"norm\.weight$|ssm_conv1d|ssm_a$|ssm_d$|_lerp_|time_mix_[wavg]\d")
 
@@ -47,8 +51,9 @@ def write_gguf(
     tokenizer: Tokenizer | None,
     context_length: int,
     quantize: str | None = None,
-) -> None:
-    """Write a model and its tokenizer as a GGUF file; memory holds one tensor at a time.
+    dry_run: bool = False,
+) -> list[Row]:
+    """Write a model and its tokenizer as a GGUF file; memory holds one tensor at a time. Returns its tensors.
 
     Args:
         file: The file, which appears when it is complete.
@@ -58,36 +63,43 @@ def write_gguf(
         context_length: Tokens of a context, by default, in llama.cpp.
         quantize: `f32`, `f16`, `bf16` or `q8_0`, for matrices; vectors and convolutions are in fp32. None keeps the
             dtype of each matrix.
+        dry_run: Whether to write nothing.
 
     Raises:
         UserError: A weight is too large for its type, no architecture of llama.cpp computes the model, none of its
             pre-tokenizers divides text as the tokenizer does, the package `gguf` is missing, or the file cannot be
             written.
     """
-    gguf = _library()
+    gguf = library()
     public = in_a_layout(model, weights, [family for family in FAMILIES if family.name in ARCHITECTURES], GGUF)
     architecture, config = ARCHITECTURES[public.layout], public.config
-    metadata = architecture.metadata(config)
+    metadata = architecture.all_metadata(config)
     writer = gguf.GGUFWriter(None, architecture.name)
     writer.add_name(file.stem)
     for key, value in {**metadata, "context_length": context_length, "vocab_size": model.vocab_size}.items():
         _add(writer, f"{architecture.name}.{key}", value)
     _add_tokenizer(writer, tokenizer, model.vocab_size)
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture.name)
-    names = gguf.get_tensor_name_map(kind, model.num_layers)
     specs = public.weights.specs
     tensors: list[tuple[Stored, Any]] = []  # with their types
+    rows: list[Row] = []
+    widened: dict[str, list[str]] = {}  # type → tensors of it that llama.cpp needs in fp32
     for stored in (stored for name in specs for stored in architecture.tensors(config, name)):
         sources = [torch.empty(specs[source].shape, device="meta") for source in stored.sources]
-        shape = tuple(stored.make(*sources).shape)
-        public_name = stored.name.replace(".dt_bias", ".dt_proj.bias")
-        name = names.get_name(public_name, (".weight", ".bias")) or stored.name
+        shape = tuple(stored.order(*sources).shape)
+        name = llama_name(architecture.name, model.num_layers, stored)
         dtype = specs[stored.sources[0]].dtype if stored.sources else None
-        number_type = gguf.GGMLQuantizationType[_type(name, shape, quantize or _OF_DTYPES.get(dtype, "f32")).upper()]
+        number_type = gguf.GGMLQuantizationType[_type(name, shape, quantize or _kind(dtype)).upper()]
+        if quantize is None and (kind := _kind(dtype)) != number_type.name.lower():
+            widened.setdefault(kind, []).append(name)
         block, block_bytes = gguf.GGML_QUANT_SIZES[number_type]
         writer.add_tensor_info(name, shape, np.dtype(np.float32), prod(shape) // block * block_bytes, number_type)
         tensors.append((stored, number_type))
-    main = quantize or _OF_DTYPES.get(weights.specs["embeddings.weight"].dtype, "f32")
+        rows.append(row(origins(public.weights, *stored.sources), name, shape, number_type.name.lower()))
+    if dry_run:
+        return rows
+    for kind, widened_names in widened.items():  # so that they return in their dtypes
+        writer.add_array(f"zoo.{kind}", widened_names)
+    main = quantize or _kind(weights.specs["embeddings.weight"].dtype)
     writer.add_file_type(gguf.LlamaFileType[_TYPES[main]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     try:
@@ -96,12 +108,31 @@ def write_gguf(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for stored, number_type in tensors:
-                tensor = stored.make(*(public.weights.tensor(source).float() for source in stored.sources))
+                tensor = stored.made(*(public.weights.tensor(source).float() for source in stored.sources))
                 _check_range(stored.name, tensor, number_type.name)
                 writer.write_tensor_data(gguf.quants.quantize(tensor.contiguous().numpy(), number_type))
             writer.close()
+        return rows
     except OSError as error:
         raise UserError(f"output: {file} cannot be written: {error.strerror or error}") from error
+
+
+def _kind(dtype: torch.dtype | None) -> str:
+    """Return the type of the numbers of a dtype."""
+    return next((kind for kind, each in DTYPES.items() if each == dtype), "f32")
+
+
+def llama_name(architecture: str, num_layers: int, stored: Stored) -> str:
+    """Return llama.cpp's name of a tensor in a model with as many layers."""
+    public = stored.name.replace(".dt_bias", ".dt_proj.bias")
+    return _names(architecture, num_layers).get_name(public, (".weight", ".bias")) or stored.name
+
+
+@cache
+def _names(architecture: str, num_layers: int) -> Any:
+    gguf = library()
+    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    return gguf.get_tensor_name_map(kind, num_layers)
 
 
 def _check_range(name: str, tensor: torch.Tensor, number_type: str) -> None:
@@ -141,7 +172,7 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, size: int) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(words.pre_tokenizer)
     writer.add_token_list(words.tokens)
-    writer.add_token_types([_library().TokenType[kind] for kind in words.kinds])
+    writer.add_token_types([library().TokenType[kind] for kind in words.kinds])
     writer.add_token_merges(words.merges)
     writer.add_eos_token_id(words.eos_id)
     # llama.cpp wants one; documents of ours come after the end of the one before
@@ -152,9 +183,10 @@ def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, size: int) -> None:
         writer.add_eot_token_id(words.turn_id)
 
 
-def _library() -> ModuleType:
+def library(option: str = "to") -> ModuleType:
+    """Import the package gguf; a UserError that begins with `option` if it is missing."""
     try:
         import gguf  # imported here, since only this target needs it
     except ImportError:
-        raise UserError("to: gguf needs the package gguf; pip install 'token-mixer-zoo[gguf]'") from None
+        raise UserError(f"{option}: gguf needs the package gguf; pip install 'token-mixer-zoo[gguf]'") from None
     return gguf

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face's: config.json, weights as safetensors, tokenizer. Nothing in it is run."""
+"""A folder of Hugging Face's: config.json, weights as safetensors or `pytorch_model.bin`, tokenizer. Nothing is run."""
 
 import json
 from functools import cached_property
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels import UserError
+from zoo.checkpoints.pickled import PickledTensors, has_pickles
 from zoo.checkpoints.tensor_files import INDEX, TensorFiles, Weights, has_tensor_files
 from zoo.files.links import check_inside, open_to_read
 from zoo.files.safe_yaml import check_plain
@@ -39,24 +40,23 @@ class PublicFolder:
 
     @cached_property
     def weights(self) -> Weights:
-        """The weights; a UserError if they are missing, damaged or in pickles."""
-        if not has_tensor_files(self.path):
-            endings = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-            if pickles := sorted(file.name for ending in endings for file in self.path.glob(ending)):
-                raise UserError(
-                    f"checkpoint: {self.path} is refused: its weights are in {pickles[0]}, a pickle, which may run "
-                    "code; save them as safetensors first."
-                )
-            raise UserError(f"checkpoint: {self.path} has no weights: neither model.safetensors nor {INDEX} is in it.")
-        for file in [*self.path.glob("*.safetensors"), self.path / INDEX]:
-            check_inside(file, self.path)
-        return TensorFiles(self.path)
+        """The weights; a UserError if they are missing or damaged, or in other pickles than `pytorch_model.bin`."""
+        return self._tensors
+
+    @cached_property
+    def _tensors(self) -> TensorFiles | PickledTensors:
+        if has_tensor_files(self.path):
+            for file in [*self.path.glob("*.safetensors"), self.path / INDEX]:
+                check_inside(file, self.path)
+            return TensorFiles(self.path)
+        if has_pickles(self.path):
+            return PickledTensors(self.path)
+        raise UserError(f"checkpoint: {self.path} has no weights: neither safetensors nor pytorch_model.bin is in it.")
 
     @property
     def files(self) -> list[Path]:
         """The files with the weights."""
-        assert isinstance(self.weights, TensorFiles)
-        return self.weights.files
+        return self._tensors.files
 
     def text(self, name: str) -> str:
         """The contents of a text file."""

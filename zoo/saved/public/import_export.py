@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import statistics
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,8 @@ from zoo.checkpoints.tensor_files import TensorsInMemory, Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.families import FAMILIES
-from zoo.saved.public.family import GGUF, Exported, Family, Target, words
+from zoo.saved.public.families import FAMILIES, READ_ONLY, REFUSED
+from zoo.saved.public.family import GGUF, Exported, Family, Target, shown, words
 from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.mapping import TensorMap
 
@@ -43,8 +43,8 @@ class Imported(NamedTuple):
     files: list[Path]
 
 
-def imported(folder: PublicFolder) -> Imported:
-    """Read a public folder.
+def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
+    """Read a public folder, without the keys of its config.json in `ignore`.
 
     A UserError if no family knows it, our mixers cannot do what its config says, or weights are missing, damaged,
     left over or misshapen.
@@ -52,11 +52,12 @@ def imported(folder: PublicFolder) -> Imported:
     config, path = folder.config(), folder.path
     family = family_of(config, path)
     try:
-        model = family.read(config)
+        model = family.read(config, ignore)
         if not 1 <= model["num_layers"] <= _MAX_LAYERS:
             raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MAX_LAYERS}.")
     except UserError as error:
-        raise UserError(f"checkpoint: {path}, {error}") from None
+        reason = str(error).removeprefix("" if folder.config_file != path else "config.json: ")
+        raise UserError(reason if reason.startswith("ignore: ") else f"checkpoint: {path}, {reason}") from None
     except (TypeError, ValueError, KeyError, ZeroDivisionError, OverflowError) as error:  # a value of another type
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
     theirs = folder.weights
@@ -70,6 +71,15 @@ def imported(folder: PublicFolder) -> Imported:
     weights = TensorMap(family, ours).as_ours(theirs, path)
     _warn_of_norms(ours, weights, path)
     return Imported(model, parsed, weights, folder.files)
+
+
+def described(config: dict[str, Any], ignore: Collection[str] = ()) -> list[tuple[str, str, str]]:
+    """Return the keys of a config.json, in the terms of its family, with their values and what they do."""
+    family = family_of(config, Path())
+    return [
+        (key, shown(value), "ignored" if key in ignore else family.role(key, value) or "unknown")
+        for key, value in family.of_text(config).items()
+    ]
 
 
 def _warn_of_norms(model: LanguageModel, weights: Weights, path: Path) -> None:
@@ -91,14 +101,16 @@ def _warn_of_norms(model: LanguageModel, weights: Weights, path: Path) -> None:
 def family_of(config: dict[str, Any], folder: Path) -> Family:
     """The family that a config.json belongs to; a UserError if it belongs to none."""
     kind = config.get("model_type")
-    for family in FAMILIES:
-        if kind in family.model_types and family.also(config):
+    for family in (*FAMILIES, *READ_ONLY):
+        if kind in (family.model_types or (None,)) and family.also(config):
             return family
     if kind == MODEL_TYPE:
         raise UserError(
             f"checkpoint: {folder} was written by convert with to={WRAPPED}, which cannot be read back; "
             "use the run, checkpoint or exported folder that it was converted from."
         )
+    if isinstance(kind, str) and kind in REFUSED:
+        raise UserError(f"checkpoint: {folder} has the model_type {json.dumps(kind)}: {REFUSED[kind]}.")
     model_types = sorted({name for family in FAMILIES for name in family.model_types})
     hint = did_you_mean(kind, model_types) if isinstance(kind, str) else ""
     raise UserError(

@@ -12,7 +12,7 @@ from kernels import UserError
 from zoo.checkpoints.tensor_files import Spec, Weights
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.family import Family
-from zoo.saved.public.tensors import ComputedWeights, Link, Place, Recut, Rule, Tied, recut, renamed
+from zoo.saved.public.tensors import ComputedWeights, Link, Place, Recut, Rule, Tied, origins, recut, renamed
 
 log = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ def _computed(links: Iterable[_Direction], sources: Weights, shapes: Mapping[str
         (_, origins, convert), i = places[name]
         return convert([sources.tensor(origin).to(specs[name].dtype) for origin in origins])[i]
 
-    return ComputedWeights(specs, read)
+    return ComputedWeights(specs, read, {name: origins(sources, *link[1]) for name, (link, _) in places.items()})
 
 
 def _listed(names: list[str]) -> str:

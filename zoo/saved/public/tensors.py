@@ -184,10 +184,24 @@ def around_layers(embeddings: str, norm: str) -> tuple[Rule, ...]:
 
 
 class ComputedWeights:
-    """Weights with known shapes and dtypes, of which each is computed by `read` when it is needed."""
+    """Weights with known shapes and dtypes, of which each is computed by `read` when it is needed.
 
-    def __init__(self, specs: Mapping[str, Spec], read: Callable[[str], Tensor]):
-        self.specs, self.tensor = specs, read
+    `sources` has the names that a tensor is made from, where they are known.
+    """
+
+    def __init__(
+        self,
+        specs: Mapping[str, Spec],
+        read: Callable[[str], Tensor],
+        sources: Mapping[str, Sequence[str]] | None = None,
+    ):
+        self.specs, self.tensor, self.sources = specs, read, sources or {}
+
+
+def origins(weights: Weights, *names: str) -> list[str]:
+    """Return the names of the tensors that some are made from; their own where none are known."""
+    sources = weights.sources if isinstance(weights, ComputedWeights) else {}
+    return [origin for name in names for origin in sources.get(name, [name])]
 
 
 def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
@@ -195,7 +209,8 @@ def renamed(weights: Weights, names: Mapping[str, str]) -> Weights:
     old = {names[name]: name for name in weights.specs if name in names and names[name] not in weights.specs}
     sources = {**{name: name for name in weights.specs if name not in old.values()}, **old}
     specs = {new: weights.specs[name] for new, name in sources.items()}
-    return ComputedWeights(specs, lambda new: weights.tensor(sources[new]))
+    made_from = {new: origins(weights, name) for new, name in sources.items()}
+    return ComputedWeights(specs, lambda new: weights.tensor(sources[new]), made_from)
 
 
 def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[int, ...]]) -> Weights:
@@ -229,7 +244,8 @@ def recut(weights: Weights, rules: Iterable[Recut], shapes: Mapping[str, tuple[i
         sources, start, end = cuts[name]
         return torch.cat([weights.tensor(source) for source in sources])[start:end].reshape(specs[name].shape)
 
-    return ComputedWeights(specs, read)
+    made_from = {name: origins(weights, *(cuts[name][0] if name in cuts else [name])) for name in specs}
+    return ComputedWeights(specs, read, made_from)
 
 
 def _rows(shape: tuple[int, ...], row: tuple[int, ...]) -> int:

@@ -125,7 +125,10 @@ def byte_level(text: str = TEXT * 3) -> Tokenizer:
 
 
 def exported(folder: Path, case: str, tokenizer: Tokenizer | None = None, dtype: torch.dtype = torch.float32) -> Path:
-    """A model with random weights as `export` writes it; by default with the tokenizer above."""
+    """A model with random weights as `export` writes it; by default with the tokenizer above.
+
+    In bf16, norms, `A_log`, `dt_bias` and the like stay in fp32.
+    """
     torch.manual_seed(0)
     _, stack, keys = CASES[case]
     model = zoo.build({"model": {**SIZES, **keys, "stack": stack}})

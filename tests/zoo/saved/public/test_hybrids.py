@@ -1,10 +1,7 @@
 """Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, Bamba, Granite 4 and Nemotron-H of transformers: both ways."""
 
-import importlib
-import inspect
 import json
 from collections.abc import Callable, Mapping
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +20,7 @@ from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
 from .models import excited
-from .zoo_of_others import LLAMA3, SCALED
+from .zoo_of_others import LLAMA3, SCALED, in_pytorch
 
 LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
 # relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
@@ -157,8 +154,6 @@ CLASSES = {
     "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
     "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
 }
-# whose rules are not of flash-linear-attention
-OF_MAMBA2 = {"bamba", "granite_hybrid", "nemotron_h"}
 CONV = "model.layers.0.linear_attn."
 Make = Callable[..., Path]
 
@@ -167,20 +162,7 @@ Make = Callable[..., Path]
 def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Make:
     """Saves a small model of theirs, no parameter of which is a special value, and returns its folder."""
     transformers = oracle("transformers")
-    # Wherever flash-linear-attention is installed, theirs would call its kernels: take the PyTorch functions behind.
-    # And of two the loop over time, because the chunked one sums decays in fp32 and loses digits.
-    for name in CLASSES.keys() - OF_MAMBA2:
-        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-        rule = "kimi_delta_attention" if name == "kimi_linear" else "gated_delta_rule"
-        prefix = "" if name == "kimi_linear" else "torch_"
-        for function in (f"{prefix}recurrent_{rule}", "causal_conv1d_fn", "causal_conv1d_update"):
-            monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
-        monkeypatch.setattr(module, f"{prefix}chunk_{rule}", getattr(module, f"{prefix}recurrent_{rule}"))
-
-    # Their prefill of Nemotron-H raises small steps of time to `time_step_min`; their decoding does not.
-    mamba2 = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHMamba2Mixer
-    no_limit = property(lambda self: (0.0, inf), lambda self, value: None)
-    monkeypatch.setattr(mamba2, "time_step_limit", no_limit, raising=False)
+    in_pytorch(monkeypatch)
 
     def save(name: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> Path:
         torch.manual_seed(0)

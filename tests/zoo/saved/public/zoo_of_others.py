@@ -1,10 +1,14 @@
 """Small models of other projects with random weights, and folders that they save."""
 
+import importlib
+import inspect
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
@@ -207,7 +211,32 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6}
         | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
     ),
+    "qwen3": ("transformers", "Qwen3Config", {**LLAMA, "num_key_value_heads": 2, "head_dim": 24}),
+    "qwen3, windows, biased and tied": (
+        "transformers",
+        "Qwen3Config",
+        {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+        | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+    ),
 }
+
+
+def in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let models of transformers compute what their loops over time in PyTorch do."""
+    # Wherever flash-linear-attention is installed, theirs would call its kernels: take the PyTorch functions behind.
+    # And of two the loop over time, because the chunked one sums decays in fp32 and loses digits.
+    for name in ("qwen3_next", "qwen3_5", "olmo_hybrid", "kimi_linear"):
+        module = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+        rule = "kimi_delta_attention" if name == "kimi_linear" else "gated_delta_rule"
+        prefix = "" if name == "kimi_linear" else "torch_"
+        for function in (f"{prefix}recurrent_{rule}", "causal_conv1d_fn", "causal_conv1d_update"):
+            monkeypatch.setattr(module, function, inspect.unwrap(getattr(module, function)))
+        monkeypatch.setattr(module, f"{prefix}chunk_{rule}", getattr(module, f"{prefix}recurrent_{rule}"))
+
+    # Their prefill of Nemotron-H raises small steps of time to `time_step_min`; their decoding does not.
+    mamba2 = importlib.import_module("transformers.models.nemotron_h.modeling_nemotron_h").NemotronHMamba2Mixer
+    no_limit = property(lambda self: (0.0, inf), lambda self, value: None)
+    monkeypatch.setattr(mamba2, "time_step_limit", no_limit, raising=False)
 
 
 def build(case: str, oracle: Oracle, **changes: Any) -> Any:

@@ -190,7 +190,7 @@ FAMILIES = (
         fixed={**_FIXED, "mlp_bias": (False,)},
         harmless=llama.HARMLESS
         | words("""
-            mamba_chunk_size num_logits_to_keep partial_rotary_factor use_mamba_kernels z_loss_coefficient
+            mamba_chunk_size mamba_dt_rank num_logits_to_keep partial_rotary_factor use_mamba_kernels z_loss_coefficient
         """),
         to_ours=_bamba,
         to_theirs=_bamba_keys,

@@ -7,7 +7,7 @@ from typing import Any
 from kernels import UserError
 from mixers import Rotary, SoftmaxAttention, TokenMixer
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.family import Config, Spec, check_kind, component, refusal
+from zoo.saved.public.family import Config, Spec, check_kind, component, refusal, unknown_in
 
 MIXERS = frozenset({"SoftmaxAttention", "SlidingWindowAttention"})
 TENSORS: Mapping[str, str] = {
@@ -44,7 +44,8 @@ def stack_of(config: Config, mixer: Spec) -> Spec:
 
 
 def _check(spec: Any, count: int) -> None:
-    if not isinstance(spec, Mapping) or not spec.keys() >= _REQUIRED or spec.keys() - _OPTIONAL.keys() - _REQUIRED:
+    allowed = _OPTIONAL.keys() | _REQUIRED
+    if not isinstance(spec, Mapping) or not spec.keys() >= _REQUIRED or unknown_in(spec, allowed):
         optional = ", ".join(_OPTIONAL)
         raise refusal("attn", spec, f"settings of attention with layers and num_heads, and no others than {optional}")
     for key, kind in _KINDS.items():

@@ -77,6 +77,8 @@ def family(theirs: Mixer) -> Family:
         keys={**_KEYS, **theirs.keys},
         fixed={"hidden_act": ("swish",), "attnres_block_size": (None,), **theirs.fixed},
         harmless=HARMLESS | words(theirs.harmless),
+        same={"rms_norm_eps": "norm_eps"},
+        idle={"share_conv_kernel": "use_short_conv"},
         to_ours=to_ours,
         to_theirs=to_theirs,
         tensors=(*_TENSORS, *theirs.shared),

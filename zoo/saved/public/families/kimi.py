@@ -19,6 +19,7 @@ from zoo.saved.public.family import (
     model_of,
     pattern_of,
     refusal,
+    unknown_in,
     words,
 )
 from zoo.saved.public.tensors import LAYER, OUR_LAYER, rows, table
@@ -92,7 +93,7 @@ def _check_dense(config: Config) -> None:
 def _with_linear_config(config: Config) -> dict[str, Any]:
     """The config with the kinds of layers, and sizes, that `linear_attn_config` has."""
     nested, count, types = config["linear_attn_config"] or {}, config["num_hidden_layers"], config["layer_types"]
-    if not isinstance(nested, Mapping) or nested.keys() - _LINEAR_CONFIG.keys() - _LAYERS.keys():
+    if not isinstance(nested, Mapping) or unknown_in(nested, _LINEAR_CONFIG.keys() | _LAYERS.keys()):
         raise refusal("linear_attn_config", nested, f"{', '.join([*_LINEAR_CONFIG, *_LAYERS])}")
     for key, name in _LINEAR_CONFIG.items():
         check_kind(f"linear_attn_config.{key}", nested.get(key), _KEYS[name])

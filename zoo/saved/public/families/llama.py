@@ -1,4 +1,4 @@
-"""Llama, Mistral and Qwen2 of transformers: attention with rotary positions and SwiGLU, under the same names."""
+"""Llama, Mistral, Qwen2 and Qwen3 of transformers: attention with rotary positions and SwiGLU, under the same names."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -35,6 +35,7 @@ _LAYER = {
     **MLP,
     **{f"self_attn.{x}_proj.{part}": f"mixer.in_proj.{x}.{part}" for x in "qkv" for part in _BIASED},
     **{f"self_attn.o_proj.{part}": f"mixer.o_proj.{part}" for part in _BIASED},
+    **{f"self_attn.{x}_norm.weight": f"mixer.{x}_norm.weight" for x in "qk"},
 }
 FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
 # dropout is for training; `pretraining_tp` cuts products into parts that are the same
@@ -134,6 +135,16 @@ _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
 def _qwen2(config: Config) -> dict[str, Any]:
+    return _with_windows(config, bias=True)
+
+
+def _qwen3(config: Config) -> dict[str, Any]:
+    bias, norm = config["attention_bias"], component("RMSNorm", eps=config["rms_norm_eps"])
+    return _with_windows(config, bias=bias, output_bias=bias, qk_norm=norm)
+
+
+def _with_windows(config: Config, **arguments: Any) -> dict[str, Any]:
+    """Our `model` config, where some layers may have a sliding window; `arguments` are those of our attention."""
     types, count = config["layer_types"], config["num_hidden_layers"]
     window = config["sliding_window"] if config["use_sliding_window"] else None
     check_kind("max_window_layers", config["max_window_layers"], 0)
@@ -146,9 +157,9 @@ def _qwen2(config: Config) -> dict[str, Any]:
         raise refusal(
             "layer_types", types, f"{' and '.join(sorted(allowed))}, one of them for each of the {count} layers"
         )
-    mixers = {_FULL: ("A", _attention(config, "SoftmaxAttention", bias=True))}
+    mixers = {_FULL: ("A", _attention(config, "SoftmaxAttention", **arguments))}
     if _WINDOW in types:
-        mixers[_WINDOW] = "W", _attention(config, "SlidingWindowAttention", bias=True, window_size=window)
+        mixers[_WINDOW] = "W", _attention(config, "SlidingWindowAttention", **arguments, window_size=window)
     return _model(config, pattern_of(types, mixers))
 
 
@@ -162,6 +173,10 @@ def _qwen2_keys(model: LanguageModel) -> dict[str, Any]:
         # which older versions read in place of the kinds of layers
         "max_window_layers": types.index(_WINDOW) if windows else len(types),
     }
+
+
+def _qwen3_keys(model: LanguageModel) -> dict[str, Any]:
+    return {**_qwen2_keys(model), "attention_bias": _attentions(model)[0].o_proj.bias is not None}
 
 
 def _attentions(model: LanguageModel) -> list[SoftmaxAttention]:
@@ -192,5 +207,14 @@ FAMILIES = (
         | {"max_position_embeddings": 32768},
         to_ours=_qwen2,
         key=_qwen2_keys,
+    ),
+    _family(
+        "Qwen3",
+        mixers="SoftmaxAttention SlidingWindowAttention",
+        keys={"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128}
+        | {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": None}
+        | {"max_position_embeddings": 32768, "attention_bias": False},
+        to_ours=_qwen3,
+        key=_qwen3_keys,
     ),
 )

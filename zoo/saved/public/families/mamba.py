@@ -19,6 +19,7 @@ _HARMLESS = words("""
 chunk_size d_inner d_model fused_add_norm n_layer pad_vocab_size_multiple rescale_prenorm_residual residual_in_fp32
 rms_norm ssm_cfg
 """)
+_TIME_STEPS = words("time_step_floor time_step_init_scheme time_step_max time_step_min time_step_rank time_step_scale")
 
 
 def _layer_tensors(names: Mapping[str, str]) -> tuple[Rows, ...]:
@@ -140,6 +141,7 @@ def _mamba2_family(
         keys={**defaults, **keys},
         fixed={**_FIXED, **fixed},
         harmless=_HARMLESS | harmless,
+        same={"time_step_limit": "dt_limit"} if target == "fla" else {},
         to_ours=to_ours,
         to_theirs=to_theirs,
         tensors=_TENSORS,
@@ -153,7 +155,7 @@ FAMILIES = (
         "norm_eps",
         keys=dict(vocab_size=32000, hidden_size=2048, num_hidden_layers=48, num_heads=None, n_groups=1, norm_eps=1e-5),
         fixed=dict(D_has_hdim=(False,), rmsnorm=(True,), norm_before_gate=(False,), dt_limit=NO_LIMIT),
-        harmless=fla_layout.HARMLESS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
+        harmless=fla_layout.HARMLESS | _TIME_STEPS | words("conv_init A_init_range dt_min dt_max dt_init_floor"),
     ),
     Family(
         name="hf_mamba",
@@ -167,11 +169,7 @@ FAMILIES = (
         | dict(state_size=16, expand=2, conv_kernel=4, use_conv_bias=True, time_step_rank="auto")
         | {TIED: True},
         fixed=_FIXED,
-        harmless=_HARMLESS
-        | words("""
-            time_step_scale time_step_min time_step_max time_step_init_scheme time_step_floor use_mambapy
-            use_associative_scan
-        """),
+        harmless=_HARMLESS | _TIME_STEPS | words("use_associative_scan use_mambapy"),
         to_ours=_mamba1,
         to_theirs=_mamba1_keys,
         tensors=_TENSORS,
@@ -195,6 +193,7 @@ FAMILIES = (
         keys=dict(vocab_size=32768, hidden_size=4096, num_hidden_layers=64)
         | dict(num_heads=128, n_groups=8, layer_norm_epsilon=1e-5),
         fixed=dict(time_step_limit=NO_LIMIT),
-        harmless=words("time_step_rank time_step_min time_step_max time_step_floor"),
+        # transformers always norms after the gate, whatever norm_before_gate says
+        harmless=_TIME_STEPS | words("intermediate_size norm_before_gate"),
     ),
 )

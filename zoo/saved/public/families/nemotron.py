@@ -110,10 +110,11 @@ FAMILIES = (
             attention_dropout chunk_size expand hidden_dropout mamba_ssm_cache_dtype moe_intermediate_size
             moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap mtp_hybrid_override_pattern
             mtp_layers_block_type n_group n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok
-            num_logits_to_keep num_nextn_predict_layers output_router_logits rescale_prenorm_residual
-            residual_in_fp32 routed_scaling_factor time_step_floor time_step_max time_step_min topk_group
-            use_mamba_kernels
+            num_logits_to_keep num_nextn_predict_layers output_router_logits partial_rotary_factor
+            rescale_prenorm_residual residual_in_fp32 rope_theta routed_scaling_factor time_step_floor time_step_max
+            time_step_min time_step_rank topk_group use_mamba_kernels
         """),
+        same={"attention_head_dim": "head_dim", **dict.fromkeys(("norm_eps", "rms_norm_eps"), "layer_norm_epsilon")},
         ignored=(r"^mtp\.",),
         to_ours=_to_ours,
         to_theirs=_to_theirs,

@@ -6,7 +6,7 @@ from typing import Any
 
 from kernels import UserError
 from mixers import FeatureMap, LinearRotary, Llama3Rotary, Rotary, YarnRotary
-from zoo.saved.public.family import Config, Spec, check_kind, component, refusal
+from zoo.saved.public.family import Config, Spec, check_kind, component, refusal, unknown_in
 
 # where none of them says a base, not even null, transformers turns by 10,000
 ROTARY_KEYS: Config = {
@@ -52,7 +52,8 @@ def rotary_map(config: Config, partial: bool = True) -> Spec | None:
     check_kind(f"{key}.rope_theta", base, 1.0)
     check_kind(f"{key}.partial_rotary_factor", fraction, 1.0)
     fraction = 1.0 if fraction is None else fraction
-    settings = {name: value for name, value in settings.items() if value is not None and name not in _TEXT_ALONE}
+    others = unknown_in(settings, _KINDS.keys() | _TEXT_ALONE)
+    settings = {n: v for n, v in settings.items() if n in others or (v is not None and n in _KINDS)}
     kind = kinds.pop() if len(kinds) == 1 else None
     if kinds or (kind is None and settings) or (kind is not None and (base is None or kind not in _SCALED)):
         raise refusal(key, config[key], f"null, or the rope_type default, {', '.join(_SCALED)}")
