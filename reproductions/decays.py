@@ -233,15 +233,15 @@ def training(
                     torch.cuda.empty_cache()
 
 
-KINDS_OF_RUN: dict[str, Callable[..., None]] = {"record": record, "training": training}
+VERBS: dict[str, Callable[..., None]] = {"record": record, "training": training}
 
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
     name, *rest = arguments or [""]
-    check_names("decays", [name], KINDS_OF_RUN)
-    _, options = arguments_of(KINDS_OF_RUN[name], rest, name, None)
-    KINDS_OF_RUN[name](**options)
+    check_names("decays", [name], VERBS)
+    _, options = arguments_of(VERBS[name], rest, name, None)
+    VERBS[name](**options)
 
 
 if __name__ == "__main__":

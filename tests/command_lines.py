@@ -17,6 +17,7 @@ from reproductions import (
     bench,
     beside,
     cost_over_size,
+    decays,
     mixers_400m,
     multi_device,
     paper_tables,
@@ -232,6 +233,8 @@ def check_tool(arguments: list[str]) -> None:
         assert importlib.util.find_spec(rest[1]) is not None, rest[1]
     elif rest[:1] == ["reproductions/beside.py"] and rest[1] == "kernels":
         arguments_of(beside.kernels, rest[2:], "kernels")
+    elif rest[:1] == ["reproductions/decays.py"]:
+        arguments_of(decays.VERBS[rest[1]], rest[2:], rest[1])
     elif rest and rest[0] in WITH_CONFIGS:
         kinds = WITH_CONFIGS[rest[0]]
         function, of_function = (kinds[rest[1]], rest[2:]) if isinstance(kinds, dict) else (kinds, rest[1:])

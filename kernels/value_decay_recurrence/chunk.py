@@ -57,6 +57,8 @@ class _Earlier(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
+        if ctx.mode == is_deterministic():  # the compiler cannot trace the other way
+            return _gradients_of_earlier(do, *ctx.saved_tensors)
         return in_mode(ctx.mode, _gradients_of_earlier, do, *ctx.saved_tensors)
 
 
