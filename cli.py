@@ -130,7 +130,10 @@ def run(arguments: list[str]) -> int:
         write("\n")
     elif verb in ("export", "convert"):
         function = getattr(zoo, verb)
-        Console().print(_saved(function(**arguments_of(function, rest, verb)[1])), style="dim", soft_wrap=True)
+        options = arguments_of(function, rest, verb)[1]
+        written = function(**options)
+        says = "nothing was written" if options.get("dry_run") else _saved(written)
+        Console().print(says, style="dim", soft_wrap=True)
     elif verb == "statex":
         grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
         Console().print(grown.report())
@@ -170,8 +173,6 @@ def _versions() -> str:
 
 def _saved(folder: Path) -> str:
     """Where a model lies now, and a command that uses it; a layout of others has a model card that says how."""
-    if not folder.exists():
-        return "nothing was written"
     if folder.is_file():
         return f'{folder}\nnext, in llama.cpp: llama-cli -m {shlex.quote(str(folder))} -p "def "'
     if not (folder / "config.yaml").is_file():

@@ -94,7 +94,7 @@ def record(
         UserError: An argument is invalid.
     """
     names = [*dict.fromkeys(RECORDS.values())] if models is None else models
-    check_names("models", names, RECORDS)
+    check_names("models", names, RECORDS.values())
     device, target, sizes = pick_device(None), Path(file), overlays()
     rows: dict[str, Any] = json.loads(target.read_text(encoding="utf-8")) if target.exists() else {}
     text = "\n".join(text for text, _ in zip(embedded_texts(embedded_files(LIBRARY)), range(40), strict=False))
@@ -202,7 +202,7 @@ def training(
 
     Args:
         models: Any of kda, kda_hybrid, gla, hgrn2 and gated_deltanet2; null for all but kda.
-        sizes: 400m, 1.5b or null for the config's own size; both by default.
+        sizes: Any of 400m, 1.5b, and own for the config's own size; null for the first two.
         kinds: Kinds of log decays, in order; null for gentle, recorded, and gentle again.
         overrides: More configs and `key=value` overrides.
         batch_size: Sequences in a step.
@@ -216,6 +216,7 @@ def training(
     """
     names = [name for name in RECORDS if name != "kda"] if models is None else models
     check_names("models", names, RECORDS)
+    check_names("sizes", sizes or [], ("400m", "1.5b", "own"))
     kinds = ["gentle", "recorded", "gentle"] if kinds is None else kinds
     check_names("kinds", kinds, KINDS)
     models_of.check_options(precision, batch_size=batch_size, length=length, steps=steps)
@@ -238,7 +239,10 @@ VERBS: dict[str, Callable[..., None]] = {"record": record, "training": training}
 
 def main(arguments: list[str]) -> None:
     """Run the command line."""
-    name, *rest = arguments or [""]
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help"):
+        sys.stdout.write(str(__doc__))
+        return
     check_names("decays", [name], VERBS)
     _, options = arguments_of(VERBS[name], rest, name, None)
     VERBS[name](**options)

@@ -135,13 +135,34 @@ def test_rate_and_weight_decay_change_in_the_middle_of_a_run(command: Command, d
 
 
 @pytest.mark.slow
-def test_a_schedule_that_is_a_class_keeps_its_rate(command: Command, desk: Path):
+@pytest.mark.parametrize("key", ["learning_rate", "weight_decay"])
+def test_a_schedule_that_is_a_class_keeps_its_settings(command: Command, desk: Path, key: str):
     assert command(*SHORT, *OPTIMISERS["milestones"], "--run=r").code == 0
-    done = command("fit", "--resume=r", "--trainer.max_steps=9", "--optim.learning_rate=0.5")
+    done = command("fit", "--resume=r", "--trainer.max_steps=9", f"--optim.{key}=0.5")
     assert done.code == 2
-    assert done.err.splitlines()[-1].startswith(
-        "error: optim.learning_rate is 0.5, but the checkpoint was trained with"
-    )
+    assert done.err.splitlines()[-1].startswith(f"error: optim.{key} is 0.5, but the checkpoint was trained with")
+
+
+@pytest.mark.slow
+def test_the_history_is_that_of_the_weights(command: Command, desk: Path):
+    """Changes of a continuation that was abandoned, or had no step left, are not in it."""
+    run = desk / "runs" / "r"
+    assert command(*SHORT, "--optim.schedule=constant", "--optim.warmup_steps=0", "--run=r").code == 0
+    steps, config = len(rows(run)), (run / "config.yaml").read_text()
+    assert command("fit", "--resume=r", "--optim.learning_rate=0.002").code == 0  # no step is left
+    assert not (run / "history.jsonl").exists()
+    assert (run / "config.yaml").read_text() == config
+    longer = f"--trainer.max_steps={steps + 1}"
+    assert command("fit", "--resume=r", longer, "--optim.learning_rate=0.002").code == 0
+    earlier = run / "checkpoints" / "step-00000002.ckpt"
+    assert command("fit", f"--resume={earlier}", longer, "--optim.learning_rate=0.001").code == 0
+    history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["to"]) for row in history] == [(2, 0.001), (2, steps + 1)]
+    for damaged in ('{"step": 1', "[1, 2]", '{"step": 0, "tokens": "x", "key": "a", "from": 1, "to": 2}'):
+        (run / "history.jsonl").write_text(damaged)
+        done = command("fit", "--resume=r", f"--trainer.max_steps={steps + 9}")
+        assert done.code == 2
+        assert "history.jsonl: line 1 is not a change of a run; repair the file, or delete it" in done.err
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_public_layouts_there_and_back():
     with open(ROOT / "docs" / "public_families.csv", encoding="utf-8", newline="") as file:
         families = list(csv.DictReader(file))
     assert {(row["models"], row["differences"]) for row in families} == {("10", "0")}
-    assert says("docs/public_checkpoints.md", "The other project built ten models of each family")
+    assert says("docs/public_checkpoints.md", "Ten models of each family, built by the other project")
 
 
 def test_newer_mixers_do_not_track_a5():

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from kernels import UserError
@@ -10,6 +11,7 @@ from zoo.checkpoints.tensor_files import Spec, read_index
 from zoo.files.links import check_inside
 
 SINGLE = "pytorch_model.bin"
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INDEX = f"{SINGLE}.index.json"
 
 
@@ -34,7 +36,9 @@ class PickledTensors:
             if not file.is_file():
                 raise UserError(f"{folder} is incomplete: {file.name}, which {INDEX} names, is missing.")
             for name, tensor in self._read(file).items():
-                if not tensor.is_floating_point():
+                if not isinstance(name, str):
+                    raise UserError(f"checkpoint: {file} is refused: {name!r:.80} is not a name of a tensor.")
+                if tensor.dtype not in DTYPES:
                     raise UserError(f"checkpoint: {file} is refused: {name!r:.80} has the dtype {tensor.dtype}.")
                 self.specs[name], self._file[name] = Spec(tuple(tensor.shape), tensor.dtype), file
         if lost := next((name for name in index or () if name not in self.specs), None):

@@ -183,7 +183,7 @@ def _as_overrides(
     Values of `texts` are text, whatever is in it, also "null". Numbers of a list may be separated by commas alone.
 
     Raises:
-        UserError: An option that takes no list is given twice.
+        UserError: `resume` is given twice.
     """
     names = set[str]()
     for option in options:
@@ -192,8 +192,8 @@ def _as_overrides(
             value = json.dumps([value])
         if name in lists and NUMBERS.fullmatch(value):
             value = f"[{value}]"
-        if name in names and name not in lists:
-            raise UserError(f"{name}: is given twice; give it once")
+        if name == "resume" and name in names:  # of other options the last value counts
+            raise UserError("resume: is given twice; one run is continued at a time")
         if name in texts:
             yield {name: value}
         else:

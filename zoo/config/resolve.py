@@ -182,7 +182,7 @@ class Resolver:
         """Raise a UserError about the first key that does not exist, or that is null and must not be.
 
         Args:
-            partial: Top-level groups that were left out. A key is then passed over if one of theirs may be meant.
+            partial: Top-level groups that were left out. The check ends at a key that may mean one of theirs.
         """
         for key, group, cls in self._unknown:
             if partial and not is_certain(key, group, self.names, partial):

@@ -209,6 +209,8 @@ def time_kernels(
     check_names("ops", names or [""], OPS)
     kinds = list(dict.fromkeys(names_in(decays)))
     check_names("decays", kinds or [""], KINDS)
+    if kinds != [GENTLE] and not MODELS.keys() & {*names}:
+        raise UserError(f"decays: none of the ops has decays per channel; those that have are {', '.join(MODELS)}")
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)

@@ -104,7 +104,8 @@ class Pretraining(L.LightningModule):
         self.config = getattr(model, "config", None) if config is None else config
         self.context_length = context_length
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
-        self.changes: list[Change] = []  # of the config, since the checkpoint that the run is resumed from
+        self.resumed_at = 0  # steps of the checkpoint that the run is resumed from
+        self.changes: list[Change] = []  # of the config, since that checkpoint
         self._groups: list[tuple[Any, float | None]] = []  # highest rates and weight decays of the optimiser's groups
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
@@ -433,9 +434,10 @@ class Pretraining(L.LightningModule):
         if is_attached(self) and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
             self._check_optimiser(saved := checkpoint[KEY].get("config"))
-            at = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
+            self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
             changed = differences(saved, self.config) if saved and self.config else ()
-            self.changes = [Change(*at, *each) for each in changed if each[0] != "optim.initial_weights"]
+            kept = [each for each in changed if each[0] != "optim.initial_weights"]
+            self.changes = [Change(self.resumed_at, tokens, *each) for each in kept]
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
 
     def _check_data(self, config: dict[str, Any] | None) -> None:
@@ -452,9 +454,10 @@ class Pretraining(L.LightningModule):
         """Refuse what the optimiser's state in the checkpoint does not fit, or would silently override."""
         current, saved = ((side or {}).get("optim", {}) for side in (self.config, config))
         by_step = all(side.get("schedule") in get_args(Schedule) for side in (current, saved))
-        for key in (*OF_OPTIMISER, "schedule", "learning_rate"):  # a schedule that is a class keeps rates in its state
+        # a schedule that is a class keeps rates in its state
+        for key in (*OF_OPTIMISER, "schedule", "learning_rate", "weight_decay"):
             now, before = current.get(key), saved.get(key)
-            ours = key in ("schedule", "learning_rate") and by_step
+            ours = key in ("schedule", "learning_rate", "weight_decay") and by_step
             if key in current and key in saved and now != before and not ours:
                 names = [_named(value) for value in (now, before)]
                 now, before = names if names[0] != names[1] else (now, before)

@@ -267,7 +267,7 @@ ANSWERS = {
     ),
     "evaluate --tasks=needle": "tasks: 'needle' is not a task; if it is one of lm-eval, write lm_eval/needle "
     "(--tasks=list shows all of them)",
-    "fit --resume runs/a --resume runs/b": "resume: is given twice; give it once",
+    "fit --resume runs/a --resume runs/b": "resume: is given twice; one run is continued at a time",
     "evaluate runs/a runs/b": "'runs/a': an argument without a key; write --checkpoint runs/a",
     "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
     "bench kernel": "bench: 'kernel' is not one of kernels, training, decode; did you mean 'kernels'?",

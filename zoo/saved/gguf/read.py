@@ -18,7 +18,7 @@ from zoo.saved.gguf.written import DTYPES, FREQUENCIES, library, llama_name
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import TIED, is_off
 from zoo.saved.public.folder import CONFIG, PublicFolder
-from zoo.saved.public.import_export import on_meta
+from zoo.saved.public.import_export import check_layers, on_meta
 from zoo.saved.public.mapping import TensorMap
 from zoo.saved.public.tensors import ComputedWeights
 from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION, TOKENIZER
@@ -92,7 +92,12 @@ class GgufFile(PublicFolder):
     @cached_property
     def _complete(self) -> tuple[TensorMap, dict[str, Any]]:
         """The tensors of the public layout, and its whole config.json."""
-        model = on_meta(self._family.read(self._basic))
+        try:
+            config = self._family.read(self._basic)
+            check_layers(config)
+            model = on_meta(config)
+        except UserError as error:
+            raise UserError(f"checkpoint: {self.path}, as {error}") from None
         return TensorMap(self._family, model), self._family.write(model)
 
     def config(self, name: str = CONFIG) -> dict[str, Any]:

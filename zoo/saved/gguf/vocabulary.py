@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kernels import UserError
@@ -42,7 +42,18 @@ def tokenizer_of(fields: Mapping[str, Any], source: str) -> str | None:
     if model != "gpt2" or rules is None:
         log.warning("%s: its tokenizer (%s, %s) has no known rules, so it is left out.", source, model, name)
         return None
-    steps, ignore_merges = rules
+    try:
+        return _tokenizer(fields, *rules)
+    except Exception as error:  # the fields may hold anything, and the library raises plain exceptions
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise UserError(f"checkpoint: {source} has a damaged tokenizer ({reason}).") from None
+
+
+def _tokenizer(fields: Mapping[str, Any], steps: Sequence[str], ignore_merges: bool) -> str:
+    """Return the JSON of the tokenizer with these steps before its merges."""
+    bos = fields["bos_token_id"] if fields.get("add_bos_token") else None
+    if bos is not None and not 0 <= bos < len(fields["tokens"]):
+        raise ValueError(f"bos_token_id is {bos}")
     kinds = {text: _KINDS.get(kind) for text, kind in zip(fields["tokens"], fields["token_type"], strict=True)}
     return byte_level_bpe(
         {text: i for i, text in enumerate(fields["tokens"]) if kinds[text]},
@@ -52,7 +63,7 @@ def tokenizer_of(fields: Mapping[str, Any], source: str) -> str | None:
         ignore_merges=ignore_merges,
         special_tokens=[text for text, kind in kinds.items() if kind == "CONTROL"],
         added_tokens=[text for text, kind in kinds.items() if kind == "USER_DEFINED"],
-        bos_token=fields["tokens"][fields["bos_token_id"]] if fields.get("add_bos_token") else None,
+        bos_token=None if bos is None else fields["tokens"][bos],
     ).to_str()
 
 

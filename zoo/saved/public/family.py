@@ -149,6 +149,10 @@ class Family:
 
     def _check_ignored(self, config: Config, ignore: Collection[str]) -> None:
         for key in ignore:
+            if key == _QUANTIZED:
+                raise UserError(
+                    f"ignore: {key} says how the weights are stored; convert weights that are not quantised."
+                )
             if key not in config:
                 raise UserError(f"ignore: {key!r} is not a key of config.json{did_you_mean(key, list(config))}")
             if self.role(key, config[key]) in ("read", "checked"):

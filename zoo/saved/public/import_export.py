@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import statistics
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +43,12 @@ class Imported(NamedTuple):
     files: list[Path]
 
 
+def check_layers(model: Mapping[str, Any]) -> None:
+    """Raise a UserError unless a `model` config has a possible number of layers, before it is built."""
+    if not 1 <= model["num_layers"] <= _MAX_LAYERS:
+        raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MAX_LAYERS}.")
+
+
 def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
     """Read a public folder, without the keys of its config.json in `ignore`.
 
@@ -53,8 +59,7 @@ def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
     family = family_of(config, path)
     try:
         model = family.read(config, ignore)
-        if not 1 <= model["num_layers"] <= _MAX_LAYERS:
-            raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MAX_LAYERS}.")
+        check_layers(model)
     except UserError as error:
         reason = str(error).removeprefix("" if folder.config_file != path else "config.json: ")
         raise UserError(reason if reason.startswith("ignore: ") else f"checkpoint: {path}, {reason}") from None

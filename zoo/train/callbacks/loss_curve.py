@@ -1,5 +1,6 @@
 """The loss over tokens, plotted in `loss.png`."""
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -19,6 +20,8 @@ from zoo.display import new_figure, write_figure
 from zoo.train.callbacks.result_row import bigram_loss
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.history import Change, read_history
+
+log = logging.getLogger(__name__)
 
 MAX_UNREAD = 100
 
@@ -130,7 +133,7 @@ class LossCurve(RunCallback):
         if baseline is not None:
             axes.axhline(baseline, color="gray", linestyle="--", label="interpolated bigram model")
         for number, change in enumerate(changes):
-            axes.axvline(change.tokens, color=f"C{number + 2}", linestyle=":", label=str(change))
+            axes.axvline(change.tokens, color=f"C{number + 2}", linestyle=":", label=str(change).replace("$", r"\$"))
         if axes.has_data():
             axes.legend()
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
@@ -147,7 +150,11 @@ class LossCurve(RunCallback):
         self._background.add(partial(self._write, trainer.datamodule, Path(trainer.default_root_dir) / "loss.png"))
 
     def _write(self, datamodule: L.LightningDataModule | None, file: Path) -> None:
-        changes = [change for change in read_history(file.parent) if change.key.startswith("optim.")]
+        try:
+            changes = [change for change in read_history(file.parent) if change.key.startswith("optim.")]
+        except UserError as error:  # damaged since the run began
+            log.warning("%s", error)
+            changes = []
         write_figure(self.figure(bigram_loss(datamodule), changes), file)
 
 

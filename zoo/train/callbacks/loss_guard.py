@@ -85,6 +85,8 @@ class LossGuard(RunCallback):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Note where the run starts, and whether the strategy skips bad steps."""
         self._step = trainer.global_step
+        if pl_module.changes:  # of the config, which may be the remedy
+            self._in_a_row = 0
         self._skipped_by_strategy = hasattr(type(trainer.strategy), "step_was_skipped")
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
@@ -170,12 +172,12 @@ class LossGuard(RunCallback):
 
 def _advice(run: Path, pl_module: Any) -> str:
     """Name the command that continues a run with half of its learning rate."""
-    if not isinstance(pl_module.optim.schedule, str):  # whose state has the rate
+    if not isinstance(pl_module.optim.schedule, str):  # a class keeps the rate in its state
         return "start a new run with a lower optim.learning_rate, or continue with a larger guard.patience"
     rate = f"--optim.learning_rate={pl_module.optim.learning_rate / 2:g}"
-    earlier = [path.name for path in sorted((run / "checkpoints").glob("step-*.ckpt"))]
+    earlier = sorted((run / "checkpoints").glob("step-*.ckpt"))
     advice = f"continue with half of the rate: python cli.py fit --resume {shlex.quote(str(run))} {rate}"
-    return advice + (f", or from checkpoints/{earlier[-1]} in this folder" if earlier else "")
+    return advice + (f", or from an earlier step: --resume {shlex.quote(str(earlier[-1]))}" if earlier else "")
 
 
 def _copied_to_host(*scalars: Tensor) -> Outcome:

@@ -36,8 +36,10 @@ class RunFiles(RunCallback):
         if not any((folder / "checkpoints").glob("*.ckpt")):
             for name in APPENDED:
                 (folder / name).unlink(missing_ok=True)
-        record(folder, pl_module.changes)
-        with atomic_write(folder / "config.yaml") as file:
-            file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())
+        # with no steps left, the config stays that of the weights
+        if not 0 < trainer.max_steps <= pl_module.resumed_at:
+            record(folder, pl_module.resumed_at, pl_module.changes)
+            with atomic_write(folder / "config.yaml") as file:
+                file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())
         if pl_module.tokenizer is not None:
             pl_module.tokenizer.save(folder / "tokenizer.json")
