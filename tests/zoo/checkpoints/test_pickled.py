@@ -69,3 +69,16 @@ def test_what_is_refused(tmp_path: Path):
         PickledTensors(sharded(tmp_path, lost="pytorch_model-c.bin"))
     with pytest.raises(UserError, match=r"\.\./x\.bin"):
         PickledTensors(sharded(tmp_path, lost="../x.bin"))
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        ({5: torch.zeros(2)}, "5 is not a name of a tensor"),
+        ({"a": torch.zeros(2).to(torch.float8_e4m3fn)}, "'a' has the dtype torch.float8_e4m3fn"),
+        ({"a": torch.zeros(2, dtype=torch.int8)}, "'a' has the dtype torch.int8"),
+    ],
+)
+def test_what_is_no_weight_is_refused(contents: Any, says: str, tmp_path: Path):
+    with pytest.raises(UserError, match=says):
+        PickledTensors(single(tmp_path, contents))

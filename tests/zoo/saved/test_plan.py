@@ -55,6 +55,10 @@ def test_a_gguf_file_and_back(command: Command, desk: Path, wide: None):
     plan = planned(command, "--checkpoint", "ours", "--to=gguf", "--quantize=q8_0")
     assert row(plan, "layers.*.mixer.in_proj.q.weight", "blk.*.attn_q.weight", "64 × 64", "q8_0", "3")
     assert row(plan, "norm.weight", "output_norm.weight", "64", "f32", "1")
+    before = (desk / "m.gguf").read_bytes()
+    done = command("convert", "--checkpoint", "ours", "--to=gguf", "--output=m.gguf", "--overwrite", "--dry-run")
+    assert done.out.splitlines()[-1] == "nothing was written"
+    assert (desk / "m.gguf").read_bytes() == before
 
 
 def test_a_model_of_ours(command: Command, desk: Path, wide: None):

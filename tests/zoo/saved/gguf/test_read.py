@@ -175,7 +175,24 @@ def _turned(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
     tensors["rope_freqs.weight"] = np.arange(1, 9, dtype=np.float32)
 
 
+def _with(key: str, value: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    def change(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+        metadata[key] = (value, metadata[key][1] if key in metadata else [gguf.GGUFValueType.UINT32])
+
+    return change
+
+
+def _beginning(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
+    _with("tokenizer.ggml.bos_token_id", 99999)(metadata, tensors)
+    metadata["tokenizer.ggml.add_bos_token"] = (True, [gguf.GGUFValueType.BOOL])
+
+
 REFUSED = {
+    "layers beyond number": (_with("llama.block_count", 30000), "30000 layers are not between 1 and 1000"),
+    "no tokens": (_without("tokenizer.ggml.tokens"), r"edited.gguf has a damaged tokenizer \(KeyError: 'tokens'\)"),
+    "no merges": (_without("tokenizer.ggml.merges"), "has a damaged tokenizer"),
+    "a merge of nothing": (_with("tokenizer.ggml.merges", ["a"]), "has a damaged tokenizer"),
+    "an impossible first token": (_beginning, r"has a damaged tokenizer \(ValueError: bos_token_id is 99999\)"),
     "experts": (_experts, "edited.gguf, llama.expert_count is 8, which .* --ignore=llama.expert_count leaves"),
     "an unknown architecture": (_another, "has the architecture 'mamba3', which is none of kimi-linear, llama, "),
     "positions over a part of heads": (_partial, "llama.rope.dimension_count is 8, which"),
