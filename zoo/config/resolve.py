@@ -182,7 +182,7 @@ class Resolver:
         """Raise a UserError about the first key that does not exist, or that is null and must not be.
 
         Args:
-            partial: Top-level groups that were left out. The check ends at a key that may mean one of theirs.
+            partial: Top-level groups that were left out. The check ends at a key that may be meant for one of them.
         """
         for key, group, cls in self._unknown:
             if partial and not is_certain(key, group, self.names, partial):

@@ -106,7 +106,8 @@ class Pretraining(L.LightningModule):
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
         self.resumed_at = 0  # steps of the checkpoint that the run is resumed from
         self.changes: list[Change] = []  # of the config, since that checkpoint
-        self._groups: list[tuple[Any, float | None]] = []  # highest rates and weight decays of the optimiser's groups
+        # highest rate and weight decay of each of the optimiser's groups, as the config has them
+        self._built_groups: list[tuple[Any, float | None]] = []
         self.loss_by_position: list[float] = []
         self.context_loss = ContextLoss(context_length)
         self.tasks = list(tasks)
@@ -272,7 +273,7 @@ class Pretraining(L.LightningModule):
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
         self._losses = None
         if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
-            update_rates(schedule, self._groups)
+            update_rates(schedule, self._built_groups)
         reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
         self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 
@@ -382,7 +383,7 @@ class Pretraining(L.LightningModule):
         sharding = (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)
         optimizer = build_optimizer(self.model, self.optim, isinstance(self.trainer.strategy, sharding))
         schedule = build_schedule(optimizer, self.optim, self.trainer.max_steps)
-        self._groups = [(g.get("initial_lr", g["lr"]), g.get("weight_decay")) for g in optimizer.param_groups]
+        self._built_groups = [(g.get("initial_lr", g["lr"]), g.get("weight_decay")) for g in optimizer.param_groups]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def configure_gradient_clipping(

@@ -25,7 +25,7 @@ def planned(command: Command, *arguments: str) -> str:
 
 
 def row(text: str, *cells: str) -> bool:
-    """Whether a line of a table has these cells."""
+    """Return whether a line of a table has these cells."""
     return re.search(r"^ +" + r" {2,}".join(map(re.escape, cells)) + r" *$", text, re.MULTILINE) is not None
 
 

@@ -161,10 +161,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_captured_runs_are_eager_runs(case: str, tmp_path: Path):
     config, options = CASES[case][0], dict(CASES[case][1])
-    again = [CheckpointedBlocks(1)] if options.pop("recomputed", False) else []
-    eager, expected, guard = fitted(tmp_path / "eager", config, *again, **options)
+    callbacks = [CheckpointedBlocks(1)] if options.pop("recomputed", False) else []
+    eager, expected, guard = fitted(tmp_path / "eager", config, *callbacks, **options)
     watch = Seen()
-    captured, losses, other_guard = fitted(tmp_path / "captured", config, *again, watch, **options)
+    captured, losses, other_guard = fitted(tmp_path / "captured", config, *callbacks, watch, **options)
     assert watch.step.refused is None
     assert watch.scores.refused is None
     assert watch.step.parts == 5 + 2 * (case == "accumulation")
@@ -209,11 +209,11 @@ PACKED: dict[str, tuple[str, dict[str, Any]]] = {
 def test_packed_documents_are_captured(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     config, options = PACKED[case]
     options = {"loader": Packed, **options}
-    again = [CheckpointedBlocks(1)] if options.pop("recomputed", False) else []
-    eager, expected, _ = fitted(tmp_path / "eager", config, *again, **options)
+    callbacks = [CheckpointedBlocks(1)] if options.pop("recomputed", False) else []
+    eager, expected, _ = fitted(tmp_path / "eager", config, *callbacks, **options)
     watch = Seen()
     with caplog.at_level(logging.WARNING):
-        captured, losses, _ = fitted(tmp_path / "captured", config, *again, watch, **options)
+        captured, losses, _ = fitted(tmp_path / "captured", config, *callbacks, watch, **options)
     assert [line for line in caplog.messages if line.startswith("cuda_graph")] == []
     assert watch.step.refused is None
     assert watch.scores.refused is None

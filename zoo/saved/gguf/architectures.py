@@ -199,10 +199,10 @@ def llama3_of(divisors: Tensor, base: float) -> dict[str, Any]:
     """
     factor, size = float(divisors.max()), 2 * len(divisors)
     frequencies = Rotary(1, size, base=base).frequencies(torch.arange(len(divisors), dtype=torch.float32))
-    kept = (1 / divisors - 1 / factor) / (1 - 1 / max(factor, 1 + _NEAR))
-    between = ((kept > _NEAR) & (kept < 1 - _NEAR)).nonzero().flatten().tolist()
-    # a channel that turns 1 + 3 · kept times in the original length tells it
-    lengths = [float(2 * math.pi * (1 + 3 * kept[i]) / frequencies[i]) for i in between] or [8192.0]
+    share = (1 / divisors - 1 / factor) / (1 - 1 / max(factor, 1 + _NEAR))
+    between = ((share > _NEAR) & (share < 1 - _NEAR)).nonzero().flatten().tolist()
+    # the original length follows from a channel that turns 1 + 3 · share times in it
+    lengths = [float(2 * math.pi * (1 + 3 * share[i]) / frequencies[i]) for i in between] or [8192.0]
     scaling = {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     scaling["original_max_position_embeddings"] = round(lengths[len(lengths) // 2])
     expected = _llama3_divisors({**ROTARY_KEYS, "head_dim": size, "rope_theta": base, "rope_scaling": scaling})

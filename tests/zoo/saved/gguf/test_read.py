@@ -56,7 +56,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c == "llama" else pytest.mark.slow) for c in CASES])
 def test_a_model_returns(case: str, tmp_path: Path):
-    """With matrices in bf16 and what training keeps in fp32 beside them."""
+    """Matrices are in bf16, and parameters that training keeps in fp32 are in fp32."""
     ours = exported(tmp_path / "ours", case, dtype=torch.bfloat16)
     file = zoo.convert(ours, tmp_path / "model.gguf", to="gguf")
     back = zoo.convert(file, tmp_path / "back")
