@@ -32,6 +32,7 @@ _ALIASES = {
     ("max_tokens", "num_tokens", "max_length"): ("max_new_tokens",),
 }
 _NAMES = {alias: names for aliases, names in _ALIASES.items() for alias in aliases}
+CLOSE = 0.8  # similarity of two spellings, from 0 to 1, above which another key of the same name matters less
 
 
 def suggestions(key: str, group: str, keys: Iterable[str]) -> list[str]:
@@ -53,12 +54,13 @@ def suggestions(key: str, group: str, keys: Iterable[str]) -> list[str]:
     for target in _NAMES.get(leaf.lower(), ()):
         if target != name and (places := _places(target, group, keys)):
             return places
-    if spelled:
+    exact = _places(leaf, group, keys)
+    if spelled and not (group and exact and not similar(name, siblings, cutoff=CLOSE)):
         return spelled
-    if places := _places(leaf, group, keys):
-        return places
+    if exact:
+        return exact
     leaves = {other.rpartition(".")[2] for other in keys}
-    close = [place for other in similar(leaf, leaves, cutoff=0.8) for place in _places(other, group, keys)]
+    close = [place for other in similar(leaf, leaves, cutoff=CLOSE) for place in _places(other, group, keys)]
     top = key.rpartition(".")[0].partition(".")[0]
     # elsewhere a longer name means something else: the `decay` of a mixer, and optim.decay_fraction
     return [place for place in close if place.startswith(top) or not place.rpartition(".")[2].startswith(leaf)]
@@ -75,8 +77,9 @@ def is_certain(key: str, group: str, keys: Iterable[str], partial: Collection[st
     close = suggestions(key, group, keys)
     if not close or leaf.lower() in _NAMES or any(other.partition(".")[0] in partial for other in close):
         return False
-    if group:  # another spelling of a key of the group comes before all others
-        return all(other.rpartition(".")[0] == group for other in close)
+    if group:  # another spelling of a key of the group comes before all others, unless it is far from it
+        siblings = [other.rpartition(".")[2] for other in close if other.rpartition(".")[0] == group]
+        return len(siblings) == len(close) and bool(similar(leaf, siblings, cutoff=CLOSE))
     return "." not in key and all(other.rpartition(".")[2] == leaf for other in close)
 
 
