@@ -52,6 +52,14 @@ select mixer, shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_bw
   printf('%.2f / %.2f', f / fwd_graph_ms, fb / fwd_bwd_graph_ms) as "peer ÷ ours", printf('%.2f / %.2f', g, gb) as "peer, decays above −5",
   printf('%.2f / %.2f', g / fwd_graph_ms, gb / fwd_bwd_graph_ms) as "peer, decays above −5 ÷ ours" from cells
 
+-- kda_decays_h200: reproductions/measured/kda_decays_h200.csv
+with cells as (select *, printf('%d × %d × %d', "shape.B", "shape.H", "shape.T") as shape, "peers.fla chunk_kda.fwd_graph_ms" as f,
+    "peers.fla chunk_kda.fwd_bwd_graph_ms" as fb, "peers.fla chunk_kda, bounded.fwd_graph_ms" as g,
+    "peers.fla chunk_kda, bounded, kept.fwd_bwd_graph_ms" as gb from rows)
+select decays, shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_bwd_graph_ms) as ours, printf('%.2f / %.2f', f, fb) as peer,
+  printf('%.2f / %.2f', f / fwd_graph_ms, fb / fwd_bwd_graph_ms) as "peer ÷ ours",
+  case decays when 'bounded' then printf('%.2f / %.2f', g / fwd_graph_ms, gb / fwd_bwd_graph_ms) else '–' end as "`safe_gate` ÷ ours" from cells
+
 -- kda_training_h100: reproductions/measured/kda_training_h100.csv
 select case model when 'kda' then 'ours' else 'flash-linear-attention' end as model, parameters, printf('%.1f', step_ms) as "ms a step",
   printf('%,d', tokens_per_second) as "tokens/s", printf('%.1f', peak_gib) as GiB from rows

@@ -25,15 +25,14 @@ CASES = {
     ),
     "linear_recurrence --gate channel --no-beta --device A100 --K 64": (
         ["vector_decay"],
-        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.output_pass"],
-        ["vector_decay.channel_scores"] * 2
+        ["vector_decay.channel_scores", "sequential_pass.output_pass"],
+        ["vector_decay.channel_scores"]
         + ["sequential_pass.output_pass"] * 3
-        + ["vector_decay.channel_score_grads"]
-        + ["vector_decay.channel_grads"] * 2,
+        + ["vector_decay.channel_score_grads", "vector_decay.channel_grads"],
     ),
     "linear_recurrence --gate channel --K 64 --H 32": (  # with input gates
         ["vector_decay"],
-        ["vector_decay.channel_scores"] * 2 + ["sequential_pass.output_pass"],
+        ["vector_decay.channel_scores", "sequential_pass.output_pass"],
         None,
     ),
     "linear_recurrence --gate head --no-beta": (

@@ -54,11 +54,8 @@ class MultiPass(Call):
         if plan.channel:
             self.streams["queries"], self.streams["keys"] = plan.per_token(plan.K), plan.per_token(plan.K)
             self.gates = plan.new(plan.heads, plan.chunks, plan.K, dtype=FP32)
-            self.steep = plan.new(plan.heads, plan.chunks, dtype=torch.int8)
             decayed = self.streams["queries"], self.streams["keys"]
-            for slow in (False, True):
-                launch = _channel_scores(plan, slow)
-                launch(q, k, log_decay, beta, self.scores, *decayed, self.gates, self.steep, chunks)
+            _channel_scores(plan)(q, k, log_decay, beta, self.scores, *decayed, self.gates, plan.sums(), chunks)
         elif not plan.scores_in_pass:
             self.score_grads = None if grad is None or self.scores is None else torch.empty_like(self.scores)
             tensors = (q, k, v, self.grad, log_decay, beta, self.scores, self.score_grads, self.gates)
@@ -160,8 +157,7 @@ class MultiPass(Call):
         slices = plan.slices(plan.K, plan.entry("channel_grads"))[1]
         dbeta = plan.new(slices, plan.B, plan.T, plan.heads, dtype=FP32) if wanted.beta else None
         inputs = (self.k, score_grads, diagonal, self.log_decay, self.beta, read, written, anchors)
-        for slow in (False, True):
-            _channel_grads(plan, slow)(self.q, *inputs, dq, dk, dg, dbeta, self.steep, plan.layout.chunks)
+        _channel_grads(plan)(self.q, *inputs, dq, dk, dg, dbeta, plan.sums(), plan.layout.chunks)
         return dg, None if dbeta is None else add_outer(dbeta, FP32)
 
 
@@ -201,7 +197,7 @@ def _head_scores(plan: LinearRecurrence) -> LaunchSpec:
 
 
 @prepared
-def _channel_scores(plan: LinearRecurrence, slow: bool) -> LaunchSpec:
+def _channel_scores(plan: LinearRecurrence) -> LaunchSpec:
     """The scores, and queries and keys with their decays applied."""
     (heads, tokens), entry = plan.strides(q="q", k="k"), plan.entry("channel_scores")
     return LaunchSpec(
@@ -213,8 +209,7 @@ def _channel_scores(plan: LinearRecurrence, slow: bool) -> LaunchSpec:
         SUBHEADS=plan.subheads,
         K=plan.K,
         BK=min(entry.block, padded(plan.K)),
-        SLOW=slow,
-        **plan.sums,
+        **plan.of_sums,
         **plan.options(entry),
     )
 
@@ -300,7 +295,7 @@ def _channel_score_grads(plan: LinearRecurrence) -> LaunchSpec:
 
 
 @prepared
-def _channel_grads(plan: LinearRecurrence, slow: bool) -> LaunchSpec:
+def _channel_grads(plan: LinearRecurrence) -> LaunchSpec:
     """The gradients of q, k and the gates, if the decay is per channel."""
     (heads, tokens), entry = plan.strides(q="q", k="k"), plan.entry("channel_grads")
     width, slices = plan.slices(plan.K, entry)
@@ -313,8 +308,7 @@ def _channel_grads(plan: LinearRecurrence, slow: bool) -> LaunchSpec:
         SUBHEADS=plan.subheads,
         K=plan.K,
         BK=width,
-        SLOW=slow,
-        **plan.sums,
+        **plan.of_sums,
         **plan.options(entry),
     )
 

@@ -27,7 +27,7 @@ class OnePass(Call):
         left_out = plan.new(plan.heads, plan.chunks, plan.K, dtype=torch.int8)
         inputs, final = (self.k, self.v, self.log_decay, o), None if plan.segmented else last
         _outputs(plan)(self.q, *inputs, states, ends, left_out, first, final, plan.layout.segments)
-        _steep(plan, False)(self.q, *inputs, ends, left_out, plan.layout.chunks)
+        _steep(plan, False)(self.q, *inputs, ends, plan.sums(), left_out, plan.layout.chunks)
         return Saved() if states is None else Saved(states=states, ends=ends)
 
     def gradients(self, saved: Saved, last: Tensor | None, first_grad: Tensor | None, wanted: Wanted) -> InputGradients:
@@ -67,7 +67,7 @@ class OnePass(Call):
         inputs, outputs = (self.k, self.v, self.grad, self.log_decay), (results.q, results.k, dv, results.log_decay)
         first_grad = None if plan.segmented else first_grad
         _gradients(plan)(self.q, *inputs, states, ends, *outputs, last, first_grad, plan.layout.segments)
-        _steep(plan, True)(self.q, *inputs, ends, *outputs, plan.layout.chunks)
+        _steep(plan, True)(self.q, *inputs, ends, *outputs, plan.sums(), plan.layout.chunks)
         if plan.subheads > 1:
             add_subheads(dv, plan.subheads, results.v)
 
@@ -122,6 +122,6 @@ def _steep(plan: LinearRecurrence, backward: bool) -> LaunchSpec:
         **sizes,
         BK=padded(plan.K),
         BV=padded(plan.V),
-        DOT=plan.sums["DOT"],
+        DOT=plan.of_sums["DOT"],
         **plan.options(LaunchConfig(8, 1)),
     )

@@ -144,8 +144,8 @@ class LinearRecurrence(Plan):
         return [x.head for x in by_name.values()], {f"{name}_token": x.token for name, x in by_name.items()}
 
     @property
-    def sums(self) -> dict[str, Any]:
-        """Options of decay sums: whether they are in fp64, and the dtype of factors around a reference."""
+    def of_sums(self) -> dict[str, Any]:
+        """Constants of kernels that sum decays per channel: whether in fp64, and the dtype of factors of products."""
         return {"WIDE": self.wide, "DOT": tl.bfloat16 if self.dtype == torch.bfloat16 else tl.float32}
 
     def options(self, entry: LaunchConfig) -> dict[str, Any]:
@@ -156,6 +156,10 @@ class LinearRecurrence(Plan):
     def per_token(self, size: int, dtype: torch.dtype | None = None) -> Tensor:
         """An uninitialised [B,T,H·E,size]."""
         return self.new(self.B, self.T, self.heads, size, dtype=dtype)
+
+    def sums(self) -> Tensor:
+        """Memory for the sums of decays per channel, in fp64 if the op is in fp32."""
+        return self.per_token(self.K, torch.float64 if self.wide else torch.float32)
 
     def states(self) -> Tensor:
         """Uninitialised states [N,H·E,K,V]."""

@@ -9,9 +9,7 @@ from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.paths import KernelPath, always
 
 GLUON_SIZE = 128  # channels of keys and of values that the kernels in Gluon are written for
-# Channels of keys with a decay per channel. The kernels also take 64, which the interpreter and the compiler have seen
-# and no GPU has yet: `pytest -m gpu tests/kernels/test_linear_recurrence_one_pass.py` comes first.
-GLUON_KEYS = (GLUON_SIZE,)
+GLUON_KEYS = (64, GLUON_SIZE)  # channels of keys with a decay per channel
 FEW_SLICES = 2
 
 
@@ -46,8 +44,8 @@ PATHS = (
     KernelPath(
         "hopper_vector_decay",
         when=lambda case: case.gate == "channel" and case.gluon,
-        why="a decay per channel on Hopper, K = 128, V = 128 (or parts of 128), bf16, no β: one pass forward and one "
-        "backward, and a second launch for chunks with steep channels",
+        why="a decay per channel on Hopper, K = 64 or 128, V = 128 (or parts of 128), bf16, no β: one pass forward and "
+        "one backward, and a second launch for chunks with steep channels",
     ),
     KernelPath(
         "vector_decay",

@@ -1,72 +1,22 @@
 """Decays per key channel: the work that is done chunk by chunk, before and after the sequential passes.
 
-A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk), j ≤ i, does not factor into q and k without a reference point r. Where the decay
-inside a chunk is moderate (the fast way), r is near its middle row and A = (Q e^{b − r})(K e^{r − b})ᵀ; what overflows
-lies above the diagonal and is masked. Otherwise rows and columns are split into blocks of 16: between blocks, r is the
-last row of the earlier one and no factor exceeds 1; inside a block every pair uses the difference of its two rows. Both
-are exact.
-
-No bit of a row depends on later tokens. The reference point of the fast way does, so it is a whole number of powers of
-two, which scale the factors of a pair exactly and cancel in their product. Which way computes a row depends on the
-decays up to that row.
-
-Each way is a separate kernel, because the registers of the slow one would slow down the fast one: the fast one computes
-all rows and finds the first one of each chunk that it got wrong, the slow one computes the rows from there on again.
+A_ij = Σ_k q_ik k_jk exp(b_ik − b_jk), j ≤ i, with the decays between tokens by halves (`gpu/halves.py`).
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM102
 
 import triton
 import triton.language as tl
 
+from ...gpu.halves import LEVELS, factor_at, is_second, load_symmetric, places, separated, share_sums
 from ...gpu.tiles import CHUNK, LEAST, LOG2E, exp2, load_tile, pair_of, store_tile
-
-# Factors up to 2^±100 (e^±69) keep all their digits in bf16, if q and k are not below 2^-26. Matrix products in fp32
-# cut them into parts, the smallest of which is 2^24 times smaller.
-SAFE = tl.constexpr(100.0)
-SAFE_FP32 = tl.constexpr(76.0)
-BLOCK = tl.constexpr(16)
 
 
 @triton.jit
 def decays(log_decay, t, stride, columns, valid, K: tl.constexpr, BK: tl.constexpr):
     g = load_tile(log_decay, t, stride, columns, valid, K, BK).to(tl.float32)
     return tl.maximum(g * LOG2E, LEAST)
-
-
-@triton.jit
-def row(x, i):
-    """Row i of a tile in registers."""
-    r = tl.arange(0, CHUNK)
-    return tl.sum(tl.where(r[:, None] == i, x, 0.0), 0)
-
-
-@triton.jit
-def reference(b, REACH: tl.constexpr):
-    """A whole number near the sums of decays in the middle row, from which no moderate sum is far."""
-    return tl.maximum(tl.floor(row(b, CHUNK // 2 - 1) + 0.5), -REACH)
-
-
-@triton.jit
-def first_steep_row(b, anchor, REACH: tl.constexpr):
-    """The first row with a decay that is too strong for the fast way; `CHUNK` if there is none.
-
-    It depends on no later row: the anchor counts only for the second half.
-    """
-    r = tl.arange(0, CHUNK)
-    reach = tl.where((r < CHUNK // 2)[:, None], b, b - anchor[None, :])
-    return tl.min(tl.where(tl.min(reach, 1) < -REACH, r, CHUNK), 0)
-
-
-@triton.jit
-def around(b, anchor):
-    """2^(b − anchor) and 2^(anchor − b); another anchor multiplies both by a power of two and changes no other bit."""
-    whole = tl.floor(b)
-    part = (b - whole).to(tl.float32)
-    shift = (whole - anchor[None, :]).to(tl.float32)
-    return exp2(part) * exp2(shift), exp2(-part) * exp2(-shift)
 
 
 @triton.jit(do_not_specialize=["chunks", "groups"])
@@ -79,7 +29,7 @@ def channel_scores(
     entering,  # [tokens,heads,K]: scale · q e^b
     leaving,  # β k e^{b_C − b}
     total,  # [heads,chunks,K]: e^{b_C}
-    steep,  # [heads,chunks]: first row with a decay that is too strong for one reference point, or 64
+    sums,  # [tokens,heads,K]: memory for sums of decays
     table,  # [chunks,2]: first token, tokens
     scale,
     q_head,
@@ -92,9 +42,8 @@ def channel_scores(
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    SLOW: tl.constexpr,
     WIDE: tl.constexpr,
-    DOT: tl.constexpr,  # dtype of the factors, which need the range of fp32
+    DOT: tl.constexpr,  # dtype of the factors
     PRECISION: tl.constexpr,
 ):
     c, n = pair_of(chunks)
@@ -103,21 +52,17 @@ def channel_scores(
     value_head = n // SUBHEADS
     key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
     place = n.to(tl.int64) * chunks + c
-    if SLOW:
-        if tl.load(steep + place) == CHUNK:
-            return
     q += start * q_token + key_head.to(tl.int64) * q_head
     k += start * k_token + key_head.to(tl.int64) * k_head
     own = (start * heads + n) * K  # offset in tensors [tokens,heads,K]
     r = tl.arange(0, CHUNK)
     valid = r < count
-    distance = r[:, None] - r[None, :]
     if beta is not None:
         input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
     else:
         input_gate = tl.full([CHUNK], 1.0, tl.float32)
+    i, j = places()
     A = tl.zeros([CHUNK, CHUNK], tl.float32)
-    wrong = CHUNK
     for first in range(0, K, BK):
         ck = first + tl.arange(0, BK)
         Q = load_tile(q, r, q_token, ck, valid, K, BK).to(tl.float32)
@@ -125,45 +70,21 @@ def channel_scores(
         g = decays(log_decay + own, r, heads * K, ck, valid, K, BK)
         if WIDE:
             g = g.to(tl.float64)
-        b = tl.cumsum(g, 0)
-        last = tl.sum(g, 0)
-        if SLOW:
-            for j in range(0, CHUNK // BLOCK - 1):
-                end = j * BLOCK + BLOCK - 1
-                shifted = (b - row(b, end)[None, :]).to(tl.float32)
-                below, inside = r > end, (r <= end) & (r > end - BLOCK)
-                up = tl.where(below[:, None], Q * exp2(tl.minimum(shifted, 0.0)), 0.0).to(DOT)
-                down = tl.where(inside[:, None], Kk * exp2(tl.minimum(-shifted, 0.0)), 0.0).to(DOT)
-                A = tl.dot(up, tl.trans(down), A, input_precision=PRECISION)
-            between = tl.zeros([CHUNK, BK], tl.float32)
-            for s in range(0, BLOCK):
-                inside = valid & (r % BLOCK >= s)
-                earlier = load_tile(k, r - s, k_token, ck, inside, K, BK).to(tl.float32)
-                pairs = tl.sum(Q * earlier * exp2(between), 1)
-                A += tl.where((distance == s) & inside[:, None], pairs[:, None], 0.0)
-                between += decays(log_decay + own, r - s, heads * K, ck, inside, K, BK)
-        else:
-            e = exp2(b.to(tl.float32))
-            w = exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0)) * input_gate[:, None]
-            store_tile(entering + own, r, heads * K, ck, valid, Q * e * scale, K, BK)
-            store_tile(leaving + own, r, heads * K, ck, valid, Kk * w, K, BK)
-            tl.store(total + place * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
-            REACH: tl.constexpr = SAFE_FP32 if WIDE else SAFE
-            anchor = reference(b, REACH)
-            wrong = tl.minimum(wrong, first_steep_row(b, anchor, REACH))
-            up, down = around(b, anchor)
-            A = tl.dot((Q * up).to(DOT), tl.trans((Kk * down).to(DOT)), A, input_precision=PRECISION)
-    if SLOW:
-        written = r >= tl.load(steep + place)
-    else:
-        written = r < CHUNK
-        tl.store(steep + place, wrong.to(tl.int8))
-    A = tl.where(distance >= 0, A * scale * input_gate[None, :], 0.0)
-    tl.store(
-        scores + place * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :],
-        A.to(scores.dtype.element_ty),
-        mask=written[:, None],
-    )
+        b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+        share_sums(sums + own, b, heads * K, ck, valid, K, BK)
+        e = exp2(b.to(tl.float32))
+        w = exp2(tl.minimum((last[None, :] - b).to(tl.float32), 0.0)) * input_gate[:, None]
+        store_tile(entering + own, r, heads * K, ck, valid, Q * e * scale, K, BK)
+        store_tile(leaving + own, r, heads * K, ck, valid, Kk * w, K, BK)
+        tl.store(total + place * K + ck, exp2(last.to(tl.float32)), mask=ck < K)
+        A += tl.where(i == j, tl.sum(Q * Kk, 1)[:, None], 0.0)
+        for level in tl.static_range(LEVELS):
+            factor, _ = factor_at(sums + own, b, heads * K, ck, valid, level, K, BK)
+            earlier = tl.trans((Kk * factor).to(DOT))
+            pairs = tl.dot((Q * factor).to(DOT), earlier, input_precision=PRECISION)
+            A += tl.where(separated(level) & (j < i), pairs, 0.0)
+    A *= scale * input_gate[None, :]
+    tl.store(scores + place * (CHUNK * CHUNK) + i * CHUNK + j, A.to(scores.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["chunks"])
@@ -214,7 +135,7 @@ def channel_grads(
     k_grad,
     log_decay_grad,
     beta_grad,  # [key slices,tokens,heads]
-    steep,
+    sums,  # [tokens,heads,K]: memory for sums of decays
     table,
     scale,
     q_head,
@@ -228,7 +149,6 @@ def channel_grads(
     SUBHEADS: tl.constexpr,
     K: tl.constexpr,
     BK: tl.constexpr,
-    SLOW: tl.constexpr,
     WIDE: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -241,9 +161,6 @@ def channel_grads(
     value_head = n // SUBHEADS
     key_head = (value_head // groups) * SUBHEADS + n % SUBHEADS
     place = n.to(tl.int64) * chunks + c
-    if SLOW:
-        if tl.load(steep + place) == CHUNK:
-            return
     q += start * q_token + key_head.to(tl.int64) * q_head
     k += start * k_token + key_head.to(tl.int64) * k_head
     own = (start * heads + n) * K
@@ -255,7 +172,7 @@ def channel_grads(
         input_gate = tl.full([CHUNK], 1.0, tl.float32)
 
     of_head = value_head.to(tl.int64) * chunks + c
-    D = tl.load(score_grads + of_head * (CHUNK * CHUNK) + r[:, None] * CHUNK + r[None, :]).to(DOT)
+    D = load_symmetric(score_grads + of_head * (CHUNK * CHUNK))
     on_diagonal = tl.load(diagonal + of_head * CHUNK + r)
 
     ck = slice_ * BK + tl.arange(0, BK)
@@ -265,42 +182,18 @@ def channel_grads(
     g = decays(log_decay + own, r, heads * K, ck, valid, K, BK)
     if WIDE:
         g = g.to(tl.float64)
-    b = tl.cumsum(g, 0)
-    last = tl.sum(g, 0)
-    if SLOW:
-        dQ = tl.zeros([CHUNK, BK], tl.float32)
-        dK = tl.zeros([CHUNK, BK], tl.float32)
-        for j in range(0, CHUNK // BLOCK - 1):
-            end = j * BLOCK + BLOCK - 1
-            shifted = (b - row(b, end)[None, :]).to(tl.float32)
-            below, inside = r > end, (r <= end) & (r > end - BLOCK)
-            up = tl.where(below[:, None], exp2(tl.minimum(shifted, 0.0)), 0.0)
-            down = tl.where(inside[:, None], exp2(tl.minimum(-shifted, 0.0)), 0.0)
-            dQ += tl.dot(D, (gated * down).to(DOT), input_precision=PRECISION) * up
-            dK += tl.dot(tl.trans(D), (Q * up).to(DOT), input_precision=PRECISION) * down
-        at_row = of_head * (CHUNK * CHUNK) + r * CHUNK
-        # two loops: one would need too many registers
-        between = tl.zeros([CHUNK, BK], tl.float32)
-        for s in range(1, BLOCK):
-            inside = valid & (r % BLOCK >= s)
-            between += decays(log_decay + own, r - s + 1, heads * K, ck, inside, K, BK)
-            earlier = load_tile(k, r - s, k_token, ck, inside, K, BK).to(tl.float32)
-            factor = tl.load(score_grads + at_row + r - s, mask=inside, other=0.0).to(tl.float32)
-            if beta is not None:
-                factor *= tl.load(beta + (start + r - s) * heads + n, mask=inside, other=0.0)
-            dQ += factor[:, None] * earlier * exp2(between)
-        between = tl.zeros([CHUNK, BK], tl.float32)
-        for s in range(1, BLOCK):
-            inside = (r + s < count) & (r % BLOCK + s < BLOCK)
-            between += decays(log_decay + own, r + s, heads * K, ck, inside, K, BK)
-            later = load_tile(q, r + s, q_token, ck, inside, K, BK).to(tl.float32)
-            factor = tl.load(score_grads + at_row + s * CHUNK + r, mask=inside, other=0.0).to(tl.float32)
-            dK += factor[:, None] * later * exp2(between)
-    else:
-        shifted = (b - row(b, CHUNK // 2 - 1)[None, :]).to(tl.float32)
-        up, down = exp2(shifted), exp2(-shifted)
-        dQ = tl.dot(D, (gated * down).to(DOT), input_precision=PRECISION) * up
-        dK = tl.dot(tl.trans(D), (Q * up).to(DOT), input_precision=PRECISION) * down
+    b, last = tl.cumsum(g, 0), tl.sum(g, 0)
+    share_sums(sums + own, b, heads * K, ck, valid, K, BK)
+    dQ, dK = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
+    for level in tl.static_range(LEVELS):
+        second = is_second(level)[:, None]
+        factor, _ = factor_at(sums + own, b, heads * K, ck, valid, level, K, BK)
+        # one product for the queries of second halves and the keys of first halves
+        other = (tl.where(second, Q, gated) * factor).to(DOT)
+        pairs = tl.where(separated(level), D, 0.0).to(DOT)
+        change = tl.dot(pairs, other, input_precision=PRECISION) * factor
+        dQ += tl.where(second, change, 0.0)
+        dK += tl.where(second, 0.0, change)
 
     from_state = load_tile(read + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
     to_state = load_tile(written + own, r, heads * K, ck, valid, K, BK).to(tl.float32)
@@ -311,8 +204,9 @@ def channel_grads(
         after = Q * (from_state + dQ) - gated * dK
         before = gated * to_state
         through = tl.load(anchors + place * K + ck, mask=ck < K, other=0.0) * exp2(last.to(tl.float32))
-        change = before - after
-        dg = tl.cumsum(change, 0) - change + (tl.sum(after, 0) + through)[None, :]
+        i, j = places()
+        dg = tl.dot((j < i).to(DOT), before.to(DOT), input_precision=PRECISION)
+        dg += tl.cumsum(after, 0, reverse=True) + through[None, :]
         dg = tl.where(g <= LEAST, 0.0, dg)  # nothing passes a reset
         store_tile(log_decay_grad + own, r, heads * K, ck, valid, dg, K, BK)
     dQ += from_state + on_diagonal[:, None] * gated

@@ -1,9 +1,8 @@
 """The part of steep channels in outputs and gradients, which the one pass (`hopper_vector_decay.py`) leaves out.
 
 A program looks at the sums of decays of a few chunks. For those that have a steep channel, it computes what pairs of
-tokens inside the chunk contribute in such channels, forward only in the rows that are left out. Rows and columns are
-split into blocks of 16: between blocks the reference point is the last row of the earlier one; inside a block every
-pair uses the difference of its two rows.
+tokens inside the chunk contribute in such channels, forward only in the rows that are left out; decays between tokens
+come by halves (`gpu/halves.py`).
 """
 
 # Triton kernels: untyped, with branches that are resolved at compile time
@@ -12,8 +11,11 @@ pair uses the difference of its two rows.
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import CHUNK, LEAST, exp2, load_tile, pair_of, store_tile
-from .vector_decay import BLOCK, SAFE, decays, row
+from ...gpu.halves import LEVELS, factor_at, is_second, places, separated, share_sums
+from ...gpu.tiles import CHUNK, LEAST, load_tile, pair_of, store_tile
+from .vector_decay import decays
+
+SAFE = tl.constexpr(100.0)  # as in `hopper_vector_decay.py`
 
 GROUP = tl.constexpr(16)  # chunks that a program looks at
 
@@ -39,67 +41,33 @@ def heads_of(n, groups, SUBHEADS: tl.constexpr):
 
 @triton.jit
 def steep_scores(
-    Q, Kk, g, k, log_decay, length, k_token, heads,
-    K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    Q, Kk, b, sums, valid, heads, K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores without `scale`, below and on the diagonal."""
-    r, ck = tl.arange(0, CHUNK), tl.arange(0, BK)
-    distance = r[:, None] - r[None, :]
-    b = tl.cumsum(g, 0)
-    A = tl.zeros([CHUNK, CHUNK], tl.float32)
-    for j in range(0, CHUNK // BLOCK - 1):
-        end = j * BLOCK + BLOCK - 1
-        shifted = (b - row(b, end)[None, :]).to(tl.float32)
-        below, inside = r > end, (r <= end) & (r > end - BLOCK)
-        up = tl.where(below[:, None], Q * exp2(tl.minimum(shifted, 0.0)), 0.0).to(DOT)
-        down = tl.where(inside[:, None], Kk * exp2(tl.minimum(-shifted, 0.0)), 0.0).to(DOT)
-        A = tl.dot(up, tl.trans(down), A, input_precision=PRECISION)
-    between = tl.zeros([CHUNK, BK], tl.float32)
-    for s in range(0, BLOCK):
-        t = r - s
-        inside = (r % BLOCK >= s) & (t < length)
-        earlier = load_tile(k, t, k_token, ck, inside, K, BK).to(tl.float32)
-        pairs = tl.sum(Q * earlier * exp2(between), 1)
-        A += tl.where((distance == s) & inside[:, None], pairs[:, None], 0.0)
-        between += decays(log_decay, t, heads * K, ck, inside, K, BK)
+    ck, (i, j) = tl.arange(0, BK), places()
+    A = tl.where(i == j, tl.sum(Q * Kk, 1)[:, None], 0.0)
+    for level in tl.static_range(LEVELS):
+        factor, _ = factor_at(sums, b, heads * K, ck, valid, level, K, BK)
+        pairs = tl.dot((Q * factor).to(DOT), tl.trans((Kk * factor).to(DOT)), input_precision=PRECISION)
+        A += tl.where(separated(level) & (j < i), pairs, 0.0)
     return A
 
 
 @triton.jit
 def steep_gradients(
-    D, Q, Kk, g, q, k, log_decay, length, q_token, k_token, heads,
-    K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    D, Q, Kk, b, sums, valid, heads, K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Part of pairs of different tokens in dQ and dK, for D = dO Vᵀ below the diagonal."""
-    r, ck = tl.arange(0, CHUNK), tl.arange(0, BK)
-    distance = r[:, None] - r[None, :]
-    b = tl.cumsum(g, 0)
+    """Part of pairs of different tokens in dQ and dK, for D = X + Xᵀ with X = dO Vᵀ below the diagonal."""
+    ck = tl.arange(0, BK)
     dQ, dK = tl.zeros([CHUNK, BK], tl.float32), tl.zeros([CHUNK, BK], tl.float32)
-    for j in range(0, CHUNK // BLOCK - 1):
-        end = j * BLOCK + BLOCK - 1
-        shifted = (b - row(b, end)[None, :]).to(tl.float32)
-        below, inside = r > end, (r <= end) & (r > end - BLOCK)
-        up = tl.where(below[:, None], exp2(tl.minimum(shifted, 0.0)), 0.0)
-        down = tl.where(inside[:, None], exp2(tl.minimum(-shifted, 0.0)), 0.0)
-        dQ += tl.dot(D.to(DOT), (Kk * down).to(DOT), input_precision=PRECISION) * up
-        dK += tl.dot(tl.trans(D.to(DOT)), (Q * up).to(DOT), input_precision=PRECISION) * down
-    # two loops: one would need too many registers
-    between = tl.zeros([CHUNK, BK], tl.float32)
-    for s in range(1, BLOCK):
-        t = r - s
-        inside = (r % BLOCK >= s) & (t < length)
-        between += decays(log_decay, t + 1, heads * K, ck, inside & (t + 1 < length), K, BK)
-        earlier = load_tile(k, t, k_token, ck, inside, K, BK).to(tl.float32)
-        factor = tl.sum(tl.where(distance == s, D, 0.0), 1)
-        dQ += factor[:, None] * earlier * exp2(between)
-    between = tl.zeros([CHUNK, BK], tl.float32)
-    for s in range(1, BLOCK):
-        t = r + s
-        inside = (r % BLOCK + s < BLOCK) & (t < length)
-        between += decays(log_decay, t, heads * K, ck, inside, K, BK)
-        later = load_tile(q, t, q_token, ck, inside, K, BK).to(tl.float32)
-        factor = tl.sum(tl.where(distance == s, D, 0.0), 0)
-        dK += factor[:, None] * later * exp2(between)
+    for level in tl.static_range(LEVELS):
+        second = is_second(level)[:, None]
+        factor, _ = factor_at(sums, b, heads * K, ck, valid, level, K, BK)
+        other = (tl.where(second, Q, Kk) * factor).to(DOT)
+        pairs = tl.where(separated(level), D, 0.0).to(DOT)
+        change = tl.dot(pairs, other, input_precision=PRECISION) * factor
+        dQ += tl.where(second, change, 0.0)
+        dK += tl.where(second, 0.0, change)
     return dQ, dK
 
 
@@ -128,6 +96,7 @@ def steep_forward(
     log_decay,
     out,  # gets what steep channels add
     ends,
+    sums,  # [tokens,heads,K]: memory for sums of decays
     left_out,  # [heads,chunks,K]: for steep channels, the first row that the pass leaves out
     table,  # [chunks,2]: first token, tokens
     scale,
@@ -163,16 +132,18 @@ def steep_forward(
             start = tl.load(table + c * 2).to(tl.int64)
             length = tl.load(table + c * 2 + 1)
             k_here = k + start * k_token + key_head * k_head
-            decay_here = log_decay + (start * heads + n) * K
-            valid = r < length
             q_here = q + start * q_token + key_head * q_head
+            own = (start * heads + n) * K
+            valid = r < length
             first_row = tl.load(left_out + place * K + ck, mask=steep & (ck < K), other=CHUNK)
             served = r[:, None] < first_row[None, :]
             Q = tl.where(served, 0.0, load_tile(q_here, r, q_token, ck, valid, K, BK).to(tl.float32))
             Kk = load_tile(k_here, r, k_token, ck, valid, K, BK).to(tl.float32)
             Z = load_tile(v + start * v_token + value_head * v_head, r, v_token, cv, valid, V, BV)
-            g = decays(decay_here, r, heads * K, ck, valid, K, BK)
-            A = steep_scores(Q, Kk, g, k_here, decay_here, length, k_token, heads, K, BK, DOT, PRECISION)
+            g = decays(log_decay + own, r, heads * K, ck, valid, K, BK)
+            b = tl.cumsum(g, 0)
+            share_sums(sums + own, b, heads * K, ck, valid, K, BK)
+            A = steep_scores(Q, Kk, b, sums + own, valid, heads, K, BK, DOT, PRECISION)
             O = tl.dot((A * scale).to(Z.dtype), Z, input_precision=PRECISION)
             add_tile(out + (start * heads + n) * V, r, heads * V, cv, valid, O, V, BV)
 
@@ -189,6 +160,7 @@ def steep_backward(
     k_grad,
     v_grad,
     log_decay_grad,
+    sums,
     table,
     scale,
     q_head,
@@ -227,21 +199,21 @@ def steep_backward(
             q_here = q + start * q_token + key_head * q_head
             k_here = k + start * k_token + key_head * k_head
             own = (start * heads + n) * K
-            decay_here = log_decay + own
             valid = r < length
             Q = tl.where(steep[None, :], load_tile(q_here, r, q_token, ck, valid, K, BK).to(tl.float32), 0.0)
             Kk = tl.where(steep[None, :], load_tile(k_here, r, k_token, ck, valid, K, BK).to(tl.float32), 0.0)
             Z = load_tile(v + start * v_token + value_head * v_head, r, v_token, cv, valid, V, BV)
             dO = load_tile(grad + start * grad_token + value_head * grad_head, r, grad_token, cv, valid, V, BV)
-            g = decays(decay_here, r, heads * K, ck, valid, K, BK)
-            A = steep_scores(Q, Kk, g, k_here, decay_here, length, k_token, heads, K, BK, DOT, PRECISION)
+            g = decays(log_decay + own, r, heads * K, ck, valid, K, BK)
+            b = tl.cumsum(g, 0)
+            share_sums(sums + own, b, heads * K, ck, valid, K, BK)
+            A = steep_scores(Q, Kk, b, sums + own, valid, heads, K, BK, DOT, PRECISION)
             dV = tl.dot(tl.trans((A * scale).to(Z.dtype)), dO, input_precision=PRECISION)
             add_tile(v_grad + (start * heads + n) * V, r, heads * V, cv, valid, dV, V, BV)
             D = tl.dot(dO, tl.trans(Z), input_precision=PRECISION) * scale
-            D = tl.where(r[:, None] > r[None, :], D, 0.0)
-            dQ, dK = steep_gradients(
-                D, Q, Kk, g, q_here, k_here, decay_here, length, q_token, k_token, heads, K, BK, DOT, PRECISION
-            )
+            swapped = tl.dot(Z, tl.trans(dO), input_precision=PRECISION) * scale
+            D = tl.where(r[:, None] > r[None, :], D, swapped)
+            dQ, dK = steep_gradients(D, Q, Kk, b, sums + own, valid, heads, K, BK, DOT, PRECISION)
             dQ, dK = tl.where(steep[None, :], dQ, 0.0), tl.where(steep[None, :], dK, 0.0)
             add_tile(q_grad + own, r, heads * K, ck, valid, dQ, K, BK)
             add_tile(k_grad + own, r, heads * K, ck, valid, dK, K, BK)
