@@ -19,6 +19,9 @@ Shape = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the i
 # Each shape costs an eager step, two captures, a replay and the memory of its graphs. Tasks of a few lengths have fewer
 # shapes than this. With arbitrary lengths, most steps of a run would be captures, and replays would be rare.
 MOST_SHAPES = 8
+# A gradient of its own memory starts at a multiple of 512 bytes. The norm of one at another place is summed in another
+# order, so that clipping, and with it the captured run, would differ from the eager one in the last bit.
+ALIGNED = 512
 
 
 class StaticInputs(NamedTuple):
@@ -109,8 +112,9 @@ class GradientAverage:
                 continue
             kind = gradient.dtype, gradient.device
             places.append(sizes.get(kind, 0))
-            sizes[kind] = places[-1] + gradient.numel()
-        flat = {kind: torch.empty(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
+            step = ALIGNED // gradient.element_size()
+            sizes[kind] = places[-1] + -(-gradient.numel() // step) * step
+        flat = {kind: torch.zeros(size, dtype=kind[0], device=kind[1]) for kind, size in sizes.items()}
         self._flat = list(flat.values())
         self.results = [
             None if x is None else flat[x.dtype, x.device][place : place + x.numel()].view(x.shape)

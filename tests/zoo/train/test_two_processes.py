@@ -437,6 +437,8 @@ def average(folder: Path, rank: int) -> None:
     for number in range(2):
         means([torch.full((3,), float(rank + number)), None, None if number and rank else torch.ones(2)])
     results, only_first = means.results, None if rank else torch.ones(1)
+    places = [result.data_ptr() for result in results if result is not None]
+    assert (places[1] - places[0]) % 512 == 0  # as gradients with memory of their own: norms sum them in the same order
     with pytest.raises(UserError):
         means([torch.ones(3), torch.ones(1), torch.ones(2)])
     means.forget()
