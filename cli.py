@@ -28,6 +28,7 @@ Train and compare language models of pluggable token mixers.
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
   evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey
              all tasks: --tasks=list; several models side by side: repeat --checkpoint
+  inspect    what the states hold of a text: --checkpoint runs/NAME --prompt "def f(x):" --output FOLDER
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
   statex     a trained model with a larger state in some layers, to train on:
              python cli.py statex --checkpoint runs/NAME --layers=4 --init=reinit|inherit|preserve --output FOLDER
@@ -56,7 +57,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 # environment variables that launchers such as torchrun set to numbers
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 SAID_BY_ANOTHER = 10.0  # seconds
-VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "export", "convert"]
+VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "inspect", "export", "convert"]
 VERBS += ["statex", "compare", "sweep", "bench", "scaling", "doctor", "mixers"]
 SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
 
@@ -119,8 +120,9 @@ def run(arguments: list[str]) -> int:
         of_sweeps = Keys((*FIELDS, *KEYS), lambda parser: parser.add_class_arguments(Sweep))
         items, options = arguments_of(zoo.sweep, rest, verb, of_sweeps)
         zoo.sweep(*items, **options)
-    elif verb == "evaluate":
-        zoo.evaluate(**arguments_of(zoo.evaluate, rest, verb)[1])
+    elif verb in ("evaluate", "inspect"):
+        function = getattr(zoo, verb)
+        function(**arguments_of(function, rest, verb)[1])
     elif verb == "generate":
         from zoo.display import screen_text
 

@@ -63,6 +63,7 @@ class SoftmaxAttention(TokenMixer):
     """
 
     constant_state: ClassVar[bool] = False
+    attention: ClassVar[Callable[..., Tensor]] = staticmethod(kernels.window_attention)
     window_size: int | None = None
 
     def __init__(
@@ -116,7 +117,7 @@ class SoftmaxAttention(TokenMixer):
         where, following = positions(x, seen, cu_seqlens, context_parallel)
         q, q_history = self.q_features(q, histories[0], where, cu_seqlens, context_parallel)
         k, k_history = self.k_features(k, histories[1], where, cu_seqlens, context_parallel)
-        run, cache = partial(kernels.window_attention, window_size=self.window_size, scale=self.scale), None
+        run, cache = partial(self.attention, window_size=self.window_size, scale=self.scale), None
         if state is None:
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:

@@ -112,6 +112,8 @@ class TokenMixer(KeepsFp32):
     lower layer names it in `needs`; `site.passed` has the names that lower layers pass. Its `forward` also takes
     `passed`, a mapping from names to streams [B,T,…] of the tokens of x, and then returns (y, state, streams), with
     every stream of `passes`. Called alone, without `passed`, it returns (y, state) as others do.
+
+    `zoo.inspect` looks into the recurrences and the attention that a class has as attributes, such as `recurrence`.
     """
 
     no_weight_decay: ClassVar[tuple[str, ...]] = ()
@@ -259,6 +261,7 @@ class LinearMixer(TokenMixer):
     erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys
     erase_writes: ClassVar[bool] = False  # whether `gates` returns `erase_write`
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
+    write_delay: ClassVar[int] = 0  # tokens by which a write follows the token whose value it has
 
     def __init__(
         self,

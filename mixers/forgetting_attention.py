@@ -31,17 +31,6 @@ class ForgettingState(NamedTuple):
     position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    first_key: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-) -> Tensor:
-    return kernels.window_attention(q, k, v, log_decay=log_decay, first_key=first_key, cu_seqlens=cu_seqlens)
-
-
 @register(
     recurrence="o_t = Σ_{s≤t} softmax_s(q_t·k_s/√D + Σ_{s<l≤t} log f_l) v_s",
     paper="Forgetting Transformer, arXiv 2503.02130",
@@ -64,6 +53,7 @@ class ForgettingAttention(TokenMixer):
     """
 
     constant_state: ClassVar[bool] = False
+    attention: ClassVar[Callable[..., Tensor]] = staticmethod(kernels.window_attention)
     keep_fp32 = ("f_bias",)
 
     def __init__(
@@ -97,6 +87,17 @@ class ForgettingAttention(TokenMixer):
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.f_bias)
 
+    def _attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        first_key: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        return self.attention(q, k, v, log_decay=log_decay, first_key=first_key, cu_seqlens=cu_seqlens)
+
     def forward(
         self,
         x: Tensor,
@@ -117,11 +118,11 @@ class ForgettingAttention(TokenMixer):
         log_decay = kernels.forget_gate(streams["f"], self.f_bias)
         after = None
         if state is None:
-            o = attend(_attention, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
+            o = attend(self._attend, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v, state.log_decay
             o, (k, v, decays) = attend_to_cache(
-                _attention, q, (k, v, log_decay), caches, state.position, None, cu_seqlens
+                self._attend, q, (k, v, log_decay), caches, state.position, None, cu_seqlens
             )
             after = ForgettingState(k, v, decays, state.last if last is None else last, following)
         if self.o_norm is not None:

@@ -47,6 +47,9 @@ class GatedSlotAttention(LinearMixer):
 
     decay_per_channel = True
     scale: ClassVar[float | None] = 1.0  # of both recurrences
+    scores_recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(
+        kernels.value_decay_recurrence
+    )
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class GatedSlotAttention(LinearMixer):
         assert s.log_decay is not None
         written = kernels.complement(s.log_decay, s.q.dtype)
         scores, keys = run_recurrence(
-            kernels.value_decay_recurrence,
+            self.scores_recurrence,
             s.q,
             s.k,
             written,

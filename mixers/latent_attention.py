@@ -56,6 +56,7 @@ class MultiheadLatentAttention(TokenMixer):
     """
 
     constant_state: ClassVar[bool] = False
+    attention: ClassVar[Callable[..., Tensor]] = staticmethod(kernels.window_attention)
 
     def __init__(
         self,
@@ -133,9 +134,7 @@ class MultiheadLatentAttention(TokenMixer):
         self, q: Tensor, latent: Tensor, first_key: Tensor | None = None, cu_seqlens: Tensor | None = None
     ) -> Tensor:
         """o [B,T,H,V] of q [B,T,H,head_dim+rope_dim] and latent [B,S,kv_rank+rope_dim]."""
-        attention = partial(
-            kernels.window_attention, scale=q.shape[3] ** -0.5, first_key=first_key, cu_seqlens=cu_seqlens
-        )
+        attention = partial(self.attention, scale=q.shape[3] ** -0.5, first_key=first_key, cu_seqlens=cu_seqlens)
         # in deterministic mode a token takes the products of longer sequences
         if q.shape[1] == 1 and not kernels.is_deterministic():
             return self._one_query(q, latent[:, :, None], attention)

@@ -1,7 +1,7 @@
 """Language models with pluggable token mixers: built from configs, trained with Lightning."""
 
-import inspect
 from importlib import import_module
+from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
 from mixers import UserError  # which makes sure that `kernels` is this project's
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zoo import scaling as scaling
     from zoo.evaluation import evaluate
     from zoo.experiments import compare, sweep
+    from zoo.inspection import inspect
     from zoo.performance import bench
     from zoo.performance.doctor import doctor
     from zoo.runs.generate import generate
@@ -32,6 +33,7 @@ test, predict = checked(test), checked(predict)
 _LAZY = {
     "evaluation": "evaluate",
     "experiments": "compare sweep",
+    "inspection": "inspect",
     "performance": "bench",
     "performance.doctor": "doctor",
     "runs.generate": "generate",
@@ -55,6 +57,7 @@ __all__ = [
     "export",
     "fit",
     "generate",
+    "inspect",
     "join_states",
     "load",
     "load_state",
@@ -75,7 +78,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value = checked(value) if inspect.isfunction(value) else value
+    globals()[name] = value = checked(value) if isfunction(value) else value
     return value
 
 

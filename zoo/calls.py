@@ -116,5 +116,5 @@ def _check_paths(function: str, parameters: Mapping[str, inspect.Parameter], bou
             continue
         if not isinstance(value, LanguageModel):
             raise UserError(f"{name}: {_short(value)} is not a path")
-        if function != "generate":  # the only one that takes a model in memory
+        if function not in ("generate", "inspect"):  # the only ones that take a model in memory
             raise UserError(f"{name}: {function} reads a saved model; name its run, checkpoint or folder")

@@ -32,6 +32,7 @@ EXAMPLES = {
     "sweep": ("python cli.py sweep --config sweep/heads.yaml --dry-run",),
     "generate": ('python cli.py generate --checkpoint runs/try --prompt "def " --max_new_tokens=100',),
     "evaluate": ("python cli.py evaluate --checkpoint runs/try --tasks=s_niah_1,passkey",),
+    "inspect": ('python cli.py inspect --checkpoint runs/try --prompt "def f(x):" --output inspection',),
     "export": ("python cli.py export --checkpoint runs/try --output exported",),
     "convert": ("python cli.py convert --checkpoint some-hf-folder --output converted",),
     "statex": ("python cli.py statex --checkpoint runs/try --layers=4 --init=reinit --output larger",),

@@ -1,0 +1,6 @@
+"""What the states of a model hold: exact matrices over pairs of tokens, retention, spectra, and where recall breaks."""
+
+from .inspection import Inspection, inspect
+from .layer import Layer, Retention, Spectra
+
+__all__ = ["Inspection", "Layer", "Retention", "Spectra", "inspect"]

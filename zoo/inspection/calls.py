@@ -1,0 +1,65 @@
+"""The calls that layers make along time, with their arguments, for one text."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import kernels
+from mixers import TokenMixer
+from zoo.lm.model import LanguageModel
+
+OPS = (kernels.linear_recurrence, kernels.delta_rule, kernels.value_decay_recurrence, kernels.window_attention)
+
+
+class Call(NamedTuple):
+    """A call of one of `OPS`: its arguments by name, and its output [B,T,H,V]."""
+
+    op: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    output: Tensor
+
+
+def calls_of_layer(mixer: TokenMixer, x: Tensor, **options: Any) -> list[Call]:
+    """Run a layer on x [B,T,hidden], and return the calls of those `OPS` that its class has as attributes.
+
+    The ops are replaced in a copy of the layer, which shares its parameters.
+    """
+    calls: list[Call] = []
+
+    def recorded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = op(*args, **kwargs)
+        arguments = inspect.signature(op).bind(*args, **kwargs).arguments
+        calls.append(Call(op, arguments, result[0] if isinstance(result, tuple) else result))
+        return result
+
+    twin = copy.copy(mixer)
+    for name in dir(type(mixer)):
+        op = inspect.getattr_static(type(mixer), name)
+        op = op.__func__ if isinstance(op, staticmethod) else op
+        if op in OPS:
+            vars(twin)[name] = partial(recorded, op)
+    with torch.no_grad():
+        twin(x, **options)
+    return calls
+
+
+def calls_of_model(model: LanguageModel, tokens: Tensor) -> list[list[Call]]:
+    """The calls of each layer's mixer, from the bottom up, for tokens [1,T]."""
+    inputs: dict[nn.Module, tuple[Tensor, dict[str, Any]]] = {}
+
+    def keep(mixer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        inputs[mixer] = (args[0], {name: value for name, value in options.items() if value is not None})
+
+    hooks = [mixer.register_forward_pre_hook(keep, with_kwargs=True) for mixer in model.mixers]
+    try:
+        with torch.no_grad():
+            model.last_hidden(tokens)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return [calls_of_layer(mixer, inputs[mixer][0], **inputs[mixer][1]) for mixer in model.mixers]

@@ -1,0 +1,137 @@
+"""Where in the layers recall breaks: the margin by which each layer reads the right value."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from kernels import UserError
+from zoo.data.batch import NO_LOSS
+from zoo.data.synthetic.recall import Recall, RecallTask
+from zoo.display import new_table
+from zoo.lm.model import LanguageModel
+
+from .calls import calls_of_model
+from .layer import Layer
+
+SAMPLES = 8  # prompts for each number of pairs
+
+
+class Question(NamedTuple):
+    """A token that asks for a value.
+
+    Attributes:
+        read: Position of the token.
+        right: Row of `places` with the value that it asks for.
+        places: Positions [N,P] at which each of N values may have been written.
+    """
+
+    read: int
+    right: int
+    places: Tensor
+
+
+def margins(layer: Layer, questions: Sequence[Question]) -> Tensor:
+    """For each head and question [H,Q], |A| at the right value less the largest |A| at another one.
+
+    |A| is divided by the sum of its row, so that margins lie between −1 and 1; the largest place of a value counts.
+    """
+    found = torch.empty(layer.heads, len(questions), dtype=torch.float64)
+    for head in range(layer.heads):
+        matrix = layer.attention(head).abs().unflatten(1, (-1, layer.steps)).sum(-1)
+        matrix /= matrix.sum(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
+        for number, (read, right, places) in enumerate(questions):
+            values = matrix[read][places].amax(1)
+            others = values[torch.arange(len(values)) != right]
+            found[head, number] = values[right] - (others.max() if len(others) else 0.0)
+    return found
+
+
+def of_layers(model: LanguageModel, prompts: Iterable[tuple[Tensor, Sequence[Question]]]) -> list[dict[str, Any]]:
+    """For each layer with matrices, the best head's median margin, and the share of questions where it is positive."""
+    found: dict[int, list[Tensor]] = {}
+    for tokens, questions in prompts:
+        for number, calls in enumerate(calls_of_model(model, tokens)):
+            if calls:
+                found.setdefault(number, []).append(margins(Layer(calls[-1]), questions).amax(0))
+    each = {number: torch.cat(of_layer) for number, of_layer in found.items()}
+    return [
+        {
+            "layer": n,
+            "mixer": type(model.mixers[n]).__name__,
+            "margin": float(m.median()),
+            "read": float((m > 0).double().mean()),
+        }
+        for n, m in each.items()
+    ]
+
+
+def recall(model: LanguageModel, pairs: Sequence[int], samples: int = SAMPLES, seed: int = 0) -> list[dict[str, Any]]:
+    """Ask a model that was trained on `zoo.data.MQAR`, and see which layers read the right values.
+
+    Args:
+        model: The model.
+        pairs: Numbers of key-value pairs; a prompt has four tokens for each, and at least 64.
+        samples: Number of prompts for each number of pairs.
+        seed: Number of the random prompts.
+
+    Returns:
+        For each number of pairs, `answered` (the share of questions that the model answers) and `layers`.
+
+    Raises:
+        UserError: A number of pairs does not fit the vocabulary.
+    """
+    rows, device = [], next(model.parameters()).device
+    for count in pairs:
+        if not 1 <= count < model.vocab_size // 2:
+            raise UserError(f"pairs: {count} is not from 1 to {model.vocab_size // 2 - 1}, half of the vocabulary")
+        task = Recall(RecallTask(max(64, 4 * count), count), samples, model.vocab_size, True, 0.01, f"{seed} inspect")
+        batch = task.batch(range(samples))
+        with torch.no_grad():
+            predicted = model(batch.tokens.to(device))[0].argmax(-1).cpu()
+        asked = batch.labels != NO_LOSS
+        places = torch.arange(2 * count).view(count, 2)  # of a key, and of its value
+        prompts = []
+        for tokens, of_prompt in zip(batch.tokens, asked, strict=True):
+            right = {int(key): i for i, key in enumerate(tokens[0 : 2 * count : 2])}
+            questions = [Question(int(t), right[int(tokens[t])], places) for t in of_prompt.nonzero()]
+            prompts.append((tokens[None].to(device), questions))
+        answered = float((predicted == batch.labels)[asked].double().mean())
+        rows.append({"pairs": count, "answered": answered, "layers": of_layers(model, prompts)})
+    return rows
+
+
+def recall_of_answer(model: LanguageModel, prompt: Sequence[int], answer: Sequence[int]) -> list[dict[str, Any]]:
+    """Which layers read the tokens of an answer where the prompt has them, such as those of a needle in a haystack.
+
+    Args:
+        model: The model.
+        prompt: Tokens of the prompt.
+        answer: Tokens that follow it, and that are in it once.
+
+    Raises:
+        UserError: The prompt does not have the answer once.
+    """
+    starts = [i for i in range(len(prompt)) if [*prompt[i : i + len(answer)]] == [*answer]]
+    if len(starts) != 1 or not answer:
+        raise UserError(
+            f"answer: its {len(answer)} tokens are in the prompt {len(starts)} times; it must have them once"
+        )
+    places = torch.arange(len(prompt))[:, None]
+    read = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
+    questions = [Question(t, starts[0] + i, places) for i, t in enumerate(read)]
+    tokens = torch.tensor([[*prompt, *answer]], device=next(model.parameters()).device)
+    return of_layers(model, [(tokens, questions)])
+
+
+def recall_table(rows: Sequence[dict[str, Any]]) -> Table:
+    """A row for each number of pairs: the model's accuracy, and each layer's share of values read, with its margin."""
+    layers = [f"{layer['layer']} {layer['mixer']}" for layer in rows[0]["layers"]]
+    further = [name for name in ("pairs", "answered") if name in rows[0]]
+    table = new_table([*further, *layers], left=0, title="values that a layer reads (median margin)")
+    for row in rows:
+        cells = [f"{row[name]:.0%}" if name == "answered" else str(row[name]) for name in further]
+        table.add_row(*cells, *(f"{layer['read']:.0%} ({layer['margin']:+.2f})" for layer in row["layers"]))
+    return table
