@@ -72,7 +72,9 @@ def fit(
     from zoo.runs import training
 
     if dry_run or on is not None:
-        return Result(*training.dry_run(training.plan_fit(configs_and_overrides, run, resume, overwrite, trust), dry_run, on))
+        return Result(
+            *training.dry_run(training.plan_fit(configs_and_overrides, run, resume, overwrite, trust), dry_run, on)
+        )
     return Result(*training.fit(configs_and_overrides, run, resume, overwrite, trust, callbacks))
 
 

@@ -31,11 +31,12 @@ from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.devices import PEAKS
 from zoo.train.metrics import total_loss
 
-# Fitted to the steps of mixers_400m.csv and cost_over_size_h100.csv (docs/performance.md, "Estimates"): products run at
-# this share of the peak, and each allocated byte is written and read so many times.
+# Fitted to 90 steps of 20M to 1.3B parameters in reproductions/measured (mixers_400m.csv, cost_over_size_h100.csv):
+# matrix products run at this share of the peak, and a byte that is allocated takes the time of so many transfers.
 PRODUCTS, TRAFFIC = 0.75, 3.4
-OPTIMISER_TRAFFIC = 28  # bytes a parameter: weight, gradient and two moments in fp32, of which three are also written
-SHARED = 0.93  # of the speed of a GPU is left where several exchange gradients (scaling_h200.csv: 0.91 to 0.96)
+OPTIMISER_TRAFFIC = 28  # bytes a parameter: AdamW reads four numbers in fp32, and writes three
+SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
+WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
 GIB = 2**30
 DEFAULT_CARD = "H100"  # which kernels run
 
@@ -48,7 +49,7 @@ class Forecast(NamedTuple):
         state_size: Numbers in the recurrent state of a sequence, after `data.sequence_length` tokens.
         tokens, flops: Of the whole training; None without a number of steps.
         memory: Part → GiB on each GPU; empty where Triton is not installed.
-        capacity: GiB of a GPU; None unless GPUs are named.
+        devices, card: The GPUs; without a name unless `on` has it.
         hours: Training time without validation; None unless GPUs are named.
         checkpoints, shards: GiB on disk: checkpoints that are kept, and tokens if each is seen once.
         layouts: Names of the layouts that `convert` can write the model to.
@@ -61,7 +62,8 @@ class Forecast(NamedTuple):
     tokens: int | None
     flops: float | None
     memory: Mapping[str, float]
-    capacity: float | None
+    devices: int
+    card: str | None
     hours: float | None
     checkpoints: float
     shards: float | None
@@ -75,10 +77,12 @@ class Forecast(NamedTuple):
         if self.tokens is not None:
             rows["tokens"] = f"{self.tokens:,}, {self.tokens / self.parameters:.2g} a parameter"
             rows["training FLOPs"] = f"{self.flops:.2g}"
-        total, of = sum(self.memory.values()), "" if self.capacity is None else f" of {self.capacity:g}"
+        total, size = sum(self.memory.values()), None if self.card is None else PEAKS[self.card][2]
+        of = "" if size is None else f" of {size}" + (", which does not fit," if total > size else "")
         parts = ", ".join(f"{name} {size:.1f}" for name, size in self.memory.items())
-        rows["memory of a GPU"] = f"{total:.0f}{of} GiB: {parts}" if parts else "not known without Triton"
-        rows["time"] = f"{self.hours:,.1f} hours" if self.hours is not None else "name the GPUs: --on=8xH100"
+        rows["memory of a GPU"] = f"{total:.1f}{of} GiB: {parts}" if parts else "not known without Triton"
+        gpus = f"{self.devices} × {self.card}, without validation"
+        rows["time"] = "name the GPUs: --on=8xH100" if self.hours is None else f"{self.hours:,.1f} hours on {gpus}"
         rows["disk"] = f"{self.checkpoints:.1f} GiB of checkpoints" + (
             "" if self.shards is None else f", {self.shards:.1f} GiB of token shards for text that is seen once"
         )
@@ -137,20 +141,33 @@ def training_pass(model: LanguageModel, rows: int, length: int, card: str = DEFA
     return Pass(saved, counted.peak, counted.allocated)
 
 
-def step_seconds(model: LanguageModel, passed: Pass, rows: int, length: int, card: str, recomputed: float = 0) -> float:
-    """Return the estimated seconds of a micro-batch on a GPU, without the optimiser.
+def step_seconds(
+    model: LanguageModel,
+    passed: Pass,
+    rows: int,
+    length: int,
+    card: str,
+    *,
+    micro_batches: int = 1,
+    recomputed: float = 0.0,
+    shards: int = 1,
+) -> float:
+    """Return the estimated seconds of an optimiser step on a GPU, without exchange between GPUs.
 
     Args:
         model: The model.
-        passed: Of `training_pass`.
-        rows, length: Of the micro-batch.
+        passed: The `training_pass` of a micro-batch.
+        rows, length: Of a micro-batch.
         card: A name in `PEAKS`.
+        micro_batches: Of a step.
         recomputed: Share of the blocks that the backward pass recomputes.
+        shards: GPUs that divide the optimiser's work.
     """
     peak, bandwidth, _ = PEAKS[card]
     masked = sum(mixer.masked_flops(length) for mixer in model.mixers)
     flops = (TRAINING_FLOPS + recomputed) * rows * (model.flops(length) - masked)
-    return flops / (PRODUCTS * peak) + TRAFFIC * passed.allocated / bandwidth
+    optimiser = OPTIMISER_TRAFFIC * model.num_parameters() / shards / bandwidth
+    return micro_batches * (flops / (PRODUCTS * peak) + TRAFFIC * passed.allocated / bandwidth) + optimiser
 
 
 def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, LanguageModel]:
@@ -164,52 +181,60 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
         UserError: `on` names no known GPU or contradicts `trainer.devices`, or the data has no rows of a length.
     """
     config = config.clone()
-    count, card = (device_count(config.trainer), None) if on is None else _gpus(on, config.trainer)
-    divide_step(config, count)
+    devices, card = (device_count(config.trainer), None) if on is None else _gpus(on, config.trainer)
+    divide_step(config, devices)
     data, trainer = config.data.init_args, config.trainer
-    if (per_step := tokens_per_step(config)) is None or config.model.inputs is not None or config.model.head is not None:
+    if (
+        (per_step := tokens_per_step(config)) is None
+        or config.model.inputs is not None
+        or config.model.head is not None
+    ):
         name = config.data.class_path.rpartition(".")[2]
-        raise UserError(f"dry_run: needs a language model and a batch_size and a sequence_length, which {name} lacks")
+        raise UserError(f"dry_run: counts the tokens of a language model; {name} has none, or rows of no fixed length")
     vocabulary = _vocabulary(data)
     config.model.vocab_size = config.model.vocab_size or vocabulary
-    model = configs.from_config(config, "meta")
-    length, precision = data.sequence_length, str(trainer.precision or "bf16-mixed")
-    micro_batches, part = trainer.accumulate_grad_batches or 1, length // config.context_parallel
-    rows = max(data.batch_size * config.context_parallel // count, 1)
-    number, parameters = 2 if precision.endswith("-true") and "32" not in precision else 4, model.num_parameters()
-    state_size, flops = model.state_size(length), TRAINING_FLOPS * model.flops(length) / length
-    steps = trainer.max_steps if trainer.max_steps > 0 else None
-    tokens = None if steps is None else steps * per_step
-    sentences, names = cautions(config, parameters, vocabulary, count), layouts(model)
-    hours, memory = None, dict[str, float]()
-    if find_spec("triton") is not None:
-        every = config.activation_checkpointing
-        stepped = model if "32" in precision else model.bfloat16()
-        for block, forward in () if every is None else CheckpointedBlocks(every).replaced(stepped):
-            block.forward = forward
-        passed = training_pass(stepped, rows, part, card or DEFAULT_CARD)
-        memory = _memory(trainer, parameters * number / GIB, passed, count, mixed=precision.endswith("-mixed"))
-        if card is not None and steps is not None:
-            seconds = step_seconds(model, passed, rows, part, card, 0 if every is None else 1 / every)
-            optimiser = OPTIMISER_TRAFFIC * parameters / (count if _stage(trainer) else 1) / PEAKS[card][1]
-            hours = steps * (micro_batches * seconds + optimiser) / (1 if count == 1 else SHARED) / 3600
-    kept = 2 if steps is None else 2 + min(
-        steps // (config.checkpoints.keep_every_n_steps or steps + 1), config.checkpoints.keep_last or steps
+    model, length = configs.from_config(config, "meta"), data.sequence_length
+    steps, precision = max(trainer.max_steps, 0) or None, str(trainer.precision or "bf16-mixed")
+    tokens, flops = (None, None) if steps is None else (steps * per_step, model.flops(length) / length)
+    number = 2 if precision in ("bf16-true", "16-true") else 4  # bytes
+    size = number * model.num_parameters() / GIB
+    kept = 2 + (0 if steps is None else steps // (config.checkpoints.keep_every_n_steps or steps + 1))
+    result = Forecast(
+        parameters=model.num_parameters(),
+        layers=model.num_layers,
+        state_size=model.state_size(length),
+        tokens=tokens,
+        flops=None if flops is None or tokens is None else TRAINING_FLOPS * flops * tokens,
+        memory={},
+        devices=devices,
+        card=card,
+        hours=None,
+        checkpoints=3 * size * min(kept, 2 + (config.checkpoints.keep_last or kept)),  # weights and two moments
+        shards=None if tokens is None else tokens * (2 if (vocabulary or 0) <= 1 << 16 else 4) / GIB,
+        layouts=layouts(model),
+        cautions=cautions(config, model.num_parameters(), vocabulary, devices),
     )
-    return Forecast(
-        parameters,
-        model.num_layers,
-        state_size,
-        tokens,
-        None if tokens is None else flops * tokens,
-        memory,
-        None if card is None else PEAKS[card][2],
-        hours,
-        kept * 3 * number * parameters / GIB,  # weights and two moments
-        None if tokens is None else tokens * (2 if (vocabulary or 0) <= 1 << 16 else 4) / GIB,
-        names,
-        sentences,
-    ), model
+    if find_spec("triton") is None:
+        return result, model
+    stepped, every = model if precision == "32-true" else model.bfloat16(), config.activation_checkpointing
+    for block, forward in [] if every is None else CheckpointedBlocks(every).replaced(stepped):
+        block.forward = forward
+    rows, part = max(data.batch_size * config.context_parallel // devices, 1), length // config.context_parallel
+    passed = training_pass(stepped, rows, part, card or DEFAULT_CARD)
+    memory = _memory(trainer, size, passed, devices, mixed=precision.endswith("-mixed"))
+    if card is None or steps is None:
+        return result._replace(memory=memory), model
+    seconds = step_seconds(
+        stepped,
+        passed,
+        rows,
+        part,
+        card,
+        micro_batches=trainer.accumulate_grad_batches or 1,
+        recomputed=0.0 if every is None else 1 / every,
+        shards=devices if _stage(trainer) else 1,
+    )
+    return result._replace(memory=memory, hours=steps * seconds / (1 if devices == 1 else SHARED) / 3600), model
 
 
 def show(result: Forecast) -> None:
@@ -254,11 +279,12 @@ def _memory(trainer: Namespace, size: float, passed: Pass, devices: int, *, mixe
     stage, strategy = _stage(trainer), trainer.strategy
     offloaded = bool(stage and getattr(strategy.init_args, "offload_optimizer", None))
     buckets = devices > 1 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
-    return {
+    memory = {
         "weights": size / (devices if stage == 3 else 1),
         "bf16 copies": size / 2 if mixed else 0.0,
         "gradients": size / (devices if stage >= 2 else 1) + (size if buckets else 0),
         "optimiser": 0.0 if offloaded else 2 * size / (devices if stage else 1),
         "activations": passed.saved / GIB,
-        "logits and gradients of activations": (passed.peak - passed.saved) / GIB,
+        "logits": (passed.peak - passed.saved) / GIB,
     }
+    return {**memory, "workspaces": WORKSPACES * sum(memory.values())}

@@ -176,9 +176,11 @@ def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any]
         raise UserError(f"on: {on} is for an estimate without training; add ", Option("dry_run"))
     result, model = forecast(plan.config, on)
     show(result)
-    return plan.folder or Path(plan.config.trainer.default_root_dir or RUNS) / (plan.name[0] or plan.name[1]), (
-        result._asdict()
-    ), model
+    return (
+        plan.folder or Path(plan.config.trainer.default_root_dir or RUNS) / (plan.name[0] or plan.name[1]),
+        (result._asdict()),
+        model,
+    )
 
 
 def plan_evaluation(

@@ -8,12 +8,12 @@ import torch
 from kernels import UserError
 from mixers import did_you_mean
 
-# Dense bf16 FLOP/s of the tensor cores, and bytes per second of the memory, and its GB, from the data sheets; the first
-# key that is in the name of a device applies. (Lightning's `get_available_flops` looks for an H200 under names that no device
-# has, and does not know the B200.)
+# Dense bf16 FLOP/s of the tensor cores, bytes per second of the memory, and its GiB, from the data sheets; the first
+# key that is in the name of a device applies. (Lightning's `get_available_flops` looks for an H200 under names that no
+# device has, and does not know the B200.)
 PEAKS = {
-    "B200": (2.25e15, 8.0e12, 180),
-    "H200": (989e12, 4.8e12, 141),
+    "B200": (2.25e15, 8.0e12, 178),
+    "H200": (989e12, 4.8e12, 140),
     "H100 PCIe": (756e12, 2.0e12, 80),
     "H100 NVL": (835e12, 3.9e12, 94),
     "H100": (989e12, 3.35e12, 80),
