@@ -174,8 +174,7 @@ class Mamba3(LinearMixer):
         q = q if self.q_gain is None else self.q_gain(q)
         k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # the first k is only a bias, but its v is 0
         s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
-        last = (last_angles, last_k, last_v, last_written)
-        return s, tuple(x for x in last if x is not None)
+        return s, tuple(x for x in (last_angles, last_k, last_v, last_written) if x is not None)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """(q + q_bias)·(k + k_bias) of each head [B,T,H·E], which the rotation of both does not change."""

@@ -42,7 +42,7 @@ DEFAULT_CARD = "H100"  # which kernels run
 
 
 class Forecast(NamedTuple):
-    """What a run will need.
+    """Estimate of what a run needs.
 
     Attributes:
         parameters, layers: Of the model.
@@ -72,8 +72,11 @@ class Forecast(NamedTuple):
 
     def table(self) -> Table:
         """The numbers, a row each."""
-        table = new_table(("", ""), left=2, wrapped=("",), show_header=False)
-        rows = {"parameters": f"{self.parameters:,} in {self.layers} layers", "state": f"{self.state_size:,} numbers"}
+        table = new_table(("", ""), left=2, wrapped=("",), show_header=False, box=None)
+        rows = {
+            "parameters": f"{self.parameters:,} in {self.layers} layers",
+            "state": f"{self.state_size:,} numbers a sequence",
+        }
         if self.tokens is not None:
             rows["tokens"] = f"{self.tokens:,}, {self.tokens / self.parameters:.2g} a parameter"
             rows["training FLOPs"] = f"{self.flops:.2g}"
