@@ -171,16 +171,12 @@ def fit(
 
 
 def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any], LanguageModel]:
-    """Print what a run needs; returns the folder that it would have at the earliest, the numbers, and its model."""
+    """Print what a run needs; returns the folder that its name means, the numbers, and its model."""
     if not dry:
-        raise UserError(f"on: {on} is for an estimate without training; add ", Option("dry_run"))
+        raise UserError(f"on: {on} is for an estimate without training; add ", Option("dry_run", True))
     result, model = forecast(plan.config, on)
     show(result)
-    return (
-        plan.folder or Path(plan.config.trainer.default_root_dir or RUNS) / (plan.name[0] or plan.name[1]),
-        (result._asdict()),
-        model,
-    )
+    return plan.folder or RUNS / (plan.name[0] or plan.name[1]), result._asdict(), model
 
 
 def plan_evaluation(

@@ -10,7 +10,8 @@ import zoo
 from kernels import UserError
 from tests.shipped_configs import parsed
 from zoo import config as configs
-from zoo.runs.forecast import GIB, Forecast, forecast, step_seconds, training_pass
+from zoo.runs.forecast import GIB, Forecast, forecast
+from zoo.train.estimate import step_seconds, training_pass
 
 MEASURED = Path(__file__).parents[3] / "reproductions" / "measured"
 MEMORY, TIME = 0.15, 0.25  # largest relative errors
@@ -85,8 +86,8 @@ def test_time_at_other_sizes(size: str):
         config = configs.read(*config_of(row["model"], size))
         model = configs.from_config(config, "meta").bfloat16()
         rows, length, parts = int(row["batch_size"]), int(row["length"]), int(row["micro_batches"])
-        passed = training_pass(model, rows, length)
-        seconds = step_seconds(model, passed, rows, length, "H100", micro_batches=parts)
+        passed = training_pass(model, rows, length, "H100")
+        seconds = step_seconds(model, passed, "H100", micro_batches=parts)
         assert 1000 * seconds == pytest.approx(float(row["step_ms"]), rel=TIME)
 
 
