@@ -25,7 +25,6 @@ from zoo.train.estimate import Allocations, step_seconds, training_pass
 SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
 WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
 GIB = 2**30
-DEFAULT_CARD = "H100"  # which kernels run
 
 
 class Forecast(NamedTuple):
@@ -55,12 +54,8 @@ class Forecast(NamedTuple):
 def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, LanguageModel]:
     """Estimate what the run of a resolved config needs, and return its model on the meta device as well.
 
-    Args:
-        config: The config, which is not changed.
-        on: GPUs, such as 8xH100; None for the devices of the config, without a time.
-
-    Raises:
-        UserError: `on` names no known GPU or contradicts `trainer.devices`, or the data has no rows of a length.
+    `on` are GPUs, such as 8xH100; None for the devices of the config, without a time. A UserError if it names no known
+    GPU or contradicts `trainer.devices`, or the data has no rows of a fixed length.
     """
     config = config.clone()
     devices, card = (device_count(config.trainer), None) if on is None else _gpus(on, config.trainer)
@@ -99,7 +94,7 @@ def _on_gpu(config: Namespace, devices: int, card: str | None) -> tuple[dict[str
     for block, forward in [] if every is None else CheckpointedBlocks(every).replaced(model):
         block.forward = forward
     rows = max(data.batch_size * shared // devices, 1)
-    passed = training_pass(model, rows, data.sequence_length // shared, card or DEFAULT_CARD)
+    passed = training_pass(model, rows, data.sequence_length // shared, card or "H100")
     memory = _memory(trainer, _bytes(trainer) * model.num_parameters() / GIB, passed, devices)
     if card is None:
         return memory, None
