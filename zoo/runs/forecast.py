@@ -109,7 +109,7 @@ def show(result: Forecast) -> None:
     total, size = sum(result.memory.values()), None if result.card is None else PEAKS[result.card][2]
     of = "" if size is None else f" of {size}{', which does not fit,' if total > size else ''}"
     parts = ", ".join(f"{name} {part:.1f}" for name, part in result.memory.items())
-    hours = None if result.hours is None else f"{result.hours:,.1f} hours on {result.devices} × {result.card}"
+    hours = f"{result.hours or 0:,.1f} hours on {result.devices} × {result.card}, without validation"
     table = new_table(("", ""), left=2, wrapped=("",), show_header=False, box=None)
     table.add_row("parameters", f"{result.parameters:,} in {result.layers} layers")
     table.add_row("state", f"{result.state_size:,} numbers a sequence")
@@ -117,7 +117,7 @@ def show(result: Forecast) -> None:
         table.add_row("tokens", f"{result.tokens:,}, {result.tokens / result.parameters:.2g} a parameter")
         table.add_row("training FLOPs", f"{result.flops:.2g}")
     table.add_row("memory of a GPU", f"{total:.1f}{of} GiB: {parts}" if parts else "not known without Triton")
-    table.add_row("time", "not known; name the GPUs: --on=8xH100" if hours is None else f"{hours}, without validation")
+    table.add_row("time", "not known; name the GPUs: --on=8xH100" if result.hours is None else hours)
     table.add_row("disk", f"{result.checkpoints:.1f} GiB of checkpoints, {result.shards:.1f} GiB of tokens, read once")
     table.add_row("layouts", ", ".join(result.layouts))
     console = new_console()

@@ -8,14 +8,13 @@ from kernels import UserError
 
 def device_count(trainer: Namespace) -> int:
     """Return the number of devices that `trainer` chooses, on all machines; 1 for a value that Lightning refuses."""
-    devices = trainer.devices
-    if isinstance(devices, list):
-        here = len(devices)
-    elif str(devices) in ("auto", "-1"):
+    devices = str(trainer.devices)
+    if devices in ("auto", "-1"):
         here = 1 if trainer.accelerator == "cpu" else torch.cuda.device_count()
+    elif "," in devices or "[" in devices:
+        here = len([part for part in devices.strip("[]").split(",") if part.strip()])
     else:
-        parts = [part for part in str(devices).split(",") if part.strip()]
-        here = len(parts) if "," in str(devices) else int(devices) if str(devices).isdecimal() else 1
+        here = int(devices) if devices.isdecimal() else 1
     return max(here, 1) * int(trainer.num_nodes or 1)
 
 

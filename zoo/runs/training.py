@@ -127,9 +127,9 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
     divide_step(config, devices)
     model, module, datamodule = parts(config, links)
     trainer = fitting_trainer(config, folder, [*callbacks, FirstBatch(trained)])
-    for sentence in cautions(config, model.num_parameters(), vocabulary_of(datamodule), devices):
-        if trainer.is_global_zero:
-            log.warning("%s", sentence)
+    sentences = cautions(config, model.num_parameters(), vocabulary_of(datamodule), devices)
+    for sentence in sentences if trainer.is_global_zero else ():
+        log.warning("%s", sentence)
     if trainer.num_nodes > 1 and trainer.is_global_zero:
         Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
     return Session(plan, folder, model, module, datamodule, trainer)

@@ -1,7 +1,7 @@
 """Memory and time of a training step on a GPU, estimated without one.
 
-The step passes over the meta device: kernels are only listed and tensors have no data. The bytes that exist at a time
-are the memory of activations, and all bytes together stand for the memory traffic.
+The step passes over the meta device, where tensors have no data: the bytes that exist at a time are the memory of
+activations, and all bytes together stand for the memory traffic.
 """
 
 import weakref
