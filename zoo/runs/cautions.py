@@ -20,7 +20,7 @@ def cautions(config: Namespace, parameters: int, vocabulary: int | None, devices
     """
     data, optim, sentences = config.data.init_args, config.optim, list[str]()
     length, rate = data.get("sequence_length"), optim.learning_rate
-    per_step, steps = tokens_per_step(config), config.trainer.max_steps
+    per_step, steps = tokens_per_step(config) or 0, config.trainer.max_steps
     size, recipe = f"{parameters / 1e6:,.0f}M parameters", "--config recipe/400m.yaml and its like set all of them"
     if parameters > LARGE and length is not None and length <= DEMO_LENGTH and rate >= DEMO_RATE:
         sentences.append(
@@ -36,8 +36,7 @@ def cautions(config: Namespace, parameters: int, vocabulary: int | None, devices
     groups = devices // config.context_parallel
     if (rows := data.get("batch_size")) is not None and rows < groups:
         sentences.append(f"data.batch_size {rows} has fewer rows than the {groups} devices, which share them")
-    from_scratch = optim.initial_weights is None and parameters > SMALL
-    if from_scratch and per_step is not None and 0 < steps * per_step < parameters:
+    if optim.initial_weights is None and parameters > SMALL and 0 < steps * per_step < parameters:
         sentences.append(
             f"trainer.max_steps {steps:,} of {per_step:,} tokens are {steps * per_step / parameters:.2g} tokens a "
             f"parameter for {size}; about 20 are usual (arXiv 2203.15556)"
