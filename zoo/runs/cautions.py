@@ -18,7 +18,7 @@ def cautions(config: Namespace, parameters: int, vocabulary: int | None, devices
         vocabulary: Entries of the tokenizer; None if they are not known.
         devices: Devices that share the rows.
     """
-    data, optim, sentences = config.data.init_args, config.optim, list[str]()
+    data, optim, sentences = config.data.get("init_args", Namespace()), config.optim, list[str]()
     length, rate = data.get("sequence_length"), optim.learning_rate
     per_step, steps = tokens_per_step(config) or 0, config.trainer.max_steps
     size, recipe = f"{parameters / 1e6:,.0f}M parameters", "--config recipe/400m.yaml and its like set all of them"

@@ -15,12 +15,12 @@ from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import new_console, new_table
 from zoo.lm.model import LanguageModel
 from zoo.runs.cautions import cautions
+from zoo.runs.estimate import Allocations, step_seconds, training_pass
 from zoo.runs.rows import device_count, divide_step, tokens_per_step
 from zoo.saved.public.import_export import layouts
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.devices import PEAKS
-from zoo.train.estimate import Allocations, step_seconds, training_pass
 
 SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
 WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
@@ -60,10 +60,11 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     config = config.clone()
     devices, card = (device_count(config.trainer), None) if on is None else _gpus(on, config.trainer)
     divide_step(config, devices)
-    data, per_step, name = config.data.init_args, tokens_per_step(config), config.data.class_path.rpartition(".")[2]
+    per_step, name = tokens_per_step(config), config.data.class_path.rpartition(".")[2]
     if per_step is None or (config.model.inputs, config.model.head) != (None, None):
         raise UserError(f"dry_run: counts the tokens of a language model; {name} has none, or rows of no fixed length")
-    vocabulary, steps = _vocabulary(data), config.trainer.max_steps
+    data, steps = config.data.init_args, config.trainer.max_steps
+    vocabulary = _vocabulary(data)
     config.model.vocab_size = config.model.vocab_size or vocabulary
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
     memory, seconds = ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card)

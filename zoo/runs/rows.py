@@ -29,7 +29,7 @@ def divide_step(config: Namespace, devices: int) -> None:
     """
     if (limit := config.rows_per_device) is None:
         return
-    data, trainer = config.data.init_args, config.trainer
+    data, trainer = config.data.get("init_args", Namespace()), config.trainer
     rows = data.get("batch_size")
     if limit < 1 or rows is None:
         raise UserError(f"rows_per_device: {limit} must be 1 or more, or null, for data with a batch_size")
@@ -51,6 +51,6 @@ def divide_step(config: Namespace, devices: int) -> None:
 
 def tokens_per_step(config: Namespace) -> int | None:
     """Return the tokens of an optimiser step; None if the data has no rows of a fixed length."""
-    data = config.data.init_args
+    data = config.data.get("init_args", Namespace())
     rows, length = data.get("batch_size"), data.get("sequence_length")
     return None if rows is None or length is None else rows * length * (config.trainer.accumulate_grad_batches or 1)

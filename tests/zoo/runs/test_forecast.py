@@ -10,8 +10,8 @@ import zoo
 from kernels import UserError
 from tests.shipped_configs import parsed
 from zoo import config as configs
+from zoo.runs.estimate import step_seconds, training_pass
 from zoo.runs.forecast import GIB, Forecast, forecast
-from zoo.train.estimate import step_seconds, training_pass
 
 MEASURED = Path(__file__).parents[3] / "reproductions" / "measured"
 MEMORY, TIME = 0.15, 0.25  # largest relative errors
