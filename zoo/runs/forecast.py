@@ -63,8 +63,7 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     per_step, name = tokens_per_step(config), config.data.class_path.rpartition(".")[2]
     if per_step is None or (config.model.inputs, config.model.head) != (None, None):
         raise UserError(f"dry_run: counts the tokens of a language model; {name} has none, or rows of no fixed length")
-    data, steps = config.data.init_args, config.trainer.max_steps
-    vocabulary = _vocabulary(data)
+    data, vocabulary, steps = config.data.init_args, _vocabulary(config.data.init_args), config.trainer.max_steps
     config.model.vocab_size = config.model.vocab_size or vocabulary
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
     memory, seconds = ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card)
