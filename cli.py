@@ -22,6 +22,7 @@ Train and compare language models of pluggable token mixers.
 
   fit        train:     python cli.py fit --config gdn_h2.yaml
              continue:  python cli.py fit --resume runs/NAME
+             estimate:  python cli.py fit --config gdn_h2.yaml --config recipe/400m.yaml --dry_run --on=8xH100
   validate   the loss of a checkpoint on its validation data: --checkpoint runs/NAME
   test       the same, reported as test loss
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl

@@ -42,6 +42,7 @@ class Site(NamedTuple):
     num_layers: int = 1
     expand: Expand | None = None  # set by Expanded, read by LinearMixer
     passed: tuple[str, ...] = ()  # names of the streams that mixers of lower layers pass; set by the model
+    window_size: int = 2048  # of mixers with a window that do not set their own
 
     def heads(self, num_heads: int | None = None, head_dim: int | None = None) -> tuple[int, int]:
         """num_heads and head_dim of a mixer, with the model's values where they are None.

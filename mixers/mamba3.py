@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.autocast import without_autocast
 from kernels.core.elementwise import sigmoid, softplus, tanh
 from kernels.rotation import rotation
 
@@ -174,14 +175,13 @@ class Mamba3(LinearMixer):
         q = q if self.q_gain is None else self.q_gain(q)
         k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # the first k is only a bias, but its v is 0
         s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
-        last = (last_angles, last_k, last_v, last_written)
-        return s, tuple(x for x in last if x is not None)
+        return s, tuple(x for x in (last_angles, last_k, last_v, last_written) if x is not None)
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         """(q + q_bias)·(k + k_bias) of each head [B,T,H·E], which the rotation of both does not change."""
         q, k = (kernels.at_least_fp32(x).unflatten(2, (self.num_key_heads, self.subheads)) for x in (q, k))
         of_q, of_k = (x.unflatten(0, (self.num_key_heads, -1, self.subheads)) for x in (self.q_bias, self.k_bias))
-        with torch.autocast(q.device.type, enabled=False):
+        with without_autocast(q.device):
             crossed = _products(q, of_k) + _products(k, of_q)
         scores = (crossed + (q * k).sum(-1)[:, :, :, None] + (of_q * of_k).sum(-1)).flatten(2)
         return scores if self.q_gain is None else self.q_gain(scores[..., None])[..., 0]

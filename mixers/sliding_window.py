@@ -21,7 +21,7 @@ class SlidingWindowAttention(SoftmaxAttention):
 
     Args:
         site: Where the layer sits in the model.
-        window_size: w, the number of tokens that a query sees, including its own.
+        window_size: w, the number of tokens that a query sees, including its own; the model's by default.
         num_heads: Query heads; the model's by default.
         head_dim: Size D of a head; hidden_size / num_heads by default.
         num_kv_heads: Key and value heads, shared by groups of query heads; num_heads by default.
@@ -42,7 +42,7 @@ class SlidingWindowAttention(SoftmaxAttention):
         self,
         site: Site,
         *,
-        window_size: int = 2048,
+        window_size: int | None = None,
         num_heads: int | None = None,
         head_dim: int | None = None,
         num_kv_heads: int | None = None,
@@ -65,5 +65,6 @@ class SlidingWindowAttention(SoftmaxAttention):
             bias=bias,
             output_bias=output_bias,
         )
-        check_sizes({"window_size": window_size}, least=2)  # the token itself counts
-        self.window_size = window_size
+        size = site.window_size if window_size is None else window_size
+        check_sizes({"window_size": size}, least=2)  # the token itself counts
+        self.window_size = size

@@ -1,6 +1,7 @@
 """Every whole config in configs/ is read, built and written back, and has the size that it or its paper names."""
 
 import copy
+import math
 import re
 from pathlib import Path
 
@@ -318,3 +319,36 @@ def test_transformer_2k_is_the_same_model_with_a_window():
 
 def test_the_best_order_of_h2_is_the_general_one():
     assert resolved("gdn_h2.yaml") == resolved("gated_delta_networks/h2_mamba2_gdn_swa.yaml")
+
+
+RECIPES = ("20m", "60m", "160m", "400m", "1.5b", "3b")
+MIXERS = ["gated_deltanet", "gdn_h1", "gdn_h2", "kda_hybrid", "qwen3_5", "mamba2", "gla", "hgrn2", "transformer"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", RECIPES)
+def test_a_recipe_gives_every_mixer_its_size(size: str):
+    for name in MIXERS:
+        config = configs.read_model(f"{name}.yaml", f"recipe/{size}.yaml")
+        model = configs.from_config(config, device="meta")
+        assert model.num_parameters() == pytest.approx(config.model.nominal_size, rel=0.025), name
+        assert config.model.num_layers == model.num_layers
+        assert {mixer.window_size for mixer in model.mixers if isinstance(mixer, SlidingWindowAttention)} <= {2048}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", RECIPES)
+def test_a_recipe_follows_the_rules_in_its_header(size: str):
+    config = parsed("gated_deltanet.yaml", f"recipe/{size}.yaml")
+    model, data, steps = config.model, config.data.init_args, config.trainer.max_steps
+    per_step, tokens = data.batch_size * data.sequence_length, 20 * model.nominal_size
+    assert steps * per_step == pytest.approx(tokens, rel=1e-3)
+    embeddings = model.vocab_size * model.hidden_size * (1 if model.tie_embeddings else 2)
+    flops = 6 * (model.nominal_size - embeddings) * tokens
+    assert config.optim.learning_rate == pytest.approx(0.3118 * flops**-0.125, rel=0.04)
+    assert data.batch_size == 2 ** round(math.log2(0.2920 * flops**0.3271 / data.sequence_length))
+
+
+def test_a_depth_needs_a_size():
+    with pytest.raises(UserError, match=r"^model\.num_layers: null means the depth closest to"):
+        built("gla.yaml", "model.num_layers=null")

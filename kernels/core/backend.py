@@ -89,6 +89,11 @@ def meta_as_gpu() -> Iterator[None]:
         yield
 
 
+def on_gpu(x: pytorch.Tensor) -> bool:
+    """Return whether a tensor is on a GPU, or is on the "meta" device inside `meta_as_gpu()`."""
+    return x.is_cuda or (x.is_meta and _meta_as_gpu.get())
+
+
 def same_backend() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """A `context_fn` for `torch.utils.checkpoint`: recompute with the backend, and the `deterministic` mode, of now."""
     return nullcontext(), _Reentrant(_chosen.get(), is_deterministic())
@@ -154,7 +159,7 @@ class Op:
         """Return the backend of a call; without `args`, of one within the limits."""
         limits = self.limits(*args) if args and self.limits is not None else None
         fp64 = x.dtype == pytorch.float64
-        device = "cuda" if x.is_meta and _meta_as_gpu.get() else x.device.type
+        device = "cuda" if on_gpu(x) else x.device.type
         name = _choose(self.name, tuple(self.implementations), device, fp64, limits)
         if x.is_cuda and name == "torch" and "triton" in self.implementations and not pytorch.compiler.is_compiling():
             reason = _no_triton("cuda", fp64, limits)

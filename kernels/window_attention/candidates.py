@@ -1,11 +1,12 @@
 """Choice among the implementations of attention within the backend `torch`."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..core.backend import on_gpu
 from ..core.deterministic import is_deterministic
 from . import aligned, chunk, flash, flex
 from .arguments import Attention
@@ -53,5 +54,21 @@ def chosen(a: Attention) -> str:
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]."""
+    """o [B,T,H,D]. Where kernels are only listed, one of FlashAttention's shape, which saves what that saves."""
+    if a.v.is_meta and on_gpu(a.v):
+        return _Listed.apply(a.q, a.k, a.v, a.log_decay)
     return CANDIDATES[chosen(a)].forward(a)
+
+
+class _Listed(torch.autograd.Function):
+    """Attention without results, on the meta device: saved are the inputs, the output and a number for each query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None) -> Tensor:
+        o = v.new_empty(*q.shape[:3], v.shape[3])
+        ctx.save_for_backward(q, k, v, log_decay, o, q.new_empty(q.shape[:3], dtype=torch.float32))
+        return o
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
+        return tuple(None if x is None else torch.empty_like(x) for x in ctx.saved_tensors[:4])

@@ -30,8 +30,8 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a key of several groups": (
         lambda: zoo.fit("gla.yaml", every_n_steps=3),
-        "every_n_steps: not an argument of zoo.fit (allowed: run, resume, overwrite, trust, callbacks); keys of a "
-        'config are overrides such as "trainer.max_steps=300", or mappings',
+        "every_n_steps: not an argument of zoo.fit (allowed: run, resume, overwrite, trust, dry_run, on, "
+        'callbacks); keys of a config are overrides such as "trainer.max_steps=300", or mappings',
     ),
     "a key at the top": (
         lambda: zoo.fit("gla.yaml", seed_everything=3),

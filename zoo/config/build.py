@@ -97,6 +97,26 @@ def build(*configs_and_overrides: Item, device: torch.device | str | None = None
 
 
 def from_config(config: Namespace, device: torch.device | str | None = None) -> LanguageModel:
-    """Build the model of a parsed config whose `model.vocab_size` is set, unless it has no tokens."""
+    """Build the model of a parsed config whose `model.vocab_size` is set, unless it has no tokens.
+
+    It sets `model.num_layers` in the config if that is null.
+    """
+    if config.model.num_layers is None:
+        config.model.num_layers = _nearest_depth(config)
     with created_on(device or "cpu"):
         return instantiate("model", config)
+
+
+def _nearest_depth(config: Namespace) -> int:
+    """Return the number of layers with which a model is closest to its nominal size, counted on the meta device."""
+    if (nominal := config.model.nominal_size) is None:
+        raise UserError("model.num_layers: null means the depth closest to model.nominal_size, which is null as well")
+    trial, sizes, depth = config.clone(), dict[int, int](), 8
+    trial.model.nominal_size = None  # the model would warn of the difference
+    while depth not in sizes:
+        trial.model.num_layers = depth
+        model = from_config(trial, "meta")
+        sizes[depth] = model.num_parameters()
+        of_layer = sum(p.numel() for p in model.layers.parameters()) / depth
+        depth = max(1, depth + round((nominal - sizes[depth]) / of_layer))
+    return min(sizes, key=lambda number: abs(sizes[number] - nominal))

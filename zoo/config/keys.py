@@ -8,6 +8,7 @@ PURPOSES = {
     "compile": "Whether to compile the blocks for the training steps",
     "cuda_graph": "Whether to capture the training steps as CUDA graphs",
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
+    "rows_per_device": "Rows that a device computes at a time; gradients of the others are accumulated",
     "context_parallel": "Number of neighbouring processes that share each sequence",
     "data": "The data module: TextData, or another class",
     "model": "A causal language model: embedding, blocks of a token mixer and an MLP, norm, head",

@@ -46,6 +46,12 @@ _SCALARS: dict[str, tuple[Any, Any, str]] = {
         None,
         "Recompute every N-th block in the backward pass, to save memory; 1: all.",
     ),
+    "rows_per_device": (
+        int | None,
+        None,
+        "Rows of data.batch_size that a device computes at a time, at most; gradients of further rows are accumulated, "
+        "and trainer.val_check_interval counts steps.",
+    ),
     "context_parallel": (
         int,
         1,

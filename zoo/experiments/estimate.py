@@ -70,7 +70,8 @@ def steps_of(run: Run) -> int | None:
         or not hasattr(data, "batch_size")
     ):
         return None
-    return int(trainer.max_steps * trainer.accumulate_grad_batches)
+    parts = trainer.accumulate_grad_batches * data.batch_size / (run.parsed.rows_per_device or data.batch_size)
+    return int(trainer.max_steps * max(parts, 1))
 
 
 def learner_of(run: Run, device: torch.device) -> Learner:
@@ -79,7 +80,8 @@ def learner_of(run: Run, device: torch.device) -> Learner:
     config, data = run.parsed.clone(), instantiate("data", run.parsed)
     config.model.vocab_size = config.model.vocab_size or getattr(data, "vocab_size", None) or 1024
     model, on_gpu = from_config(config, device), device.type == "cuda"
-    tokens = torch.randint(config.model.vocab_size, (data.batch_size, data.sequence_length), device=device)
+    rows = min(config.rows_per_device or data.batch_size, data.batch_size)
+    tokens = torch.randint(config.model.vocab_size, (rows, data.sequence_length), device=device)
 
     def loss() -> Tensor:
         with torch.autocast(device.type, torch.bfloat16, enabled=on_gpu):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels import UserError, recomputing
+from kernels.core.backend import on_gpu
 from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
 from mixers.arguments import check_numbers
 from mixers.interface import checked_result, checked_streams, streams_of
@@ -93,7 +94,7 @@ class Block(nn.Module):
         """
         inputs = (x, y, state, cu_seqlens, context_parallel, passed or {})
         # a compiler decides for itself
-        if self.recompute and x.is_cuda and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if self.recompute and on_gpu(x) and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             with recomputing():
                 return self._forward(*inputs)
         return self._forward(*inputs)

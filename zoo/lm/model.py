@@ -57,7 +57,7 @@ class LanguageModel(nn.Module):
         vocab_size: Number of tokens; null for the tokenizer's, or if there are none.
         hidden_size: Size of the residual stream.
         num_heads: Heads of every mixer that does not set their number.
-        num_layers: Number of blocks.
+        num_layers: Number of blocks; null in a config for the number closest to `nominal_size` parameters.
         intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
         position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
@@ -77,6 +77,7 @@ class LanguageModel(nn.Module):
         recompute: Whether a GPU computes what is cheap (norms, gates, gated products, expanded queries and keys) again
             in the backward pass. False keeps it, even where an `Expanded` would not: more memory, less time.
         nominal_size: How many parameters the model is meant to have; a difference of more than 3 % is logged.
+        window_size: Tokens that a query sees in every sliding-window mixer that does not set their number.
 
     Attributes:
         config: `{"model": …}`, from which `zoo.build` or `zoo.load` made it; None if its constructor was called.
@@ -94,7 +95,7 @@ class LanguageModel(nn.Module):
         vocab_size: int | None = None,
         hidden_size: int = 256,
         num_heads: int = 4,
-        num_layers: int = 6,
+        num_layers: int | None = 6,
         intermediate_size: int | None = None,
         mlp: Callable[[int, int | None], ChannelMixer] | None = SwiGLU,
         position: Callable[[Site], TokenMixer] | None = None,
@@ -111,10 +112,13 @@ class LanguageModel(nn.Module):
         scale_output_projections: bool = False,
         recompute: bool = True,
         nominal_size: float | None = None,
+        window_size: int = 2048,
     ):
         super().__init__()
         if vocab_size is None and (inputs is None or head is None):
             raise UserError("vocab_size: null means the tokenizer's; a model without a tokenizer needs a number")
+        if num_layers is None:
+            raise UserError("num_layers: null is resolved by zoo.build and fit; a constructor needs a number")
         if tie_embeddings and (inputs is not None or head is not None):
             raise UserError("tie_embeddings: true needs token embeddings and logits, so null as inputs and head")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
@@ -135,12 +139,12 @@ class LanguageModel(nn.Module):
         self.inputs = None if inputs is None else inputs(hidden_size)
         make_norm = partial(norm, hidden_size, norm_eps)
         self.embedding_norm = make_norm() if embedding_norm else None
-        site = Site(hidden_size, num_heads, 0, num_layers)
+        site = Site(hidden_size, num_heads, 0, num_layers, window_size=window_size)
         self.position = None if position is None else placed(position(site), site)
         passed: tuple[str, ...] = () if self.position is None else self.position.passes
         self.layers = nn.ModuleList()
         for layer in range(num_layers):
-            site = Site(hidden_size, num_heads, layer, num_layers, passed=passed)
+            site = site._replace(layer=layer, passed=passed)
             mixer = placed(stack(site), site)
             passed = tuple(dict.fromkeys((*passed, *mixer.passes)))
             channel_mixer = None if mlp is None else mlp(hidden_size, intermediate_size)

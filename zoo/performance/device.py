@@ -55,5 +55,5 @@ def roofline_ms(device: torch.device, dtype: str, flops: float, moved: float) ->
     if peak is None:
         return None
     name = torch.cuda.get_device_name(device)
-    bandwidth = next((rate for model, (_, rate) in PEAKS.items() if model in name), None)
+    bandwidth = next((rate for model, (_, rate, _) in PEAKS.items() if model in name), None)
     return None if bandwidth is None else max(flops / peak, moved / bandwidth) * 1e3

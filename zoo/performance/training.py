@@ -140,7 +140,7 @@ def time_training(
         use_processor(deterministic=kernels.is_deterministic())
     parsed = models.read(config)
     data = parsed.data.get("init_args") or {}
-    batch_size = batch_size if batch_size is not None else data.get("batch_size", 8)
+    batch_size = batch_size if batch_size is not None else parsed.rows_per_device or data.get("batch_size", 8)
     length = length if length is not None else data.get("sequence_length", 1024)
     precision = precision or parsed.trainer.precision or best_precision("gpu" if where.type == "cuda" else "cpu")
     backend = pick_backend(backend)

@@ -92,10 +92,14 @@ class ZooCLI(LightningCLI):
         keys = Keys((*KEYS, *added), add, LightningArgumentParser)
         items, options = arguments_of(getattr(functions, self._verb), arguments, self._verb, keys)
         self.verbose, self.output = options.pop("verbose", True), options.pop("output", None)
+        dry, on = options.pop("dry_run", False), options.pop("on", None)
         if self._verb == "fit":
             self.plan = training.plan_fit(items, **options, others=added)
         else:
             self.plan = training.plan_evaluation(self._verb, items, **options, others=added)
+        if dry or on is not None:
+            training.dry_run(self.plan, dry, on)
+            sys.exit(0)
         config = self.plan.config
         early, self._late_targets = link_targets(own)
         self._extra = Namespace()

@@ -42,6 +42,8 @@ def fit(
     resume: str | Path | None = None,
     overwrite: bool = False,
     trust: bool = False,
+    dry_run: bool = False,
+    on: str | None = None,
     callbacks: Sequence[Any] = (),
 ) -> Result:
     """Train a model, and write config, checkpoints, metrics, samples, results and loss curve to runs/NAME.
@@ -58,6 +60,9 @@ def fit(
         overwrite: Whether a new run replaces a run of the same name, which is removed after the first batch.
         trust: Import, call, read and write what the config of the resumed run, or of the initial weights, names, even
             if someone else wrote it.
+        dry_run: Only print what the run needs: parameters, tokens, FLOPs, memory of a GPU, hours, disk. It needs no GPU
+            and no data. `row` are these numbers, and `model` is on the meta device.
+        on: GPUs for the dry run, such as `8xH100`.
         callbacks: Lightning callbacks, in addition to those in the config's `trainer.callbacks`.
 
     Raises:
@@ -66,6 +71,10 @@ def fit(
     """
     from zoo.runs import training
 
+    if dry_run or on is not None:
+        return Result(
+            *training.dry_run(training.plan_fit(configs_and_overrides, run, resume, overwrite, trust), dry_run, on)
+        )
     return Result(*training.fit(configs_and_overrides, run, resume, overwrite, trust, callbacks))
 
 

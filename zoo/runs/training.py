@@ -1,5 +1,6 @@
 """Training and evaluation with Lightning, behind the functions of `zoo.runs.fit`, which describe the arguments."""
 
+import logging
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -20,12 +21,16 @@ from zoo.arguments import check_not_empty, errors_about
 from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
 from zoo.config.trainer import LIMITS, check_trainer, check_training
+from zoo.data.contract import vocabulary_of
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
+from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
+from zoo.runs.forecast import forecast, show
+from zoo.runs.rows import device_count, divide_step
 from zoo.saved.hub import on_hub
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
@@ -33,6 +38,8 @@ from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.module import Pretraining
 from zoo.train.results import metrics_table, read_row
+
+log = logging.getLogger(__name__)
 
 Items = list[str | dict[str, Any]]  # what `load_items` returns
 
@@ -116,8 +123,13 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
             claims.callback(_remove_empty, root_folder)
         folder = new_run(*plan.name, Path(root))
     trained = claims.enter_context(claimed(folder, new=plan.checkpoint is None, overwrite=plan.overwrite))
+    devices = device_count(config.trainer)
+    divide_step(config, devices)
     model, module, datamodule = parts(config, links)
     trainer = fitting_trainer(config, folder, [*callbacks, FirstBatch(trained)])
+    sentences = cautions(config, model.num_parameters(), vocabulary_of(datamodule), devices)
+    for sentence in sentences if trainer.is_global_zero else ():
+        log.warning("%s", sentence)
     if trainer.num_nodes > 1 and trainer.is_global_zero:
         Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
     return Session(plan, folder, model, module, datamodule, trainer)
@@ -156,6 +168,15 @@ def fit(
     plan = plan_fit(configs_and_overrides, run, resume, overwrite, trust)
     with ExitStack() as claims:
         return run_fit(build_fit(plan, callbacks, claims))
+
+
+def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any], LanguageModel]:
+    """Print what a run needs; returns the folder that its name means, the numbers, and its model."""
+    if not dry:
+        raise UserError(f"on: {on} is for an estimate without training; add ", Option("dry_run", True))
+    result, model = forecast(plan.config, on)
+    show(result)
+    return plan.folder or RUNS / (plan.name[0] or plan.name[1]), result._asdict(), model
 
 
 def plan_evaluation(

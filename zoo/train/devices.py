@@ -8,22 +8,22 @@ import torch
 from kernels import UserError
 from mixers import did_you_mean
 
-# Dense bf16 FLOP/s of the tensor cores, and bytes per second of the memory, from the data sheets; the first key that
-# is in the name of a device applies. (Lightning's `get_available_flops` looks for an H200 under names that no device
-# has, and does not know the B200.)
+# Dense bf16 FLOP/s of the tensor cores, bytes per second of the memory, and its GiB, from the data sheets; the first
+# key that is in the name of a device applies. (Lightning's `get_available_flops` looks for an H200 under names that no
+# device has, and does not know the B200.)
 PEAKS = {
-    "B200": (2.25e15, 8.0e12),
-    "H200": (989e12, 4.8e12),
-    "H100 PCIe": (756e12, 2.0e12),
-    "H100 NVL": (835e12, 3.9e12),
-    "H100": (989e12, 3.35e12),
-    "A100-SXM4-80GB": (312e12, 2.04e12),
-    "A100 80GB": (312e12, 1.94e12),
-    "A100": (312e12, 1.56e12),
-    "L40S": (362e12, 864e9),
-    "L4": (121e12, 300e9),
-    "4090": (165e12, 1008e9),
-    "3090": (71e12, 936e9),
+    "B200": (2.25e15, 8.0e12, 178),
+    "H200": (989e12, 4.8e12, 140),
+    "H100 PCIe": (756e12, 2.0e12, 80),
+    "H100 NVL": (835e12, 3.9e12, 94),
+    "H100": (989e12, 3.35e12, 80),
+    "A100-SXM4-80GB": (312e12, 2.04e12, 80),
+    "A100 80GB": (312e12, 1.94e12, 80),
+    "A100": (312e12, 1.56e12, 40),
+    "L40S": (362e12, 864e9, 48),
+    "L4": (121e12, 300e9, 24),
+    "4090": (165e12, 1008e9, 24),
+    "3090": (71e12, 936e9, 24),
 }
 
 
@@ -71,7 +71,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 def peak_flops_named(name: str) -> float | None:
     """Dense bf16 peak in FLOP/s of the GPU that PyTorch calls so; None if unknown."""
-    return next((flops for model, (flops, _) in PEAKS.items() if model in name), None)
+    return next((flops for model, (flops, *_) in PEAKS.items() if model in name), None)
 
 
 def peak_memory(device: torch.device) -> int | None:

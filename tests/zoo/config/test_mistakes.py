@@ -297,7 +297,8 @@ ANSWERS = {
     ),
     "fit --config size/400m": "model.stack: missing; give a config with a model, such as --config gdn_h2.yaml",
     "fit --config 400m.yaml": (
-        "config: '400m.yaml' is neither a file nor one of configs/; did you mean 'size/400m.yaml'?"
+        "config: '400m.yaml' is neither a file nor one of configs/; did you mean 'recipe/400m.yaml' or "
+        "'size/400m.yaml'?"
     ),
     "fit --config zero2": "config: 'zero2' is neither a file nor one of configs/; did you mean 'train/zero2.yaml'?",
     "fit --config runs/young": (

@@ -5,6 +5,7 @@ import json
 import logging
 import statistics
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from zoo.checkpoints.tensor_files import TensorsInMemory, Weights
 from zoo.config.build import from_config
 from zoo.config.parser import parse_model
 from zoo.lm.model import LanguageModel
+from zoo.saved.gguf.architectures import ARCHITECTURES
 from zoo.saved.public.families import FAMILIES, READ_ONLY, REFUSED
 from zoo.saved.public.family import GGUF, Exported, Family, Target, shown, words
 from zoo.saved.public.folder import PublicFolder
@@ -174,8 +176,7 @@ def in_a_layout(model: LanguageModel, weights: Weights, named: Sequence[Family],
     refused: UserError | None = None
     for family in families:
         try:
-            config = family.write(model)
-            table = TensorMap(family, _reread(model, family, config))
+            config, table = _layout(model, family)
         except UserError as error:
             refused = refused or error
             continue
@@ -183,6 +184,22 @@ def in_a_layout(model: LanguageModel, weights: Weights, named: Sequence[Family],
         return Exported(family.name, family.target, {**config, "dtype": dtype}, table.as_theirs(weights))
     assert refused is not None
     raise refused
+
+
+def layouts(model: LanguageModel) -> list[str]:
+    """Return the names of the layouts that `convert` can write a language model (on the meta device) to."""
+    names, kinds = [], {type(mixer).__name__ for mixer in model.mixers}
+    for family in FAMILIES:
+        with suppress(UserError):
+            if kinds <= family.mixers and _layout(model, family):
+                names.append(family.name)
+    return [*names, *([GGUF] if ARCHITECTURES.keys() & {*names} else []), WRAPPED]
+
+
+def _layout(model: LanguageModel, family: Family) -> tuple[dict[str, Any], TensorMap]:
+    """The config.json and the tensors of a model in a family's layout; a UserError if it cannot hold the model."""
+    config = family.write(model)
+    return config, TensorMap(family, _reread(model, family, config))
 
 
 def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> LanguageModel:

@@ -1,0 +1,140 @@
+"""`fit --dry_run`: estimates against measured steps, disk, layouts, and refused arguments."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+import zoo
+from kernels import UserError
+from tests.shipped_configs import parsed
+from zoo import config as configs
+from zoo.runs.estimate import step_seconds, training_pass
+from zoo.runs.forecast import GIB, Forecast, forecast
+
+MEASURED = Path(__file__).parents[3] / "reproductions" / "measured"
+MEMORY, TIME = 0.15, 0.25  # largest relative errors
+# a scan and a score function that take longer than their products and their memory traffic
+SLOWER = {"mamba1", "forgetting_attention"}
+RECIPES = [
+    "gated_deltanet",
+    "gdn_h1",
+    "gdn_h2",
+    "mamba2",
+    "gla",
+    "hgrn2",
+    "transformer",
+]  # and others in the nightly tier
+ROWS = [row for row in csv.DictReader((MEASURED / "mixers_400m.csv").open()) if row["step_ms"]]
+PARALLEL = [row for row in csv.DictReader((MEASURED / "scaling_h200.csv").open()) if "shared" not in row["model"]]
+TEXT = ["data.batch_size=8", "data.sequence_length=4096", "trainer.precision=bf16-mixed", "trainer.max_steps=1"]
+
+
+def estimated(*items: str, on: str) -> Forecast:
+    return forecast(configs.read(*items), on)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=row["model"], marks=[] if row["model"] in RECIPES else [pytest.mark.nightly])
+        for row in ROWS
+    ],
+)
+def test_memory_and_time_of_measured_steps(row: dict[str, str]):
+    text = [*TEXT, f"data.batch_size={row['batch_size']}"]
+    result = estimated(f"{row['model']}.yaml", row["overlay"], *text, on="H100")
+    assert sum(result.memory.values()) == pytest.approx(float(row["peak_gib"]), rel=MEMORY)
+    if row["model"] not in SLOWER:
+        assert result.hours is not None
+        assert result.hours * 3.6e6 == pytest.approx(float(row["step_ms"]), rel=TIME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=f"{row['model']} {row['way']} {row['devices']}") for row in PARALLEL]
+)
+def test_memory_and_time_on_several_gpus(row: dict[str, str]):
+    if row["model"] == "400m" and row["way"] != "one device":
+        pytest.skip("their memory is that of one device")
+    way = [] if row["way"] == "one device" else [f"train/{row['way']}.yaml"]
+    rows = int(row["batch_size"]) * int(row["devices"])
+    result = estimated(
+        "gated_deltanet.yaml",
+        f"size/{row['model']}.yaml",
+        *way,
+        *TEXT,
+        f"data.batch_size={rows}",
+        on=f"{row['devices']}xH200",
+    )
+    assert sum(result.memory.values()) == pytest.approx(float(row["peak_gib"]), rel=MEMORY)
+    assert result.hours is not None
+    assert rows * 4096 / result.hours / 3600 == pytest.approx(float(row["tokens_per_second"]), rel=TIME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["60M", "1.3B"])
+def test_time_at_other_sizes(size: str):
+    from reproductions.cost_over_size import config_of
+
+    measured = csv.DictReader((MEASURED / "cost_over_size_h100.csv").open())
+    for row in measured:
+        if row["mode"] != "captured" or row["size"] != size or row["library"] or row["model"] == "h2":
+            continue
+        config = configs.read(*config_of(row["model"], size))
+        model = configs.from_config(config, "meta").bfloat16()
+        rows, length, parts = int(row["batch_size"]), int(row["length"]), int(row["micro_batches"])
+        passed = training_pass(model, rows, length, "H100")
+        seconds = step_seconds(model, passed, "H100", micro_batches=parts)
+        assert 1000 * seconds == pytest.approx(float(row["step_ms"]), rel=TIME)
+
+
+def test_a_recipe_before_it_is_trained(capsys: pytest.CaptureFixture[str]):
+    result = zoo.fit("gla.yaml", "recipe/400m.yaml", dry_run=True, on="8xA100-80GB")
+    row = result.row
+    assert row["tokens"] == 15259 * 128 * 4096
+    assert row["shards"] == pytest.approx(2 * row["tokens"] / GIB)
+    assert row["checkpoints"] == pytest.approx((2 + 15259 // 5000) * 12 * row["parameters"] / GIB)
+    assert {"fla_gla", "transformers"} <= set(row["layouts"])
+    assert row["cautions"] == []
+    assert not result.folder.exists()
+    printed = capsys.readouterr().out
+    assert "8 × A100 80GB" in printed
+    assert "fla_gla" in printed
+
+
+def test_what_saves_memory():
+    def memory(*items: str) -> dict[str, float]:
+        return dict(estimated("gated_deltanet.yaml", "recipe/160m.yaml", *items, on="8xH100").memory)
+
+    plain, saved = memory(), memory("train/zero3.yaml", "activation_checkpointing=1", "rows_per_device=8")
+    assert saved["weights"] == pytest.approx(plain["weights"] / 8)
+    assert saved["optimiser"] == pytest.approx(plain["optimiser"] / 8)
+    assert saved["activations"] < plain["activations"] / 4
+    assert memory("train/zero1.yaml")["gradients"] == pytest.approx(plain["weights"])
+    assert memory("train/fsdp.yaml")["gradients"] == pytest.approx(plain["weights"] / 8)
+
+
+@pytest.mark.parametrize(
+    ("items", "on", "sentence"),
+    [
+        ((), "8xFOO", "on: '8xFOO' must be a number and a GPU, such as 8xH100; known are B200, H200"),
+        ((), "0xH100", "on: '0xH100' must be"),
+        (("trainer.devices=4",), "8xH100", "on: 8xH100 has 8 GPUs, but trainer.devices and num_nodes make 4"),
+    ],
+)
+def test_gpus_that_cannot_be(items: tuple[str, ...], on: str, sentence: str):
+    with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
+        forecast(parsed("gla.yaml", *items), on)
+
+
+def test_gpus_without_a_dry_run():
+    with pytest.raises(UserError, match=r"^on: 8xH100 is for an estimate without training; add dry_run"):
+        zoo.fit("gla.yaml", on="8xH100")
+
+
+def test_data_without_tokens():
+    with pytest.raises(UserError, match=r"^dry_run: counts the tokens of a language model; Images"):
+        forecast(parsed("image/digits.yaml"))

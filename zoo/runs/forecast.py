@@ -1,0 +1,174 @@
+"""`fit --dry_run`: what a run will need, from its config alone."""
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from jsonargparse import Namespace
+
+from kernels import UserError
+from mixers import did_you_mean
+from zoo import config as configs
+from zoo.data.text.tokenizer import Tokenizer
+from zoo.display import new_console, new_table
+from zoo.lm.model import LanguageModel
+from zoo.runs.cautions import cautions
+from zoo.runs.estimate import Allocations, step_seconds, training_pass
+from zoo.runs.rows import device_count, divide_step, tokens_per_step
+from zoo.saved.public.import_export import layouts
+from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
+from zoo.train.callbacks.throughput import TRAINING_FLOPS
+from zoo.train.devices import PEAKS
+
+SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
+WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
+GIB = 2**30
+
+
+class Forecast(NamedTuple):
+    """Estimate of what a run needs.
+
+    `state_size` is that of a sequence. Without a number of steps, `tokens` is None, and `flops` and `shards` are 0.
+    `memory` has the GiB of each part on a GPU, and is empty where Triton is not installed. `card` and `hours` are None
+    unless GPUs are named. `checkpoints` and `shards` are GiB on disk, `layouts` those that `convert` can write, and
+    `cautions` sentences about settings that do not suit the size.
+    """
+
+    parameters: int
+    layers: int
+    state_size: int | float
+    tokens: int | None
+    flops: float
+    memory: Mapping[str, float]
+    devices: int
+    card: str | None
+    hours: float | None
+    checkpoints: float
+    shards: float
+    layouts: list[str]
+    cautions: list[str]
+
+
+def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, LanguageModel]:
+    """Estimate what the run of a resolved config needs, and return its model on the meta device as well.
+
+    `on` are GPUs, such as 8xH100; None for the devices of the config, without a time. A UserError if it names no known
+    GPU or contradicts `trainer.devices`, or the data has no rows of a fixed length.
+    """
+    config = config.clone()
+    devices, card = (device_count(config.trainer), None) if on is None else _gpus(on, config.trainer)
+    divide_step(config, devices)
+    per_step, name = tokens_per_step(config), config.data.class_path.rpartition(".")[2]
+    if per_step is None or (config.model.inputs, config.model.head) != (None, None):
+        raise UserError(f"dry_run: counts the tokens of a language model; {name} has none, or rows of no fixed length")
+    data, vocabulary, steps = config.data.init_args, _vocabulary(config.data.init_args), config.trainer.max_steps
+    config.model.vocab_size = config.model.vocab_size or vocabulary
+    model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
+    memory, seconds = ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card)
+    permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
+    saved = 3 * _bytes(config.trainer) * model.num_parameters() / GIB  # weights and two moments
+    return Forecast(
+        parameters=model.num_parameters(),
+        layers=model.num_layers,
+        state_size=model.state_size(data.sequence_length),
+        tokens=tokens,
+        flops=TRAINING_FLOPS * model.flops(data.sequence_length) / data.sequence_length * (tokens or 0),
+        memory=memory,
+        devices=devices,
+        card=card,
+        hours=None if seconds is None or tokens is None else steps * seconds / 3600,
+        checkpoints=(2 + min(permanent, config.checkpoints.keep_last or permanent)) * saved,
+        shards=(tokens or 0) * (2 if (vocabulary or 0) <= 1 << 16 else 4) / GIB,
+        layouts=layouts(model),
+        cautions=cautions(config, model.num_parameters(), vocabulary, devices),
+    ), model
+
+
+def _on_gpu(config: Namespace, devices: int, card: str | None) -> tuple[dict[str, float], float | None]:
+    """GiB of memory by part on each GPU, and the seconds of a step if the GPU has a name."""
+    trainer, data, every = config.trainer, config.data.init_args, config.activation_checkpointing
+    model, shared = configs.from_config(config, "meta"), config.context_parallel
+    model = model if trainer.precision == "32-true" else model.bfloat16()
+    for block, forward in [] if every is None else CheckpointedBlocks(every).replaced(model):
+        block.forward = forward
+    rows = max(data.batch_size * shared // devices, 1)
+    passed = training_pass(model, rows, data.sequence_length // shared, card or "H100")
+    memory = _memory(trainer, _bytes(trainer) * model.num_parameters() / GIB, passed, devices)
+    if card is None:
+        return memory, None
+    parts, recomputed = trainer.accumulate_grad_batches or 1, 0 if every is None else 1 / every
+    shards = devices if _stage(trainer) else 1
+    seconds = step_seconds(model, passed, card, micro_batches=parts, recomputed=recomputed, shards=shards)
+    return memory, seconds / (1 if devices == 1 else SHARED)
+
+
+def show(result: Forecast) -> None:
+    """Print a forecast and its warnings."""
+    total, size = sum(result.memory.values()), None if result.card is None else PEAKS[result.card][2]
+    of = "" if size is None else f" of {size}{', which does not fit,' if total > size else ''}"
+    parts = ", ".join(f"{name} {part:.1f}" for name, part in result.memory.items())
+    hours = f"{result.hours or 0:,.1f} hours on {result.devices} × {result.card}, without validation"
+    table = new_table(("", ""), left=2, wrapped=("",), show_header=False, box=None)
+    table.add_row("parameters", f"{result.parameters:,} in {result.layers} layers")
+    table.add_row("state", f"{result.state_size:,} numbers a sequence")
+    if result.tokens is not None:
+        table.add_row("tokens", f"{result.tokens:,}, {result.tokens / result.parameters:.2g} a parameter")
+        table.add_row("training FLOPs", f"{result.flops:.2g}")
+    table.add_row("memory of a GPU", f"{total:.1f}{of} GiB: {parts}" if parts else "not known without Triton")
+    table.add_row("time", "not known; name the GPUs: --on=8xH100" if result.hours is None else hours)
+    table.add_row("disk", f"{result.checkpoints:.1f} GiB of checkpoints, {result.shards:.1f} GiB of tokens, read once")
+    table.add_row("layouts", ", ".join(result.layouts))
+    console = new_console()
+    console.print(table, highlight=False)
+    for sentence in result.cautions:
+        console.print(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def _gpus(on: str, trainer: Namespace) -> tuple[int, str]:
+    """The number and the name of the GPUs in a text such as 8xH100."""
+    cards = {card.replace(" ", "-").lower(): card for card in PEAKS}
+    number, name = re.fullmatch(r"(?:([1-9][0-9]*)x)?(.*)", on, re.DOTALL).groups()  # type: ignore[union-attr]
+    if (card := cards.get(name.lower())) is None:
+        shown = [card.replace(" ", "-") for card in PEAKS]
+        hint = did_you_mean(name, shown)
+        raise UserError(f"on: {on!r} must be a number and a GPU, such as 8xH100{hint}; known are {', '.join(shown)}")
+    count = int(number or 1)
+    if str(trainer.devices) not in ("auto", "-1") and (configured := device_count(trainer)) != count:
+        raise UserError(f"on: {on} has {count} GPUs, but trainer.devices and num_nodes make {configured}")
+    return count, card
+
+
+def _vocabulary(data: Namespace) -> int | None:
+    """The entries of a tokenizer: those of its file if that is here, or else of `data.vocab_size`."""
+    path = data.get("tokenizer")
+    return data.get("vocab_size") if path is None or not Path(path).exists() else Tokenizer.from_file(path).vocab_size
+
+
+def _stage(trainer: Namespace) -> int:
+    """The stage of ZeRO that a strategy corresponds to; 0 if each GPU holds everything."""
+    strategy = trainer.strategy
+    name = str(strategy.class_path if isinstance(strategy, Namespace) else strategy).rpartition(".")[2]
+    return {"Zero": strategy.init_args.stage if name == "Zero" else 0, "FSDP2": 3}.get(name, 0)
+
+
+def _bytes(trainer: Namespace) -> int:
+    """Bytes of a number in the weights, and in their gradients and moments."""
+    return 2 if trainer.precision in ("bf16-true", "16-true") else 4
+
+
+def _memory(trainer: Namespace, size: float, passed: Allocations, devices: int) -> dict[str, float]:
+    """GiB on each GPU by part, for parameters of `size` GiB."""
+    stage, strategy = _stage(trainer), trainer.strategy
+    offloaded = bool(stage and getattr(strategy.init_args, "offload_optimizer", None))
+    buckets = devices > 1 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
+    memory = {
+        "weights": size / (devices if stage == 3 else 1),
+        "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
+        "gradients": size / (devices if stage >= 2 else 1) + (size if buckets else 0),
+        "optimiser": 0.0 if offloaded else 2 * size / (devices if stage else 1),
+        "activations": passed.saved / GIB,
+        "logits": (passed.peak - passed.saved) / GIB,
+    }
+    return {**memory, "workspaces": WORKSPACES * sum(memory.values())}

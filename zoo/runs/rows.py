@@ -1,0 +1,56 @@
+"""Rows of a step: divided among devices and micro-batches, and counted in tokens."""
+
+import torch
+from jsonargparse import Namespace
+
+from kernels import UserError
+
+
+def device_count(trainer: Namespace) -> int:
+    """Return the number of devices that `trainer` chooses, on all machines; 1 for a value that Lightning refuses."""
+    devices = str(trainer.devices)
+    if devices in ("auto", "-1"):
+        here = 1 if trainer.accelerator == "cpu" else torch.cuda.device_count()
+    elif "," in devices or "[" in devices:
+        here = len([part for part in devices.strip("[]").split(",") if part.strip()])
+    else:
+        here = int(devices) if devices.isdecimal() else 1
+    return max(here, 1) * int(trainer.num_nodes or 1)
+
+
+def divide_step(config: Namespace, devices: int) -> None:
+    """Replace `rows_per_device` by `data.batch_size` and `trainer.accumulate_grad_batches` for these devices.
+
+    `trainer.val_check_interval` counts steps before and micro-batches after it. Rows that the devices cannot share
+    equally are left to the check of the data.
+
+    Raises:
+        UserError: It is below 1, the data has no `batch_size`, or gradients are accumulated already.
+    """
+    if (limit := config.rows_per_device) is None:
+        return
+    data, trainer = config.data.get("init_args", Namespace()), config.trainer
+    rows = data.get("batch_size")
+    if limit < 1 or rows is None:
+        raise UserError(f"rows_per_device: {limit} must be 1 or more, or null, for data with a batch_size")
+    if (trainer.accumulate_grad_batches or 1) > 1:
+        raise UserError(
+            f"rows_per_device: {limit} chooses the number of micro-batches, and trainer.accumulate_grad_batches is "
+            f"{trainer.accumulate_grad_batches}; set one of them to null"
+        )
+    config.rows_per_device = None
+    groups = max(devices // config.context_parallel, 1)
+    share, rest = divmod(rows, groups)
+    if rest or not share:
+        return
+    parts = next(number for number in range(1, share + 1) if share % number == 0 and share // number <= limit)
+    data.batch_size, trainer.accumulate_grad_batches = rows // parts, parts
+    if isinstance(trainer.val_check_interval, int):
+        trainer.val_check_interval *= parts
+
+
+def tokens_per_step(config: Namespace) -> int | None:
+    """Return the tokens of an optimiser step; None if the data has no rows of a fixed length."""
+    data = config.data.get("init_args", Namespace())
+    rows, length = data.get("batch_size"), data.get("sequence_length")
+    return None if rows is None or length is None else rows * length * (config.trainer.accumulate_grad_batches or 1)
