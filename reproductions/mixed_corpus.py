@@ -245,14 +245,16 @@ def unpack(packages: Iterable[str], folder: Path) -> dict[str, str]:
             subprocess.run(["dpkg-deb", "-x", file, folder / file.name.partition("_")[0]], check=True)
             version = subprocess.check_output(["dpkg-deb", "-f", file, "Version"], text=True)
             (folder / f"{file.name.partition('_')[0]}.version").write_text(version.strip())
-    return {name: (folder / f"{name}.version").read_text() for name in packages}
+    return {name: (folder / f"{name}.version").read_text().strip() for name in packages}
 
 
 def licences(folder: Path) -> str:
     """The licences that a package names."""
     files = [file for file in folder.glob("usr/share/doc/*/copyright") if file.is_file()]
     text = "\n".join(file.read_text(errors="replace") for file in files)
-    named = re.findall(r"^License:[ \t]*(\S.*)$", text, re.MULTILINE)
+    named = re.findall(
+        r"^License:[ \t]*(\w[\w.+-]*(?:,? (?:or|and|with) \w[\w.+-]*)*)[ \t]*$", text, re.MULTILINE | re.IGNORECASE
+    )
     named = named or re.findall(r"/common-licenses/([\w.-]*\w)", text) or ["see its copyright file"]
     return "; ".join(sorted(set(map(str.strip, named))))
 
