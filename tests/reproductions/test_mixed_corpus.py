@@ -1,13 +1,12 @@
 """`reproductions/mixed_corpus.py`: pages become text, and repetitions are left out."""
 
 import gzip
-import tomllib
 from pathlib import Path
 
 import pytest
 
 from reproductions import mixed_corpus
-from reproductions.mixed_corpus import RECIPE, Document, distinct, fits, package_documents, split_of
+from reproductions.mixed_corpus import Document, distinct, fits, package_documents, split_of
 
 SENTENCES = [
     f"This is sentence {i} of a page that is not like the others, and it can be read by you.\n" for i in range(40)
@@ -55,9 +54,3 @@ def test_a_document_belongs_to_one_split():
     assert splits == [split_of(f"document {i}") for i in range(3000)]
     assert splits.count("validation") == pytest.approx(30, abs=15)
     assert splits.count("test") == pytest.approx(30, abs=15)
-
-
-def test_the_recipe_names_each_package_once():
-    recipe = tomllib.loads(RECIPE.read_text())
-    names = [*recipe["prose"].split(), *recipe["code"].split()]
-    assert len(names) == len({*names})
