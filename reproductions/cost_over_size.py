@@ -1,4 +1,4 @@
-"""Training speed over the size of models and steps, eager and captured, for docs/cost_over_size.md.
+"""Training speed over the size of models and steps, eager and captured, for docs/captured_steps.md.
 
     python reproductions/cost_over_size.py
     python reproductions/cost_over_size.py --models=[gla,h2] --sizes=[20M,60M] --tokens=[8192] --seconds=100

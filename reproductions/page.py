@@ -21,7 +21,7 @@ from zoo.config.signatures import Parameter
 from zoo.files.safe_yaml import read_yaml
 
 FOLDER = Path(__file__).parent
-Status = Literal["contradicted", "partly", "reproduced", "not run"]
+Status = Literal["contradicted", "open", "partly", "reproduced", "not run"]
 DOCS = FOLDER.parent / "docs"
 
 TOP = """\
@@ -29,11 +29,12 @@ TOP = """\
 
 <!-- Written by `python reproductions/page.py` from the files in `reproductions/`. Edit those, not this page. -->
 
-Tables and figures of five papers. This page begins with those that contradict our measurements, or whose effect is
-smaller than the differences between our seeds, and continues with those that are reproduced. Others are [reproduced in
+Tables and figures of five papers: first those that contradict our measurements, that these leave open, or whose effect
+is smaller than the differences between our seeds, then those that are reproduced. Others are [reproduced in
 part](reproductions_partly.md) or [were not run](reproductions_not_run.md). A status is about the claim, and rests on a
-measurement or a test in this repository, mostly of models far smaller than the paper's. The link behind each claim
-leads to its file, with the commands for the paper's size.
+measurement or a test in this repository, mostly of models far smaller than the paper's. *Open* means that our runs do
+not decide it by the [protocol](protocol.md), whichever way they point. The link behind each claim leads to its file,
+with the commands for the paper's size.
 
 Four choices here differ from the papers, or fill in what they leave out:
 
@@ -187,6 +188,8 @@ class Ours:
         sources: Files of this repository that hold the numbers, or tests that hold the result.
         spread_hides_effect: Whether the seeds differ by more than what they are to show.
         measured: The numbers, as a file has them; null where `result` or a test has them.
+        tokens_per_parameter: Of the training; null where nothing was trained, or not on text.
+        short_of_protocol: What docs/protocol.md requires and the measurement lacks; null: nothing.
     """
 
     result: str
@@ -198,6 +201,8 @@ class Ours:
     sources: list[str]
     spread_hides_effect: bool = False
     measured: Measured | None = None
+    tokens_per_parameter: float | None = None
+    short_of_protocol: str | None = None
 
 
 @dataclass(frozen=True)
@@ -242,13 +247,17 @@ class Row:
 
         if self.ours is not None:
             _check(self.ours)
+            short = self.ours.short_of_protocol
+            if self.status == "contradicted" and short is not None:
+                raise UserError(
+                    f"status: 'contradicted' needs a measurement by the protocol, not {short!r}; write 'open'"
+                )
 
     @property
     def warns(self) -> bool:
-        """Return whether readers have to be warned: it contradicts its paper, or the spread over seeds hides the
-        effect.
-        """
-        return self.status == "contradicted" or (self.ours is not None and self.ours.spread_hides_effect)
+        """Return whether readers have to be warned: a claim is contradicted or open, or the spread hides the effect."""
+        hidden = self.ours is not None and self.ours.spread_hides_effect
+        return self.status in ("contradicted", "open") or hidden
 
 
 def _check(ours: Ours) -> None:
@@ -337,7 +346,7 @@ def pages(papers: Sequence[Paper]) -> dict[str, str]:
 
 
 def _rank(row: Row) -> tuple[bool, int]:
-    return not row.warns, ("contradicted", "reproduced", "partly").index(row.status)
+    return not row.warns, ("contradicted", "open", "reproduced", "partly").index(row.status)
 
 
 def _counts(papers: Sequence[Paper]) -> Iterator[str]:
@@ -360,15 +369,18 @@ def _measured(paper: Paper, item: str, row: Row, tables: dict[str, str]) -> Iter
     """Yield a row that we measured, as a section; `tables` has the first item of each table."""
     ours = row.ours
     assert ours is not None  # by the choice of rows
+    at = "" if ours.tokens_per_parameter is None else f" at {ours.tokens_per_parameter:g} tokens a parameter"
     hidden = ", hidden by the spread over seeds" if ours.spread_hides_effect else ""
     seeds = "nothing random" if ours.seeds is None else f"{ours.seeds} seed{'' if ours.seeds == 1 else 's'}"
     sources = ", ".join(f"[`{source}`]({_from_docs(source)})" for source in ours.sources)
     name = paper.listing.title.partition(":")[0]
-    yield from (f"## {item} of {name}: {row.status}{hidden}", "")
+    yield from (f"## {item} of {name}: {row.status}{at}{hidden}", "")
     yield from (f"{row.claim} ({_linked(paper, item, 'row')})", "")
     if row.printed:
         yield from (f"**Paper.** {_numbers(row)}.", "")
     yield from (f"**Ours** ({ours.date}, {ours.machine}, {seeds}, {ours.size}). {ours.result} From {sources}.", "")
+    if ours.short_of_protocol is not None:
+        yield from (f"**Short of the [protocol](protocol.md)**: {ours.short_of_protocol}.", "")
     if ours.measured is not None:
         table = "\n".join(ours.measured.table(FOLDER.parent))
         first = tables.setdefault(table, item)

@@ -72,12 +72,13 @@ def test_every_row_is_on_one_page_with_a_link_to_its_file(papers: list[Paper]):
 
 
 def test_what_warns_a_reader_comes_first(papers: list[Paper]):
-    heading = re.compile(r"^## .* of .*: (contradicted|partly|reproduced)(.*)$", re.MULTILINE)
+    heading = re.compile(r"^## .* of .*: (contradicted|open|partly|reproduced)(.*)$", re.MULTILINE)
     first, second, _ = (heading.findall(text) for text in pages(papers).values())
-    warnings = [status == "contradicted" or "hidden by the spread" in rest for status, rest in first]
+    warnings = [status in ("contradicted", "open") or "hidden by the spread" in rest for status, rest in first]
     assert any(warnings)
     assert warnings == sorted(warnings, reverse=True)
-    assert {*second} == {("partly", "")}
+    assert {status for status, _ in second} == {"partly"}
+    assert not any("hidden" in rest for _, rest in second)
     assert len(first) + len(second) == sum(row.ours is not None for paper in papers for row in paper.rows.values())
 
 
@@ -88,7 +89,12 @@ def test_what_warns_a_reader_comes_first(papers: list[Paper]):
         (
             "status: partly",
             "status: refuted",
-            "status: 'refuted' is not one of contradicted, partly, reproduced,",
+            "status: 'refuted' is not one of contradicted, open, partly, reproduced,",
+        ),
+        (
+            "status: partly",
+            "status: contradicted",
+            "status: 'contradicted' needs a measurement by the protocol, not 'three",
         ),
         (
             "status: partly",

@@ -1,0 +1,174 @@
+"""Train the runs of sweeps, several at a time on each GPU, and add a row to a CSV for each run that completes.
+
+    PYTHONPATH=. python reproductions/sweep_rows.py sweep/expansion_recall.yaml --jobs=24 --minutes=7
+
+The order is that of the sweeps, all cells of a seed before the next seed, so that a table that ends early has complete
+cells. Runs with a row in the table are skipped. Only the table needs to travel between machines that are available for
+minutes, whereas `cli.py sweep` recognises complete runs by their folders. Overrides `key=value` follow the names of
+sweeps and are applied to all runs. Ctrl-C stops the runs as it stops `fit`; the same command continues.
+"""
+
+import argparse
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from kernels import UserError
+from reproductions.write_csv import flat, read, write
+from zoo.config.overlays import is_override, load_items
+from zoo.experiments.commands import read_sweep
+from zoo.experiments.definition import Run, with_capacity
+from zoo.experiments.runner import COMMAND, Runner, result
+from zoo.train.metrics_file import read_metrics
+from zoo.train.signals import PARENT, sigterm_raises
+
+CURVES = {
+    "step": "val_steps",
+    "val_loss": "val_losses",
+    "val_accuracy": "val_accuracies",
+}  # at each validation, which show whether a run has converged
+KEY = ("sweep", "name", "overrides")
+NUMBERS = (
+    *("steps", "tokens_seen", "parameters", "state_size", "val_loss", "val_loss_by_task", "val_accuracy"),
+    *("val_accuracy_by_task", "pairs_at_50", "pairs_at_90", "wall_seconds", "precision", "torch", "device"),
+    *("data_hash", "commit"),
+)
+
+
+class Rows:
+    """Trains runs, each into a row of a table.
+
+    Args:
+        table: The CSV.
+        sweep: Name of the sweep.
+        overrides: The overrides of all runs, for the table.
+        runner: Starts the runs.
+        commit: The commit for the table where the code is not in a checkout.
+    """
+
+    lock = threading.Lock()  # of the table, which several sweeps may share
+
+    def __init__(self, table: Path, sweep: str, overrides: Sequence[str], runner: Runner, commit: str | None):
+        self.table, self.sweep, self.overrides = table, sweep, " ".join(overrides)
+        self.runner, self.commit = runner, commit
+
+    def key(self, run: Run) -> tuple[str, str, str]:
+        """What tells the row of a run from all others."""
+        return self.sweep, run.name, self.overrides
+
+    def train(self, run: Run, gpu: str | None, threads: int, running: "list[subprocess.Popen[bytes]]") -> str:
+        """Train a run to its end, in a process that is in the list `running` meanwhile; return a line about it."""
+        folder = self.runner.folder / run.name
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
+        if result(folder) is None:
+            with folder.with_name(f"{run.name}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    self.runner.prepare(run),
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=environment,
+                    start_new_session=True,  # so that Ctrl-C reaches it once, through this process
+                )
+                running.append(process)
+                code = process.wait()
+                running.remove(process)
+            if result(folder) is None:
+                return f"{run.name} ended without a result (exit code {code}), see {log.name}"
+        row = self.row(run, folder)
+        with self.lock:
+            write([*read(self.table), row], self.table)
+        return f"{run.name}: loss {row['val_loss']}, accuracy {row.get('val_accuracy')}, {row['wall_seconds']} s"
+
+    def row(self, run: Run, folder: Path) -> dict[str, Any]:
+        """The row of a complete run."""
+        complete = result(folder)
+        assert complete is not None
+        numbers = with_capacity(complete)
+        numbers |= {"commit": numbers.get("commit") or self.commit}
+        cell = {"cell": ", ".join(label for _, label in run.cell), "learning_rate": run.learning_rate, "seed": run.seed}
+        columns = {name: numbers[name] for name in NUMBERS if name in numbers}
+        validated = [metrics for metrics in read_metrics(folder / "metrics.jsonl") if "val_loss" in metrics]
+        curves = {column: [metrics.get(name) for metrics in validated] for name, column in CURVES.items()}
+        return dict(zip(KEY, self.key(run), strict=True)) | cell | dict(flat(columns | curves, ""))
+
+
+def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> list[tuple[Rows, Run]]:
+    """The runs that have no row yet, all cells of a seed before the next seed."""
+    done = {tuple(row[name] for name in KEY) for row in read(args.table)}
+    jobs = []
+    for name in sweeps:
+        rows = Rows(args.table, Path(name).stem, overrides, Runner(COMMAND, args.folder / Path(name).stem), args.commit)
+        runs = read_sweep(load_items([name])).runs(tuple(overrides))
+        rows.runner.folder.mkdir(parents=True, exist_ok=True)
+        with rows.runner.claimed(runs):  # complains about folders of other configs
+            jobs += [(rows, run) for run in runs if rows.key(run) not in done]
+    return sorted(jobs, key=lambda job: job[1].seed or 0)
+
+
+def work(jobs: Sequence[tuple[Rows, Run]], at_once: int, gpus: Sequence[str | None], minutes: float) -> int:
+    """Train runs, so many at a time, until none may start any more; return how many are left."""
+    slots: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for number in range(at_once):
+        slots.put(gpus[number % len(gpus)])
+    latest, threads, count = time.monotonic() + 60 * minutes, max((os.cpu_count() or 1) // at_once, 1), len(jobs)
+
+    running: list[subprocess.Popen[bytes]] = []
+
+    def one(job: tuple[Rows, Run]) -> bool:
+        if time.monotonic() > latest:
+            return False
+        gpu = slots.get()
+        try:
+            tqdm.write(f"{time.strftime('%H:%M:%S')} {job[0].train(job[1], gpu, threads, running)}")
+        finally:
+            slots.put(gpu)
+        return job[0].key(job[1]) in {tuple(row[name] for name in KEY) for row in read(job[0].table)}
+
+    pool = ThreadPoolExecutor(at_once)
+    try:
+        with sigterm_raises():
+            return count - sum(pool.map(one, jobs))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in [*running]:  # only after Ctrl-C or SIGTERM
+            process.send_signal(signal.SIGINT)
+        pool.shutdown()
+
+
+def main() -> None:
+    """Read the command line, and train."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="sweeps and overrides key=value")
+    parser.add_argument("--table", type=Path, default=Path("runs/sweep_rows.csv"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/sweep_rows"), help="of the runs")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on all GPUs together")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no run starts")
+    parser.add_argument("--commit", help="for the table, where the code is not in a git checkout")
+    args = parser.parse_intermixed_args()
+    sweeps, overrides = ([i for i in args.sweeps if is_override(i) == wanted] for wanted in (False, True))
+    try:
+        jobs = jobs_of(sweeps, overrides, args)
+    except UserError as error:
+        sys.exit(str(error))
+    number = jobs[0][0].runner.gpus if jobs else 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(number)))
+    tqdm.write(f"{len(jobs)} runs without a row in {args.table}, {args.jobs} at a time on {number} GPUs")
+    left = work(jobs, max(args.jobs, 1), visible.split(",")[:number] or [None], args.minutes)
+    tqdm.write(f"{left} runs left" + ("; the same command continues" if left else ""))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""`reproductions/sweep_rows.py`: a row for each run, in the order of the seeds, and nothing is trained twice."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from reproductions import sweep_rows
+from reproductions.write_csv import read
+
+SWEEP = """
+base: [recall/mqar.yaml, {trainer: {max_steps: 1, val_check_interval: 1}, data: {batch_size: 2, validation_samples: 4}}]
+axes: {heads: {one: null}}
+seeds: [1, 0]
+metric: val_accuracy
+"""
+
+
+@pytest.mark.slow
+def test_rows_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    sweep, table = tmp_path / "small.yaml", tmp_path / "rows.csv"
+    sweep.write_text(SWEEP)
+    arguments = ["sweep_rows.py", str(sweep), f"--table={table}", f"--folder={tmp_path / 'runs'}", "--commit=abc"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--minutes=0"])
+    sweep_rows.main()
+    assert "2 runs left; the same command continues" in capsys.readouterr().out
+    assert not table.exists()
+    monkeypatch.setattr(sys, "argv", arguments)
+    sweep_rows.main()
+    rows = read(table)
+    assert [row["seed"] for row in rows] == ["0", "1"]
+    assert all(row["steps"] == "1" and row["cell"] == "one" and row["val_accuracy"] for row in rows)
+    sweep_rows.main()
+    assert "0 runs without a row" in capsys.readouterr().out
+    assert read(table) == rows
+
+
+def test_an_unknown_sweep_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(sys, "argv", ["sweep_rows.py", "sweep/expansion_recal.yaml", f"--folder={tmp_path}"])
+    with pytest.raises(SystemExit, match=r"did you mean 'sweep/expansion_recall.yaml'\?"):
+        sweep_rows.main()
