@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple, NewType
 import pytest
 
 from kernels import UserError
-from zoo.config.imports import import_path
+from zoo.config.imports import import_module, import_path
 from zoo.config.merge import merged
 from zoo.config.resolve import built, resolved
 from zoo.config.serialise import to_dict
@@ -130,3 +130,17 @@ def test_another_class_takes_over_what_was_set_and_fits() -> None:
     assert attributes([*before, "data.scale=1.0", f"data={OTHER}"], Part) == (4, 2.0)  # 1.0 is the default of Part
     assert attributes([*before, "data.scale=5", {"data": {"class_path": OTHER}}], Part) == (4, 5.0)
     assert attributes([*before, f"data={OTHER}", "data.scale=5", "data.size=6"], Part) == (6, 5.0)
+
+
+def test_a_folder_without_init_may_be_installed_and_in_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkout that was installed in place, and has runs of its own, hides no module in `runs` of another folder."""
+    for place, module in (("checkout", "theirs"), ("here", "mine")):
+        folder = tmp_path / place / "shared_runs"
+        folder.mkdir(parents=True)
+        (folder / f"{module}.py").write_text(f"PLACE = {place!r}\n")
+    monkeypatch.syspath_prepend(tmp_path / "checkout")
+    monkeypatch.chdir(tmp_path / "here")
+    assert import_module("shared_runs.mine").PLACE == "here"
+    assert import_module("shared_runs.theirs").PLACE == "checkout"
