@@ -1,6 +1,7 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -115,6 +116,8 @@ class Pretraining(L.LightningModule):
         self.task_loss = TaskMeans(len(self.tasks) or 1)
         self.extra_sets = list(extra_sets)
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
+        self.label_bytes = TaskMeans(len(self.tasks) or 1, torch.int64)
+        self.extra_bytes = TaskMeans(len(self.extra_sets) or 1, torch.int64)
         self.context_parallel = context_parallel
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
@@ -126,6 +129,7 @@ class Pretraining(L.LightningModule):
         self._metrics_are_read = True  # whether a callback may read metrics in each step, in any process
         self._unlabelled = False  # whether a batch had no labels; the first is reported
         self._copies: CopyStream | None = None  # of batches to the device
+        self._token_bytes: Tensor | None = None  # of text that each token stands for; no buffer, which DDP would send
 
     def setup(self, stage: str) -> None:
         """Prepare the model before a strategy shards or copies it.
@@ -141,6 +145,7 @@ class Pretraining(L.LightningModule):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
+            self._token_bytes = self._bytes_of_tokens()
             if stage == "fit":
                 check_same(self.trainer, self.tokenizer, self.config)
         if self.context_parallel > 1 and self.sharing is None:
@@ -152,6 +157,14 @@ class Pretraining(L.LightningModule):
                 load_weights(self.model, self.optim.initial_weights)
         if stage == "fit" and self.optim.train_only is not None:
             freeze_others(self.model, self.optim.train_only)
+
+    def _bytes_of_tokens(self) -> Tensor | None:
+        """The bytes of each token of the model's vocabulary; None if labels are not tokens of such a tokenizer."""
+        measure = getattr(self.tokenizer, "token_bytes", None)
+        if measure is None or isinstance(getattr(self.model, "head", None), Classifier) or (sizes := measure()) is None:
+            return None
+        unused = max(getattr(self.model, "vocab_size", None) or 0, len(sizes)) - len(sizes)
+        return nn.functional.pad(torch.from_numpy(sizes), (0, unused))
 
     def teardown(self, stage: str) -> None:
         """Let other processes receive what this one has sent."""
@@ -318,8 +331,11 @@ class Pretraining(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Discard what an interrupted evaluation may have left."""
-        for metric in (self.context_loss, self.accuracy, self.task_loss, self.extra_loss):
+        by_task = (self.accuracy, self.task_loss, self.extra_loss, self.label_bytes, self.extra_bytes)
+        for metric in (self.context_loss, *by_task):
             metric.reset()
+        if self._token_bytes is not None:
+            self._token_bytes = self._token_bytes.to(self.device)
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -339,9 +355,14 @@ class Pretraining(L.LightningModule):
             losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, part)
         else:
             losses, correct = self.captured_scores(batch.tokens, labels, cu_seqlens=batch.cu_seqlens)
+        sizes = None if self._token_bytes is None else self._token_bytes[labels.clamp(min=0)]
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
+            if sizes is not None:
+                self.extra_bytes.update(sizes, labels, number)
             return
+        if sizes is not None:
+            self.label_bytes.update(sizes, labels, task)
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
         bounds = batch.cu_seqlens
@@ -356,10 +377,13 @@ class Pretraining(L.LightningModule):
         (mean_loss, by_position), (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
         _, loss_by_task = self.task_loss.compute()
         extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
+        bits = {} if self._token_bytes is None else self._bits_per_byte(mean_loss, loss_by_task, extra_losses)
         self.on_validation_epoch_start()
         self.loss_by_position = by_position.tolist()
         self.log(f"{prefix}_loss", mean_loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", mean_loss.exp())
+        for name, value in bits.items():
+            self.log(f"{prefix}_{name}", value)
         for number, loss in enumerate(by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
         shown = bool(self.tasks) or isinstance(getattr(self.model, "head", None), Classifier)
@@ -372,6 +396,18 @@ class Pretraining(L.LightningModule):
             for name, loss in zip(self.extra_sets, extra_losses.view(-1), strict=True):
                 self.log(f"{prefix}_loss_{name}", loss)
         self.log("tokens", self.tokens_seen)
+
+    def _bits_per_byte(self, loss: Tensor, by_task: Tensor, extra: Tensor | None) -> dict[str, Tensor]:
+        """Losses in bits per byte of the text that the labels stand for: all together, by task, and of the extra sets.
+
+        Ends of documents have a loss, and no bytes, so the sum is the cost of the documents with any tokenizer.
+        """
+        mean_bytes, task_bytes = self.label_bytes.compute()
+        parts = [*zip(self.tasks, by_task.view(-1), task_bytes.view(-1), strict=False)]
+        if extra is not None:
+            parts += zip(self.extra_sets, extra.view(-1), self.extra_bytes.compute()[1].view(-1), strict=True)
+        bits = {f"bits_per_byte_{name}": value / (size * math.log(2)) for name, value, size in parts}
+        return {"bits_per_byte": loss / (mean_bytes * math.log(2)), **bits}
 
     def configure_optimizers(self) -> dict[str, Any]:
         """The optimiser, and its learning-rate schedule, stepped with it.
