@@ -23,7 +23,7 @@ Train and compare language models of pluggable token mixers.
   fit        train:     python cli.py fit --config gdn_h2.yaml
              continue:  python cli.py fit --resume runs/NAME
   validate   the loss of a checkpoint on its validation data: --checkpoint runs/NAME
-  test       the same, reported as test loss
+  test       the loss on its test data; text has some if data.test_fraction is set
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
   evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey

@@ -376,7 +376,9 @@ class Pretraining(L.LightningModule):
         """Log the loss, its perplexity, the loss by position, and loss and accuracy by task."""
         (mean_loss, by_position), (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
         _, loss_by_task = self.task_loss.compute()
-        extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
+        loaders = self.trainer.num_test_batches if prefix == "test" else self.trainer.num_val_batches
+        with_extra = self.extra_sets and len(loaders) > (len(self.tasks) or 1)  # a test may be without them
+        extra_losses = self.extra_loss.compute()[1] if with_extra else None
         bits = {} if self._token_bytes is None else self._bits_per_byte(mean_loss, loss_by_task, extra_losses)
         self.on_validation_epoch_start()
         self.loss_by_position = by_position.tolist()
