@@ -1,5 +1,6 @@
 """The test split: documents of their own, which neither training nor validation nor a trained tokenizer sees."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,5 +99,7 @@ def test_the_verb_measures_it(command: Command, desk: Path, finished: Path):
     assert command(*FIT, *sizes, "--trainer.max_steps=1", "--run=split").code == 0
     done = command("test", "--checkpoint=runs/split")
     assert done.code == 0, done.err
-    assert "test, last part of the context" in done.out
+    assert re.search(r"│ test, last part of the context +│ +\d\.\d{3} │", done.out)
+    assert (whole := re.search(r"tested on all (\d+) batches", done.out)), "whatever the limit in training was"
+    assert int(whole[1]) > 2
     assert "plays" not in done.out, "a validation set is not test data"
