@@ -21,6 +21,7 @@ from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.arguments import errors_about
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.checkpoints.signature import sign
+from zoo.checkpoints.sources import Source, sources
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
@@ -106,6 +107,7 @@ class Pretraining(L.LightningModule):
         self.context_length = context_length
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
         self.resumed_at = 0  # steps of the checkpoint that the run is resumed from
+        self.sources: dict[str, Source] = {}  # files of the classes in the config that are not this project's
         self.changes: list[Change] = []  # of the config, since that checkpoint
         # highest rate and weight decay of each of the optimiser's groups, as the config has them
         self._built_groups: list[tuple[Any, float | None]] = []
@@ -148,6 +150,7 @@ class Pretraining(L.LightningModule):
             self._token_bytes = self._bytes_of_tokens()
             if stage == "fit":
                 check_same(self.trainer, self.tokenizer, self.config)
+                self.sources = sources(self.config)
         if self.context_parallel > 1 and self.sharing is None:
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
@@ -466,6 +469,8 @@ class Pretraining(L.LightningModule):
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_json(),
             "tokens_seen": self._tokens_before_step if in_step else self.tokens_seen,
         }
+        if self.sources:
+            checkpoint[KEY]["sources"] = {path: source.hash for path, source in self.sources.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that this project did not write, and restore the token count."""
