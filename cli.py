@@ -97,13 +97,12 @@ def run(arguments: list[str]) -> int:
     # what only one verb needs is imported where it is used: most of it imports Lightning, which takes seconds
     import zoo
     from zoo.config import KEYS, add_run_keys, check_model_keys
-    from zoo.config.command_line import PRINT_CONFIG, Keys, arguments_of
+    from zoo.config.command_line import Keys, arguments_of, printing
 
     of_runs = Keys(KEYS, add_run_keys)
     if verb in ("fit", "validate", "test", "predict"):
         # without Lightning: help, and most mistakes
-        arguments = [each for each in rest if each != PRINT_CONFIG]
-        items, options = arguments_of(getattr(zoo, verb), arguments, verb, of_runs)
+        items, options = arguments_of(getattr(zoo, verb), printing(rest)[0], verb, of_runs)
         if not {"resume", "checkpoint"} & {key for key, value in options.items() if value is not None}:
             check_model_keys(items)
         from zoo.runs.command_line import ZooCLI

@@ -159,7 +159,7 @@ class TokenMixer(KeepsFp32):
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 
-        What is typed `History` or `Position` does not count. Without a length, the bound; `math.inf` if there is none.
+        Integers, and what is typed `History` or `Position`, do not count. Without a length, the bound; `math.inf` if there is none.
         By default, the size of `init_state`, if it is constant.
         """
         if not self.constant_state:
@@ -229,7 +229,7 @@ class LinearState(NamedTuple):
     matrix: Tensor  # [N,H·S,K',V], at least fp32
     histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
     position: Position  # tokens seen [N], int64; empty where no feature map asks
-    carried: Carried = ()  # what `carry` needs of earlier tokens [N,…], at least fp32
+    carried: Carried = ()  # what `carry` needs of earlier tokens [N,…], at least fp32, or integers
 
 
 class LinearMixer(TokenMixer):
@@ -493,7 +493,7 @@ class LinearMixer(TokenMixer):
 
     def state_size(self, length: int | None = None) -> int:
         carried = self.init_carried(1, "meta", torch.float32)
-        return math.prod(self.matrix_shape) + sum(x.numel() for x in carried)
+        return math.prod(self.matrix_shape) + sum(x.numel() for _, x in remembered(carried))
 
     def flops(self, length: int) -> int:
         _, key_size, value_size = self.matrix_shape

@@ -34,6 +34,9 @@ PRINTING = ("-h", "--help", PRINT_CONFIG)  # options that print something and ex
 LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
 
 
+SKIP_DEFAULT = "skip_default"  # value of this option that leaves out what is the default anyway
+
+
 class Keys(NamedTuple):
     """The config keys that a verb accepts.
 
@@ -113,6 +116,15 @@ def arguments_of(
     texts = [name for name, parameter in parameters.items() if parameter.annotation is str]
     values = _as_overrides(options, lists, texts)
     return items, built_arguments(function, resolved(merged(values), option_keys))
+
+
+def printing(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without `--print_config`, and the value of that option: None if it is missing."""
+    given = [each for each in arguments if each.partition("=")[0] == PRINT_CONFIG]
+    value = given[-1].partition("=")[2] if given else None
+    if value not in (None, "", SKIP_DEFAULT):
+        raise UserError(f"print_config: {value!r} must be {SKIP_DEFAULT}, or left out")
+    return [each for each in arguments if each not in given], value
 
 
 def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:
