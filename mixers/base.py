@@ -159,8 +159,8 @@ class TokenMixer(KeepsFp32):
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 
-        Integers, and what is typed `History` or `Position`, do not count. Without a length, the bound; `math.inf` if there is none.
-        By default, the size of `init_state`, if it is constant.
+        Integers, and what is typed `History` or `Position`, do not count. Without a length, the bound; `math.inf` if
+        there is none. By default, the size of `init_state`, if it is constant.
         """
         if not self.constant_state:
             raise self._lacks("state_size", "of a state that grows it cannot be derived")
