@@ -162,6 +162,9 @@ def _versions() -> str:
     """The versions of this project and of the packages that its numbers depend on most, without importing them."""
     version = re.search(r'^__version__ = "(.*)"', (Path(__file__).parent / "zoo/__init__.py").read_text(), re.MULTILINE)
     lines = [f"token-mixer-zoo {version[1] if version else 'unknown'} ({Path(__file__).parent})"]
+    here = Path.cwd()
+    if here != Path(__file__).resolve().parent and (here / "cli.py").is_file() and (here / "zoo/__init__.py").is_file():
+        lines.append(f"warning: the working folder, {here}, is another checkout, whose code is not used")
     for package in ("torch", "triton"):
         try:
             lines.append(f"{package} {metadata.version(package)}")

@@ -124,6 +124,14 @@ class TokenMixer(KeepsFp32):
     needs: ClassVar[tuple[str, ...]] = ()  # streams without which a model is refused
     site: Site  # set by the model, unless the mixer does
 
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Refuse sizes in place of a site, as layers of other libraries take them."""
+        if "hidden_size" in named or isinstance(next(iter(arguments), None), int):
+            raise kernels.UserError(
+                f"site: {cls.__name__} takes its sizes in a mixers.Site: mixers.{cls.__name__}(mixers.Site(hidden_size=64, num_heads=2))"
+            )
+        return super().__new__(cls)
+
     def forward(
         self,
         x: Tensor,

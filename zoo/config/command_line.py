@@ -106,6 +106,8 @@ def arguments_of(
         raise UserError(_without_key(plain[0], parameters, keys))
     if {"-h", "--help"} & {*options} or any(item.partition("=")[0].endswith(".help") for item in items):
         _print_help(_help_parser(function, verb, positional, keys), verb, topic, keys, items)
+    if len(paths := [item.partition("=")[2] for item in items if item.startswith("--data.path=")]) > 1:
+        raise UserError(f"data.path: is given twice; several paths are a list, --data.path=[{','.join(paths)}]")
     option_keys = {name: each for name, each in signatures.parameters(function).items() if name in parameters}
     _check_names(items, option_keys, keys)
     if PRINT_CONFIG in options:
