@@ -29,6 +29,7 @@ from .shift import check_sequences
 from .state import History, Position, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
+SITE = "mixers.Site(hidden_size=512, num_heads=8)"  # in messages
 Carried = tuple[Tensor, ...]  # what tokens leave for later ones besides the matrix of a LinearMixer [N,…]
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
@@ -82,8 +83,7 @@ def checked_site(site: object, mixer: type) -> Site:
         UserError: It is something else.
     """
     if not isinstance(site, Site):
-        example = "mixers.Site(hidden_size=512, num_heads=8)"
-        raise kernels.UserError(f"site: {mixer.__name__} takes a mixers.Site, such as {example}, not {site!r}")
+        raise kernels.UserError(f"site: {mixer.__name__} takes a mixers.Site, such as {SITE}, not {site!r}")
     return site
 
 
@@ -126,10 +126,8 @@ class TokenMixer(KeepsFp32):
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
         """Refuse sizes in place of a site, as layers of other libraries take them."""
-        if "hidden_size" in named or isinstance(next(iter(arguments), None), int):
-            raise kernels.UserError(
-                f"site: {cls.__name__} takes its sizes in a mixers.Site: mixers.{cls.__name__}(mixers.Site(hidden_size=64, num_heads=2))"
-            )
+        if "hidden_size" in named or (len(arguments) > 1 and isinstance(arguments[0], int)):
+            raise kernels.UserError(f"site: {cls.__name__} takes a mixers.Site, such as {SITE}, not its sizes")
         return super().__new__(cls)
 
     def forward(

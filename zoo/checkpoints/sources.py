@@ -54,7 +54,7 @@ def class_paths(config: Any) -> Iterator[str]:
 
 def sources(config: Any) -> dict[str, Source]:
     """The files of the imported classes in a config that belong neither to this project nor to installed packages."""
-    found = {}
+    foreign = {}
     for path in class_paths(config):
         module, _, name = path.rpartition(".")
         cls = getattr(sys.modules.get(module), name, None)
@@ -63,7 +63,7 @@ def sources(config: Any) -> dict[str, Source]:
         try:
             file = Path(inspect.getsourcefile(cls) or "")
             if not any(file.is_relative_to(folder) for folder in INSTALLED):
-                found[path] = Source(file, cls.__module__, file.read_bytes())
+                foreign[path] = Source(file, cls.__module__, file.read_bytes())
         except (TypeError, OSError):  # of a notebook, or gone
             continue
-    return found
+    return foreign

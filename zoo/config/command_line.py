@@ -122,11 +122,11 @@ def arguments_of(
 
 def printing(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """The arguments without `--print_config`, and the value of that option: None if it is missing."""
-    given = [each for each in arguments if each.partition("=")[0] == PRINT_CONFIG]
-    value = given[-1].partition("=")[2] if given else None
+    options = [each for each in arguments if each.partition("=")[0] == PRINT_CONFIG]
+    value = options[-1].partition("=")[2] if options else None
     if value not in (None, "", SKIP_DEFAULT):
         raise UserError(f"print_config: {value!r} must be {SKIP_DEFAULT}, or left out")
-    return [each for each in arguments if each not in given], value
+    return [each for each in arguments if each not in options], value
 
 
 def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:

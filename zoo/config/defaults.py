@@ -25,9 +25,9 @@ def _different(value: Any, default: Any) -> Any:
         defaults = plain(Resolver({}).defaults(import_object(path)), "")
         init_args = _different(value.get("init_args", {}), defaults)
         return {key: part for key, part in {**value, "init_args": init_args}.items() if part}
-    known = default if isinstance(default, Mapping) else {}
+    defaults = default if isinstance(default, Mapping) else {}
     return {
-        key: _different(part, known.get(key))
+        key: _different(part, defaults.get(key))
         for key, part in value.items()
-        if key == "data" or part != known.get(key, _ABSENT)
+        if key == "data" or part != defaults.get(key, _ABSENT)
     }

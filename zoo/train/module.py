@@ -131,7 +131,7 @@ class Pretraining(L.LightningModule):
         self._metrics_are_read = True  # whether a callback may read metrics in each step, in any process
         self._unlabelled = False  # whether a batch had no labels; the first is reported
         self._copies: CopyStream | None = None  # of batches to the device
-        self._token_bytes: Tensor | None = None  # of text that each token stands for; no buffer, which DDP would send
+        self._token_bytes: Tensor | None = None  # of the text of each token; not a buffer, which DDP would send
 
     def setup(self, stage: str) -> None:
         """Prepare the model before a strategy shards or copies it.

@@ -1,4 +1,4 @@
-"""The UTF-8 bytes that each token stands for, by which losses of different tokenizers can be compared."""
+"""The UTF-8 bytes of each token, by which losses of different tokenizers can be compared."""
 
 import json
 import re

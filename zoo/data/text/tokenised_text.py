@@ -53,7 +53,7 @@ class TokenisedText(ResumableData):
             `sequence_length` are left out with a warning.
         validation_fraction: Expected fraction of the documents (of each source) kept for validation, between 0 and 1.
         test_fraction: Expected fraction of the documents kept for the verb `test`, which neither training (also of a
-            tokenizer) nor validation sees; those for validation are the same. Null: there is no test split.
+            tokenizer) nor validation sees; those for validation are the same. Null: none are kept.
         validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
             loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the split.
         num_workers: Worker processes per device that prefetch batches; 0: none.
@@ -164,7 +164,7 @@ class TokenisedText(ResumableData):
         """Batches of this rank, each sample once: those of the test split of each corpus.
 
         Raises:
-            UserError: There is no test split.
+            UserError: `test_fraction` is null.
         """
         if self.test_fraction is None:
             raise UserError(

@@ -148,7 +148,7 @@ class Tokenizer:
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
     def token_bytes(self) -> np.ndarray | None:
-        """The UTF-8 bytes that each token stands for, int64 `[vocab_size]`; special tokens stand for none.
+        """The UTF-8 bytes of each token's text, int64 `[vocab_size]`; special tokens have none.
 
         None if the bytes of a text's tokens are not those of the text.
         """
