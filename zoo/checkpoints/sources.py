@@ -21,7 +21,6 @@ class Source:
     """The file of a class, as it was when it was read."""
 
     file: Path
-    module: str
     content: bytes
 
     @property
@@ -30,7 +29,7 @@ class Source:
 
     def copy_name(self, digest: str) -> str:
         """The name of a copy of the file with this hash."""
-        return f"{FOLDER}/{self.module}-{digest[:12]}.py"
+        return f"{FOLDER}/{self.file.stem}-{digest[:12]}.py"
 
     def copy_to(self, folder: Path) -> None:
         """Write a copy to the folder of a run; copies of other versions stay."""
@@ -63,7 +62,7 @@ def sources(config: Any) -> dict[str, Source]:
         try:
             file = Path(inspect.getsourcefile(cls) or "")
             if not any(file.is_relative_to(folder) for folder in INSTALLED):
-                foreign[path] = Source(file, cls.__module__, file.read_bytes())
+                foreign[path] = Source(file, file.read_bytes())
         except (TypeError, OSError):  # of a notebook, or gone
             continue
     return foreign

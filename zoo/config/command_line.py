@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from zoo.config.resolve import built_arguments, resolved
 from zoo.config.serialise import to_dict
 from zoo.config.suggest import is_certain
 from zoo.files.safe_yaml import dump_yaml
+from zoo.train.signals import PARENT
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
@@ -106,7 +108,8 @@ def arguments_of(
         raise UserError(_without_key(plain[0], parameters, keys))
     if {"-h", "--help"} & {*options} or any(item.partition("=")[0].endswith(".help") for item in items):
         _print_help(_help_parser(function, verb, positional, keys), verb, topic, keys, items)
-    if len(paths := [item.partition("=")[2] for item in items if item.startswith("--data.path=")]) > 1:
+    paths = [item.partition("=")[2] for item in items if item.startswith("--data.path=")]
+    if len(paths) > 1 and not os.environ.get(PARENT):  # a sweep may override the path of its base
         raise UserError(f"data.path: is given twice; several paths are a list, --data.path=[{','.join(paths)}]")
     option_keys = {name: each for name, each in signatures.parameters(function).items() if name in parameters}
     _check_names(items, option_keys, keys)

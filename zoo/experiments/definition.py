@@ -131,16 +131,9 @@ class Run(NamedTuple):
     def arguments(self) -> list[str]:
         """The run's config as command-line arguments."""
         arguments: list[str] = []
-        last_path = max((n for n, each in enumerate(self.sources) if _sets_path(each)), default=None)
-        for number, source in enumerate(self.sources):
-            if _sets_path(source) and number != last_path:  # the command line takes it once
-                continue
+        for source in self.sources:
             arguments += [f"--{source.lstrip('-')}"] if is_override(source) else ["--config", source]
         return arguments
-
-
-def _sets_path(source: str) -> bool:
-    return source.lstrip("-").startswith("data.path=")
 
 
 class Point(NamedTuple):

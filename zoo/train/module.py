@@ -118,8 +118,7 @@ class Pretraining(L.LightningModule):
         self.task_loss = TaskMeans(len(self.tasks) or 1)
         self.extra_sets = list(extra_sets)
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
-        self.label_bytes = TaskMeans(len(self.tasks) or 1, torch.int64)
-        self.extra_bytes = TaskMeans(len(self.extra_sets) or 1, torch.int64)
+        self.label_bytes = TaskMeans(1, torch.int64)  # bytes of the text that each label stands for
         self.context_parallel = context_parallel
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
@@ -334,8 +333,7 @@ class Pretraining(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Discard what an interrupted evaluation may have left."""
-        by_task = (self.accuracy, self.task_loss, self.extra_loss, self.label_bytes, self.extra_bytes)
-        for metric in (self.context_loss, *by_task):
+        for metric in (self.context_loss, self.accuracy, self.task_loss, self.extra_loss, self.label_bytes):
             metric.reset()
         if self._token_bytes is not None:
             self._token_bytes = self._token_bytes.to(self.device)
@@ -358,14 +356,11 @@ class Pretraining(L.LightningModule):
             losses, correct = label_scores(self.model, batch.tokens, labels, batch.cu_seqlens, part)
         else:
             losses, correct = self.captured_scores(batch.tokens, labels, cu_seqlens=batch.cu_seqlens)
-        sizes = None if self._token_bytes is None else self._token_bytes[labels.clamp(min=0)]
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
-            if sizes is not None:
-                self.extra_bytes.update(sizes, labels, number)
             return
-        if sizes is not None:
-            self.label_bytes.update(sizes, labels, task)
+        if self._token_bytes is not None:
+            self.label_bytes.update(self._token_bytes[labels.clamp(min=0)], labels)
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
         bounds = batch.cu_seqlens
@@ -382,13 +377,13 @@ class Pretraining(L.LightningModule):
         loaders = self.trainer.num_test_batches if prefix == "test" else self.trainer.num_val_batches
         with_extra = self.extra_sets and len(loaders) > (len(self.tasks) or 1)  # a test may be without them
         extra_losses = self.extra_loss.compute()[1] if with_extra else None
-        bits = {} if self._token_bytes is None else self._bits_per_byte(mean_loss, loss_by_task, extra_losses)
+        mean_bytes = None if self._token_bytes is None else self.label_bytes.compute()[0]
         self.on_validation_epoch_start()
         self.loss_by_position = by_position.tolist()
         self.log(f"{prefix}_loss", mean_loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", mean_loss.exp())
-        for name, value in bits.items():
-            self.log(f"{prefix}_{name}", value)
+        if mean_bytes is not None:  # ends of documents have a loss and no bytes: it is the cost of the documents
+            self.log(f"{prefix}_bits_per_byte", mean_loss / (mean_bytes * math.log(2)))
         for number, loss in enumerate(by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
         shown = bool(self.tasks) or isinstance(getattr(self.model, "head", None), Classifier)
@@ -401,18 +396,6 @@ class Pretraining(L.LightningModule):
             for name, loss in zip(self.extra_sets, extra_losses.view(-1), strict=True):
                 self.log(f"{prefix}_loss_{name}", loss)
         self.log("tokens", self.tokens_seen)
-
-    def _bits_per_byte(self, loss: Tensor, by_task: Tensor, extra: Tensor | None) -> dict[str, Tensor]:
-        """Losses in bits per byte of the text that the labels stand for: all together, by task, and of the extra sets.
-
-        Ends of documents have a loss, and no bytes, so the sum is the cost of the documents with any tokenizer.
-        """
-        mean_bytes, task_bytes = self.label_bytes.compute()
-        parts = [*zip(self.tasks, by_task.view(-1), task_bytes.view(-1), strict=False)]
-        if extra is not None:
-            parts += zip(self.extra_sets, extra.view(-1), self.extra_bytes.compute()[1].view(-1), strict=True)
-        bits = {f"bits_per_byte_{name}": value / (size * math.log(2)) for name, value, size in parts}
-        return {"bits_per_byte": loss / (mean_bytes * math.log(2)), **bits}
 
     def configure_optimizers(self) -> dict[str, Any]:
         """The optimiser, and its learning-rate schedule, stepped with it.

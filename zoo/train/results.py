@@ -16,8 +16,7 @@ BITS = "val_bits_per_byte"
 # Columns of a results row: numbers, or groups of numbers.
 COLUMNS = (
     *("steps", "tokens_seen", "parameters", "parameters_without_embeddings", "context_length", "state_size"),
-    *("forward_flops_per_token", "training_flops_per_token", "val_loss", "val_batches", "val_perplexity"),
-    *(BITS, "val_bits_per_byte_by_task"),
+    *("forward_flops_per_token", "training_flops_per_token", "val_loss", "val_batches", "val_perplexity", BITS),
     *("val_loss_by_position", "val_loss_by_task", "val_accuracy", "val_accuracy_by_task", "val_loss_same_batches"),
     *("val_loss_mixers_zeroed", "bigram_loss", "tokens_per_second", "tokens_per_second_by_clock", "wall_seconds"),
     *("learning_rate", "warmup_steps", "decay_starts", "tokens_per_step"),
@@ -86,8 +85,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
         remarks.append(f"{speed:,.0f} tokens/s by the clock, including validation and saving")
     caption = "\n".join(remarks) or None
     title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
-    bits = {"validation": row.get(BITS)}
-    bits |= {f"validation, {_spelt(name)}": each for name, each in (row.get(f"{BITS}_by_task") or {}).items()}
+    bits = row.get(BITS)
     table = _loss_table(title, bits, caption)
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]
     classified = len(by_position) == 1 and row.get("val_accuracy") is not None  # whole sequences, one label each
@@ -105,7 +103,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
         table.add_row("validation", "not finite")
     for name, value in lines.items():
         if value is not None:
-            table.add_row(name, f"{value:.3f}", *_cell(bits, name))
+            table.add_row(name, f"{value:.3f}", *([f"{bits:.3f}"] if bits and name == "validation" else []))
     by_task = row.get("val_accuracy_by_task")
     if by_task or classified:
         table.add_section()
@@ -125,12 +123,11 @@ def metrics_table(metrics: Mapping[str, float], run: str) -> Table:
         lines |= {parts[0]: f"{data}, first part of the context", parts[-1]: f"{data}, last part of the context"}
     lines |= {name: f"{data}, {_spelt(name[5:])}" for name in values if name.startswith("loss_") and name not in parts}
     title = f"{run}: {values['tokens']:,.0f} tokens" if "tokens" in values else run
-    bits = {words: values.get(name.replace("loss", "bits_per_byte", 1)) for name, words in lines.items()}
-    table = _loss_table(title, bits)
+    table = _loss_table(title, bits := values.get("bits_per_byte"))
     for name, words in lines.items():
         if name in values:
             shown = f"{values[name]:.3f}" if math.isfinite(values[name]) else "not finite"
-            table.add_row(words, shown, *_cell(bits, words))
+            table.add_row(words, shown, *([f"{bits:.3f}"] if bits and name == "loss" else []))
     table.add_section()
     for name, value in values.items():
         if name == "perplexity":
@@ -140,18 +137,10 @@ def metrics_table(metrics: Mapping[str, float], run: str) -> Table:
     return table
 
 
-def _loss_table(title: str, bits: Mapping[str, float | None], caption: str | None = None) -> Table:
-    """A table of losses, with a column for those in bits per byte if there are any."""
-    columns = ["loss", "nats per token"] + (["bits per byte"] if any(map(_is_finite, bits.values())) else [])
+def _loss_table(title: str, bits: float | None, caption: str | None = None) -> Table:
+    """A table of losses, with a column for bits per byte if they are measured."""
+    columns = ["loss", "nats per token", *(["bits per byte"] if bits else [])]
     return new_table(columns, box=box.HEAVY_HEAD, title=title, caption=caption)
-
-
-def _cell(bits: Mapping[str, float | None], name: str) -> list[str]:
-    return [f"{value:.3f}"] if _is_finite(value := bits.get(name)) else []
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _spelt(name: str) -> str:

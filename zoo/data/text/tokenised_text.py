@@ -188,7 +188,7 @@ class TokenisedText(ResumableData):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As in the base class; a UserError if documents for the test would not be those of the run."""
-        before, now = (_shown(value) for value in (state_dict.get("test_fraction"), self.test_fraction))
+        before, now = (value or "null" for value in (state_dict.get("test_fraction"), self.test_fraction))
         if before != now and self.trainer is not None and self.trainer.state.fn in ("fit", "test"):
             raise UserError(
                 f"data.test_fraction is {now}, but the checkpoint was trained with {before}: its test documents would "
@@ -205,10 +205,6 @@ class TokenisedText(ResumableData):
         fraction, test_fraction = (self.validation_fraction, self.test_fraction) if split else (None, None)
         settings = (fraction, self.preprocessing_workers, self.shards)
         return prepare(corpus, self.get_tokenizer(), *settings, test_fraction=test_fraction)
-
-
-def _shown(value: float | None) -> str:
-    return "null" if value is None else f"{value}"
 
 
 @contextmanager

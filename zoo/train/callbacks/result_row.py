@@ -192,11 +192,6 @@ class ResultRow(RunCallback):
             "val_loss_by_task": {
                 name: finite(metrics.get(f"val_loss_{name}")) for name in (*pl_module.tasks, *pl_module.extra_sets)
             },
-            "val_bits_per_byte_by_task": {
-                name: finite(metrics[key])
-                for name in (*pl_module.tasks, *pl_module.extra_sets)
-                if (key := f"val_bits_per_byte_{name}") in metrics
-            },
             "val_accuracy": metrics.get("val_accuracy"),
             "val_accuracy_by_task": {name: finite(metrics.get(f"val_accuracy_{name}")) for name in pl_module.tasks},
             "val_loss_same_batches": mixers.get("val_loss_same_batches"),
