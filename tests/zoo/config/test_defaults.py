@@ -12,7 +12,7 @@ pytest_plugins = "tests.desk"
 UNTYPED = """
 from mixers import GLA
 
-class Untyped(GLA):
+class UntypedGLA(GLA):
     def __init__(self, site, size=1, *, flag=False):
         super().__init__(site)
 """
@@ -23,7 +23,7 @@ class Untyped(GLA):
     "arguments",
     [
         ["--config=gdn_h2.yaml", "--config=data/mixture.yaml"],
-        ["--config=gla.yaml", "--model.stack.mixer.mixer=untyped.Untyped", "--model.stack.mixer.mixer.flag=true"],
+        ["--config=gla.yaml", "--model.stack.mixer.mixer=untyped.UntypedGLA", "--model.stack.mixer.mixer.flag=true"],
         ["--config=transformer.yaml", "--trainer.callbacks=DeviceStatsMonitor", "--model.norm_eps=1e-5"],
     ],
 )

@@ -13,7 +13,7 @@ pytest_plugins = "tests.desk"
 MINE = """
 from mixers import GLA
 
-class Mine(GLA):
+class KeptGLA(GLA):
     def __init__(self, site, *, ratio: float = 0.5):
         super().__init__(site, expand_k=ratio)
 """
@@ -23,7 +23,7 @@ class Mine(GLA):
 def test_a_run_says_that_a_file_has_changed(command: Command, desk: Path, caplog: pytest.LogCaptureFixture):
     (desk / "kept_mixers.py").write_text(MINE)
     (desk / "own.yaml").write_text(
-        "model: {stack: {class_path: Uniform, init_args: {mixer: kept_mixers.Mine}}}\n"
+        "model: {stack: {class_path: Uniform, init_args: {mixer: kept_mixers.KeptGLA}}}\n"
         "trainer: {callbacks: {class_path: DeviceStatsMonitor}}\n"
     )
     few = ("--trainer.max_steps=1", "--trainer.limit_val_batches=1")
