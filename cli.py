@@ -24,7 +24,7 @@ Train and compare language models of pluggable token mixers.
              continue:  python cli.py fit --resume runs/NAME
              estimate:  python cli.py fit --config gdn_h2.yaml --config recipe/400m.yaml --dry_run --on=8xH100
   validate   the loss of a checkpoint on its validation data: --checkpoint runs/NAME
-  test       the same, reported as test loss
+  test       the loss on its test data; text has some if data.test_fraction is set
   predict    the loss of every token, to a file: --checkpoint runs/NAME --output losses.jsonl
   generate   text:      python cli.py generate --checkpoint runs/NAME --prompt "def "
   evaluate   what models remember: python cli.py evaluate --checkpoint runs/NAME --tasks=s_niah_1,passkey
@@ -99,13 +99,12 @@ def run(arguments: list[str]) -> int:
     # what only one verb needs is imported where it is used: most of it imports Lightning, which takes seconds
     import zoo
     from zoo.config import KEYS, add_run_keys, check_model_keys
-    from zoo.config.command_line import PRINT_CONFIG, Keys, arguments_of
+    from zoo.config.command_line import Keys, arguments_of, printing
 
     of_runs = Keys(KEYS, add_run_keys)
     if verb in ("fit", "validate", "test", "predict"):
         # without Lightning: help, and most mistakes
-        arguments = [each for each in rest if each != PRINT_CONFIG]
-        items, options = arguments_of(getattr(zoo, verb), arguments, verb, of_runs)
+        items, options = arguments_of(getattr(zoo, verb), printing(rest)[0], verb, of_runs)
         if not {"resume", "checkpoint"} & {key for key, value in options.items() if value is not None}:
             check_model_keys(items)
         from zoo.runs.command_line import ZooCLI
@@ -166,6 +165,9 @@ def _versions() -> str:
     """The versions of this project and of the packages that its numbers depend on most, without importing them."""
     version = re.search(r'^__version__ = "(.*)"', (Path(__file__).parent / "zoo/__init__.py").read_text(), re.MULTILINE)
     lines = [f"token-mixer-zoo {version[1] if version else 'unknown'} ({Path(__file__).parent})"]
+    here = Path.cwd()
+    if here != Path(__file__).resolve().parent and (here / "cli.py").is_file() and (here / "zoo/__init__.py").is_file():
+        lines.append(f"warning: the working folder, {here}, is another checkout, whose code is not used")
     for package in ("torch", "triton"):
         try:
             lines.append(f"{package} {metadata.version(package)}")

@@ -29,6 +29,7 @@ from .shift import check_sequences
 from .state import History, Position, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
+SITE = "mixers.Site(hidden_size=512, num_heads=8)"  # in messages
 Carried = tuple[Tensor, ...]  # what tokens leave for later ones besides the matrix of a LinearMixer [N,…]
 State = Any  # a pytree of tensors, usually a NamedTuple; `state.py` says how to type its fields
 
@@ -83,8 +84,7 @@ def checked_site(site: object, mixer: type) -> Site:
         UserError: It is something else.
     """
     if not isinstance(site, Site):
-        example = "mixers.Site(hidden_size=512, num_heads=8)"
-        raise kernels.UserError(f"site: {mixer.__name__} takes a mixers.Site, such as {example}, not {site!r}")
+        raise kernels.UserError(f"site: {mixer.__name__} takes a mixers.Site, such as {SITE}, not {site!r}")
     return site
 
 
@@ -127,6 +127,12 @@ class TokenMixer(KeepsFp32):
     needs: ClassVar[tuple[str, ...]] = ()  # streams without which a model is refused
     site: Site  # set by the model, unless the mixer does
 
+    def __new__(cls, *arguments: Any, **named: Any) -> Self:
+        """Refuse sizes in place of a site, as layers of other libraries take them."""
+        if "hidden_size" in named or (len(arguments) > 1 and isinstance(arguments[0], int)):
+            raise kernels.UserError(f"site: {cls.__name__} takes a mixers.Site, such as {SITE}, not its sizes")
+        return super().__new__(cls)
+
     def forward(
         self,
         x: Tensor,
@@ -162,8 +168,8 @@ class TokenMixer(KeepsFp32):
     def state_size(self, length: int | None = None) -> int | float:
         """Elements of the recurrent matrix (attention: keys and values) of one sequence after `length` tokens.
 
-        What is typed `History` or `Position` does not count. Without a length, the bound; `math.inf` if there is none.
-        By default, the size of `init_state`, if it is constant.
+        Integers, and what is typed `History` or `Position`, do not count. Without a length, the bound; `math.inf` if
+        there is none. By default, the size of `init_state`, if it is constant.
         """
         if not self.constant_state:
             raise self._lacks("state_size", "of a state that grows it cannot be derived")
@@ -232,7 +238,7 @@ class LinearState(NamedTuple):
     matrix: Tensor  # [N,H·S,K',V], at least fp32
     histories: tuple[History, ...]  # last conv inputs [N,W−1,C] of q, k, v; empty without conv
     position: Position  # tokens seen [N], int64; empty where no feature map asks
-    carried: Carried = ()  # what `carry` needs of earlier tokens [N,…], at least fp32
+    carried: Carried = ()  # what `carry` needs of earlier tokens [N,…], at least fp32, or integers
 
 
 class LinearMixer(TokenMixer):
@@ -497,7 +503,7 @@ class LinearMixer(TokenMixer):
 
     def state_size(self, length: int | None = None) -> int:
         carried = self.init_carried(1, "meta", torch.float32)
-        return math.prod(self.matrix_shape) + sum(x.numel() for x in carried)
+        return math.prod(self.matrix_shape) + sum(x.numel() for _, x in remembered(carried))
 
     def flops(self, length: int) -> int:
         _, key_size, value_size = self.matrix_shape

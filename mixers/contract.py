@@ -26,7 +26,7 @@ from .two_layers import TwoLayers
 FLOPS_TOLERANCE = 0.05  # between flops() and the counter: padding and small vectors
 BF16_TOLERANCE = 0.05  # relative error of a whole layer in bf16
 TINY = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
-UNCOUNTED = "besides what is typed History or Position"
+UNCOUNTED = "without integers, and what is typed History or Position"
 LENGTH, CUTS = 21, [0, 4, 4, 12, 21]  # one of the packed documents is empty
 
 

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
 
 
 def counted_flops(run: Callable[[], object]) -> int:
     """The FLOPs of matrix products and convolutions in a call, with attention in its plain form."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton, which takes a tenth of PyTorch's time
+
     # PyTorch's table lacks the triangular solve
     mapping = {torch.ops.aten.linalg_solve_triangular: _solve_flops}
     counter = FlopCounterMode(display=False, custom_mapping=mapping)

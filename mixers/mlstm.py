@@ -44,8 +44,9 @@ class CappedGates(KeepsFp32):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         self.input_bias.fill_(self.first_input_bias)
-        size, like = len(self.forget_bias), self.forget_bias
-        self.forget_bias.copy_(torch.linspace(3, 6, size, device=like.device, dtype=like.dtype))
+        # on the meta device, linspace imports SymPy
+        biases = torch.linspace(3, 6, len(self.forget_bias), device="cpu", dtype=self.forget_bias.dtype)
+        self.forget_bias.copy_(biases)
 
     def forward(self, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
         """Raw gates [B,T,size] → bounded ones, the same shape."""

@@ -1,6 +1,6 @@
 """Write what was measured as a CSV: a line for each row of a `bench.json`, each proof, fault, or run.
 
-    python reproductions/write_csv.py runs/bench-kernels/bench.json reproductions/measured/kernels_h200.csv
+    python reproductions/write_csv.py runs/bench-kernels/bench.json kernels.csv
     python reproductions/write_csv.py proofs.json reproductions/measured/proofs_cpu.csv
     python reproductions/write_csv.py found.json reproductions/measured/broken_kernels_h100.csv
     python reproductions/write_csv.py runs/miniature reproductions/measured/miniature.csv

@@ -149,17 +149,14 @@ def test_a_number_of_batches_is_no_fraction(command: Command, finished: Path, va
 def test_evaluation_of_a_run(command: Command, finished: Path):
     run = str(finished / "runs" / "done")
     validated = command("validate", "--checkpoint", run, "--trainer.limit_val_batches=2")
-    tested = command("test", "--checkpoint", run)
-    assert validated.code == tested.code == 0, validated.err + tested.err
+    assert validated.code == 0, validated.err
     assert re.search(r"validated on 2 of \d+ batches \(trainer.limit_val_batches\)", validated.out)
-    assert (whole := re.search(r"tested on all (\d+) batches", tested.out))  # whatever training did
-    assert int(whole[1]) > 2
     results = json.loads((finished / "runs" / "done" / "results.json").read_text())
-    assert re.search(rf"│ validation +│ +{results['val_loss']:.3f} │", validated.out)  # of the same two batches
-    assert re.search(r"│ test, last part of the context +│ +\d\.\d{3} │", tested.out)
-    for done in (validated, tested):
-        assert "done: 256 tokens" in done.out
-        assert f"next: python cli.py evaluate --checkpoint {run} --tasks=list" in done.out
+    assert re.search(
+        rf"│ validation +│ +{results['val_loss']:.3f} │ +{results['val_bits_per_byte']:.3f} │", validated.out
+    )  # of the same two batches
+    assert "done: 256 tokens" in validated.out
+    assert f"next: python cli.py evaluate --checkpoint {run} --tasks=list" in validated.out
     predicted = command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2")
     assert predicted.code == 0, predicted.err
     rows = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]

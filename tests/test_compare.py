@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from zoo.experiments import commands
 from zoo.experiments.commands import whole_configs
@@ -150,6 +151,25 @@ def test_a_loss_that_is_not_finite_comes_last(command, desk) -> None:
     assert done.code == 0, done.err
     assert 0 < done.out.index("2.500") < done.out.index("not finite")
     assert (desk / "out" / "comparison.png").is_file()
+
+
+def test_runs_of_different_vocabularies_are_sorted_by_bits_per_byte() -> None:
+    def shown(*rows: dict) -> str:
+        written = io.StringIO()
+        Console(file=written, width=200).print(commands.comparison_table([{**ROW, **row} for row in rows]))
+        return written.getvalue()
+
+    small = {"run": "small", "val_loss": 1.5, "val_bits_per_byte": 2.25, "tokenizer_hash": "a"}
+    large = {"run": "large", "val_loss": 3.5, "val_bits_per_byte": 2.125, "tokenizer_hash": "b"}
+    old = {"run": "old", "val_loss": 0.5}
+    table = shown(small, large, old)
+    assert table.index("large") < table.index("small") < table.index("old")
+    assert "sorted by bits per byte" in table
+    assert "no bits per byte for lack of a tokenizer that counts them: old" in table
+    table = shown(small, large | {"tokenizer_hash": "a"})
+    assert table.index("small") < table.index("large")
+    assert "2.125" in table
+    assert "sorted by" not in table
 
 
 @pytest.mark.slow

@@ -57,6 +57,8 @@ def test_two_processes_train_as_one(desk: Path, finished: Path) -> None:
     assert two["devices"] == 2
     assert two["tokens_seen"] == one["tokens_seen"]
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
+    bytes_per_token = [row["val_loss"] / row["val_bits_per_byte"] for row in (one, two)]
+    assert bytes_per_token[0] == pytest.approx(bytes_per_token[1], rel=1e-6)
     losses = []
     for run in (desk / "runs/two", finished / "runs/done"):
         losses.append([row["train_loss"] for row in read_metrics(run / "metrics.jsonl") if "train_loss" in row])

@@ -47,7 +47,7 @@ class Linked(ZooCLI):
 
 
 def test_it_is_lightnings(desk: Path) -> None:
-    done = ZooCLI(ONE_STEP)
+    done = ZooCLI([*ONE_STEP, "--data.test_fraction=0.1"])
     assert isinstance(done, LightningCLI)
     assert done.result.row["steps"] == 1
     assert done.result.folder == Path("runs/r")

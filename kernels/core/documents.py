@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .tensors import check_tensors
+
 Made = TypeVar("Made")
 Parts = tuple[tuple[int, int], ...]  # start and stop in the row of the parts that several processes hold
 
@@ -310,6 +312,7 @@ def documents(cu_seqlens: Tensor, length: int, batch_size: int = 1, device: torc
         ValueError: `cu_seqlens` is not an integer vector, does not run from 0 to `length`, decreases or is not on
             `device`, or there is more than one row.
     """
+    check_tensors(cu_seqlens=cu_seqlens)
     if device is not None and cu_seqlens.device != device:
         raise ValueError(f"cu_seqlens: is on {cu_seqlens.device}, but the tokens are on {device}")
     if batch_size != 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 from .autograd import plain
 from .deterministic import is_deterministic
 from .documents import Documents, documents
+from .tensors import check_tensors
 
 FEW_CHANNELS = 512  # of a head's keys in all subheads: so many of its states take little memory
 
@@ -113,6 +114,8 @@ def check(
     Raises:
         ValueError: An argument does not fit the others.
     """
+    check_tensors(q=q, k=k, v=v, log_decay=log_decay, beta=beta, erase=erase)
+    check_tensors(initial_state=initial_state, cu_seqlens=cu_seqlens)
     if q.dim() != 4:
         raise ValueError(f"q: expected [B,T,heads,K], got shape {tuple(q.shape)}")
     B, T, key_heads, K = shape = q.shape

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..core.backend import Op
 from ..core.recurrence import Recurrences, check, one_token
+from ..core.tensors import check_tensors
 from . import chunk, chunk_general, reference, step
 
 WHOLE, LONGEST = 256, 2048  # largest key size whose state fits into registers; largest supported
@@ -127,6 +128,7 @@ def delta_rule(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    check_tensors(beta=beta, erase=erase, erase_write=erase_write)
     if beta is None and erase is None:
         raise ValueError("beta: the delta rule needs beta or erase")
     if beta is not None and beta.dim() == 4 and erase is not None:

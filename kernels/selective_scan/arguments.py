@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.documents import Documents, documents
 from ..core.recurrence import at_least_fp32, check_decay, check_not_negative
 from ..core.resets import LEAST_ALONE
+from ..core.tensors import check_tensors
 
 
 class Scan(NamedTuple):
@@ -58,6 +59,7 @@ def check(
     Raises:
         ValueError: An argument does not fit the others.
     """
+    check_tensors(x=x, log_decay=log_decay, rate=rate, b=b, c=c, initial_state=initial_state, cu_seqlens=cu_seqlens)
     if x.dim() != 3 or x.shape[1] < 1:
         raise ValueError(f"x: expected [B,T,D] with T ≥ 1, got shape {tuple(x.shape)}")
     B, T, D = x.shape

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from ..core.backend import Op
 from ..core.recurrence import Recurrences, check, one_token
+from ..core.tensors import check_tensors
 from . import chunk, reference, step
 
 
@@ -56,6 +57,7 @@ def value_decay_recurrence(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    check_tensors(q=q, k=k, v=v, log_decay=log_decay, initial_state=initial_state, cu_seqlens=cu_seqlens)
     if q.dim() != 4:
         raise ValueError(f"q: expected [B,T,H,K], got shape {tuple(q.shape)}")
     if k.shape != q.shape:

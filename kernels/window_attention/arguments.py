@@ -8,6 +8,7 @@ from torch import Tensor
 from ..core.autocast import autocast_dtype
 from ..core.documents import Documents, documents
 from ..core.recurrence import check_decay, check_scale
+from ..core.tensors import check_tensors
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def check(
     Raises:
         ValueError: An argument does not fit the others.
     """
+    check_tensors(q=q, k=k, v=v, first_key=first_key, cu_seqlens=cu_seqlens, log_decay=log_decay)
     if q.dim() != 4 or not q.shape[1] or not q.is_floating_point():
         raise ValueError(f"q: expected a floating [B,T,H,D] with T ≥ 1, got {q.dtype} {tuple(q.shape)}")
     B, T, H, D = q.shape

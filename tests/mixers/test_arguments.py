@@ -151,6 +151,10 @@ def test_a_site_that_is_none_and_an_input_of_another_shape(name: str):
     with pytest.raises(kernels.UserError) as error:
         mixers.get(name)(512)
     assert str(error.value) == f"site: {name} takes a mixers.Site, such as {example}, not 512"
+    for sizes, others in (((), {"hidden_size": 64, "num_heads": 2}), ((64, 2), {})):
+        with pytest.raises(kernels.UserError) as error:
+            mixers.get(name)(*sizes, **others)
+        assert str(error.value) == f"site: {name} takes a mixers.Site, such as {example}, not its sizes"
     mixer = mixers.get(name)(SITE)
     for shape in ((3, 64), (1, 3, 32), (1, 2, 3, 64)):
         with pytest.raises(kernels.UserError) as error:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,6 +24,7 @@ from zoo.config.resolve import built_arguments, resolved
 from zoo.config.serialise import to_dict
 from zoo.config.suggest import is_certain
 from zoo.files.safe_yaml import dump_yaml
+from zoo.train.signals import PARENT
 
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
@@ -32,6 +34,9 @@ PRINT_CONFIG = "--print_config"
 NUMBERS = re.compile(r"[0-9.]+(,[0-9.]+)+")
 PRINTING = ("-h", "--help", PRINT_CONFIG)  # options that print something and exit
 LIGHTNINGS = {"ckpt_path": ("resume", "checkpoint")}  # Lightning's name of an option → what verbs call it
+
+
+SKIP_DEFAULT = "skip_default"  # value of this option that leaves out what is the default anyway
 
 
 class Keys(NamedTuple):
@@ -103,6 +108,9 @@ def arguments_of(
         raise UserError(_without_key(plain[0], parameters, keys))
     if {"-h", "--help"} & {*options} or any(item.partition("=")[0].endswith(".help") for item in items):
         _print_help(_help_parser(function, verb, positional, keys), verb, topic, keys, items)
+    paths = [item.partition("=")[2] for item in items if item.startswith("--data.path=")]
+    if len(paths) > 1 and not os.environ.get(PARENT):  # a sweep may override the path of its base
+        raise UserError(f"data.path: is given twice; several paths are a list, --data.path=[{','.join(paths)}]")
     option_keys = {name: each for name, each in signatures.parameters(function).items() if name in parameters}
     _check_names(items, option_keys, keys)
     if PRINT_CONFIG in options:
@@ -113,6 +121,15 @@ def arguments_of(
     texts = [name for name, parameter in parameters.items() if parameter.annotation is str]
     values = _as_overrides(options, lists, texts)
     return items, built_arguments(function, resolved(merged(values), option_keys))
+
+
+def printing(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+    """The arguments without `--print_config`, and the value of that option: None if it is missing."""
+    options = [each for each in arguments if each.partition("=")[0] == PRINT_CONFIG]
+    value = options[-1].partition("=")[2] if options else None
+    if value not in (None, "", SKIP_DEFAULT):
+        raise UserError(f"print_config: {value!r} must be {SKIP_DEFAULT}, or left out")
+    return [each for each in arguments if each not in options], value
 
 
 def _help_parser(function: Callable[..., Any], verb: str, positional: str | None, keys: Keys | None) -> ArgumentParser:

@@ -11,14 +11,15 @@ from types import ModuleType
 def import_module(name: str) -> ModuleType:
     """Import a module by name. Its top-level module may be a file or package in the working folder.
 
-    Installed modules come first; a folder without `__init__.py` may be in both places, as `runs` is. Nothing else is ever imported from the working folder, which may be a downloaded
-    model's: neither what a library imports if it can (cython, brotli …), nor what a module in that folder imports.
+    Installed modules come first; a folder without `__init__.py`, such as `runs`, may be in both places. Nothing else is
+    ever imported from the working folder, which may be a downloaded model's: neither what a library imports if it can
+    (cython, brotli …), nor what a module in that folder imports.
     """
     top = name.partition(".")[0]
     if not top:  # a relative name, for which importlib raises a TypeError
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
     installed = None if top in sys.modules else find_spec(top)
-    folders = [] if installed is None or installed.origin else installed.submodule_search_locations
+    folders = [] if installed is None or installed.origin else installed.submodule_search_locations or []
     if top not in sys.modules and (installed is None or folders):
         importlib.invalidate_caches()  # the file may be younger than the finder's list of the folder
         spec = PathFinder.find_spec(top, [str(Path.cwd())])

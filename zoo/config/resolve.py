@@ -216,6 +216,10 @@ class Resolver:
                     values[key] = self._default(entry.default, entry.hint)
         return Namespace({key: values[key] for key in self._keys if key in values})
 
+    def defaults(self, cls: Any) -> Namespace:
+        """The arguments of a constructor that a config does not have to set."""
+        return self._arguments(cls, 0, {}, "")
+
     def _note_unknown(self, key: str, value: Any) -> None:
         group = key.rpartition(".")[0]
         while isinstance(value, dict) and len(value) == 1:  # the whole key, as in an override

@@ -15,15 +15,16 @@ def to_dict(config: Namespace) -> dict[str, Any]:
     Raises:
         UserError: A value cannot be written as YAML.
     """
-    return {key: _plain(value, key) for key, value in entries(config) if key in KEYS}
+    return {key: plain(value, key) for key, value in entries(config) if key in KEYS}
 
 
-def _plain(value: Any, key: str) -> Any:
+def plain(value: Any, key: str) -> Any:
+    """A value of a resolved config as plain containers; `key` is for messages."""
     if isinstance(value, Namespace | dict):
         items = entries(value) if isinstance(value, Namespace) else value.items()
-        return {name: _plain(part, f"{key}.{name}") for name, part in items}
+        return {name: plain(part, f"{key}.{name}") for name, part in items}
     if isinstance(value, list | tuple):
-        return [_plain(part, key) for part in value]
+        return [plain(part, key) for part in value]
     if value is None or isinstance(value, str | int | float):
         return value
     raise UserError(

@@ -6,18 +6,19 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullLocator
 from rich.table import Table
 
 from zoo.display import new_figure, new_table, write_figure
 from zoo.evaluation.record import FILE
 from zoo.evaluation.task import Row, Task
 from zoo.files.output import check_no_others
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # Okabe and Ito's colours, which people with colour blindness can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#F0E442")
@@ -111,7 +112,7 @@ def _stem(task: Task) -> str:
     return task.name.replace("/", "-")
 
 
-def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
+def pictures(task: Task, rows: Sequence[Row]) -> "dict[str, Figure]":
     """Name → picture: heatmaps over depth and length, curves over the task's axis or positions, and the task's own."""
     stem = _stem(task)
     drawn = {}
@@ -127,7 +128,7 @@ def pictures(task: Task, rows: Sequence[Row]) -> dict[str, Figure]:
     return drawn | task.pictures(rows)
 
 
-def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
+def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
     """A line for each model, with its 95 % interval or a dot for each seed; one panel for each metric."""
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
@@ -165,7 +166,7 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> Figure:
     return picture
 
 
-def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
+def heatmaps(task: Task, rows: Sequence[Row]) -> "Figure":
     """Depth of the needle over length, a panel for each model."""
     models, lengths = list(dict.fromkeys(row["model"] for row in rows)), _values(rows, "length")
     depths = _values(rows, "depth")
@@ -202,20 +203,20 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> Figure:
     return picture
 
 
-def _figure(width: float, height: float) -> Figure:
+def _figure(width: float, height: float) -> "Figure":
     return new_figure(max(width, 4.5), max(height, 3.2), dpi=150)
 
 
-def _scale(panel: Axes, values: Sequence[float], axis: str) -> None:
+def _scale(panel: "Axes", values: Sequence[float], axis: str) -> None:
     unit = " in tokens" if axis in ("length", "position") else ""
     panel.set_xlabel(axis.replace("_", " ") + unit)
     even = len({after - before for before, after in itertools.pairwise(values)}) == 1
     if min(values) > 0 and max(values) >= 4 * min(values) and not even:
         panel.set_xscale("log", base=2)
-        panel.xaxis.set_minor_locator(NullLocator())
+        panel.xaxis.set_ticks([], minor=True)
     if len(values) <= 8:
         panel.set_xticks(values)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _number(value)))
+    panel.xaxis.set_major_formatter(lambda value, _: _number(value))
 
 
 def _unit(metric: str) -> str:

@@ -20,6 +20,7 @@ from zoo.evaluation.results import check_pictures, table, write_pictures
 from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.evaluation.tasks.needle_task import NeedleTask
+from zoo.evaluation.tasks.token_tasks import TokenEvaluation
 from zoo.performance.device import described, version
 from zoo.train.devices import pick_device
 
@@ -119,10 +120,17 @@ def evaluate(
                 of_task = [{**row, "model": _SEED.sub("", row["model"])} for row in of_task]
             console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
             write_pictures(task, of_task, folder)
-            without = [subject.name for subject in subjects if subject.saw_no_needles]
-            if without and isinstance(task, NeedleTask):
+            untaught, hint = list[str](), ""
+            if isinstance(task, NeedleTask):
+                untaught = [subject.name for subject in subjects if subject.saw_no_needles]
                 hint = "trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
-                console.print(f"{', '.join(without)}: {hint}", style="yellow", highlight=False)
+            elif isinstance(task, TokenEvaluation):
+                untaught = [subject.name for subject in subjects if subject.tokenizer is not None]
+                hint = (
+                    f"trained on text, so that the random tokens of {task.name} mean nothing to it; train on the task"
+                )
+            if untaught:
+                console.print(f"{', '.join(untaught)}: {hint}", style="yellow", highlight=False)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
 

@@ -32,7 +32,7 @@ from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.runs.notebook import as_html
 from zoo.train.metrics_file import read_metrics
-from zoo.train.results import rank
+from zoo.train.results import BITS, rank, vocabularies_differ
 
 FIELDS = tuple(field.name for field in dataclasses.fields(Sweep))
 TABLE, PICTURE = "comparison.json", "comparison.png"
@@ -128,10 +128,17 @@ def whole_configs() -> list[str]:
 
 
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
-    """A table of sizes, losses and speed, one row per run, best first."""
-    caption = "losses in nats per token; late: in the last eighth of the context"
-    table = new_table(["config", "params", "state", "tokens", "loss", "late", "tok/s", "min"], caption=caption)
-    rows = sorted(rows, key=lambda row: rank(row["val_loss"]))
+    """A table of sizes, losses and speed, one row per run, best first: by bits per byte if vocabularies differ."""
+    rows, metric = _best_first(rows)
+    captions = ["losses in nats per token; late: in the last eighth of the context"]
+    if metric != "val_loss":
+        captions.append("the vocabularies differ: sorted by bits per byte, nats per token cannot be compared")
+    without = [row["run"] for row in rows if row.get(BITS) is None]
+    if metric != "val_loss" and without:
+        captions.append(f"no bits per byte for lack of a tokenizer that counts them: {short_list(without)}")
+    bits = ["bits/byte"] if len(without) < len(rows) else []
+    columns = ["config", "params", "state", "tokens", "loss", *bits, "late", "tok/s", "min"]
+    table = new_table(columns, caption="\n".join(captions))
     for row in rows:
         table.add_row(
             row["run"],
@@ -139,32 +146,41 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
             f"{row['state_size'] / 1e3:.0f} k",
             f"{row['tokens_seen'] / 1e6:.2f} M",
             "not finite" if row["val_loss"] is None else f"{row['val_loss']:.3f}",
+            *["" if row.get(BITS) is None else f"{row[BITS]:.3f}" for _ in bits],
             "" if row["val_loss_by_position"][-1] is None else f"{row['val_loss_by_position'][-1]:.3f}",
             f"{row['tokens_per_second']:,.0f}" if row["tokens_per_second"] else "",
             f"{row['wall_seconds'] / 60:.1f}",
         )
-    if rows and rows[0]["bigram_loss"] is not None:
+    if metric == "val_loss" and rows and rows[0]["bigram_loss"] is not None:
         table.add_section()
-        table.add_row("bigram model", "", "", "", f"{rows[0]['bigram_loss']:.3f}", "", "", "")
+        table.add_row("bigram model", "", "", "", f"{rows[0]['bigram_loss']:.3f}")
     return table
+
+
+def _best_first(rows: Iterable[dict[str, Any]]) -> tuple[list[dict[str, Any]], str]:
+    """The rows, best first, and the metric that they are compared by."""
+    rows = list(rows)
+    metric = BITS if vocabularies_differ(rows) else "val_loss"
+    return sorted(rows, key=lambda row: rank(row.get(metric))), metric
 
 
 def comparison_figure(rows: Iterable[dict[str, Any]], folder: Path) -> Figure:
     """A plot of validation loss over tokens for all runs in a folder, best first in the legend."""
-    rows = sorted(rows, key=lambda row: rank(row["val_loss"]))
+    rows, metric = _best_first(rows)
     figure = new_figure(9, 5)
-    axes = figure.add_subplot(xlabel="tokens", ylabel="validation loss (nats per token)")
+    unit = "nats per token" if metric == "val_loss" else "bits per byte"
+    axes = figure.add_subplot(xlabel="tokens", ylabel=f"validation loss ({unit})")
     styles = ("-", "--", ":")
     for number, row in enumerate(rows):
-        metrics = [m for m in read_metrics(folder / row["run"] / "metrics.jsonl") if "val_loss" in m]
+        metrics = [m for m in read_metrics(folder / row["run"] / "metrics.jsonl") if metric in m]
         tokens = [m["tokens"] for m in metrics]
-        losses = [math.nan if m["val_loss"] is None else m["val_loss"] for m in metrics]
+        losses = [math.nan if m[metric] is None else m[metric] for m in metrics]
         if not metrics:  # of a run without a logger
             continue
-        loss = "not finite" if row["val_loss"] is None else f"{row['val_loss']:.2f}"
+        loss = "not finite" if row[metric] is None else f"{row[metric]:.2f}"
         color, style = f"C{number % 10}", styles[number // 10 % 3]
         axes.plot(tokens, losses, color=color, linestyle=style, marker=".", label=f"{row['run']} {loss}")
-    if rows and rows[0]["bigram_loss"] is not None:
+    if metric == "val_loss" and rows and rows[0]["bigram_loss"] is not None:
         axes.axhline(rows[0]["bigram_loss"], color="gray", linewidth=1, label=f"bigram {rows[0]['bigram_loss']:.2f}")
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     figure.legend(loc="outside right center", fontsize="small")

@@ -20,7 +20,7 @@ from zoo.display import new_figure, new_table, write_figure
 from zoo.experiments.definition import CONTROL, Run, Sweep, with_capacity
 from zoo.experiments.runner import result
 from zoo.files.atomic import atomic_write
-from zoo.train.results import rank
+from zoo.train.results import BITS, rank, vocabularies_differ
 
 FILES = ("sweep.csv", "sweep.png")  # of a sweep, in its folder
 WIDE = 120  # columns in which a table of a sweep fits whole
@@ -107,9 +107,15 @@ def table(sweep: Sweep, results: Sequence[Outcome], width: int = WIDE) -> Table:
         shown.add_column(name, min_width=max(map(len, words)))
     rates, failing = len(sweep.learning_rates) > 1, {place for place, _ in failures(sweep, results)}
     further = [name.rpartition(".")[2].replace("_", " ") for name in sweep.also]
+    complete = [row for _, row in results if row is not None]
+    differ = sweep.metric == "val_loss" and vocabularies_differ(complete)
+    if differ:
+        shown.caption = f"{shown.caption}; the vocabularies differ, so compare bits per byte"
+    measured = sweep.metric == "val_loss" and any(row.get(BITS) is not None for row in complete)
+    bits = ["bits/byte"] if measured and (differ or wide) else []
     marked = ["gates"] if sweep.gates else []
     sizes, spread = (["params", "state"], ["median", "mean"]) if wide else (["state"], ["median"])
-    for column in (*sizes, *(["lr"] if rates else []), *spread, *further, "all seeds", *marked):
+    for column in (*sizes, *(["lr"] if rates else []), *spread, *bits, *further, "all seeds", *marked):
         many = column == "all seeds" or column in further
         shown.add_column(column, justify="right", no_wrap=not many, min_width=5 if many else None)
     for cell in rows:
@@ -121,6 +127,7 @@ def table(sweep: Sweep, results: Sequence[Outcome], width: int = WIDE) -> Table:
             *([f"{cell.learning_rate:g}"] if rates else []),
             f"{cell.median:.3f}" if cell.values else "",
             *([_mean(cell.values)] if wide else []),
+            *([_median([row[BITS] for row in cell.rows if row.get(BITS) is not None], ".3f")] if bits else []),
             *(_median([_number(row, name, "also") for row in cell.rows]) for name in sweep.also),
             " ".join(f"{value:.3f}" for value in sorted(cell.values)),
             *(["" if not cell.values else "failed" if _place(cell.labels) in failing else "passed"] if marked else []),
@@ -150,9 +157,9 @@ def _place(labels: dict[str, str]) -> str:
     return ", ".join(labels.values())
 
 
-def _median(values: Sequence[float]) -> str:
-    """The median in three digits; infinity, as of pairs, means that none of the sizes was too much."""
-    return "" if not values else "all" if math.isinf(middle := statistics.median(values)) else f"{middle:.3g}"
+def _median(values: Sequence[float], digits: str = ".3g") -> str:
+    """The median, in three digits; infinity, as of pairs, means that none of the sizes was too much."""
+    return "" if not values else "all" if math.isinf(middle := statistics.median(values)) else f"{middle:{digits}}"
 
 
 def _mean(values: Sequence[float]) -> str:

@@ -1,5 +1,7 @@
 """From a parsed config to Lightning objects: the module, its data, and a trainer with this project's callbacks."""
 
+import logging
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,6 +37,8 @@ from zoo.train.metrics_file import MetricsFile
 from zoo.train.module import Pretraining, best_precision
 from zoo.train.trainer import install
 from zoo.train.zero import Zero
+
+log = logging.getLogger(__name__)
 
 # Lightning's strategies whose checkpoints these models do not fit, or `fit --resume` cannot read
 REPLACED: dict[type, str] = {
@@ -102,7 +106,13 @@ def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule],
 
 
 def _check_accelerator(trainer: Namespace) -> None:
-    """Refuse GPUs that do not exist, before the data is prepared."""
+    """Refuse GPUs that do not exist, and warn of too few CPU cores, before the data is prepared."""
+    cores = os.cpu_count() or 1
+    on_cpu = trainer.accelerator == "cpu" or (trainer.accelerator == "auto" and not torch.accelerator.is_available())
+    if on_cpu and isinstance(trainer.devices, int) and trainer.devices > cores:
+        log.warning(
+            "trainer.devices: %d processes share %d CPU cores, and each holds the model", trainer.devices, cores
+        )
     missing = trainer.accelerator in ("gpu", "cuda") and not torch.accelerator.is_available()
     all_of_them = str(trainer.devices) == "-1"
     if not missing and not (trainer.accelerator == "cpu" and all_of_them):

@@ -18,7 +18,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from kernels import UserError
 from zoo.config import KEYS, add_run_keys, to_dict
-from zoo.config.command_line import PRINT_CONFIG, Keys, arguments_of
+from zoo.config.command_line import PRINT_CONFIG, SKIP_DEFAULT, Keys, arguments_of, printing
+from zoo.config.defaults import without_defaults
 from zoo.config.jsonargparse_internals import link_targets, take_no_files
 from zoo.config.merge import merged
 from zoo.config.overlays import load_items
@@ -88,7 +89,7 @@ class ZooCLI(LightningCLI):
             self.add_arguments_to_parser(parser)
             take_no_files(parser)
 
-        arguments = [each for each in self._arguments if each != PRINT_CONFIG]
+        arguments, printed = printing(self._arguments)
         keys = Keys((*KEYS, *added), add, LightningArgumentParser)
         items, options = arguments_of(getattr(functions, self._verb), arguments, self._verb, keys)
         self.verbose, self.output = options.pop("verbose", True), options.pop("output", None)
@@ -113,9 +114,10 @@ class ZooCLI(LightningCLI):
             for target in early:
                 config[target] = parsed[target]
             config.update(parse(to_dict(config)))  # checks the values that links have set
-        if PRINT_CONFIG in self._arguments:
+        if printed is not None:
+            run = without_defaults(config) if printed == SKIP_DEFAULT else to_dict(config)
             written = parse_yaml(own.dump(self._extra, skip_validation=True), PRINT_CONFIG) or {}
-            sys.stdout.write(dump_yaml({**written, **to_dict(config)}))
+            sys.stdout.write(dump_yaml({**written, **run}))
             sys.exit(0)
         self.config = Namespace({"subcommand": self._verb, self._verb: config})
 

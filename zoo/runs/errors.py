@@ -1,6 +1,7 @@
 """Errors and warnings of a Trainer as a user should see them."""
 
 import logging
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,13 +30,20 @@ LEVELS = {
     "lightning.fabric": logging.WARNING,
     "lightning.pytorch.profilers": logging.INFO,  # the table of trainer.profiler=simple
 }
+# loggers whose warnings are the same in all processes of a machine
+SAID_BY_THE_FIRST = ("zoo.config", "zoo.data", "zoo.lm", "zoo.runs", "zoo.saved", "zoo.train.optim")
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence library warnings that a user cannot act on, inside the block or the decorated function."""
-    before = {name: logging.getLogger(name).level for name in LEVELS}
-    for name, level in LEVELS.items():
+    """Silence library warnings that a user cannot act on, inside the block or the decorated function.
+
+    What all processes of a machine would say, the first one says.
+    """
+    later = int(os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))) > 0
+    levels = LEVELS | (dict.fromkeys(SAID_BY_THE_FIRST, logging.ERROR) if later else {})
+    before = {name: logging.getLogger(name).level for name in levels}
+    for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     try:
         with warnings.catch_warnings():

@@ -113,7 +113,7 @@ def test(
     verbose: bool = True,
     callbacks: Sequence[Any] = (),
 ) -> dict[str, float]:
-    """Measure the loss of a checkpoint on its test data (the validation split, for text).
+    """Measure the loss of a checkpoint on its test data (of text, those of `data.test_fraction`).
 
     Arguments and errors are those of `validate`; the names of the metrics begin with `test_`.
     """

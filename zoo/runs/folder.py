@@ -27,7 +27,7 @@ MOVING = ".replacing"  # its name while some of the files are in the run's folde
 # Files that a run writes before its first checkpoint, `config.yaml` first; next to that, they are safe to overwrite.
 _REPLACED_BY_A_RUN = re.compile(
     r"config\.yaml|tokenizer\.json|tokenizer_config\.json|metrics\.jsonl|metrics\.csv|loss\.png|samples\.txt|results\.json|history\.jsonl"
-    r"|fit-profile[^/]*\.(txt|json)"  # of configs/train/profile.yaml
+    r"|code/[^/]+-[0-9a-f]{12}\.py|fit-profile[^/]*\.(txt|json)"  # of configs/train/profile.yaml
 )
 _WRITTEN_BY_A_RUN = re.compile(
     rf"({_REPLACED_BY_A_RUN.pattern}|(\w+/)?\.[^/]*\.partial|checkpoints/shards-[\w-]+/.*"

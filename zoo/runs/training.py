@@ -316,4 +316,5 @@ def _config_of(checkpoint: Path, trust: bool) -> dict[str, Any]:
     if not saved.is_trusted:
         unused = "its data, trainer and callbacks would be built (optim.initial_weights takes its model alone)"
         raise not_trusted(checkpoint, unused)
+    saved.warn_of_changed_sources(saved.config)
     return saved.config

@@ -1,5 +1,6 @@
 """`SavedModel`: one way to open what was saved; `load` and `load_tokenizer`."""
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -14,9 +15,11 @@ from kernels import UserError
 from mixers import did_you_mean
 from zoo.checkpoints.format import KEY, check_weights, load_tensors, read_hashed_checkpoint, weights_in
 from zoo.checkpoints.signature import is_own
+from zoo.checkpoints.sources import class_paths, sources
 from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS
 from zoo.config.build import from_config
+from zoo.config.imports import import_object
 from zoo.config.parser import parse_model
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.hashing import combined, file_digest
@@ -34,6 +37,8 @@ from zoo.saved.public.rwkv_file import RwkvFile, is_rwkv_file
 from zoo.saved.public.tokenizer import read_tokenizer
 from zoo.saved.trust import vet_model
 from zoo.train.devices import check_device
+
+log = logging.getLogger(__name__)
 
 
 class SavedModel(ABC):
@@ -233,6 +238,25 @@ class Checkpoint(SavedModel):
 
     def _digest(self, file: Path) -> str:
         return self._contents[1]
+
+    @cached_property
+    def model_config(self) -> dict[str, Any]:
+        self.warn_of_changed_sources(self.config["model"])
+        return super().model_config
+
+    def warn_of_changed_sources(self, config: dict[str, Any]) -> None:
+        """Warn of classes in a trusted config whose files are not those that the run was trained with."""
+        trained_with = self._contents[0][KEY].get("sources")
+        if not self.is_trusted or not isinstance(trained_with, dict):
+            return
+        for path in class_paths(config):
+            with suppress(Exception):  # whatever is wrong with it is said when it is built
+                import_object(path)
+        for path, source in sources(config).items():
+            if (before := trained_with.get(path)) not in (None, source.hash):
+                copy = self.source.parents[1] / source.copy_name(str(before))
+                hint = f"; {copy} is a copy of the file as it was" if copy.is_file() else ""
+                log.warning("checkpoint: %s has changed since %s was saved%s", source.file, self.source, hint)
 
     @cached_property
     def config(self) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, get_args
@@ -20,6 +21,7 @@ from mixers import ContextParallel, TokenMixer, takes_context_parallel
 from zoo.arguments import errors_about
 from zoo.checkpoints.format import FORMAT, KEY, check_format, check_weights, load_weights
 from zoo.checkpoints.signature import sign
+from zoo.checkpoints.sources import Source, sources
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.contract import as_batch, check_tokens, tokenizer_of
 from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
@@ -105,6 +107,7 @@ class Pretraining(L.LightningModule):
         self.context_length = context_length
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
         self.resumed_at = 0  # steps of the checkpoint that the run is resumed from
+        self.sources: dict[str, Source] = {}  # files of the classes in the config that are not this project's
         self.changes: list[Change] = []  # of the config, since that checkpoint
         # highest rate and weight decay of each of the optimiser's groups, as the config has them
         self._built_groups: list[tuple[Any, float | None]] = []
@@ -115,6 +118,7 @@ class Pretraining(L.LightningModule):
         self.task_loss = TaskMeans(len(self.tasks) or 1)
         self.extra_sets = list(extra_sets)
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
+        self.label_bytes = TaskMeans(1, torch.int64)  # bytes of the text that each label stands for
         self.context_parallel = context_parallel
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
@@ -126,6 +130,7 @@ class Pretraining(L.LightningModule):
         self._metrics_are_read = True  # whether a callback may read metrics in each step, in any process
         self._unlabelled = False  # whether a batch had no labels; the first is reported
         self._copies: CopyStream | None = None  # of batches to the device
+        self._token_bytes: Tensor | None = None  # of the text of each token; not a buffer, which DDP would send
 
     def setup(self, stage: str) -> None:
         """Prepare the model before a strategy shards or copies it.
@@ -141,8 +146,10 @@ class Pretraining(L.LightningModule):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
             self.tokenizer = tokenizer_of(data) if self.tokenizer is None else self.tokenizer
+            self._token_bytes = self._bytes_of_tokens()
             if stage == "fit":
                 check_same(self.trainer, self.tokenizer, self.config)
+                self.sources = sources(self.config)
         if self.context_parallel > 1 and self.sharing is None:
             self._check_context_parallel(stage)
             group, _ = dist.new_subgroups(self.context_parallel)
@@ -152,6 +159,14 @@ class Pretraining(L.LightningModule):
                 load_weights(self.model, self.optim.initial_weights)
         if stage == "fit" and self.optim.train_only is not None:
             freeze_others(self.model, self.optim.train_only)
+
+    def _bytes_of_tokens(self) -> Tensor | None:
+        """The bytes of each token of the model's vocabulary; None if labels are not tokens of such a tokenizer."""
+        measure = getattr(self.tokenizer, "token_bytes", None)
+        if measure is None or isinstance(getattr(self.model, "head", None), Classifier) or (sizes := measure()) is None:
+            return None
+        unused = max(getattr(self.model, "vocab_size", None) or 0, len(sizes)) - len(sizes)
+        return nn.functional.pad(torch.from_numpy(sizes), (0, unused))
 
     def teardown(self, stage: str) -> None:
         """Let other processes receive what this one has sent."""
@@ -318,8 +333,10 @@ class Pretraining(L.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Discard what an interrupted evaluation may have left."""
-        for metric in (self.context_loss, self.accuracy, self.task_loss, self.extra_loss):
+        for metric in (self.context_loss, self.accuracy, self.task_loss, self.extra_loss, self.label_bytes):
             metric.reset()
+        if self._token_bytes is not None:
+            self._token_bytes = self._token_bytes.to(self.device)
 
     on_test_epoch_start = on_validation_epoch_start
 
@@ -342,6 +359,8 @@ class Pretraining(L.LightningModule):
         if self.extra_sets and (number := dataloader_idx - (len(self.tasks) or 1)) >= 0:
             self.extra_loss.update(losses, labels, number)
             return
+        if self._token_bytes is not None:
+            self.label_bytes.update(self._token_bytes[labels.clamp(min=0)], labels)
         self.accuracy.update(correct, labels, task)
         self.task_loss.update(losses, labels, task)
         bounds = batch.cu_seqlens
@@ -355,11 +374,16 @@ class Pretraining(L.LightningModule):
         """Log the loss, its perplexity, the loss by position, and loss and accuracy by task."""
         (mean_loss, by_position), (accuracy, by_task) = self.context_loss.compute(), self.accuracy.compute()
         _, loss_by_task = self.task_loss.compute()
-        extra_losses = self.extra_loss.compute()[1] if self.extra_sets else None
+        loaders = self.trainer.num_test_batches if prefix == "test" else self.trainer.num_val_batches
+        with_extra = self.extra_sets and len(loaders) > (len(self.tasks) or 1)  # a test may be without them
+        extra_losses = self.extra_loss.compute()[1] if with_extra else None
+        mean_bytes = None if self._token_bytes is None else self.label_bytes.compute()[0]
         self.on_validation_epoch_start()
         self.loss_by_position = by_position.tolist()
         self.log(f"{prefix}_loss", mean_loss, prog_bar=True)
         self.log(f"{prefix}_perplexity", mean_loss.exp())
+        if mean_bytes is not None:  # ends of documents have a loss and no bytes: it is the cost of the documents
+            self.log(f"{prefix}_bits_per_byte", mean_loss / (mean_bytes * math.log(2)))
         for number, loss in enumerate(by_position, start=1):
             self.log(f"{prefix}_loss_position_{number}", loss)
         shown = bool(self.tasks) or isinstance(getattr(self.model, "head", None), Classifier)
@@ -428,6 +452,8 @@ class Pretraining(L.LightningModule):
             "tokenizer": None if self.tokenizer is None else self.tokenizer.to_json(),
             "tokens_seen": self._tokens_before_step if in_step else self.tokens_seen,
         }
+        if self.sources:
+            checkpoint[KEY]["sources"] = {path: source.hash for path, source in self.sources.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse a checkpoint that this project did not write, and restore the token count."""

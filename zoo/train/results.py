@@ -1,7 +1,7 @@
 """The results of a run: `results.json` in its folder, and a short table for the terminal."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,15 +12,21 @@ from kernels import UserError
 from zoo.display import new_table
 from zoo.files.sealed_json import read_sealed
 
+BITS = "val_bits_per_byte"
 # Columns of a results row: numbers, or groups of numbers.
 COLUMNS = (
     *("steps", "tokens_seen", "parameters", "parameters_without_embeddings", "context_length", "state_size"),
-    *("forward_flops_per_token", "training_flops_per_token", "val_loss", "val_batches", "val_perplexity"),
+    *("forward_flops_per_token", "training_flops_per_token", "val_loss", "val_batches", "val_perplexity", BITS),
     *("val_loss_by_position", "val_loss_by_task", "val_accuracy", "val_accuracy_by_task", "val_loss_same_batches"),
     *("val_loss_mixers_zeroed", "bigram_loss", "tokens_per_second", "tokens_per_second_by_clock", "wall_seconds"),
     *("learning_rate", "warmup_steps", "decay_starts", "tokens_per_step"),
 )
-TEXTS = ("run", "status", "mixers", "schedule", "data_hash")
+TEXTS = ("run", "status", "mixers", "schedule", "data_hash", "tokenizer_hash")
+
+
+def vocabularies_differ(rows: Iterable[Mapping[str, Any]]) -> bool:
+    """Return whether results rows are of different tokenizers, so that nats per token cannot be compared."""
+    return len({row.get("tokenizer_hash") for row in rows} - {None}) > 1
 
 
 def rank(value: float | None, mode: Literal["min", "max"] = "min") -> float:
@@ -79,7 +85,8 @@ def result_table(row: Mapping[str, Any]) -> Table:
         remarks.append(f"{speed:,.0f} tokens/s by the clock, including validation and saving")
     caption = "\n".join(remarks) or None
     title = f"{row['run']}: {row['steps']} steps, {row['tokens_seen']:,} tokens"
-    table = new_table(("loss", "nats per token"), box=box.HEAVY_HEAD, title=title, caption=caption)
+    bits = row.get(BITS)
+    table = _loss_table(title, bits, caption)
     by_position = [loss for loss in row["val_loss_by_position"] if loss is not None]
     classified = len(by_position) == 1 and row.get("val_accuracy") is not None  # whole sequences, one label each
     lines = {
@@ -96,7 +103,7 @@ def result_table(row: Mapping[str, Any]) -> Table:
         table.add_row("validation", "not finite")
     for name, value in lines.items():
         if value is not None:
-            table.add_row(name, f"{value:.3f}")
+            table.add_row(name, f"{value:.3f}", *([f"{bits:.3f}"] if bits and name == "validation" else []))
     by_task = row.get("val_accuracy_by_task")
     if by_task or classified:
         table.add_section()
@@ -116,10 +123,11 @@ def metrics_table(metrics: Mapping[str, float], run: str) -> Table:
         lines |= {parts[0]: f"{data}, first part of the context", parts[-1]: f"{data}, last part of the context"}
     lines |= {name: f"{data}, {_spelt(name[5:])}" for name in values if name.startswith("loss_") and name not in parts}
     title = f"{run}: {values['tokens']:,.0f} tokens" if "tokens" in values else run
-    table = new_table(("loss", "nats per token"), box=box.HEAVY_HEAD, title=title)
+    table = _loss_table(title, bits := values.get("bits_per_byte"))
     for name, words in lines.items():
         if name in values:
-            table.add_row(words, f"{values[name]:.3f}" if math.isfinite(values[name]) else "not finite")
+            shown = f"{values[name]:.3f}" if math.isfinite(values[name]) else "not finite"
+            table.add_row(words, shown, *([f"{bits:.3f}"] if bits and name == "loss" else []))
     table.add_section()
     for name, value in values.items():
         if name == "perplexity":
@@ -127,6 +135,12 @@ def metrics_table(metrics: Mapping[str, float], run: str) -> Table:
         elif name.startswith("accuracy"):
             table.add_row(", ".join(filter(None, ("accuracy", _spelt(name[9:])))), f"{value:.1%}")
     return table
+
+
+def _loss_table(title: str, bits: float | None, caption: str | None = None) -> Table:
+    """A table of losses, with a column for bits per byte if they are measured."""
+    columns = ["loss", "nats per token", *(["bits per byte"] if bits else [])]
+    return new_table(columns, box=box.HEAVY_HEAD, title=title, caption=caption)
 
 
 def _spelt(name: str) -> str:

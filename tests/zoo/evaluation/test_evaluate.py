@@ -59,6 +59,8 @@ def test_needles_that_were_never_trained(done: str, command: Command, desk: Path
     assert shown.code == 0, shown.err
     hint = "done: trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
     assert hint in shown.out.splitlines()
+    shown = command("evaluate", "--checkpoint", done, "--tasks=mqar", "--lengths=[16]", "--samples=1")
+    assert "done: trained on text, so that the random tokens of mqar mean nothing to it" in shown.out
 
 
 @pytest.mark.parametrize(

@@ -303,6 +303,27 @@ def test_a_narrow_terminal_cuts_no_label(gated):
     assert all(word in text for word in ("num_heads", "deep", "median", "passed", "sweep.csv"))
 
 
+def test_bits_per_byte_are_shown_where_nats_per_token_cannot_be_compared():
+    sweep = Sweep("gla.yaml", {"data.vocab_size": [300, 600]})
+    rows = [
+        {"status": "complete", "val_loss": loss, "val_bits_per_byte": bits, "tokenizer_hash": name}
+        for loss, bits, name in ((3.0, 2.5, "a"), (4.0, 2.125, "b"))
+    ]
+
+    def shown(width: int) -> str:
+        actual = [results.Outcome(run, row) for run, row in zip(sweep.runs(), rows, strict=True)]
+        console = Console(width=width, record=True)
+        console.print(results.table(sweep, actual, width))
+        return " ".join(console.export_text().split())
+
+    assert "2.125" in shown(80)
+    assert "the vocabularies differ, so compare bits per byte" in shown(200)
+    rows[1]["tokenizer_hash"] = "a"
+    assert "bits/byte" in shown(200)
+    assert "differ" not in shown(200)
+    assert "bits/byte" not in shown(80)
+
+
 def test_a_run_that_lacks_the_number_of_a_gate_fails_it(gated):
     sweep, actual = gated
     actual[4] = actual[4]._replace(row={"status": "complete", "val_accuracy": 0.5, "pairs_at_50": 1, "pairs_at_90": 1})

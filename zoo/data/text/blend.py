@@ -8,9 +8,8 @@ import numpy as np
 
 from zoo.data.batch import Batch
 from zoo.data.order import interleaved, whole_weights
-from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Windows
-from zoo.data.text.tokenizer import training_pieces
+from zoo.data.text.tokenizer import Documents, training_pieces
 
 
 class BlendedText:
@@ -19,7 +18,7 @@ class BlendedText:
     Each corpus is read at least once; one that ends early is repeated, as in training.
     """
 
-    def __init__(self, corpora: Sequence[Corpus], weights: Sequence[float]) -> None:
+    def __init__(self, corpora: Sequence[Documents], weights: Sequence[float]) -> None:
         self.corpora, self.weights = list(corpora), whole_weights(weights)
 
     def __str__(self) -> str:
@@ -82,6 +81,6 @@ class Blend:
         return [share / len(windows) for share, windows in zip(shares, self.sources, strict=True)]
 
 
-def _pieces(corpus: Corpus) -> Iterator[str]:
+def _pieces(corpus: Documents) -> Iterator[str]:
     for text in corpus:
         yield from training_pieces(text)

@@ -77,7 +77,7 @@ class MixedText(TokenisedText):
             Corpus(source.path, source.text_field, source.max_characters, f"data.sources.{name}", source.suffixes)
             for name, source in self.sources.items()
         ]
-        self.training_text = BlendedText(self.corpora, self._weights())
+        self.training_text = BlendedText([self.for_tokenizer(corpus) for corpus in self.corpora], self._weights())
 
     @property
     def validation_names(self) -> list[str]:

@@ -54,8 +54,8 @@ class Windows(Dataset):
 
     def _refuse(self, reason: str) -> NoReturn:
         shards = self.shards
-        split_off = shards.split == "validation" and shards.manifest["validation_fraction"] is not None
-        hint = " or raise data.validation_fraction" if split_off else ""
+        split_off = shards.manifest.get(f"{shards.split}_fraction") is not None
+        hint = f" or raise data.{shards.split}_fraction" if split_off else ""
         raise UserError(f"data.sequence_length is {self.sequence_length}, but the {shards.split} split {reason}{hint}.")
 
     def __len__(self) -> int:

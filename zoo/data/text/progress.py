@@ -5,6 +5,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -154,9 +155,11 @@ class Progress:
         digest: Digest of the corpus, whose text must be the same to continue.
         dtype: The dtype of the tokens.
         place: Where to move full files; None: they stay.
+        splits: The splits that are written.
     """
 
-    def __init__(self, folder: Path, digest: str, dtype: str, place: Place | None) -> None:
+    def __init__(self, folder: Path, digest: str, dtype: str, place: Place | None, splits: Sequence[Split]) -> None:
+        self._splits = splits
         self._folder, self._place, self._of = folder, place, [digest, SHARD_TOKENS]
         self.pieces = self.characters = 0
         self.files: dict[str, Record] = {}  # full files
@@ -171,7 +174,7 @@ class Progress:
             for file in folder.iterdir():
                 if _WRITTEN.fullmatch(file.name):
                     file.unlink()
-            self.writers = {split: Writer(folder, split, dtype) for split in SPLITS}
+            self.writers = {split: Writer(folder, split, dtype) for split in splits}
         self._saved = time.monotonic()
 
     def _continued(self, dtype: str, sent: dict[str, int]) -> dict[Split, Writer]:
@@ -184,10 +187,10 @@ class Progress:
                 check(self._folder / name, record, full=True)
             elif sent[name] != record["bytes"]:
                 raise UserError(f"{self._place}/{name} has {sent[name]} bytes, not {record['bytes']}; {_AGAIN}.")
-        names = [*self.files, *state["open"], *(name for s in SPLITS for name in state["splits"][s]["shards"])]
+        names = [*self.files, *state["open"], *(name for s in self._splits for name in state["splits"][s]["shards"])]
         if any(Path(name).name != name for name in names):
             raise UserError(f"{self._folder / PROGRESS} names a file outside its folder; {_AGAIN}.")
-        writers = {split: Writer(self._folder, split, dtype, state) for split in SPLITS}
+        writers = {split: Writer(self._folder, split, dtype, state) for split in self._splits}
         self._delete_sent()
         return writers
 

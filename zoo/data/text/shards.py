@@ -45,7 +45,7 @@ class Shards:
 
     Attributes:
         folder: The folder or URL that `prepare` returned.
-        split: "train" or "validation".
+        split: "train", "validation", or "test" if the manifest has one.
         verify: Whether to hash every file; None: if they have less than 1 GB and are local. Sizes are always compared.
 
     Raises:
@@ -95,8 +95,8 @@ class Shards:
 
     def _fetch_positions(self, folder: Path) -> None:
         place = Place(str(self.folder))
-        for split in SPLITS:
-            name = self.manifest["splits"][split]["starts"]
+        for split in self.manifest["splits"].values():
+            name = split["starts"]
             with place.open(name) as content, (folder / name).open("wb") as file:
                 shutil.copyfileobj(content, file)
             self._check_copy(folder / name, place)
@@ -145,11 +145,12 @@ def prepare(
     validation_fraction: float | None = 0.05,
     workers: int | None = None,
     shards: str | None = None,
+    test_fraction: float | None = None,
 ) -> Path | str:
     """Tokenise a corpus, unless it is done already.
 
-    A hash of a document's text decides whether it goes to validation, so file names and order do not matter and
-    duplicates stay together; each split has at least one document. A single document is cut into a head and a tail.
+    A hash of a document's text decides its split, so file names and order do not matter and duplicates stay together;
+    training and validation have at least one document. A single document is cut into a head and a tail.
     After an interruption, tokenising continues where it was; earlier text is only read again.
 
     Args:
@@ -159,6 +160,7 @@ def prepare(
         workers: Number of processes; None: one per CPU.
         shards: The folder or URL in which each corpus has a subfolder; None: the cache. With a URL, only one file per
             split is on the local disk at a time.
+        test_fraction: The expected fraction of documents kept for a test, taken from those for training; None: none.
 
     Returns:
         The folder or URL for `Shards`.
@@ -166,7 +168,8 @@ def prepare(
     Raises:
         UserError: The corpus cannot be read or split, or the token shards cannot be written.
     """
-    key = json.dumps([FORMAT, corpus.signature(), tokenizer.hash, validation_fraction])
+    fractions = [validation_fraction] if test_fraction is None else [validation_fraction, test_fraction]
+    key = json.dumps([FORMAT, corpus.signature(), tokenizer.hash, *fractions])
     name = hashlib.sha256(key.encode()).hexdigest()[:16]
     place, location = None, "ZOO_CACHE"
     if shards is None:
@@ -183,7 +186,7 @@ def prepare(
             shutil.rmtree(folder)
 
     def build(new: Path) -> None:
-        _build(new, corpus, tokenizer, validation_fraction, workers, place)
+        _build(new, corpus, tokenizer, fractions, workers, place)
 
     build_once(folder, build, resumable=True, key=location)
     return folder if place is None else place.where
@@ -213,12 +216,17 @@ def read_manifest(folder: Path | str) -> dict:
     if (version := manifest.get("format")) != MANIFEST_FORMAT:
         raise UserError(f"{file} has format {version}, this version reads {MANIFEST_FORMAT}; {advice}.")
     try:
-        consistent = all(_is_consistent(manifest, split) for split in SPLITS) and isinstance(manifest["data_hash"], str)
+        splits = _splits(manifest.get("test_fraction"))
+        consistent = all(_is_consistent(manifest, split) for split in splits) and isinstance(manifest["data_hash"], str)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{file} is damaged ({type(error).__name__}: {error}); {advice}.") from error
     if not consistent:
         raise UserError(f"{file} is damaged (its numbers contradict each other); {advice}.")
     return manifest
+
+
+def _splits(test_fraction: float | None) -> tuple[Split, ...]:
+    return SPLITS[:2] if test_fraction is None else SPLITS
 
 
 def _is_consistent(manifest: dict, split: Split) -> bool:
@@ -253,16 +261,22 @@ def _check_hash(place: Place, name: str, content: BinaryIO, expected: Record) ->
 
 
 def _build(
-    folder: Path, corpus: Corpus, tokenizer: Tokenizer, fraction: float | None, workers: int | None, place: Place | None
+    folder: Path,
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    fractions: list[float | None],
+    workers: int | None,
+    place: Place | None,
 ) -> None:
-    sides = SplitByContent(corpus, fraction)
+    sides = SplitByContent(corpus, *fractions)
+    test_fraction = fractions[1] if len(fractions) > 1 else None
     if sides.largest_token >= tokenizer.vocab_size:
         raise UserError(
             f"{corpus} has the token {sides.largest_token}, but data.tokenizer has {tokenizer.vocab_size} tokens; name "
             "the tokenizer that the files were written with."
         )
     dtype = "<u2" if tokenizer.vocab_size < 1 << 16 else "<u4"
-    progress = Progress(folder, sides.digest.hexdigest(), dtype, place)
+    progress = Progress(folder, sides.digest.hexdigest(), dtype, place, _splits(test_fraction))
     read_again = hashlib.sha256()
 
     def all_pieces() -> Iterator[Piece]:
@@ -304,13 +318,14 @@ def _build(
     for writer in progress.writers.values():
         writer.close()
     progress.save()
-    identity = [FORMAT, sides.digest.hexdigest(), tokenizer.hash, fraction]
+    identity = [FORMAT, sides.digest.hexdigest(), tokenizer.hash, *fractions]
     manifest = {
         "format": MANIFEST_FORMAT,
         "data_hash": hashlib.sha256(json.dumps(identity).encode()).hexdigest(),
         "tokenizer_hash": tokenizer.hash,
         "vocab_size": tokenizer.vocab_size,
-        "validation_fraction": fraction,
+        "validation_fraction": fractions[0],
+        "test_fraction": test_fraction,
         "dtype": dtype,
         "characters": sides.characters,
         "splits": {split: writer.state() for split, writer in progress.writers.items()},

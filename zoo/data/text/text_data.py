@@ -50,9 +50,8 @@ class TextData(TokenisedText):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_minimum(max_characters=(self.max_characters, 1))
-        self.corpus = self.training_text = Corpus(
-            self.path, self.text_field, self.max_characters, suffixes=self.suffixes
-        )
+        self.corpus = Corpus(self.path, self.text_field, self.max_characters, suffixes=self.suffixes)
+        self.training_text = self.for_tokenizer(self.corpus)
         self.corpora = [self.corpus]
 
     @cached_property

@@ -5,14 +5,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from kernels.errors import UserError
+from kernels.errors import Option, UserError
 from zoo.arguments import check_not_empty
 from zoo.data.loader import ValidationLoader
 from zoo.data.resumable import ResumableData, check_minimum
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows, check_packing, samples_of
 from zoo.data.text.shards import Shards, prepare
+from zoo.data.text.split import WithoutTest
 from zoo.data.text.tokenizer import Documents, Tokenizer, train_tokenizer
 
 
@@ -50,6 +52,8 @@ class TokenisedText(ResumableData):
             "whole_documents": as "documents", but none is cut: rows are padded, and documents longer than
             `sequence_length` are left out with a warning.
         validation_fraction: Expected fraction of the documents (of each source) kept for validation, between 0 and 1.
+        test_fraction: Expected fraction of the documents kept for the verb `test`, which neither training (also of a
+            tokenizer) nor validation sees; those for validation are the same. Null: none are kept.
         validation_sets: Name → path of text that is validated on as well, such as {wikitext: {path: wiki.txt}}. Its
             loss is `val_loss_wikitext`; `val_loss`, by which checkpoints are chosen, stays that of the split.
         num_workers: Worker processes per device that prefetch batches; 0: none.
@@ -72,6 +76,7 @@ class TokenisedText(ResumableData):
     batch_size: int = 8
     packing: Packing = "windows"
     validation_fraction: float = 0.05
+    test_fraction: float | None = None
     validation_sets: dict[str, ValidationSet] | None = None
     num_workers: int = 0
     preprocessing_workers: int | None = None
@@ -87,6 +92,11 @@ class TokenisedText(ResumableData):
         check_packing(self.sequence_length, self.packing)
         if not 0 < self.validation_fraction < 1:
             raise UserError(f"data.validation_fraction is {self.validation_fraction}; it must lie between 0 and 1.")
+        if self.test_fraction is not None and not 0 < self.test_fraction < 1 - self.validation_fraction:
+            raise UserError(
+                f"data.test_fraction is {self.test_fraction}; it must be null, or lie between 0 and "
+                f"{1 - self.validation_fraction:g}, so that documents for training are left."
+            )
         self.validation_sets = dict(self.validation_sets or {})
         check_names("validation_sets", self.validation_sets)
         self.corpora: list[Corpus]  # to tokenise
@@ -112,11 +122,11 @@ class TokenisedText(ResumableData):
         """Tokenise all corpora (once per machine)."""
         for corpus in self.corpora:
             corpus.warn_of_skipped()
-            self._prepare(corpus, self.validation_fraction)
+            self._prepare(corpus)
         for key, corpus in self._extra_corpora():
             corpus.warn_of_skipped()
             with errors_name(key):
-                self._prepare(corpus, None)
+                self._prepare(corpus, split=False)
 
     def setup(self, stage: str | None = None) -> None:
         """Open and check the token shards, and start training at the first sample until a checkpoint is loaded.
@@ -139,24 +149,62 @@ class TokenisedText(ResumableData):
         opened = self._extra_windows
         for key, corpus in [*self._extra_corpora()][len(opened) :]:
             with errors_name(key):
-                shards = Shards(self._prepare(corpus, None), "validation", self.verify)
+                shards = Shards(self._prepare(corpus, split=False), "validation", self.verify)
                 opened.append(samples_of(shards, self.sequence_length, self.packing))
         return [self.evaluation_loader(windows) for windows in opened]
 
     def windows(self, corpus: Corpus) -> tuple[Windows, Windows]:
         """The training and validation samples of a corpus, from verified token shards."""
-        folder = self._prepare(corpus, self.validation_fraction)
+        folder = self._prepare(corpus)
         train, validation = Shards(folder, "train", self.verify), Shards(folder, "validation", self.verify)
         settings = (self.sequence_length, self.packing)
         return samples_of(train, *settings), samples_of(validation, *settings)
+
+    def test_dataloader(self) -> list[ValidationLoader]:
+        """Batches of this rank, each sample once: those of the test split of each corpus.
+
+        Raises:
+            UserError: `test_fraction` is null.
+        """
+        if self.test_fraction is None:
+            raise UserError(
+                "data.test_fraction is null, so the text has no documents that were kept for a test; train with ",
+                Option("data.test_fraction", "0.05"),
+                ", or measure the loss on the validation split by `validate`",
+            )
+        shards = [Shards(self._prepare(corpus), "test", self.verify) for corpus in self.corpora]
+        return [self.evaluation_loader(samples_of(each, self.sequence_length, self.packing)) for each in shards]
+
+    def for_tokenizer(self, corpus: Corpus) -> Documents:
+        """The documents of a corpus on which a tokenizer may be trained."""
+        return (
+            corpus if self.test_fraction is None else WithoutTest(corpus, self.validation_fraction, self.test_fraction)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in the base class, and the fraction of documents that were kept for a test."""
+        kept = {} if self.test_fraction is None else {"test_fraction": self.test_fraction}
+        return super().state_dict() | kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in the base class; a UserError if documents for the test would not be those of the run."""
+        before, now = (value or "null" for value in (state_dict.get("test_fraction"), self.test_fraction))
+        if before != now and self.trainer is not None and self.trainer.state.fn in ("fit", "test"):
+            raise UserError(
+                f"data.test_fraction is {now}, but the checkpoint was trained with {before}: its test documents would "
+                "not be those that the run has never seen; use that, or start a new run."
+            )
+        super().load_state_dict(state_dict)
 
     def _extra_corpora(self) -> Iterator[tuple[str, Corpus]]:
         for name, text in (self.validation_sets or {}).items():
             key = f"data.validation_sets.{name}"
             yield key, Corpus(text.path, text.text_field, text.max_characters, key)
 
-    def _prepare(self, corpus: Corpus, fraction: float | None) -> Path | str:
-        return prepare(corpus, self.get_tokenizer(), fraction, self.preprocessing_workers, self.shards)
+    def _prepare(self, corpus: Corpus, split: bool = True) -> Path | str:
+        fraction, test_fraction = (self.validation_fraction, self.test_fraction) if split else (None, None)
+        settings = (fraction, self.preprocessing_workers, self.shards)
+        return prepare(corpus, self.get_tokenizer(), *settings, test_fraction=test_fraction)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -17,6 +18,7 @@ from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.documents import Document, Tokens
+from zoo.data.text.token_bytes import token_bytes
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -144,6 +146,18 @@ class Tokenizer:
         """The text of token ids, special tokens spelt out."""
         with library_errors("data.tokenizer"):
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray | None:
+        """The UTF-8 bytes of each token's text, int64 `[vocab_size]`; special tokens have none.
+
+        None if the bytes of a text's tokens are not those of the text.
+        """
+        sizes = token_bytes(self._tokenizer)
+        surplus = {
+            int(sizes[ids].sum()) - len(text.encode())
+            for text, ids in zip(_PROBES, self.encode_batch(list(_PROBES)), strict=True)
+        }
+        return sizes if surplus <= {0, 1} else None
 
     def save(self, path: str | Path) -> None:
         """Write the tokenizer to a file, or to `tokenizer.json` in an existing folder."""

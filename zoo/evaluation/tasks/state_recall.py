@@ -1,17 +1,18 @@
 """Recall of a model, and its growth with the state ("Scaling up the State Size of RNN LLMs", section 5.5)."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter
 
 from zoo.display import new_figure
 from zoo.evaluation.loaded import Subject
 from zoo.evaluation.results import COLOURS, MARKERS
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needles import SingleNeedle3
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 THRESHOLDS = (0.5, 0.6, 0.7, 0.8)
 
@@ -42,8 +43,10 @@ class StateRecall(SingleNeedle3):
             for threshold, length in longest.items()
         ]
 
-    def pictures(self, rows: Sequence[Row]) -> dict[str, Figure]:
+    def pictures(self, rows: Sequence[Row]) -> "dict[str, Figure]":
         """The longest context over the size of the state, a point for each model, with a line for each threshold."""
+        from matplotlib.ticker import EngFormatter
+
         points = [row for row in rows if "threshold" in row]
         if len({row["model"] for row in points}) < 2:
             return {}

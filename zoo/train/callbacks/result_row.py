@@ -37,7 +37,8 @@ log = logging.getLogger(__name__)
 class ResultRow(RunCallback):
     """Writes `results.json`, the results of a run in one row, and prints a short table.
 
-    Losses are in nats per token. `status` is `complete`, `interrupted` (Ctrl-C, SIGTERM) or `failed`.
+    Losses are in nats per token; `val_bits_per_byte` is in bits per byte of the text. `status` is `complete`,
+    `interrupted` (Ctrl-C, SIGTERM) or `failed`.
 
     Args:
         zeroed_batches: Validation batches on which to measure the loss with the outputs of all mixers set to zero,
@@ -185,6 +186,7 @@ class ResultRow(RunCallback):
             "val_loss": metrics.get("val_loss"),
             "val_batches": batches[0],
             "val_batches_in_split": batches[1],
+            "val_bits_per_byte": metrics.get("val_bits_per_byte"),
             "val_perplexity": metrics.get("val_perplexity"),
             "val_loss_by_position": [finite(loss) for loss in pl_module.loss_by_position],
             "val_loss_by_task": {
@@ -201,6 +203,7 @@ class ResultRow(RunCallback):
             "decay_starts": optim.decay_start(planned),
             "tokens_per_step": round(pl_module.tokens_seen / trainer.global_step) if trainer.global_step else None,
             "data_hash": _data_hash(trainer),
+            "tokenizer_hash": getattr(pl_module.tokenizer, "hash", None),
             "tokens_per_second": speed,
             "tokens_per_second_by_clock": self._speed_by_clock(pl_module.tokens_seen),
             "wall_seconds": round(self._wall_seconds(), 1),

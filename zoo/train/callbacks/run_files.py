@@ -1,4 +1,4 @@
-"""The run's config and tokenizer, written to its folder, and the config to the loggers."""
+"""The run's config, tokenizer and foreign code, written to its folder, and the config to the loggers."""
 
 from pathlib import Path
 
@@ -16,6 +16,8 @@ APPENDED = ("metrics.jsonl", "metrics.csv", "samples.txt", "results.json", HISTO
 
 class RunFiles(RunCallback):
     """Writes the run's config to `config.yaml` and, for text data, its tokenizer to `tokenizer.json`; logs the config.
+
+    The files of classes in the config that are not this project's are copied to `code/`.
 
     What a resumed run has changed in its config is added to `history.jsonl`.
 
@@ -41,5 +43,7 @@ class RunFiles(RunCallback):
             record(folder, pl_module.resumed_at, pl_module.changes)
             with atomic_write(folder / "config.yaml") as file:
                 file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())
+            for source in pl_module.sources.values():
+                source.copy_to(folder)
         if pl_module.tokenizer is not None:
             pl_module.tokenizer.save(folder / "tokenizer.json")

@@ -27,6 +27,6 @@ def test_a_failure_leaves_no_folder(tmp_path: Path):
 def test_tokenising_again_removes_only_token_files(tmp_path: Path):
     for name in ("train-00000.bin", "validation.starts.bin", "progress.json", "notes.txt", "train-old.bin"):
         (tmp_path / name).write_text("x")
-    Progress(tmp_path, "digest", "<u2", None)
+    Progress(tmp_path, "digest", "<u2", None, ("train", "validation"))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"notes.txt", "train-old.bin", "train.starts.bin", "validation.starts.bin"}

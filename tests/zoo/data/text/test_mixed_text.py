@@ -106,7 +106,7 @@ def test_one_source_is_the_text_by_itself(arguments: dict, sources: dict[str, So
 def test_each_source_is_validated_by_itself(arguments: dict):
     data = MixedText(**arguments)
     assert data.validation_names == ["ants", "bees", "cats"]
-    for loaders in (data.val_dataloader(), data.test_dataloader(), data.predict_dataloader()):
+    for loaders in (data.val_dataloader(), data.predict_dataloader()):
         for loader, windows in zip(loaders, data.validation, strict=True):
             assert rows(list(loader)) == [tuple(windows[i].tokens.tolist()) for i in range(len(windows))]
     words = [data.get_tokenizer().decode(windows.shards.read(0, len(windows.shards))) for windows in data.validation]
