@@ -89,8 +89,7 @@ class Mamba3(LinearMixer):
     """
 
     no_weight_decay = keep_fp32 = ("D", "q_bias", "k_bias")
-    scale = 1.0
-    write_delay = 1
+    scale, write_delay = 1.0, 1
 
     def __init__(
         self,

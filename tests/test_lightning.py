@@ -141,6 +141,9 @@ def test_epochs_give_the_schedule_its_length(command: Command, desk: Path):
 def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str, split: str):
     run = str(finished / "runs" / "done")
     done = command(verb, "--ckpt_path", run, f"--trainer.limit_{split}_batches=1")
+    if verb == "test":  # this run kept no documents for it
+        assert "data.test_fraction is null" in done.err
+        return
     assert done.code == 0, done.err
 
 

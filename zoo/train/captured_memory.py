@@ -19,8 +19,8 @@ Shape = tuple[tuple[torch.Size, torch.dtype], ...]  # shapes and dtypes of the i
 # Each shape costs an eager step, two captures, a replay and the memory of its graphs. Tasks of a few lengths have fewer
 # shapes than this. With arbitrary lengths, most steps of a run would be captures, and replays would be rare.
 MOST_SHAPES = 8
-# A gradient of its own memory starts at a multiple of 512 bytes. The norm of one at another place is summed in another
-# order, so that clipping, and with it the captured run, would differ from the eager one in the last bit.
+# A separately allocated gradient starts at a multiple of 512 bytes. The norm of one at another place is summed in
+# another order, so that clipping, and with it the captured run, would differ from the eager one in the last bit.
 ALIGNED = 512
 
 
