@@ -129,6 +129,7 @@ def alone(runs: Runs) -> list[float]:
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.xdist_group("ways")  # they share the runs
 @pytest.mark.parametrize("way", WAYS)
 def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None:
     assert runs.losses(way) == pytest.approx(alone, rel=1e-3)
