@@ -122,7 +122,7 @@ class LanguageModel(nn.Module):
         if tie_embeddings and (inputs is not None or head is not None):
             raise UserError("tie_embeddings: true needs token embeddings and logits, so null as inputs and head")
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
-        check_sizes({**sizes, "intermediate_size": intermediate_size})
+        check_sizes({**sizes, "intermediate_size": intermediate_size, "window_size": window_size})
         check_numbers({"norm_eps": norm_eps, "initializer_range": initializer_range}, positive=False)
         check_numbers({"nominal_size": nominal_size, "logit_cap": logit_cap})
         if logit_cap is not None and head is not None:
