@@ -6,6 +6,7 @@ script. The constructors' arguments are the keys of the YAML.
 
 import csv
 import inspect
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def _figure(value: float) -> str:
 
 
 def _short(column: str) -> str:
-    return column.rpartition(".")[2].replace("_", " ")
+    return re.sub(r"\bval\b", "validation", column.rpartition(".")[2].replace("_", " "))
 
 
 @dataclass(frozen=True)
@@ -279,11 +280,13 @@ class Listing:
 
     Args:
         title: Its title.
+        short: The start of the title, for headings.
         url: Where it can be read; null if we know no address.
         items: All of its tables and figures, such as "Table 3".
     """
 
     title: str
+    short: str
     items: list[str]
     url: str | None = None
 
@@ -373,8 +376,7 @@ def _measured(paper: Paper, item: str, row: Row, tables: dict[str, str]) -> Iter
     hidden = ", hidden by the spread over seeds" if ours.spread_hides_effect else ""
     seeds = "nothing random" if ours.seeds is None else f"{ours.seeds} seed{'' if ours.seeds == 1 else 's'}"
     sources = ", ".join(f"[`{source}`]({_from_docs(source)})" for source in ours.sources)
-    name = paper.listing.title.partition(":")[0]
-    yield from (f"## {item} of {name}: {row.status}{at}{hidden}", "")
+    yield from (f"## {item} of {paper.listing.short}: {row.status}{at}{hidden}", "")
     yield from (f"{row.claim} ({_linked(paper, item, 'row')})", "")
     if row.printed:
         yield from (f"**Paper.** {_numbers(row)}.", "")

@@ -230,14 +230,15 @@ from both group by model, place
 select fault, "found by" from rows where fault != 'none' and fault not like 'no fault%' order by fault
 
 -- proofs_cpu: reproductions/measured/proofs_cpu.csv
-with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1) else subject end as name, rowid as place, "check", dtype,
+with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1)
+    when subject like '%.yaml' then subject else 'mixers' end as name, rowid as place, "check", dtype,
     max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind in ('ops', 'layers')),
   largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
     max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
   cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
     iif(fp32 = 0, 'exact', printf('%.0e', fp32)) || ' / ' || iif(bf16 = 0, 'exact', printf('%.0e', bf16)) end as cell
     from largest)
-select name as "op or mixer",
+select name as "op",
   max(case "check" when 'causal' then cell end) as "causal",
   max(case "check" when 'rows' then cell end) as "rows",
   max(case "check" when 'packed' then cell end) as "packed",
@@ -248,7 +249,8 @@ select name as "op or mixer",
 from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
 
 -- proofs_h100: reproductions/measured/proofs_h100.csv
-with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1) else subject end as name, rowid as place, "check", dtype,
+with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1)
+    when subject like '%.yaml' then subject else 'mixers' end as name, rowid as place, "check", dtype,
     max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind = 'layers'
     or subject like '%triton' or subject like 'window_attention%'),
   largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
@@ -256,7 +258,7 @@ with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subj
   cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
     iif(fp32 = 0, 'exact', printf('%.0e', fp32)) || ' / ' || iif(bf16 = 0, 'exact', printf('%.0e', bf16)) end as cell
     from largest)
-select name as "op or mixer",
+select name as "op",
   max(case "check" when 'causal' then cell end) as "causal",
   max(case "check" when 'rows' then cell end) as "rows",
   max(case "check" when 'packed' then cell end) as "packed",

@@ -31,7 +31,7 @@ def papers() -> list[Paper]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the shortest of the papers, to be spoiled."""
-    (tmp_path / "papers.yaml").write_text("paper: {title: A Paper, items: [Table 1, Table S.1]}")
+    (tmp_path / "papers.yaml").write_text("paper: {title: A Paper, short: Paper, items: [Table 1, Table S.1]}")
     (tmp_path / "paper").mkdir()
     for item in ("table_1", "table_s1"):
         shutil.copy(FOLDER / "state_expansion" / "table_7.yaml", tmp_path / "paper" / f"{item}.yaml")
@@ -133,7 +133,7 @@ def test_numbers_come_from_their_file(tmp_path: Path):
     actual = measured(tmp_path, where={"learning.rate": ".1"})
     assert actual.numbers(tmp_path) == {("small",): [2.0, 2.5], ("large",): [1.0, 1.25]}
     assert [*actual.table(tmp_path)] == [
-        "| model | val loss, rate .1: median | all seeds |",
+        "| model | validation loss, rate .1: median | all seeds |",
         "|---|---|---|",
         "| small | 2.250 | 2.000 2.500 |",
         "| large | 1.125 | 1.000 1.250 |",
