@@ -46,6 +46,7 @@ ROOMS = (
     "zoo.config",
     "zoo.saved",
     "zoo.runs",
+    "zoo.inspection",
     "zoo.experiments",
     "zoo.performance",
     "zoo.evaluation",

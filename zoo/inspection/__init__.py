@@ -1,4 +1,4 @@
-"""What the states of a model hold: exact matrices over pairs of tokens, retention, spectra, and where recall breaks."""
+"""The memory of a model's layers: exact matrices over pairs of tokens, retention, spectra, and where recall breaks."""
 
 from .inspection import Inspection, inspect
 from .layer import Layer, Retention, Spectra

@@ -38,7 +38,7 @@ LONGEST_PICTURE = 512  # tokens of the pictures over pairs of tokens
 
 
 class Inspection:
-    """What the layers of a model remember of a text.
+    """The memory that the layers of a model have of a text.
 
     Attributes:
         tokens: The text of each token.
@@ -54,17 +54,17 @@ class Inspection:
 
     @cached_property
     def numbers(self) -> list[dict[str, Any]]:
-        """Of each matrix state: half-lives (10, 50, 90 % of heads and channels), ranks and norms over the text."""
+        """For each matrix state half-lives (10, 50, 90 % of heads and channels), ranks and norms over the text."""
         rows = []
         for layer in self.layers.values():
             if layer.has_state:
-                found, lives = layer.spectra(self.every), layer.half_lives().flatten().sort().values
+                states, lives = layer.spectra(self.every), layer.half_lives().flatten().sort().values
                 lives = lives[[int(share * (len(lives) - 1)) for share in (0.1, 0.5, 0.9)]]
                 row = {"layer": layer.number, "mixer": layer.name, "heads": layer.heads, "subheads": layer.subheads}
                 row |= {"half_lives": [None if math.isinf(x) else x for x in lives.tolist()]}
-                row |= {"steep_share": layer.steep_share(), "largest_rank": found.values.shape[-1]}
-                row |= {"ends": found.ends.tolist(), "effective_ranks": found.effective_ranks.tolist()}
-                rows.append(row | {"norms": found.norms.tolist()})
+                row |= {"steep_share": layer.steep_share(), "largest_rank": states.values.shape[-1]}
+                row |= {"ends": states.ends.tolist(), "effective_ranks": states.effective_ranks.tolist()}
+                rows.append(row | {"norms": states.norms.tolist()})
         return rows
 
     def table(self) -> Table:
@@ -89,15 +89,15 @@ class Inspection:
         """The pictures by name: all heads of a layer, or one head of every layer.
 
         Raises:
-            UserError: There is no such layer, or it has no matrices.
+            UserError: The layer does not exist, or has no matrices.
         """
         if layer is not None and layer not in self.layers:
-            raise UserError(f"layer: {layer} is not one of those with matrices, {', '.join(map(str, self.layers))}")
+            raise UserError(f"layer: {layer} must be one of those with matrices: {', '.join(map(str, self.layers))}")
         chosen = [*self.layers.values()] if layer is None else [self.layers[layer]]
-        made = {"spectra": pictures.spectra(chosen, self.every)}
-        if len(self.tokens) <= LONGEST_PICTURE:
-            made |= {"attention": pictures.attention(chosen, self.tokens), "retention": pictures.retention(chosen)}
-        return {name: figure for name, figure in made.items() if figure is not None}
+        states, short = [each for each in chosen if each.has_state], len(self.tokens) <= LONGEST_PICTURE
+        figures = {"attention": pictures.attention(chosen, self.tokens)} if short and chosen else {}
+        figures |= {"retention": pictures.retention(states)} if short and states else {}
+        return figures | ({"spectra": pictures.spectra(states, self.every)} if states else {})
 
     def save(self, folder: str | Path, layer: int | None = None) -> Path:
         """Write `inspection.json` and the pictures into a folder, and return it."""
@@ -141,7 +141,7 @@ def inspect(
         layer: Draw all heads of this layer, from 0; by default the first head of every layer.
         output: Folder for inspection.json, attention.png, retention.png and spectra.png; null for none. The pictures of
             attention and retention need a text of at most 512 tokens.
-        tokenizer: That of a model in memory, from `zoo.load_tokenizer`; a saved model has its own.
+        tokenizer: That of a model in memory, from `zoo.load_tokenizer`; a saved model has one.
         device: Where to run the model: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
         verbose: Whether to print the tables.

@@ -1,4 +1,4 @@
-"""What a layer computed along time for one text, as exact matrices, and what its state held."""
+"""Exact matrices of a layer's computation along time for one text, and the contents of its state."""
 
 import math
 from collections.abc import Sequence
@@ -21,9 +21,9 @@ STEEP, HALF_CHUNK = 69.0, 32  # a channel that decays by more than e^-69 within 
 
 
 class Retention(NamedTuple):
-    """What is left of each write, read in the direction of its own key, and what took the rest.
+    """Shares of each write that are left, read with its key, and that decays and later writes took; their sum is 1.
 
-    `left` + `decayed` + `erased` is 1. An erase key that is no multiple of the written key can also add.
+    A later write can also add, if its erase key is not a multiple of its key.
     """
 
     left: Tensor  # share of write s that its key still reads at token t [T,W]; NaN before the write
@@ -79,7 +79,7 @@ class Layer:
         if not self.has_state:
             self.heads = q.shape[2]
         self._spectra: dict[int, Spectra] = {}
-        # with keys of its own, erasing is a write without a value before each write
+        # with separate keys, erasing is a write without a value before each write
         self.erases_apart = self.arguments.get("erase_write") is not None
 
     def attention(self, head: int, subhead: int | None = None, channel: int = 0) -> Tensor:
@@ -92,11 +92,10 @@ class Layer:
         Args:
             head: The head.
             subhead: A subhead, for its part of the head's matrix.
-            channel: A value channel, where each has decays of its own (the first of the two calls of gated slot
-                attention).
+            channel: A value channel, for decays per value channel (the first call of gated slot attention).
 
         Raises:
-            UserError: There is no such head or subhead.
+            UserError: The head or subhead does not exist.
         """
         self._check(head, subhead or 0)
         if not self.has_state:
@@ -115,7 +114,7 @@ class Layer:
         return v[:, head * v.shape[1] // self.heads]
 
     def retention(self, head: int, subhead: int = 0) -> Retention:
-        """What is left of each write, and what took the rest. It takes W steps of products [W,K].
+        """Follow each write through the later ones, in W steps of products [W,K].
 
         Raises:
             UserError: The layer has no matrix state, or no such head or subhead.
@@ -125,9 +124,9 @@ class Layer:
         shares = torch.full((3, T, T * n), math.nan, dtype=torch.float64)
         eraser, most = torch.full((T * n,), -1), torch.zeros(T * n, dtype=torch.float64)
         for start, stop in self.spans():
-            *found, by, took = self.recurrence(head, subhead, start, stop).retention()
+            *parts, by, took = self.recurrence(head, subhead, start, stop).retention()
             writes, own = slice(start * n, stop * n), slice(stride - 1, None, stride)
-            shares[:, start:stop, writes] = torch.stack(found)[:, :, own]
+            shares[:, start:stop, writes] = torch.stack(parts)[:, :, own]
             eraser[writes], most[writes] = torch.where(by < 0, by, by // stride + start * n)[own], took[own]
         left, decayed, erased = shares
         return Retention(left, decayed, erased, eraser, most)

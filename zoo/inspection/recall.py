@@ -1,4 +1,4 @@
-"""Where in the layers recall breaks: the margin by which each layer reads the right value."""
+"""The margin by which each layer reads the right value, to see in which layer recall breaks."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -20,17 +20,11 @@ SAMPLES = 8  # prompts for each number of pairs
 
 
 class Question(NamedTuple):
-    """A token that asks for a value.
+    """A token that asks for a value."""
 
-    Attributes:
-        read: Position of the token.
-        right: Row of `places` with the value that it asks for.
-        places: Positions [N,P] at which each of N values may have been written.
-    """
-
-    read: int
-    right: int
-    places: Tensor
+    read: int  # its position
+    right: int  # row of `places` with the value that it asks for
+    places: Tensor  # positions [N,P] at which each of N values may have been written
 
 
 def margins(layer: Layer, questions: Sequence[Question]) -> Tensor:
@@ -38,34 +32,30 @@ def margins(layer: Layer, questions: Sequence[Question]) -> Tensor:
 
     |A| is divided by the sum of its row, so that margins lie between −1 and 1; the largest place of a value counts.
     """
-    found = torch.empty(layer.heads, len(questions), dtype=torch.float64)
+    margin = torch.empty(layer.heads, len(questions), dtype=torch.float64)
     for head in range(layer.heads):
         matrix = layer.attention(head).abs().unflatten(1, (-1, layer.steps)).sum(-1)
         matrix /= matrix.sum(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
         for number, (read, right, places) in enumerate(questions):
             values = matrix[read][places].amax(1)
             others = values[torch.arange(len(values)) != right]
-            found[head, number] = values[right] - (others.max() if len(others) else 0.0)
-    return found
+            margin[head, number] = values[right] - (others.max() if len(others) else 0.0)
+    return margin
 
 
 def of_layers(model: LanguageModel, prompts: Iterable[tuple[Tensor, Sequence[Question]]]) -> list[dict[str, Any]]:
     """For each layer with matrices, the best head's median margin, and the share of questions where it is positive."""
-    found: dict[int, list[Tensor]] = {}
+    margins_of: dict[int, list[Tensor]] = {}
     for tokens, questions in prompts:
         for number, calls in enumerate(calls_of_model(model, tokens)):
             if calls:
-                found.setdefault(number, []).append(margins(Layer(calls[-1]), questions).amax(0))
-    each = {number: torch.cat(of_layer) for number, of_layer in found.items()}
-    return [
-        {
-            "layer": n,
-            "mixer": type(model.mixers[n]).__name__,
-            "margin": float(m.median()),
-            "read": float((m > 0).double().mean()),
-        }
-        for n, m in each.items()
-    ]
+                margins_of.setdefault(number, []).append(margins(Layer(calls[-1]), questions).amax(0))
+    rows = []
+    for number, parts in margins_of.items():
+        margin, name = torch.cat(parts), type(model.mixers[number]).__name__
+        read = float((margin > 0).double().mean())
+        rows.append({"layer": number, "mixer": name, "margin": float(margin.median()), "read": read})
+    return rows
 
 
 def recall(model: LanguageModel, pairs: Sequence[int], samples: int = SAMPLES, seed: int = 0) -> list[dict[str, Any]]:
@@ -104,21 +94,14 @@ def recall(model: LanguageModel, pairs: Sequence[int], samples: int = SAMPLES, s
 
 
 def recall_of_answer(model: LanguageModel, prompt: Sequence[int], answer: Sequence[int]) -> list[dict[str, Any]]:
-    """Which layers read the tokens of an answer where the prompt has them, such as those of a needle in a haystack.
-
-    Args:
-        model: The model.
-        prompt: Tokens of the prompt.
-        answer: Tokens that follow it, and that are in it once.
+    """`of_layers` for the tokens of an answer after a prompt that has them once, such as a needle in a haystack.
 
     Raises:
-        UserError: The prompt does not have the answer once.
+        UserError: The prompt does not have them once.
     """
     starts = [i for i in range(len(prompt)) if [*prompt[i : i + len(answer)]] == [*answer]]
     if len(starts) != 1 or not answer:
-        raise UserError(
-            f"answer: its {len(answer)} tokens are in the prompt {len(starts)} times; it must have them once"
-        )
+        raise UserError(f"answer: the prompt has its {len(answer)} tokens {len(starts)} times, but must have them once")
     places = torch.arange(len(prompt))[:, None]
     read = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
     questions = [Question(t, starts[0] + i, places) for i, t in enumerate(read)]

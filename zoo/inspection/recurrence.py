@@ -64,7 +64,7 @@ def pair_products(x: Tensor, y: Tensor, log_decay: Tensor, *, before: bool = Fal
     """P [W,W] with P_ij = Σ_k x_ik y_jk exp(Σ_{j<l≤i} g_l) for j ≤ i, and 0 above the diagonal.
 
     Pairs are separated by halves of blocks, and decays summed from the boundary between both halves: every exponent is
-    a sum of log decays, never a difference, so that it is exact beside resets, too.
+    a sum of log decays, never a difference, so that it is exact at resets, too.
 
     Args:
         x: Rows [W,K].
