@@ -11,10 +11,11 @@ Each query there begins with a line `-- NAME: FILE` and reads the lines of a CSV
 `families` is that of public layouts, with the columns of `public_families`.
 `list` instead of `table` writes the first column as names in code style.
 
-Next to SQLite's functions there are `median`, an aggregate; `word(text, n)`, which returns number n, from 0, of several
-that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the pairs recalled with an accuracy of `level`.
-`formatted(form, number, …)` is `printf`, but null if a number is null. `field(rowid, pattern)` is the first value of a
-line in a column whose name matches the pattern, such as `peers.fla *.fwd_ms`; null if there is none.
+Next to SQLite's functions there are `tex(formula)`, a formula in letters as LaTeX; `median`, an aggregate; `word(text,
+n)`, which returns number n, from 0, of several that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the
+pairs recalled with an accuracy of `level`. `formatted(form, number, …)` is `printf`, but null if a number is null.
+`field(rowid, pattern)` is the first value of a line in a column whose name matches the pattern, such as `peers.fla
+*.fwd_ms`; null if there is none.
 """
 
 import csv
@@ -73,6 +74,30 @@ def _pairs(level: float, pairs: str, *accuracies: float) -> float:
 
 def _formatted(form: str, *numbers: float | None) -> str | None:
     return None if None in numbers else form % numbers
+
+
+TEX = {"−": "-", "·": r"\cdot ", "⊙": r"\odot ", "≤": r"\le ", "ᵀ": r"^\top ", "√D": r"\sqrt{D}", "…": r"\dots "}
+TEX |= {"α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ", "θ": r"\theta ", "κ": r"\kappa ", "λ": r"\lambda "}
+TEX |= {
+    "ρ": r"\rho ",
+    "σ": r"\sigma ",
+    "φ": r"\varphi ",
+    "dt": r"\Delta ",
+    "Σ": r"\sum ",
+    ",  ": r",\quad ",
+    "|": r"\vert ",
+}
+TEX |= {r"→\operatorname": r"\overrightarrow", r"←\operatorname": r"\overleftarrow", "←": r"\leftarrow "}
+
+
+def tex(formula: str) -> str:
+    """Return a formula of a mixer, such as "S_t = α_t S_{t−1} + k_t v_tᵀ", as LaTeX between dollars."""
+    formula = re.sub(r"(?<![A-Za-z])(?!then|times)[A-Za-z]{3,}", r"\\operatorname{\g<0>}", formula)
+    formula = re.sub(r" (then|times) ", r"\\text{ \1 }", formula)
+    for text, command in TEX.items():
+        formula = formula.replace(text, command)
+    formula = re.sub(" +(?=[ _^,})])", "", formula).strip()
+    return f"${formula}$"
 
 
 def own_mixers() -> list[str]:
@@ -136,6 +161,7 @@ def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
     base.create_aggregate("median", 1, Median)  # type: ignore[arg-type]  # typeshed wants an int of `finalize`
     base.create_function("word", 2, lambda text, n: None if text is None else float(str(text).split()[n]))
     base.create_function("pairs_at", -1, _pairs)
+    base.create_function("tex", 1, tex)
     base.create_function("formatted", -1, _formatted)
     names = ", ".join(f'"{name}"' for name in header)
     base.execute(f"create table rows ({names})")

@@ -46,6 +46,13 @@ Four choices here differ from the papers, or fill in what they leave out:
 - **The output gates of TNL and cosFormer2 read the layer's normed input**, where the scaling-law paper's formulas have
   the input before the norm.
 - **HGRN1 is the real-valued variant**, to which the HGRN2 paper keeps as well; HGRN's own recurrence is complex.
+
+```{toctree}
+:hidden:
+
+reproductions_partly
+reproductions_not_run
+```
 """
 
 PARTLY = """\

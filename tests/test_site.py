@@ -1,8 +1,10 @@
 """The documentation site builds without a warning, its links and pictures exist, and pages fit phones and desktops."""
 
 import os
+import re
 import shutil
 import subprocess
+import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -43,7 +45,8 @@ MISSING = "() => [...document.images].filter(i => !(i.complete && i.naturalWidth
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site; warnings, such as a heading or type that does not exist, are errors."""
     if not os.environ.get("CI"):
-        pytest.importorskip("furo", reason="install the extra 'docs'")
+        for package in ("furo", "latex2mathml", "sphinx_copybutton"):
+            pytest.importorskip(package, reason="install the extra 'docs'")
     folder = tmp_path_factory.mktemp("site")
     command = [forked_python(), "-m", "sphinx", "-qW", "--keep-going", "-c", "docs", ".", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, encoding="utf-8", timeout=1200)
@@ -83,6 +86,27 @@ def test_references_links_and_pictures_exist(site: Path):
             assert not fragment or file not in pages or fragment in pages[file].ids, (
                 f"{page.relative_to(site)}: {target}"
             )
+
+
+@pytest.mark.slow
+def test_formulas_code_and_navigation(site: Path):
+    html = (site / "docs" / "zoo.html").read_text(encoding="utf-8")
+    assert "<msub><mi>S</mi><mi>t</mi></msub>" in html
+    assert "copybutton.js" in html
+    address = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
+    assert f'href="{address}"' in html
+    notebook = (site / "tutorials" / "quickstart.html").read_text(encoding="utf-8")
+    assert "highlight-python" in notebook
+    for page in site.rglob("*.html"):  # nothing is read from a network
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(
+            r'<(script|img)[^>]* src="(https?:)?//|<link[^>]*stylesheet[^>]* href="(https?:)?//', text
+        ), page
+
+
+def test_the_navigation_stays_short():
+    trees = re.findall(r"```{toctree}\n(.*?)```", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len([line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]) <= 32
 
 
 @pytest.fixture(scope="module")

@@ -397,7 +397,7 @@ from cells where place = 1 and name != 'HGRN2' group by name
 order by instr('Gated DeltaNet, subheads Gated DeltaNet, long head no decay, subheads GLA Mamba2 attention', name)
 
 -- zoo.mixers: mixers
-select '`' || name || '`' as mixer, recurrence, paper as source from rows
+select '`' || name || '`' as mixer, tex(recurrence) as recurrence, paper as source from rows
   order by case kind when 'matrix' then 0 when 'other' then 1 else 2 end, name
 
 -- zoo.compare: reproductions/measured/compare_cpu.csv

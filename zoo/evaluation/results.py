@@ -17,6 +17,7 @@ from zoo.evaluation.task import Row, Task
 from zoo.files.output import check_no_others
 
 if TYPE_CHECKING:
+    from matplotlib.artist import Artist
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -133,6 +134,8 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
     metrics = list(dict.fromkeys(row["metric"] for row in rows))
     models = list(dict.fromkeys(row["model"] for row in rows))
     across = min(3, len(metrics))
+    from matplotlib.transforms import offset_copy
+
     picture = _figure(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
     for number, metric in enumerate(metrics, start=1):
         panel: Axes = picture.add_subplot(math.ceil(len(metrics) / across), across, number)
@@ -145,13 +148,17 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
             style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": model}
             style["linestyle"] = ("-", "--", ":")[index // len(COLOURS) % 3]  # colours come again, with other dashes
             means = np.array([mean(points[x]) for x in at], float)
-            panel.plot(at, means, marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
+            drawn: list[Artist] = panel.plot(at, means, marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
             if any(len(points[x]) > 1 for x in at):  # several seeds: a dot for each
                 seeds = [(x, row["value"]) for x in at for row in points[x]]
-                panel.plot(*zip(*seeds, strict=True), "o", color=style["color"], alpha=0.35, markersize=3)
+                drawn += panel.plot(*zip(*seeds, strict=True), "o", color=style["color"], alpha=0.35, markersize=3)
             elif all("low" in points[x][0] for x in at):
                 low, high = ([points[x][0][end] for x in at] for end in ("low", "high"))
-                panel.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0)
+                drawn.append(panel.fill_between(at, low, high, color=style["color"], alpha=0.15, linewidth=0))
+            shift = 1.2 * (index - (len(models) - 1) / 2)  # side by side, so that equal values are all visible
+            for artist in drawn:
+                artist.set_transform(offset_copy(panel.transData, picture, x=shift, units="points"))
+        panel.margins(x=0.1)
         _scale(panel, _values(rows, axis), axis)
         panel.set_ylabel(_unit(metric))
         if is_fraction(metric):

@@ -220,7 +220,7 @@ def figure(sweep: Sweep, results: Sequence[Outcome]) -> Figure:
 
 def _panel(axes: Axes, sweep: Sweep, complete: Sequence[Cell], number: str) -> None:
     x = sweep.x or next(iter(sweep.axes), "state_size")
-    axes.set(xlabel=x.split(".")[-1].replace("_", " "), ylabel=number.replace("_", " "))
+    axes.set(xlabel=x.split(".")[-1].replace("_", " "), ylabel=number.replace("val_", "validation ").replace("_", " "))
     values = [[_number(row, number, "also") for row in cell.rows] for cell in complete]
     drawn = [(cell, each) for cell, each in zip(complete, values, strict=True) if CONTROL not in cell.labels]
     lines: dict[str, list[tuple[Cell, list[float]]]] = {}
@@ -247,10 +247,14 @@ def _panel(axes: Axes, sweep: Sweep, complete: Sequence[Cell], number: str) -> N
         style = ("--", ":", "-.")[place % 3]
         axes.axhline(statistics.median(each), color="gray", linestyle=style, label=cell.labels[CONTROL])
     if names:
-        axes.set_xticks(range(len(names)), names, rotation=20 if max(map(len, names)) > 8 else 0)
+        axes.set_xticks(range(len(names)), names)
+        if max(map(len, names)) > 8:  # each ends at its tick
+            axes.tick_params("x", rotation=30)
+            for label in axes.get_xticklabels():
+                label.set(ha="right", rotation_mode="anchor")
     elif drawn:
         axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+        axes.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))  # 65,536 is 66k
     axes.grid(alpha=0.3)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from rich.table import Table
 
 from zoo.display import new_figure, new_table, write_figure
@@ -114,7 +115,7 @@ def write_pictures(laws: Sequence[Law], folder: Path) -> list[Path]:
 def picture(laws: Sequence[Law]) -> Figure:
     """Curves, optima and laws, after Figure 1 of arXiv 2406.16690."""
     drawn = new_figure(12, 3.3 * (len(laws) + (len(laws) > 1)), dpi=150)
-    panels = drawn.subplots(len(laws) + (len(laws) > 1), 3, squeeze=False)
+    panels = drawn.subplots(len(laws) + (len(laws) > 1), 3, squeeze=False, sharex=True, sharey="col")
     if len(laws) > 1:
         for panel, part in zip(panels[0], Laws._fields, strict=True):
             for index, law in enumerate(laws):
@@ -136,8 +137,13 @@ def picture(laws: Sequence[Law]) -> Figure:
     names = {"loss": "loss (nats per token)", "size": "best size (without embeddings)", "tokens": "best tokens"}
     for row in panels:
         for panel, part in zip(row, Laws._fields, strict=True):
-            panel.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", ylabel=names[part])
+            panel.set(xscale="log", yscale="log", ylabel=names[part])
             panel.grid(alpha=0.3)
+        row[0].yaxis.set_minor_locator(LogLocator(subs=(2, 3, 5)))
+        for axis_ticks in (row[0].yaxis.set_major_formatter, row[0].yaxis.set_minor_formatter):
+            axis_ticks("{x:g}")
+    for panel in panels[-1]:
+        panel.set_xlabel("compute (FLOPs)")
     return drawn
 
 

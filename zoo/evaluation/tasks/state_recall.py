@@ -57,14 +57,22 @@ class StateRecall(SingleNeedle3):
             line, label = trend(own), f"recall ≥ {threshold}"
             if line is not None:
                 label += f" (R² = {line.r_squared:.2f})"
-                ends = np.array([min(own)[0], max(own)[0]])
-                panel.plot(ends, line.slope * ends + line.intercept, color=colour, alpha=0.6)
+                at = np.geomspace(min(own)[0], max(own)[0])
+                panel.plot(at, line.slope * at + line.intercept, color=colour, alpha=0.6)
             panel.plot(*zip(*own, strict=True), marker, color=colour, markersize=6, label=label)
-        for model in dict.fromkeys(row["model"] for row in points):
-            seeds = [row for row in points if row["model"] == model and row["threshold"] == THRESHOLDS[0]]
-            size, longest = (float(np.mean([row[name] for row in seeds])) for name in ("state_size", "value"))
-            panel.annotate(model, (size, longest), (4, 4), textcoords="offset points", fontsize="x-small", rotation=35)
-        panel.xaxis.set_major_formatter(EngFormatter(sep=""))
+        sizes = {row["model"]: row["state_size"] for row in points if row["threshold"] == THRESHOLDS[0]}
+        for place, model in enumerate(sorted(sizes, key=lambda model: sizes[model])):  # evenly, above the panel
+            panel.annotate(
+                *(model, (sizes[model], 1), ((place + 0.5) / len(sizes), 1.1)),
+                **{"xycoords": panel.get_xaxis_transform(), "textcoords": "axes fraction", "annotation_clip": False},
+                **{
+                    "fontsize": "x-small",
+                    "rotation": 40,
+                    "arrowprops": {"arrowstyle": "-", "color": "0.7", "relpos": (0, 0)},
+                },
+            )
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
         panel.grid(alpha=0.3)
         picture.legend(loc="outside right upper", fontsize="small", frameon=False)
         return {f"{self.name}-trend": picture}
