@@ -30,8 +30,12 @@ html_extra_path = ["html"]  # index.html, which leads to the landing page
 html_static_path = ["static"]
 html_css_files = ["site.css"]
 project_table = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-repository = project_table["urls"]["Repository"]
-html_theme_options = {"footer_icons": [{"name": "Repository", "url": repository, "html": "Repository", "class": ""}]}
+# the footer links to the repository once pyproject.toml has its address under [project.urls]
+html_theme_options = {
+    "footer_icons": [
+        {"name": name, "url": url, "html": name, "class": ""} for name, url in project_table.get("urls", {}).items()
+    ]
+}
 
 default_role = "literal"  # docstrings have names in single backticks
 autodoc_member_order = "bysource"
@@ -43,7 +47,7 @@ maximum_signature_line_length = 80
 nitpicky = True
 # Types of other packages are not looked up: that would need a network. All of ours have to be in the reference.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|lightning|jsonargparse|numpy|tokenizers|fsspec|collections|contextlib|pathlib)\..*"),
+    ("py:.*", r"(torch|lightning|jsonargparse|numpy|tokenizers|fsspec|rich|matplotlib|collections|contextlib|pathlib)\..*"),
     ("py:class", r"mixers\.(registry\.M|context_parallel\.(Outputs|Gathered))"),  # type variables
     ("py:class", r".*Annotated.*"),  # mixers.History and Position, which Sphinx spells out
 ]

@@ -93,8 +93,8 @@ def test_formulas_code_and_navigation(site: Path):
     html = (site / "docs" / "zoo.html").read_text(encoding="utf-8")
     assert "<msub><mi>S</mi><mi>t</mi></msub>" in html
     assert "copybutton.js" in html
-    address = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Repository"]
-    assert f'href="{address}"' in html
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert all(f'href="{address}"' in html for address in project.get("urls", {}).values())
     notebook = (site / "tutorials" / "quickstart.html").read_text(encoding="utf-8")
     assert "highlight-python" in notebook
     for page in site.rglob("*.html"):  # nothing is read from a network

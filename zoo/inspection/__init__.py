@@ -2,5 +2,6 @@
 
 from .inspection import Inspection, inspect
 from .layer import Layer, Retention, Spectra
+from .recurrence import Recurrence
 
-__all__ = ["Inspection", "Layer", "Retention", "Spectra", "inspect"]
+__all__ = ["Inspection", "Layer", "Recurrence", "Retention", "Spectra", "inspect"]
