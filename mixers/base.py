@@ -340,7 +340,7 @@ class LinearMixer(TokenMixer):
             UserError: The heads have other numbers or sizes.
         """
         weights, own, taken = old.state_dict(), self.state_dict(), dict[str, Tensor]()
-        maps, layer = old.head_maps(), f"{type(old).__name__} in layer {old.site.layer}"
+        maps, layer = old.head_maps(), f"{type(old).__name__} in layer {self.site.layer}"
         for kind, new in self.head_maps().items():
             if (before := maps.get(kind)) is None:
                 continue
