@@ -10,9 +10,10 @@ import yaml
 import zoo
 from kernels import UserError
 from tests.commands import Command
-from zoo.saved.exported_folder import CONFIG
+from zoo.checkpoints.tensor_files import TensorFiles, TensorsInMemory
+from zoo.saved.exported_folder import CONFIG, write_folder
 
-from .grow.subjects import exported
+from .subjects import exported
 
 pytest_plugins = "tests.desk"
 
@@ -31,7 +32,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_layers_that_stay_and_weights_that_are_carried(
     keep: str | list[int], kept: list[int], models: dict[str, Path], tmp_path: Path
 ):
-    done = zoo.linearise(models["transformer"], tmp_path / "student", keep=keep)
+    done = zoo.linearise(models["transformer"], tmp_path / "student", mixer="GatedDeltaNet", keep=keep)
     assert (done.kept, done.layers) == (kept, [layer for layer in range(4) if layer not in kept])
     before, after = zoo.load(models["transformer"]).state_dict(), zoo.load(tmp_path / "student").state_dict()
     carried = {"in_proj.q.weight", "in_proj.k.weight", "in_proj.v.weight", "o_proj.weight"}
@@ -71,7 +72,7 @@ def test_a_mixer_with_arguments(models: dict[str, Path], tmp_path: Path):
 def test_a_seed_gives_the_same_bits(models: dict[str, Path], tmp_path: Path):
     states = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        zoo.linearise(models["transformer"], tmp_path / name, seed=seed)
+        zoo.linearise(models["transformer"], tmp_path / name, "GatedDeltaNet", seed=seed)
         states.append(zoo.load(tmp_path / name).state_dict())
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
     new = "layers.0.mixer.in_proj.a.weight"
@@ -79,16 +80,10 @@ def test_a_seed_gives_the_same_bits(models: dict[str, Path], tmp_path: Path):
 
 
 def test_weights_keep_their_dtype(models: dict[str, Path], tmp_path: Path):
-    half = tmp_path / "half"
-    zoo.linearise(exported(half, "transformer"), tmp_path / "full")
-    from zoo.checkpoints.tensor_files import TensorsInMemory
-    from zoo.saved.exported_folder import write_folder
-
-    state = {name: tensor.bfloat16() for name, tensor in zoo.load(half).state_dict().items()}
-    write_folder(tmp_path / "bf16", {CONFIG: (half / CONFIG).read_text()}, TensorsInMemory(state), hashed=True)
-    zoo.linearise(tmp_path / "bf16", tmp_path / "student")
-    from zoo.checkpoints.tensor_files import TensorFiles
-
+    full = models["transformer"]
+    state = {name: tensor.bfloat16() for name, tensor in zoo.load(full).state_dict().items()}
+    write_folder(tmp_path / "bf16", {CONFIG: (full / CONFIG).read_text()}, TensorsInMemory(state), hashed=True)
+    zoo.linearise(tmp_path / "bf16", tmp_path / "student", "GatedDeltaNet")
     specs = TensorFiles(tmp_path / "student").specs
     assert specs["layers.0.mixer.in_proj.q.weight"].dtype == torch.bfloat16
     assert specs["layers.0.mixer.decay.A_log"].dtype == torch.float32
@@ -121,7 +116,9 @@ def test_weights_keep_their_dtype(models: dict[str, Path], tmp_path: Path):
 )
 def test_mistakes(model: str, arguments: dict[str, Any], message: str, models: dict[str, Path], tmp_path: Path):
     with pytest.raises(UserError) as error:
-        zoo.linearise(models.get(model, tmp_path / model), tmp_path / "student", **arguments)
+        zoo.linearise(
+            models.get(model, tmp_path / model), tmp_path / "student", **{"mixer": "GatedDeltaNet", **arguments}
+        )
     assert message in str(error.value)
     assert "\n" not in str(error.value)
     assert not (tmp_path / "student").exists()
@@ -132,10 +129,19 @@ def test_losses_and_layers_by_their_loss(finished: Path, tmp_path: Path, command
     """A run of this desk is turned into a transformer first, as it has a tokenizer."""
     short = ("--config", "tiny.yaml", "--model.num_layers=3", "--trainer.max_steps=2")
     assert command("fit", "--config", "transformer.yaml", *short, "--run", "teacher").code == 0
-    done = command("linearise", "--checkpoint", "runs/teacher", "--keep=auto:1", "--tokens=64", "--output", "student")
+    done = command(
+        "linearise",
+        "--checkpoint",
+        "runs/teacher",
+        "--mixer=GatedDeltaNet",
+        "--keep=auto:1",
+        "--tokens=64",
+        "--output",
+        "student",
+    )
     assert done.code == 0, done.err
     assert "loss in nats per token: teacher" in done.out
-    again = zoo.linearise("runs/teacher", "again", keep="auto:1", tokens=64)
+    again = zoo.linearise("runs/teacher", "again", "GatedDeltaNet", keep="auto:1", tokens=64)
     assert {*again.alone} == {0, 1, 2}
     assert again.kept == [max(again.alone, key=again.alone.__getitem__)]
     assert again.loss.keys() == {"teacher", "untrained"}
@@ -149,6 +155,14 @@ def test_losses_and_layers_by_their_loss(finished: Path, tmp_path: Path, command
     replaced = tuple(f"layers.{layer}.mixer." for layer in again.layers)
     assert moved
     assert all(name.startswith(replaced) for name in moved)
+    for stage, start in (("layers", "student"), ("logits", "runs/layers")):
+        of_stage = (*short[:2], f"--config=train/distil_{stage}.yaml", f"--optim.initial_weights={start}", *teacher)
+        rest = (*of_stage, "--optim.schedule=constant", "--run")
+        assert command("fit", *rest, f"{stage}-whole", "--trainer.max_steps=4").code == 0
+        assert command("fit", *rest, f"{stage}-stopped", "--trainer.max_steps=2").code == 0
+        assert command("fit", "--resume", f"{stage}-stopped", "--trainer.max_steps=4").code == 0
+        whole, resumed = (zoo.load(f"runs/{stage}-{each}").state_dict() for each in ("whole", "stopped"))
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole), stage
     done = command("fit", "--resume", "runs/layers", "--teacher.match=logits", "--trainer.max_steps=3")
     assert done.code == 2
     assert "teacher.match: this run matches logits, but the checkpoint was trained to match layers" in done.err

@@ -84,7 +84,7 @@ class Linearised(NamedTuple):
 def linearise(
     checkpoint: str | Path,
     output: str | Path,
-    mixer: str | dict[str, Any] = "GatedDeltaNet",
+    mixer: str | dict[str, Any],
     keep: str | list[int] = "every:4",
     text: str | None = None,
     tokens: int = 2048,
