@@ -33,6 +33,8 @@ Train and compare language models of pluggable token mixers.
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
   statex     a trained model with a larger state in some layers, to train on:
              python cli.py statex --checkpoint runs/NAME --layers=4 --init=reinit|inherit|preserve --output FOLDER
+  linearise  a trained model with a matrix state in place of attention in some layers, to train on:
+             python cli.py linearise --checkpoint runs/NAME --mixer=GatedDeltaNet --keep=every:4 --output FOLDER
   convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
              and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
              for llama.cpp: --checkpoint runs/NAME --to=gguf --output FILE.gguf
@@ -59,7 +61,7 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 LAUNCHER_VARIABLES = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "NODE_RANK")
 SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "inspect", "export", "convert"]
-VERBS += ["statex", "compare", "sweep", "bench", "scaling", "doctor", "mixers"]
+VERBS += ["statex", "linearise", "compare", "sweep", "bench", "scaling", "doctor", "mixers"]
 SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
 
 
@@ -136,11 +138,15 @@ def run(arguments: list[str]) -> int:
         written = function(**options)
         says = "nothing was written" if options.get("dry_run") else _saved(written)
         Console().print(says, style="dim", soft_wrap=True)
-    elif verb == "statex":
-        grown = zoo.statex(**arguments_of(zoo.statex, rest, verb)[1])
+    elif verb in ("statex", "linearise"):
+        function = getattr(zoo, verb)
+        grown = function(**(options := arguments_of(function, rest, verb)[1]))
         Console().print(grown.report())
         folder = shlex.quote(str(grown.folder))
         further = f"python cli.py fit --config {folder}/config.yaml --optim.initial_weights={folder}"
+        if verb == "linearise":
+            teacher = shlex.quote(str(options["checkpoint"]))
+            further += f" --config train/distil_layers.yaml --teacher.checkpoint={teacher}"
         if (grown.folder / "tokenizer.json").is_file():
             further += f" --data.tokenizer={folder}/tokenizer.json"
         Console().print(f"{grown.folder}\nnext: {further}", style="dim", soft_wrap=True)

@@ -37,6 +37,7 @@ from .head_linear import head_linear
 from .linear import linear
 from .linear.columns import split_columns
 from .linear_cross_entropy import linear_cross_entropy, linear_token_losses
+from .linear_kl import linear_kl
 from .linear_recurrence import linear_recurrence
 from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
@@ -85,6 +86,7 @@ __all__ = [
     "is_deterministic",
     "linear",
     "linear_cross_entropy",
+    "linear_kl",
     "linear_recurrence",
     "linear_token_losses",
     "low_rank_forget_gate",

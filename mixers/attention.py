@@ -15,6 +15,7 @@ from .arguments import check_numbers, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import FeaturePath, Features, Rotary
+from .heads import HeadMap, attention_maps
 from .key_cache import attend, attend_to_cache
 from .norm import RMSNorm
 from .projection import OutputProjection, Projection, split_heads
@@ -133,6 +134,9 @@ class SoftmaxAttention(TokenMixer):
         if norm is None:
             return x
         return norm(x) if self.qk_norm_over == "head" else norm(x.flatten(2)).view_as(x)
+
+    def head_maps(self) -> dict[str, HeadMap]:
+        return attention_maps(self.num_heads, self.num_kv_heads, self.head_dim, self.q_norm, self.k_norm)
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

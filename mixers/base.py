@@ -23,6 +23,7 @@ from .context_parallel import ContextParallel, run_recurrence
 from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, HeadProduct, together
+from .heads import HeadMap, check_heads, converted
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
 from .shift import check_sequences
@@ -190,6 +191,10 @@ class TokenMixer(KeepsFp32):
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise self._lacks("flops", f"it cannot be counted on the meta device: {reason}") from error
 
+    def head_maps(self) -> dict[str, HeadMap]:
+        """The maps of queries `q`, keys `k`, values `v` and outputs `o`; by default none can be named."""
+        return {}
+
     def _lacks(self, method: str, why: str) -> kernels.UserError:
         return kernels.UserError(f"{method}: {type(self).__name__} does not have it, and {why} ({TUTORIAL})")
 
@@ -269,6 +274,11 @@ class LinearMixer(TokenMixer):
     erase_writes: ClassVar[bool] = False  # whether `gates` returns `erase_write`
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
     write_delay: ClassVar[int] = 0  # tokens by which a write follows the token whose value it has
+    # weights that make queries, keys, values and outputs; None for what has no counterpart in attention
+    head_weights: ClassVar[tuple[str | None, ...]] = (
+        *("in_proj.q.weight", "in_proj.k.weight", "in_proj.v.weight"),
+        "o_proj.weight",
+    )
 
     def __init__(
         self,
@@ -309,6 +319,47 @@ class LinearMixer(TokenMixer):
         self.preconditioner = None if preconditioner is None else preconditioner(G * self.subheads)
         if preconditioner is not None and (steps > 1 or type(self).recurrence is not kernels.delta_rule):
             raise kernels.UserError("preconditioner: only a delta rule with one step per token can have one")
+
+    def head_maps(self) -> dict[str, HeadMap]:
+        keys, values, names = (self.num_key_heads, self.key_size), (self.num_heads, self.value_size), self.state_dict()
+        shapes = (*keys, 1), (*keys, self.steps), (*values, self.steps), (*values, 1)
+        every = zip("qkvo", self.head_weights, shapes, strict=True)
+        return {kind: HeadMap(name, *shape) for kind, name, shape in every if name is not None and name in names}
+
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        """Return arguments that give keys and values as many heads of the same size as attention has.
+
+        Those that the constructor lacks are left out.
+        """
+        return {"num_heads": num_heads, "head_dim": head_dim}
+
+    @torch.no_grad()
+    def inherited(self, old: TokenMixer) -> dict[str, Tensor]:
+        """The parameters that this mixer, just initialised, takes over from attention, by their names.
+
+        By default: the maps of queries, keys, values and outputs, with their biases where both have them. Heads that
+        share keys and values get one copy each, and short convolutions start by passing on the token itself, so that
+        the maps have their meaning. Override it where more can be taken over.
+
+        Raises:
+            UserError: The heads have other numbers or sizes.
+        """
+        weights, own, taken = old.state_dict(), self.state_dict(), dict[str, Tensor]()
+        maps, layer = old.head_maps(), f"{type(old).__name__} in layer {self.site.layer}"
+        for kind, new in self.head_maps().items():
+            if (before := maps.get(kind)) is None:
+                continue
+            check_heads(kind, before, new, layer)
+            taken[new.weight] = converted(weights[before.weight], before, new, int(kind == "o"))
+            if new.bias in own and before.bias in weights:
+                bias = weights[before.bias]
+                taken[new.bias] = bias if kind == "o" else converted(bias, before, new)
+        for name in ("q_features.weight", "k_features.weight", "v_features.weight"):
+            if name in own:
+                taken[name] = torch.zeros_like(own[name])
+                taken[name][..., -1] = 1
+        return taken
 
     @property
     def _features(self) -> tuple[FeaturePath, FeaturePath, FeaturePath]:

@@ -13,6 +13,7 @@ from kernels.core.elementwise import sigmoid
 from .arguments import size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
+from .heads import HeadMap, attention_maps
 from .key_cache import attend, attend_to_cache
 from .norm import Output, RMSNorm
 from .projection import OutputProjection, Projection, split_heads
@@ -86,6 +87,9 @@ class ForgettingAttention(TokenMixer):
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.f_bias)
+
+    def head_maps(self) -> dict[str, HeadMap]:
+        return attention_maps(self.num_heads, self.num_kv_heads, self.head_dim, self.q_norm, self.k_norm)
 
     def _attend(
         self,

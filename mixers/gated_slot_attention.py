@@ -81,6 +81,10 @@ class GatedSlotAttention(LinearMixer):
         self.in_proj = Projection(site.hidden_size, widths)
         self.g_norm, self.o_proj = norm(values, norm_eps), OutputProjection(values, site.hidden_size)
 
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        return {"num_heads": num_heads, **dict.fromkeys(("expand_k", "expand_v"), num_heads * head_dim / hidden_size)}
+
     def project(self, x: Tensor) -> Streams:
         q, k, v, f = self.in_proj(x)
         H = self.num_heads

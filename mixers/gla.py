@@ -73,6 +73,10 @@ class GLA(LinearMixer):
         self.o_norm: Output = (GatedRMSNorm if output_gate else NormOnly)(value_size, eps=norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        return {"num_heads": num_heads, **dict.fromkeys(("expand_k", "expand_v"), num_heads * head_dim / hidden_size)}
+
     def project(self, x: Tensor) -> Streams:
         q, k, v, *g, decay = self.in_proj(x)
         H = self.num_heads

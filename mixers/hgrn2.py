@@ -108,6 +108,7 @@ class HGRN2(LinearMixer):
     """
 
     decay_per_channel = True
+    head_weights = ("in_proj.q.weight", None, "in_proj.i.weight", "o_proj.weight")  # keys follow from decays
 
     def __init__(
         self,

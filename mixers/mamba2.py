@@ -42,6 +42,7 @@ class Mamba2(LinearMixer):
 
     keep_fp32 = ("D",)
     scale = 1.0
+    head_weights = ("in_proj.C.weight", "in_proj.B.weight", "in_proj.x.weight", "out_proj.weight")
 
     def __init__(
         self,
@@ -87,6 +88,10 @@ class Mamba2(LinearMixer):
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.D)
+
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        return {"num_heads": num_heads, "head_dim": head_dim, "state_dim": head_dim, "num_groups": num_heads}
 
     def project(self, x: Tensor) -> Streams:
         z, v, k, q, dt = self.in_proj(x)

@@ -90,6 +90,7 @@ class Mamba3(LinearMixer):
 
     no_weight_decay = keep_fp32 = ("D", "q_bias", "k_bias")
     scale, write_delay = 1.0, 1
+    head_weights = ("in_proj.C.weight", "in_proj.B.weight", "in_proj.x.weight", "out_proj.weight")
 
     def __init__(
         self,
@@ -135,6 +136,15 @@ class Mamba3(LinearMixer):
     def reset_parameters(self) -> None:
         for parameter in (self.q_bias, self.k_bias, self.D):
             nn.init.ones_(parameter)
+
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        return {
+            "expand": num_heads * head_dim // hidden_size,
+            "head_dim": head_dim,
+            "state_dim": head_dim,
+            "num_groups": num_heads,
+        }
 
     def project(self, x: Tensor) -> Streams:
         parts = dict(zip(self.in_proj.widths, self.in_proj(x), strict=True))
@@ -196,5 +206,4 @@ class Mamba3(LinearMixer):
         return self.num_heads
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        z, skipped = s.gate
-        return self.out_proj(self.output(o + skipped, z).flatten(2))
+        return self.out_proj(self.output(o + s.gate[1], s.gate[0]).flatten(2))

@@ -142,6 +142,10 @@ class MLSTM(LinearMixer):
         self.o_norm = HeadLayerNorm(num_heads, value_size, norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        return {"num_heads": num_heads, **dict.fromkeys(("expand_k", "expand_v"), num_heads * head_dim / hidden_size)}
+
     def project(self, x: Tensor) -> Streams:
         q, k, v, i, f, g = self.in_proj(x)
         q, k, v, g = (split_heads(y, self.num_heads) for y in (q, k, v, g))

@@ -58,6 +58,10 @@ class RetNet(LinearMixer):
         self.o_norm: Output = (GatedRMSNorm if output_gate else NormOnly)(value_dim, eps=norm_eps)
         self.o_proj = OutputProjection(values, site.hidden_size)
 
+    @classmethod
+    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
+        return {"num_heads": num_heads, "head_dim": head_dim, "expand_v": 1.0}
+
     def project(self, x: Tensor) -> Streams:
         q, k, v, *g = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))
         return Streams(q, k, v, gate=g[0] if g else None)

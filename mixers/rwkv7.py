@@ -47,6 +47,7 @@ class RWKV7(LinearMixer):
     decay_per_channel = erase_keys = erase_writes = read_before = True
     scale = 1.0
     passes = (FIRST_VALUE,)
+    head_weights = ("r_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight")
     no_weight_decay = keep_fp32 = ("mix", "decay_bias", "rate_bias", "value_bias", "k_k", "k_a", "r_k")
 
     def __init__(

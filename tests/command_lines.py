@@ -48,6 +48,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "generate": (zoo.generate, None),
     "export": (zoo.export, None),
     "statex": (zoo.statex, None),
+    "linearise": (zoo.linearise, None),
     "convert": (zoo.convert, None),
     "doctor": (zoo.doctor, None),
     "mixers": (show_mixers, "name"),

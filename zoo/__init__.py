@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from zoo.saved.convert import convert
     from zoo.saved.export import export
     from zoo.saved.grow import statex
+    from zoo.saved.grow.linearise import linearise
     from zoo.saved.model import load, load_tokenizer
 
 __version__ = "0.1.0"
@@ -40,6 +41,7 @@ _LAZY = {
     "saved.convert": "convert",
     "saved.export": "export",
     "saved.grow": "statex",
+    "saved.grow.linearise": "linearise",
     "saved.model": "load load_tokenizer",
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}
@@ -59,6 +61,7 @@ __all__ = [
     "generate",
     "inspect",
     "join_states",
+    "linearise",
     "load",
     "load_state",
     "load_tokenizer",

@@ -6,6 +6,7 @@ import torch
 from jsonargparse import Namespace
 
 from kernels import UserError
+from zoo.config.keys import OF_LIGHTNING
 from zoo.config.overlays import Item, load_items
 from zoo.config.parser import read, read_model, run_keys
 from zoo.config.resolve import built, built_arguments
@@ -26,7 +27,7 @@ def instantiate(key: str, config: Namespace) -> Any:
     Raises:
         UserError: The constructor rejects a value.
     """
-    entry = run_keys(lightning=key not in ("model", "optim"))[key]
+    entry = run_keys(lightning=key in OF_LIGHTNING)[key]
     if isinstance(entry, Parameter):
         return built(config[key], entry.hint)
     arguments = built_arguments(entry.cls, config[key])

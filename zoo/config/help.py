@@ -36,6 +36,7 @@ EXAMPLES = {
     "export": ("python cli.py export --checkpoint runs/try --output exported",),
     "convert": ("python cli.py convert --checkpoint some-hf-folder --output converted",),
     "statex": ("python cli.py statex --checkpoint runs/try --layers=4 --init=reinit --output larger",),
+    "linearise": ("python cli.py linearise --checkpoint runs/try --mixer=NAME --keep=every:4 --output student",),
     "mixers": ("python cli.py mixers --hidden_size=2048 --num_heads=16",),
     "doctor": ("python cli.py doctor --output doctor.json",),
 }

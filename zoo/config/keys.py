@@ -13,6 +13,7 @@ PURPOSES = {
     "data": "The data module: TextData, or another class",
     "model": "A causal language model: embedding, blocks of a token mixer and an MLP, norm, head",
     "optim": ("The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps"),
+    "teacher": "A trained model whose outputs are the target of the training, in place of the next token",
     "trainer": "Lightning's Trainer",
     "guard": "Skips steps, in all processes, whose loss or gradients are not finite or far too high",
     "checkpoints": "Writes `last.ckpt` and `best.ckpt`, and saves when the run is stopped by a signal",
@@ -26,4 +27,6 @@ PURPOSES = {
 }
 KEYS = (*PURPOSES,)
 GROUPS = KEYS[KEYS.index("data") :]  # those that hold further keys
-OF_LIGHTNING = tuple(key for key in GROUPS if key not in ("model", "optim"))  # groups of classes that derive from its
+OF_LIGHTNING = tuple(
+    key for key in GROUPS if key not in ("model", "optim", "teacher")
+)  # groups of classes that derive from its

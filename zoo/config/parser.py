@@ -21,6 +21,7 @@ from zoo.config.overlays import Item, load_items
 from zoo.config.resolve import Group, Keys, Resolver, resolved
 from zoo.config.signatures import Parameter
 from zoo.lm.model import LanguageModel
+from zoo.train.distillation import Teacher
 from zoo.train.optim import Optimisation
 
 MAX_SEED = (1 << 32) - 1  # NumPy's, and so Lightning's
@@ -69,7 +70,7 @@ def run_keys(lightning: bool = True) -> Keys:
     (A config names further classes, which are looked up when it is read.)
     """
     keys: dict[str, Parameter | Group] = {key: Parameter(kind, value) for key, (kind, value, _) in _SCALARS.items()}
-    keys |= {"model": Group(LanguageModel), "optim": Group(Optimisation)}
+    keys |= {"model": Group(LanguageModel), "optim": Group(Optimisation), "teacher": Group(Teacher)}
     if lightning:
         import lightning as L
 
@@ -101,6 +102,7 @@ def add_run_keys(parser: ArgumentParser) -> None:
     settings: dict[str, Any] = {"fail_untyped": False, "instantiate": False}
     parser.add_class_arguments(LanguageModel, "model", **settings)
     parser.add_class_arguments(Optimisation, "optim", **settings)
+    parser.add_class_arguments(Teacher, "teacher", **settings)
     parser.add_subclass_arguments(L.LightningDataModule, "data", required=True, **settings)
     parser.add_class_arguments(CLASSES["trainer"], "trainer", **settings)
     for key, callback in CALLBACKS.items():

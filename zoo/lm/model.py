@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kernels import UserError, at_least_fp32, linear_cross_entropy, linear_token_losses
+from kernels import UserError, at_least_fp32, linear_cross_entropy, linear_kl, linear_token_losses
 from kernels.core.elementwise import soft_cap
 from kernels.linear.tiles import linear
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
@@ -268,6 +268,34 @@ class LanguageModel(nn.Module):
         x, _ = self.last_hidden(tokens, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)
         return linear_cross_entropy(x.flatten(0, 1), self._head.weight, labels.flatten(), cap=self.logit_cap)
+
+    def divergence(
+        self,
+        tokens: Tensor,
+        labels: Tensor,
+        teacher: "LanguageModel",
+        cu_seqlens: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Tensor:
+        """Sum of KL(teacher ‖ model) of the next token in nats, over tokens with a label, as `kernels.linear_kl` does.
+
+        The arguments are those of `loss`; no gradient flows to the teacher.
+        """
+        with torch.no_grad():
+            y, _ = teacher.last_hidden(tokens, cu_seqlens=cu_seqlens)
+        x, _ = self.last_hidden(tokens, cu_seqlens=cu_seqlens)
+        self._check_labels(labels, x)
+        return linear_kl(
+            x.flatten(0, 1),
+            self._head.weight,
+            y.flatten(0, 1),
+            teacher._head.weight,
+            labels.flatten(),
+            temperature=temperature,
+            cap=self.logit_cap,
+            teacher_cap=teacher.logit_cap,
+        )
 
     def token_losses(
         self,

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from kernels import Option, UserError, is_deterministic
 from mixers import TokenMixer
 from zoo import config as configs
+from zoo.arguments import errors_about
 from zoo.data.contract import tokenizer_of
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.lm.model import LanguageModel
@@ -32,6 +33,7 @@ from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
 from zoo.train.cpu import use_processor
+from zoo.train.distillation import Distillation
 from zoo.train.lightning_internals import checkpoint_io
 from zoo.train.metrics_file import MetricsFile
 from zoo.train.module import Pretraining, best_precision
@@ -79,8 +81,13 @@ def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule],
         links(config, datamodule)
     _check_labels(config, datamodule)
     tokenizer = tokenizer_of(datamodule)
-    _check_tokenizer(config.optim.initial_weights, tokenizer)
+    _check_tokenizer(config.optim.initial_weights, tokenizer, ", or start from its weights alone, a .safetensors file")
+    _check_tokenizer(config.teacher.checkpoint, tokenizer)
     config.model.vocab_size = configs.vocabulary(config, datamodule)
+    teacher = None
+    if (path := config.teacher.checkpoint) is not None:
+        with errors_about("teacher.checkpoint"):
+            teacher = SavedModel.open(path).load()
     seed(config)  # again: whether a tokenizer was just trained must not change the model
     model = configs.from_config(config)
     if config.trainer.accelerator == "cpu" or not torch.accelerator.is_available():
@@ -101,6 +108,7 @@ def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule],
         getattr(datamodule, "validation_names", ()),
         size,
         getattr(datamodule, "extra_sets", ()),
+        None if teacher is None else Distillation(configs.instantiate("teacher", config), teacher, model),
     )
     return Parts(model, module, datamodule)
 
@@ -131,19 +139,19 @@ def _check_accelerator(trainer: Namespace) -> None:
     raise UserError(*parts)
 
 
-def _check_tokenizer(initial_weights: str | None, tokenizer: Tokenizer | None) -> None:
-    """Refuse tokens that mean something else to the weights that training starts from."""
-    if initial_weights is None or tokenizer is None:
+def _check_tokenizer(path: str | None, tokenizer: Tokenizer | None, advice: str = "") -> None:
+    """Refuse tokens that mean something else to the model at a path, from which a run starts or learns."""
+    if path is None or tokenizer is None:
         return
     try:
-        trained = SavedModel.open(initial_weights).tokenizer
+        trained = SavedModel.open(path).tokenizer
     except UserError:  # weights alone, or nothing that can be read, which whoever loads them says
         return
     if trained is not None and not trained.alike(tokenizer):
         raise UserError(
-            f"data.tokenizer: {initial_weights} was trained with another tokenizer than that of the data; set ",
-            Option("data.tokenizer", initial_weights),
-            ", or start from its weights alone, a .safetensors file",
+            f"data.tokenizer: {path} was trained with another tokenizer than that of the data; set ",
+            Option("data.tokenizer", path),
+            advice,
         )
 
 

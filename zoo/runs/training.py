@@ -206,6 +206,7 @@ def plan_evaluation(
     base["trainer"] = {key: value for key, value in base.get("trainer", {}).items() if key not in of_training}
     config = configs.read(base, *overlays)
     check_trainer(config.trainer)
+    config.teacher.checkpoint = None  # it has no part in an evaluation
     return Plan(config, file, run_of(file))
 
 

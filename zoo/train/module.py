@@ -32,6 +32,7 @@ from zoo.train.agreement import check_same
 from zoo.train.captured_passes import CapturedForward
 from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
+from zoo.train.distillation import Distillation, check_match
 from zoo.train.history import Change, differences
 from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
 from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
@@ -78,6 +79,7 @@ class Pretraining(L.LightningModule):
             single loader.
         extra_sets: Names of the loaders after those, whose losses are logged separately and are not part of the others.
         context_parallel: How many neighbouring processes share each sequence.
+        distillation: The loss against a teacher; None for that of the labels.
 
     Attributes:
         sharing: The processes that share each sequence, set by `setup`; None if each has whole sequences.
@@ -96,6 +98,7 @@ class Pretraining(L.LightningModule):
         tasks: Sequence[str] = (),
         context_parallel: int = 1,
         extra_sets: Sequence[str] = (),
+        distillation: Distillation | None = None,
     ) -> None:
         super().__init__()
         if context_parallel < 1:
@@ -120,6 +123,7 @@ class Pretraining(L.LightningModule):
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
         self.label_bytes = TaskMeans(1, torch.int64)  # bytes of the text that each label stands for
         self.context_parallel = context_parallel
+        self.distillation = distillation
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
         self.sharing: ContextParallel | None = None
@@ -157,8 +161,13 @@ class Pretraining(L.LightningModule):
         if stage == "fit" and self.optim.initial_weights is not None:
             with errors_about("optim.initial_weights"):
                 load_weights(self.model, self.optim.initial_weights)
-        if stage == "fit" and self.optim.train_only is not None:
-            freeze_others(self.model, self.optim.train_only)
+        if stage == "fit" and self.distillation is not None:
+            self._check_whole()
+        train_only = self.optim.train_only
+        if train_only is None and self.distillation is not None:
+            train_only = self.distillation.train_only
+        if stage == "fit" and train_only is not None:
+            freeze_others(self.model, train_only)
 
     def _bytes_of_tokens(self) -> Tensor | None:
         """The bytes of each token of the model's vocabulary; None if labels are not tokens of such a tokenizer."""
@@ -184,6 +193,16 @@ class Pretraining(L.LightningModule):
         for method in ("loss", "token_losses"):  # called in place of `forward`
             if hasattr(self.model, method):
                 register_fsdp_forward_method(self.model, method)
+
+    def _check_whole(self) -> None:
+        """Refuse to compare a model with a teacher layer by layer if processes have parts of its layers."""
+        strategy = self.trainer.strategy if is_attached(self) else None
+        zero_3 = isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
+        if self.context_parallel > 1 or zero_3 or isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+            name = "context_parallel" if self.context_parallel > 1 else type(strategy).__name__
+            raise UserError(
+                f"teacher: needs whole layers and sequences in each process (DDP, ZeRO 1 or 2), not {name}."
+            )
 
     def _check_context_parallel(self, stage: str) -> None:
         number, trainer = self.context_parallel, self.trainer
@@ -260,7 +279,10 @@ class Pretraining(L.LightningModule):
         With context parallelism, processes get whole sequences, and sum and number are those of this process's part.
         """
         (tokens, labels, cu_seqlens), part = self._local_part(Batch(tokens, labels, cu_seqlens))
-        total = total_loss(self.model, tokens, labels, cu_seqlens, part)
+        if self.distillation is None:
+            total = total_loss(self.model, tokens, labels, cu_seqlens, part)
+        else:
+            total = self.distillation.total_loss(self.model, tokens, labels, cu_seqlens)  # type: ignore[arg-type]
         count = (labels != NO_LOSS).sum()
         loss = total / count.clamp(min=1) if part is None else part.mean(total, count)
         return loss, total.detach(), count
@@ -461,6 +483,7 @@ class Pretraining(L.LightningModule):
         if is_attached(self) and self.trainer.state.fn == "fit":
             self._check_data(checkpoint[KEY].get("config"))
             self._check_optimiser(saved := checkpoint[KEY].get("config"))
+            check_match(self.config, saved)
             self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
             changed = differences(saved, self.config) if saved and self.config else ()
             kept = [each for each in changed if each[0] != "optim.initial_weights"]

@@ -120,6 +120,7 @@ DIFFERENTIABLE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "precondition": lambda x, decay: precondition(x, x.square() + 1, decay, x[0, 0, :, 0], limit=1.5),
     "low_rank_forget_gate": lambda x, decay: kernels.low_rank_forget_gate(x[0], x[0, :3, 0], x[0, 0, 0, :3]),
     "linear_cross_entropy": lambda x, decay: kernels.linear_cross_entropy(x[0, :, 0], x[0, :, 1], torch.arange(70)),
+    "linear_kl": lambda x, decay: kernels.linear_kl(*(x[0, :, i] for i in (0, 1, 1, 0)), torch.arange(70)),
 }
 
 

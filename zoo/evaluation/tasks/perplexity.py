@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,14 +9,13 @@ from torch import Tensor
 from kernels import UserError
 from zoo.data.batch import Batch
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.split import SplitByContent
+from zoo.data.text.held_out import held_out_tokens
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task
 
 LENGTHS = (256, 512, 1024, 2048)
 SAMPLES = 8
-HELD_OUT = 0.05  # TextData's default, so that the embedded text is what such a run was not trained on
 FIRST = 64  # upper end of the first range of positions; each further one is twice as long
 
 
@@ -84,17 +82,9 @@ class Perplexity(Task):
         """The first `size` tokens of the held-out text, or all of them."""
         stream = self._streams.get(tokenizer.hash)
         if stream is None or len(stream) < size:
-            stream = torch.tensor(list(itertools.islice(self._tokens(tokenizer), size)))
+            stream = torch.tensor(list(itertools.islice(held_out_tokens(self.corpus, tokenizer), size)))
             self._streams[tokenizer.hash] = stream
         return stream[:size]
-
-    def _tokens(self, tokenizer: Tokenizer) -> Iterator[int]:
-        split = SplitByContent(self.corpus, HELD_OUT)
-        for text in self.corpus.texts():
-            for part, held_out in split(text):
-                if part == "validation":
-                    yield from [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(held_out)]
-                    yield tokenizer.eos_id
 
 
 def ranges(length: int) -> list[tuple[int, int]]:

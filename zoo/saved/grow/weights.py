@@ -30,7 +30,7 @@ def grown_weights(
     something else than before.
     """
     shapes, made = after.state_dict(), dict[str, Tensor]()
-    dtypes = {layer: _new_dtypes(after, layer, weights) for layer in layers}
+    dtypes = {layer: new_dtypes(after, layer, weights) for layer in layers}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for layer in layers:
@@ -50,7 +50,7 @@ def grown_weights(
     return ComputedWeights(specs, lambda name: made[name] if name in made else weights.tensor(name))
 
 
-def _new_dtypes(after: LanguageModel, layer: int, weights: Weights) -> dict[str, torch.dtype]:
+def new_dtypes(after: LanguageModel, layer: int, weights: Weights) -> dict[str, torch.dtype]:
     """Part of a layer (on the meta device) → the dtype that it has if it is new."""
     stored = [spec for name, spec in weights.specs.items() if name.startswith(f"layers.{layer}.")]
     block = after.layers[layer].to(max(stored, key=lambda spec: math.prod(spec.shape)).dtype)
@@ -66,7 +66,7 @@ def _of_layer(
     growth: Growth,
     init: Init,
     weights: Weights,
-    new_dtypes: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, torch.dtype],
 ) -> dict[str, Tensor]:
     """The tensors of a layer that are not as they were."""
     block, tensors = f"layers.{layer}.", dict[str, Tensor]()
@@ -77,7 +77,7 @@ def _of_layer(
         part = name.removeprefix("mixer.")
         renewed = part.startswith(own.renewed) if in_mixer else own.renews_norm and name.startswith("mixer_norm.")
         if (stored := weights.specs.get(whole)) is None:
-            tensors[whole] = fresh.to(new_dtypes[name])
+            tensors[whole] = fresh.to(dtypes[name])
         elif init == "reinit" and renewed and whole not in shared:
             tensors[whole] = fresh.to(stored.dtype)
         elif stored.shape != fresh.shape:  # means are taken in fp32
