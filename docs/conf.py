@@ -47,7 +47,8 @@ maximum_signature_line_length = 80
 nitpicky = True
 # Types of other packages are not looked up: that would need a network. All of ours have to be in the reference.
 nitpick_ignore_regex = [
-    ("py:.*", r"(torch|lightning|jsonargparse|numpy|tokenizers|fsspec|rich|matplotlib|collections|contextlib|pathlib)\..*"),
+    ("py:.*", r"(torch|lightning|jsonargparse|numpy|tokenizers|fsspec|rich|matplotlib)\..*"),
+    ("py:.*", r"(collections|contextlib|pathlib)\..*"),
     ("py:class", r"mixers\.(registry\.M|context_parallel\.(Outputs|Gathered))"),  # type variables
     ("py:class", r".*Annotated.*"),  # mixers.History and Position, which Sphinx spells out
 ]

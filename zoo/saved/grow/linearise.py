@@ -182,8 +182,8 @@ def _class_of(spec: MixerSpec) -> type[LinearMixer]:
         return _class_of(inner)
     cls = mixers.get(path.rpartition(".")[2] if path.startswith("mixers.") else path)
     if not issubclass(cls, LinearMixer):
-        known = [name for name in mixers.names() if issubclass(mixers.get(name), LinearMixer)]
-        raise UserError(f"mixer: {cls.__name__} has no matrix state; choose one of {', '.join(known)}")
+        possible = [name for name in mixers.names() if issubclass(mixers.get(name), LinearMixer)]
+        raise UserError(f"mixer: {cls.__name__} has no matrix state; choose one of {', '.join(possible)}")
     return cls
 
 
@@ -233,7 +233,7 @@ def _kept(keep: str | list[int], attention: list[int], num_layers: int) -> list[
         keep = [int(layer) for layer in re.findall("[0-9]+", match[3])]
     for layer in keep:
         if not 0 <= layer < num_layers:
-            raise UserError(f"keep: there is no layer {layer}; the model has the layers 0 to {num_layers - 1}")
+            raise UserError(f"keep: layer {layer} does not exist; the model has the layers 0 to {num_layers - 1}")
         if layer not in attention:
             raise UserError(f"keep: layer {layer} is not attention; those layers are {', '.join(map(str, attention))}")
     if set(keep) == set(attention):
