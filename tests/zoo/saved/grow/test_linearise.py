@@ -106,7 +106,7 @@ def test_weights_keep_their_dtype(models: dict[str, Path], tmp_path: Path):
         ("transformer", {"keep": "every:1"}, "keep: every:1 must be every:2 or more"),
         ("transformer", {"keep": "auto:4"}, "keep: auto:4 must be from auto:1 to auto:3"),
         ("transformer", {"keep": "auto:2"}, "keep: auto:2 needs the loss on a text"),
-        ("transformer", {"keep": [4]}, "keep: there is no layer 4; the model has the layers 0 to 3"),
+        ("transformer", {"keep": [4]}, "keep: layer 4 does not exist; the model has the layers 0 to 3"),
         ("transformer", {"keep": [0, 1, 2, 3]}, "are all attention layers of the model"),
         ("hybrid", {"keep": [0]}, "keep: layer 0 is not attention; those layers are 2"),
         ("GLA", {}, "checkpoint: the model has no attention layers to replace; layer 0 is a GLA"),
