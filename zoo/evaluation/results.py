@@ -148,7 +148,7 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
             style: dict[str, Any] = {"color": COLOURS[index % len(COLOURS)], "label": model}
             style["linestyle"] = ("-", "--", ":")[index // len(COLOURS) % 3]  # colours come again, with other dashes
             means = np.array([mean(points[x]) for x in at], float)
-            drawn: list[Artist] = panel.plot(at, means, marker=MARKERS[index % len(MARKERS)], markersize=5, **style)
+            drawn: list[Artist] = [*panel.plot(at, means, marker=MARKERS[index % len(MARKERS)], markersize=5, **style)]
             if any(len(points[x]) > 1 for x in at):  # several seeds: a dot for each
                 seeds = [(x, row["value"]) for x in at for row in points[x]]
                 drawn += panel.plot(*zip(*seeds, strict=True), "o", color=style["color"], alpha=0.35, markersize=3)

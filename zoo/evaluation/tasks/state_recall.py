@@ -63,13 +63,15 @@ class StateRecall(SingleNeedle3):
         sizes = {row["model"]: row["state_size"] for row in points if row["threshold"] == THRESHOLDS[0]}
         for place, model in enumerate(sorted(sizes, key=lambda model: sizes[model])):  # evenly, above the panel
             panel.annotate(
-                *(model, (sizes[model], 1), ((place + 0.5) / len(sizes), 1.1)),
-                **{"xycoords": panel.get_xaxis_transform(), "textcoords": "axes fraction", "annotation_clip": False},
-                **{
-                    "fontsize": "x-small",
-                    "rotation": 40,
-                    "arrowprops": {"arrowstyle": "-", "color": "0.7", "relpos": (0, 0)},
-                },
+                model,
+                (sizes[model], 1),
+                ((place + 0.5) / len(sizes), 1.1),
+                xycoords=panel.get_xaxis_transform(),
+                textcoords="axes fraction",
+                annotation_clip=False,
+                fontsize="x-small",
+                rotation=40,
+                arrowprops={"arrowstyle": "-", "color": "0.7", "relpos": (0, 0)},
             )
         panel.set_xscale("log", base=2)
         panel.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))
