@@ -341,7 +341,7 @@ def test_further_numbers_have_columns_and_panels(gated, tmp_path: Path):
         rows = list(csv.DictReader(file))
     assert [float(row["pairs_at_50"]) for row in rows[:5]] == pytest.approx([32, 32, 32, 32, float("inf")])
     assert [axes.get_ylabel() for axes in results.figure(sweep, actual).axes] == [
-        "val accuracy",
+        "validation accuracy",
         "pairs at 50",
         "pairs at 90",
     ]
