@@ -101,7 +101,7 @@ def recall_of_answer(model: LanguageModel, prompt: Sequence[int], answer: Sequen
     """
     starts = [i for i in range(len(prompt)) if [*prompt[i : i + len(answer)]] == [*answer]]
     if len(starts) != 1 or not answer:
-        raise UserError(f"answer: the prompt has its {len(answer)} tokens {len(starts)} times, but must have them once")
+        raise UserError(f"answer: its tokens, with their spaces, must be in the prompt once, not {len(starts)} times")
     places = torch.arange(len(prompt))[:, None]
     read = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
     questions = [Question(t, starts[0] + i, places) for i, t in enumerate(read)]
