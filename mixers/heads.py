@@ -1,4 +1,4 @@
-"""Which weights of a mixer make queries, keys, values and outputs, so that one mixer can start from another's."""
+"""Names of the weights that make queries, keys, values and outputs, so that one mixer can start from another's."""
 
 from typing import NamedTuple
 

@@ -221,7 +221,7 @@ ANSWERS = {
     "fit --resume": "--resume has no value; options are written --key=value",
     "train --config gla.yaml": (
         "'train' is not a verb; did you mean 'fit'? (verbs: fit, validate, test, predict, generate, evaluate,"
-        " export, convert, statex, compare, sweep, bench, scaling, doctor, mixers)"
+        " inspect, export, convert, statex, linearise, compare, sweep, bench, scaling, doctor, mixers)"
     ),
     "sweep": "sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)",
     "sweep --config gla.yaml": (
