@@ -332,7 +332,8 @@ class LinearMixer(TokenMixer):
 
         Those that the constructor lacks are left out.
         """
-        return {"num_heads": num_heads, "head_dim": head_dim}
+        shared = {"state_dim": head_dim, "num_groups": num_heads, "expand": num_heads * head_dim // hidden_size}
+        return {"num_heads": num_heads, "head_dim": head_dim, **shared}
 
     @torch.no_grad()
     def inherited(self, old: TokenMixer) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The weights of a mixer that make queries, keys, values and outputs, so that one mixer can start from another's."""
+"""Names of the weights that make queries, keys, values and outputs, so that one mixer can start from another's."""
 
 from typing import NamedTuple
 

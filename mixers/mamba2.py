@@ -89,10 +89,6 @@ class Mamba2(LinearMixer):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.D)
 
-    @classmethod
-    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
-        return {"num_heads": num_heads, "head_dim": head_dim, "state_dim": head_dim, "num_groups": num_heads}
-
     def project(self, x: Tensor) -> Streams:
         z, v, k, q, dt = self.in_proj(x)
         G = self.num_key_heads

@@ -104,11 +104,10 @@ class Mamba3(LinearMixer):
         output: Callable[[int], Output] = GateOnly,
         norm_eps: float = 1e-5,
     ):
-        site = checked_site(site, type(self))
         check_sizes({"expand": expand, "head_dim": head_dim, "state_dim": state_dim, "num_groups": num_groups})
         check_numbers({"rotary_fraction": rotary_fraction})
         check_numbers({"norm_eps": norm_eps}, positive=False)
-        width = expand * site.hidden_size
+        width = expand * checked_site(site, type(self)).hidden_size
         if width % head_dim:
             raise kernels.UserError(
                 f"head_dim: {head_dim} does not divide the inner width {width} (expand {expand} · "
@@ -136,15 +135,6 @@ class Mamba3(LinearMixer):
     def reset_parameters(self) -> None:
         for parameter in (self.q_bias, self.k_bias, self.D):
             nn.init.ones_(parameter)
-
-    @classmethod
-    def sized_like(cls, num_heads: int, head_dim: int, hidden_size: int) -> dict[str, object]:
-        return {
-            "expand": num_heads * head_dim // hidden_size,
-            "head_dim": head_dim,
-            "state_dim": head_dim,
-            "num_groups": num_heads,
-        }
 
     def project(self, x: Tensor) -> Streams:
         parts = dict(zip(self.in_proj.widths, self.in_proj(x), strict=True))

@@ -12,7 +12,7 @@ from ..core.elementwise import soft_cap
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import implementation, product
 
-LOGITS = 2**25  # of each model in memory: 683 tokens at a vocabulary of 49,152
+LOGITS = 2**25  # of each model in memory at a time: 683 tokens at a vocabulary of 49,152
 
 
 def reference(

@@ -98,8 +98,6 @@ MEANT = {
     "generate --resume runs/missing": ("resume", "checkpoint"),
 }
 ANSWERS = {
-    "fit --config gla.yaml --data.path=a --data.path=b": "data.path: is given twice; several paths are a list, "
-    "--data.path=[a,b]",
     "fit --config .": "config: '.' is neither a file nor one of configs/; . is a folder, and the config of a run is "
     "./config.yaml",
     "fit --config /": "config: '/' is neither a file nor one of configs/; / is a folder, and the config of a run is "
@@ -223,7 +221,7 @@ ANSWERS = {
     "fit --resume": "--resume has no value; options are written --key=value",
     "train --config gla.yaml": (
         "'train' is not a verb; did you mean 'fit'? (verbs: fit, validate, test, predict, generate, evaluate,"
-        " inspect, export, convert, statex, compare, sweep, bench, scaling, doctor, mixers)"
+        " inspect, export, convert, statex, linearise, compare, sweep, bench, scaling, doctor, mixers)"
     ),
     "sweep": "sweep: missing; give --config sweep/heads.yaml, or a file of your own (tutorial 06)",
     "sweep --config gla.yaml": (
@@ -375,19 +373,6 @@ def test_the_answer_in_python(function: Any, arguments: list[Any], answer: str) 
 @pytest.mark.parametrize("line", ["--version", "fit --version", "bench"])
 def test_what_is_answered_at_once(line: str) -> None:
     assert cli.run(shlex.split(line)) == 0
-
-
-def test_another_checkout_in_the_working_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
-):
-    cli.run(["--version"])
-    assert "warning" not in capsys.readouterr().out
-    (tmp_path / "zoo").mkdir()
-    for name in ("cli.py", "zoo/__init__.py"):
-        (tmp_path / name).touch()
-    monkeypatch.chdir(tmp_path)
-    cli.run(["--version"])
-    assert f"warning: the working folder, {tmp_path}, is another checkout" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("line", ["help fit", "--help fit", "fit --help optim.eps"])

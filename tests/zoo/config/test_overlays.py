@@ -18,6 +18,7 @@ LATER = {
     "data": {"class_path": "MarkovChain", "init_args": {"vocab_size": 9}},
     "model": {"hidden_size": 48, "stack": {"class_path": "Uniform", "init_args": {"mixer": "GLA"}}},
     "optim": {"learning_rate": 0.5},
+    "teacher": {"temperature": 3},
     "trainer": {"max_steps": 3},
     "samples": {"max_new_tokens": 3},
     "guard": {"spike": 3},

@@ -182,8 +182,8 @@ def _class_of(spec: MixerSpec) -> type[LinearMixer]:
         return _class_of(inner)
     cls = mixers.get(path.rpartition(".")[2] if path.startswith("mixers.") else path)
     if not issubclass(cls, LinearMixer):
-        possible = [name for name in mixers.names() if issubclass(mixers.get(name), LinearMixer)]
-        raise UserError(f"mixer: {cls.__name__} has no matrix state; choose one of {', '.join(possible)}")
+        allowed = [name for name in mixers.names() if issubclass(mixers.get(name), LinearMixer)]
+        raise UserError(f"mixer: {cls.__name__} has no matrix state; choose one of {', '.join(allowed)}")
     return cls
 
 
