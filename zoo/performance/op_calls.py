@@ -286,7 +286,14 @@ def _products(draw: Draw, size: int) -> Iterator[OpCall]:
     for op in ("linear_cross_entropy", "linear_token_losses"):
         labels = torch.arange(LENGTH) % 100
         labels[::7] = -100  # no loss
-        yield OpCall(op, "", size, {"x": draw(LENGTH, size), "weight": draw(100, size) / 4, "labels": labels})
+        inputs = {"x": draw(LENGTH, size), "weight": draw(100, size) / 4, "labels": labels}
+        yield OpCall(op, "", size, inputs)
+    yield OpCall("linear_kl", "", size, inputs, call=_from_another_order)
+
+
+def _from_another_order(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """`linear_kl` from a teacher with the student's numbers in another order."""
+    return kernels.linear_kl(x, weight, x.flip(0), weight.flip(0), labels)
 
 
 MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products, _value_decay, _rwkv7)
