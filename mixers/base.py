@@ -126,6 +126,7 @@ class TokenMixer(KeepsFp32):
     mixes_tokens: ClassVar[bool] = True  # False: y_t depends on x_t alone, as in a layer that is only an MLP
     passes: ClassVar[tuple[str, ...]] = ()  # streams that it passes to higher layers
     needs: ClassVar[tuple[str, ...]] = ()  # streams without which a model is refused
+    write_delay: ClassVar[int] = 0  # tokens by which a write follows the token whose value it has
     site: Site  # set by the model, unless the mixer does
 
     def __new__(cls, *arguments: Any, **named: Any) -> Self:
@@ -273,7 +274,6 @@ class LinearMixer(TokenMixer):
     erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys
     erase_writes: ClassVar[bool] = False  # whether `gates` returns `erase_write`
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
-    write_delay: ClassVar[int] = 0  # tokens by which a write follows the token whose value it has
     # weights that make queries, keys, values and outputs; None for what has no counterpart in attention
     head_weights: ClassVar[tuple[str | None, ...]] = (
         *("in_proj.q.weight", "in_proj.k.weight", "in_proj.v.weight"),

@@ -3,11 +3,12 @@
 import copy
 import inspect
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 from mixers import TokenMixer
@@ -39,27 +40,23 @@ def calls_of_layer(mixer: TokenMixer, x: Tensor, **options: Any) -> list[Call]:
 
     twin = copy.copy(mixer)
     for name in dir(type(mixer)):
-        op = inspect.getattr_static(type(mixer), name)
-        op = op.__func__ if isinstance(op, staticmethod) else op
+        op = getattr(type(mixer), name, None)
         if op in OPS:
             vars(twin)[name] = partial(recorded, op)
     with torch.no_grad():
-        twin(x, **options)
+        twin.forward(x, **options)
     return calls
 
 
 def calls_of_model(model: LanguageModel, tokens: Tensor) -> list[list[Call]]:
     """The calls of each layer's mixer, from the bottom up, for tokens [1,T]."""
-    inputs: dict[nn.Module, tuple[Tensor, dict[str, Any]]] = {}
+    calls: list[list[Call]] = []
 
-    def keep(mixer: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        inputs[mixer] = (args[0], {name: value for name, value in options.items() if value is not None})
+    def look(mixer: TokenMixer, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        calls.append(calls_of_layer(mixer, args[0], **options))
 
-    hooks = [mixer.register_forward_pre_hook(keep, with_kwargs=True) for mixer in model.mixers]
-    try:
-        with torch.no_grad():
-            model.last_hidden(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return [calls_of_layer(mixer, inputs[mixer][0], **inputs[mixer][1]) for mixer in model.mixers]
+    with torch.no_grad(), ExitStack() as hooks:
+        for mixer in model.mixers:
+            hooks.enter_context(mixer.register_forward_pre_hook(look, with_kwargs=True))
+        model.last_hidden(tokens)
+    return calls

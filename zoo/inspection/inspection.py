@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +17,7 @@ from kernels import UserError
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import new_console, new_table, write_figure
 from zoo.files.atomic import atomic_write
+from zoo.files.output import make_folder
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 from zoo.saved.model import SavedModel
@@ -33,8 +34,7 @@ if TYPE_CHECKING:
 else:  # the command line reads the types, and has one text and no models
     Model, Text = str | Path, str
 
-STATES = 32  # over a text
-LONGEST_PICTURE = 512  # tokens of the pictures over pairs of tokens
+STATES, LONGEST_PICTURE = 32, 512  # over a text; tokens of the pictures over pairs of tokens
 
 
 class Inspection:
@@ -48,9 +48,10 @@ class Inspection:
         recall: Which layers read the right values, if questions were asked.
     """
 
-    def __init__(self, tokens: Sequence[str], mixers: Sequence[str], layers: Mapping[int, Layer], every: int = 64):
-        self.tokens, self.mixers, self.layers, self.every = list(tokens), list(mixers), dict(layers), every
-        self.recall: list[dict[str, Any]] = []
+    def __init__(
+        self, tokens: list[str], mixers: list[str], layers: dict[int, Layer], every: int, recall: list[dict[str, Any]]
+    ):
+        self.tokens, self.mixers, self.layers, self.every, self.recall = tokens, mixers, layers, every, recall
 
     @cached_property
     def numbers(self) -> list[dict[str, Any]]:
@@ -81,8 +82,7 @@ class Inspection:
                 cells += [heads, *lives, f"{row['steep_share']:.0%}", f"{rank:.1f} of {row['largest_rank']}"]
                 cells += [f"{rank / row['largest_rank']:.0%}", f"{norm:.3g}"]
             table.add_row(*cells)
-        last = "Rank: effective rank of the last states. Layers without numbers have no matrix state."
-        table.caption = f"Half-lives in tokens, over heads and channels. {last}"
+        table.caption = "Half-lives in tokens, over heads and channels. Rank: effective rank of the last states."
         return table
 
     def figures(self, layer: int | None = None) -> dict[str, Figure]:
@@ -102,10 +102,7 @@ class Inspection:
     def save(self, folder: str | Path, layer: int | None = None) -> Path:
         """Write `inspection.json` and the pictures into a folder, and return it."""
         figures, folder = self.figures(layer), Path(folder)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output: {folder} cannot be made: {error.strerror}") from None
+        make_folder(folder, "output")
         for name, figure in figures.items():
             write_figure(figure, folder / f"{name}.png")
         contents = {"tokens": self.tokens, "layers": self.numbers, "recall": self.recall}
@@ -163,18 +160,18 @@ def inspect(
     check_predicts_tokens(model, "inspect")
     training = model.training
     model.eval()
-    rows = recall(model, pairs) if pairs else []
-    ids = [1] if pairs and not len(prompt) else _ids(prompt, tokenizer)
-    if answer:
-        rows = [{"layers": recall_of_answer(model, ids, _ids(answer, tokenizer))}]
-    calls = calls_of_model(model, torch.tensor([ids], device=next(model.parameters()).device))
-    model.train(training)
+    try:
+        rows = recall(model, pairs) if pairs else []
+        ids = [1] if pairs and not len(prompt) else _ids(prompt, tokenizer)
+        if answer:
+            rows = [{"layers": recall_of_answer(model, ids, _ids(answer, tokenizer))}]
+        calls = calls_of_model(model, torch.tensor([ids], device=next(model.parameters()).device))
+    finally:
+        model.train(training)
     texts = [str(i) for i in ids] if tokenizer is None else [tokenizer.decode([i]) for i in ids]
     names = [type(mixer).__name__ for mixer in model.mixers]
-    delays = [getattr(mixer, "write_delay", 0) for mixer in model.mixers]
-    layers = {i: Layer(of_layer[-1], i, names[i], delays[i]) for i, of_layer in enumerate(calls) if of_layer}
-    made = Inspection(texts, names, layers, every or -(-len(ids) // STATES))
-    made.recall = rows
+    layers = {i: Layer(c[-1], i, names[i], model.mixers[i].write_delay) for i, c in enumerate(calls) if c}
+    made = Inspection(texts, names, layers, every or -(-len(ids) // STATES), rows)
     console = new_console(verbose)
     if not pairs:
         console.print(made.table())

@@ -10,25 +10,19 @@ from torch import Tensor
 import kernels
 from kernels import UserError
 from kernels.core.documents import documents
-from kernels.core.recurrence import check
-from kernels.delta_rule import two_steps
 
 from .calls import Call
-from .recurrence import Recurrence
 
-RESET = -1e4  # log decays of attention from here on hide all earlier keys
+OF_HEADS = ("q", "k", "log_decay", "beta", "erase", "erase_write")  # arguments with an axis of heads, without v
 STEEP, HALF_CHUNK = 69.0, 32  # a channel that decays by more than e^-69 within so many tokens is steep
 
 
 class Retention(NamedTuple):
-    """Shares of each write that are left, read with its key, and that decays and later writes took; their sum is 1.
-
-    A later write can also add, if its erase key is not a multiple of its key.
-    """
+    """Shares of each write that are left, read with its key, and that decays and later writes took; their sum is 1."""
 
     left: Tensor  # share of write s that its key still reads at token t [T,W]; NaN before the write
     decayed: Tensor  # share that decays took until then [T,W]
-    erased: Tensor  # share that later writes took until then [T,W]
+    erased: Tensor  # share that later writes took until then, or added if it is negative [T,W]
     eraser: Tensor  # the later write that took most of each write [W]; −1 for none
     eraser_share: Tensor  # the share that it took [W]
 
@@ -51,6 +45,41 @@ class Spectra(NamedTuple):
         return torch.special.entr(shares).sum(-1).exp()
 
 
+class Recurrence(NamedTuple):
+    """The writes of one recurrence over one document in fp64: W = nT of them, n `steps` for each of T tokens."""
+
+    k: Tensor  # [W,K]
+    log_decay: Tensor  # before each write [W,K] or [W,1]
+    erase: Tensor | None  # erase keys times β [W,K]; None without a delta rule
+    erase_write: Tensor  # keys that erased values are written with [W,K]
+    read_before: bool  # whether erase keys read the state before it decays
+    steps: int
+
+    def retention(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The shares left, decayed and erased [3,T,W], and the eraser of each write with its share."""
+        k, g, W, n = self.k, self.log_decay.exp(), len(self.k), self.steps
+        direction = k / k.square().sum(-1, keepdim=True).clamp(min=torch.finfo(k.dtype).tiny)
+        shares = k.new_full((3, W // n, W), math.nan)
+        whole, took = torch.zeros_like(k), k.new_zeros(2, W)  # whole: what is left of each key
+        most, eraser = k.new_zeros(W), torch.full((W,), -1)
+        for i in range(W):
+            held = whole[:i]
+            before = held.clone()
+            held *= g[i]
+            took[0, :i] += ((before - held) * direction[:i]).sum(-1)
+            if self.erase is not None:
+                read = before if self.read_before and i % n == 0 else held
+                change = (read @ self.erase[i])[:, None] * self.erase_write[i]
+                held -= change
+                lost = (change * direction[:i]).sum(-1)
+                took[1, :i] += lost
+                eraser[:i], most[:i] = torch.where(lost > most[:i], i, eraser[:i]), torch.maximum(lost, most[:i])
+            whole[i] = k[i]
+            if (i + 1) % n == 0:
+                shares[:, i // n, : i + 1] = torch.stack([(whole * direction)[: i + 1].sum(-1), *took[:, : i + 1]])
+        return shares, eraser, most
+
+
 class Layer:
     """A layer's call of an op along time, with one row of tokens.
 
@@ -68,19 +97,11 @@ class Layer:
 
     def __init__(self, call: Call, number: int = 0, name: str = "", write_delay: int = 0):
         self.call, self.number, self.name, self.write_delay = call, number, name, write_delay
-        self.arguments: dict[str, Any] = {
-            key: x.double().cpu() if isinstance(x, Tensor) and x.is_floating_point() else x
-            for key, x in call.arguments.items()
-        }
-        q, v = self.arguments["q"], self.arguments["v"]
-        self.tokens, self.heads, self.subheads = q.shape[1], v.shape[2], self.arguments.get("subheads", 1)
-        self.steps = self.arguments.get("steps", 1)
+        a: dict[str, Any] = {key: x.cpu() if isinstance(x, Tensor) else x for key, x in call.arguments.items()}
+        self.arguments = a | {key: a[key].double() for key in (*OF_HEADS, "v") if a.get(key) is not None}
         self.has_state = call.op is not kernels.window_attention
-        if not self.has_state:
-            self.heads = q.shape[2]
-        self._spectra: dict[int, Spectra] = {}
-        # with separate keys, erasing is a write without a value before each write
-        self.erases_apart = self.arguments.get("erase_write") is not None
+        self.tokens, self.heads = a["q"].shape[1], a["v" if self.has_state else "q"].shape[2]
+        self.subheads, self.steps = a.get("subheads", 1), a.get("steps", 1)
 
     def attention(self, head: int, subhead: int | None = None, channel: int = 0) -> Tensor:
         """A [T,W] of a head in fp64: its output before norm, gate, skip and projection is o_t = Σ_s A_ts v_s.
@@ -98,14 +119,12 @@ class Layer:
             UserError: The head or subhead does not exist.
         """
         self._check(head, subhead or 0)
-        if not self.has_state:
-            return self._softmax(head)
-        matrix = torch.zeros(self.tokens, self.tokens * self.steps, dtype=torch.float64)
-        own = slice(1, None, 2) if self.erases_apart else slice(None)
-        for start, stop in self.spans():
-            for each in range(self.subheads) if subhead is None else [subhead]:
-                part = self.recurrence(head, each, start, stop, channel).attention()
-                matrix[start:stop, start * self.steps : stop * self.steps] += part[:, own]
+        a, writes = self._of_head(head, subhead), self.tokens * self.steps
+        if self.call.op is kernels.value_decay_recurrence:
+            a["log_decay"] = a["log_decay"][..., [channel]].expand(-1, -1, -1, writes)
+        # the output is linear in the values, so that for the identity it is the matrix
+        output = self.call.op(**a, v=torch.eye(writes, dtype=torch.float64)[None, :, None])
+        matrix: Tensor = (output[0] if isinstance(output, tuple) else output)[0, :, 0]
         return matrix
 
     def values(self, head: int) -> Tensor:
@@ -120,16 +139,14 @@ class Layer:
             UserError: The layer has no matrix state, or no such head or subhead.
         """
         self._check(head, subhead, state=True)
-        T, n, stride = self.tokens, self.steps, 2 if self.erases_apart else 1
+        T, n = self.tokens, self.steps
         shares = torch.full((3, T, T * n), math.nan, dtype=torch.float64)
         eraser, most = torch.full((T * n,), -1), torch.zeros(T * n, dtype=torch.float64)
         for start, stop in self.spans():
-            *parts, by, took = self.recurrence(head, subhead, start, stop).retention()
-            writes, own = slice(start * n, stop * n), slice(stride - 1, None, stride)
-            shares[:, start:stop, writes] = torch.stack(parts)[:, :, own]
-            eraser[writes], most[writes] = torch.where(by < 0, by, by // stride + start * n)[own], took[own]
-        left, decayed, erased = shares
-        return Retention(left, decayed, erased, eraser, most)
+            writes = slice(start * n, stop * n)
+            shares[:, start:stop, writes], by, most[writes] = self.recurrence(head, subhead, start, stop).retention()
+            eraser[writes] = torch.where(by < 0, by, by + start * n)
+        return Retention(shares[0], shares[1], shares[2], eraser, most)
 
     def spectra(self, every: int = 64) -> Spectra:
         """Singular values of the states at the ends of chunks of `every` tokens, from the op itself.
@@ -138,18 +155,19 @@ class Layer:
             UserError: The layer has no matrix state.
         """
         self._check(state=True)
-        if every in self._spectra:
-            return self._spectra[every]
         left_out = {"cu_seqlens", "initial_state", "return_state", "consume_state"}
-        streams, ends, values = {key: x for key, x in self.arguments.items() if key not in left_out}, [], []
+        constant = {key: x for key, x in self.arguments.items() if key not in left_out}
+        keys = [key for key, x in constant.items() if isinstance(x, Tensor) and x.dim() > 1]
+        streams = {key: constant.pop(key).unflatten(1, (self.tokens, -1)) for key in keys}  # tokens and steps
+        ends, values = [], []
         for start, stop in self.spans():
             state = None
             for first in range(start, stop, every):
                 ends.append(min(first + every, stop))
-                part = {key: self._tokens(x, first, ends[-1]) for key, x in streams.items()}
-                _, state = self.call.op(**part, initial_state=state, return_state=True)
+                part = {key: x[:, first : ends[-1]].flatten(1, 2) for key, x in streams.items()}
+                _, state = self.call.op(**constant, **part, initial_state=state, return_state=True)
                 values.append(torch.linalg.svdvals(state[0].unflatten(0, (-1, self.subheads)).flatten(1, 2)))
-        return self._spectra.setdefault(every, Spectra(torch.tensor(ends), torch.stack(values)))
+        return Spectra(torch.tensor(ends), torch.stack(values))
 
     def half_lives(self) -> Tensor:
         """Tokens after which half of a channel is left at its mean log decay [H·E,K or 1]; inf without a decay.
@@ -163,32 +181,20 @@ class Layer:
         parts = [part.sum(0) for part in self._log_decay().split(HALF_CHUNK)]
         return float(torch.stack(parts).lt(-STEEP).double().mean())
 
-    def recurrence(self, head: int, subhead: int, start: int, stop: int, channel: int = 0) -> Recurrence:
-        """One recurrence over the tokens of a document, in fp64."""
-        a = dict(self.arguments)
-        by_channel = self.call.op is kernels.value_decay_recurrence
-        if self.erases_apart:
-            streams = two_steps(a["q"], a["k"], a["v"], a["erase"], a.pop("erase_write"), self.steps, self.subheads)
-            a |= dict(zip(("q", "k", "v", "erase", "steps"), streams, strict=True))
-            a["beta"] = None if a.get("beta") is None else a["beta"].repeat_interleave(2, 1)
-        further = {key: a[key] for key in ("erase", "read_before", "steps") if key in a}
-        gates = (None if by_channel else a.get("log_decay"), a.get("beta"), self.subheads, a.get("scale"))
-        r = check(a["q"], a["k"], a["v"], *gates, None, None, beta_per_channel=True, **further)
-        of_keys, own = head // r.repeats * r.subheads + subhead, head * r.subheads + subhead
-        writes = slice(start * r.steps, stop * r.steps)
-        k = r.k[0, writes, of_keys]
-        g = self._log_decay()[start:stop, own]
-        g = g[:, channel : channel + 1] if by_channel else g
-        decay = k.new_zeros(len(k), g.shape[1])
-        decay[:: r.steps] = g
-        beta = None if r.beta is None else r.beta[0, writes, own]
-        erase = None
+    def recurrence(self, head: int, subhead: int, start: int, stop: int) -> Recurrence:
+        """The writes of one recurrence over the tokens of a document."""
+        a, n = self._of_head(head, subhead), self.steps
+        keys = [key for key in ("k", "beta", "erase", "erase_write") if a.get(key) is not None]
+        writes = {key: a[key][0, start * n : stop * n, 0] for key in keys}
+        k, beta, erase = writes["k"], writes.get("beta"), None
         if self.call.op is kernels.delta_rule:
-            erase = k if r.erase is None else r.erase[0, writes, own]
+            erase = writes.get("erase", k)
             erase = erase if beta is None else erase * (beta if beta.dim() == 2 else beta[:, None])
-        on_values = k.new_ones(len(k)) if beta is None or beta.dim() == 2 else beta
-        q = r.q[0, start:stop, of_keys] * r.scale
-        return Recurrence(q, k, decay, on_values, erase, r.read_before, r.steps)
+        g = self._log_decay()[start:stop, head * self.subheads + subhead]
+        g = g[:, :1] if self.call.op is kernels.value_decay_recurrence else g
+        decay = k.new_zeros(len(k), g.shape[1])
+        decay[::n] = g
+        return Recurrence(k, decay, erase, writes.get("erase_write", k), a.get("read_before", False), n)
 
     def spans(self) -> Sequence[tuple[int, int]]:
         """First token and end of each document that has tokens."""
@@ -203,28 +209,16 @@ class Layer:
         g = g.expand(self.tokens, -1) if g.dim() == 1 else g[0]
         return g.reshape(self.tokens, g.shape[1], -1)
 
-    def _tokens(self, x: Any, first: int, last: int) -> Any:
-        """The tokens first … last, or their steps, of an argument that has an axis of tokens."""
-        if not isinstance(x, Tensor) or x.dim() < 3:
-            return x
-        steps = x.shape[1] // self.tokens
-        return x[:, first * steps : last * steps]
-
-    def _softmax(self, head: int) -> Tensor:
-        a, t = self.arguments, torch.arange(self.tokens)
-        q, k = a["q"][0, :, head], a["k"][0, :, head * a["k"].shape[2] // self.heads]
-        scores = q @ k.mT * (q.shape[1] ** -0.5 if a.get("scale") is None else a["scale"])
-        distance = t[:, None] - t
-        hidden = (distance < 0) | (distance >= (a.get("window_size") or self.tokens))
-        owner = torch.zeros_like(t)
-        for number, (start, stop) in enumerate(self.spans()):
-            owner[start:stop] = number
-        if a.get("log_decay") is not None:
-            g = a["log_decay"][0, :, head]
-            owner = owner + self.tokens * (g <= RESET).cumsum(0)
-            b = g.masked_fill(g <= RESET, 0).cumsum(0)
-            scores = scores + b[:, None] - b
-        return scores.masked_fill(hidden | (owner[:, None] != owner), -torch.inf).softmax(-1)
+    def _of_head(self, head: int, subhead: int | None) -> dict[str, Any]:
+        """The arguments of a head, or of one of its subheads, without v."""
+        E, a = self.subheads, {key: x for key, x in self.arguments.items() if key != "v"}
+        chosen = torch.arange(E) if subhead is None else torch.tensor([subhead])
+        for key in OF_HEADS:
+            if a.get(key) is not None:
+                axis = 0 if a[key].dim() == 1 else 2
+                groups = a[key].shape[axis] // E  # heads that share keys are a group
+                a[key] = a[key].index_select(axis, head * groups // self.heads * E + chosen)
+        return a | ({"subheads": len(chosen)} if "subheads" in a else {})
 
     def _check(self, head: int = 0, subhead: int = 0, *, state: bool = False) -> None:
         if state and not self.has_state:

@@ -70,8 +70,7 @@ def retention(layers: Sequence[Layer]) -> Figure:
     for axis, (layer, head) in zip(axes, heads.values(), strict=True):
         shares = layer.retention(head)
         for name, colour in (("left", "C0"), ("decayed", "C1"), ("erased", "C3")):
-            last = getattr(shares, name)[:, layer.steps - 1 :: layer.steps].numpy()
-            low, middle, high = _by_distance(last)
+            low, middle, high = _by_distance(getattr(shares, name)[:, layer.steps - 1 :: layer.steps].numpy())
             axis.plot(middle, color=colour, label=name, linewidth=1.2)
             axis.fill_between(range(len(middle)), low, high, color=colour, alpha=0.15, linewidth=0)
         axis.set_ylim(-0.3, 1.3)

@@ -19,56 +19,44 @@ from .layer import Layer
 SAMPLES = 8  # prompts for each number of pairs
 
 
-class Question(NamedTuple):
-    """A token that asks for a value."""
+class Questions(NamedTuple):
+    """The tokens of a prompt that ask for values."""
 
-    read: int  # its position
-    right: int  # row of `places` with the value that it asks for
+    read: Tensor  # their positions [Q]
+    right: Tensor  # rows of `places` with the values that they ask for [Q]
     places: Tensor  # positions [N,P] at which each of N values may have been written
 
 
-def margins(layer: Layer, questions: Sequence[Question]) -> Tensor:
+def margins(layer: Layer, questions: Questions) -> Tensor:
     """For each head and question [H,Q], |A| at the right value less the largest |A| at another one.
 
     |A| is divided by the sum of its row, so that margins lie between −1 and 1; the largest place of a value counts.
     """
-    margin = torch.empty(layer.heads, len(questions), dtype=torch.float64)
+    margin, right = [], questions.right[:, None]
     for head in range(layer.heads):
-        matrix = layer.attention(head).abs().unflatten(1, (-1, layer.steps)).sum(-1)
-        matrix /= matrix.sum(-1, keepdim=True).clamp(min=torch.finfo(matrix.dtype).tiny)
-        for number, (read, right, places) in enumerate(questions):
-            values = matrix[read][places].amax(1)
-            others = values[torch.arange(len(values)) != right]
-            margin[head, number] = values[right] - (others.max() if len(others) else 0.0)
-    return margin
+        matrix = layer.attention(head)[questions.read].abs().unflatten(1, (-1, layer.steps)).sum(-1)
+        values = (matrix / matrix.sum(-1, keepdim=True).clamp(min=1e-300))[:, questions.places].amax(-1)
+        margin.append(values.gather(1, right)[:, 0] - values.scatter(1, right, 0.0).amax(1))
+    return torch.stack(margin)
 
 
-def of_layers(model: LanguageModel, prompts: Iterable[tuple[Tensor, Sequence[Question]]]) -> list[dict[str, Any]]:
+def of_layers(model: LanguageModel, prompts: Iterable[tuple[Tensor, Questions]]) -> list[dict[str, Any]]:
     """For each layer with matrices, the best head's median margin, and the share of questions where it is positive."""
-    margins_of: dict[int, list[Tensor]] = {}
-    for tokens, questions in prompts:
-        for number, calls in enumerate(calls_of_model(model, tokens)):
-            if calls:
-                margins_of.setdefault(number, []).append(margins(Layer(calls[-1]), questions).amax(0))
+    asked = [(calls_of_model(model, tokens), questions) for tokens, questions in prompts]
     rows = []
-    for number, parts in margins_of.items():
-        margin, name = torch.cat(parts), type(model.mixers[number]).__name__
-        read = float((margin > 0).double().mean())
-        rows.append({"layer": number, "mixer": name, "margin": float(margin.median()), "read": read})
+    for number, mixer in enumerate(model.mixers):
+        parts = [margins(Layer(calls[number][-1]), questions) for calls, questions in asked if calls[number]]
+        if parts:
+            margin = torch.cat(parts, 1).amax(0)
+            numbers = {"margin": float(margin.median()), "read": float((margin > 0).double().mean())}
+            rows.append({"layer": number, "mixer": type(mixer).__name__, **numbers})
     return rows
 
 
-def recall(model: LanguageModel, pairs: Sequence[int], samples: int = SAMPLES, seed: int = 0) -> list[dict[str, Any]]:
-    """Ask a model that was trained on `zoo.data.MQAR`, and see which layers read the right values.
+def recall(model: LanguageModel, pairs: Sequence[int]) -> list[dict[str, Any]]:
+    """For each number of pairs, the share of questions that a model of `zoo.data.MQAR` answers, and `of_layers`.
 
-    Args:
-        model: The model.
-        pairs: Numbers of key-value pairs; a prompt has four tokens for each, and at least 64.
-        samples: Number of prompts for each number of pairs.
-        seed: Number of the random prompts.
-
-    Returns:
-        For each number of pairs, `answered` (the share of questions that the model answers) and `layers`.
+    A prompt has four tokens for each pair, and at least 64.
 
     Raises:
         UserError: A number of pairs does not fit the vocabulary.
@@ -77,17 +65,17 @@ def recall(model: LanguageModel, pairs: Sequence[int], samples: int = SAMPLES, s
     for count in pairs:
         if not 1 <= count < model.vocab_size // 2:
             raise UserError(f"pairs: {count} is not from 1 to {model.vocab_size // 2 - 1}, half of the vocabulary")
-        task = Recall(RecallTask(max(64, 4 * count), count), samples, model.vocab_size, True, 0.01, f"{seed} inspect")
-        batch = task.batch(range(samples))
+        task = Recall(RecallTask(max(64, 4 * count), count), SAMPLES, model.vocab_size, True, 0.01, "0 inspect")
+        batch = task.batch(range(SAMPLES))
         with torch.no_grad():
             predicted = model(batch.tokens.to(device))[0].argmax(-1).cpu()
         asked = batch.labels != NO_LOSS
         places = torch.arange(2 * count).view(count, 2)  # of a key, and of its value
         prompts = []
         for tokens, of_prompt in zip(batch.tokens, asked, strict=True):
-            right = {int(key): i for i, key in enumerate(tokens[0 : 2 * count : 2])}
-            questions = [Question(int(t), right[int(tokens[t])], places) for t in of_prompt.nonzero()]
-            prompts.append((tokens[None].to(device), questions))
+            read = of_prompt.nonzero()[:, 0]
+            right = (tokens[read, None] == tokens[0 : 2 * count : 2]).int().argmax(1)
+            prompts.append((tokens[None].to(device), Questions(read, right, places)))
         answered = float((predicted == batch.labels)[asked].double().mean())
         rows.append({"pairs": count, "answered": answered, "layers": of_layers(model, prompts)})
     return rows
@@ -102,9 +90,8 @@ def recall_of_answer(model: LanguageModel, prompt: Sequence[int], answer: Sequen
     starts = [i for i in range(len(prompt)) if [*prompt[i : i + len(answer)]] == [*answer]]
     if len(starts) != 1 or not answer:
         raise UserError(f"answer: its tokens, with their spaces, must be in the prompt once, not {len(starts)} times")
-    places = torch.arange(len(prompt))[:, None]
-    read = range(len(prompt) - 1, len(prompt) + len(answer) - 1)
-    questions = [Question(t, starts[0] + i, places) for i, t in enumerate(read)]
+    steps = torch.arange(len(answer))
+    questions = Questions(len(prompt) - 1 + steps, starts[0] + steps, torch.arange(len(prompt))[:, None])
     tokens = torch.tensor([[*prompt, *answer]], device=next(model.parameters()).device)
     return of_layers(model, [(tokens, questions)])
 

@@ -112,9 +112,9 @@ class TestRetention:
         assert torch.allclose(total[seen], torch.ones(1, dtype=torch.float64))
         assert not seen[6, 7 * layer.steps :].any()
         # a query that is the key of token 9's last write reads this share, at the last token, of what it read at once
-        s, stride = 10 * layer.steps - 1, 2 if layer.erases_apart else 1
+        s = 10 * layer.steps - 1
         q = layer.arguments["q"].clone()
-        q[0, :, 1] = layer.recurrence(1, 0, 7, 19).k[stride - 1 :: stride][s - 7 * layer.steps]
+        q[0, :, 1] = layer.recurrence(1, 0, 7, 19).k[s - 7 * layer.steps]
         asked = Layer(Call(layer.call.op, layer.arguments | {"q": q}, layer.call.output)).attention(1)[:, s]
         assert float(asked[-1] / asked[9]) == pytest.approx(float(found.left[-1, s]))
 
