@@ -26,10 +26,7 @@ class Call(NamedTuple):
 
 
 def calls_of_layer(mixer: TokenMixer, x: Tensor, **options: Any) -> list[Call]:
-    """Run a layer on x [B,T,hidden], and return the calls of those `OPS` that its class has as attributes.
-
-    The ops are replaced in a copy of the layer, which shares its parameters.
-    """
+    """Run a layer on x [B,T,hidden], and return the calls of those `OPS` that its class has as attributes."""
     calls: list[Call] = []
 
     def recorded(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -38,7 +35,7 @@ def calls_of_layer(mixer: TokenMixer, x: Tensor, **options: Any) -> list[Call]:
         calls.append(Call(op, arguments, result[0] if isinstance(result, tuple) else result))
         return result
 
-    twin = copy.copy(mixer)
+    twin = copy.copy(mixer)  # shares its parameters
     for name in dir(type(mixer)):
         op = getattr(type(mixer), name, None)
         if op in OPS:

@@ -132,8 +132,8 @@ def inspect(
         checkpoint: As for `generate`; in Python also a model of `zoo.load` or `zoo.fit`.
         prompt: The text. In Python also token ids.
         answer: Text that the prompt has once: shows which layers read it there, if it follows the prompt.
-        pairs: Shows which layers read the values of so many key-value pairs; for models that were trained on MQAR, in
-            place of a prompt.
+        pairs: Shows which layers read the values of so many key-value pairs, in the head that reads most; for models
+            that were trained on MQAR, in place of a prompt.
         every: Tokens between two states whose singular values are computed; null for 32 states.
         layer: Draw all heads of this layer, from 0; by default the first head of every layer.
         output: Folder for inspection.json, attention.png, retention.png and spectra.png; null for none. The pictures of

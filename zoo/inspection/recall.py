@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
@@ -16,47 +17,49 @@ from zoo.lm.model import LanguageModel
 from .calls import calls_of_model
 from .layer import Layer
 
-SAMPLES = 8  # prompts for each number of pairs
+SAMPLES, LATEST = 8, 3  # prompts for each number of pairs; tokens by which short convolutions delay a value
 
 
 class Questions(NamedTuple):
     """The tokens of a prompt that ask for values."""
 
     read: Tensor  # their positions [Q]
-    right: Tensor  # rows of `places` with the values that they ask for [Q]
-    places: Tensor  # positions [N,P] at which each of N values may have been written
+    right: Tensor  # entries of `places` with the values that they ask for [Q]
+    places: Tensor  # positions of values [N]
 
 
 def margins(layer: Layer, questions: Questions) -> Tensor:
-    """For each head and question [H,Q], |A| at the right value less the largest |A| at another one.
+    """For each head, delay and question [H,D,Q], |A| at the right value less the largest |A| at another one.
 
-    |A| is divided by the sum of its row, so that margins lie between −1 and 1; the largest place of a value counts.
+    A value may be written up to `LATEST` tokens after its token. |A| is divided by the sum of its row.
     """
     margin, right = [], questions.right[:, None]
     for head in range(layer.heads):
         matrix = layer.attention(head)[questions.read].abs().unflatten(1, (-1, layer.steps)).sum(-1)
-        values = (matrix / matrix.sum(-1, keepdim=True).clamp(min=1e-300))[:, questions.places].amax(-1)
-        margin.append(values.gather(1, right)[:, 0] - values.scatter(1, right, 0.0).amax(1))
-    return torch.stack(margin)
+        matrix = F.pad(matrix / matrix.sum(-1, keepdim=True).clamp(min=1e-300), (0, LATEST))
+        for delay in range(LATEST + 1):
+            values = matrix[:, questions.places + delay]
+            margin.append(values.gather(1, right)[:, 0] - values.scatter(1, right, 0.0).amax(1))
+    return torch.stack(margin).unflatten(0, (layer.heads, -1))
 
 
 def of_layers(model: LanguageModel, prompts: Iterable[tuple[Tensor, Questions]]) -> list[dict[str, Any]]:
-    """For each layer with matrices, the best head's median margin, and the share of questions where it is positive."""
+    """For each layer with matrices, the head and delay with most positive margins, their share and their median."""
     asked = [(calls_of_model(model, tokens), questions) for tokens, questions in prompts]
     rows = []
     for number, mixer in enumerate(model.mixers):
         parts = [margins(Layer(calls[number][-1]), questions) for calls, questions in asked if calls[number]]
         if parts:
-            margin = torch.cat(parts, 1).amax(0)
-            numbers = {"margin": float(margin.median()), "read": float((margin > 0).double().mean())}
-            rows.append({"layer": number, "mixer": type(mixer).__name__, **numbers})
+            margin = torch.cat(parts, 2)
+            read = (margin > 0).double().mean(2)
+            head, delay = divmod(int(read.argmax()), LATEST + 1)
+            row = {"layer": number, "mixer": type(mixer).__name__, "head": head, "delay": delay}
+            rows.append(row | {"margin": float(margin[head, delay].median()), "read": float(read[head, delay])})
     return rows
 
 
 def recall(model: LanguageModel, pairs: Sequence[int]) -> list[dict[str, Any]]:
     """For each number of pairs, the share of questions that a model of `zoo.data.MQAR` answers, and `of_layers`.
-
-    A prompt has four tokens for each pair, and at least 64.
 
     Raises:
         UserError: A number of pairs does not fit the vocabulary.
@@ -70,12 +73,11 @@ def recall(model: LanguageModel, pairs: Sequence[int]) -> list[dict[str, Any]]:
         with torch.no_grad():
             predicted = model(batch.tokens.to(device))[0].argmax(-1).cpu()
         asked = batch.labels != NO_LOSS
-        places = torch.arange(2 * count).view(count, 2)  # of a key, and of its value
         prompts = []
         for tokens, of_prompt in zip(batch.tokens, asked, strict=True):
             read = of_prompt.nonzero()[:, 0]
             right = (tokens[read, None] == tokens[0 : 2 * count : 2]).int().argmax(1)
-            prompts.append((tokens[None].to(device), Questions(read, right, places)))
+            prompts.append((tokens[None].to(device), Questions(read, right, 2 * torch.arange(count) + 1)))
         answered = float((predicted == batch.labels)[asked].double().mean())
         rows.append({"pairs": count, "answered": answered, "layers": of_layers(model, prompts)})
     return rows
@@ -91,13 +93,13 @@ def recall_of_answer(model: LanguageModel, prompt: Sequence[int], answer: Sequen
     if len(starts) != 1 or not answer:
         raise UserError(f"answer: its tokens, with their spaces, must be in the prompt once, not {len(starts)} times")
     steps = torch.arange(len(answer))
-    questions = Questions(len(prompt) - 1 + steps, starts[0] + steps, torch.arange(len(prompt))[:, None])
+    questions = Questions(len(prompt) - 1 + steps, starts[0] + steps, torch.arange(len(prompt)))
     tokens = torch.tensor([[*prompt, *answer]], device=next(model.parameters()).device)
     return of_layers(model, [(tokens, questions)])
 
 
 def recall_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """A row for each number of pairs: the model's accuracy, and each layer's share of values read, with its margin."""
+    """A row for each number of pairs: the model's accuracy, and the share of values that each layer reads."""
     layers = [f"{layer['layer']} {layer['mixer']}" for layer in rows[0]["layers"]]
     further = [name for name in ("pairs", "answered") if name in rows[0]]
     table = new_table([*further, *layers], left=0, title="values that a layer reads (median margin)")

@@ -16,6 +16,7 @@ import zoo
 from mixers import registry
 from zoo.inspection import Layer
 from zoo.inspection.calls import Call, calls_of_layer
+from zoo.inspection.recall import Questions, margins
 
 SITE = mixers.Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 300)
@@ -128,6 +129,23 @@ class TestRetention:
         found = layer.retention(0)
         assert int(found.eraser[1]) == 4
         assert abs(float(found.left[4, 1])) < 0.5 < float(found.left[3, 1])
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_a_head_that_reads_values_at_a_delay(delay: int) -> None:
+    """Value i is at token 2i + 1 and written `delay` tokens later, under the i-th key; head 1 reads at random."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 20, 2, 16, dtype=torch.float64) for _ in range(3))
+    q[:, :, 0], k[:, :, 0] = 0, 0
+    for i in range(4):
+        k[0, 2 * i + 1 + delay, 0, i] = q[0, 15 + i, 0, i] = 1
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v}
+    layer = Layer(Call(kernels.linear_recurrence, arguments, v))
+    questions = Questions(15 + torch.arange(4), torch.arange(4), 2 * torch.arange(4) + 1)
+    margin = margins(layer, questions)
+    assert margin.shape == (2, 4, 4)
+    assert torch.allclose(margin[0, delay], torch.ones(4, dtype=torch.float64))
+    assert not (margin[0, [d for d in range(4) if d != delay]] > 0).any()
 
 
 def test_states_and_half_lives() -> None:
