@@ -174,7 +174,7 @@ class Layer:
 
         A reset counts as a log decay of −1,000.
         """
-        return -math.log(2) / self._log_decay().clamp(min=-1e3).mean(0)
+        return math.log(2) / self._log_decay().clamp(min=-1e3).mean(0).abs()
 
     def steep_share(self) -> float:
         """Share of heads, channels and halves of chunks that decay by more than e^-69."""
