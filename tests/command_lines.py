@@ -47,6 +47,7 @@ OF_CONFIGS = ("fit", "validate", "test", "predict")  # verbs that take the confi
 FUNCTIONS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "evaluate": (zoo.evaluate, None),
     "generate": (zoo.generate, None),
+    "inspect": (zoo.inspect, None),
     "export": (zoo.export, None),
     "statex": (zoo.statex, None),
     "linearise": (zoo.linearise, None),

@@ -68,7 +68,7 @@ def recall(model: LanguageModel, pairs: Sequence[int]) -> list[dict[str, Any]]:
     for count in pairs:
         if not 1 <= count < model.vocab_size // 2:
             raise UserError(f"pairs: {count} is not from 1 to {model.vocab_size // 2 - 1}, half of the vocabulary")
-        task = Recall(RecallTask(max(64, 4 * count), count), SAMPLES, model.vocab_size, True, 0.01, "inspect")
+        task = Recall(RecallTask(max(64, 4 * count), count), SAMPLES, model.vocab_size, True, 0.01, "0 inspect")
         batch = task.batch(range(SAMPLES))
         with torch.no_grad():
             predicted = model(batch.tokens.to(device))[0].argmax(-1).cpu()
