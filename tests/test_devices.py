@@ -140,7 +140,8 @@ def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None
 @pytest.mark.parametrize(
     ("way", "more", "batches"),
     [
-        ("ddp", (), 2),
+        # as views of DDP's buckets, gradients are not aligned, and their norm is summed in another order
+        ("ddp", ("--trainer.strategy.init_args.gradient_as_bucket_view=false",), 2),
         ("context_parallel", (), 1),
         ("context_parallel", ("--activation_checkpointing=1",), 2),
     ],

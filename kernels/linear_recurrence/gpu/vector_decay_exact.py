@@ -44,7 +44,8 @@ def steep_scores(
     Q, Kk, b, sums, valid, heads, K: tl.constexpr, BK: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Scores without `scale`, below and on the diagonal."""
-    ck, (i, j) = tl.arange(0, BK), places()
+    ck = tl.arange(0, BK)
+    i, j = places()
     A = tl.where(i == j, tl.sum(Q * Kk, 1)[:, None], 0.0)
     for level in tl.static_range(LEVELS):
         factor, _ = factor_at(sums, b, heads * K, ck, valid, level, K, BK)
