@@ -26,7 +26,7 @@ from zoo.experiments.runner import COMMAND
 
 CONFIGS = ("qwen3_5", "gated_deltanet", "mamba2", "transformer", "kda_hybrid", "gdn_h2")
 OVERLAYS = ("recipe/400m.yaml", "data/mixed.yaml")
-STEPS, WARM_UP = 6, 3
+STEPS, WARM_UP = 5, 3
 TOKENS = 128 * 4096  # of a step
 LOCK = Lock()  # of the table, and of the parser, which is not for several threads
 
