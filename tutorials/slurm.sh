@@ -8,7 +8,7 @@ run=runs/big
 if [ -f "$run/checkpoints/last.ckpt" ]; then
   what=(--resume "$run")
 else
-  what=(--config gdn_h2.yaml --config recipe/1.5b.yaml --config train/zero2.yaml --run big)
+  what=(--config gdn_h2.yaml --config recipe/1.5b.yaml --config train/ddp.yaml --run big)
 fi
 srun --kill-on-bad-exit=1 python cli.py fit "${what[@]}" --trainer.num_nodes="$SLURM_NNODES" --trainer.devices=8 \
   --checkpoints.every_n_minutes=30

@@ -72,7 +72,7 @@ class Linearised(NamedTuple):
             "layers that are still attention": ", ".join(map(str, self.kept)) or "none",
             "carried over": ", ".join(self.carried),
             "new": ", ".join(self.new),
-            "of attention, left behind": ", ".join(self.left) or "nothing",
+            "not carried over": ", ".join(self.left) or "nothing",
         }
         if self.alone:
             lines["loss with one layer replaced"] = ", ".join(f"{i}: {x:.3f}" for i, x in self.alone.items())
@@ -211,13 +211,13 @@ def _name(mixer: TokenMixer) -> str:
 
 
 def _number(keep: str | list[int], attention: int) -> int:
-    """The number in every:n or auto:n; a UserError if it leaves nothing to replace."""
+    """The number in every:n or auto:n; a UserError if it leaves nothing to replace, or keeps nothing."""
     kind, _, number = str(keep).partition(":")
-    if not (1 if kind == "auto" else 2) <= int(number) <= (attention - 1 if kind == "auto" else 1 << 30):
+    if not (1 if kind == "auto" else 2) <= int(number) <= (attention - 1 if kind == "auto" else attention):
         raise UserError(
             f"keep: {keep} must be from auto:1 to auto:{attention - 1}, one less than the attention layers"
             if kind == "auto"
-            else f"keep: {keep} must be every:2 or more, since every:1 keeps all layers"
+            else f"keep: {keep} must be from every:2 to every:{attention}, the attention layers; [] keeps none of them"
         )
     return int(number)
 
