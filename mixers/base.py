@@ -378,6 +378,13 @@ class LinearMixer(TokenMixer):
         """Compute the final log_decay, beta and erase; any stream may be replaced. Not called with `gate_inputs`."""
         return s
 
+    def _streams(self, returned: Streams, method: str) -> Streams:
+        """What a method of a subclass returned; a UserError if that is something else."""
+        if not isinstance(returned, Streams):
+            kind, how = type(returned).__name__, "Streams(q, k, v, …)" if method == "project" else "s or s.replace(…)"
+            raise kernels.UserError(f"{type(self).__name__}.{method}: returned {kind}, must return {how}")
+        return returned
+
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         """o [B,T,H,V] → y [B,T,hidden]: norm, output gate, skip, projection."""
         raise self._lacks("readout", "a LinearMixer makes its output there")
@@ -391,7 +398,14 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
         x = checked_input(x, self.site.hidden_size)
-        return self.mixed(self.project(x), x, state, cu_seqlens, context_parallel)
+        s = self._streams(self.project(x), "project")
+        for name, stream in zip("qkv", s[:3], strict=True):
+            if stream.dim() != 4:
+                shape = tuple(stream.shape)
+                raise kernels.UserError(
+                    f"{type(self).__name__}.project: {name} must be [B,T,heads,size], got {shape}; use split_heads"
+                )
+        return self.mixed(s, x, state, cu_seqlens, context_parallel)
 
     def mixed(
         self,
@@ -475,7 +489,7 @@ class LinearMixer(TokenMixer):
         done, histories = zip(*made, strict=True)
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = s.replace(**dict(zip(others, others_after, strict=True)))
-        s = self.gates(s) if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
+        s = self._streams(self.gates(s), "gates") if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
         past = None if state is None else state.carried
         s, carried = self.carry(self.gained(s), past, cu_seqlens, context_parallel)
         return s, histories, following, carried

@@ -212,6 +212,11 @@ class HasNoReadout(Projects):
         return Streams(*(mixers.split_heads(part, 2) for part in self.in_proj(x)))
 
 
+class ForgetsToReturn(mixers.LinearAttention):
+    def gates(self, s):
+        s.replace(log_decay=None)
+
+
 class WithoutHeads(HasNoReadout):
     def project(self, x):
         return Streams(*self.in_proj(x))
@@ -303,7 +308,11 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "streams without heads": (
         lambda: WithoutHeads,
-        "forward of WithoutHeads fails for x of shape (2, 21, 64) (…)",
+        "WithoutHeads.project: q must be [B,T,heads,size], got (2, 21, 16); use split_heads",
+    ),
+    "gates that return nothing": (
+        lambda: ForgetsToReturn,
+        "ForgetsToReturn.gates: returned NoneType, must return s or s.replace(…)",
     ),
     "a module": (
         lambda: Convolution,
