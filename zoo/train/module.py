@@ -174,6 +174,8 @@ class Pretraining(L.LightningModule):
             UserError: Processes have different data, configs or code, context parallelism is not possible here, or the
                 weights or the names to train do not fit.
         """
+        if stage == "fit":
+            self._check_parts()
         if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
@@ -182,13 +184,6 @@ class Pretraining(L.LightningModule):
             if stage == "fit":
                 check_same(self.trainer, self.tokenizer, self.config)
                 self.sources = sources(self.config)
-        if stage == "fit" and is_deterministic():
-            self._check_number_of_processes()
-        elif stage == "fit" and self.sequence_parts is not None:
-            raise UserError(
-                f"sequence_parts is {self.sequence_parts}; only deterministic mode divides sequences, with "
-                "deterministic_kernels=true."
-            )
         parts = self.sequence_parts if is_deterministic() and stage != "predict" else None
         parts = self.context_parallel if parts is None else parts
         if parts > 1 and self.sharing is None:
@@ -263,18 +258,18 @@ class Pretraining(L.LightningModule):
             if not takes_context_parallel(type(module)):
                 raise UserError(f"context_parallel: {type(module).__name__} works on whole sequences only.")
 
-    def _check_number_of_processes(self) -> None:
-        """Refuse processes whose gradients cannot be added in the order of one process, in deterministic mode."""
-        count = self.trainer.world_size if is_attached(self) else 1
-        if self._adds_parts() and not _is_power_of_two(count):
+    def _check_parts(self) -> None:
+        """Refuse processes that cannot add gradients in the order of one process, and parts that nothing would add."""
+        adds_parts = self._adds_parts()
+        if adds_parts and not _is_power_of_two(count := self.trainer.world_size):
             raise UserError(
                 f"deterministic_kernels: {count} processes cannot add the parts of a step in the order of one process; "
                 "use a power of two, or deterministic_kernels=false."
             )
-        if self.sequence_parts is not None and not self._adds_parts():
+        if self.sequence_parts is not None and not adds_parts:
             raise UserError(
-                f"sequence_parts is {self.sequence_parts}; it needs one process or trainer.strategy=ddp, not "
-                f"{type(self.trainer.strategy).__name__}."
+                f"sequence_parts is {self.sequence_parts}; it needs deterministic_kernels=true, and one process or "
+                "trainer.strategy=ddp."
             )
 
     def _adds_parts(self) -> bool:
