@@ -39,9 +39,9 @@ class StepSeeds(RunCallback):
 
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Seed Python, NumPy and PyTorch, on all devices."""
-        numbers = (self.seed or 0, trainer.global_rank, number := trainer.fit_loop.total_batch_idx)
+        numbers = (self.seed or 0, trainer.global_rank, trainer.fit_loop.total_batch_idx)
         if is_deterministic():
-            numbers = (self.seed or 0, 0, number * trainer.world_size + trainer.global_rank)
+            numbers = (self.seed or 0, 0, numbers[2] * trainer.world_size + numbers[1])
         seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
         random.seed(seed)
         np.random.seed(seed)
