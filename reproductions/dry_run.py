@@ -10,6 +10,7 @@ not measured again.
 import argparse
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,7 @@ from zoo.experiments.runner import COMMAND
 
 CONFIGS = ("qwen3_5", "gated_deltanet", "mamba2", "transformer", "kda_hybrid", "gdn_h2")
 OVERLAYS = ("recipe/400m.yaml", "data/mixed.yaml")
-STEPS, WARM_UP = 6, 3
+STEPS, WARM_UP = 5, 3
 TOKENS = 128 * 4096  # of a step
 LOCK = Lock()  # of the table, and of the parser, which is not for several threads
 
@@ -36,7 +37,6 @@ def measure(table: Path, config: str, gpus: Sequence[str], card: str, overrides:
     named, items = f"{len(gpus)}x{card}", (f"{config}.yaml", *OVERLAYS)
     with LOCK:
         whole = zoo.fit(*items, *overrides, dry_run=True, on=named).row
-        print(flush=True)
     short = ("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", f"--trainer.max_steps={STEPS}")
     unsaved = "--trainer.callbacks+=reproductions.multi_device.Unsaved"
     with tempfile.TemporaryDirectory() as folder:
@@ -58,7 +58,7 @@ def measure(table: Path, config: str, gpus: Sequence[str], card: str, overrides:
         "torch": torch.__version__,
         "note": note,
     }
-    print(row, flush=True)
+    sys.stdout.write(f"{row}\n")
     with LOCK:
         write_csv.write([*write_csv.read(table), row], table)
 

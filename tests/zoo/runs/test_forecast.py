@@ -27,6 +27,7 @@ RECIPES = [
     "transformer",
 ]  # and others in the nightly tier
 ROWS = [row for row in csv.DictReader((MEASURED / "mixers_400m.csv").open()) if row["step_ms"]]
+FITS = [*csv.DictReader((MEASURED / "dry_run_h200.csv").open())]
 PARALLEL = [row for row in csv.DictReader((MEASURED / "scaling_h200.csv").open()) if "shared" not in row["model"]]
 TEXT = ["data.batch_size=8", "data.sequence_length=4096", "trainer.precision=bf16-mixed", "trainer.max_steps=1"]
 
@@ -72,6 +73,17 @@ def test_memory_and_time_on_several_gpus(row: dict[str, str]):
     assert sum(result.memory.values()) == pytest.approx(float(row["peak_gib"]), rel=MEMORY)
     assert result.hours is not None
     assert rows * 4096 / result.hours / 3600 == pytest.approx(float(row["tokens_per_second"]), rel=TIME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", [pytest.param(row, id=f"{row['config']} on {row['on']}") for row in FITS])
+def test_memory_and_time_of_recipes(row: dict[str, str]):
+    result = estimated(f"{row['config']}.yaml", "recipe/400m.yaml", on=row["on"])
+    assert sum(result.memory.values()) == pytest.approx(float(row["measured_gib"]), rel=MEMORY)
+    assert result.hours is not None
+    assert result.tokens is not None
+    seconds = 3600 * result.hours * 128 * 4096 / result.tokens
+    assert seconds == pytest.approx(float(row["measured_seconds"]), rel=TIME)
 
 
 @pytest.mark.slow
