@@ -32,7 +32,7 @@ from zoo.checkpoints.signature import sign
 from zoo.checkpoints.sources import Source, sources
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.contract import as_batch, check_tokens, tokenizer_of
-from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
+from zoo.data.gradient_accumulation import convert_batches, forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
@@ -580,6 +580,8 @@ class Pretraining(L.LightningModule):
             self._check_data(checkpoint[KEY].get("config"))
             self._check_optimiser(saved := checkpoint[KEY].get("config"))
             check_match(self.config, saved)
+            if "trainer" in (saved or {}):
+                convert_batches(self.trainer, checkpoint["loops"], saved["trainer"]["accumulate_grad_batches"] or 1)
             self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
             changed = differences(saved, self.config) if saved and self.config else ()
             kept = [each for each in changed if each[0] != "optim.initial_weights"]
