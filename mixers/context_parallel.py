@@ -12,7 +12,7 @@ earlier tokens, sends those of the document.
 A mixer receives a `ContextParallel` as an argument of `forward` and passes it to everything that looks along time:
 convolutions (`FeaturePath`), `positions`, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
 differentiable. All processes must run the same layers in the same order; the backward pass runs them in reverse. A
-process may hold several parts, which then hand on to each other: so a row has the same parts in any number of processes.
+process may hold several parts, which hand on to each other, so a row has the same parts in any number of processes.
 """
 
 from bisect import bisect_right

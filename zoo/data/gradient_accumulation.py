@@ -24,12 +24,8 @@ def unfinished_batches(trainer: L.Trainer) -> int:
 def convert_batches(trainer: L.Trainer, loops: dict[str, Any], accumulated: int) -> None:
     """Count the batches in `loops`, an entry of the checkpoint being loaded, as a run does that accumulates others.
 
-    Lightning ends a step by the number of batches since the start of the epoch.
-
-    Args:
-        trainer: The trainer that continues the run.
-        loops: The counters, of whole steps; changed in place.
-        accumulated: Number of batches in each of these steps.
+    Lightning ends a step by the number of batches since the start of the epoch. The counters are changed in place, from
+    whole steps of `accumulated` batches each.
     """
     if accumulated == trainer.accumulate_grad_batches:
         return

@@ -260,13 +260,12 @@ class Pretraining(L.LightningModule):
 
     def _check_parts(self) -> None:
         """Refuse processes that cannot add gradients in the order of one process, and parts that nothing would add."""
-        adds_parts = self._adds_parts()
-        if adds_parts and not _is_power_of_two(count := self.trainer.world_size):
+        if (adds := self._adds_parts()) and not _is_power_of_two(count := self.trainer.world_size):
             raise UserError(
                 f"deterministic_kernels: {count} processes cannot add the parts of a step in the order of one process; "
                 "use a power of two, or deterministic_kernels=false."
             )
-        if self.sequence_parts is not None and not adds_parts:
+        if self.sequence_parts is not None and not adds:
             raise UserError(
                 f"sequence_parts is {self.sequence_parts}; it needs deterministic_kernels=true, and one process or "
                 "trainer.strategy=ddp."
@@ -274,9 +273,7 @@ class Pretraining(L.LightningModule):
 
     def _adds_parts(self) -> bool:
         """Return whether gradients of the parts of a step are added in a fixed order, instead of by the strategy."""
-        if not is_attached(self):
-            return False
-        strategy = self.trainer.strategy
+        strategy: Any = self.trainer.strategy if is_attached(self) else None
         return is_deterministic() and (isinstance(strategy, SingleDeviceStrategy) or is_plain_ddp(strategy))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:

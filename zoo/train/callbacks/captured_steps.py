@@ -128,7 +128,8 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
         return f"{type(trainer.strategy).__name__} exchanges more between processes than the gradients of a step"
-    if is_deterministic() and (trainer.world_size * trainer.accumulate_grad_batches > 1 or divides_sequences(trainer)):
+    parts = trainer.world_size * trainer.accumulate_grad_batches if is_deterministic() else 1
+    if parts > 1 or (is_deterministic() and trainer.lightning_module.sharing is not None):
         return "deterministic mode adds the gradients of the parts of a step in a fixed order"
     if trainer.world_size > 1 and registers_segments():
         return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with several processes requires NCCL_GRAPH_REGISTER=0"
@@ -139,10 +140,6 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
     return None
-
-
-def divides_sequences(trainer: L.Trainer) -> bool:
-    return getattr(trainer.lightning_module, "sharing", None) is not None
 
 
 def registers_segments() -> bool:
