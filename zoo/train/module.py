@@ -396,7 +396,7 @@ class Pretraining(L.LightningModule):
     def on_train_start(self) -> None:
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
         self._losses, self._sums = None, PartialSums() if self.captured is None and self._adds_parts() else None
-        if self._sums is not None:
+        if self._sums is not None and self.trainer.world_size > 1:
             self.trainer.strategy.model = self  # without DDP, which averages the gradients in another order
             gc.collect()  # DDP is part of a reference cycle
         if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):

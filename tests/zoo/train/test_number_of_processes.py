@@ -1,5 +1,6 @@
 """In deterministic mode, training in one, two and four processes gives the same bits."""
 
+import gc
 import os
 from datetime import timedelta
 from functools import partial
@@ -118,6 +119,7 @@ def trained(folder: Path, layout: str, count: int, sharing: int) -> dict[str, Te
 
 def work(rank: int, folder: str) -> None:
     """One of four processes, which are also the two of other runs, and the one."""
+    gc.freeze()  # collections at the start of each run look at its objects only
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), NODE_RANK="0")  # Lightning starts no others then
     for count in (4, 2, 1)[: 3 - rank.bit_length()]:
