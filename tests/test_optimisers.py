@@ -124,12 +124,16 @@ def test_rate_and_weight_decay_change_in_the_middle_of_a_run(command: Command, d
     assert rates == pytest.approx([before["learning_rate"]] * steps + [0.001] * 2)
     (state,) = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["optimizer_states"]
     assert {group["weight_decay"] for group in state["param_groups"]} == {0.0, 0.5}
+    assert f"from step {steps}: optim.learning_rate: {before['learning_rate']} → 0.001; " in done.out
     history = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [(row["step"], row["key"], row["from"], row["to"]) for row in history] == [
         (steps, "optim.learning_rate", before["learning_rate"], 0.001),
         (steps, "optim.weight_decay", before["weight_decay"], 0.5),
         (steps, "trainer.max_steps", steps, steps + 2),
     ]
+    fewer = command("fit", "--resume=r", f"--trainer.max_steps={steps}")
+    assert fewer.code == 2
+    assert f"trainer.max_steps: {steps} is below step {steps + 2}, which the run has reached" in fewer.err
     assert command("fit", "--resume=r").code == 0  # complete, and unchanged
     assert len((run / "history.jsonl").read_text().splitlines()) == 3
 

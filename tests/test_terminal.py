@@ -185,11 +185,18 @@ def test_a_model_whose_mixer_lies_in_another_folder(command: Command, desk: Path
 
 @pytest.mark.slow
 def test_two_processes_say_it_once(desk: Path, shared_cache: Path):
-    ways = ("--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=3")
+    (desk / "short.txt").write_text("too short " * 20)
+    ways = ("--trainer.strategy=ddp", "--trainer.devices=2", "--data.path=short.txt")
     process = start(desk, shared_cache, *FIT, *ways)
     _, err = process.communicate(timeout=180)
     assert process.returncode == 2
-    assert err.count("error: data.batch_size is 3") == 1
+    assert err.count("error: ") == 1
+
+
+def test_rows_that_two_processes_cannot_share(command: Command, desk: Path):
+    done = command(*FIT, "--trainer.strategy=ddp", "--trainer.devices=2", "--data.batch_size=3")
+    assert done.code == 2
+    assert done.err.startswith("error: data.batch_size: 3 counts the rows of all devices, so it must be a multiple of")
 
 
 def test_text_of_models_is_not_obeyed():

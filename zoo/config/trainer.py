@@ -3,6 +3,7 @@
 from jsonargparse import Namespace
 
 from kernels import Option, UserError
+from mixers import did_you_mean
 
 LIMITS = ("limit_train_batches", "limit_val_batches", "limit_test_batches", "limit_predict_batches")
 # smallest allowed values of arguments that Lightning does not check
@@ -28,6 +29,8 @@ REFUSED = {
     "reload_dataloaders_every_n_epochs": "runs are counted in steps, over one stream of batches; leave it out",
 }
 
+STRATEGIES = ("auto", "ddp")  # those without a look at Lightning's list
+
 
 def check_trainer(trainer: Namespace) -> None:
     """Refuse values and arguments that are invalid for every verb.
@@ -45,6 +48,14 @@ def check_trainer(trainer: Namespace) -> None:
         raise UserError(
             f"trainer.strategy: {strategy} is a class; write ", Option("trainer.strategy.class_path", strategy)
         )
+    if isinstance(strategy, str) and strategy not in STRATEGIES:
+        from lightning.pytorch.strategies import StrategyRegistry  # slow, and seldom needed
+
+        if strategy not in (names := StrategyRegistry.available_strategies()):
+            hint = did_you_mean(strategy, [*STRATEGIES, *names])
+            raise UserError(
+                f"trainer.strategy: {strategy} is unknown{hint or '; such as ddp, or an overlay of train/'}"
+            )
 
 
 def check_training(trainer: Namespace) -> None:

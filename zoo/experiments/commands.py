@@ -138,7 +138,7 @@ def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
         captions.append(f"no bits per byte for lack of a tokenizer that counts them: {short_list(without)}")
     bits = ["bits/byte"] if len(without) < len(rows) else []
     columns = ["config", "params", "state", "tokens", "loss", *bits, "late", "tok/s", "min"]
-    table = new_table(columns, caption="\n".join(captions))
+    table = new_table(columns, wrapped=("config",), caption="\n".join(captions))
     for row in rows:
         table.add_row(
             row["run"],

@@ -289,6 +289,8 @@ def _newest_checkpoint(folder: Path) -> Path:
     others = sorted(checkpoints.glob("*.ckpt"), key=lambda path: path.stat().st_mtime)
     if inner := sorted(path.parent.parent.name for path in folder.glob("*/checkpoints/*.ckpt")):
         raise UserError(f"resume: {folder} is a folder of runs; name one of them, such as {folder / inner[0]}")
+    if not others and not any((folder / name).exists() for name in ("config.yaml", "checkpoints", ".lock")):
+        raise UserError(f"resume: {folder} is not a run, whose folder has config.yaml and checkpoints/")
     if not others:
         name = folder.name if folder.parent == RUNS else folder
         raise UserError(

@@ -16,20 +16,24 @@ from zoo.display import new_console, new_table
 from zoo.lm.model import LanguageModel
 from zoo.runs.cautions import cautions
 from zoo.runs.estimate import Allocations, step_seconds, training_pass
-from zoo.runs.rows import device_count, divide_step, tokens_per_step
+from zoo.runs.rows import check_rows, device_count, divide_step, tokens_per_step
 from zoo.saved.public.import_export import layouts
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.devices import PEAKS
+from zoo.train.optim import build_optimizer
 
 SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
 WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
 GIB = 2**30
+LOCAL = 8  # GPUs of a machine
+PRECISIONS = {"32": "32-true", "16": "16-mixed", "bf16": "bf16-mixed"}  # Lightning's short names
 
 
 class Forecast(NamedTuple):
     """Estimate of what a run needs.
 
+    A step of `tokens_per_step` has `micro_batches` of `rows` on each of the `devices`; `strategy` is a name or a class.
     `state_size` is that of a sequence. Without a number of steps, `tokens` is None, and `flops` and `shards` are 0.
     `memory` has the GiB of each part on a GPU, and is empty where Triton is not installed. `card` and `hours` are None
     unless GPUs are named. `checkpoints` and `shards` are GiB on disk, `layouts` those that `convert` can write, and
@@ -39,6 +43,11 @@ class Forecast(NamedTuple):
     parameters: int
     layers: int
     state_size: int | float
+    tokens_per_step: int
+    rows: int
+    micro_batches: int
+    strategy: str
+    learning_rate: float
     tokens: int | None
     flops: float
     memory: Mapping[str, float]
@@ -58,7 +67,9 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     GPU or contradicts `trainer.devices`, or the data has no rows of a fixed length.
     """
     config = config.clone()
+    config.trainer.precision = PRECISIONS.get(str(config.trainer.precision), config.trainer.precision)
     devices, card = (device_count(config.trainer), None) if on is None else _gpus(on, config.trainer)
+    check_rows(config, devices)
     divide_step(config, devices)
     per_step, name = tokens_per_step(config), config.data.class_path.rpartition(".")[2]
     if per_step is None or (config.model.inputs, config.model.head) != (None, None):
@@ -66,6 +77,9 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     data, vocabulary, steps = config.data.init_args, _vocabulary(config.data.init_args), config.trainer.max_steps
     config.model.vocab_size = config.model.vocab_size or vocabulary
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
+    build_optimizer(
+        model, configs.instantiate("optim", config), sharded=_stage(config.trainer) > 0
+    )  # refuses what `fit` does
     memory, seconds = ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card)
     permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
     saved = 3 * _bytes(config.trainer) * model.num_parameters() / GIB  # weights and two moments
@@ -73,6 +87,11 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
         parameters=model.num_parameters(),
         layers=model.num_layers,
         state_size=model.state_size(data.sequence_length),
+        tokens_per_step=per_step,
+        rows=data.batch_size * config.context_parallel // devices,
+        micro_batches=config.trainer.accumulate_grad_batches or 1,
+        strategy=_strategy(config.trainer).replace("auto", "ddp" if devices > 1 else "one process"),
+        learning_rate=config.optim.learning_rate,
         tokens=tokens,
         flops=TRAINING_FLOPS * model.flops(data.sequence_length) / data.sequence_length * (tokens or 0),
         memory=memory,
@@ -107,23 +126,45 @@ def _on_gpu(config: Namespace, devices: int, card: str | None) -> tuple[dict[str
 def show(result: Forecast) -> None:
     """Print a forecast and its warnings."""
     total, size = sum(result.memory.values()), None if result.card is None else PEAKS[result.card][2]
-    of = "" if size is None else f" of {size}{', which does not fit,' if total > size else ''}"
-    parts = ", ".join(f"{name} {part:.1f}" for name, part in result.memory.items())
-    hours = f"{result.hours or 0:,.1f} hours on {result.devices} × {result.card}, without validation"
+    of = "" if size is None else f" of {size} GiB"
+    of += ", which does not fit" if size is not None and total > size else ""
+    parts = ", ".join(f"{name} {_gib(part)}" for name, part in result.memory.items() if part)
+    speed = (result.tokens or 0) / max(3600 * (result.hours or 0), 1e-9)
+    on = f"{result.devices} × {result.card}, {speed:,.0f} tokens/s without validation"
+    on += "; the network between machines is not counted" if result.devices > LOCAL else ""
     table = new_table(("", ""), left=2, wrapped=("",), show_header=False, box=None)
     table.add_row("parameters", f"{result.parameters:,} in {result.layers} layers")
     table.add_row("state", f"{result.state_size:,} numbers a sequence")
+    table.add_row(
+        "step",
+        f"{result.tokens_per_step:,} tokens: {result.micro_batches} micro-batches of {result.rows} rows on each of "
+        f"{result.devices} GPUs ({result.strategy}); learning rate {result.learning_rate:g}",
+    )
     if result.tokens is not None:
         table.add_row("tokens", f"{result.tokens:,}, {result.tokens / result.parameters:.2g} a parameter")
         table.add_row("training FLOPs", f"{result.flops:.2g}")
-    table.add_row("memory of a GPU", f"{total:.1f}{of} GiB: {parts}" if parts else "not known without Triton")
-    table.add_row("time", "not known; name the GPUs: --on=8xH100" if result.hours is None else hours)
-    table.add_row("disk", f"{result.checkpoints:.1f} GiB of checkpoints, {result.shards:.1f} GiB of tokens, read once")
+    table.add_row("memory of a GPU", f"{_gib(total)} GiB{of}: {parts}" if parts else "not known without Triton")
+    table.add_row(
+        "time",
+        "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{_gib(result.hours)} hours on {on}",
+    )
+    disk = f"{_gib(result.checkpoints)} GiB of checkpoints, {_gib(result.shards)} GiB of tokens, read once"
+    table.add_row("disk", disk)
     table.add_row("layouts", ", ".join(result.layouts))
     console = new_console()
     console.print(table, highlight=False)
-    for sentence in result.cautions:
+    less = "use train/checkpointing.yaml, train/fsdp.yaml on several GPUs, or fewer rows_per_device"
+    sentences = [
+        *result.cautions,
+        *([f"the run does not fit into {size} GiB; {less}"] if size and total > size else []),
+    ]
+    for sentence in sentences:
         console.print(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True)
+
+
+def _gib(number: float) -> str:
+    """A number with one decimal, or with two digits if it is small."""
+    return f"{number:,.1f}" if number >= 1 else f"{number:.2g}"
 
 
 def _gpus(on: str, trainer: Namespace) -> tuple[int, str]:
@@ -133,6 +174,8 @@ def _gpus(on: str, trainer: Namespace) -> tuple[int, str]:
     if (card := cards.get(name.lower())) is None:
         shown = [card.replace(" ", "-") for card in PEAKS]
         hint = did_you_mean(name, shown)
+        if swapped := re.fullmatch(r"(.+)x([1-9][0-9]*)", on):
+            hint = f"; did you mean {swapped[2]}x{swapped[1]}?"
         raise UserError(f"on: {on!r} must be a number and a GPU, such as 8xH100{hint}; known are {', '.join(shown)}")
     count = int(number or 1)
     if str(trainer.devices) not in ("auto", "-1") and (configured := device_count(trainer)) != count:
@@ -149,8 +192,16 @@ def _vocabulary(data: Namespace) -> int | None:
 def _stage(trainer: Namespace) -> int:
     """The stage of ZeRO that a strategy corresponds to; 0 if each GPU holds everything."""
     strategy = trainer.strategy
-    name = str(strategy.class_path if isinstance(strategy, Namespace) else strategy).rpartition(".")[2]
+    name = _strategy(trainer)
+    if isinstance(strategy, str):  # those of Lightning, such as deepspeed_stage_2_offload and fsdp
+        return int(match[1]) if (match := re.search(r"stage_([123])", name)) else 3 * name.startswith("fsdp")
     return {"Zero": strategy.init_args.stage if name == "Zero" else 0, "FSDP2": 3}.get(name, 0)
+
+
+def _strategy(trainer: Namespace) -> str:
+    """The name of a strategy, or that of its class."""
+    strategy = trainer.strategy
+    return str(strategy.class_path if isinstance(strategy, Namespace) else strategy).rpartition(".")[2]
 
 
 def _bytes(trainer: Namespace) -> int:
@@ -161,13 +212,13 @@ def _bytes(trainer: Namespace) -> int:
 def _memory(trainer: Namespace, size: float, passed: Allocations, devices: int) -> dict[str, float]:
     """GiB on each GPU by part, for parameters of `size` GiB."""
     stage, strategy = _stage(trainer), trainer.strategy
-    offloaded = bool(stage and getattr(strategy.init_args, "offload_optimizer", None))
-    buckets = devices > 1 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
+    offloaded = "offload" in strategy if isinstance(strategy, str) else strategy.init_args.get("offload_optimizer")
+    buckets = devices > 1 and stage == 0 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
     memory = {
         "weights": size / (devices if stage == 3 else 1),
         "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
         "gradients": size / (devices if stage >= 2 else 1) + (size if buckets else 0),
-        "optimiser": 0.0 if offloaded else 2 * size / (devices if stage else 1),
+        "optimiser": 0.0 if stage and offloaded else 2 * size / (devices if stage else 1),
         "activations": passed.saved / GIB,
         "logits": (passed.peak - passed.saved) / GIB,
     }

@@ -18,11 +18,26 @@ def device_count(trainer: Namespace) -> int:
     return max(here, 1) * int(trainer.num_nodes or 1)
 
 
+def check_rows(config: Namespace, devices: int) -> None:
+    """Refuse a `data.batch_size` or `context_parallel` that these devices cannot share equally.
+
+    Raises:
+        UserError: One of them is not a multiple.
+    """
+    shared, rows = config.context_parallel, config.data.get("init_args", Namespace()).get("batch_size")
+    if devices % shared:
+        raise UserError(
+            f"context_parallel: {shared} processes share a sequence, so {devices} devices must be a multiple"
+        )
+    if rows is not None and rows % (groups := devices // shared):
+        of = f"the number of devices, {groups}" if shared == 1 else f"the {groups} groups of {shared} devices"
+        raise UserError(f"data.batch_size: {rows} counts the rows of all devices, so it must be a multiple of {of}")
+
+
 def divide_step(config: Namespace, devices: int) -> None:
     """Replace `rows_per_device` by `data.batch_size` and `trainer.accumulate_grad_batches` for these devices.
 
-    `trainer.val_check_interval` counts steps before and micro-batches after it. Rows that the devices cannot share
-    equally are left to the check of the data.
+    `trainer.val_check_interval` counts steps before and micro-batches after it.
 
     Raises:
         UserError: It is below 1, the data has no `batch_size`, gradients are accumulated already, or, in deterministic

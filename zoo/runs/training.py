@@ -22,6 +22,7 @@ from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
 from zoo.config.trainer import LIMITS, check_trainer, check_training
 from zoo.data.contract import vocabulary_of
+from zoo.data.resumable import ResumableData
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
@@ -30,7 +31,7 @@ from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.forecast import forecast, show
-from zoo.runs.rows import device_count, divide_step
+from zoo.runs.rows import check_rows, device_count, divide_step
 from zoo.saved.hub import on_hub
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
@@ -126,6 +127,8 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
     devices = device_count(config.trainer)
     divide_step(config, devices)
     model, module, datamodule = parts(config, links)
+    if isinstance(datamodule, ResumableData):  # whose batch_size counts the rows of all devices
+        check_rows(config, devices)
     trainer = fitting_trainer(config, folder, [*callbacks, FirstBatch(trained)])
     sentences = cautions(config, model.num_parameters(), vocabulary_of(datamodule), devices)
     for sentence in sentences if trainer.is_global_zero else ():

@@ -426,7 +426,12 @@ def checkpoint_of(path: str | Path) -> Path:
         for file in (path / "checkpoints" / "last.ckpt", path / "last.ckpt"):
             if file.is_file():
                 return file
-        raise UserError(f"checkpoint: the folder {path} holds no checkpoints/last.ckpt")
+        advice = (
+            "; exported and converted weights have no data: evaluate --tasks=perplexity"
+            if (path / "config.json").is_file()
+            else ""
+        )
+        raise UserError(f"checkpoint: the folder {path} holds no checkpoints/last.ckpt{advice}")
     run = Path("runs") / path
     neighbours = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
     hint = f"; did you mean {run}?" if run.exists() else did_you_mean(path.name, neighbours)

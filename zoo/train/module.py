@@ -580,6 +580,11 @@ class Pretraining(L.LightningModule):
             if "trainer" in (saved or {}):
                 convert_batches(self.trainer, checkpoint["loops"], saved["trainer"]["accumulate_grad_batches"] or 1)
             self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
+            if 0 < (steps := self.trainer.max_steps) < self.resumed_at:
+                raise UserError(
+                    f"trainer.max_steps: {steps} is below step {self.resumed_at}, which the run has reached; a number "
+                    f"above {self.resumed_at} trains it further"
+                )
             changed = differences(saved, self.config) if saved and self.config else ()
             kept = [each for each in changed if each[0] != "optim.initial_weights"]
             self.changes = [Change(self.resumed_at, tokens, *each) for each in kept]

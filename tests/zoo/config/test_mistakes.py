@@ -19,7 +19,8 @@ FILES = {
     "null_character.py": "\0",
     "folder.py/note.txt": "",
     "run.yaml": "model: {stack: Uniform}\n",
-    "runs/young/note.txt": "",
+    "runs/young/config.yaml": "",
+    "papers/note.txt": "",
     "runs/first_try/checkpoints/last.ckpt": "",
     "runs/several/first/checkpoints/last.ckpt": "",
 }
@@ -218,6 +219,7 @@ ANSWERS = {
     "fit --resume runs/young": (
         "resume: the run runs/young has no checkpoint to continue from; start it again, with its config and --run young"
     ),
+    "fit --resume papers": "resume: papers is not a run, whose folder has config.yaml and checkpoints/",
     "fit --resume": "--resume has no value; options are written --key=value",
     "train --config gla.yaml": (
         "'train' is not a verb; did you mean 'fit'? (verbs: fit, validate, test, predict, generate, evaluate,"

@@ -150,3 +150,33 @@ def test_gpus_without_a_dry_run():
 def test_data_without_tokens():
     with pytest.raises(UserError, match=r"^dry_run: counts the tokens of a language model; Images"):
         forecast(parsed("image/digits.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (["trainer.strategy=ddpp"], "trainer.strategy: ddpp is unknown; did you mean 'ddp'?"),
+        (["data.batch_size=100"], "data.batch_size: 100 counts the rows of all devices, so it must be a multiple of"),
+        (["context_parallel=3"], "context_parallel: 3 processes share a sequence, so 8 devices must be a multiple"),
+        (["train/zero1.yaml", "train/muon.yaml"], "optim.optimizer is Muon, which needs whole matrices"),
+    ],
+)
+def test_it_refuses_what_fit_refuses(items: list[str], message: str):
+    with pytest.raises(UserError, match=re.escape(message)):
+        zoo.fit("gdn_h2.yaml", "recipe/60m.yaml", *items, dry_run=True, on="8xH100")
+
+
+def test_names_of_precisions_and_of_strategies():
+    def memory(*items: str) -> float:
+        return sum(estimated("gdn_h2.yaml", "recipe/60m.yaml", *items, on="8xH100").memory.values())
+
+    assert memory() < memory("trainer.precision=32") == pytest.approx(memory("trainer.precision=32-true"), rel=1e-3)
+    assert memory() > memory("trainer.strategy=fsdp") == pytest.approx(memory("train/fsdp.yaml"), rel=1e-3)
+
+
+def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]):
+    zoo.fit("gdn_h2.yaml", "recipe/1.5b.yaml", dry_run=True, on="8x4090")
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "of 24 GiB, which does not fit" in printed
+    assert "micro-batches of 4 rows on each of 8 GPUs (ddp)" in printed
+    assert "use train/checkpointing.yaml" in printed

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import lightning as L
 
+from zoo.display import new_console
 from zoo.files.atomic import atomic_write
 from zoo.files.links import check_in_place
 from zoo.files.output import CONFIG_HEADER
@@ -40,6 +41,9 @@ class RunFiles(RunCallback):
                 (folder / name).unlink(missing_ok=True)
         # with no steps left, the config stays that of the weights
         if not 0 < trainer.max_steps <= pl_module.resumed_at:
+            if pl_module.changes:
+                changed = "; ".join(map(str, pl_module.changes))
+                new_console().print(f"from step {pl_module.resumed_at}: {changed}", highlight=False, soft_wrap=True)
             record(folder, pl_module.resumed_at, pl_module.changes)
             with atomic_write(folder / "config.yaml") as file:
                 file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())
