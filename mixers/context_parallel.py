@@ -11,11 +11,12 @@ earlier tokens, sends those of the document.
 
 A mixer receives a `ContextParallel` as an argument of `forward` and passes it to everything that looks along time:
 convolutions (`FeaturePath`), `positions`, and recurrences (`run_recurrence`, `run_selective_scan`). All of it is
-differentiable. All processes must run the same layers in the same order; the backward pass runs them in reverse.
+differentiable. All processes must run the same layers in the same order; the backward pass runs them in reverse. A
+process may hold several parts, which hand on to each other, so a row has the same parts in any number of processes.
 """
 
 from bisect import bisect_right
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar, Token
@@ -46,10 +47,11 @@ class ContextParallel:
         group: The processes, in the order of their parts; None for all. Gradients that are averaged during the backward
             pass need another group: NCCL runs the operations of a group one after another, in an order that would
             differ between parts.
+        held: Number of neighbouring parts that each process holds.
 
     Attributes:
-        rank: Number of this process, and of its part.
-        count: Number of processes.
+        rank: Number of the part, of the first one that the process holds before `all_of`.
+        count: Number of parts of all processes.
         cu_seqlens: int32 boundaries of the documents in this part, its ends included, in captured steps padded with
             empty documents; None for rows that are not packed.
     """
@@ -60,9 +62,22 @@ class ContextParallel:
     _ends: "_Ends | None"  # of packed documents
     _shared: dict[Hashable, Tensor]  # tensors of `_once`
 
-    def __init__(self, group: "dist.ProcessGroup | None" = None):
-        self.group, self.rank, self.count = group, dist.get_rank(group), dist.get_world_size(group)
+    def __init__(self, group: "dist.ProcessGroup | None" = None, held: int = 1):
+        rank, processes = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+        self.group, self.held, self.rank, self.count = group, held, rank * held, processes * held
         self._sent: list[deque[tuple[dist.Work, Tensor]]] = [deque()]  # the last is that of the innermost `joined`
+        self._kept = defaultdict[tuple[int, int], deque[Tensor]](deque)  # messages between parts of this process
+
+    def all_of(self, length: int, cu_seqlens: Tensor | None = None) -> list[Self]:
+        """Return what `of` does for each part that this process holds.
+
+        Forward passes have to run in this order, and backward passes in the reverse order, as each reads messages of
+        the one before.
+        """
+        parts = [copy(self) for _ in range(self.held)]
+        for number, part in enumerate(parts):
+            part.rank += number
+        return [part.of(length, cu_seqlens) for part in parts]
 
     def of(self, length: int, cu_seqlens: Tensor | None = None) -> Self:
         """Return the parts of rows of `length` tokens, whose lengths differ by at most one token.
@@ -72,12 +87,12 @@ class ContextParallel:
             cu_seqlens: Boundaries [N+1] of documents packed into one row, anywhere in it; documents may be empty.
 
         Raises:
-            UserError: There are fewer tokens than processes.
+            UserError: There are fewer tokens than parts.
             ValueError: `cu_seqlens` are not the boundaries of a row of `length` tokens.
         """
         if length < self.count:
             raise kernels.UserError(
-                f"context_parallel: {self.count} processes cannot share {length} tokens; each needs at least one"
+                f"context_parallel: {length} tokens cannot be divided into {self.count} parts; each needs at least one"
             )
         part, (each, more) = copy(self), divmod(length, self.count)
         part._starts = list(accumulate((each + (i < more) for i in range(self.count)), initial=0))
@@ -254,13 +269,16 @@ class ContextParallel:
         return local - local.detach() + together / number.clamp(min=1)
 
     def put(self, tensors: Sequence[Tensor], rank: int) -> None:
-        """Send tensors of one dtype to a neighbour, without waiting until they arrive."""
+        """Send tensors of one dtype to a neighbouring part, without waiting until they arrive."""
         exchange = _EXCHANGE.get()
         if exchange is not None and exchange.repeats:
             return
+        if rank // self.held == self.rank // self.held:  # copied, as a message is: products depend on the alignment
+            self._kept[self.rank, rank].append(torch.cat([x.detach().flatten() for x in tensors]))
+            return
         message = torch.cat([x.detach().flatten() for x in tensors]) if len(tensors) > 1 else tensors[0].detach()
         message = message.contiguous()
-        work = dist.isend(message, group=self.group, group_dst=rank)
+        work = dist.isend(message, group=self.group, group_dst=rank // self.held)
         assert work is not None
         sent, polls = self._sent[-1], len(self._sent) == 1
         sent.append((work, message))
@@ -296,19 +314,22 @@ class ContextParallel:
 
     def gathered(self, each: Gathered) -> list[Gathered]:
         """Return what all processes of the group pass, in all of them; they wait for each other."""
-        everything = [each] * self.count
+        everything = [each] * (self.count // self.held)
         dist.all_gather_object(everything, each, group=self.group)
         return everything
 
     def get(self, like: Sequence[Tensor], rank: int) -> list[Tensor]:
-        """Receive tensors of the shapes and the dtype of `like` from a neighbour."""
+        """Receive tensors of the shapes and the dtype of `like` from a neighbouring part."""
         exchange = _EXCHANGE.get()
         if exchange is not None and exchange.repeats:
             return exchange.next()
-        message = like[0].new_empty(sum(x.numel() for x in like))
-        work = dist.irecv(message, group=self.group, group_src=rank)
-        assert work is not None
-        work.wait()
+        if rank // self.held == self.rank // self.held:
+            message = self._kept[rank, self.rank].popleft()
+        else:
+            message = like[0].new_empty(sum(x.numel() for x in like))
+            work = dist.irecv(message, group=self.group, group_src=rank // self.held)
+            assert work is not None
+            work.wait()
         tensors = [x.view(y.shape) for x, y in zip(message.split([x.numel() for x in like]), like, strict=True)]
         if exchange is not None:
             exchange.received.append(tensors)

@@ -28,6 +28,7 @@ memory: nothing outside of the tensors is read or written
 finished: only of what was stopped or crashed
 resumed: a continued run has the losses of one that was not stopped
 2 processes: sequences that two processes share have the losses of one
+processes: in deterministic mode, two processes that share rows or sequences have the losses and weights of one
 """
 ORDER = [line.partition(":")[0] for line in EXPLAINED.splitlines()[1:]]
 TITLES = {"ops": "op, backend, dtype", "peers": "op of another library", "layers": "mixer or model", "runs": "run"}

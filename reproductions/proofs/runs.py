@@ -1,4 +1,4 @@
-"""Properties of runs: a resumed run has the losses of one that was not stopped, and sequences can be shared."""
+"""Properties of runs: a resumed run has the losses of one that was not stopped, and processes train as one."""
 
 import json
 import os
@@ -10,6 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+import torch
+from torch import Tensor
+
+from zoo.checkpoints.format import read_checkpoint
 from zoo.performance.doctor import Finding, as_finding, attempted
 
 # Associative recall by a small Gated DeltaNet, on the CPU: the data is made up, and no other process is in the way.
@@ -20,7 +24,11 @@ FIT = (
 )
 NAME = "training, fp32"
 HALF, STEPS = 3, 6
-SHARED = ("--context_parallel=2", "--trainer.devices=2", "--trainer.strategy=ddp")
+TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
+SHARED = ("--context_parallel=2", *TWO)
+# in deterministic mode, each step in two micro-batches of two halves of the sequences
+PARTS = ("--deterministic_kernels=true", "--rows_per_device=2", "--sequence_parts=2")
+WAYS = {"one process": (), "two with rows": TWO, "two with sequences": SHARED}
 LIMIT = 1e-5  # relative, of losses of a sequence that two processes share
 TIMEOUT = 300
 
@@ -31,6 +39,7 @@ def prove() -> Iterator[Finding]:
         desk = Path(folder)
         yield attempted(NAME, "resumed", partial(resumed, desk))
         yield attempted(NAME, "2 processes", partial(shared, desk))
+        yield attempted(NAME, "processes", partial(processes, desk))
 
 
 def resumed(desk: Path) -> Finding:
@@ -53,6 +62,21 @@ def shared(desk: Path) -> Finding:
     return finding if change == 0 or change > LIMIT else finding._replace(status="noted")
 
 
+def processes(desk: Path) -> Finding:
+    """Check that two processes have the losses and weights of one in deterministic mode, bit by bit."""
+    for way, options in WAYS.items():
+        _fit(desk, *FIT, *PARTS, *options, f"--trainer.max_steps={STEPS}", "--run", way)
+    results = {way: (_losses(desk / "runs" / way), _weights(desk / "runs" / way)) for way in WAYS}
+    losses, weights = results["one process"]
+    differing = [
+        way
+        for way, (own_losses, own_weights) in results.items()
+        if own_losses != losses or not all(torch.equal(weight, own_weights[name]) for name, weight in weights.items())
+    ]
+    says = "exact" if not differing else f"losses or weights of {' and '.join(differing)} differ"
+    return as_finding(NAME, "processes", not differing, says, steps=len(losses), differing=differing)
+
+
 def _fit(desk: Path, *arguments: str) -> None:
     """Run the command line in a folder; what it prints is an error's message if it fails."""
     cli = find_spec("cli")
@@ -60,7 +84,12 @@ def _fit(desk: Path, *arguments: str) -> None:
     command = [sys.executable, str(cli.origin), *arguments]
     path = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
-        command, cwd=desk, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=TIMEOUT
+        command,
+        cwd=desk,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},  # sums may depend on the number of threads
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
     )
     if done.returncode != 0:
         raise RuntimeError((done.stderr or done.stdout).strip().splitlines()[-1])
@@ -72,3 +101,7 @@ def _losses(run: Path) -> dict[int, float]:
     if len(losses) != STEPS:
         raise RuntimeError(f"{run.name} has the losses of {len(losses)} steps, not of {STEPS}")
     return losses
+
+
+def _weights(run: Path) -> dict[str, Tensor]:
+    return read_checkpoint(run / "checkpoints" / "last.ckpt")["state_dict"]

@@ -300,7 +300,7 @@ def test_documents_of_each_part(alone: ContextParallel) -> None:
 
 def test_each_process_needs_a_token(alone: ContextParallel) -> None:
     alone.count = 3
-    with pytest.raises(mixers.UserError, match="3 processes cannot share 2 tokens; each needs at least one"):
+    with pytest.raises(mixers.UserError, match="2 tokens cannot be divided into 3 parts; each needs at least one"):
         alone.of(2)
 
 

@@ -10,6 +10,7 @@ PURPOSES = {
     "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
     "rows_per_device": "Rows that a device computes at a time; gradients of the others are accumulated",
     "context_parallel": "Number of neighbouring processes that share each sequence",
+    "sequence_parts": "Number of parts into which deterministic mode divides each sequence",
     "data": "The data module: TextData, or another class",
     "model": "A causal language model: embedding, blocks of a token mixer and an MLP, norm, head",
     "optim": ("The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps"),

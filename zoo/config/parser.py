@@ -33,7 +33,8 @@ _SCALARS: dict[str, tuple[Any, Any, str]] = {
     "deterministic_kernels": (
         bool | None,
         None,
-        "Whether a sequence has the same results in every batch; null for ZOO_DETERMINISTIC, or false.",
+        "Whether a sequence has the same results in every batch, and a step in 1, 2, 4 … processes; null for "
+        "ZOO_DETERMINISTIC, or false.",
     ),
     "compile": (bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
     "cuda_graph": (
@@ -57,6 +58,12 @@ _SCALARS: dict[str, tuple[Any, Any, str]] = {
         int,
         1,
         "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp.",
+    ),
+    "sequence_parts": (
+        int | None,
+        None,
+        "Parts into which deterministic mode divides each sequence, so that results are the same for every "
+        "context_parallel that divides it; null: one for each process.",
     ),
 }
 # defaults of Lightning's Trainer that runs of this project have others for; they are counted in steps

@@ -21,6 +21,19 @@ def unfinished_batches(trainer: L.Trainer) -> int:
     return read - done // trainer.accumulate_grad_batches * trainer.accumulate_grad_batches
 
 
+def convert_batches(trainer: L.Trainer, loops: dict[str, Any], accumulated: int) -> None:
+    """Count the batches in `loops`, an entry of the checkpoint being loaded, as a run does that accumulates others.
+
+    Lightning ends a step by the number of batches since the start of the epoch. The counters are changed in place, from
+    whole steps of `accumulated` batches each.
+    """
+    if accumulated == trainer.accumulate_grad_batches:
+        return
+    batches = loops["fit_loop"]["epoch_loop.batch_progress"]
+    for counters in (batches["total"], batches["current"]):
+        counters.update({name: n // accumulated * trainer.accumulate_grad_batches for name, n in counters.items()})
+
+
 def forget_unfinished(trainer: L.Trainer, loops: dict[str, Any]) -> None:
     """Reset the counters in `loops`, an entry of the checkpoint being saved, to the last whole step, in place.
 

@@ -109,6 +109,7 @@ def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule],
         size,
         getattr(datamodule, "extra_sets", ()),
         None if teacher is None else Distillation(configs.instantiate("teacher", config), teacher, model),
+        config.sequence_parts,
     )
     return Parts(model, module, datamodule)
 

@@ -21,6 +21,7 @@ NOT_FOR_USERS = (
     "infer the batch indices",
     "callbacks used to create",
     "overridden `transfer_batch_to_device`",  # on purpose: batches of any data module
+    "overridden the `LightningModule.backward`",  # for deterministic mode, which does not change DeepSpeed's
     "is deprecated. Please use `torch.distributed",  # called by DeepSpeed
     "torch._prims_common.check",  # called by PyTorch's own compiler
     "sync_dist=True",  # our metrics cover all processes already

@@ -3,7 +3,7 @@
 import torch
 from jsonargparse import Namespace
 
-from kernels import UserError
+from kernels import UserError, is_deterministic
 
 
 def device_count(trainer: Namespace) -> int:
@@ -40,7 +40,8 @@ def divide_step(config: Namespace, devices: int) -> None:
     `trainer.val_check_interval` counts steps before and micro-batches after it.
 
     Raises:
-        UserError: It is below 1, the data has no `batch_size`, or gradients are accumulated already.
+        UserError: It is below 1, the data has no `batch_size`, gradients are accumulated already, or, in deterministic
+            mode, the rows of a device are not a multiple of it.
     """
     if (limit := config.rows_per_device) is None:
         return
@@ -58,6 +59,12 @@ def divide_step(config: Namespace, devices: int) -> None:
     share, rest = divmod(rows, groups)
     if rest or not share:
         return
+    mode = config.deterministic_kernels
+    if (is_deterministic() if mode is None else mode) and share % limit:
+        raise UserError(
+            f"rows_per_device: {limit} must divide the {share} rows of a device in deterministic mode, so that "
+            "micro-batches are the same for every number of devices"
+        )
     parts = next(number for number in range(1, share + 1) if share % number == 0 and share // number <= limit)
     data.batch_size, trainer.accumulate_grad_batches = rows // parts, parts
     if isinstance(trainer.val_check_interval, int):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from kernels import is_deterministic
 from mixers import ContextParallel, positions
 from zoo.data.batch import NO_LOSS
 from zoo.lm.model import LanguageModel
@@ -70,6 +71,14 @@ def label_scores(
     return token_losses(logits, labels), logits.argmax(-1) == labels
 
 
+def summable(losses: Tensor) -> Tensor:
+    """Losses to be summed, in fp32; in deterministic mode in fp64, rounded so that sums do not depend on their order.
+
+    Multiples of 2^-20 nats are summed without rounding, up to 2^33 nats.
+    """
+    return (losses.double() * 2**20).round() / 2**20 if is_deterministic() else losses.float()
+
+
 class Means(Metric):
     """The mean of a number of each label, such as its loss: over all labels, and by group.
 
@@ -126,7 +135,7 @@ class ContextLoss(Means):
         counted = (labels != NO_LOSS).flatten()[:, None]
         in_bucket = (bucket.flatten()[:, None] == torch.arange(self.buckets, device=bucket.device)) & counted
         # unlike index_add_, sums on a GPU are in a fixed order
-        self.total += (in_bucket * losses.float().flatten()[:, None]).sum(0)
+        self.total = self.total + (in_bucket * summable(losses).flatten()[:, None]).sum(0)
         self.count += in_bucket.sum(0)
 
 
@@ -136,5 +145,7 @@ class TaskMeans(Means):
     def update(self, values: Tensor, labels: Tensor, task: int = 0) -> None:
         """Add a batch of a task: `values` [B, T], of which those without one of the `labels` [B, T] do not count."""
         counted = labels != NO_LOSS
-        self.total[task] += (values.to(self.total.dtype) * counted).sum()
+        values = values.to(self.total.dtype) if self.total.dtype == torch.int64 else summable(values)
+        self.total = self.total.to(values.dtype)
+        self.total[task] += (values * counted).sum()
         self.count[task] += counted.sum()

@@ -1,5 +1,6 @@
 """Pretraining as a LightningModule: the loss, the metrics, and the contents of a checkpoint."""
 
+import gc
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -10,11 +11,18 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelSummary, Timer
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+)
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.optim.lr_scheduler import LambdaLR
 
+from kernels import is_deterministic
 from kernels.core.documents import copied, tracked
 from kernels.errors import UserError
 from mixers import ContextParallel, TokenMixer, takes_context_parallel
@@ -24,7 +32,7 @@ from zoo.checkpoints.signature import sign
 from zoo.checkpoints.sources import Source, sources
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.contract import as_batch, check_tokens, tokenizer_of
-from zoo.data.gradient_accumulation import forget_unfinished, unfinished_batches
+from zoo.data.gradient_accumulation import convert_batches, forget_unfinished, unfinished_batches
 from zoo.data.resumable import ResumableData
 from zoo.lm.classifier import Classifier
 from zoo.lm.mlp import ChannelMixer
@@ -34,8 +42,15 @@ from zoo.train.captured_step import CapturedStep
 from zoo.train.copy_stream import CopyStream
 from zoo.train.distillation import Distillation, check_match
 from zoo.train.history import Change, differences
-from zoo.train.lightning_internals import device_mesh, is_attached, is_logged_step, logs_steps, number_rows_from
-from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, total_loss
+from zoo.train.lightning_internals import (
+    device_mesh,
+    is_attached,
+    is_logged_step,
+    is_plain_ddp,
+    logs_steps,
+    number_rows_from,
+)
+from zoo.train.metrics import ContextLoss, TaskMeans, label_scores, summable, total_loss
 from zoo.train.optim import (
     Optimisation,
     Schedule,
@@ -46,6 +61,7 @@ from zoo.train.optim import (
     total_norm,
     update_rates,
 )
+from zoo.train.partial_sums import PartialSums, add_processes
 from zoo.train.trainer import write_whole
 
 log = logging.getLogger(__name__)
@@ -80,12 +96,14 @@ class Pretraining(L.LightningModule):
         extra_sets: Names of the loaders after those, whose losses are logged separately and are not part of the others.
         context_parallel: How many neighbouring processes share each sequence.
         distillation: The loss against a teacher; None for that of the labels.
+        sequence_parts: Parts into which deterministic mode divides each sequence; None for one in each process that
+            shares it.
 
     Attributes:
-        sharing: The processes that share each sequence, set by `setup`; None if each has whole sequences.
+        sharing: The parts of each sequence and the processes that share it, set by `setup`; None for whole sequences.
 
     Raises:
-        UserError: `context_parallel` is below 1.
+        UserError: `context_parallel` is below 1, or does not divide `sequence_parts`, a power of two.
     """
 
     def __init__(
@@ -99,10 +117,16 @@ class Pretraining(L.LightningModule):
         context_parallel: int = 1,
         extra_sets: Sequence[str] = (),
         distillation: Distillation | None = None,
+        sequence_parts: int | None = None,
     ) -> None:
         super().__init__()
         if context_parallel < 1:
             raise UserError(f"context_parallel is {context_parallel}; it must be at least 1, for whole sequences.")
+        if sequence_parts is not None and (not _is_power_of_two(sequence_parts) or sequence_parts % context_parallel):
+            raise UserError(
+                f"sequence_parts is {sequence_parts}; it must be a power of two and a multiple of context_parallel, "
+                f"which is {context_parallel}."
+            )
         self.model = model
         self.optim = optim
         self.tokenizer = tokenizer
@@ -122,7 +146,7 @@ class Pretraining(L.LightningModule):
         self.extra_sets = list(extra_sets)
         self.extra_loss = TaskMeans(len(self.extra_sets) or 1)
         self.label_bytes = TaskMeans(1, torch.int64)  # bytes of the text that each label stands for
-        self.context_parallel = context_parallel
+        self.context_parallel, self.sequence_parts = context_parallel, sequence_parts
         self.distillation = distillation
         self.captured: CapturedStep | None = None  # both set by the callback `CapturedSteps`
         self.captured_scores: CapturedForward | None = None
@@ -130,7 +154,11 @@ class Pretraining(L.LightningModule):
         self.train_loss: Tensor | None = None  # of the last step, in all processes; None if they did not exchange it
         self._gradient_norm: Tensor | None = None  # of the step in progress
         self._losses: Tensor | None = None  # of the step in progress: sum and count
+        self._sums: PartialSums | None = None  # of its gradients, if deterministic mode adds them in a fixed order
+        # losses of the parts of a micro-batch in deterministic mode, and copies of them, which `backward` derives first
+        self._part_losses: list[tuple[Tensor, Tensor]] = []
         self._tokens_before_step = 0
+        self._step_ends = True  # with the batch in progress
         self._metrics_are_read = True  # whether a callback may read metrics in each step, in any process
         self._unlabelled = False  # whether a batch had no labels; the first is reported
         self._copies: CopyStream | None = None  # of batches to the device
@@ -146,6 +174,8 @@ class Pretraining(L.LightningModule):
             UserError: Processes have different data, configs or code, context parallelism is not possible here, or the
                 weights or the names to train do not fit.
         """
+        if stage == "fit":
+            self._check_parts()
         if is_attached(self):
             write_whole(self.trainer)  # also the checkpoints of a plain Trainer
             data = getattr(self.trainer, "datamodule", None)
@@ -154,10 +184,12 @@ class Pretraining(L.LightningModule):
             if stage == "fit":
                 check_same(self.trainer, self.tokenizer, self.config)
                 self.sources = sources(self.config)
-        if self.context_parallel > 1 and self.sharing is None:
+        parts = self.sequence_parts if is_deterministic() and stage != "predict" else None
+        parts = self.context_parallel if parts is None else parts
+        if parts > 1 and self.sharing is None:
             self._check_context_parallel(stage)
-            group, _ = dist.new_subgroups(self.context_parallel)
-            self.sharing = ContextParallel(group)
+            group = dist.new_subgroups(self.context_parallel)[0] if dist.is_initialized() else None
+            self.sharing = ContextParallel(group, parts // self.context_parallel)
         if stage == "fit" and self.optim.initial_weights is not None:
             with errors_about("optim.initial_weights"):
                 load_weights(self.model, self.optim.initial_weights)
@@ -198,8 +230,8 @@ class Pretraining(L.LightningModule):
         """Refuse to compare a model with a teacher layer by layer if processes have parts of its layers."""
         strategy = self.trainer.strategy if is_attached(self) else None
         zero_3 = isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
-        if self.context_parallel > 1 or zero_3 or isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
-            name = "context_parallel" if self.context_parallel > 1 else type(strategy).__name__
+        if self.sharing is not None or zero_3 or isinstance(strategy, FSDPStrategy | ModelParallelStrategy):
+            name = type(strategy).__name__ if self.sharing is None else "context_parallel or sequence_parts"
             raise UserError(
                 f"teacher: needs whole layers and sequences in each process (DDP, ZeRO 1 or 2), not {name}."
             )
@@ -210,13 +242,14 @@ class Pretraining(L.LightningModule):
             raise UserError("context_parallel: predict reads whole sequences; set context_parallel=1.")
         strategy = trainer.strategy
         sharded = isinstance(strategy, DeepSpeedStrategy) and strategy.zero_stage_3
-        if sharded or not isinstance(strategy, DDPStrategy | ModelParallelStrategy) or trainer.world_size % number:
+        possible = number == 1 or isinstance(strategy, DDPStrategy | ModelParallelStrategy)
+        if sharded or not possible or trainer.world_size % number:
             name = "ZeRO 3" if sharded else type(strategy).__name__
             raise UserError(
                 f"context_parallel is {number}; it needs DDP, ZeRO 1 or 2, or FSDP2 (such as trainer.strategy=ddp), "
                 f"and a multiple of {number} processes, not {trainer.world_size} with {name}."
             )
-        if not isinstance(getattr(trainer, "datamodule", None), ResumableData):
+        if number > 1 and not isinstance(getattr(trainer, "datamodule", None), ResumableData):
             raise UserError("context_parallel: the data must be a ResumableData, whose neighbours get the same rows.")
         modules = list(self.model.modules())
         mixers = [part for part in modules if isinstance(part, TokenMixer)]
@@ -224,6 +257,24 @@ class Pretraining(L.LightningModule):
         for module in (*mixers, *mlps, self.model):
             if not takes_context_parallel(type(module)):
                 raise UserError(f"context_parallel: {type(module).__name__} works on whole sequences only.")
+
+    def _check_parts(self) -> None:
+        """Refuse processes that cannot add gradients in the order of one process, and parts that nothing would add."""
+        if (adds := self._adds_parts()) and not _is_power_of_two(count := self.trainer.world_size):
+            raise UserError(
+                f"deterministic_kernels: {count} processes cannot add the parts of a step in the order of one process; "
+                "use a power of two, or deterministic_kernels=false."
+            )
+        if self.sequence_parts is not None and not adds:
+            raise UserError(
+                f"sequence_parts is {self.sequence_parts}; it needs deterministic_kernels=true, and one process or "
+                "trainer.strategy=ddp."
+            )
+
+    def _adds_parts(self) -> bool:
+        """Return whether gradients of the parts of a step are added in a fixed order, instead of by the strategy."""
+        strategy: Any = self.trainer.strategy if is_attached(self) else None
+        return is_deterministic() and (isinstance(strategy, SingleDeviceStrategy) or is_plain_ddp(strategy))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """As in PyTorch, but a checkpoint of another model raises a UserError of one sentence."""
@@ -262,13 +313,16 @@ class Pretraining(L.LightningModule):
         It also logs `train_loss`, the mean over the whole step in all processes.
         """
         tokens = batch.tokens.shape[:2].numel() * self.trainer.world_size // self.context_parallel
-        if self.captured is None:
+        if self._sums is not None:
+            loss, total, count = self._losses_of_parts(batch)
+        elif self.captured is None:
             loss, total, count = self.losses(batch.tokens, batch.labels, batch.cu_seqlens)
         else:
             first = batch_idx % self.trainer.accumulate_grad_batches == 0
             loss, total, count = self.captured(batch.tokens, batch.labels, cu_seqlens=batch.cu_seqlens, first=first)
         self.tokens_seen += tokens  # a patch of an image is one
-        self._log_loss(total, count, batch_idx)
+        self._step_ends = self.trainer.is_last_batch or (batch_idx + 1) % self.trainer.accumulate_grad_batches == 0
+        self._log_loss(total, count)
         self.log("tokens", self.tokens_seen)
         self.log("learning_rate", self.trainer.optimizers[0].param_groups[0]["lr"])
         return loss
@@ -278,14 +332,47 @@ class Pretraining(L.LightningModule):
 
         With context parallelism, processes get whole sequences, and sum and number are those of this process's part.
         """
-        (tokens, labels, cu_seqlens), part = self._local_part(Batch(tokens, labels, cu_seqlens))
-        if self.distillation is None:
-            total = total_loss(self.model, tokens, labels, cu_seqlens, part)
-        else:
-            total = self.distillation.total_loss(self.model, tokens, labels, cu_seqlens)  # type: ignore[arg-type]
-        count = (labels != NO_LOSS).sum()
+        ((batch, part),) = self._local_parts(Batch(tokens, labels, cu_seqlens))
+        total, count = self._total_loss(batch, part), (batch.labels != NO_LOSS).sum()
         loss = total / count.clamp(min=1) if part is None else part.mean(total, count)
         return loss, total.detach(), count
+
+    def _total_loss(self, batch: Batch, part: ContextParallel | None) -> Tensor:
+        """Sum of the losses by which the model is trained."""
+        if self.distillation is None:
+            return total_loss(self.model, *batch, part)
+        return self.distillation.total_loss(self.model, *batch)  # type: ignore[arg-type]
+
+    def _losses_of_parts(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """As `losses`, with a separate backward pass for each part of the sequences, which `backward` runs.
+
+        The mean of the loss over all processes is the mean loss. Sum and number are in fp64, without rounding errors.
+        """
+        labelled, parts = (batch.labels != NO_LOSS).sum(), self._local_parts(batch)
+        totals = [self._total_loss(*each) for each in parts]
+        means = [total / labelled.clamp(min=1) for total in totals]
+        self._part_losses = [(mean, mean.detach().requires_grad_()) for mean in means]
+        loss = self.context_parallel * torch.stack([copied for _, copied in self._part_losses]).sum()
+        count = torch.stack([(own.labels != NO_LOSS).sum() for own, _ in parts]).sum()
+        return loss, summable(torch.stack(totals).detach()).sum(), count
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Compute the gradients; in deterministic mode those of each part alone, added in a fixed order."""
+        super().backward(loss, *args, **kwargs)
+        if self._sums is None:
+            return
+        parameters, parts = [p for p in self.model.parameters() if p.requires_grad], PartialSums()
+        while self._part_losses:  # each hands the gradients of its first state to the part before
+            own, copied = self._part_losses.pop()
+            assert copied.grad is not None
+            own.backward(copied.grad / self.trainer.world_size)
+            parts.add([parameter.grad for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+        self._sums.add(add_processes(parts.take(), parameters))
+        if self._step_ends:
+            for parameter, gradient in zip(parameters, self._sums.take(), strict=True):
+                parameter.grad = gradient
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """As in Lightning, also for callbacks; a Python number stays on the host, to avoid waiting for the device.
@@ -308,7 +395,10 @@ class Pretraining(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
-        self._losses = None
+        self._losses, self._sums = None, PartialSums() if self.captured is None and self._adds_parts() else None
+        if self._sums is not None and self.trainer.world_size > 1:
+            self.trainer.strategy.model = self  # without DDP, which averages the gradients in another order
+            gc.collect()  # DDP is part of a reference cycle
         if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
             update_rates(schedule, self._built_groups)
         reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
@@ -321,14 +411,14 @@ class Pretraining(L.LightningModule):
             # after a resume Lightning may be off by one, depending on the hook that saved the checkpoint
             number_rows_from(self.trainer, self.trainer.global_step)
 
-    def _log_loss(self, total: Tensor, count: Tensor, batch_idx: int) -> None:
+    def _log_loss(self, total: Tensor, count: Tensor) -> None:
         """Log the mean over all labelled tokens of the optimiser step: all its batches, all processes.
 
         Processes wait for each other here, so several do it at logged steps only, unless a callback may read it.
         """
         trainer, losses = self.trainer, torch.stack([total, count.to(total.dtype)])
         self._losses = losses if self._losses is None else self._losses + losses
-        if (batch_idx + 1) % trainer.accumulate_grad_batches and not trainer.is_last_batch:
+        if not self._step_ends:
             return
         losses, self._losses, self.train_loss = self._losses, None, None
         if trainer.world_size > 1:
@@ -339,14 +429,14 @@ class Pretraining(L.LightningModule):
         self.train_loss = losses[0] / losses[1].clamp(min=1)
         self.log("train_loss", self.train_loss)  # with prog_bar=True, Lightning would wait for the device in each step
 
-    def _local_part(self, batch: Batch) -> tuple[Batch, ContextParallel | None]:
-        """The part of a batch that this process computes, and where it is; None if that is all of it."""
+    def _local_parts(self, batch: Batch) -> list[tuple[Batch, ContextParallel | None]]:
+        """The parts of a batch that this process computes, and where each is; None if that is all of it."""
         if batch.cu_seqlens is not None:  # a validation in inference mode moves it to the device there
             batch = batch._replace(cu_seqlens=tracked(batch.cu_seqlens))
         if self.sharing is None:
-            return batch, None
-        part = self.sharing.of(batch.tokens.shape[1], batch.cu_seqlens)
-        return Batch(part.take(batch.tokens), part.take(batch.labels), part.cu_seqlens), part
+            return [(batch, None)]
+        parts = self.sharing.all_of(batch.tokens.shape[1], batch.cu_seqlens)
+        return [(Batch(part.take(batch.tokens), part.take(batch.labels), part.cu_seqlens), part) for part in parts]
 
     def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Tensor:
         """Negative log-likelihood of each label in nats, fp32, in the shape of labels; nan without a label."""
@@ -370,7 +460,10 @@ class Pretraining(L.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> None:
         """Add a batch to the metrics of a validation or test."""
-        batch, part = self._local_part(batch)
+        for own, part in self._local_parts(batch):
+            self._validate(own, part, dataloader_idx)
+
+    def _validate(self, batch: Batch, part: ContextParallel | None, dataloader_idx: int) -> None:
         labels, task = batch.labels, dataloader_idx if self.tasks else 0
         # labels of packed sequences: their number changes from batch to batch
         of_sequences = batch.cu_seqlens is not None and labels.shape != batch.tokens.shape
@@ -484,6 +577,8 @@ class Pretraining(L.LightningModule):
             self._check_data(checkpoint[KEY].get("config"))
             self._check_optimiser(saved := checkpoint[KEY].get("config"))
             check_match(self.config, saved)
+            if "trainer" in (saved or {}):
+                convert_batches(self.trainer, checkpoint["loops"], saved["trainer"]["accumulate_grad_batches"] or 1)
             self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
             if 0 < (steps := self.trainer.max_steps) < self.resumed_at:
                 raise UserError(
@@ -526,6 +621,10 @@ def _may_read_metrics(part: object) -> bool:
     """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
     ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
     return not ours and type(part) not in WITHOUT_METRICS
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0
 
 
 def _named(part: Any) -> Any:

@@ -74,6 +74,7 @@ def test_a_step_is_divided_among_devices(devices: int, rows: int, parts: int):
     [
         (("rows_per_device=0",), "rows_per_device: 0 must be 1 or more"),
         (("rows_per_device=4", "trainer.accumulate_grad_batches=2"), "rows_per_device: 4 chooses the number of micro-"),
+        (("rows_per_device=3", "deterministic_kernels=true"), "rows_per_device: 3 must divide the 8 rows of a device"),
     ],
 )
 def test_rows_that_cannot_be(items: tuple[str, ...], sentence: str):

@@ -2,6 +2,7 @@ import math
 import os
 import random
 import signal
+from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -335,6 +336,26 @@ class Logs(L.Callback):
 
     def on_train_epoch_end(self, trainer, pl_module):
         pl_module.log("of_the_epoch", 7)
+
+
+@pytest.mark.parametrize("accumulated", [1, 4])
+def test_a_run_is_continued_with_another_number_of_batches_in_a_step(accumulated: int, tmp_path):
+    steps: list[int] = []
+
+    class Steps(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            steps.append(trainer.global_step)
+
+    def run(number: int, max_steps: int, path: Path | None = None) -> None:
+        module = pretraining()
+        module.config = {"trainer": {"accumulate_grad_batches": None if number == 1 else number}}
+        options = {"accumulate_grad_batches": number, "limit_val_batches": 0}
+        trainer(tmp_path, [Steps()], max_steps, **options).fit(module, ResumableLoader(100), ckpt_path=path)
+
+    run(2, 3)
+    steps.clear()
+    run(accumulated, 5, tmp_path / "checkpoints" / "last.ckpt")
+    assert steps == {1: [4, 5], 4: [3, 3, 3, 4, 4, 4, 4, 5]}[accumulated]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "wsd"])

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 
+from kernels import is_deterministic
 from mixers import ContextParallel
 from zoo.data.batch import Batch
 from zoo.generation.cuda_graph import Recorder, Recording, hooked_module, no_graphs
@@ -127,6 +128,9 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     """Return why the training steps of a run cannot be captured; None if that has to be tried."""
     if not isinstance(trainer.strategy, SingleDeviceStrategy) and not is_plain_ddp(trainer.strategy):
         return f"{type(trainer.strategy).__name__} exchanges more between processes than the gradients of a step"
+    parts = trainer.world_size * trainer.accumulate_grad_batches if is_deterministic() else 1
+    if parts > 1 or (is_deterministic() and trainer.lightning_module.sharing is not None):
+        return "deterministic mode adds the gradients of the parts of a step in a fixed order"
     if trainer.world_size > 1 and registers_segments():
         return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with several processes requires NCCL_GRAPH_REGISTER=0"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:

@@ -8,11 +8,14 @@ import lightning as L
 import numpy as np
 import torch
 
+from kernels import is_deterministic
 from zoo.train.callbacks.run_callback import RunCallback
 
 
 class StepSeeds(RunCallback):
     """Makes the random numbers of each training step a function of the seed, the rank and the step alone.
+
+    In deterministic mode they are a function of the seed and the number of the micro-batch, in one process or several.
 
     So dropout is the same in a resumed run as in an uninterrupted one, however many random numbers validation, sampling
     or data loading draw in between, and wherever the run was stopped. Saved generator states would not achieve that.
@@ -37,6 +40,8 @@ class StepSeeds(RunCallback):
     def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Seed Python, NumPy and PyTorch, on all devices."""
         numbers = (self.seed or 0, trainer.global_rank, trainer.fit_loop.total_batch_idx)
+        if is_deterministic():
+            numbers = (self.seed or 0, 0, numbers[2] * trainer.world_size + numbers[1])
         seed = int(np.random.SeedSequence(numbers).generate_state(1)[0])
         random.seed(seed)
         np.random.seed(seed)

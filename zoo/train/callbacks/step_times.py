@@ -12,6 +12,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
 from torch.autograd import Variable
 
+from kernels import is_deterministic
 from zoo.train.callbacks.run_callback import RunCallback
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
@@ -143,7 +144,8 @@ class StepTimes(RunCallback):
         self._batches.clear()
         self._waiting.clear()
         ddp = isinstance(trainer.strategy, DDPStrategy) and not isinstance(trainer.strategy, DeepSpeedStrategy)
-        self._with_others = ddp and trainer.world_size > 1
+        # deterministic mode waits for the gradients of others after each part of a step
+        self._with_others = ddp and trainer.world_size > 1 and not is_deterministic()
         self._reset()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
