@@ -1,6 +1,6 @@
 """GRPO with and without deterministic mode: is the policy that samples the policy that is trained?
 
-    PYTHONPATH=. python reproductions/on_policy.py --steps=60 --config=gdn_h1.yaml model.hidden_size=64 model.num_layers=2
+    PYTHONPATH=. python reproductions/on_policy.py --config=gdn_h1.yaml model.hidden_size=64 model.num_layers=2
     PYTHONPATH=. python reproductions/on_policy.py --numbers=24 --table=on_policy_h200.csv --config=gdn_h1.yaml \\
         model.hidden_size=512 model.num_heads=4 model.num_layers=8  # 36M parameters, on a GPU
 
@@ -11,7 +11,7 @@ that it knows the form of the task; then GRPO (arXiv 2402.03300) improves it: gr
 rewards less the group's mean over its standard deviation as advantages, the clipped ratio of probabilities, and one
 update for each batch of samples.
 
-Each step adds a row: the reward, KL(sampler ‖ trained) of the sampled tokens in nats, and the largest difference between
+Each step adds a row: the reward, KL(sampler ‖ trained) of the sampled tokens in nats, and the largest difference of
 their log-probabilities in sampling and in training, which is exactly 0 in deterministic mode. Runs with rows of all
 steps are skipped. The picture is next to the table.
 """
@@ -163,14 +163,24 @@ def main(options: argparse.Namespace) -> None:
         model = None
         for precision, deterministic in MODES:
             key = (precision, str(deterministic), str(seed))
-            if sum(tuple(map(str, (r["precision"], r["deterministic"], r["seed"]))) == key for r in rows) == options.steps:
+            if (
+                sum(tuple(map(str, (r["precision"], r["deterministic"], r["seed"]))) == key for r in rows)
+                == options.steps
+            ):
                 continue
             if model is None:
                 torch.manual_seed(seed)
-                model = zoo.build(*options.config, *options.overrides, f"model.vocab_size={task.vocab_size}", device=device)
+                model = zoo.build(
+                    *options.config, *options.overrides, f"model.vocab_size={task.vocab_size}", device=device
+                )
                 demonstrate(model, task, options, seed)
             facts = {"precision": precision, "deterministic": deterministic, "seed": seed, "numbers": task.numbers}
-            facts |= {"hops": task.hops, "parameters": model.num_parameters(), "device": name, "torch": torch.__version__}
+            facts |= {
+                "hops": task.hops,
+                "parameters": model.num_parameters(),
+                "device": name,
+                "torch": torch.__version__,
+            }
             policy, new = copy.deepcopy(model), []
             title = f"{precision}, {'deterministic' if deterministic else 'default'}, seed {seed}"
             with tqdm(total=options.steps, desc=title) as bar:

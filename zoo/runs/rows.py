@@ -27,7 +27,7 @@ def check_rows(config: Namespace, devices: int) -> None:
     shared, rows = config.context_parallel, config.data.get("init_args", Namespace()).get("batch_size")
     if devices % shared:
         raise UserError(
-            f"context_parallel: {shared} processes share a sequence, so {devices} devices must be a multiple"
+            f"context_parallel: {shared} needs a multiple of {shared} devices, not {devices}, and DDP or FSDP2"
         )
     if rows is not None and rows % (groups := devices // shared):
         of = f"the number of devices, {groups}" if shared == 1 else f"the {groups} groups of {shared} devices"

@@ -157,7 +157,7 @@ def test_data_without_tokens():
     [
         (["trainer.strategy=ddpp"], "trainer.strategy: ddpp is unknown; did you mean 'ddp'?"),
         (["data.batch_size=100"], "data.batch_size: 100 counts the rows of all devices, so it must be a multiple of"),
-        (["context_parallel=3"], "context_parallel: 3 processes share a sequence, so 8 devices must be a multiple"),
+        (["context_parallel=3"], "context_parallel: 3 needs a multiple of 3 devices, not 8"),
         (["train/zero1.yaml", "train/muon.yaml"], "optim.optimizer is Muon, which needs whole matrices"),
     ],
 )
