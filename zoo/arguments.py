@@ -28,6 +28,11 @@ def errors_about(key: str) -> Iterator[None]:
         raise UserError(f"{key}: {str(sentence).removeprefix('checkpoint: ')}", *rest) from error
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type if it has no message."""
+    return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
 def check_not_empty(argument: str, value: object) -> None:
     """Raise a UserError for a value that is empty text."""
     if isinstance(value, str) and not value.strip():

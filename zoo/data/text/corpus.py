@@ -1,4 +1,4 @@
-"""Documents: the embedded default corpus, or a user's text, JSON and Parquet files, local or remote."""
+"""Documents: the embedded default corpus, or a user's text, JSON lines, Parquet and token files or data sets."""
 
 import hashlib
 import json
@@ -10,11 +10,11 @@ from typing import Any
 
 from kernels.errors import UserError
 from mixers import did_you_mean
+from zoo.arguments import first_line
 from zoo.data.text import needle_documents
-from zoo.data.text.compressed import DAMAGED
 from zoo.data.text.documents import Document, Tokens
 from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
-from zoo.data.text.files import CODE, READ, Listing, TextFile, find_files, first_line
+from zoo.data.text.files import CODE, DAMAGED, READ, Listing, TextFile, find_files
 from zoo.data.text.records import BYTE_ORDER_MARK, DATASETS, Records
 from zoo.data.text.sentences import sentences
 from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
@@ -31,14 +31,14 @@ class Corpus:
     """Documents in a fixed order.
 
     Args:
-        path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
-            (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; local tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or litdata, of the
-            tokenizer that `data.tokenizer` names; a folder that is searched for these, or a list of files and folders;
-            each a path or any URL that fsspec knows. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face,
-            streamed (SPLIT is train by default). None: the embedded corpus, which is the source files of the
-            standard library and Python's documentation topics; these are the parts "embedded:library" and
-            "embedded:documentation", and "embedded:packages" is the text of all installed packages.
+        path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), all but
+            `.parquet` also with `.gz`, `.zst` or `.xz`; tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or
+            litdata, of the tokenizer that `data.tokenizer` names; a folder that is searched for these, or a list of
+            files and folders. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face, streamed (SPLIT is train
+            by default). "datasets:FORMAT:FILES": files that its library reads (arrow, csv, json, parquet or text), at
+            a path, a pattern or a URL. None: the embedded corpus, which is the source files of the standard library
+            and Python's documentation topics; these are the parts "embedded:library" and "embedded:documentation", and
+            "embedded:packages" is the text of all installed packages.
             "synthetic:needles": documents that train recall, with haystacks of up to 2,000 characters
             ("synthetic:needles:16000": 16,000).
         text_field: The field or column with a document's text; `meta.body` is a field inside a field.
@@ -95,7 +95,7 @@ class Corpus:
     def signature(self) -> str:
         """A hash of file names and contents, which changes when a file does.
 
-        Of files at URLs and of the embedded corpus it has sizes, times and tags instead: none of them is read.
+        Of data sets and of the embedded corpus it has sizes, times and tags instead: none of them is read.
         """
         options: list[Any] = [self.max_characters if self.built_in else self.text_field]
         if self.built_in:
@@ -117,10 +117,13 @@ class Corpus:
         Raises:
             UserError: There are no files.
         """
-        paths = [self.path] if isinstance(self.path, str) else self.path or []
-        if not paths:
+        if not self._paths:
             raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
-        return [file for path in paths for file in self._find(path).files]
+        return [file for path in self._paths for file in self._find(path).files]
+
+    @property
+    def _paths(self) -> list[str]:
+        return [self.path] if isinstance(self.path, str) else self.path or []
 
     @property
     def _dataset(self) -> str | None:
@@ -142,9 +145,7 @@ class Corpus:
 
     def warn_of_skipped(self) -> None:
         """Log a warning for each folder with files that are not read."""
-        for path in (
-            [] if self.built_in or self._dataset else [self.path] if isinstance(self.path, str) else self.path or []
-        ):
+        for path in [] if self.built_in or self._dataset else self._paths:
             listing = self._find(path)
             if skipped := listing.skipped.total():
                 total, verb = skipped + len(listing.files), "is" if skipped == 1 else "are"
@@ -152,28 +153,20 @@ class Corpus:
                 log.warning("%s.path: %s (supported: %s; %s.suffixes adds others).", self.key, counts, READ, self.key)
 
     def _texts(self) -> Iterator[Document]:
-        readers: dict[str, Callable[[TextFile], Iterator[Document]]]
-        records = self._records
-        readers = {".jsonl": records.json_lines, ".json": records.json, ".parquet": records.parquet}
-        readers |= dict.fromkeys(TOKEN_SUFFIXES, self._tokens)
         if self._dataset:
-            yield from records.dataset(self._dataset)
+            yield from self._records.dataset(self._dataset)
             return
+        readers: dict[str, Callable[[TextFile], Iterator[Document]]]
+        readers = {".jsonl": self._records.json_lines, ".parquet": self._records.parquet}
+        readers |= dict.fromkeys(TOKEN_SUFFIXES, self._tokens)
         for file in self.files():
             try:
                 yield from readers.get(file.suffix, self._text_file)(file)
-            except UserError:
-                raise
-            except Exception as error:
-                if file.filesystem is None and not isinstance(error, (OSError, *DAMAGED)):
-                    raise
-                # remote file systems raise exceptions of any type
+            except (OSError, *DAMAGED) as error:
                 reason = getattr(error, "strerror", None) or first_line(error)
                 raise UserError(f"{self.key}.path: {file} cannot be read ({reason}).") from error
 
     def _tokens(self, file: TextFile) -> Iterator[Tokens]:
-        if file.filesystem is not None:
-            raise UserError(f"{self.key}.path: {file} has tokens, which are read from local disks only; copy it.")
         try:
             yield from token_documents(Path(file.name))
         except UserError as error:

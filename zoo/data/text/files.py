@@ -1,62 +1,55 @@
-"""The files of a corpus, on local disks or, through fsspec, at URLs."""
+"""The files of a corpus: text, records and tokens on local disks, also compressed."""
 
 import difflib
-import io
+import gzip
 import json
+import lzma
 import os
 import stat
+import sys
+import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import BinaryIO, cast
 
-import fsspec
-
 from kernels.errors import UserError
-from mixers import did_you_mean
 from zoo.arguments import check_not_empty
 from zoo.data.text.cache import cache_folder
-from zoo.data.text.compressed import COMPRESSIONS, decompressed
+from zoo.data.text.place import is_url
 from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
 from zoo.data.text.token_files import companions
 from zoo.files.atomic import atomic_write
 from zoo.files.hashing import digest, file_digest
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
-READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(COMPRESSIONS)}; tokens: .bin with an index, .ds"
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
+
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
+_OPEN: dict[str, Callable] = {".gz": gzip.open, ".xz": lzma.open, ".zst": zstd.open}  # of compressed files
+# Exceptions for damaged or truncated data, in addition to OSError.
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError, zstd.ZstdError)
+READ = f"{', '.join(SUFFIXES)}, all but the last also with {', '.join(_OPEN)}; tokens: .bin with an index, .ds"
 _CODE = (
     "c cc clj cpp cs css cu cuh cxx dart el erl ex f90 go h hh hpp hs html java jl js jsx kt lean lisp lua m ml php pl "
     "proto ps1 py r rb rs rst scala sh sql swift tex ts tsx v vhd zig"
 )
 # source code is read where a file is named itself, and in folders if `suffixes` has "code"
 CODE = tuple(f".{name}" for name in _CODE.split())
-# Names that file systems use for the version of a file. Not all of its metadata: some count accesses.
-_STATE = ["ETag", "etag", "md5Hash", "content_md5", "generation", "LastModified", "last_modified", "updated"]
-_STATE += ["mtime", "modified", "created"]
-_READ_AHEAD = 1 << 20
 LARGE = 64 << 20  # bytes, from which hashes are kept in the cache; hashing less takes milliseconds
 _TOKENIZER = "tokenizer.json"  # often in the same folder as the text
 
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of text, local or remote.
-
-    Attributes:
-        name: Its path or URL.
-        version: JSON-serialisable values by which its state is known: name, size in bytes, and times or tags (a web
-            server may have neither). They change with the content, unless somebody restores its times.
-        filesystem: Its file system; None: a local disk.
-        path: Its path in that file system.
-    """
+    """A local file of text, given by its path."""
 
     name: str
-    version: tuple
-    filesystem: fsspec.AbstractFileSystem | None = None
-    path: str = ""
 
     def __str__(self) -> str:
         return self.name
@@ -67,9 +60,7 @@ class TextFile:
         return _suffixes(self.name)[0]
 
     def identity(self) -> tuple:
-        """JSON-serialisable values that change with the content: a hash of it, or the version if that is remote."""
-        if self.filesystem is not None:
-            return self.version
+        """JSON-serialisable values that change with the content: name, size and hash."""
         status = os.stat(self.name)
         # the last time cannot be set by programs, so that the hash of a state never changes
         state = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
@@ -78,15 +69,7 @@ class TextFile:
 
     def open(self) -> BinaryIO:
         """Open the decompressed content for reading."""
-        compression = _suffixes(self.name)[1]
-        return decompressed(self._raw(), compression) if compression else self._raw()
-
-    def _raw(self) -> BinaryIO:
-        if self.filesystem is None:
-            return Path(self.name).open("rb")
-        raw = self.filesystem.open(self.path, "rb")
-        # buffered, since many file systems read a block for each line
-        return cast(BinaryIO, io.BufferedReader(raw, _READ_AHEAD))
+        return cast(BinaryIO, _OPEN.get(_suffixes(self.name)[1], open)(self.name, "rb"))
 
 
 @dataclass(frozen=True)
@@ -108,56 +91,49 @@ class Listing:
 
 
 def find_files(path: str, key: str, suffixes: Collection[str] = ()) -> Listing:
-    """The file at a path or URL, or all files in a folder, sorted by name.
+    """The file at a path, or all files in a folder, sorted by name.
 
     Args:
-        path: A path or URL.
+        path: A path.
         key: The config key of the path, for messages.
         suffixes: Further suffixes of text, such as `.py`.
 
     Raises:
-        UserError: The path is empty, there are no files, a file is empty or of an unsupported type, or the protocol of
-            the URL needs a package.
+        UserError: The path is empty or a URL, there are no files, or a file is empty or of an unsupported type.
     """
     check_not_empty(key, path)
     if is_url(path):
-        return _remote(path, key, suffixes)
-    return _local(Path(path).expanduser().absolute(), key, suffixes)
-
-
-def is_url(path: str) -> bool:
-    """Return whether a path is a URL, to be opened by fsspec."""
-    return "://" in path
+        raise UserError(
+            f"{key}: {path} is a URL, which the package datasets reads; write datasets:text:{path}, or json, csv or "
+            "parquet instead of text."
+        )
+    place = Path(path).expanduser().absolute()
+    try:
+        return _found(place, key, suffixes)
+    except OSError as error:  # for instance no permission for a folder in it, or a broken link
+        raise UserError(f"{key}: {error.filename or place} cannot be read ({error.strerror}).") from error
 
 
 def _suffixes(name: str) -> tuple[str, str]:
     """The suffix of a file without compression, and that of its compression or an empty string, in lower case."""
-    if is_url(name):  # in a chain such as zip://a.txt::s3://bucket/b.zip the first URL
-        name = next(url for url in name.split("::") if is_url(url)).partition("://")[2].partition("?")[0]
-    path = PurePosixPath(name.lower())
-    if path.suffix in COMPRESSIONS:
-        return PurePosixPath(path.stem).suffix, path.suffix
-    return path.suffix, ""
+    path = Path(name.lower())
+    return (Path(path.stem).suffix, path.suffix) if path.suffix in _OPEN else (path.suffix, "")
 
 
 def _is_read(name: str, further: Collection[str]) -> bool:
     suffix, compression = _suffixes(name)
-    return suffix in (*SUFFIXES, *further, *TOKEN_SUFFIXES) and not (
-        compression and suffix in (".parquet", *TOKEN_SUFFIXES)
-    )
+    plain = (".parquet", *TOKEN_SUFFIXES)  # never compressed
+    return suffix in (*SUFFIXES, *further, *TOKEN_SUFFIXES) and not (compression and suffix in plain)
 
 
-def _choose(
-    names: Iterable[str], inside: Callable[[str], str], further: Collection[str]
-) -> tuple[list[str], Counter[str]]:
-    """The names to read, and the number of other files by suffix; `inside` gives a name's part within the folder."""
+def _choose(folder: Path, further: Collection[str]) -> tuple[list[str], Counter[str]]:
+    """The names in a folder to read, and the number of other files by suffix."""
     read, skipped = [], Counter[str]()
-    present = {*names}
+    present = {*_walk(folder)}
     described = {each for name in present for each in companions(name, present.__contains__)}
     for name in present - described:
-        parts, text = inside(name).split("/"), _is_read(name, further)
-        hidden = any(part.startswith(".") for part in parts)
-        if hidden:
+        parts, text = Path(name).relative_to(folder).parts, _is_read(name, further)
+        if any(part.startswith(".") for part in parts):
             skipped["hidden"] += text
         elif parts[-1] == _TOKENIZER:
             skipped[_TOKENIZER] += 1
@@ -170,27 +146,37 @@ def _choose(
     return read, +skipped
 
 
-def _local(path: Path, key: str, further: Collection[str]) -> Listing:
-    try:
-        if path.is_symlink() and not path.exists():
-            raise UserError(f"{key}: {path} is a link to {path.readlink()}, which does not exist.")
-        if not path.exists():
-            raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
-        if path.is_dir():
-            names, skipped = _choose(_walk(path), lambda name: Path(name).relative_to(path).as_posix(), further)
-            # Of several names of a file, links among them, one; its own name if that is in the folder.
-            once = {
-                os.path.realpath(name): name
-                for name in sorted(names, key=lambda name: (not os.path.islink(name), name))
-            }
-            return _checked(
-                [_local_file(file, key) for file in sorted(map(Path, once.values()))], skipped, str(path), key
-            )
-        file = _local_file(path, key)
-        _check_file(str(path), path.stat().st_size, key, further)
-        return Listing([file])
-    except OSError as error:  # for instance no permission for a folder in it, or a broken link
-        raise UserError(f"{key}: {error.filename or path} cannot be read ({error.strerror}).") from error
+def _found(path: Path, key: str, further: Collection[str]) -> Listing:
+    if path.is_symlink() and not path.exists():
+        raise UserError(f"{key}: {path} is a link to {path.readlink()}, which does not exist.")
+    if not path.exists():
+        raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
+    if not path.is_dir():
+        _check_regular(path, key)
+        if not _is_read(str(path), (*further, *CODE)):
+            suffix = "".join(_suffixes(str(path)))
+            raise UserError(f"{key}: {path} has the suffix {suffix!r}; a folder is needed, or one of {READ}.")
+        if not path.stat().st_size:
+            raise UserError(f"{key}: {path} is empty.")
+        return Listing([TextFile(str(path))])
+    names, skipped = _choose(path, further)
+    # Of several names of a file, links among them, one; its own name if that is in the folder.
+    names = sorted(names, key=lambda name: (not os.path.islink(name), name))
+    files = sorted(map(Path, {os.path.realpath(name): name for name in names}.values()))
+    for file in files:
+        _check_regular(file, key)
+    listing = Listing([TextFile(str(file)) for file in files], skipped)
+    if not files:
+        others = f"; it has {listing.summary()}" if skipped else ""
+        if skipped[".arrow"]:
+            others += ", as `save_to_disk` of datasets writes it; write Parquet instead (`dataset.to_parquet`)"
+        raise UserError(f"{key}: the folder {path} has no supported files ({READ}){others}.")
+    return listing
+
+
+def _check_regular(file: Path, key: str) -> None:
+    if not stat.S_ISREG(file.stat().st_mode):  # a pipe would wait for its writer
+        raise UserError(f"{key}: {file} is a pipe or a device, not a regular file.")
 
 
 def _walk(folder: Path) -> Iterator[str]:
@@ -212,89 +198,10 @@ def _walk(folder: Path) -> Iterator[str]:
             yield from (os.path.join(place, name) for name in names)
 
 
-def _checked(files: list[TextFile], skipped: Counter[str], folder: str, key: str) -> Listing:
-    listing = Listing(files, skipped)
-    if not files:
-        others = f"; it has {listing.summary()}" if skipped else ""
-        if skipped[".arrow"]:
-            others += ", as `save_to_disk` of datasets writes it; write Parquet instead (`dataset.to_parquet`)"
-        raise UserError(f"{key}: the folder {folder} has no supported files ({READ}){others}.")
-    return listing
-
-
-def _local_file(file: Path, key: str) -> TextFile:
-    status = file.stat()
-    if not stat.S_ISREG(status.st_mode):  # a pipe would wait for its writer
-        raise UserError(f"{key}: {file} is a pipe or a device, not a regular file.")
-    return TextFile(str(file), (str(file), status.st_size, status.st_mtime_ns))
-
-
-def _check_file(name: str, size: int | None, key: str, further: Collection[str]) -> None:
-    if not _is_read(name, (*further, *CODE)):
-        suffix = "".join(_suffixes(name))
-        raise UserError(f"{key}: {name} has the suffix {suffix!r}; a folder is needed, or one of {READ}.")
-    if size == 0:  # None: a web server may not report it
-        raise UserError(f"{key}: {name} is empty.")
-
-
 def _suggestion(path: Path) -> str:
     siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
     similar = difflib.get_close_matches(path.name, siblings, n=1)
     return f"did you mean {path.parent / similar[0]}?" if similar else "put text there, or give another path."
-
-
-def _remote(url: str, key: str, further: Collection[str]) -> Listing:
-    fs, path = filesystem(url, key)
-    try:
-        info = fs.info(path)
-        if info["type"] != "directory" and not url.endswith("/"):
-            _check_file(url, info["size"], key, further)
-            return Listing([_remote_file(url, url, fs, path, info)])
-        infos = fs.find(path, detail=True)
-        # buckets may list folders, too
-        paths = {fs.unstrip_protocol(name): name for name in infos if not name.endswith("/")}
-        names, skipped = _choose(paths, lambda name: paths[name].removeprefix(path).strip("/"), further)
-        for name in (paths[name] for name in names):
-            if infos[name].get("size") is None:  # a web server's listing has less than the files' own headers
-                infos[name] = fs.info(name)
-        files = [_remote_file(url, name, fs, paths[name], infos[paths[name]]) for name in sorted(names)]
-    except UserError:
-        raise
-    except FileNotFoundError as error:
-        reason = f" or cannot be reached ({first_line(error.__cause__)})" if error.__cause__ else ""
-        raise UserError(f"{key}: {url} does not exist{reason}.") from None
-    except Exception as error:  # file systems raise exceptions of any type: no access, no network, no bucket
-        raise UserError(f"{key}: {url} cannot be listed ({first_line(error)}).") from error
-    return _checked(files, skipped, url, key)
-
-
-def filesystem(url: str, key: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The fsspec file system of a URL or path, and its path there; messages name the config key.
-
-    Raises:
-        UserError: The URL cannot be opened, or its protocol needs a package that is not installed.
-    """
-    try:
-        return fsspec.url_to_fs(url)
-    except ImportError as error:  # its message names the package
-        raise UserError(f"{key}: {url} needs a package that is not installed ({first_line(error)}).") from None
-    except ValueError as error:
-        protocols, name = fsspec.available_protocols(), url.partition("://")[0].split("::")[-1]
-        hint = "" if name in protocols else did_you_mean(name, protocols)
-        raise UserError(f"{key}: fsspec cannot open {url} ({first_line(error)}){hint}") from None
-    except Exception as error:  # for instance wrong or missing credentials
-        raise UserError(f"{key}: {url} cannot be opened ({first_line(error)}).") from error
-
-
-def _remote_file(url: str, name: str, filesystem: fsspec.AbstractFileSystem, path: str, info: dict) -> TextFile:
-    state = [f"{key}={info[key]}" for key in _STATE if info.get(key) is not None]
-    # includes the URL, since files in two archives may have the same name
-    return TextFile(name, (url.rstrip("/"), name, info["size"], *state), filesystem, path)
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or its type if it has no message."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 @lru_cache(maxsize=1 << 16)

@@ -24,8 +24,8 @@ class Source:
     """One source of a mixture.
 
     Args:
-        path: As `TextData.path`: files, folders or URLs. Null: the embedded corpus, of which "embedded:library" and
-            "embedded:documentation" are parts; "embedded:packages": all installed packages. "synthetic:needles":
+        path: As `TextData.path`: files, folders or a data set. Null: the embedded corpus, of which "embedded:library"
+            and "embedded:documentation" are parts; "embedded:packages": all installed packages. "synthetic:needles":
             documents that train recall.
         weight: Its relative share of the training samples.
         text_field: Field or column of JSON and Parquet files with the text.

@@ -1,4 +1,4 @@
-"""Records of JSON and Parquet files and of Hugging Face data sets, one document each."""
+"""Records of JSON-lines and Parquet files and of Hugging Face data sets, one document each."""
 
 import json
 from collections.abc import Iterator
@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from kernels.errors import UserError
-from zoo.data.text.files import TextFile, first_line
+from zoo.arguments import first_line
+from zoo.data.text.files import TextFile
 
 BYTE_ORDER_MARK = "\ufeff"  # some editors write it at the start of a file, where it is not text
 DATASETS = "datasets:"  # how the names of Hugging Face data sets begin
+FORMATS = ("arrow", "csv", "json", "parquet", "text")  # of files that the library reads, at a path or a URL
 
 
 @dataclass(frozen=True)
@@ -33,33 +35,11 @@ class Records:
                 text = self.decode(line, where).removeprefix(BYTE_ORDER_MARK).strip()
                 if not text:
                     continue
-                yield self._document_of(self._parsed(text, where), where)
-
-    def json(self, file: TextFile) -> Iterator[str]:
-        """JSON lines, if the first line is an object; otherwise the whole file is one object or an array."""
-        with file.open() as content:
-            first = next((line for line in content if line.strip()), b"")
-            try:
-                by_line = isinstance(json.loads(first.decode("utf-8-sig")), dict)
-            except (ValueError, RecursionError):
-                by_line = False
-            rest = b"" if by_line else content.read()
-        if by_line:
-            yield from self.json_lines(file)
-            return
-        whole = self._parsed(self.decode(first + rest, str(file)).removeprefix(BYTE_ORDER_MARK).strip(), str(file))
-        if not isinstance(whole, list):
-            yield self._document_of(whole, str(file))
-            return
-        for number, record in enumerate(whole, start=1):
-            where = f"{file}, item {number},"
-            yield self._checked(record, where) if isinstance(record, str) else self._document_of(record, where)
-
-    def _parsed(self, text: str, where: str) -> Any:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
+                try:
+                    record = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{self.key}.path: {where} is not JSON ({error}).") from None
+                yield self._document_of(record, where)
 
     def _document_of(self, record: Any, where: str) -> str:
         value, path = record, self.text_field
@@ -95,25 +75,14 @@ class Records:
                 column = self.text_field if self.text_field in names else self.text_field.partition(".")[0]
                 row = 0
                 for rows in table.iter_batches(batch_size=1024, columns=[column]):
-                    for value in self._values(rows.column(0), f"{file}, row", row):
+                    for value in rows.column(0):
                         row += 1
-                        yield self._document_of({column: value}, f"{file}, row {row},")
+                        where = f"{file}, row {row},"
+                        with self._decoding(where):  # strings of Parquet may hold any bytes
+                            record = {column: value.as_py()}
+                        yield self._document_of(record, where)
         except pyarrow.ArrowException as error:
-            first_line = str(error).splitlines()[0]
-            raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line}).") from error
-
-    def _values(self, column: Any, where: str, before: int) -> list[Any]:
-        """The values of a column of Parquet, which promises UTF-8 and may hold anything; `before` rows came first."""
-        try:
-            return column.to_pylist()
-        except UnicodeDecodeError:
-            for row, value in enumerate(column, start=before + 1):
-                try:
-                    value.as_py()
-                except UnicodeDecodeError as error:
-                    problem = f"{error.reason} at byte {error.start}"
-                    raise UserError(f"{self.key}.path: {where} {row}, is not UTF-8 text ({problem}).") from None
-            raise
+            raise UserError(f"{self.key}.path: {file} is not a readable Parquet file ({first_line(error)}).") from error
 
     def _checked(self, text: object, where: str) -> str:
         if not isinstance(text, str):
@@ -131,14 +100,19 @@ class Records:
         """The text of UTF-8 data; a UserError if it is not text."""
         if b"\0" in data:
             raise UserError(f"{self.key}.path: {where} is binary (it has NUL bytes); UTF-8 text is needed.")
-        try:
+        with self._decoding(where):
             return data.decode()
+
+    @contextmanager
+    def _decoding(self, where: str) -> Iterator[None]:
+        try:
+            yield
         except UnicodeDecodeError as error:
             problem = f"{error.reason} at byte {error.start}"
             raise UserError(f"{self.key}.path: {where} is not UTF-8 text ({problem}).") from None
 
     def dataset(self, path: str) -> Iterator[str]:
-        """The rows of a data set `datasets:NAME[:CONFIG[:SPLIT]]`, streamed."""
+        """The rows of a data set `datasets:NAME[:CONFIG[:SPLIT]]` or of files `datasets:FORMAT:FILES`, streamed."""
         split = _parts(path)[2]
         with self._library_errors(path):
             rows = self._builder(path).as_streaming_dataset(split=split)
@@ -156,7 +130,10 @@ class Records:
         except ImportError:
             raise UserError(f"{self.key}.path: {path} needs the package datasets; pip install datasets.") from None
         name, config, _ = _parts(path)
-        return datasets.load_dataset_builder(name, config)
+        if name not in FORMATS:
+            return datasets.load_dataset_builder(name, config)
+        documents = {"sample_by": "document"} if name == "text" else {}
+        return datasets.load_dataset_builder(name, data_files=config, **documents)
 
     @contextmanager
     def _library_errors(self, path: str) -> Iterator[None]:
@@ -170,6 +147,7 @@ class Records:
 
 
 def _parts(path: str) -> tuple[str, str | None, str]:
-    """The name, config and split of `datasets:NAME[:CONFIG[:SPLIT]]`."""
-    name, config, split, *_ = [*path.removeprefix(DATASETS).split(":", 2), "", ""]
+    """The name, the config or the files, and the split of a data set."""
+    name, _, rest = path.removeprefix(DATASETS).partition(":")
+    config, _, split = (rest, "", "") if name in FORMATS else rest.partition(":")
     return name, config or None, split or "train"

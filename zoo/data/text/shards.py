@@ -23,8 +23,7 @@ from kernels.errors import UserError
 from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.encoding import Piece, bundles, encode_all, pieces
-from zoo.data.text.files import is_url
-from zoo.data.text.place import Place, RemoteArray
+from zoo.data.text.place import Place, RemoteArray, is_url
 from zoo.data.text.progress import PROGRESS, Progress, Record, hash_of
 from zoo.data.text.split import SPLITS, Split, SplitByContent, content_hash
 from zoo.data.text.tokenizer import Tokenizer

@@ -23,13 +23,13 @@ class TextData(TokenisedText):
     The other arguments are those of `TokenisedText`.
 
     Args:
-        path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), a `.json` file
-            (JSON lines, an array of objects or strings, or one object), all but `.parquet` also with `.gz`, `.zst`,
-            `.bz2` or `.xz`; local tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or litdata, of the
-            tokenizer that `data.tokenizer` names; a folder that is searched for these (other files in it are reported,
-            unless hidden), or a list of files and folders; each a path or a URL that fsspec knows, such as
-            `s3://bucket/texts/`. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face, streamed. Null: the
-            embedded corpus, Python's standard library and documentation.
+        path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), all but
+            `.parquet` also with `.gz`, `.zst` or `.xz`; tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or
+            litdata, of the tokenizer that `data.tokenizer` names; a folder that is searched for these (other files in
+            it are reported, unless hidden), or a list of files and folders. "datasets:NAME[:CONFIG[:SPLIT]]": a data
+            set of Hugging Face, streamed. "datasets:FORMAT:FILES": files that its library reads (arrow, csv, json,
+            parquet or text), at a path, a pattern or a URL such as `s3://bucket/*.jsonl`. Null: the embedded corpus,
+            Python's standard library and documentation.
         text_field: Field or column of JSON and Parquet files with the text; `meta.body` is a field inside a field.
         max_characters: Size of the embedded corpus; null: all of it. Your own files are never cut.
         suffixes: Further suffixes of files in folders that are text, one document each: `[code]` for source code, or

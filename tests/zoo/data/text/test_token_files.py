@@ -296,9 +296,3 @@ def test_litdata_folders_that_are_damaged(folder: Path):
     assert "is not among the chunks of" in error_of(folder)
     index.unlink()
     assert error_of(folder).endswith("; it has 2 .bin without an index.")
-
-
-def test_token_files_are_local(folder: Path):
-    tokens = megatron(folder, some_documents())
-    with pytest.raises(UserError, match="has tokens, which are read from local disks only; copy it"):
-        list(Corpus(f"file://{tokens}"))

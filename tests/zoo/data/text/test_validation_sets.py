@@ -9,7 +9,7 @@ import pytest
 from kernels.errors import UserError
 from tests.commands import FIT, Command
 from zoo.data import MixedText, Source, TextData, ValidationSet
-from zoo.data.text.compressed import zstd
+from zoo.data.text.files import zstd
 
 pytest_plugins = "tests.desk"
 
