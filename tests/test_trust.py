@@ -1,14 +1,12 @@
 """What somebody else saved runs nothing here, reads and writes nothing of ours; what is our own needs no word more."""
 
 import copy
-import io
 import itertools
 import os
 import pickle
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,20 +170,6 @@ class Bomb:
         return os.system, ("touch canary",)
 
 
-def nested(depth: int) -> Any:
-    part: list[Any] = []
-    for _ in range(depth):
-        part = [part]
-    return part
-
-
-def doubled(times: int) -> Any:
-    part: list[Any] = ["x"] * 10
-    for _ in range(times):
-        part = [part, part]
-    return part
-
-
 @pytest.fixture
 def theirs(finished: Path, desk: Path) -> Path:
     """The folder of a run of somebody else, in a folder with a few things that they left there."""
@@ -314,50 +298,14 @@ def test_a_forged_signature_is_none(command: Command, theirs: Path):
         refuse_all(command, ("validate",), "was not written by you")
 
 
-def zip_of(path: Path, compression: int, entries: dict[str, bytes]) -> None:
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        for name, content in entries.items():
-            archive.writestr(f"archive/{name}", content)
-
-
-def overlapping(file: Path) -> None:
-    """All entries of the archive become the largest one."""
-    content = bytearray(file.read_bytes())
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        largest = max(archive.infolist(), key=lambda entry: entry.file_size)
-        place = archive.start_dir
-        for _ in archive.infolist():
-            sizes = (largest.CRC, largest.compress_size, largest.file_size)
-            content[place + 16 : place + 28] = b"".join(number.to_bytes(4, "little") for number in sizes)
-            content[place + 42 : place + 46] = largest.header_offset.to_bytes(4, "little")
-            place += 46 + sum(int.from_bytes(content[place + at : place + at + 2], "little") for at in (28, 30, 32))
-    file.write_bytes(content)
-
-
-def compressed(file: Path) -> None:
-    with zipfile.ZipFile(file) as archive:
-        entries = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
-    zip_of(file, zipfile.ZIP_DEFLATED, {**entries, "data/99": b"\0" * (64 << 20)})
-
-
 def with_pickle(file: Path) -> None:
     contents = torch.load(file, weights_only=True)
     torch.save({**contents, "callbacks": Bomb()}, file)
 
 
-def with_bytearray(file: Path) -> None:
-    huge = b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R."
-    with zipfile.ZipFile(file) as archive:
-        entries = {entry.filename.partition("/")[2]: archive.read(entry) for entry in archive.infolist()}
-    zip_of(file, zipfile.ZIP_STORED, {**entries, "data.pkl": huge})
-
-
 FILES: dict[str, Callable[[Path], None]] = {
     "a pickle": with_pickle,
     "a bare pickle": lambda file: file.write_bytes(pickle.dumps(Bomb())),
-    "compressed entries": compressed,
-    "overlapping entries": overlapping,
-    "a bytearray": with_bytearray,
 }
 SIZES: dict[str, Change] = {
     "layers": put("model", "num_layers")(300_000),
@@ -382,26 +330,6 @@ def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, wha
     rewrite(theirs, of_config(SIZES[what]))
     for arguments in (VERBS["generate"], ("statex", "--checkpoint", "theirs", "--output", "out")):
         refused(command(*arguments))
-
-
-def test_a_shape_needs_its_bytes(command: Command, theirs: Path):
-    def change(contents: dict[str, Any]) -> None:
-        weights = contents["state_dict"]
-        weights["model.embeddings.weight"] = torch.zeros(1).expand(512, 10**9)
-        contents["zoo"]["config"]["model"]["hidden_size"] = 10**9
-
-    rewrite(theirs, change)
-    refuse_all(command, OF_MODELS, "has a shape that its bytes do not fill")
-
-
-def test_memory_that_many_tensors_share_is_counted_once(command: Command, theirs: Path):
-    def change(contents: dict[str, Any]) -> None:
-        weights = contents["state_dict"]
-        shared = weights["model.embeddings.weight"]
-        weights |= {f"model.layers.{number}.x": shared for number in range(3, 1000)}
-
-    rewrite(theirs, change)
-    refuse_all(command, OF_MODELS, "its tensors share their memory")
 
 
 WRITTEN = (
@@ -498,9 +426,6 @@ def test_ones_own_run_may_lie_behind_a_link(command: Command, finished: Path, de
 
 
 CONTENTS: dict[str, Callable[[dict[str, Any]], None]] = {
-    # not through `put`, whose copy would take as long as what is tested
-    "shared references": lambda contents: contents["zoo"]["config"]["model"].update(fancy=doubled(40)),
-    "a nested config": lambda contents: contents["zoo"]["config"]["model"].update(fancy=nested(200)),
     "a config of another type": lambda contents: contents["zoo"].update(config=["model"]),
     "a tokenizer of another type": lambda contents: contents["zoo"].update(tokenizer={"a": 1}),
     "weights of another type": lambda contents: contents.update(state_dict={"model.norm.weight": "x"}),
@@ -516,7 +441,7 @@ CONTENTS: dict[str, Callable[[dict[str, Any]], None]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [*FILES, *CONTENTS])
-def test_a_file_runs_nothing_and_is_no_bomb(command: Command, theirs: Path, what: str):
+def test_a_file_runs_nothing(command: Command, theirs: Path, what: str):
     if what in FILES:
         FILES[what](theirs / "checkpoints" / "last.ckpt")
     else:
@@ -548,11 +473,7 @@ def test_shards_run_nothing(command: Command, theirs: Path):
     refuse_all(command, OF_MODELS, "last.ckpt is refused: its shards name posix.system")
 
 
-ALIASES = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{new}: &{new} [{', '.join([f'*{old}'] * 10)}]\n" for old, new in zip("abcdefghi", "bcdefghij", strict=True)
-)
 TEXTS = {
-    "aliases": ALIASES,
     "an alias of itself": "model: &a [*a]",
     "brackets": "model: " + "[" * 100_000,
     "braces": "{a: " * 5_000,
@@ -568,7 +489,7 @@ TEXTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", TEXTS)
-def test_yaml_is_no_bomb(command: Command, theirs: Path, what: str):
+def test_yaml_runs_nothing(command: Command, theirs: Path, what: str):
     assert command("export", "--checkpoint", "theirs", "--output", "out").code == 0
     Path("out/hashes.json").unlink()
     Path("out/config.yaml").write_text(TEXTS[what])
@@ -576,7 +497,6 @@ def test_yaml_is_no_bomb(command: Command, theirs: Path, what: str):
     refused(command("fit", "--config", "out/config.yaml"))
     refused(command("sweep", "--config", "out/config.yaml", "--dry-run"))
     why = {
-        "aliases": "has more than 100,000 values, with aliases expanded",
         "an alias of itself": "an alias inside the node it refers to",
         **dict.fromkeys(("brackets", "braces", "dashes"), "is nested more than 100 levels deep"),
         **dict.fromkeys(("a list", "nothing"), "has no config of a model"),

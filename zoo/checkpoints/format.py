@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from kernels.errors import UserError
 from zoo.checkpoints import zero_shards
-from zoo.checkpoints.archive import check_archive, read_seal
+from zoo.checkpoints.archive import check_sums, read_seal
 from zoo.checkpoints.tensor_files import TensorFiles, Weights, has_tensor_files
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_entry
 from zoo.files.safe_yaml import check_plain
@@ -55,7 +55,6 @@ def read_hashed_checkpoint(path: str | os.PathLike[str], map_location: Any = "cp
     weights = checkpoint.get("state_dict", {})
     if not isinstance(weights, Mapping) or not all(isinstance(tensor, Tensor) for tensor in weights.values()):
         raise UserError(f"{path} is not a checkpoint of this project: its state_dict is invalid.")
-    _check_held(weights, path)
     _check_shards(path, checkpoint)
     return checkpoint, digest
 
@@ -104,24 +103,7 @@ def weights_in(contents: Any, path: str | os.PathLike[str]) -> dict[str, Tensor]
         contents = {str(name).removeprefix("model."): tensor for name, tensor in contents["state_dict"].items()}
     if not isinstance(contents, Mapping) or not contents or not all(isinstance(t, Tensor) for t in contents.values()):
         raise UserError(f"{path} holds no weights: expected a checkpoint, a state dict or a .safetensors file.")
-    _check_held(contents, path)
     return dict(contents)
-
-
-def _check_held(weights: Mapping[Any, Tensor], path: str | os.PathLike[str]) -> None:
-    """Raise a UserError if tensors have more elements than the file holds: a few bytes can claim any shape.
-
-    Two names may share their memory, as tied embeddings do, but not thousands of them.
-    """
-    claimed, storages = 0, dict[int, int]()
-    for name, tensor in weights.items():
-        held = tensor.layout is torch.strided and not tensor.is_meta
-        if not held or tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
-            raise UserError(f"{path} is refused: {str(name)!r:.80} in it has a shape that its bytes do not fill.")
-        claimed += tensor.numel() * tensor.element_size()
-        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    if claimed > 2 * sum(storages.values()):
-        raise UserError(f"{path} is refused: its tensors share their memory, and would need many times its size.")
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -211,7 +193,8 @@ def _read(path: str | os.PathLike[str], map_location: Any) -> tuple[Any, str]:
     try:
         with open(path, "rb") as file:
             sealed, digest = read_seal(path, file)
-            check_archive(path, contents=not sealed, file=file)
+            if not sealed:
+                check_sums(path, file)
             file.seek(0)
             loaded = torch.load(file, map_location=map_location, weights_only=True)
     except PermissionError as error:

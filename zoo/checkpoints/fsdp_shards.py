@@ -5,7 +5,6 @@ pickle that could run code, and is never read here: its contents are also in the
 under `tensors` in the entry `shards`. Tested with PyTorch 2.13.
 """
 
-import io
 import math
 import os
 import re
@@ -13,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -29,7 +28,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.tensor import DTensor
 
 from kernels.errors import UserError
-from zoo.checkpoints.archive import check_archive
 from zoo.checkpoints.zero_shards import SHARDS, TENSORS, check_shards
 
 _NAME = re.compile(r"state_dict/[^/]+|optimizer_states/\d+/\d+/[^/]+")
@@ -56,13 +54,6 @@ class _Reader(dcp.FileSystemReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         return _metadata(self._tensors)
-
-    def _slice_file(self, file: IO[bytes], sinfo: _StorageInfo) -> IO[bytes]:
-        file.seek(sinfo.offset)
-        part = io.BytesIO(file.read(sinfo.length))  # PyTorch's view of the file cannot be read from its end
-        check_archive(Path(self.path) / sinfo.relative_path, contents=False, file=part)
-        part.seek(0)
-        return part
 
 
 def named_tensors(weights: Mapping[str, Tensor], optimizer_states: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -153,7 +144,7 @@ def read_tensors(path: str | os.PathLike[str], shards: Mapping[str, Any], into: 
 def whole_checkpoint(path: str | os.PathLike[str], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     """A sharded checkpoint, checked by `check_entry`, with all tensors on the CPU, as if saved in one file."""
     shards = checkpoint[SHARDS]
-    check_shards(path, shards, archives=False)
+    check_shards(path, shards)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape, _) in shards[TENSORS].items()}
     read_tensors(path, shards, tensors)
     return {key: value for key, value in with_tensors(checkpoint, tensors).items() if key != SHARDS}

@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 5_000_000_000  # of a shard, as is customary
-_LARGEST_INDEX = 64 << 20  # bytes; the index of the largest public models has a few
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -171,7 +170,7 @@ def read_index(file: Path, suffix: str = ".safetensors") -> dict[str, str]:
     """Return tensor → file name, from an index of files with this suffix."""
     try:
         with open_to_read(file) as opened:
-            contents = json.loads(opened.read(_LARGEST_INDEX))
+            contents = json.loads(opened.read())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as an index of weights: {error}.") from None
     places = contents.get("weight_map") if isinstance(contents, dict) else None

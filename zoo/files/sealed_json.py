@@ -9,7 +9,6 @@ from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
 from zoo.files.links import open_to_read
 
-MOST_BYTES = 1 << 28
 SEAL = "blake2b"  # the entry that holds the hash of all the others
 
 
@@ -28,9 +27,7 @@ def read_sealed(path: str | os.PathLike[str], *, advice: str = "delete it or res
     """
     try:
         with open_to_read(path) as file:
-            data = file.read(MOST_BYTES + 1)
-        if len(data) > MOST_BYTES:
-            raise UserError(f"{path} has more than {MOST_BYTES:,} bytes; {advice}.")
+            data = file.read()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}.") from error
     return unsealed(data, str(path), advice=advice)

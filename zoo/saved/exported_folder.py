@@ -13,12 +13,10 @@ from zoo.files.atomic import exchange_folders, sync, sync_all
 from zoo.files.hashing import digest, file_digest
 from zoo.files.links import open_to_read
 from zoo.files.output import keep_others
-from zoo.files.safe_yaml import MOST_BYTES
 from zoo.files.sealed_json import sealed, unsealed
 
 HASHES = "hashes.json"
 CONFIG, TOKENIZER = "config.yaml", "tokenizer.json"
-_LARGEST = 1 << 20  # bytes that are read of the list, at most
 
 
 class ExportedFiles:
@@ -41,7 +39,7 @@ class ExportedFiles:
         advice = "without it, the files in its folder are loaded unchecked"
         try:
             with open_to_read(file) as opened:
-                written = opened.read(_LARGEST)
+                written = opened.read()
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror}); {advice}.") from None
         contents = unsealed(written, str(file), advice=advice)
@@ -83,7 +81,7 @@ class ExportedFiles:
     def _bytes(self, name: str) -> bytes:
         if name not in self._texts:
             with open_to_read(self._folder / name) as file:
-                self._texts[name] = file.read(MOST_BYTES + 1 if name == CONFIG else -1)
+                self._texts[name] = file.read()
         return self._texts[name]
 
 

@@ -124,7 +124,7 @@ class FSDP2(ModelParallelStrategy):
         if TENSORS not in checkpoint[SHARDS]:
             return Strategy.load_checkpoint(self, path, weights_only)
         shards = checkpoint.pop(SHARDS)
-        check_together(self, path, shards, archives=False)
+        check_together(self, path, shards)
         tensors = self._counterparts(path, checkpoint, shards[TENSORS])
         read_tensors(path, shards, tensors)
         return with_tensors(checkpoint, tensors)

@@ -94,11 +94,11 @@ def save_with_shards(
         remove_unused_shards(path.parent)
 
 
-def check_together(strategy: ParallelStrategy, path: Path, shards: Mapping[str, Any], archives: bool = True) -> None:
+def check_together(strategy: ParallelStrategy, path: Path, shards: Mapping[str, Any]) -> None:
     """Raise a UserError in all processes, which share the work, if a shard is missing or damaged."""
     problem = None
     try:
-        check_shards(path, shards, (strategy.global_rank, strategy.world_size), archives)
+        check_shards(path, shards, (strategy.global_rank, strategy.world_size))
     except UserError as error:
         problem = error
     if not strategy.reduce_boolean_decision(problem is None, all=True):

@@ -12,7 +12,6 @@ from zoo.files.links import check_inside, open_to_read
 from zoo.files.safe_yaml import check_plain
 
 CONFIG = "config.json"
-_LARGEST = 4 << 20  # bytes of a config
 
 
 def is_public(path: str | Path) -> bool:
@@ -29,7 +28,7 @@ class PublicFolder:
         self._configs: dict[str, dict[str, Any]] = {}
 
     def config(self, name: str = CONFIG) -> dict[str, Any]:
-        """The contents of a JSON file; a UserError if it is missing, too large, or not a JSON object."""
+        """The contents of a JSON file; a UserError if it is missing or not a JSON object."""
         if name not in self._configs:
             self._configs[name] = _read_object(self.path / name, self.path)
         return self._configs[name]
@@ -72,7 +71,7 @@ def _read_object(file: Path, folder: Path) -> dict[str, Any]:
     check_inside(file, folder)
     try:
         with open_to_read(file) as opened:
-            contents = json.loads(opened.read(_LARGEST))
+            contents = json.loads(opened.read())
     except UserError:
         raise
     except (OSError, ValueError, RecursionError) as error:
