@@ -48,7 +48,7 @@ def convert(
             exported folder.
         output: The folder to write, or the file for `gguf`.
         to: `fla` or `huggingface`, for a folder that `from_pretrained` loads, or the name of a family where several can
-            hold the model, such as `hf_qwen3_next`; `transformers` for a folder with code that wraps this project,
+            hold the model, such as `hf_qwen3_5`; `transformers` for a folder with code that wraps this project,
             also of models that fit no public layout; `gguf` for a file that llama.cpp runs; None for the format that
             `export` writes.
         quantize: Type of the matrices in a GGUF file: `f32`, `f16`, `bf16` or `q8_0`; None keeps their dtypes.

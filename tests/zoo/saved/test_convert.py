@@ -356,19 +356,6 @@ def test_a_model_that_their_layout_cannot_hold(change: dict, message: str, comma
 
 
 @pytest.mark.slow
-def test_the_layout_of_preconditioned_models_is_tried_first(command: Command, desk: Path):
-    heads = {"num_heads": 2, "num_key_heads": 1, "head_dim": 8, "preconditioner": "Preconditioner"}
-    stack = {"class_path": "Uniform", "init_args": {"mixer": {"class_path": "KDA", "init_args": heads}}}
-    model = {"stack": stack, "vocab_size": 40, "hidden_size": 32, "num_layers": 2, "norm_eps": 1e-5}
-    (desk / "ours").mkdir()
-    (desk / "ours" / "config.yaml").write_text(yaml.safe_dump({"model": model}))
-    save_file(zoo.build("ours/config.yaml").state_dict(), desk / "ours" / "model.safetensors")
-    done = command("convert", "--checkpoint", "ours", "--output", "new", "--to=fla")
-    said = "fla_precond_kda cannot hold this model: config.json: num_v_heads is 2; our mixers can do num_heads, as a"
-    assert done.err.startswith(f"error: to: {said}"), done.err
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pattern", "attention", "message"),
     [

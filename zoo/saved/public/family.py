@@ -73,7 +73,6 @@ class Family:
             names, all are listed: a rule counts where our model has its tensors.
         ignored: Patterns of public names that are not weights, or not used: rotary tables, heads for speculation.
         also: A further test of a config.json whose model_type another family has as well.
-        preferred: Whether to try it for our model before other families that have its mixers.
         part: The key under which a config.json of a larger model holds that of its language model. What both have is
             taken from there, except whether embeddings are tied.
         inside: The key that holds further keys of the layers, which are named `inside.key` here.
@@ -95,7 +94,6 @@ class Family:
     idle: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
     also: Callable[[Config], bool] = field(default=lambda config: True)
-    preferred: Callable[[LanguageModel], bool] = field(default=lambda model: False)
     part: str | None = None
     inside: str | None = None
 

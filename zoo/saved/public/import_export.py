@@ -168,7 +168,7 @@ def in_a_layout(model: LanguageModel, weights: Weights, named: Sequence[Family],
     `to` is the name of the families together, for messages.
     """
     kinds = {type(mixer).__name__ for mixer in model.mixers}
-    families = sorted((f for f in named if kinds <= f.mixers), key=lambda family: not family.preferred(model))
+    families = [family for family in named if kinds <= family.mixers]
     if not families:
         layers = "layers of " + ", ".join(sorted(kinds)) + (" in one model" if len(kinds) > 1 else "")
         held = sorted({name for family in named for name in family.mixers})

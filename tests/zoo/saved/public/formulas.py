@@ -80,18 +80,6 @@ def recurrence(
     return torch.stack(outputs)
 
 
-def preconditioned(k: Tensor, x: Tensor, w: Weight, c: Mapping[str, Any], decay: str) -> Tensor:
-    """k ⊙ M [T,G,K]; `decay` names the projection that the decay of the curvature is made by."""
-    decays = (-w("A_log_atk").exp() * F.softplus(x @ w(decay).T + w("dt_bias_atk"))).exp()
-    added = (x @ w("b_atk_proj.weight").T).sigmoid()[..., None] * k.square()
-    A, rows = torch.zeros_like(k[0]), []
-    for t in range(len(k)):
-        A = decays[t][:, None] * A + added[t]
-        rows.append(A)
-    r = (torch.stack(rows) + c["squash_eps"]).log() - w("log_atk_scale")[:, None]
-    return k * c["squash_x"] ** (-r / (1 + r.abs()))
-
-
 def gla(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
     H, act = c["num_heads"], F.silu if c["use_short_conv"] else identity
     q, k, v = (stream(x, w, name, c, H, act) for name in "qkv")
@@ -154,13 +142,12 @@ def hgrn2(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: Mappi
 
 
 def delta(x: Tensor, w: Weight, c: Mapping[str, Any], heads: int, decay: Tensor) -> Tensor:
-    """The delta rule, with or without a decay [T,H], an output gate and preconditioned keys."""
+    """The delta rule, with or without a decay [T,H] and an output gate."""
     q, k = (unit(stream(x, w, name, c, c["num_heads"], F.silu)) for name in "qk")
-    written = preconditioned(k, x, w, c, "a_atk_proj.weight") if "squash_x" in c else k
-    q, k, written = (y.repeat_interleave(heads // c["num_heads"], 1) for y in (q, k, written))
+    q, k = (y.repeat_interleave(heads // c["num_heads"], 1) for y in (q, k))
     v = stream(x, w, "v", c, heads, F.silu)
     beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
-    o = rms(recurrence(q, k, v, decay[..., None], beta, written), w("o_norm.weight"), c["norm_eps"])
+    o = rms(recurrence(q, k, v, decay[..., None], beta), w("o_norm.weight"), c["norm_eps"])
     if c["use_gate"]:
         o = o * F.silu(x @ w("g_proj.weight").T).view_as(o)
     return o.flatten(1) @ w("o_proj.weight").T
@@ -187,15 +174,14 @@ def sigmoid_gated(x: Tensor, o: Tensor, gate: Tensor, w: Weight, c: Mapping[str,
 def kda(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
     H = c["num_v_heads"] or c["num_heads"]
     q, k = (unit(stream(x, w, name, c, c["num_heads"], F.silu)) for name in "qk")
-    written = preconditioned(k, x, w, c, "a_proj.weight") if "squash_x" in c else k
-    q, k, written = (y.repeat_interleave(H // c["num_heads"], 1) for y in (q, k, written))
+    q, k = (y.repeat_interleave(H // c["num_heads"], 1) for y in (q, k))
     v = stream(x, w, "v", c, H, F.silu)
     raw = (x @ w("f_proj.0.weight").T @ w("f_proj.1.weight").T + w("dt_bias")).unflatten(-1, (H, -1))
     A = w("A_log").exp()[:, None]
     g = -A * F.softplus(raw) if c["lower_bound"] is None else c["lower_bound"] * (A * raw).sigmoid()
     beta = (x @ w("b_proj.weight").T).sigmoid() * (2 if c["allow_neg_eigval"] else 1)
     gate = x @ w("g_proj.0.weight").T @ w("g_proj.1.weight").T + w("g_proj.1.bias")
-    return sigmoid_gated(x, recurrence(q, k, v, g.exp(), beta, written), gate.view_as(v), w, c)
+    return sigmoid_gated(x, recurrence(q, k, v, g.exp(), beta), gate.view_as(v), w, c)
 
 
 def comba(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, weights: object) -> Tensor:
@@ -235,6 +221,5 @@ def gated_deltaproduct(x: Tensor, w: Weight, c: Mapping[str, Any], layer: int, w
 
 MIXERS = {
     **{"gla": gla, "retnet": retnet, "hgrn2": hgrn2, "delta_net": delta_net, "gated_deltanet": gated_deltanet},
-    **{"precond_kda": kda, "precond_gated_deltanet": gated_deltanet},
     **{"kda": kda, "comba": comba, "gated_deltaproduct": gated_deltaproduct},
 }

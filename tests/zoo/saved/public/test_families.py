@@ -101,24 +101,6 @@ def test_padded_batches(case: str, oracle: Oracle, tmp_path: Path):
         close(ours(row[None])[0][0], expected[start : start + len(row)])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"num_v_heads": 4},
-            "num_v_heads is 4; .* num_heads, as a preconditioner belongs to a key head",
-        ),
-        ({"squash_x": 3.0}, "squash_x is 3.0; our mixers can do numbers above 1 and at most 2"),
-        ({"squash_eps": 0.01}, "squash_eps is 0.01; our mixers can do 1e-06"),
-    ],
-)
-def test_preconditioners_that_ours_cannot_be(changes: dict[str, Any], message: str, oracle: Oracle, tmp_path: Path):
-    save(build("preconditioned kda", oracle, **changes), tmp_path)
-    with pytest.raises(zoo.UserError, match=message):
-        zoo.load(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [

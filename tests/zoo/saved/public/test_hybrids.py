@@ -1,4 +1,4 @@
-"""Qwen3-Next, Qwen3.5, OLMo-Hybrid, Kimi Linear, Bamba, Granite 4 and Nemotron-H of transformers: both ways."""
+"""Qwen3.5, OLMo-Hybrid, Kimi Linear, Bamba, Granite 4 and Nemotron-H of transformers: both ways."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -38,7 +38,6 @@ SIZES = {
     "linear_value_head_dim": 12,
 }
 QWEN = {**SIZES, "head_dim": 16}
-NEXT = {**QWEN, "num_experts": 0}
 OLMO = {**SIZES, "pad_token_id": 0, "eos_token_id": 1}
 KIMI = {
     **{key: SIZES[key] for key in SIZES if not key.startswith("linear_") and key != "num_key_value_heads"},
@@ -69,23 +68,20 @@ NEMOTRON_KINDS = ["linear_attention", "mlp", "full_attention"]
 YARN = {"rope_type": "yarn", **SCALED}
 # the family's name without hf_, and the config of a small model of theirs
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", NEXT),
-    "qwen3_next, tied": ("qwen3_next", {**NEXT, "tie_word_embeddings": True}),
-    "qwen3_next, biases": ("qwen3_next", {**NEXT, "attention_bias": True, "rms_norm_eps": 1e-3}),
-    "qwen3_next, half of a head turns": (
-        "qwen3_next",
-        {**NEXT, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
-    ),
-    "qwen3_next, yarn for half of a head": (
-        "qwen3_next",
-        {**NEXT, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
-    ),
-    "qwen3_next, another order": (
-        "qwen3_next",
-        {**NEXT, "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]},
-    ),
-    "qwen3_next, one key head": ("qwen3_next", {**NEXT, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
     "qwen3_5": ("qwen3_5", QWEN),
+    "qwen3_5, half of a head turns": (
+        "qwen3_5",
+        {**QWEN, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5, yarn for half of a head": (
+        "qwen3_5",
+        {**QWEN, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3_5, another order": (
+        "qwen3_5",
+        {**QWEN, "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]},
+    ),
+    "qwen3_5, one key head": ("qwen3_5", {**QWEN, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
     "qwen3_5, tied": ("qwen3_5", {**QWEN, "tie_word_embeddings": True}),
     "qwen3_5, biases": ("qwen3_5", {**QWEN, "attention_bias": True, "num_key_value_heads": 1}),
     "olmo_hybrid": ("olmo_hybrid", OLMO),
@@ -146,7 +142,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 CLASSES = {
-    "qwen3_next": ("Qwen3NextConfig", "Qwen3NextForCausalLM"),
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
     "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
@@ -262,7 +257,7 @@ def test_decoded_tokens(theirs: Make, case: str):
 @pytest.mark.parametrize(
     "case",
     [
-        *("qwen3_next", "qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"),
+        *("qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"),
         *("granite_hybrid, all else", "nemotron_h, all else"),
     ],
 )
@@ -281,12 +276,12 @@ def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
 @pytest.mark.slow
 @pytest.mark.parity
 def test_gates_in_fp32_beside_bf16_stay(theirs: Make, tmp_path: Path):
-    folder = theirs("qwen3_next", NEXT, torch.bfloat16)
+    folder = theirs("qwen3_5", QWEN, torch.bfloat16)
     file = folder / "model.safetensors"
     mixed = {name: x.float() + 1e-4 if "A_log" in name else x for name, x in load_file(file).items()}
     save_file(mixed, file)
     zoo.convert(folder, tmp_path / "ours")
-    zoo.convert(tmp_path / "ours", tmp_path / "back", to="hf_qwen3_next")
+    zoo.convert(tmp_path / "ours", tmp_path / "back", to="hf_qwen3_5")
     assert_same(tensors(tmp_path / "back"), mixed)
 
 
@@ -354,7 +349,7 @@ def test_what_configs_leave_out_is_as_in_theirs(oracle: Callable[[str], Any], na
     of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
     sizes = {"num_hidden_layers": 4, "vocab_size": 1000, "pad_token_id": None}
     sizes |= {
-        **{"qwen3_next": {"num_experts": 0}, "kimi_linear": {"first_k_dense_replace": 4}},
+        "kimi_linear": {"first_k_dense_replace": 4},
         **{"granite_hybrid": {"num_local_experts": 0}, "nemotron_h": {"layers_block_type": [*NEMOTRON_KINDS, "mlp"]}},
     }.get(name, {})
     config = of_config(**sizes)
@@ -443,7 +438,7 @@ def folder_of(tmp_path: Path, **config: Any) -> Path:
     """A folder whose config.json is all that matters."""
     folder = tmp_path / "theirs"
     folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_next", **NEXT, **config}))
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_5", **QWEN, **config}))
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     return folder
 
@@ -451,7 +446,6 @@ def folder_of(tmp_path: Path, **config: Any) -> Path:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_experts": 8}, "num_experts is 8, so layer 0 is a mixture of experts; ours are dense"),
         ({"hidden_act": "gelu"}, r'hidden_act is "gelu"; our mixers can do "silu"'),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},
@@ -465,10 +459,10 @@ def folder_of(tmp_path: Path, **config: Any) -> Path:
         ({"layer_types": ["sliding_attention"] * 4}, "layer_types is .*sliding.*linear_attention and full_attention"),
         ({"linear_conv_kernel_dim": 0}, "linear_conv_kernel_dim is 0; our mixers can do 1 or more"),
         ({"use_sliding_window": True}, "use_sliding_window is true"),
-        ({"model_type": "qwen3_5", "num_experts": None, "attn_output_gate": False}, "attn_output_gate is false"),
+        ({"attn_output_gate": False}, "attn_output_gate is false"),
         ({"model_type": "qwen3_5_moe"}, 'model_type "qwen3_5_moe", .*known: '),
         (
-            {"model_type": "olmo_hybrid", "num_experts": None, "head_dim": None, "layer_types": ["full_attention"] * 4},
+            {"model_type": "olmo_hybrid", "head_dim": None, "layer_types": ["full_attention"] * 4},
             "layer_types is .*linear_attention and full_attention in one model",
         ),
     ],
@@ -603,18 +597,13 @@ def test_kinds_of_layers_of_nemotron_h_come_back():
     assert back["hybrid_override_pattern"] == "--M*M"
 
 
-def test_layers_without_experts_among_those_that_could_have_them(tmp_path: Path):
-    with pytest.raises(UserError, match=r"theirs lacks model.embed_tokens.weight"):  # the config itself is fine
-        zoo.convert(folder_of(tmp_path, num_experts=8, mlp_only_layers=[0, 1, 2, 3]), tmp_path / "ours")
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "to", "message"),
     [
-        ((), "hf_qwen3_nxt", r"to: 'hf_qwen3_nxt' is not one of fla, huggingface, .*did you mean 'hf_qwen3_next'"),
+        ((), "hf_qwen3_6", r"to: 'hf_qwen3_6' is not one of fla, huggingface, .*did you mean 'hf_qwen3_5'"),
         ((), "hf_qwen3_5", r"hf_qwen3_5 cannot hold this model: .*RMSNorm"),
-        (("model.norm=ZeroCentredRMSNorm", "model.stack.mixer.gate=head"), "hf_qwen3_next", "cannot hold this model"),
+        (("model.norm=ZeroCentredRMSNorm", "model.stack.mixer.gate=head"), "hf_qwen3_5", "cannot hold this model"),
         (("model.norm=SimpleRMSNorm",), "hf_llama", "cannot hold this model: .*RMSNorm"),
         (("model.norm=LayerNorm",), "hf_llama", r"cannot hold this model: .*LayerNorm"),
         (("model.stack.mixer.bias=true",), "hf_olmo_hybrid", "linear_attention and full_attention in one model"),

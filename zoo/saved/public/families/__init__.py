@@ -18,6 +18,7 @@ FAMILIES: tuple[Family, ...] = (
 READ_ONLY: tuple[Family, ...] = state_spaces.FAMILIES
 # types of models that people ask for → the reason why no family reads them
 REFUSED = {
+    "qwen3_next": "its published models are mixtures of experts, and ours are dense, which qwen3_5 can be",
     "falcon_mamba": "its layers normalise B, C and the time steps of Mamba, and ours do not",
     "ministral": "its layers alternate windows, which only Qwen2 and Qwen3 do here",
 }

@@ -1,12 +1,8 @@
-"""The delta rules of flash-linear-attention: Gated DeltaNet, DeltaNet, KDA, Comba and Gated DeltaProduct.
-
-Gated DeltaNet and KDA with preconditioned keys are models of their own there.
-"""
+"""The delta rules of flash-linear-attention: Gated DeltaNet, DeltaNet, KDA, Comba and Gated DeltaProduct."""
 
 from typing import Any
 
 from mixers import BoundedChannelDecay
-from zoo.lm.model import LanguageModel
 from zoo.saved.public.families.fla_layout import (
     OUTPUT_NORM,
     Mixer,
@@ -45,34 +41,14 @@ def _head_keys(mixer: Any) -> dict[str, Any]:
     return {**heads, "expand_v": mixer.value_size / mixer.key_size, **convolution_keys(mixer.q_features.spec)}
 
 
-def _preconditioner(config: Config) -> dict[str, Spec]:
-    """Our argument for a preconditioner, if it is a model that has one."""
-    if "squash_x" not in config:
-        return {}
-    if not 1 < config["squash_x"] <= 2:
-        raise refusal("squash_x", config["squash_x"], "numbers above 1 and at most 2")
-    arguments = dict(limit=config["squash_x"], centre=config["log_atk_scale_init"])
-    return {"preconditioner": component("mixers.Preconditioner", **arguments)}
-
-
-def _preconditioner_keys(mixer: Any) -> dict[str, Any]:
-    """Their keys for what `_preconditioner` reads."""
-    ours = mixer.preconditioner
-    return {} if ours is None else dict(squash_x=ours.limit, log_atk_scale_init=ours.first_centre)
-
-
-def _has_preconditioner(model: LanguageModel) -> bool:
-    return any(getattr(mixer, "preconditioner", None) is not None for mixer in model.mixers)
-
-
 def _gated_deltanet(config: Config) -> Spec:
     options = dict(output=_output_norm(config), allow_neg_eigval=config["allow_neg_eigval"])
-    return component("GatedDeltaNet", **_head_sizes(config), **options, **_preconditioner(config))
+    return component("GatedDeltaNet", **_head_sizes(config), **options)
 
 
 def _gated_deltanet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
     options = dict(use_gate=mixer.o_norm.gated, allow_neg_eigval=mixer.beta.most == 2)
-    return {**_head_keys(mixer), **options, **_preconditioner_keys(mixer)}
+    return {**_head_keys(mixer), **options}
 
 
 def _kda(config: Config) -> Spec:
@@ -83,16 +59,13 @@ def _kda(config: Config) -> Spec:
         decay = component("mixers.BoundedChannelDecay", lower_bound=bound)
     output = component("mixers.SigmoidGatedRMSNorm", eps=config["norm_eps"])
     options = dict(decay=decay, output=output, allow_neg_eigval=config["allow_neg_eigval"])
-    preconditioner, value_heads = _preconditioner(config), config["num_v_heads"]
-    if preconditioner and value_heads not in (None, config["num_heads"]):  # they precondition for each value head
-        raise refusal("num_v_heads", value_heads, "num_heads, as a preconditioner belongs to a key head")
-    return component("KDA", **_head_sizes(config), **options, **preconditioner)
+    return component("KDA", **_head_sizes(config), **options)
 
 
 def _kda_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
     bound = mixer.decay.lower_bound if isinstance(mixer.decay, BoundedChannelDecay) else None
     gates = dict(lower_bound=bound, safe_gate=bound is not None, allow_neg_eigval=mixer.beta.most == 2)
-    return {**_head_keys(mixer), **gates, **_preconditioner_keys(mixer)}
+    return {**_head_keys(mixer), **gates}
 
 
 def _comba(config: Config) -> Spec:
@@ -155,19 +128,12 @@ def _deltanet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
 
 
 _DECAY = {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"}
-_PRECONDITIONER = {
-    "A_log_atk": "preconditioner.decay.A_log",
-    "dt_bias_atk": "preconditioner.decay.dt_bias",
-    "log_atk_scale": "preconditioner.centre",
-    "b_atk_proj.weight": "in_proj.curvature_b.weight",
-}
 _LOW_RANKS = {
     **{f"{x}_proj.0.weight": f"in_proj.{x}.weight" for x in "fg"},
     "f_proj.1.weight": "decay_up.weight",
     "g_proj.1.weight": "g_up.weight",
     "g_proj.1.bias": "g_up.bias",
 }
-_SQUASH = dict(squash_x=1.5, log_atk_scale_init=-0.2)
 _MIXERS = (
     Mixer(
         "gated_deltanet",
@@ -201,47 +167,6 @@ _MIXERS = (
         to_ours=_kda,
         to_theirs=_kda_keys,
         tensors={**projections("qkvb"), **_DECAY, **_LOW_RANKS, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
-    ),
-    Mixer(
-        "precond_gated_deltanet",
-        "PrecondGatedDeltaNet",
-        mixers="GatedDeltaNet",
-        keys=dict(num_hidden_layers=21, num_heads=6, num_v_heads=None, head_dim=256, expand_v=2.0, use_gate=True)
-        | dict(use_short_conv=True, conv_size=4, allow_neg_eigval=False, **_SQUASH),
-        fixed=dict(squash_eps=(1e-6,)),
-        harmless="a_log_init_lower",
-        preferred=_has_preconditioner,
-        to_ours=_gated_deltanet,
-        to_theirs=_gated_deltanet_keys,
-        tensors={
-            **projections("qkvgab"),
-            **_DECAY,
-            **_PRECONDITIONER,
-            "a_atk_proj.weight": "in_proj.curvature_a.weight",
-            **convolutions(q="q", k="k", v="v"),
-            **OUTPUT_NORM,
-        },
-    ),
-    Mixer(
-        "precond_kda",
-        "PrecondKDA",
-        mixers="KDA",
-        keys=dict(num_heads=16, num_v_heads=None, head_dim=128, expand_v=1.0, allow_neg_eigval=False)
-        | dict(use_short_conv=True, conv_size=4, safe_gate=False, lower_bound=None, **_SQUASH),
-        fixed=dict(squash_eps=(1e-6,)),
-        harmless="a_log_init_lower",
-        preferred=_has_preconditioner,
-        to_ours=_kda,
-        to_theirs=_kda_keys,
-        tensors={
-            **projections("qkvb"),
-            **_DECAY,
-            **_PRECONDITIONER,
-            "a_proj.weight": "in_proj.curvature_a.weight",
-            **_LOW_RANKS,
-            **convolutions(q="q", k="k", v="v"),
-            **OUTPUT_NORM,
-        },
     ),
     Mixer(
         "comba",

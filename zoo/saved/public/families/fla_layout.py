@@ -34,7 +34,7 @@ class Mixer:
         to_theirs: Our mixer, and the width of the model → their keys.
         tensors: Names in their mixer → in ours, several separated by spaces.
         model_type: None for `name`.
-        fixed, harmless, preferred: As for `Family`.
+        fixed, harmless: As for `Family`.
         norms, shared: Rules for further tensors of each layer, and of the model.
         layer: Which of the layers without attention `to_theirs` reads.
     """
@@ -52,7 +52,6 @@ class Mixer:
     norms: tuple[Rows, ...] = ()
     shared: tuple[Rule, ...] = ()
     layer: int = 0
-    preferred: Callable[[LanguageModel], bool] = field(default=lambda model: False)
 
 
 def family(theirs: Mixer) -> Family:
@@ -83,7 +82,6 @@ def family(theirs: Mixer) -> Family:
         to_theirs=to_theirs,
         tensors=(*_TENSORS, *theirs.shared),
         layer_tensors=(*theirs.norms, *table(_AROUND_THE_MIXER), *of_mixer),
-        preferred=theirs.preferred,
     )
 
 

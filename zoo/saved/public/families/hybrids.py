@@ -1,4 +1,4 @@
-"""Qwen3.5, Qwen3-Next and OLMo-Hybrid of transformers: hybrids of Gated DeltaNet and attention, without experts."""
+"""Qwen3.5 and OLMo-Hybrid of transformers: hybrids of Gated DeltaNet and attention, without experts."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,6 @@ from zoo.saved.public.family import (
     Config,
     Family,
     component,
-    experts,
     keys_of,
     mlp_size,
     model_of,
@@ -140,7 +139,7 @@ def _keys_of(
     return keys
 
 
-# Qwen3.5 and Qwen3-Next
+# Qwen3.5
 
 _QWEN_KEYS: dict[str, Any] = (
     dict(num_attention_heads=16, head_dim=256, partial_rotary_factor=0.25, full_attention_interval=4)
@@ -162,10 +161,10 @@ _QWEN_LAYER: tuple[Rows, ...] = (
 )
 
 
-def _projection(theirs: str, streams: str, per: str | None = None) -> Rows:
+def _projection(theirs: str, streams: str) -> Rows:
     """One projection of the Gated DeltaNet that holds several of our streams."""
     ours = (f"mixer.in_proj.{stream}.weight" for stream in streams)
-    return in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, per=per, of=_LINEAR)
+    return in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, of=_LINEAR)
 
 
 def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -196,14 +195,6 @@ def _qwen_keys(model: LanguageModel) -> dict[str, Any]:
         return {"head_dim": full.head_dim, **rotary_keys(full.q_features.map, partial=True)}
 
     return _keys_of(model, of_attention)
-
-
-def _qwen3_next(config: Config) -> dict[str, Any]:
-    dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
-    sparse = {layer for layer in range(config["num_hidden_layers"]) if (layer + 1) % every == 0} - set(dense)
-    if config["num_experts"] != 0 and sparse:
-        raise experts(min(sparse), "num_experts", config["num_experts"])
-    return _qwen(config)
 
 
 # OLMo-Hybrid
@@ -275,30 +266,6 @@ FAMILIES = (
         ),
         ignored=(r"^mtp\.", r"^model\.visual\."),
         part="text_config",
-    ),
-    Family(
-        **_COMMON,
-        name="hf_qwen3_next",
-        model_types=("qwen3_next",),
-        architecture="Qwen3NextForCausalLM",
-        keys=_QWEN_KEYS
-        | dict(vocab_size=151936, hidden_size=2048, intermediate_size=5632, num_hidden_layers=48, num_key_value_heads=2)
-        | dict(num_experts=None, mlp_only_layers=None, decoder_sparse_step=1),  # without num_experts there are 512
-        fixed={**llama.FIXED, "use_sliding_window": (False,)},
-        harmless=llama.HARMLESS
-        | words("""
-            moe_intermediate_size norm_topk_prob num_experts_per_tok output_router_logits router_aux_loss_coef
-            shared_expert_intermediate_size
-        """),
-        to_ours=_qwen3_next,
-        to_theirs=lambda model: {**_qwen_keys(model), "num_experts": 0},
-        tensors=llama.TENSORS,
-        layer_tensors=(
-            *_QWEN_LAYER,
-            _projection("qkvz", "qkvg", per="num_key_heads"),
-            _projection("ba", "ba", per="num_key_heads"),
-        ),
-        ignored=(r"^mtp\.",),
     ),
     Family(
         **_COMMON,
