@@ -5,16 +5,14 @@ Usage: python -m tests.fork_server FD, where FD is a listening socket. It ends w
 A request is a connection that passes standard input, output and error as file descriptors and sends a line of JSON:
 
     {"arguments": ["cli.py", "fit", ...], "folder": ..., "environment": {...}}      a script, or -m and a module
-    {..., "cpu_seconds": 10, "gigabytes": 2}                                        limits beyond what imports have used
 
-The answers are lines of JSON: the process id, and, when the process has ended, its exit code (negative for a signal),
-its CPU seconds, and its gigabytes beyond the imports. Closing the connection earlier kills the process.
+The answers are lines of JSON: the process id, and, when the process has ended, its exit code (negative for a signal).
+Closing the connection earlier kills the process.
 """
 
 import gc
 import json
 import os
-import resource
 import runpy
 import selectors
 import signal
@@ -55,10 +53,6 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.modules["torch"].set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    if "cpu_seconds" in request:
-        resource.setrlimit(resource.RLIMIT_CPU, (request["cpu_seconds"], request["cpu_seconds"] + 1))
-        data = data_bytes() + int(request["gigabytes"] * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (data, data))
     is_module = request["arguments"][0] == "-m"
     sys.argv = request["arguments"][is_module:]
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(sys.argv[0])))
@@ -92,15 +86,8 @@ def become(request: dict[str, Any], streams: list[int]) -> None:
     os._exit(code or 0)
 
 
-def data_bytes() -> int:
-    """The memory of this process that RLIMIT_DATA counts."""
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmData"))
-
-
 def serve(listener: socket.socket) -> None:
     """Answer requests until standard input is closed."""
-    imports = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     children: dict[int, Child] = {}  # by the file descriptor that becomes readable when the process ends
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
@@ -137,9 +124,8 @@ def serve(listener: socket.socket) -> None:
                     child = children.pop(key.fd)
                     selector.unregister(key.fd)
                     os.close(key.fd)
-                    _, status, usage = os.wait4(child.number, 0)
-                    seconds, gigabytes = usage.ru_utime + usage.ru_stime, (usage.ru_maxrss - imports) / 2**20
-                    _send(child.connection, [os.waitstatus_to_exitcode(status), seconds, gigabytes])
+                    _, status = os.waitpid(child.number, 0)
+                    _send(child.connection, os.waitstatus_to_exitcode(status))
                     with suppress(KeyError, ValueError):
                         selector.unregister(child.connection)
                     child.connection.close()

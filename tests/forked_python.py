@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STAND_IN = """\
@@ -60,7 +60,7 @@ answers = server.makefile("r")
 process = json.loads(answers.readline())
 for number in early:
     pass_on(number, None)
-code = json.loads(answers.readline())[0]
+code = json.loads(answers.readline())
 if code < 0:
     signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
     os.kill(os.getpid(), -code)
@@ -69,14 +69,6 @@ os._exit(code)
 # in the server's environment, since libraries read it when they are imported
 SETTINGS = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "MPLBACKEND": "agg"}
 SETTINGS["TRITON_INTERPRET"] = "0"  # that of these tests is for their own process
-
-
-class Ended(NamedTuple):
-    """How a process has ended."""
-
-    code: int  # negative for a signal
-    cpu_seconds: float
-    gigabytes: float  # beyond those of the imports
 
 
 class ForkServer:
@@ -108,7 +100,7 @@ class ForkServer:
                 },
             )
 
-    def start(self, arguments: list[str], folder: Path, environment: dict[str, str], log: Path, **limits: float) -> int:
+    def start(self, arguments: list[str], folder: Path, environment: dict[str, str], log: Path) -> int:
         """Start a program, in a session of its own.
 
         Args:
@@ -116,7 +108,6 @@ class ForkServer:
             folder: Its working directory.
             environment: Variables to set in addition to those of this process.
             log: The file that output and errors are appended to.
-            limits: `cpu_seconds` and `gigabytes` beyond those of the imports; all or none.
 
         Returns:
             Its process id.
@@ -127,7 +118,6 @@ class ForkServer:
             "arguments": [*map(str, arguments)],
             "folder": str(folder),
             "environment": {**os.environ, **settings, **environment},
-            **limits,
         }
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(str(self._address))
@@ -140,18 +130,18 @@ class ForkServer:
         self._connections[number] = connection, answers
         return number
 
-    def wait(self, number: int, seconds: float) -> Ended | None:
-        """How a process has ended; None if it still runs after some seconds."""
+    def wait(self, number: int, seconds: float) -> int | None:
+        """The exit code of a process, negative for a signal; None if it still runs after some seconds."""
         connection, answers = self._connections[number]
         connection.settimeout(seconds)
         try:
-            ended = Ended(*json.loads(answers.readline()))
+            code: int = json.loads(answers.readline())
         except TimeoutError:
             self._connections[number] = connection, connection.makefile("rb", buffering=0)
             return None
         del self._connections[number]
         connection.close()
-        return ended
+        return code
 
     def close(self) -> None:
         """End the server, and kill what it has started and still runs."""

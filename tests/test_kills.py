@@ -132,7 +132,7 @@ class Chain:
         for orphan in left:
             os.kill(orphan, signal.SIGKILL)
         assert not left, self.told(f"processes are left: {left}")
-        return ended.code
+        return ended
 
     def processes(self) -> list[int]:
         """All processes that the chain has started and that run."""

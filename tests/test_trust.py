@@ -357,32 +357,6 @@ def state_of(*folders: Path) -> dict[str, tuple[int, bytes | str]]:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", WRITTEN)
-def test_nothing_is_written_through_a_link(command: Command, theirs: Path, tmp_path: Path, name: str):
-    rewrite(theirs, lambda contents: None)
-    moved_out(theirs / name, tmp_path / "outside")
-    before = state_of(tmp_path)
-    refused(command(*VERBS["fit"]))
-    assert state_of(tmp_path) == before
-    if name.startswith("checkpoints") and name != "checkpoints/best.ckpt":
-        done = command(*VERBS["generate"])
-        refused(done)
-        assert "is a link that leaves its folder" in done.err
-    assert state_of(tmp_path) == before
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no pipes with names")
-@pytest.mark.parametrize("name", WRITTEN)
-def test_nothing_waits_for_a_pipe(command: Command, theirs: Path, tmp_path: Path, name: str):
-    rewrite(theirs, lambda contents: None)
-    if (theirs / name).exists():
-        (theirs / name).rename(tmp_path / "outside")
-    os.mkfifo(theirs / name)
-    refused(command(*VERBS["fit"]))
-
-
 @pytest.mark.parametrize("name", ["the\nirs", "the\x1b[31mirs"])
 def test_names_of_files_are_printed_and_not_obeyed(command: Command, theirs: Path, name: str):
     rewrite(theirs, of_config(PLACES["position"](CALLS["cProfile"])))

@@ -66,7 +66,16 @@ MODULES: dict[str, tuple[type[Data], dict, list[tuple[dict, str]]]] = {
         {"tasks": COPY, "vocab_size": 16},
         [({"tasks": [SelectiveCopy(16, 3, weight=3.0), InContextRecall(24)]}, "tasks is ")],
     ),
-    "text": (TextData, TEXT, [({"seed": 1}, "seed is 1, ")]),
+    "text": (
+        TextData,
+        TEXT,
+        [
+            ({"seed": 1}, "seed is 1, but the checkpoint was trained with 0"),
+            ({"sequence_length": 8}, "sequence_length is 8, but the checkpoint was trained with 16"),
+            ({"packing": "documents"}, "packing is documents, but the checkpoint was trained with windows"),
+            ({"vocab_size": 301}, r".* has the data hash \w+, but the checkpoint was trained with \w+"),
+        ],
+    ),
     "mixed text": (MixedText, TEXT, [({"seed": 1}, "seed is 1, ")]),
 }
 

@@ -51,44 +51,11 @@ def test_the_order_never_changes():
 FROZEN = [4, 5, 0, 1, 9, 7, 2, 3, 6, 8, 7, 8]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [0, 2])
-def test_resume_at_any_position(windows: Windows, workers: int):
-    steps = len(windows) // 8 + 4  # into the second pass
-    loader = TrainLoader(windows, 8)
-    whole = some(loader, steps + 2)
-    for step in range(0, steps, 1 if workers == 0 else 5):
-        resumed = TrainLoader(windows, 8, num_workers=workers)
-        resumed.position = step * 8
-        assert all(map(same, some(resumed, 2), whole[step : step + 2]))
-        assert resumed.position == (step + 2) * 8
-
-
 def test_random_state_is_left_alone(windows: Windows):
     before = torch.get_rng_state()
     some(TrainLoader(windows, 8), 3)
     list(ValidationLoader(windows, 8))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_any_number_of_ranks_continues(windows: Windows):
-    size = len(windows)
-    number = {windows[i].tokens.tobytes(): i for i in range(size)}
-
-    def seen(world_size: int, position: int, steps: int) -> list[int]:
-        loaders = [TrainLoader(windows, 4, rank, world_size) for rank in range(world_size)]
-        for loader in loaders:
-            loader.position = position
-        rows = []
-        for shares in zip(*(some(loader, steps) for loader in loaders), strict=True):
-            rows += [row for share in shares for row in share.tokens.reshape(-1, 32)]
-        assert all(loader.position == position + 4 * steps for loader in loaders)
-        return [number[row.numpy().tobytes()] for row in rows]
-
-    assert len(number) == size  # windows are all different, so a window names its sample
-    one, two, four = seen(1, 0, 5), seen(2, 20, 4), seen(4, 36, 3)
-    assert one + two + four == shuffled(np.arange(48), size, 0).tolist()
-    assert len(set(one + two + four)) == 48
 
 
 @pytest.mark.parametrize(("batch_size", "world_size"), [(8, 1), (8, 2), (4, 4), (12, 4)])

@@ -110,7 +110,7 @@ def test_a_run_that_ends_in_a_validation_ends(desk: Path, shared_cache: Path, ho
     with started(command, desk, ZOO_CACHE=str(shared_cache)) as process:
         ended = fork_server().wait(process, PATIENCE)
         assert ended is not None
-        assert ended.code == code, (desk / "log").read_text()
+        assert ended == code, (desk / "log").read_text()
         assert not wait_until_none_is(process)
 
 
@@ -198,7 +198,7 @@ def test_a_signal_to_all_leaves_no_worker(signals: tuple[signal.Signals, ...], t
             os.killpg(process, number)
         ended = fork_server().wait(process, PATIENCE)
         assert ended is not None
-        assert ended.code == -signals[0]
+        assert ended == -signals[0]
         assert not wait_until_none_is(process)
 
 

@@ -161,9 +161,6 @@ def test_a_checkpoint_of_another_mixture_names_the_difference(arguments: dict, s
             r"data\.sources\.bees\.weight is 2\.0, but the checkpoint was trained with 0\.5;",
         ),
         ({}, r"data\.sources\.cats has the data hash \w+, but the checkpoint was trained with \w+;"),
-        ({"seed": 1}, r"data\.seed is 1, but the checkpoint was trained with 0"),
-        ({"sequence_length": 16}, r"data\.sequence_length is 16, but the checkpoint was trained with 32"),
-        ({"packing": "documents"}, r"data\.packing is documents, but the checkpoint was trained with windows"),
     ]
     for change, message in changed:
         with pytest.raises(UserError, match=message):

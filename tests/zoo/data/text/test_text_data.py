@@ -157,21 +157,6 @@ def test_tokenizer_before_setup(arguments: dict):
     assert data.get_tokenizer() is data.get_tokenizer()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"seed": 1}, r"data\.seed is 1, but the checkpoint was trained with 0"),
-        ({"sequence_length": 16}, r"data\.sequence_length is 16, but the checkpoint was trained with 32"),
-        ({"packing": "documents"}, r"data\.packing is documents, but the checkpoint was trained with windows"),
-        ({"vocab_size": 301}, r"has the data hash \w+, but the checkpoint was trained with \w+"),
-    ],
-)
-def test_a_checkpoint_of_other_data(arguments: dict, change: dict, message: str):
-    state = TextData(**arguments).state_dict()
-    with pytest.raises(UserError, match=message):
-        TextData(**{**arguments, **change}).load_state_dict(state)
-
-
 def test_batch_size_may_change(arguments: dict, caplog: pytest.LogCaptureFixture):
     state = {**TextData(**arguments).state_dict(), "position": 8}
     data, other = TextData(**arguments), TextData(**{**arguments, "batch_size": 4})

@@ -77,21 +77,6 @@ def saved_step(path):
 # writing
 
 
-def test_a_failed_write_leaves_the_old_file(tmp_path):
-    path = tmp_path / "file"
-    path.write_bytes(b"old")
-
-    def fail_half_way():
-        with atomic_write(path) as file:
-            file.write(b"half of the n")
-            raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        fail_half_way()
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    assert path.read_bytes() == b"old"
-
-
 def test_a_link_keeps_its_content_when_the_source_is_replaced(tmp_path):
     for content in (b"first", b"second"):
         with atomic_write(tmp_path / "last") as file:
