@@ -50,7 +50,7 @@ def _vet(value: Any, key: str, source: object) -> None:
     elif isinstance(value, list | tuple):
         for part in value:
             _vet(part, key, source)
-    elif isinstance(value, str) and (not re.fullmatch(r"\w*", value) or _is_class(value)) and not _is_allowed(value):
+    elif isinstance(value, str) and (not re.fullmatch(r"[\w*-]*", value) or _is_class(value)) and not _is_allowed(value):
         raise _refusal(key, value, source)
 
 

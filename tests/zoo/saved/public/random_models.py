@@ -23,7 +23,7 @@ from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import Family
 from zoo.saved.public.import_export import difference, on_meta
 
-from . import test_hybrids, zoo_of_others
+from . import hybrids, zoo_of_others
 
 FILE = Path(zoo.__file__).parents[1] / "docs" / "public_families.csv"
 MODELS = 10
@@ -37,8 +37,6 @@ _PER_LAYER = (
     "hybrid_override_pattern",
 )  # keys that fix the number of layers
 _PACKAGES = {"fla": "fla", "huggingface": "transformers"}
-# transformers renames or joins weights when it saves a model, and back when it loads one: loaded models are compared
-_RENAMED = ("hf_olmo_hybrid", "hf_kimi_linear")
 _OF_ANOTHER_FAMILY = "mistral, no window"  # which is a Llama
 
 
@@ -61,12 +59,11 @@ class Differences(NamedTuple):
 def cases(family: Family) -> list[dict[str, Any]]:
     """The configs of a family's cases in the tests."""
     name, package = family.architecture.replace("ForCausalLM", "Config"), _PACKAGES[family.target]
-    ours = [
+    return [
         arguments
         for case, (project, config, arguments) in zoo_of_others.CASES.items()
-        if (project, config) == (package, name) and case != _OF_ANOTHER_FAMILY
+        if (project, config.replace("Text", "")) == (package, name) and case != _OF_ANOTHER_FAMILY
     ]
-    return ours + [config for kind, config in test_hybrids.CASES.values() if family.name == f"hf_{kind}"]
 
 
 def _random_sizes(arguments: dict[str, Any], draw: random.Random) -> dict[str, Any]:
@@ -111,7 +108,7 @@ def differences(family: Family, models: int = MODELS) -> Differences:
             zoo.convert(theirs, ours)
             zoo.convert(ours, back, to=family.name)
             after = zoo_of_others.stored(back)
-            if family.name in _RENAMED:
+            if family.name in hybrids.RENAMED:
                 before, after = (type(model).from_pretrained(x, dtype="auto").state_dict() for x in (theirs, back))
             tensors += len(before)
             differing_tensors += len(before.keys() ^ after.keys())

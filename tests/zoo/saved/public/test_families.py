@@ -12,12 +12,19 @@ from torch import Tensor
 import zoo
 from zoo.saved.public.import_export import family_of
 
+from . import hybrids
 from .formulas import logits
-from .zoo_of_others import CASES, Oracle, build, save, stored
+from .zoo_of_others import CASES, Oracle, build, in_pytorch, save, stored
 
 pytestmark = pytest.mark.parity
 LENGTHS = (1, 7, 67)  # the last one is also decoded
 TOLERANCE = 2e-5  # of the largest logit: fp32 rounding through three layers
+
+
+@pytest.fixture(autouse=True)
+def theirs_in_pytorch(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
+    oracle("transformers")
+    in_pytorch(monkeypatch)
 
 
 def close(found: Tensor, expected: Tensor) -> None:
@@ -25,6 +32,8 @@ def close(found: Tensor, expected: Tensor) -> None:
 
 
 def target(case: str) -> str:
+    if case in hybrids.CASES:  # a hybrid without linear layers is also a model of another family
+        return f"hf_{hybrids.CASES[case][0]}"
     return "fla" if CASES[case][0] == "fla" else "huggingface"
 
 
@@ -40,11 +49,16 @@ def test_weights_return_bit_for_bit(case: str, oracle: Oracle, tmp_path: Path):
     zoo.convert(tmp_path / "theirs", tmp_path / "ours", max_shard_size=40_000)
     zoo.convert(tmp_path / "ours", tmp_path / "back", to=target(case), max_shard_size=60_000)
     returned, loaded = stored(tmp_path / "back"), type(model).from_pretrained(tmp_path / "back").state_dict()
+    if target(case) in hybrids.RENAMED:
+        written, returned = (
+            type(model).from_pretrained(tmp_path / name, dtype="auto").state_dict() for name in ("theirs", "back")
+        )
     assert returned.keys() == written.keys()
     for name, tensor in written.items():
         assert returned[name].dtype == tensor.dtype, name
         assert torch.equal(returned[name], tensor), name
-        assert torch.equal(loaded[name].to(tensor.dtype), tensor), name  # they keep some weights in fp32
+        if name in loaded:  # Nemotron-H has other names in memory
+            assert torch.equal(loaded[name].to(tensor.dtype), tensor), name  # they keep some weights in fp32
     config, before = (json.loads((tmp_path / f / "config.json").read_text()) for f in ("back", "theirs"))
     # without a window, it is the same model as a Llama
     assert config["model_type"] == ("llama" if case == "mistral, no window" else before["model_type"])
@@ -73,7 +87,7 @@ def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
             return logits(source.config.model_type, source.state_dict(), config, tokens[0])[None]
 
     for length in LENGTHS:
-        tokens = torch.randint(0, 97, (1, length))
+        tokens = torch.randint(0, ours.vocab_size, (1, length))
         with torch.no_grad():
             expected, found = theirs(model, tokens), ours(tokens)[0]
             close(found, expected)
@@ -89,11 +103,18 @@ def test_logits_are_theirs(case: str, oracle: Oracle, tmp_path: Path):
 
 @pytest.mark.slow
 @torch.no_grad()
-@pytest.mark.parametrize("case", [case for case in CASES if CASES[case][0] == "transformers"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        case
+        for case in CASES
+        if CASES[case][0] == "transformers" and (case not in hybrids.CASES or case in hybrids.CLASSES)
+    ],
+)
 def test_padded_batches(case: str, oracle: Oracle, tmp_path: Path):
     model, lengths = build(case, oracle), (50, 7, 67)
     save(model, tmp_path)
-    ours, rows = zoo.load(tmp_path), [torch.randint(97, (length,)) for length in lengths]
+    ours, rows = zoo.load(tmp_path), [torch.randint(1, 96, (length,)) for length in lengths]
     starts = [67 - length for length in lengths]
     padded = torch.stack([F.pad(row, (a, 67 - a - len(row))) for row, a in zip(rows, starts, strict=True)])
     mask = torch.arange(67) >= torch.tensor(starts)[:, None]

@@ -1,4 +1,4 @@
-"""Qwen3.5, OLMo-Hybrid, Kimi Linear, Bamba, Granite 4 and Nemotron-H of transformers: both ways."""
+"""Hybrids of transformers: defaults, released names, and configs and models that are refused."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -19,136 +18,23 @@ from zoo.lm import LanguageModel
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
+from .hybrids import (
+    BAMBA,
+    CASES,
+    CLASSES,
+    GRANITE,
+    KIMI,
+    MULTIPLIERS,
+    NEMOTRON,
+    NEMOTRON_KINDS,
+    OLMO,
+    QWEN,
+)
 from .models import excited
-from .zoo_of_others import LLAMA3, SCALED, in_pytorch
+from .zoo_of_others import in_pytorch
 
-LENGTHS = (1, 7, 65, 77)  # of prompts, shorter and longer than a chunk
 # relative to the norm of all logits: fp32 rounding of both sides, each up to 1e-5 away from our logits in fp64
 TOLERANCE = 3e-5
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-}
-QWEN = {**SIZES, "head_dim": 16}
-OLMO = {**SIZES, "pad_token_id": 0, "eos_token_id": 1}
-KIMI = {
-    **{key: SIZES[key] for key in SIZES if not key.startswith("linear_") and key != "num_key_value_heads"},
-    **{"linear_num_heads": 3, "linear_head_dim": 8, "mlp_layer_types": ["dense"] * 4},
-    **{"kv_lora_rank": 20, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 12},
-    **{"layer_types": ["linear_attention"] * 3 + ["full_attention"], "num_key_value_heads": 4},
-    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
-}
-TURNING = {"rope_type": "default", "rope_theta": 5e5}
-BAMBA = {
-    **{key: value for key, value in SIZES.items() if not key.startswith("linear_")},
-    **{"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_n_groups": 2, "mamba_d_state": 8, "attn_layer_indices": [1, 2]},
-    **{"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1},
-}
-MULTIPLIERS = {"embedding_multiplier": 12.0, "residual_multiplier": 0.22, "logits_scaling": 3.0}
-GRANITE = {
-    **{key: value for key, value in BAMBA.items() if key not in ("attn_layer_indices", "intermediate_size")},
-    **{"shared_intermediate_size": 80, "num_local_experts": 0, "attention_multiplier": 0.07, **MULTIPLIERS},
-    **{"layer_types": ["linear_attention", "full_attention", "full_attention", "linear_attention"]},
-}
-NEMOTRON = {
-    **{key: value for key, value in SIZES.items() if not key.startswith("linear_") and key != "num_hidden_layers"},
-    **{"layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"], "head_dim": 16},
-    **{"mamba_num_heads": 6, "mamba_head_dim": 10, "ssm_state_size": 8, "n_groups": 2, "pad_token_id": 0},
-    **{"bos_token_id": None, "eos_token_id": 1},
-}
-NEMOTRON_KINDS = ["linear_attention", "mlp", "full_attention"]
-YARN = {"rope_type": "yarn", **SCALED}
-# the family's name without hf_, and the config of a small model of theirs
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("qwen3_5", QWEN),
-    "qwen3_5, half of a head turns": (
-        "qwen3_5",
-        {**QWEN, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
-    ),
-    "qwen3_5, yarn for half of a head": (
-        "qwen3_5",
-        {**QWEN, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
-    ),
-    "qwen3_5, another order": (
-        "qwen3_5",
-        {**QWEN, "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]},
-    ),
-    "qwen3_5, one key head": ("qwen3_5", {**QWEN, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
-    "qwen3_5, tied": ("qwen3_5", {**QWEN, "tie_word_embeddings": True}),
-    "qwen3_5, biases": ("qwen3_5", {**QWEN, "attention_bias": True, "num_key_value_heads": 1}),
-    "olmo_hybrid": ("olmo_hybrid", OLMO),
-    "olmo_hybrid, nothing turns": (
-        "olmo_hybrid",
-        {**OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
-    ),
-    "olmo_hybrid, llama 3": ("olmo_hybrid", {**OLMO, "rope_parameters": SCALED | LLAMA3}),
-    "olmo_hybrid, all else": (
-        "olmo_hybrid",
-        {
-            **OLMO,
-            "rope_parameters": TURNING,
-            "attention_bias": True,
-            "linear_allow_neg_eigval": False,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-4,
-        },
-    ),
-    "kimi_linear": ("kimi_linear", KIMI),
-    "kimi_linear, as published": (
-        "kimi_linear",
-        {**KIMI, "layer_types": None, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3}
-        | {"linear_attn_config": {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "num_heads": 6, "head_dim": 4}},
-    ),
-    "bamba": ("bamba", BAMBA),
-    "bamba, attention alone": ("bamba", {**BAMBA, "attn_layer_indices": [0, 1, 2, 3]}),
-    "bamba, all else": (
-        "bamba",
-        {**BAMBA, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
-        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "attn_layer_indices": [0]}
-        | {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
-    ),
-    "granite_hybrid": ("granite_hybrid", GRANITE),
-    "granite_hybrid, attention alone": (
-        "granite_hybrid",
-        {**GRANITE, "layer_types": ["attention"] * 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "granite_hybrid, rotary": (
-        "granite_hybrid",
-        {**GRANITE, "position_embedding_type": "rope", "rope_parameters": TURNING, "logits_scaling": 7.3},
-    ),
-    "granite_hybrid, all else": (
-        "granite_hybrid",
-        {**GRANITE, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
-        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "embedding_multiplier": 1.0}
-        | {"position_embedding_type": "rope", "rope_parameters": YARN, "layer_types": ["attention"] + ["mamba"] * 3},
-    ),
-    "nemotron_h": ("nemotron_h", NEMOTRON),
-    "nemotron_h, MLPs first": (
-        "nemotron_h",
-        {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "--M*M"},
-    ),
-    "nemotron_h, all else": (
-        "nemotron_h",
-        {**NEMOTRON, "n_groups": 3, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3}
-        | {"num_key_value_heads": 1, "head_dim": 6, "layers_block_type": ["attention", "mamba", "mlp", "attention"]},
-    ),
-}
-CLASSES = {
-    "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
-    "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),
-    "kimi_linear": ("KimiLinearConfig", "KimiLinearForCausalLM"),
-    "bamba": ("BambaConfig", "BambaForCausalLM"),
-    "granite_hybrid": ("GraniteMoeHybridConfig", "GraniteMoeHybridForCausalLM"),
-    "nemotron_h": ("NemotronHConfig", "NemotronHForCausalLM"),
-}
 CONV = "model.layers.0.linear_attn."
 Make = Callable[..., Path]
 
@@ -159,7 +45,7 @@ def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_pa
     transformers = oracle("transformers")
     in_pytorch(monkeypatch)
 
-    def save(name: str, config: Mapping[str, Any], dtype: torch.dtype = torch.float32, **how: Any) -> Path:
+    def save(name: str, config: Mapping[str, Any]) -> Path:
         torch.manual_seed(0)
         of_config, of_model = (getattr(transformers, kind) for kind in CLASSES[name])
         model = of_model(of_config(**config))
@@ -167,7 +53,7 @@ def theirs(oracle: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, tmp_pa
             for parameter in model.parameters():
                 parameter.add_(0.1 * torch.randn_like(parameter))
         folder = tmp_path / "theirs"
-        model.to(dtype).save_pretrained(folder, **how)
+        model.save_pretrained(folder)
         return folder
 
     return save
@@ -195,94 +81,6 @@ def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> 
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-@torch.no_grad()
-@pytest.mark.parametrize("case", CASES)
-def test_logits_and_a_round_trip(theirs: Make, tmp_path: Path, case: str):
-    name, config = CASES[case]
-    folder = theirs(name, config)
-    zoo.convert(folder, tmp_path / "ours")
-    zoo.convert(tmp_path / "ours", tmp_path / "back", to=f"hf_{name}")
-    model, ours, back = read(folder), zoo.load(tmp_path / "ours"), read(tmp_path / "back")
-    for length in LENGTHS:
-        tokens = torch.randint(96, (2, length))
-        expected = model(tokens).logits
-        assert_close(ours(tokens)[0], expected)
-        assert torch.equal(back(tokens).logits, expected)
-    assert_same(back.state_dict(), model.state_dict())
-    if name != "olmo_hybrid":  # whose norms and convolutions transformers saves otherwise than they were released
-        # as are the MLPs of Kimi Linear
-        saved = {key.replace("block_sparse_moe", "mlp"): tensor for key, tensor in tensors(folder).items()}
-        assert_same(tensors(tmp_path / "back"), saved)
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-@torch.no_grad()
-@pytest.mark.parametrize("case", CLASSES)
-def test_padded_batches(theirs: Make, case: str):
-    folder, lengths = theirs(*CASES[case]), (37, 5, 70)
-    model, ours = read(folder), zoo.load(folder)
-    rows = [torch.randint(1, 96, (length,)) for length in lengths]
-    padded = torch.stack([F.pad(row, (70 - len(row), 0)) for row in rows])
-    mask = torch.arange(70) >= 70 - torch.tensor(lengths)[:, None]
-    logits = model(padded, attention_mask=mask.long()).logits
-    for row, theirs_of_row in zip(rows, logits, strict=True):
-        assert_close(ours(row[None])[0][0], theirs_of_row[70 - len(row) :])
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-@torch.no_grad()
-@pytest.mark.parametrize("case", CLASSES)
-def test_decoded_tokens(theirs: Make, case: str):
-    folder = theirs(*CASES[case])
-    model, ours, tokens = read(folder), zoo.load(folder), torch.randint(96, (2, 41))
-    logits, state = ours(tokens[:, :9], ours.init_state(2))
-    outputs = [logits]
-    for t in range(9, 41):
-        logits, state = ours(tokens[:, t : t + 1], state)
-        outputs.append(logits)
-    assert_close(torch.cat(outputs, 1), model(tokens).logits)
-    cuts = torch.tensor([0, 9, 41], dtype=torch.int32)
-    packed = ours(tokens[:1], cu_seqlens=cuts)[0]
-    assert_close(packed, torch.cat([model(tokens[:1, :9]).logits, model(tokens[:1, 9:]).logits], 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-@pytest.mark.parametrize(
-    "case",
-    [
-        *("qwen3_5, tied", "olmo_hybrid, all else", "kimi_linear", "bamba, all else"),
-        *("granite_hybrid, all else", "nemotron_h, all else"),
-    ],
-)
-def test_shards_in_bf16(theirs: Make, tmp_path: Path, case: str):
-    name, config = CASES[case]
-    folder = theirs(name, config, torch.bfloat16, max_shard_size="40KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    zoo.convert(folder, tmp_path / "ours", max_shard_size=30_000)
-    zoo.convert(tmp_path / "ours", tmp_path / "back", to=f"hf_{name}", max_shard_size=40_000)
-    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
-    found, expected = read(tmp_path / "back"), read(folder)
-    assert found.dtype == expected.dtype == torch.bfloat16
-    assert_same(found.state_dict(), expected.state_dict())
-
-
-@pytest.mark.slow
-@pytest.mark.parity
-def test_gates_in_fp32_beside_bf16_stay(theirs: Make, tmp_path: Path):
-    folder = theirs("qwen3_5", QWEN, torch.bfloat16)
-    file = folder / "model.safetensors"
-    mixed = {name: x.float() + 1e-4 if "A_log" in name else x for name, x in load_file(file).items()}
-    save_file(mixed, file)
-    zoo.convert(folder, tmp_path / "ours")
-    zoo.convert(tmp_path / "ours", tmp_path / "back", to="hf_qwen3_5")
-    assert_same(tensors(tmp_path / "back"), mixed)
 
 
 def released(saved: Mapping[str, Tensor]) -> dict[str, Tensor]:

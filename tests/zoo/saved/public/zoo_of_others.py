@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from collections.abc import Callable
 from math import inf
 from pathlib import Path
@@ -14,6 +15,9 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from . import hybrids
+from .hybrids import LLAMA3, SCALED
+
 Oracle = Callable[[str], ModuleType]
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 97}
@@ -21,9 +25,6 @@ FLA = {**SIZES, "intermediate_size": 96, "norm_eps": 1e-4}
 LLAMA = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-4}
 WINDOW = {"num_heads": 4, "num_kv_heads": 2, "window_size": 6}  # of the attention of hybrids
 RWKV7 = {"head_dim": 32, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "v_low_rank_dim": 4, "gate_low_rank_dim": 6}
-# of positions: sequences were of 24 tokens
-SCALED = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 24}
-LLAMA3 = {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 2.5}
 # name → package, config class, its arguments
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
@@ -201,6 +202,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }
+CASES |= {
+    case: ("transformers", hybrids.CLASSES[name][0], arguments) for case, (name, arguments) in hybrids.CASES.items()
+}
 
 
 def in_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +233,12 @@ def build(case: str, oracle: Oracle, **changes: Any) -> Any:
         attention.flash_attn_func = window_attention  # otherwise their attention cannot even be built
     config = getattr(module, name)(**{**arguments, **changes})
     torch.manual_seed(len(case))
-    model = getattr(module, name.replace("Config", "ForCausalLM"))(config).eval()
+    model = getattr(module, re.sub("(Text)?Config", "ForCausalLM", name))(config).eval()
     for parameter in model.parameters():
-        if parameter.dim() == 1 or parameter.shape[0] == config.num_hidden_layers:  # norms, biases, bounds
+        if case in hybrids.CASES:  # whose layers would magnify rounding errors
+            nn.init.normal_(noise := torch.empty_like(parameter), std=0.1)
+            parameter.data += noise
+        elif parameter.dim() == 1 or parameter.shape[0] == config.num_hidden_layers:  # norms, biases, bounds
             nn.init.uniform_(parameter, 0.3, 1.2)
         else:
             nn.init.normal_(parameter, std=0.2)
