@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from kernels import UserError
 from kernels.gpu.miscompilations import known_of
+from zoo.arguments import first_line
 from zoo.config.find import CONFIGS
 from zoo.data.text.cache import cache_folder
 from zoo.display import new_console, new_table
@@ -63,8 +64,7 @@ def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
     try:
         return run()
     except Exception as error:  # of compilers and drivers, of any type
-        says = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        return Finding(subject, check, "failed", says, {})
+        return Finding(subject, check, "failed", f"{type(error).__name__}: {first_line(error)}", {})
 
 
 class Examination(NamedTuple):

@@ -50,13 +50,14 @@ def _vet(value: Any, key: str, source: object) -> None:
     elif isinstance(value, list | tuple):
         for part in value:
             _vet(part, key, source)
-    elif isinstance(value, str) and (not re.fullmatch(r"[\w*-]*", value) or _is_class(value)) and not _is_allowed(value):
+    elif isinstance(value, str) and not (_is_plain(value) or _is_allowed(value)):
         raise _refusal(key, value, source)
 
 
-def _is_class(word: str) -> bool:
-    """Return whether an imported class that the parser could build has this name."""
-    return any(cls.__name__ == word for base in (torch.nn.Module, Stack) for cls in subclasses(base))
+def _is_plain(text: str) -> bool:
+    """Return whether text is a word, or the letters of a pattern, and names no class that the parser could build."""
+    named = any(cls.__name__ == text for base in (torch.nn.Module, Stack) for cls in subclasses(base))
+    return re.fullmatch(r"[\w*-]*", text) is not None and not named
 
 
 def _is_allowed(name: str) -> bool:

@@ -10,7 +10,6 @@ import fsspec
 import numpy as np
 
 from kernels.errors import UserError
-from mixers import did_you_mean
 from zoo.arguments import first_line
 
 
@@ -83,28 +82,13 @@ class Place:
         """
         name = self.name_of(file) if file else self.where
         try:
-            yield _filesystem_of(name)
+            yield fsspec.url_to_fs(name)
         except UserError:
             raise
         except Exception as error:  # file systems raise exceptions of any type: no access, no network, no bucket
             if not self.remote and not isinstance(error, OSError):
                 raise
             raise UserError(f"data.shards: {name} cannot be {action} ({first_line(error)}).") from error
-
-
-def _filesystem_of(url: str) -> tuple[fsspec.AbstractFileSystem, str]:
-    """The fsspec file system of a URL or path, and its path there."""
-    try:
-        return fsspec.url_to_fs(url)
-    except ImportError as error:  # its message names the package
-        message = f"data.shards: {url} needs a package that is not installed ({first_line(error)})."
-        raise UserError(message) from None
-    except ValueError as error:
-        protocols, name = fsspec.available_protocols(), url.partition("://")[0].split("::")[-1]
-        hint = "" if name in protocols else did_you_mean(name, protocols)
-        raise UserError(f"data.shards: fsspec cannot open {url} ({first_line(error)}){hint}") from None
-    except Exception as error:  # for instance wrong or missing credentials
-        raise UserError(f"data.shards: {url} cannot be opened ({first_line(error)}).") from error
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from lm_eval.tasks import TaskManager
 
 from kernels import UserError
 from mixers import did_you_mean
+from zoo.arguments import first_line
 from zoo.data import Tokenizer
 from zoo.evaluation.lm_eval.local_data import reading_from
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
@@ -115,12 +116,10 @@ def _load(name: str, data: str, metadata: dict[str, Any]) -> ConfigurableTask:
     except UserError:
         raise
     except ImportError as error:
-        raise UserError(
-            f"lm_eval/{name}: it cannot be imported: {str(error.__cause__ or error).splitlines()[0]}"
-        ) from None
+        raise UserError(f"lm_eval/{name}: it cannot be imported: {first_line(error.__cause__ or error)}") from None
     except OSError as error:  # all errors of connections are
         raise UserError(
-            f"lm_eval/{name}: its data cannot be downloaded ({str(error).splitlines()[0]}); put it into a folder"
+            f"lm_eval/{name}: its data cannot be downloaded ({first_line(error)}); put it into a folder"
         ) from None
     except (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError) as error:
         if data == HUB:

@@ -17,6 +17,7 @@ import datasets
 import pyarrow.parquet
 
 from kernels import UserError
+from zoo.arguments import first_line
 
 SUFFIXES = (".jsonl", ".parquet", ".json")
 
@@ -86,7 +87,7 @@ def read(file: Path) -> datasets.Dataset:
             )
             documents = datasets.Dataset.from_list(rows)
     except (OSError, ValueError, TypeError, AttributeError) as error:  # of the JSON, the encoding, or the columns
-        raise UserError(f"data: {file} cannot be read as documents: {str(error).splitlines()[0]}") from None
+        raise UserError(f"data: {file} cannot be read as documents: {first_line(error)}") from None
     if not len(documents):
         raise UserError(f"data: {file} holds no documents")
     return documents
