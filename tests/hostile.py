@@ -216,7 +216,6 @@ def cases() -> Iterator[Case]:
         for to in ("a canary", "its content"):
             for verb in verbs[:2]:
                 yield Case(f"link: {file} to {to}, {verb}", linked(file, to), verb, folder)
-        yield Case(f"pipe: {file}, {verbs[0]}", piped(file), verbs[0], folder)
     for name in WRITTEN:
         yield Case(f"link: theirs/{name} resumed", linked(f"theirs/{name}", "its content"), "resume", "theirs")
         yield Case(f"pipe: theirs/{name} resumed", piped(f"theirs/{name}"), "resume", "theirs")

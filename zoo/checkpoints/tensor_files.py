@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kernels.errors import UserError
-from zoo.files.links import open_to_read
 
 log = logging.getLogger(__name__)
 
@@ -169,8 +168,7 @@ def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
 def read_index(file: Path, suffix: str = ".safetensors") -> dict[str, str]:
     """Return tensor → file name, from an index of files with this suffix."""
     try:
-        with open_to_read(file) as opened:
-            contents = json.loads(opened.read())
+        contents = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} cannot be read as an index of weights: {error}.") from None
     places = contents.get("weight_map") if isinstance(contents, dict) else None

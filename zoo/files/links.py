@@ -51,25 +51,6 @@ def open_in_place(path: str | os.PathLike[str], mode: str) -> IO[Any]:
     return open(path, mode, encoding=None if "b" in mode else "utf-8", opener=opener)
 
 
-def open_to_read(path: str | os.PathLike[str], *, follow: bool = True) -> BinaryIO:
-    """Open a file to read it; a UserError if it is a pipe or a device, or, unless links are followed, a link."""
-
-    def opener(name: str, flags: int) -> int:
-        try:
-            descriptor = os.open(name, flags | _NO_WAITING | (0 if follow else _NO_FOLLOW))
-        except OSError as error:
-            if error.errno == errno.ELOOP and not follow:
-                raise UserError(f"{path} is a link.") from None
-            raise
-        mode = os.fstat(descriptor).st_mode
-        if not stat.S_ISREG(mode):
-            os.close(descriptor)
-            raise UserError(f"{path} is a {_kind(mode)}, not a regular file.")
-        return descriptor
-
-    return open(path, "rb", opener=opener)
-
-
 def check_in_place(path: str | os.PathLike[str]) -> None:
     """Raise a UserError if `path` exists and `open_in_place` would refuse it."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
@@ -87,8 +68,7 @@ def lock_of(path: str | os.PathLike[str]) -> FileLock:
 def _names_holder(path: str | os.PathLike[str]) -> bool:
     """Return whether the content of a file is that of a lock on a file system without `flock`."""
     try:
-        with open_to_read(path, follow=False) as file:
-            content = file.read(1024)
+        content = Path(path).read_bytes()
     except FileNotFoundError:  # released meanwhile
         return True
     return not content or _HOLDER.fullmatch(content) is not None

@@ -3,12 +3,12 @@
 import os
 import re
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kernels.errors import UserError
-from zoo.files.links import open_to_read
 
 DEEPEST = 100  # libyaml's stack overflows if nodes are nested deeply
 
@@ -62,8 +62,7 @@ def read_yaml(path: str | os.PathLike[str], name: str = "config") -> Any:
     A UserError, which begins with `name`, if the file cannot be read or is not YAML.
     """
     try:
-        with open_to_read(path) as file:
-            data = file.read()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{name}: {path} cannot be read as text: {error}") from None
     return decode_yaml(data, f"{name}: {path}")

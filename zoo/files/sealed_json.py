@@ -3,11 +3,11 @@
 import hashlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from kernels.errors import UserError
 from zoo.files.atomic import atomic_write
-from zoo.files.links import open_to_read
 
 SEAL = "blake2b"  # the entry that holds the hash of all the others
 
@@ -26,8 +26,7 @@ def read_sealed(path: str | os.PathLike[str], *, advice: str = "delete it or res
         advice: What the user can do, as the end of the error message.
     """
     try:
-        with open_to_read(path) as file:
-            data = file.read()
+        data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror or error}); {advice}.") from error
     return unsealed(data, str(path), advice=advice)

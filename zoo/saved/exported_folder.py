@@ -11,7 +11,6 @@ from kernels import UserError
 from zoo.checkpoints.tensor_files import Weights, write_tensor_files
 from zoo.files.atomic import exchange_folders, sync, sync_all
 from zoo.files.hashing import digest, file_digest
-from zoo.files.links import open_to_read
 from zoo.files.output import keep_others
 from zoo.files.sealed_json import sealed, unsealed
 
@@ -38,8 +37,7 @@ class ExportedFiles:
             return {}
         advice = "without it, the files in its folder are loaded unchecked"
         try:
-            with open_to_read(file) as opened:
-                written = opened.read()
+            written = file.read_bytes()
         except OSError as error:
             raise UserError(f"{file} cannot be read ({error.strerror}); {advice}.") from None
         contents = unsealed(written, str(file), advice=advice)
@@ -80,8 +78,7 @@ class ExportedFiles:
 
     def _bytes(self, name: str) -> bytes:
         if name not in self._texts:
-            with open_to_read(self._folder / name) as file:
-                self._texts[name] = file.read()
+            self._texts[name] = (self._folder / name).read_bytes()
         return self._texts[name]
 
 

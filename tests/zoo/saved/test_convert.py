@@ -266,7 +266,6 @@ REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "endless heads": (with_config(num_heads=10**12, hidden_size=10**12), "is 1000000000000; .* 10,000,000 at most"),
     "neither yes nor no": (with_config(use_short_conv=1), "use_short_conv is 1; .* true or false"),
     "too many layers": (with_config(num_hidden_layers=10**9), "num_hidden_layers is 1000000000; .* 10,000,000 at most"),
-    "many layers": (with_config(num_hidden_layers=10**6), "1000000 layers"),
     "another size": (with_config(intermediate_size=64), r"mlp.gate_proj.weight \[48, 32\] instead of \[64, 32\]"),
     "more layers": (with_config(num_hidden_layers=3), "lacks model.layers.2.attn.*attn_norm.weight.* and 9 more"),
     "fewer layers": (with_config(num_hidden_layers=1), "holds model.layers.1.*no place"),

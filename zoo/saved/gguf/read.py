@@ -18,7 +18,7 @@ from zoo.saved.gguf.written import DTYPES, FREQUENCIES, library, llama_name
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import TIED, is_off
 from zoo.saved.public.folder import CONFIG, PublicFolder
-from zoo.saved.public.import_export import check_layers, on_meta
+from zoo.saved.public.import_export import on_meta
 from zoo.saved.public.mapping import TensorMap
 from zoo.saved.public.tensors import ComputedWeights
 from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION, TOKENIZER
@@ -94,7 +94,6 @@ class GgufFile(PublicFolder):
         """The tensors of the public layout, and its whole config.json."""
         try:
             config = self._family.read(self._basic)
-            check_layers(config)
             model = on_meta(config)
         except UserError as error:
             raise UserError(f"checkpoint: {self.path}, as {error}") from None

@@ -8,7 +8,7 @@ from typing import Any
 from kernels import UserError
 from zoo.checkpoints.pickled import PickledTensors, has_pickles
 from zoo.checkpoints.tensor_files import INDEX, TensorFiles, Weights, has_tensor_files
-from zoo.files.links import check_inside, open_to_read
+from zoo.files.links import check_inside
 from zoo.files.safe_yaml import check_plain
 
 CONFIG = "config.json"
@@ -70,10 +70,7 @@ class PublicFolder:
 def _read_object(file: Path, folder: Path) -> dict[str, Any]:
     check_inside(file, folder)
     try:
-        with open_to_read(file) as opened:
-            contents = json.loads(opened.read())
-    except UserError:
-        raise
+        contents = json.loads(file.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"checkpoint: {file} cannot be read as JSON: {' '.join(str(error).split())}.") from None
     if not isinstance(contents, dict):

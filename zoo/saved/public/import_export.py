@@ -4,7 +4,7 @@ import dataclasses
 import json
 import logging
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 _TARGETS: tuple[Target, ...] = ("fla", "huggingface")
 WRAPPED: Target = "transformers"
 MODEL_TYPE, _WRAPPER = "zoo", "modeling_zoo"
-_MAX_LAYERS = 1000
 _NEAR = 0.1  # distance of a mean from the start of the other convention
 # attributes that only matter to a model that is not trained yet; a Features' map is a module, which is compared itself
 _INITIAL = words("training initializer_range linear_initializer scale_output_projections low high site map")
@@ -45,12 +44,6 @@ class Imported(NamedTuple):
     files: list[Path]
 
 
-def check_layers(model: Mapping[str, Any]) -> None:
-    """Raise a UserError unless a `model` config has a possible number of layers, before it is built."""
-    if not 1 <= model["num_layers"] <= _MAX_LAYERS:
-        raise UserError(f"config.json: {model['num_layers']} layers are not between 1 and {_MAX_LAYERS}.")
-
-
 def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
     """Read a public folder, without the keys of its config.json in `ignore`.
 
@@ -61,7 +54,6 @@ def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
     family = family_of(config, path)
     try:
         model = family.read(config, ignore)
-        check_layers(model)
     except UserError as error:
         reason = str(error).removeprefix("" if folder.config_file != path else "config.json: ")
         raise UserError(reason if reason.startswith("ignore: ") else f"checkpoint: {path}, {reason}") from None

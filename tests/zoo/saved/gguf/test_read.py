@@ -188,7 +188,6 @@ def _beginning(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 
 REFUSED = {
-    "layers beyond number": (_with("llama.block_count", 30000), "30000 layers are not between 1 and 1000"),
     "no tokens": (_without("tokenizer.ggml.tokens"), r"edited.gguf has a damaged tokenizer \(KeyError: 'tokens'\)"),
     "no merges": (_without("tokenizer.ggml.merges"), "has a damaged tokenizer"),
     "a merge of nothing": (_with("tokenizer.ggml.merges", ["a"]), "has a damaged tokenizer"),
