@@ -32,8 +32,8 @@ class Corpus:
 
     Args:
         path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), all but
-            `.parquet` also with `.gz`, `.zst` or `.xz`; tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or
-            litdata, of the tokenizer that `data.tokenizer` names; a folder that is searched for these, or a list of
+            `.parquet` also with `.gz`, `.zst` or `.xz`; tokens of Megatron (`.bin` with `.idx`) or datatrove (`.ds`),
+            of the tokenizer that `data.tokenizer` names; a folder that is searched for these, or a list of
             files and folders. "datasets:NAME[:CONFIG[:SPLIT]]": a data set of Hugging Face, streamed (SPLIT is train
             by default). "datasets:FORMAT:FILES": files that its library reads (arrow, csv, json, parquet or text), at
             a path, a pattern or a URL. None: the embedded corpus, which is the source files of the standard library

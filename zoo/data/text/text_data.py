@@ -24,8 +24,8 @@ class TextData(TokenisedText):
 
     Args:
         path: A `.txt` or `.md` file (one document), a `.jsonl` or `.parquet` file (one document a row), all but
-            `.parquet` also with `.gz`, `.zst` or `.xz`; tokens of Megatron (`.bin` with `.idx`), datatrove (`.ds`) or
-            litdata, of the tokenizer that `data.tokenizer` names; a folder that is searched for these (other files in
+            `.parquet` also with `.gz`, `.zst` or `.xz`; tokens of Megatron (`.bin` with `.idx`) or datatrove (`.ds`),
+            of the tokenizer that `data.tokenizer` names; a folder that is searched for these (other files in
             it are reported, unless hidden), or a list of files and folders. "datasets:NAME[:CONFIG[:SPLIT]]": a data
             set of Hugging Face, streamed. "datasets:FORMAT:FILES": files that its library reads (arrow, csv, json,
             parquet or text), at a path, a pattern or a URL such as `s3://bucket/*.jsonl`. Null: the embedded corpus,

@@ -1,6 +1,5 @@
-"""Token files of Megatron, datatrove and litdata, written here from their formats, without those packages."""
+"""Token files of Megatron and datatrove, written here from their formats, without those packages."""
 
-import json
 import struct
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
@@ -62,41 +61,12 @@ def datatrove_without_metadata(path: Path, documents: Documents) -> Path:
     return datatrove(path, documents, "I", None)
 
 
-def litdata(path: Path, documents: Documents, dtype: str = "<u2", code: int = 20, **config: object) -> Path:
-    chunks, half = [], len(documents) // 2
-    for number, part in enumerate([documents[:half], documents[half:]]):
-        items = [np.array(document, dtype).tobytes() for document in part]
-        if config.get("item_loader") == "PyTreeLoader":
-            items = [struct.pack("<I", len(item)) + item for item in items]
-        header = 4 + 4 * (len(items) + 1)
-        offsets = list(accumulate(map(len, items), initial=header))
-        name = f"chunk-0-{number}.bin"
-        (path / name).write_bytes(struct.pack(f"<{len(offsets) + 1}I", len(items), *offsets) + b"".join(items))
-        sizes = {"chunk_bytes": sum(map(len, items)), "chunk_size": len(items), "dim": sum(map(len, part))}
-        chunks.append({"filename": name, **sizes})
-    described = {"compression": None, "chunk_size": None, "chunk_bytes": 64, "data_spec": "[1, {}]", "encryption": None}
-    described |= {"data_format": [f"no_header_tensor:{code}"], "item_loader": "TokensLoader"} | config
-    (path / "index.json").write_text(json.dumps({"chunks": chunks, "config": described}))
-    return path
-
-
-def litdata_int64(path: Path, documents: Documents) -> Path:
-    return litdata(path, documents, "<i8", 18, item_loader="PyTreeLoader")
-
-
-def litdata_numpy(path: Path, documents: Documents) -> Path:
-    return litdata(path, documents, "<i4", data_format=["no_header_numpy:2"])
-
-
 WRITERS: list[Writer] = [
     megatron,
     megatron_int32,
     datatrove,
     datatrove_uint32,
     datatrove_without_metadata,
-    litdata,
-    litdata_int64,
-    litdata_numpy,
 ]
 
 
@@ -143,7 +113,7 @@ def test_documents_are_read_as_they_were_written(folder: Path, write: Writer):
     Corpus(str(folder)).warn_of_skipped()
 
 
-@pytest.mark.parametrize("write", [megatron, datatrove, litdata])
+@pytest.mark.parametrize("write", [megatron, datatrove])
 def test_shards_have_the_documents_each_with_its_end(folder: Path, tokenizer: str, write: Writer):
     documents = some_documents()
     documents[3] = [5, 6, EOS]  # as some programs end documents; it is not ended twice
@@ -187,7 +157,7 @@ def test_one_document_of_tokens_is_cut(folder: Path, tokenizer: str):
     assert validation.read(0, len(validation)).tolist() == [*range(90, 100), EOS]
 
 
-@pytest.mark.parametrize("write", [megatron, datatrove, litdata])
+@pytest.mark.parametrize("write", [megatron, datatrove])
 def test_a_changed_index_is_other_data(folder: Path, write: Writer):
     documents = some_documents()
     write(folder, documents)
@@ -239,7 +209,7 @@ def test_megatron_files_that_are_damaged(folder: Path):
     index.write_bytes(b"")
     assert "is not an index of Megatron" in error_of(tokens)
     index.unlink()
-    assert f"{tokens} has no index: corpus_text_document.idx (Megatron) or index.json" in error_of(tokens)
+    assert f"{tokens} has no index: corpus_text_document.idx (Megatron) is needed" in error_of(tokens)
     assert error_of(folder).endswith("; it has 1 .bin without an index.")
     index.write_bytes(good)
     tokens.unlink()
@@ -268,31 +238,3 @@ def test_datatrove_files_that_are_damaged(folder: Path):
     assert "is damaged: its documents do not follow each other." in error_of(tokens)
     index.unlink()
     assert f"{tokens} has no index: {index.name} is needed." in error_of(tokens)
-
-
-def test_litdata_folders_that_are_damaged(folder: Path):
-    documents = some_documents()
-    chunk, index = litdata(folder, documents) / "chunk-0-1.bin", folder / "index.json"
-    good = chunk.read_bytes()
-    for damaged in (good[:-2], good[:40], good[:3], b"\xff" * len(good), good[:8] + b"\xff" + good[9:]):
-        chunk.write_bytes(damaged)
-        assert f"{chunk} is " in error_of(folder)
-        assert "damaged" in error_of(folder)
-    chunk.unlink()
-    assert f"{index} lists chunk-0-1.bin, which is missing." in error_of(folder)
-    for config, reason in [
-        ({"data_format": ["no_header_tensor:1"]}, "one vector of integers for each document can be read."),
-        ({"data_format": ["str"]}, "describes ['str']; one vector"),
-        ({"data_format": ["no_header_tensor:20", "int"]}, "one vector of integers for each document can be read."),
-        ({"compression": "zstd"}, "has compression 'zstd'; only plain chunks can be read."),
-    ]:
-        litdata(folder, documents, **config)
-        assert reason in error_of(folder)
-    outside = {"chunks": [{"filename": "../x", "chunk_size": 1}], "config": {}}
-    for text in ("{", "[]", '{"chunks": [], "config": []}', json.dumps(outside)):
-        index.write_text(text)
-        assert "is not an index of litdata" in error_of(folder)
-    index.write_text('{"chunks": [], "config": {"data_format": ["no_header_tensor:20"]}}')
-    assert "is not among the chunks of" in error_of(folder)
-    index.unlink()
-    assert error_of(folder).endswith("; it has 2 .bin without an index.")
