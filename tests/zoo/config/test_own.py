@@ -104,3 +104,13 @@ def test_an_import_is_no_consent():
     del globals()["Imported"]
     stack["init_args"] = {"mixer": "mixers.GLA", "pattern": "M*-"}  # letters of layers name no class
     vet_model({"stack": stack}, "theirs")
+
+
+@pytest.mark.parametrize(
+    "name", ["os.system", "cProfile.run", "mixers.gla.mixers.GLA", "{class_path: os.system}", "a b"]
+)
+@pytest.mark.parametrize("place", ["position", "unknown"])
+def test_text_that_may_name_code_is_refused_wherever_it_is(place: str, name: str):
+    for value in (name, [name], {"x": [name]}, {"class_path": name}):
+        with pytest.raises(UserError, match=rf"its model\.{place}(\.x)? names"):
+            vet_model({"stack": "Uniform", place: value}, "theirs")
