@@ -90,13 +90,14 @@ def spectra(layers: Sequence[Layer], every: int) -> Figure:
     figure, axes = panels(titles, 2.8, "tokens", "singular values (blue)")
     for axis, layer in zip(axes, layers, strict=True):
         states = layer.spectra(every)
-        values = states.values.median(1).values.clamp(min=1e-8)
+        values = states.values.median(1).values  # those of directions without writes are rounding errors
+        values = values.where(values > 1e-6 * values.max(), torch.nan)
         for rank, share in enumerate(torch.linspace(0.15, 0.9, values.shape[1]).tolist()):
             axis.plot(states.ends, values[:, rank], color=(0.2, 0.35 + share / 2, 0.75), linewidth=0.6)
         axis.set_yscale("log")
         ranks = axis.twinx()
         ranks.plot(states.ends, states.effective_ranks.mean(1), color="black", linewidth=1.4)
-        ranks.set_ylim(0, values.shape[1])
+        ranks.set_ylim(bottom=0)
         ranks.set_ylabel("effective rank (black)", fontsize=7)
         ranks.tick_params(labelsize=6)
     return figure

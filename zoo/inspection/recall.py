@@ -102,7 +102,7 @@ def recall_table(rows: Sequence[dict[str, Any]]) -> Table:
     """A row for each number of pairs: the model's accuracy, and the share of values that each layer reads."""
     layers = [f"{layer['layer']} {layer['mixer']}" for layer in rows[0]["layers"]]
     further = [name for name in ("pairs", "answered") if name in rows[0]]
-    table = new_table([*further, *layers], left=0, title="values that a layer reads (median margin)")
+    table = new_table([*further, *layers], left=0, title="values that the best head of a layer reads (margin)")
     for row in rows:
         cells = [f"{row[name]:.0%}" if name == "answered" else str(row[name]) for name in further]
         table.add_row(*cells, *(f"{layer['read']:.0%} ({layer['margin']:+.2f})" for layer in row["layers"]))
