@@ -82,8 +82,7 @@ class Inspection:
                 cells += [heads, *lives, f"{row['steep_share']:.0%}", f"{rank:.1f} of {row['largest_rank']}"]
                 cells += [f"{rank / row['largest_rank']:.0%}", f"{norm:.3g}"]
             table.add_row(*cells)
-        table.caption = "Half-lives in tokens, over heads and channels. Steep: decay by e^-69 within 32 tokens.\n"
-        table.caption += "Rank and norm: of the last states. Used: rank as a share of the largest one."
+        table.caption = "Half-lives in tokens. Steep: e^-69 within 32 tokens. Used: last rank over the largest."
         return table
 
     def figures(self, layer: int | None = None) -> dict[str, Figure]:
