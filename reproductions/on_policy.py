@@ -1,8 +1,9 @@
 """GRPO with and without deterministic mode: is the policy that samples the policy that is trained?
 
-    PYTHONPATH=. python reproductions/on_policy.py --config=gdn_h1.yaml model.hidden_size=64 model.num_layers=2
-    PYTHONPATH=. python reproductions/on_policy.py --numbers=24 --table=on_policy_h200.csv --config=gdn_h1.yaml \\
-        model.hidden_size=512 model.num_heads=4 model.num_layers=8  # 36M parameters, on a GPU
+    PYTHONPATH=. python reproductions/on_policy.py --config=gdn_h1.yaml model.hidden_size=64 model.num_layers=2 \\
+        model.num_heads=2  # ten minutes on a CPU
+    PYTHONPATH=. python reproductions/on_policy.py --numbers=24 --prompts=16 --table=on_policy_h200.csv \\
+        --config=gdn_h1.yaml model.hidden_size=512 model.num_heads=4 model.num_layers=8  # 36M parameters, on a GPU
 
 The task is recall with arithmetic on the keys. A prompt gives each number x a random value v(x), in random order, and a
 first number; the answer is the chain x → v(x + 1), whose next number is always recalled for the last one plus one. The
@@ -13,7 +14,7 @@ update for each batch of samples.
 
 Each step adds a row: the reward, KL(sampler ‖ trained) of the sampled tokens in nats, and the largest difference of
 their log-probabilities in sampling and in training, which is exactly 0 in deterministic mode. Runs with rows of all
-steps are skipped. The picture is next to the table.
+steps are skipped. A picture shows both over the steps.
 """
 
 import argparse
@@ -137,15 +138,19 @@ def improve(
 
 
 def draw(rows: Sequence[dict[str, str]], file: Path) -> None:
-    """Plot reward and difference over the steps, the mean and the range of the seeds."""
+    """Plot reward and difference over blocks of ten steps: the mean and the range of the seeds."""
     figure = new_figure(10, 3.8)
     panels = {"reward": "share of the chain before a mistake", "largest_difference": "largest |Δ log-probability|"}
     for place, (key, label) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, 2, place, xlabel="step", ylabel=label)
         for precision, deterministic in MODES:
             here = [row for row in rows if (row["precision"], row["deterministic"]) == (precision, str(deterministic))]
-            steps = sorted({int(row["step"]) for row in here})
-            lines = [[float(row[key]) for row in here if int(row["step"]) == step] for step in steps]
+            seeds, steps = sorted({row["seed"] for row in here}), sorted({int(row["step"]) // 10 * 10 for row in here})
+            blocks = {(seed, step): list[float]() for seed in seeds for step in steps}
+            for row in here:
+                blocks[row["seed"], int(row["step"]) // 10 * 10].append(float(row[key]))
+            joined = max if key == "largest_difference" else fmean
+            lines = [[joined(blocks[seed, step]) for seed in seeds] for step in steps]
             name = f"{precision}, {'deterministic' if deterministic else 'default'}"
             axes.plot(steps, [fmean(line) for line in lines], label=name, linestyle="-" if deterministic else "--")
             axes.fill_between(steps, [min(line) for line in lines], [max(line) for line in lines], alpha=0.15)
@@ -190,21 +195,22 @@ def main(options: argparse.Namespace) -> None:
                     bar.update()
             rows = [row for row in rows if tuple(str(row[key]) for key in COLUMNS[:3]) != key] + new
             write_csv.write(rows, options.table, COLUMNS)
-    draw(write_csv.read(options.table), options.table.with_suffix(".png"))
+    draw(write_csv.read(options.table), options.picture or options.table.with_suffix(".png"))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", action="append", required=True, help="a model; several are laid over each other")
     parser.add_argument("overrides", nargs="*", help="key=value, of the model")
-    parser.add_argument("--numbers", type=int, default=8, help="keys and values in a prompt")
-    parser.add_argument("--hops", type=int, default=6, help="numbers in an answer")
-    parser.add_argument("--prompts", type=int, default=16, help=f"prompts in a step, with {GROUP} answers each")
-    parser.add_argument("--demonstrations", type=int, default=800, help="steps of training before GRPO")
+    parser.add_argument("--numbers", type=int, default=5, help="keys and values in a prompt")
+    parser.add_argument("--hops", type=int, default=4, help="numbers in an answer")
+    parser.add_argument("--prompts", type=int, default=8, help=f"prompts in a step, with {GROUP} answers each")
+    parser.add_argument("--demonstrations", type=int, default=600, help="steps of training before GRPO")
     parser.add_argument("--right", type=float, default=0.6, help="share of right numbers in a demonstration")
     parser.add_argument("--learning_rate", type=float, default=3e-3, help="of the demonstrations")
-    parser.add_argument("--policy_rate", type=float, default=3e-4, help="learning rate of GRPO")
-    parser.add_argument("--steps", type=int, default=60, help="of GRPO")
+    parser.add_argument("--policy_rate", type=float, default=1e-3, help="learning rate of GRPO")
+    parser.add_argument("--steps", type=int, default=150, help="of GRPO")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--table", type=Path, default=Path("reproductions/measured/on_policy_cpu.csv"))
+    parser.add_argument("--picture", type=Path, help="by default next to the table")
     main(parser.parse_args())

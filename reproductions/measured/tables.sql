@@ -86,6 +86,15 @@ select how, max(case mode when 'default' then step_ms end) as "default, ms a ste
   printf('%.2f', max(case mode when 'deterministic' then step_ms end) / max(case mode when 'default' then step_ms end)) as "cost"
 from rows group by how order by how
 
+-- on_policy_cpu: reproductions/measured/on_policy_cpu.csv
+select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode,
+  printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
+  printf('%.2f', avg(case when cast(step as int) >= 140 then reward end)) as "reward at last",
+  case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",
+  case max(cast(largest_difference as real)) when 0 then '0' else printf('%.0e', max(cast(largest_difference as real))) end
+    as "largest Δ log p"
+from rows group by precision, deterministic order by precision desc, deterministic desc
+
 -- deterministic_h100: reproductions/measured/deterministic_h100.csv
 select batch, how, max(case mode when 'default' then ms_per_token end) as "default",
   max(case mode when 'deterministic' then ms_per_token end) as deterministic
