@@ -379,7 +379,7 @@ class LinearMixer(TokenMixer):
         return s
 
     def _streams(self, returned: Streams, method: str) -> Streams:
-        """What a method of a subclass returned; a UserError if that is something else."""
+        """Return what a method of a subclass returned; a UserError if that is something else."""
         if not isinstance(returned, Streams):
             kind, how = type(returned).__name__, "Streams(q, k, v, …)" if method == "project" else "s or s.replace(…)"
             raise kernels.UserError(f"{type(self).__name__}.{method}: returned {kind}, must return {how}")

@@ -141,7 +141,7 @@ def test_mixers_with_proofs_and_comparisons():
         for row in rows("proofs_h100")
         if row["kind"] == "layers" and row["check"] == "causal" and row["status"] == "passed"
     }
-    assert says("README.md", f"and are causal to the bit, on a CPU; {len(proven & {*causal})} have [proofs]")
+    assert says("README.md", f"and are causal to the bit; {len(proven & {*causal})} have [proofs]")
     parity = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert [name for name in causal if not re.search(rf"\b{name}\b", parity)] == []
 
