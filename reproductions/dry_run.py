@@ -36,7 +36,7 @@ def measure(table: Path, config: str, gpus: Sequence[str], card: str, overrides:
     """Add the row of a config on these GPUs."""
     named, items = f"{len(gpus)}x{card}", (f"{config}.yaml", *OVERLAYS)
     with LOCK:
-        whole = zoo.fit(*items, *overrides, dry_run=True, on=named).row
+        estimate = zoo.fit(*items, *overrides, dry_run=True, on=named).row
     short = ("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", f"--trainer.max_steps={STEPS}")
     unsaved = "--trainer.callbacks+=reproductions.multi_device.Unsaved"
     with tempfile.TemporaryDirectory() as folder:
@@ -50,9 +50,9 @@ def measure(table: Path, config: str, gpus: Sequence[str], card: str, overrides:
     row = {
         "config": config,
         "on": named,
-        "estimated_gib": sum(whole["memory"].values()),
+        "estimated_gib": sum(estimate["memory"].values()),
         "measured_gib": numbers.get("peak_gib"),
-        "estimated_seconds": 3600 * (whole["hours"] or 0) * TOKENS / whole["tokens"],
+        "estimated_seconds": 3600 * (estimate["hours"] or 0) * TOKENS / estimate["tokens"],
         "measured_seconds": numbers["step_ms"] / 1e3 if numbers else None,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "torch": torch.__version__,
@@ -64,6 +64,7 @@ def measure(table: Path, config: str, gpus: Sequence[str], card: str, overrides:
 
 
 def main(options: argparse.Namespace) -> None:
+    """Measure the rows that the table lacks."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     numbers = gpus.split(",")
     present = {(row["config"], row["on"]) for row in write_csv.read(options.table)}

@@ -77,9 +77,8 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     data, vocabulary, steps = config.data.init_args, _vocabulary(config.data.init_args), config.trainer.max_steps
     config.model.vocab_size = config.model.vocab_size or vocabulary
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
-    build_optimizer(
-        model, configs.instantiate("optim", config), sharded=_stage(config.trainer) > 0
-    )  # refuses what `fit` does
+    optim = configs.instantiate("optim", config)
+    build_optimizer(model, optim, sharded=_stage(config.trainer) > 0)  # for the errors that `fit` would raise
     memory, seconds = ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card)
     permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
     saved = 3 * _bytes(config.trainer) * model.num_parameters() / GIB  # weights and two moments

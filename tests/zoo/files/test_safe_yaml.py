@@ -1,4 +1,4 @@
-"""YAML and plain containers: what is read as it is written, and what is refused in one sentence."""
+"""Values that YAML and plain containers may hold are read unchanged, and others are refused in one sentence."""
 
 from pathlib import Path
 

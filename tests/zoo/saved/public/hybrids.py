@@ -46,7 +46,7 @@ NEMOTRON = {
 }
 NEMOTRON_KINDS = ["linear_attention", "mlp", "full_attention"]
 YARN = {"rope_type": "yarn", **SCALED}
-# the family's name without hf_, and the config of a small model of theirs
+# case → name of the family without hf_, and a small config of transformers
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": ("qwen3_5", QWEN),
     "qwen3_5, half of a head turns": (
