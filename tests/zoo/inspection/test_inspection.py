@@ -44,21 +44,14 @@ def last_layer(mixer: mixers.TokenMixer, x: Tensor, **options: Any) -> Layer:
     return Layer(calls_of_layer(mixer, x, **options)[-1])
 
 
-def documents_of(name: str, factor: int) -> tuple[int, ...]:
-    """Lengths of a few documents; over all mixers and factors, each length has its turn."""
-    number = NAMES.index(name) + factor
-    return tuple(LENGTHS[(number + 5 * i) % len(LENGTHS)] for i in range(3))
-
-
 @pytest.mark.parametrize(
     ("name", "factor"), [(name, factor) for name in NAMES for factor in ((1, 4) if name in LINEAR else (1,))]
 )
 def test_the_output_is_the_matrix_times_the_values(name: str, factor: int) -> None:
-    lengths = documents_of(name, factor)
-    x, ends = packed(*lengths)
+    x, ends = packed(*LENGTHS)
     layer = last_layer(mixer_of(name, factor), x, cu_seqlens=ends)
     assert layer.has_state == (name in LINEAR)
-    owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    owner = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))
     of_writes = owner.repeat_interleave(layer.steps)
     for head in range(layer.heads):
         matrix, output = layer.attention(head), layer.call.output[0, :, head]
@@ -85,6 +78,26 @@ def test_the_matrix_is_the_derivative_of_the_output(name: str) -> None:
     outputs = [layer.call.op(**layer.arguments | {"v": layer.arguments["v"] + sign * change})[0] for sign in (1, -1)]
     column = (outputs[0] - outputs[1])[0, :, 1] / 2e-3
     assert torch.allclose(column, layer.attention(1)[:, 5:6].expand_as(column), atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["DeltaNet", "GatedDeltaNet", "GLA", "Mamba2"])
+def test_the_matrix_is_that_of_the_formula(name: str) -> None:
+    """A_ts = scale · q_tᵀ F_t … F_{s+1} (β_s k_s), where F_t = (I − β_t k_t k_tᵀ) Diag(α_t), without ops."""
+    x, _ = packed(21)
+    layer, head = last_layer(mixer_of(name), x), 1
+    a, group = layer.arguments, layer.arguments["q"].shape[2] * head // layer.heads
+    q, k, g = a["q"][0, :, group], a["k"][0, :, group], layer.recurrence(head, 0, 0, 21).log_decay.exp()
+    beta = torch.ones(21, dtype=torch.float64) if a.get("beta") is None else a["beta"][0, :, head]
+    erases, scale = layer.call.op is kernels.delta_rule, a.get("scale") or q.shape[1] ** -0.5
+    expected = torch.zeros(21, 21, dtype=torch.float64)
+    for s in range(21):
+        left = beta[s] * k[s]
+        for t in range(s, 21):
+            if t > s:
+                left = left * g[t]
+                left = left - erases * beta[t] * (k[t] @ left) * k[t]
+            expected[t, s] = scale * (q[t] @ left)
+    assert torch.allclose(layer.attention(head), expected, rtol=0, atol=1e-10)
 
 
 def test_a_reset_and_steep_decays() -> None:
