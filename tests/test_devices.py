@@ -140,7 +140,7 @@ def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None
 @pytest.mark.parametrize(
     ("way", "more", "batches", "tolerance"),
     [
-        ("ddp", (), 2, 1e-4),  # of five pairs on H200s, three were bitwise equal, two differed by up to 2e-5
+        ("ddp", (), 2, 1e-4),  # of five pairs on H200s, two were bitwise equal, three differed by up to 2e-5
         ("context_parallel", (), 1, 0),
         ("context_parallel", ("--activation_checkpointing=1",), 2, 0),
     ],
