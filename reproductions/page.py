@@ -324,7 +324,8 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
         }
         papers.append(Paper(name, listing, rows))
         expected_files |= {*files.values()}
-    if strange := sorted({*folder.rglob("*.yaml")} - expected_files):
+    sweeps = {*(folder / "sweeps").glob("*.yaml")}
+    if strange := sorted({*folder.rglob("*.yaml")} - expected_files - sweeps):
         raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
     return papers
 

@@ -9,6 +9,7 @@ sweeps and are applied to all runs. Ctrl-C stops the runs as it stops `fit`; the
 """
 
 import argparse
+import math
 import os
 import queue
 import signal
@@ -27,7 +28,7 @@ from kernels import UserError
 from reproductions.write_csv import flat, read, write
 from zoo.config.overlays import is_override, load_items
 from zoo.experiments.commands import read_sweep
-from zoo.experiments.definition import Run, with_capacity
+from zoo.experiments.definition import Run, Sweep, with_capacity
 from zoo.experiments.runner import COMMAND, Runner, result
 from zoo.train.metrics_file import read_metrics
 from zoo.train.signals import PARENT, sigterm_raises
@@ -111,11 +112,32 @@ def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Name
     jobs = []
     for name in sweeps:
         rows = Rows(args.table, Path(name).stem, overrides, Runner(COMMAND, args.folder / Path(name).stem), args.commit)
-        runs = read_sweep(load_items([name])).runs(tuple(overrides))
+        sweep = read_sweep(load_items([name]))
+        runs = sweep.runs(tuple(overrides))
         rows.runner.folder.mkdir(parents=True, exist_ok=True)
         with rows.runner.claimed(runs):  # complains about folders of other configs
-            jobs += [(rows, run) for run in runs if rows.key(run) not in done]
+            jobs += [
+                (rows, run)
+                for run in (runs if not args.chosen_on else _chosen(runs, sweep, rows, args.chosen_on))
+                if rows.key(run) not in done
+            ]
     return sorted(jobs, key=lambda job: job[1].seed or 0)
+
+
+def _chosen(runs: Sequence[Run], sweep: Sweep, rows: Rows, seeds: Sequence[int]) -> list[Run]:
+    """The runs of some seeds, and those of other seeds at the rate that is best on these, once they all have a row."""
+    table = {tuple(row[name] for name in KEY): row for row in read(rows.table)}
+    scores: dict[Any, dict[float | None, list[float]]] = {}
+    for run in runs:
+        if run.seed in seeds:
+            value = table.get(rows.key(run), {}).get(sweep.metric)
+            scores.setdefault(run.cell, {}).setdefault(run.learning_rate, []).append(float(value or "nan"))
+    best = {}
+    for cell, rates in scores.items():
+        means = {rate: sum(values) / len(values) for rate, values in rates.items()}
+        if not any(math.isnan(mean) for mean in means.values()):
+            best[cell] = (max if sweep.mode == "max" else min)(means, key=means.__getitem__)
+    return [run for run in runs if run.seed in seeds or (run.cell in best and run.learning_rate == best[run.cell])]
 
 
 def work(jobs: Sequence[tuple[Rows, Run]], at_once: int, gpus: Sequence[str | None], minutes: float) -> int:
@@ -156,6 +178,11 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/sweep_rows"), help="of the runs")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, on all GPUs together")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="after which no run starts")
+    parser.add_argument(
+        "--chosen-on",
+        type=lambda text: [int(seed) for seed in text.split(",")],
+        help="seeds whose runs choose the learning rate of a cell; the other seeds are run at that rate only",
+    )
     parser.add_argument("--commit", help="for the table, where the code is not in a git checkout")
     args = parser.parse_intermixed_args()
     sweeps, overrides = ([i for i in args.sweeps if is_override(i) == wanted] for wanted in (False, True))

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from reproductions import sweep_rows
-from reproductions.write_csv import read
+from reproductions.write_csv import read, write
 
 SWEEP = """
 base: [recall/mqar.yaml, {trainer: {max_steps: 1, val_check_interval: 1}, data: {batch_size: 2, validation_samples: 4}}]
@@ -33,6 +33,20 @@ def test_rows_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     sweep_rows.main()
     assert "0 runs without a row" in capsys.readouterr().out
     assert read(table) == rows
+
+
+@pytest.mark.slow
+def test_rates_are_chosen_on_some_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    sweep, table = tmp_path / "small.yaml", tmp_path / "rows.csv"
+    sweep.write_text(SWEEP.replace("seeds: [1, 0]", "seeds: [2, 0]\nlearning_rates: [1.0e-3, 1.0e-2]\nmode: max"))
+    arguments = ["sweep_rows.py", str(sweep), f"--table={table}", f"--folder={tmp_path / 'runs'}", "--chosen-on=0"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    sweep_rows.main()
+    rows = read(table)
+    assert [(row["seed"], row["learning_rate"]) for row in rows] == [("0", "0.001"), ("0", "0.01")]
+    write([row | {"val_accuracy": accuracy} for row, accuracy in zip(rows, ("0.2", "0.1"), strict=True)], table)
+    sweep_rows.main()
+    assert [(row["seed"], row["learning_rate"]) for row in read(table)[2:]] == [("2", "0.001")]
 
 
 def test_an_unknown_sweep_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
