@@ -49,6 +49,17 @@ def test_the_sweep_builds():
     assert {from_config(config, device="meta").state_size() for config in configs.values()} == {2 * 4 * 16 * 32}
 
 
+@pytest.mark.nightly
+def test_the_states_of_the_sweep_over_mixers_are_equal():
+    runs = read_sweep(load_items(["reproductions/sweeps/equal_states.yaml"])).runs()
+    for factor, size in (("1", 8192), ("4", 32768)):
+        configs = {run.cell: run.parsed for run in runs if ("model.stack.mixer.factor", factor) in run.cell}
+        assert len(configs) == 17
+        for cell, config in configs.items():
+            config.model.vocab_size = 1024
+            assert from_config(config, device="meta").state_size() == pytest.approx(size, rel=0.08), cell
+
+
 def test_main_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     """Channels bring 0.1 with the delta rule and 0.3 without, ± 0.02 by seed; the sum costs 0.5 with heads."""
     rows = []
