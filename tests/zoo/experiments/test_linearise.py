@@ -167,7 +167,7 @@ def test_mistakes_before_anything_is_written(
 def test_a_mistake_in_a_stage_is_corrected(command: Command, desk: Path, staged: list[str]):
     stage = desk / "longer.yaml"
     for text, message in (
-        ("optm: {learning_rate: 1.0e-4}", "optm: not a key; did you mean 'optim'?"),
+        ("optm: {learning_rate: 1.0e-4}", "optm.learning_rate: unknown key; did you mean 'optim.learning_rate'?"),
         ("teacher: {checkpoint: runs/other}", "stages: longer.yaml sets teacher.checkpoint to runs/other, but it is"),
         ("optim: {initial_weights: null}", "stages: longer.yaml sets optim.initial_weights to None, but it is student"),
     ):
@@ -191,8 +191,12 @@ def test_checkpoints_of_others(hub: Hub, command: Command, desk: Path, taught: P
     assert failed.code == 2
     assert "theirs was not written by you, and each stage would build its data, trainer and callbacks" in failed.err
     assert not (desk / "student").exists()
-    hub.add("ada/llama", zoo.convert(taught, desk / "public", to="huggingface"))
+    public = zoo.convert(taught, desk / "public", to="huggingface")
     stages = ("--config=tiny.yaml", "--trainer.max_steps=1", "--stages=[train/distil_logits.yaml]")
-    done = command(*staged, "--checkpoint=hf://ada/llama", *stages, "--output=student")
+    done = command(*staged, f"--checkpoint={public}", *stages, "--output=student")
     assert done.code == 0, done.err
     assert "distil_logits" in done.out
+    hub.add("ada/llama", public)
+    student = zoo.linearise("hf://ada/llama", "alone", mixer="GatedDeltaNet", keep="every:3", tokens=64).folder
+    for name, tensor in zoo.load("student/student").state_dict().items():
+        assert torch.equal(tensor, zoo.load(student).state_dict()[name])
