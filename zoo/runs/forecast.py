@@ -140,8 +140,8 @@ def _on_gpu(
         block.forward = forward
     rows = max(data.batch_size * shared // devices, 1)
     passed = training_pass(model, rows, data.sequence_length // shared, card or "H100", distillation)
-    size, trained = (_bytes(trainer) * number / GIB for number in (model.num_parameters(), num_trained(model)))
-    teacher = sum(4 * each.num_parameters() / GIB for each in teachers)  # always fp32
+    numbers = model.num_parameters(), num_trained(model), sum(each.num_parameters() for each in teachers)
+    size, trained, teacher = (_bytes(trainer) * number / GIB for number in numbers)
     memory = _memory(trainer, passed, devices, size=size, trained=trained, teacher=teacher)
     if card is None:
         return memory, None

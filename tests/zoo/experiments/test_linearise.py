@@ -196,6 +196,10 @@ def test_checkpoints_of_others(hub: Hub, command: Command, desk: Path, taught: P
     done = command(*staged, f"--checkpoint={public}", *stages, "--output=student")
     assert done.code == 0, done.err
     assert "distil_logits" in done.out
+    zoo.convert("student/distil_logits", "wrapped", to="transformers")
+    assert zoo.statex("student/distil_logits", "larger", layers=[0]).folder.is_dir()
+    with pytest.raises(zoo.UserError, match=r"o_norm\.eps is 1e-05 .* train with model\.norm_eps equal to the mixers'"):
+        zoo.convert("student/distil_logits", "layout", to="fla")
     hub.add("ada/llama", public)
     student = zoo.linearise("hf://ada/llama", "alone", mixer="GatedDeltaNet", keep="every:3", tokens=64).folder
     for name, tensor in zoo.load("student/student").state_dict().items():
