@@ -29,7 +29,7 @@ from zoo.train.results import BITS
 ARGUMENTS, STUDENT = "linearise.json", "student"  # in the output, and in it the command
 
 
-class Trained(NamedTuple):
+class Distilled(NamedTuple):
     """A student that was trained in stages.
 
     Attributes:
@@ -65,7 +65,7 @@ def linearise(
     overwrite: bool = False,
     stages: list[str] | None = None,
     configs: Sequence[Item] = (),
-) -> Linearised | Trained:
+) -> Linearised | Distilled:
     """Replace attention layers of a trained model by a mixer with a matrix state, and train the result in stages.
 
     Queries, keys, values and outputs start from those of attention; gates and decays start as they do in a new model.
@@ -140,7 +140,7 @@ def linearise(
     }
     length = getattr(last.data.init_args, "sequence_length", None)
     rows = "" if length is None else f", {length} tokens a row"
-    return Trained(folder / names[-1], losses, f"validation data of {names[-1]}{rows}")
+    return Distilled(folder / names[-1], losses, f"validation data of {names[-1]}{rows}")
 
 
 def _check_command(student: Path, command: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What the verb `linearise` writes: a trained model in which a matrix state replaces some attention."""
+"""A trained model with a matrix state in place of some attention, as an exported folder; for the verb `linearise`."""
 
 import itertools
 import re
