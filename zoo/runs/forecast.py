@@ -160,6 +160,8 @@ def show(result: Forecast) -> None:
     of += ", which does not fit" if size is not None and total > size else ""
     parts = ", ".join(f"{name} {_gib(part)}" for name, part in result.memory.items() if part)
     speed = (result.tokens or 0) / max(3600 * (result.hours or 0), 1e-9)
+    duration = "less than a minute" if (result.hours or 0) < 1 / 60 else f"{_gib(result.hours or 0)} hours"
+    batches = "1 micro-batch" if result.micro_batches == 1 else f"{result.micro_batches} micro-batches"
     on = f"{result.devices} × {result.card}, {speed:,.0f} tokens/s without validation"
     on += "; the network between machines is not counted" if result.devices > LOCAL else ""
     table = new_table(("", ""), left=2, wrapped=("",), show_header=False, box=None)
@@ -167,7 +169,7 @@ def show(result: Forecast) -> None:
     table.add_row("state", f"{result.state_size:,} numbers a sequence")
     table.add_row(
         "step",
-        f"{result.tokens_per_step:,} tokens: {result.micro_batches} micro-batches of {result.rows} rows on each of "
+        f"{result.tokens_per_step:,} tokens: {batches} of {result.rows} rows on each of "
         f"{result.devices} GPUs ({result.strategy}); learning rate {result.learning_rate:g}",
     )
     if result.tokens is not None:
@@ -176,7 +178,7 @@ def show(result: Forecast) -> None:
     table.add_row("memory of a GPU", f"{_gib(total)} GiB{of}: {parts}" if parts else "not known without Triton")
     table.add_row(
         "time",
-        "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{_gib(result.hours)} hours on {on}",
+        "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{duration} on {on}",
     )
     disk = f"{_gib(result.checkpoints)} GiB of checkpoints, {_gib(result.shards)} GiB of tokens, read once"
     table.add_row("disk", disk)

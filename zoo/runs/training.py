@@ -105,7 +105,7 @@ def plan_fit(
     check_not_empty("run", run)
     items = without(load_items(configs_and_overrides), others)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
-    items = _with_initial_model(items, trust) if checkpoint is None else [_config_of(checkpoint, trust), *items]
+    items = _with_initial_model(items, trust) if checkpoint is None else [_config_to_resume(checkpoint, trust), *items]
     config = configs.read(*items)
     check_training(config.trainer)
     if checkpoint is not None:
@@ -325,6 +325,22 @@ def _names_checkpoint(item: Item) -> bool:
     if isinstance(item, Mapping) or is_override(item) or Path(item).suffix in (".yaml", ".yml"):
         return False
     return Path(item).exists() or not (CONFIGS / f"{item}.yaml").is_file()
+
+
+def _config_to_resume(checkpoint: Path, trust: bool) -> dict[str, Any]:
+    """The config in a checkpoint; the error about a damaged one names another checkpoint of the run that is whole."""
+    try:
+        return _config_of(checkpoint, trust)
+    except UserError as error:
+        others = sorted(checkpoint.parent.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
+        for other in others:
+            with suppress(UserError):
+                _config_of(other, trust)
+                another = Option("resume", str(other))
+                break
+        else:
+            raise
+        raise UserError(str(error).removesuffix("."), "; ", another, " continues from another checkpoint") from error
 
 
 def _config_of(checkpoint: Path, trust: bool) -> dict[str, Any]:

@@ -50,6 +50,22 @@ def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
     assert "LanguageModel" not in repr(result)
 
 
+def test_the_error_of_a_damaged_checkpoint_names_a_whole_one(desk: Path, finished: Path) -> None:
+    run = shutil.copytree(finished / "runs" / "done", desk / "runs" / "done")
+    last, older = run / "checkpoints" / "last.ckpt", run / "checkpoints" / "step-1.ckpt"
+    content = last.read_bytes()
+    older.write_bytes(content)
+    last.unlink()  # another name of best.ckpt
+    last.write_bytes(content[:2000])
+    (run / "checkpoints" / "best.ckpt").write_bytes(content[:1000])
+    hint = "resume='runs/done/checkpoints/step-1.ckpt' continues from another checkpoint"
+    with pytest.raises(zoo.UserError, match=f"last.ckpt is truncated or not a checkpoint of this project; {hint}"):
+        zoo.fit(resume="done")
+    older.write_bytes(content[:2000])
+    with pytest.raises(zoo.UserError, match=r"last\.ckpt is truncated or not a checkpoint of this project\.$"):
+        zoo.fit(resume="done")
+
+
 @pytest.mark.slow
 def test_overwrite_replaces_a_run_and_nothing_else(desk: Path, finished: Path) -> None:
     shutil.copytree(finished / "runs" / "done", desk / "runs" / "done")
@@ -70,6 +86,11 @@ def test_overwrite_replaces_a_run_and_nothing_else(desk: Path, finished: Path) -
         with pytest.raises(zoo.UserError, match=message):  # before the first batch
             zoo.fit(*small, mistake, run="done", overwrite=True)
         assert {file: file.read_bytes() for file in (desk / "runs" / "done").rglob("*") if file.is_file()} == before
+    (desk / "runs" / "notes").mkdir()
+    (desk / "runs" / "notes" / "thesis.tex").write_text("years of work")
+    with pytest.raises(zoo.UserError, match=r"holds thesis\.tex, which is not a run's file"):
+        zoo.fit(*small, run="notes", overwrite=True)
+    assert [path.name for path in (desk / "runs" / "notes").iterdir()] == ["thesis.tex"]
     sentence = "continue it with resume='runs/done', replace it with overwrite=True, or choose another run"
     with pytest.raises(zoo.UserError, match=f"^run: runs/done exists already; {sentence}$"):
         zoo.fit(*small, run="done")

@@ -53,6 +53,7 @@ class LossCurve(RunCallback):
         self.training: list[tuple[int, float]] = []  # tokens, nats
         self.validation: list[tuple[int, float]] = []
         self._unread: list[tuple[int, Tensor]] = []  # training losses that a GPU may not have computed yet
+        self._step = 0  # the last one recorded
         self._drawn: tuple[int, int] | None = None  # number of points
         self._background = Background()
 
@@ -67,12 +68,11 @@ class LossCurve(RunCallback):
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
         """Record the training loss, which covers all processes."""
-        if trainer.global_step % self.every_n_steps:
+        step, loss = trainer.global_step, pl_module.train_loss
+        if loss is None or step % self.every_n_steps or step == self._step:  # a step can have several batches
             return
-        tokens, loss = pl_module.tokens_seen, pl_module.train_loss
-        recorded = tokens in (points[-1][0] for points in (self.training, self._unread) if points)
-        if loss is not None and not recorded:
-            self._unread.append((tokens, loss.detach().clone()))
+        self._step = step
+        self._unread.append((pl_module.tokens_seen, loss.detach().clone()))
         if len(self._unread) == MAX_UNREAD:
             self._read()
 

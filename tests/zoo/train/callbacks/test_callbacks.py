@@ -461,6 +461,12 @@ def test_the_curve_has_the_losses_of_its_steps(tmp_path):
     assert curve.training == [(64 * step, pytest.approx(log.losses[step], rel=1e-6)) for step in (3, 6, 9, 12)]
 
 
+def test_the_curve_has_one_loss_a_step_of_several_batches(tmp_path):
+    curve = LossCurve(every_n_steps=2)
+    trainer(tmp_path, [curve], max_steps=4, accumulate_grad_batches=3).fit(pretraining(), Data())
+    assert [tokens for tokens, _ in curve.training] == [3 * 64 * step for step in (2, 4)]
+
+
 @pytest.mark.slow
 def test_the_curve_is_written_while_training_continues(tmp_path, monkeypatch: pytest.MonkeyPatch):
     """Each picture once, and the last one before the end of the run; the losses are read for it, not before."""
