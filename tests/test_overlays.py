@@ -23,7 +23,6 @@ from .shipped_configs import (
     resolved,
 )
 
-
 # keys of the run before, which an overlay sets to their defaults
 BEFORE = {
     "train/distil_logits.yaml": ["teacher.match=layers"],

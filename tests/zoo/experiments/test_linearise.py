@@ -14,7 +14,7 @@ import torch
 
 import cli
 import zoo
-from tests.commands import Command, sitting_at, start
+from tests.commands import FIT, Command, sitting_at, start
 from tests.hub_server import Hub
 
 pytest_plugins = "tests.desk"
@@ -204,3 +204,9 @@ def test_checkpoints_of_others(hub: Hub, command: Command, desk: Path, taught: P
     student = zoo.linearise("hf://ada/llama", "alone", mixer="GatedDeltaNet", keep="every:3", tokens=64).folder
     for name, tensor in zoo.load("student/student").state_dict().items():
         assert torch.equal(tensor, zoo.load(student).state_dict()[name])
+
+
+def test_a_teacher_with_other_tokens(command: Command, desk: Path, taught: Path):
+    failed = command(*FIT, "--data.vocab_size=300", f"--teacher.checkpoint={taught}")
+    assert failed.code == 2
+    assert f"data.tokenizer: {taught} was trained with another tokenizer than that of the data" in failed.err
