@@ -130,8 +130,8 @@ def run(arguments: list[str]) -> int:
 
         on_screen = sys.stdout.isatty()  # where the text of a model must not be obeyed
         show = (lambda text: write(screen_text(text))) if on_screen else write
-        zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=show)
-        write("\n")
+        written = zoo.generate(**arguments_of(zoo.generate, rest, verb)[1], stream=show)
+        write("\n" if isinstance(written, str | list) else f"{written.report()}\n")
     elif verb in ("export", "convert"):
         function = getattr(zoo, verb)
         options = arguments_of(function, rest, verb)[1]

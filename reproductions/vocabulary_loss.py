@@ -115,7 +115,7 @@ def vocabulary_loss(
     times = {"ms": medians(calls, where, seconds)}
     peaks = {}
     if where.type == "cuda":
-        peaks = {name: _peak(call, where) for name, call in calls.items()}
+        peaks = {name: peak_gib(call, where) for name, call in calls.items()}
         times["graph_ms"] = medians({name: as_graph(call, where) for name, call in calls.items()}, where, seconds)
     for row in report.rows:
         row |= {key: ms_of.get(row["implementation"]) for key, ms_of in times.items()}
@@ -123,7 +123,7 @@ def vocabulary_loss(
     return report
 
 
-def _peak(call: Callable[[], Any], device: torch.device) -> float:
+def peak_gib(call: Callable[[], Any], device: torch.device) -> float:
     """GiB that a call needs beyond its inputs."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)

@@ -60,6 +60,19 @@ def product(a: Tensor, b: Tensor, out: Tensor, how: str) -> Tensor:
     return out
 
 
+def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
+    """Write aᵀ b to `total` in at least fp32, or add it there; nothing is rounded to the dtype of a and b."""
+    a = a.T
+    if b.dtype != total.dtype and b.is_cpu:  # the CPU has no product with an fp32 output
+        a, b = a.float(), b.float()
+    if b.dtype == total.dtype:
+        torch.addmm(total, a, b, beta=int(add), out=total)
+    elif add:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+
+
 class Arguments(NamedTuple):
     x: Tensor  # [M,I]
     weight: Tensor  # [O,I]

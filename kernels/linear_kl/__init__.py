@@ -6,9 +6,16 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Op
+from ..linear_cross_entropy import limits
 from . import logits
 
-OP = Op("linear_kl", reference=logits.reference, torch=logits.forward)
+OP = Op(
+    "linear_kl",
+    reference=logits.reference,
+    torch=logits.forward,
+    gpu="kernels.linear_kl.gpu.op:forward",
+    limits=limits,
+)
 
 
 def linear_kl(
@@ -25,9 +32,14 @@ def linear_kl(
 ) -> Tensor:
     """Sum over tokens of KL(softmax(t_n / τ) ‖ softmax(s_n / τ)) in nats, with s = x Wᵀ and t the teacher's logits.
 
-    Only the logits of about a thousand tokens exist at a time, and the gradients are computed along with the loss: the
-    backward pass only multiplies. The teacher is a constant, to which no gradient flows. A cap bounds logits as in
-    `linear_cross_entropy`, and so does autocast choose the dtype of the products.
+    Only the logits of a few thousand tokens (on a CPU, of about a thousand) exist at a time, and the gradients are
+    computed along with the loss: the backward pass only multiplies. For 8 × 4,096 tokens, 576 channels and a vocabulary
+    of 49,152 in bf16, both passes together need 0.64 GiB in PyTorch and 0.69 GiB in Triton, beyond the arguments. All
+    logits of the two models would be 6 GiB.
+
+    The teacher is a constant, to which no gradient flows. A cap bounds logits as in `linear_cross_entropy`, and so does
+    autocast choose the dtype of the products. Without a cap, an infinite or nan logit of a token that counts makes the
+    sum inf or nan.
 
     Args:
         x: Inputs of the student's head [N,D].

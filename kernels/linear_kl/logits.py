@@ -1,16 +1,18 @@
 """The divergence of a linear head from a teacher's: by definition, and a thousand tokens at a time."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..core.allocation import new
 from ..core.autocast import autocast_dtype, without_autocast
 from ..core.autograd import Gradients, register
 from ..core.elementwise import soft_cap
 from ..core.recurrence import at_least_fp32
-from ..linear.tiles import implementation, product
+from ..linear.head_loss import empty, head_loss
+from ..linear.tiles import implementation
 
 LOGITS = 2**25  # of each model in memory at a time: 683 tokens at a vocabulary of 49,152
 
@@ -51,44 +53,31 @@ class Arguments(NamedTuple):
     how: str  # the implementation of products in deterministic mode
 
 
-def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    dx = args.x.new_empty(args.x.shape if args.x_learns else 0)
-    dweight = args.weight.new_empty(args.weight.shape if args.weight_learns else 0)
-    return at_least_fp32(args.x.new_empty(())), dx, dweight
-
-
-def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+def compute(args: Arguments, divergence: Callable[..., Tensor], size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The sum, and the gradients of x and of the weight; those that are not needed are empty."""
-    x, weight, labels = args.x.contiguous(), args.weight.to(args.x.dtype), args.labels
-    teacher_x, teacher_weight = args.teacher_x.contiguous(), args.teacher_weight.to(args.teacher_x.dtype)
-    total, dx, dweight = _empty(args)
-    total.zero_()
-    dweight = at_least_fp32(dweight.zero_())  # the sum over all parts
-    rows = max(1, LOGITS // len(weight))
-    with without_autocast(x.device):
-        for first in range(0, len(x), rows):
-            some = slice(first, first + rows)
-            logits = _logits(x[some], weight, args.cap, args.how)
-            slope = None if args.cap is None else 1 - (logits / args.cap).square()
-            log_q = logits.div_(args.temperature).log_softmax(-1)
-            log_p = _logits(teacher_x[some], teacher_weight, args.teacher_cap, args.how)
-            log_p = log_p.div_(args.temperature).log_softmax(-1)
-            p, counted = log_p.exp(), (labels[some] != args.ignore_index)[:, None]
-            total += log_p.sub_(log_q).mul_(p).masked_fill_(~counted, 0).sum()
-            if not (args.x_learns or args.weight_learns):
-                continue
-            gradient = log_q.exp_().sub_(p).div_(args.temperature).masked_fill_(~counted, 0)
-            gradient = gradient if slope is None else gradient.mul_(slope)
-            if args.x_learns:
-                product(gradient.to(x.dtype), weight, dx[some], args.how)
-            if args.weight_learns:
-                dweight.addmm_(gradient.T, x[some].to(gradient.dtype))
-    return total, dx, dweight.to(args.weight.dtype)
+    return head_loss(
+        [(args.x, args.weight), (args.teacher_x, args.teacher_weight)],
+        partial(divergence, args),
+        size=size,
+        x_learns=args.x_learns,
+        weight_learns=args.weight_learns,
+        how=args.how,
+    )
 
 
-def _logits(x: Tensor, weight: Tensor, cap: float | None, how: str) -> Tensor:
-    """New logits of a head [rows,V] in at least fp32."""
-    return soft_cap(at_least_fp32(product(x, weight.T, new(x, len(x), len(weight)), how)), cap)
+def _divergence(args: Arguments, some: slice, sums: Tensor, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Write the divergences [n] of some tokens, and return the gradient of their logits [n,V]."""
+    ignored = (args.labels[some] == args.ignore_index)[:, None]
+    log_q = soft_cap(at_least_fp32(logits), args.cap)
+    slope = None if args.cap is None else 1 - (log_q / args.cap).square()
+    log_q = log_q.div_(args.temperature).log_softmax(-1)
+    log_p = soft_cap(at_least_fp32(teacher_logits), args.teacher_cap).div_(args.temperature).log_softmax(-1)
+    p = log_p.exp()
+    sums.copy_(log_p.sub_(log_q).mul_(p).masked_fill_(ignored, 0).sum(-1))
+    if not (args.x_learns or args.weight_learns):
+        return logits
+    gradient = log_q.exp_().sub_(p).div_(args.temperature)
+    return (gradient if slope is None else gradient.mul_(slope)).masked_fill_(ignored, 0)
 
 
 def _differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
@@ -98,24 +87,23 @@ def _differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, d
     }
 
 
-linear_kl = register("linear_kl", _compute, _differentiate, _empty)
+def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    return compute(args, _divergence, LOGITS)
 
 
-def forward(
-    x: Tensor,
-    weight: Tensor,
-    teacher_x: Tensor,
-    teacher_weight: Tensor,
-    labels: Tensor,
-    ignore_index: int,
-    temperature: float,
-    cap: float | None,
-    teacher_cap: float | None,
-) -> Tensor:
-    """The sum of all divergences, whose gradients are computed with it."""
+linear_kl = register("linear_kl", _compute, _differentiate, empty)
+
+
+def prepared(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *settings: Any) -> tuple[Any, ...]:
+    """The `Arguments` of a call but the last, with inputs in the dtype of autocast."""
     if (dtype := autocast_dtype(x.device)) is not None:
         x, teacher_x = x.to(dtype), teacher_x.to(dtype)
     learning = torch.is_grad_enabled()
     learns = learning and x.requires_grad, learning and weight.requires_grad
-    settings = labels, ignore_index, temperature, cap, teacher_cap
-    return linear_kl(x, weight, teacher_x, teacher_weight, *settings, *learns, implementation(x))
+    return x, weight, teacher_x, teacher_weight, *settings, *learns
+
+
+def forward(x: Tensor, *args: Any) -> Tensor:
+    """The sum of all divergences, whose gradients are computed with it."""
+    total: Tensor = linear_kl(*prepared(x, *args), implementation(x))
+    return total

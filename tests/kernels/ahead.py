@@ -110,6 +110,18 @@ def few_rows(rows: int) -> None:
     kernels.gated_mlp(x, torch.randn(5632, 1024, dtype=torch.bfloat16), inner)
 
 
+def losses(dtype: torch.dtype) -> None:
+    """The losses of a linear head, with and without gradients, and caps of logits."""
+    x, weight, labels = torch.randn(200, 64, dtype=dtype), torch.randn(10_000, 64, dtype=dtype), torch.zeros(200).long()
+
+    def totals() -> tuple[Tensor, ...]:
+        divergences = (kernels.linear_kl(x, weight, x, weight, labels, cap=cap, teacher_cap=cap) for cap in (None, 2.0))
+        return kernels.linear_cross_entropy(x, weight, labels), *divergences
+
+    totals()
+    train(totals, [x.requires_grad_(), weight.requires_grad_()])
+
+
 def calls(architecture: int) -> Iterator[Callable[[], None]]:
     """Calls that together need every entry of the launch table for an architecture, and all other kernels."""
     dtypes = {2: torch.bfloat16, 4: torch.float32}
@@ -125,6 +137,8 @@ def calls(architecture: int) -> Iterator[Callable[[], None]]:
             yield partial(call, gates[-1], E=2)
     for rows in (1, 2, 64):
         yield partial(few_rows, rows)
+    for dtype in dtypes.values():
+        yield partial(losses, dtype)
     for name in mixers.names():
         if name != "Bidirectional":  # which has two other mixers
             yield partial(layer, name)

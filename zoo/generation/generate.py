@@ -96,9 +96,7 @@ def generate(
             logits are not finite.
     """
     check_prompt(prompt)
-    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
-    ids = tokenizer.encode(prompt, special_tokens=True) if special_tokens else tokenizer.encode(prompt)
-    ids = (ids if start and ids[:1] == start else start + ids) or [tokenizer.eos_id]
+    ids = ids_of_prompt(tokenizer, prompt, special_tokens)
     sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling["graphs"] = graphs
     if "" in stop:
@@ -108,6 +106,13 @@ def generate(
     tokens = generate_tokens(model, prompts, seed=seed, eos_id=tuple(ends), **sampling)
     new = itertools.takewhile(lambda token: token not in ends, (int(drawn) for drawn in tokens))
     return until(stream_text(tokenizer, ids if prompt else [], new), stop)
+
+
+def ids_of_prompt(tokenizer: Tokenizer, prompt: str, special_tokens: bool) -> list[int]:
+    """Return the tokens of a prompt; for none, the token that starts a document, or else the one that ends it."""
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    ids = tokenizer.encode(prompt, special_tokens=True) if special_tokens else tokenizer.encode(prompt)
+    return (ids if start and ids[:1] == start else start + ids) or [tokenizer.eos_id]
 
 
 def check_prompt(prompt: str) -> None:
@@ -366,6 +371,11 @@ def stream_text(tokenizer: Tokenizer, prompt: list[int], tokens: Iterable[int]) 
             previous, text = tokenizer.decode(ids[start:end]), ""
     if rest := text.rstrip(_INCOMPLETE):
         yield rest
+
+
+def text_after(tokenizer: Tokenizer, prompt: list[int], tokens: list[int]) -> str:
+    """Decode tokens after the ids of a prompt, without an incomplete character at the end."""
+    return tokenizer.decode(prompt + tokens)[len(tokenizer.decode(prompt)) :].rstrip(_INCOMPLETE)
 
 
 def until(pieces: Iterable[str], stops: Sequence[str]) -> Iterator[str]:

@@ -5,7 +5,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from zoo.generation.generate import write
+from kernels.errors import UserError
+from zoo.generation.documents import Written, check_documents, write_documents
+from zoo.generation.generate import check_prompt, write
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.classifier import check_predicts_tokens
 from zoo.lm.model import LanguageModel
 from zoo.saved.model import SavedModel
@@ -31,11 +34,15 @@ def generate(
     cuda_graph: bool = True,
     device: str | None = None,
     trust: bool = False,
+    count: int | None = None,
+    batch_size: int = 64,
+    output: str | Path | None = None,
     stream: Callable[[str], object] | None = None,
-) -> str | list[str]:
-    """Continue a prompt.
+) -> str | list[str] | Written:
+    """Continue a prompt, or write a file of documents.
 
     ``zoo.generate("runs/first", ["def ", "class "], max_new_tokens=20)``
+    ``zoo.generate("runs/teacher", count=10000, output="teacher.jsonl", temperature=1.0, top_p=None)``
 
     Args:
         checkpoint: A run's folder, a .ckpt file, an exported folder, or a public one that `convert` reads, or one
@@ -54,15 +61,21 @@ def generate(
         cuda_graph: Whether to capture decoding steps as CUDA graphs, on a GPU.
         device: Where to run: cpu, cuda, mps; null for the GPU if available.
         trust: Whether to import and call what the model's config names, even if someone else wrote it.
+        count: Number of documents to write to `output`, each of which continues the prompt; batch number i is drawn
+            with `seed` + i.
+        batch_size: How many of them are written at a time.
+        output: Their .jsonl file, with a line {"text": …} for each document, as `data.path` reads it.
         stream: Called with the prompt, and then with each piece of text once it is generated.
 
     Returns:
-        The prompt and its continuation; a list of them for a list of prompts.
+        The prompt and its continuation; a list of them for a list of prompts; with `output`, how many documents were
+        written, and how fast.
 
     Raises:
         UserError: The model or device does not exist, the model is a classifier, an argument is out of range, or
             the model's logits are not finite.
     """
+    settings: dict[str, Any]
     sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -71,13 +84,25 @@ def generate(
     }
     if device is not None:
         check_device(device, meta=False)
+    if (count is None) != (output is None):
+        raise UserError("count, output: documents need both, their number and a .jsonl file; give both or neither")
+    if count is not None and output is not None:
+        if isinstance(checkpoint, LanguageModel) or not isinstance(prompt, str):
+            raise UserError("output: documents are written by a saved model, after one prompt")
+        check_documents(Path(output), count, batch_size)
+        check_prompt(prompt)
     if isinstance(checkpoint, LanguageModel):
         continued = checkpoint.generate
     else:
         saved = SavedModel.open(checkpoint, trust)
         model = saved.load(device or pick_device(None))
         check_predicts_tokens(model, "generate")  # otherwise the complaint would be about a missing tokenizer
-        continued = partial(write, model, saved.required_tokenizer)
+        tokenizer = saved.required_tokenizer
+        continued = partial(write, model, tokenizer)
         del saved  # which holds a second copy of the weights
-    settings: dict[str, Any] = {"stop": stop, "special_tokens": special_tokens, "cuda_graph": cuda_graph}
+        if count is not None and output is not None:
+            sampling["graphs"] = DecodingGraphs(cuda_graph)
+            settings = {"batch_size": batch_size, "seed": seed, "stop": stop or (), "special_tokens": special_tokens}
+            return write_documents(model, tokenizer, Path(output), count, str(prompt), **settings, **sampling)
+    settings = {"stop": stop, "special_tokens": special_tokens, "cuda_graph": cuda_graph}
     return continued(prompt, seed=seed, stream=stream, **settings, **sampling)

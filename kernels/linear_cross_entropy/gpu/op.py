@@ -6,15 +6,14 @@ import torch
 from torch import Tensor
 
 from ...core.allocation import new
-from ...core.autocast import autocast_dtype, without_autocast
+from ...core.autocast import autocast_dtype
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...linear.tiles import product
+from ...linear.head_loss import empty, head_loss
 from .. import logits as in_pytorch
 from .rows import BLOCK, SCALED, WARPS, scale, softmax_loss
 
 LOGITS = 2**28  # in memory at once, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
-ALIGNED = 64  # rows of logits begin at multiples of this many elements
 
 
 class Arguments(NamedTuple):
@@ -28,27 +27,16 @@ class Arguments(NamedTuple):
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     """The sum of the losses, and the gradients of x and of the weight; those that are not needed are empty."""
-    x, weight, labels, ignore_index, x_learns, weight_learns = args
-    (N, D), V = x.shape, weight.shape[0]
-    x, labels = x.contiguous(), labels.contiguous()
-    head = weight.to(x.dtype).contiguous()
-    losses = new(x, N, dtype=torch.float32)
-    dx = new(x, *((N, D) if x_learns else (0,)))
-    dweight = new(x, *((V, D) if weight_learns else (0,)), dtype=torch.float32)
-    if not N:
-        dweight.zero_()
-    rows = cdiv(N, max(1, cdiv(N * V, LOGITS)))
-    buffer = new(x, rows, cdiv(V, ALIGNED) * ALIGNED)[:, :V]
-    with without_autocast(x.device):
-        for first in range(0, N, max(1, rows)):
-            some = slice(first, min(first + rows, N))
-            logits = product(x[some], head.T, buffer[: some.stop - first], "triton")
-            _softmax_loss(logits, labels[some], losses[some], ignore_index, x_learns or weight_learns)
-            if x_learns:
-                product(logits, head, dx[some], "triton")
-            if weight_learns:
-                add_product(dweight, logits, x[some], first > 0)
-    return losses.sum(), dx, dweight.to(weight.dtype)
+    x, weight, labels, ignore_index, *learns = args
+    labels = labels.contiguous()
+
+    def loss(some: slice, losses: Tensor, logits: Tensor) -> Tensor:
+        _softmax_loss(logits, labels[some], losses, ignore_index, any(learns))
+        return logits
+
+    return head_loss(
+        [(x, weight)], loss, size=LOGITS, x_learns=args.x_learns, weight_learns=args.weight_learns, how="triton"
+    )
 
 
 def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, gradient: bool) -> None:
@@ -66,20 +54,8 @@ def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     return losses
 
 
-def add_product(total: Tensor, dlogits: Tensor, x: Tensor, add: bool) -> None:
-    """Write dlogitsᵀ x to `total` [V,D] in fp32, or add it there; nothing is rounded to the dtype of x."""
-    left = dlogits.T
-    if x.dtype != torch.float32 and x.device.type != "cuda":  # the CPU has no product with an fp32 output
-        left, x = left.float(), x.float()
-    if x.dtype == torch.float32:
-        torch.addmm(total, left, x, beta=int(add), out=total)
-    elif add:
-        torch.addmm(total, left, x, out_dtype=torch.float32, out=total)
-    else:
-        torch.mm(left, x, out_dtype=torch.float32, out=total)
-
-
-def _differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
+def differentiate(args: Arguments, needed: Any, gradient: Tensor, dx: Tensor, dweight: Tensor) -> Gradients:
+    """The gradients of x and of the weight, which were computed with the loss."""
     return {
         "x": _scaled(dx, gradient) if needed.x else None,
         "weight": _scaled(dweight, gradient) if needed.weight else None,
@@ -94,13 +70,7 @@ def _scaled(x: Tensor, factor: Tensor) -> Tensor:
     return y
 
 
-def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-    dx = args.x.new_empty(args.x.shape if args.x_learns else 0)
-    dweight = args.weight.new_empty(args.weight.shape if args.weight_learns else 0)
-    return args.x.new_empty((), dtype=torch.float32), dx, dweight
-
-
-linear_cross_entropy = register("linear_cross_entropy", _compute, _differentiate, _empty)
+linear_cross_entropy = register("linear_cross_entropy", _compute, differentiate, empty)
 
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: None) -> Tensor:

@@ -111,7 +111,13 @@ def test_stopped_in_each_stage_and_before_the_first(
 @pytest.mark.slow
 def test_another_command_is_refused(command: Command, desk: Path, taught: Path, staged: list[str]):
     staged += ["--stages=[train/distil_layers.yaml,longer.yaml]", "--trainer.max_steps=1", "--output=student"]
-    assert command(*staged).code == 0
+    first = command(*staged)
+    assert first.code == 0
+    logs = {file.name: file.read_text() for file in (desk / "student").glob("*.log")}
+    again = command(*staged)  # nothing is left to train
+    assert again.code == 0
+    assert again.out.splitlines()[-10:] == first.out.splitlines()[-10:]
+    assert logs == {file.name: file.read_text() for file in (desk / "student").glob("*.log")}
 
     def refused(*change: str) -> str:
         failed = command(*staged, *change)

@@ -1,0 +1,1 @@
+"""The implementation of `linear_kl` for GPUs."""
