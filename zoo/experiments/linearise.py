@@ -102,7 +102,7 @@ def linearise(
     folder = Path(output)
     check_seed(seed)
     check_above_0("tokens", tokens)
-    arguments = {"mixer": mixer, "keep": keep, "text": text, "tokens": tokens, "seed": seed}
+    arguments: dict[str, Any] = {"mixer": mixer, "keep": keep, "text": text, "tokens": tokens, "seed": seed}
     if not stages:
         if configs:
             raise UserError(
@@ -111,14 +111,15 @@ def linearise(
             )
         check_output(folder, "an exported model", overwrite, checkpoint)
         saved = SavedModel.open(checkpoint, trust)
-        return replace_attention(saved, folder, **arguments, max_shard_size=max_shard_size)  # type: ignore[arg-type]
+        return replace_attention(saved, folder, **arguments, max_shard_size=max_shard_size)
     if overwrite:
         raise UserError(f"overwrite: stages continue what is in the output; delete {folder}, or choose another output")
     student, names = folder / STUDENT, config_names(stages)
     overlays = [item if isinstance(item, str) else dump_yaml(load_config(item), one_line=True) for item in configs]
     load_items([*overlays, *stages])  # for the errors of files that do not exist
     parts = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if folder.is_symlink() or any(STUDENT not in parts and not name.startswith(f".{STUDENT}.") for name in parts):
+    unfinished = all(name.startswith(f".{STUDENT}.") for name in parts)  # empty, or killed while it was written
+    if folder.is_symlink() or not (STUDENT in parts or unfinished):
         check_output(folder, "an exported model", overwrite, checkpoint)
     saved = SavedModel.open(checkpoint, trust)
     if not saved.is_trusted and saved.config.keys() != {"model"}:
@@ -127,7 +128,7 @@ def linearise(
     if not student.exists():
         make_folder(folder, "output")
         files = {ARGUMENTS: json.dumps(command, indent=1)}
-        made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)  # type: ignore[arg-type]
+        made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)
         Console().print(made.report())
     _check_command(student, command)
     runs = _runs(folder, str(checkpoint), dict(zip(names, stages, strict=True)), overlays)

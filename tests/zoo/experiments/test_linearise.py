@@ -92,6 +92,7 @@ def test_stopped_in_each_stage_and_before_the_first(
 
     assert stopped((desk / "student").is_dir, signal.SIGINT) == 130
     assert not (desk / "student" / "distil_layers").exists()
+    (desk / "student" / ".student.killed").mkdir()
     killed = begun(STOP_IN="distil_layers", STOP_WITH=str(int(signal.SIGKILL)))
     said = "".join(killed.communicate(timeout=120))
     assert killed.returncode == 2
