@@ -33,7 +33,7 @@ Train and compare language models of pluggable token mixers.
   export     a trained model as a folder with one model.safetensors: --checkpoint runs/NAME --output FOLDER
   statex     a trained model with a larger state in some layers, to train on:
              python cli.py statex --checkpoint runs/NAME --layers=4 --init=reinit|inherit|preserve --output FOLDER
-  linearise  a trained model with a matrix state in place of attention in some layers, to train on:
+  linearise  a trained model with a matrix state in place of attention in some layers, trained in --stages:
              python cli.py linearise --checkpoint runs/NAME --mixer=GatedDeltaNet --keep=every:4 --output FOLDER
   convert    a public checkpoint into such a folder: --checkpoint some-hf-folder --output FOLDER
              and back: --checkpoint runs/NAME --to=fla --output FOLDER (or huggingface)
@@ -140,9 +140,14 @@ def run(arguments: list[str]) -> int:
         Console().print(says, style="dim", soft_wrap=True)
     elif verb in ("statex", "linearise"):
         function = getattr(zoo, verb)
-        grown = function(**(options := arguments_of(function, rest, verb)[1]))
+        items, options = arguments_of(function, rest, verb, of_runs if verb == "linearise" else None)
+        grown = function(**options, **({"configs": items} if items else {}))
         Console().print(grown.report())
         folder = shlex.quote(str(grown.folder))
+        if (grown.folder / "checkpoints").is_dir():  # of the last stage
+            step = f"next: python cli.py evaluate --checkpoint {folder} --tasks=list"
+            Console().print(f"{grown.folder}\n{step}", style="dim", soft_wrap=True)
+            return 0
         further = f"python cli.py fit --config {folder}/config.yaml --optim.initial_weights={folder}"
         if verb == "linearise":
             teacher = shlex.quote(str(options["checkpoint"]))

@@ -215,7 +215,8 @@ def check_options(arguments: list[str]) -> None:
     rest = arguments[len(verb.split()) :]
     if "--help" in rest:
         return
-    _, options = arguments_of(function, rest, verb, positional=positional)
+    keys = Keys(KEYS, add_run_keys) if verb == "linearise" else None  # of its stages
+    _, options = arguments_of(function, rest, verb, keys, positional)
     if verb == "evaluate" and options["tasks"] != "list":
         names = options["tasks"] if isinstance(options["tasks"], list) else options["tasks"].split(",")
         assert tasks_of(names, Options(data=options["data"]))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cli
-from zoo.experiments import commands
+from zoo.experiments import commands, linearise
 
 from .commands import CLI, FIT, Command, Finished, sitting_at
 from .forked_python import forked_python
@@ -48,8 +48,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The runs of sweeps and comparisons are forked from a process that has imported the project."""
-    monkeypatch.setattr(commands, "COMMAND", (forked_python(), str(CLI)))
+    """The runs of sweeps, comparisons and stages are forked from a process that has imported the project."""
+    for module in (commands, linearise):
+        monkeypatch.setattr(module, "COMMAND", (forked_python(), str(CLI)))
 
 
 @pytest.fixture

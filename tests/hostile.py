@@ -41,11 +41,22 @@ VERBS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "convert": (("convert", "--checkpoint={}", "--output=out"), ("out",)),
     "convert back": (("convert", "--checkpoint={}", "--to=huggingface", "--output=out"), ("out",)),
     "statex": (("statex", "--checkpoint={}", "--layers=1", "--output=out"), ("out",)),
+    "linearise": (("linearise", "--checkpoint={}", "--mixer=GLA", "--keep=[]", "--output=out"), ("out",)),
     "scaling fit": (("scaling", "fit", "{}", "--output=out", "--draws=0"), ("out",)),
     "sweep": (("sweep", "--config=layers.yaml", "--folder={}", "--dry-run"), ("{}",)),
     "sweep into": (("sweep", "--config=layers.yaml", "--folder={}"), ("{}",)),
 }
-OF_MODELS = ("generate", "evaluate", "export", "convert back", "statex", "initial weights", "validate", "resume")
+OF_MODELS = (
+    "generate",
+    "evaluate",
+    "export",
+    "convert back",
+    "statex",
+    "linearise",
+    "initial weights",
+    "validate",
+    "resume",
+)
 OF_RUNS = ("resume", "validate", "test", "predict", "resume a checkpoint")  # refused without --trust
 OF_EXPORTS = ("generate", "evaluate", "statex", "convert back", "initial weights", "initial tensors")
 OF_PUBLIC = ("generate", "convert", "evaluate", "initial weights", "initial tensors")

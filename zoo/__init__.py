@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from zoo import scaling as scaling
     from zoo.evaluation import evaluate
     from zoo.experiments import compare, sweep
+    from zoo.experiments.linearise import linearise
     from zoo.inspection import inspect
     from zoo.performance import bench
     from zoo.performance.doctor import doctor
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from zoo.saved.convert import convert
     from zoo.saved.export import export
     from zoo.saved.grow import statex
-    from zoo.saved.grow.linearise import linearise
     from zoo.saved.model import load, load_tokenizer
 
 __version__ = "0.1.0"
@@ -34,6 +34,7 @@ test, predict = checked(test), checked(predict)
 _LAZY = {
     "evaluation": "evaluate",
     "experiments": "compare sweep",
+    "experiments.linearise": "linearise",
     "inspection": "inspect",
     "performance": "bench",
     "performance.doctor": "doctor",
@@ -41,7 +42,6 @@ _LAZY = {
     "saved.convert": "convert",
     "saved.export": "export",
     "saved.grow": "statex",
-    "saved.grow.linearise": "linearise",
     "saved.model": "load load_tokenizer",
 }
 _MODULES = {name: module for module, names in _LAZY.items() for name in names.split()}

@@ -224,7 +224,7 @@ def compare(
     folder = Path(folder)
     configs, overlays = _sorted_out(configs_and_overrides)
     named, configs = bool(configs), configs or whole_configs()
-    runs = [Run(name, (config, *overlays)) for name, config in zip(_names(configs), configs, strict=True)]
+    runs = [Run(name, (config, *overlays)) for name, config in zip(config_names(configs), configs, strict=True)]
     runs = [run._replace(parsed=run.check()) for run in runs]  # reports mistakes before any run starts
     runner = Runner(COMMAND, folder, jobs)
     runner.check_results(runs, (TABLE, PICTURE))
@@ -281,8 +281,8 @@ def _sorted_out(items: Iterable[Item]) -> tuple[list[str], list[str]]:
     return configs, overlays
 
 
-def _names(configs: Sequence[str]) -> list[str]:
-    """A name of each config: that of its file, or of the run whose `config.yaml` it is.
+def config_names(configs: Sequence[str]) -> list[str]:
+    """Return a name for each config: that of its file, or of the run whose `config.yaml` it is.
 
     Raises:
         UserError: Two have the same name.

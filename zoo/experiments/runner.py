@@ -1,6 +1,7 @@
 """Runs in separate processes, several at a time; complete runs are skipped, and stopped runs are resumed."""
 
 import copy
+import itertools
 import json
 import logging
 import os
@@ -65,13 +66,24 @@ class Runner:
         folder: The folder of the runs.
         jobs: Number of runs at a time; null for one per GPU, or one without GPUs. If there are more jobs than GPUs,
             they share them. CPU cores are divided among the jobs.
+        chain: Whether each run starts from the one before it: one at a time, on all GPUs, until the first failure.
+        option: The option that names the folder, for messages.
 
     Raises:
         UserError: `jobs` is below 1.
     """
 
-    def __init__(self, command: Sequence[str], folder: Path, jobs: int | None = None):
-        self.gpus = torch.cuda.device_count()
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: Path,
+        jobs: int | None = None,
+        *,
+        chain: bool = False,
+        option: str = "folder",
+    ):
+        self.chain, self.option = chain, option
+        self.gpus = 0 if chain else torch.cuda.device_count()  # to divide among the runs
         self.command, self.folder, self.jobs = list(command), folder, max(self.gpus, 1) if jobs is None else jobs
         check_sizes({"jobs": jobs})
 
@@ -100,6 +112,8 @@ class Runner:
                             for failure in self._failure(ended.run, ended.process.returncode):
                                 failures.append(failure)
                                 bar.write(f"{failure.run} failed: {failure.reason}")
+                                if self.chain:
+                                    waiting.clear()
                             bar.update()
                 except (KeyboardInterrupt, SystemExit):
                     bar.write("stopping: what runs is saved, and the same command continues")
@@ -123,13 +137,14 @@ class Runner:
         """
         folder = self.folder / run.name
         if folder.is_symlink():  # another run would be continued
-            raise UserError(f"folder: {folder} is a link, through which nothing is written; put a folder in its place")
+            sentence = "is a link, through which nothing is written; put a folder in its place"
+            raise UserError(f"{self.option}: {folder} {sentence}")
         if (folder / LOCK).exists():
             try:
                 with lock_of(folder / LOCK).acquire(timeout=GRACE_SECONDS):
                     pass
             except Timeout:
-                raise UserError(f"folder: {folder} is being trained by another process; wait for it") from None
+                raise UserError(f"{self.option}: {folder} is being trained by another process; wait for it") from None
         if has_checkpoint(folder):
             return [*self.command, "fit", "--resume", str(folder)]
         return [*self.command, "fit", *run.arguments(), "--run", f"{self.folder}/{run.name}"]
@@ -162,8 +177,8 @@ class Runner:
     @contextmanager
     def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
         """Lock the folder, after checking that it has no other runs with the same names."""
-        make_folder(self.folder, "folder")
-        busy = f"folder: {self.folder} is in use by another sweep; wait for it or choose another"
+        make_folder(self.folder, self.option)
+        busy = f"{self.option}: {self.folder} is in use by another process; wait for it or choose another"
         with held_lock(self.folder / ".lock", busy):
             write_sealed(self.folder / RECORD, self.checked(runs))
             yield
@@ -172,7 +187,8 @@ class Runner:
         """Return the configs of all runs in the folder, with these.
 
         Raises:
-            UserError: The folder has a run of the same name with another config.
+            UserError: The folder has a run of the same name with another config, or a run of a chain whose predecessor
+                is not complete.
         """
         file = self.folder / RECORD
         advice = "delete it, and the runs there count as runs of this sweep, or choose another folder"
@@ -191,11 +207,16 @@ class Runner:
             if started and old != plain:
                 key, before, now = next(differences(old, plain))
                 raise UserError(
-                    f"folder: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; delete it, "
-                    "or choose another folder: ",
-                    Option("folder", f"{self.folder}-2"),
+                    f"{self.option}: {self.folder / run.name} is a run with {key}: {before}, and now it is {now}; "
+                    f"delete it, or choose another {self.option}: ",
+                    Option(self.option, f"{self.folder}-2"),
                 )
             recorded[run.name] = plain
+        for before, run in itertools.pairwise(runs) if self.chain else ():
+            if result(self.folder / before.name) is None and (self.folder / run.name).exists():
+                raise UserError(
+                    f"{self.option}: {self.folder / run.name} was trained from another run {before.name}; delete it"
+                )
         return recorded
 
 

@@ -5,6 +5,8 @@ activations, and all bytes together stand for the memory traffic.
 """
 
 import weakref
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mixers import TokenMixer
 from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.devices import PEAKS
+from zoo.train.distillation import Distillation
 from zoo.train.metrics import total_loss
 
 # Fitted to 90 steps of 20M to 1.3B parameters in reproductions/measured (mixers_400m.csv, cost_over_size_h100.csv):
@@ -23,8 +27,13 @@ PRODUCTS, TRAFFIC = 0.75, 3.4
 OPTIMISER_TRAFFIC = 28  # bytes a parameter: AdamW reads four numbers in fp32, and writes three
 
 
+def num_trained(model: LanguageModel) -> int:
+    """Return the number of parameters that are not frozen."""
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
 class Allocations(TorchDispatchMode):
-    """Counts the bytes that a training step of a model allocates on the meta device.
+    """Counts the bytes that a training step allocates on the meta device, in addition to the weights of its models.
 
     Attributes:
         rows, length: Of the batch.
@@ -32,11 +41,11 @@ class Allocations(TorchDispatchMode):
         allocated: Bytes of all tensors together.
     """
 
-    def __init__(self, model: LanguageModel, rows: int, length: int) -> None:
+    def __init__(self, models: Iterable[LanguageModel], rows: int, length: int) -> None:
         super().__init__()
         self.rows, self.length = rows, length
         self.saved = self.peak = self.allocated = self.live = 0
-        self._seen = weakref.WeakSet(x.untyped_storage() for x in model.parameters())
+        self._seen = weakref.WeakSet(x.untyped_storage() for model in models for x in model.parameters())
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -52,17 +61,24 @@ class Allocations(TorchDispatchMode):
         self.live -= size
 
 
-def training_pass(model: LanguageModel, rows: int, length: int, card: str) -> Allocations:
-    """Run a training step of a model on the meta device, with the kernels of a GPU. It needs Triton."""
+def training_pass(
+    model: LanguageModel, rows: int, length: int, card: str, distillation: Distillation | None = None
+) -> Allocations:
+    """Run a training step of a model on the meta device, with the kernels of a GPU. It needs Triton.
+
+    With `distillation` it learns from a teacher, which is on the meta device, too.
+    """
     from kernels.gpu.device import GPUS
     from kernels.gpu.listing import listed
 
     tokens = torch.empty(rows, length, dtype=torch.int64, device="meta")
     gpu = next((gpu for name, gpu in GPUS.items() if name.removeprefix("RTX ") in card), GPUS["A100"])
-    with Allocations(model, rows, length) as passed:
+    teachers = [] if distillation is None else [distillation.teacher]
+    with Allocations([model, *teachers], rows, length) as passed:
 
         def loss() -> Tensor:
-            result = total_loss(model, tokens, tokens)
+            step = partial(total_loss, model) if distillation is None else partial(distillation.total_loss, model)
+            result = step(tokens, tokens)
             passed.saved = passed.live
             return result
 
@@ -70,11 +86,37 @@ def training_pass(model: LanguageModel, rows: int, length: int, card: str) -> Al
     return passed
 
 
+def training_flops(
+    model: LanguageModel,
+    length: int,
+    distillation: Distillation | None = None,
+    *,
+    recomputed: float = 0,
+    masked: bool = True,
+) -> float:
+    """Return the FLOPs of a training step for each sequence of `length` tokens, with the teacher's forward pass.
+
+    `recomputed` is the share of blocks that the backward pass recomputes, and `masked` whether products count that a
+    causal mask leaves out.
+    """
+
+    def forward(flops: int, mixers: Iterable[TokenMixer]) -> int:
+        return flops - (0 if masked else sum(mixer.masked_flops(length) for mixer in mixers))
+
+    whole = (TRAINING_FLOPS + recomputed) * forward(model.flops(length), model.mixers)
+    if distillation is None:
+        return whole
+    teacher, trained = distillation.teacher, [model.mixers[layer] for layer in distillation.layers]
+    alone = TRAINING_FLOPS * forward(sum(mixer.flops(length) for mixer in trained), trained)
+    return forward(teacher.flops(length), teacher.mixers) + (alone if trained else whole)
+
+
 def step_seconds(
     model: LanguageModel,
     passed: Allocations,
     card: str,
     *,
+    distillation: Distillation | None = None,
     micro_batches: int = 1,
     recomputed: float = 0,
     shards: int = 1,
@@ -85,7 +127,6 @@ def step_seconds(
     recomputes, and `shards` the number of GPUs that divide the optimiser's work.
     """
     peak, bandwidth, _ = PEAKS[card]
-    masked = sum(mixer.masked_flops(passed.length) for mixer in model.mixers)
-    flops = (TRAINING_FLOPS + recomputed) * passed.rows * (model.flops(passed.length) - masked)
-    optimiser = OPTIMISER_TRAFFIC * model.num_parameters() / shards / bandwidth
+    flops = passed.rows * training_flops(model, passed.length, distillation, recomputed=recomputed, masked=False)
+    optimiser = OPTIMISER_TRAFFIC * num_trained(model) / shards / bandwidth
     return micro_batches * (flops / (PRODUCTS * peak) + TRAFFIC * passed.allocated / bandwidth) + optimiser

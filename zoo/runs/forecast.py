@@ -1,7 +1,7 @@
 """`fit --dry_run`: what a run will need, from its config alone."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -11,17 +11,19 @@ from jsonargparse import Namespace
 from kernels import UserError
 from mixers import did_you_mean
 from zoo import config as configs
+from zoo.arguments import errors_about
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import new_console, new_table
 from zoo.lm.model import LanguageModel
 from zoo.runs.cautions import cautions
-from zoo.runs.estimate import Allocations, step_seconds, training_pass
+from zoo.runs.estimate import Allocations, num_trained, step_seconds, training_flops, training_pass
 from zoo.runs.rows import check_rows, device_count, divide_step, tokens_per_step
+from zoo.saved.model import SavedModel
 from zoo.saved.public.import_export import layouts
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
-from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.devices import PEAKS
-from zoo.train.optim import build_optimizer
+from zoo.train.distillation import Distillation
+from zoo.train.optim import build_optimizer, freeze_others
 
 SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
 WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
@@ -78,8 +80,14 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     config.model.vocab_size = config.model.vocab_size or vocabulary
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
     optim = configs.instantiate("optim", config)
+    distillation = _distillation(config, model)
+    train_only = optim.train_only or (None if distillation is None else distillation.train_only)
+    if train_only is not None:
+        freeze_others(model, train_only)
     build_optimizer(model, optim, sharded=_stage(config.trainer) > 0)  # for the errors that `fit` would raise
-    memory, seconds = ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card)
+    memory, seconds = (
+        ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card, distillation, train_only)
+    )
     permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
     saved = 3 * _bytes(config.trainer) * model.num_parameters() / GIB  # weights and two moments
     return Forecast(
@@ -92,7 +100,7 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
         strategy=_strategy(config.trainer).replace("auto", "ddp" if devices > 1 else "one process"),
         learning_rate=config.optim.learning_rate,
         tokens=tokens,
-        flops=TRAINING_FLOPS * model.flops(data.sequence_length) / data.sequence_length * (tokens or 0),
+        flops=training_flops(model, data.sequence_length, distillation) / data.sequence_length * (tokens or 0),
         memory=memory,
         devices=devices,
         card=card,
@@ -104,21 +112,44 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     ), model
 
 
-def _on_gpu(config: Namespace, devices: int, card: str | None) -> tuple[dict[str, float], float | None]:
+def _distillation(config: Namespace, model: LanguageModel) -> Distillation | None:
+    """The loss against the teacher of a config, on the meta device; None without one."""
+    if (path := config.teacher.checkpoint) is None:
+        return None
+    with errors_about("teacher.checkpoint"):
+        teacher, _ = SavedModel.open(path).on_meta()
+    return Distillation(configs.instantiate("teacher", config), teacher, model)
+
+
+def _on_gpu(
+    config: Namespace,
+    devices: int,
+    card: str | None,
+    distillation: Distillation | None,
+    train_only: Sequence[str] | None,
+) -> tuple[dict[str, float], float | None]:
     """GiB of memory by part on each GPU, and the seconds of a step if the GPU has a name."""
     trainer, data, every = config.trainer, config.data.init_args, config.activation_checkpointing
     model, shared = configs.from_config(config, "meta"), config.context_parallel
-    model = model if trainer.precision == "32-true" else model.bfloat16()
+    teachers = [] if distillation is None else [distillation.teacher]
+    for each in [] if trainer.precision == "32-true" else [model, *teachers]:
+        each.bfloat16()
+    if train_only is not None:
+        freeze_others(model, train_only)
     for block, forward in [] if every is None else CheckpointedBlocks(every).replaced(model):
         block.forward = forward
     rows = max(data.batch_size * shared // devices, 1)
-    passed = training_pass(model, rows, data.sequence_length // shared, card or "H100")
-    memory = _memory(trainer, _bytes(trainer) * model.num_parameters() / GIB, passed, devices)
+    passed = training_pass(model, rows, data.sequence_length // shared, card or "H100", distillation)
+    numbers = model.num_parameters(), num_trained(model), sum(each.num_parameters() for each in teachers)
+    size, trained, teacher = (_bytes(trainer) * number / GIB for number in numbers)
+    memory = _memory(trainer, passed, devices, size=size, trained=trained, teacher=teacher)
     if card is None:
         return memory, None
     parts, recomputed = trainer.accumulate_grad_batches or 1, 0 if every is None else 1 / every
     shards = devices if _stage(trainer) else 1
-    seconds = step_seconds(model, passed, card, micro_batches=parts, recomputed=recomputed, shards=shards)
+    seconds = step_seconds(
+        model, passed, card, distillation=distillation, micro_batches=parts, recomputed=recomputed, shards=shards
+    )
     return memory, seconds / (1 if devices == 1 else SHARED)
 
 
@@ -210,16 +241,19 @@ def _bytes(trainer: Namespace) -> int:
     return 2 if trainer.precision in ("bf16-true", "16-true") else 4
 
 
-def _memory(trainer: Namespace, size: float, passed: Allocations, devices: int) -> dict[str, float]:
-    """GiB on each GPU by part, for parameters of `size` GiB."""
+def _memory(
+    trainer: Namespace, passed: Allocations, devices: int, *, size: float, trained: float, teacher: float
+) -> dict[str, float]:
+    """GiB on each GPU by part, for parameters of `size` GiB, of which some are trained, and those of a teacher."""
     stage, strategy = _stage(trainer), trainer.strategy
     offloaded = "offload" in strategy if isinstance(strategy, str) else strategy.init_args.get("offload_optimizer")
     buckets = devices > 1 and stage == 0 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
     memory = {
         "weights": size / (devices if stage == 3 else 1),
         "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
-        "gradients": size / (devices if stage >= 2 else 1) + (size if buckets else 0),
-        "optimiser": 0.0 if stage and offloaded else 2 * size / (devices if stage else 1),
+        "teacher": teacher,
+        "gradients": trained / (devices if stage >= 2 else 1) + (trained if buckets else 0),
+        "optimiser": 0.0 if stage and offloaded else 2 * trained / (devices if stage else 1),
         "activations": passed.saved / GIB,
         "logits": (passed.peak - passed.saved) / GIB,
     }

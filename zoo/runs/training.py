@@ -18,6 +18,7 @@ from rich.console import Console
 from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, errors_about
+from zoo.checkpoints.format import load_tensors
 from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
 from zoo.config.trainer import LIMITS, check_trainer, check_training
@@ -251,6 +252,18 @@ def evaluate(
     """Measure the metrics of a checkpoint on its validation or test data."""
     plan = plan_evaluation(verb, items, checkpoint, trust)
     return run_evaluation(verb, build_evaluation(verb, plan, callbacks), verbose)
+
+
+@quiet()
+def saved_losses(config: Namespace, checkpoint: str | Path, trust: bool) -> dict[str, float]:
+    """The metrics of any saved model on the validation data of a run's config, on one device."""
+    saved, config = SavedModel.open(checkpoint, trust), config.clone()
+    config.model, config.teacher.checkpoint, config.optim.initial_weights = saved.parsed.model, None, None
+    config.trainer.update(Namespace(devices=1, num_nodes=1, strategy="auto", logger=False))
+    config.context_parallel, config.sequence_parts = 1, None
+    session = build_evaluation("validate", Plan(config, None, Path(checkpoint)), ())
+    load_tensors(session.model, saved.on_meta()[1], saved.path)
+    return run_evaluation("validate", session, verbose=False)
 
 
 def run_prediction(session: Session) -> None:

@@ -94,7 +94,7 @@ class Distillation:
         That is the divergence in nats of each, or the error of the layers' outputs relative to the teacher's: a mean
         over layers, of squared norms, times the number of tokens.
         """
-        self.teacher.to(tokens.device)
+        self.teacher.to(tokens.device, next(student.parameters()).dtype)  # of bf16-true, for instance
         if self.settings.match == "logits":
             temperature = self.settings.temperature
             divergence = student.divergence(tokens, labels, self.teacher, cu_seqlens, temperature=temperature)

@@ -89,7 +89,7 @@ def test_runs_from_before_a_key_existed_are_the_same(tmp_path: Path):
 
 def test_a_folder_in_use(tmp_path: Path):
     runner = Runner(FAKE, tmp_path)
-    with runner.claimed([]), pytest.raises(UserError, match="is in use by another sweep"):
+    with runner.claimed([]), pytest.raises(UserError, match="is in use by another process"):
         Runner(FAKE, tmp_path).run(runs())
 
 

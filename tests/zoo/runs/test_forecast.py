@@ -9,6 +9,7 @@ import pytest
 import zoo
 from kernels import UserError
 from tests.shipped_configs import parsed
+from tests.zoo.saved.grow.subjects import exported
 from zoo import config as configs
 from zoo.runs.estimate import step_seconds, training_pass
 from zoo.runs.forecast import GIB, Forecast, forecast
@@ -182,3 +183,30 @@ def test_a_run_that_does_not_fit(capsys: pytest.CaptureFixture[str]):
     assert "of 24 GiB, which does not fit" in printed
     assert "micro-batches of 4 rows on each of 8 GPUs (ddp)" in printed
     assert "use train/checkpointing.yaml" in printed
+
+
+def test_a_teacher_counts(tmp_path: Path):
+    teacher = exported(tmp_path / "teacher", "transformer")
+    student = zoo.linearise(teacher, tmp_path / "student", mixer="GatedDeltaNet", keep=[3]).folder
+
+    def of(*items: str) -> Forecast:
+        text = ("data.batch_size=8", "data.sequence_length=512", "trainer.precision=bf16-mixed", "trainer.max_steps=9")
+        return estimated(f"{student}/config.yaml", *text, *items, on="H100")
+
+    alone, logits = of(), of(f"teacher.checkpoint={teacher}")
+    layers = of(f"teacher.checkpoint={teacher}", "teacher.match=layers")
+    model = zoo.load(teacher)
+    assert alone.memory["teacher"] == 0
+    for each in (logits, layers):
+        assert each.memory["teacher"] == pytest.approx(4 * model.num_parameters() / GIB)
+    forward = model.flops(512) / 512 * (logits.tokens or 0)
+    assert logits.flops == pytest.approx(alone.flops + forward)
+    assert forward < layers.flops < logits.flops
+    assert logits.memory["gradients"] == alone.memory["gradients"]
+    trained = sum(x.numel() for mixer in zoo.load(student).mixers[:3] for x in mixer.parameters())
+    assert layers.memory["gradients"] == pytest.approx(4 * trained / GIB)
+    assert layers.memory["activations"] < alone.memory["activations"]
+    assert logits.hours is not None
+    assert logits.hours > (alone.hours or 0)
+    with pytest.raises(UserError, match=r"teacher\.checkpoint: there is nothing at"):
+        of("teacher.checkpoint=missing")

@@ -23,6 +23,7 @@ VERBS = {
     "convert": ("--checkpoint=theirs",),
     "convert back": ("--checkpoint=ours", "--to=fla"),
     "statex": ("--checkpoint=ours", "--layers=1"),
+    "linearise": ("--checkpoint=run", "--mixer=GLA", "--keep=[]", "--tokens=64"),
 }
 MINE = {
     "the folder of a run": "checkpoints/last.ckpt",
@@ -67,7 +68,7 @@ def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("there", MINE)
-@pytest.mark.parametrize("verb", ["export", "convert", "convert back", "statex"])
+@pytest.mark.parametrize("verb", ["export", "convert", "convert back", "statex", "linearise"])
 def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, there: str):
     (sources / "new" / MINE[there]).parent.mkdir(parents=True)
     (sources / "new" / MINE[there]).write_text("mine")

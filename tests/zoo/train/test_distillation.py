@@ -4,7 +4,7 @@ import torch.nn.functional as F
 
 import zoo
 from kernels import UserError
-from zoo.train.distillation import Distillation, Teacher, check_match
+from zoo.train.distillation import Distillation, Match, Teacher, check_match
 
 SIZES = ("model.hidden_size=32", "model.num_heads=2", "model.num_layers=2", "model.vocab_size=50")
 
@@ -63,6 +63,15 @@ def test_ignored_tokens_do_not_count():
         other = tokens.clone()
         other[:, -3:] = 3  # what comes last changes nothing before it
         torch.testing.assert_close(distillation.total_loss(student, other, labels), total)
+
+
+@pytest.mark.parametrize("match", ["layers", "logits"])
+def test_a_student_in_bf16_has_a_teacher_in_bf16(match: Match):
+    teacher, student = model("transformer.yaml"), model("gated_deltanet.yaml", seed=1).bfloat16()
+    total = Distillation(Teacher("here", match=match), teacher, student).total_loss(student, *batch())
+    total.backward()
+    assert total.isfinite()
+    assert teacher.embeddings.weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""The verb `linearise`: a trained model in, an exported folder out in which a matrix state replaces some attention."""
+"""A trained model with a matrix state in place of some attention, as an exported folder; for the verb `linearise`."""
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,16 +15,14 @@ from torch import Tensor
 import mixers
 from kernels import UserError
 from mixers import Expanded, LinearMixer, TokenMixer
-from zoo.arguments import check_above_0, check_seed
 from zoo.checkpoints.signature import sign
-from zoo.checkpoints.tensor_files import SHARD_BYTES, Spec
+from zoo.checkpoints.tensor_files import Spec
 from zoo.config import from_config, parse_model, to_dict
 from zoo.config.signatures import settable
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.held_out import held_out_tokens
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import progress_bar
-from zoo.files.output import check_output
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
@@ -81,56 +79,30 @@ class Linearised(NamedTuple):
         return Group(*(f"{name}: {value}" for name, value in lines.items()))
 
 
-def linearise(
-    checkpoint: str | Path,
-    output: str | Path,
+def replace_attention(
+    saved: SavedModel,
+    folder: Path,
     mixer: str | dict[str, Any],
-    keep: str | list[int] = "every:4",
-    text: str | None = None,
-    tokens: int = 2048,
-    seed: int = 0,
-    max_shard_size: int = SHARD_BYTES,
-    trust: bool = False,
-    overwrite: bool = False,
+    *,
+    keep: str | list[int],
+    text: str | None,
+    tokens: int,
+    seed: int,
+    max_shard_size: int,
+    files: Mapping[str, str] | None = None,
 ) -> Linearised:
-    """Replace attention layers of a trained model by a mixer with a matrix state, to train it on.
+    """Write a model with another mixer in place of some attention, and further `files`, name → text.
 
-    Queries, keys, values and outputs start from those of attention; gates and decays start as they do in a new model.
-
-    Args:
-        checkpoint: A run's folder, a .ckpt file, an exported or a public folder, or hf://owner/name on the Hub.
-        output: The folder to write; `load`, `evaluate` and `optim.initial_weights` take it.
-        mixer: The name of a mixer, which gets heads as attention has them, or `{class_path: …, init_args: {…}}`.
-        keep: The attention layers that stay: `every:4` is the fourth of every four, `[3,7]` is a list, `[]` is none,
-            and `auto:3` is the three whose replacement alone increases the loss most.
-        text: A text file on which the loss is computed before any training; null for held-out text of the embedded
-            corpus.
-        tokens: How many tokens of it are read, at most.
-        seed: Seed of new weights.
-        max_shard_size: Bytes of a file with weights, at most; larger models are divided.
-        trust: Whether to import and call what the model's config names, even if someone else wrote it.
-        overwrite: Whether to replace a model that was exported there; other files in the folder stay.
-
-    Returns:
-        The folder, the layers, what was carried over, and the losses.
-
-    Raises:
-        UserError: The model does not exist or is damaged, has no attention to replace, the mixer has no matrix state or
-            other heads, a layer does not exist, or the folder holds something else.
+    The other arguments, and errors, are those of `zoo.linearise`.
     """
-    folder = Path(output)
-    check_seed(seed)
-    check_above_0("tokens", tokens)
-    check_output(folder, "an exported model", overwrite, checkpoint)
     spec = {"class_path": mixer} if isinstance(mixer, str) else mixer
     name = _class_of(spec).__name__
-    saved = SavedModel.open(checkpoint, trust)
     before, weights = saved.on_meta()
     attention = _attention_layers(before.mixers)
     kept = _kept(keep, attention, before.num_layers)
     samples, about = _samples(saved.tokenizer, text, tokens)
     if kept is None and samples is None:
-        raise UserError(f"keep: {keep} needs the loss on a text, but {checkpoint} was saved without a tokenizer")
+        raise UserError(f"keep: {keep} needs the loss on a text, but {saved.path} was saved without a tokenizer")
     teacher, config = saved.load(), to_dict(saved.parsed)["model"]
     make = partial(_student, teacher, config, spec, seed=seed)
     alone: dict[int, float] = {}
@@ -162,7 +134,7 @@ def linearise(
         for each in student.state_dict()
     }
     run_config = {**saved.config, "model": config}
-    texts = {CONFIG: dump_yaml(run_config)}
+    texts = {CONFIG: dump_yaml(run_config), **(files or {})}
     if saved.tokenizer is not None:
         texts[TOKENIZER] = saved.tokenizer.to_json()
     written = ComputedWeights(specs, lambda each: made[each] if each in made else weights.tensor(each))

@@ -69,6 +69,25 @@ def test_a_mixer_with_arguments(models: dict[str, Path], tmp_path: Path):
     assert (made["num_heads"], made["head_dim"], made["allow_neg_eigval"]) == (2, 16, True)
 
 
+@pytest.mark.parametrize("keep", ["every:2", []])
+def test_the_layout_of_flash_linear_attention(keep: str | list[int], tmp_path: Path):
+    """It has one eps for all norms, which most public models share with our mixers."""
+    teacher = exported(tmp_path / "teacher", "transformer", "model.norm_eps=1e-5")
+    student = zoo.linearise(teacher, tmp_path / "student", mixer="GatedDeltaNet", keep=keep).folder
+    there = zoo.convert(student, tmp_path / "there", to="fla")
+    tokens = torch.arange(40)[None]
+    assert torch.equal(zoo.load(there)(tokens)[0], zoo.load(student)(tokens)[0])
+
+
+def test_a_larger_state(models: dict[str, Path], tmp_path: Path):
+    student = zoo.linearise(models["transformer"], tmp_path / "student", mixer="GatedDeltaNet", keep="every:2").folder
+    zoo.statex(student, tmp_path / "larger", layers=2, init="preserve", way="expand")
+    tokens = torch.arange(40)[None]
+    torch.testing.assert_close(zoo.load(tmp_path / "larger")(tokens)[0], zoo.load(student)(tokens)[0])
+    with pytest.raises(UserError, match="layer 1 cannot grow, since it is a SoftmaxAttention"):
+        zoo.statex(student, tmp_path / "other", layers=[1])
+
+
 def test_a_seed_gives_the_same_bits(models: dict[str, Path], tmp_path: Path):
     states = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
