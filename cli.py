@@ -145,7 +145,9 @@ def run(arguments: list[str]) -> int:
         Console().print(grown.report())
         folder = shlex.quote(str(grown.folder))
         if (grown.folder / "checkpoints").is_dir():  # of the last stage
-            step = f"next: python cli.py evaluate --checkpoint {folder} --tasks=list"
+            models = (options["checkpoint"], f"{options['output']}/student", grown.folder)
+            checkpoints = " ".join(f"--checkpoint {shlex.quote(str(model))}" for model in models)
+            step = f"next: python cli.py evaluate {checkpoints} --tasks=perplexity,s_niah_1,throughput"
             Console().print(f"{grown.folder}\n{step}", style="dim", soft_wrap=True)
             return 0
         further = f"python cli.py fit --config {folder}/config.yaml --optim.initial_weights={folder}"

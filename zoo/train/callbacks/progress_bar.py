@@ -94,9 +94,10 @@ class Progress(ProgressBars):
         if self.is_disabled:
             return
         done, in_split = batches_of(trainer, testing)
-        count = f"all {in_split:,}" if done == in_split else f"{done:,} of {in_split:,}"
+        count = f"all {in_split:,} batches" if done == in_split else f"{done:,} of {in_split:,} batches"
+        count = "the only batch" if in_split == 1 else count
         limit = "" if done == in_split else f" (trainer.limit_{'test' if testing else 'val'}_batches)"
-        self.print(f"{'tested' if testing else 'validated'} on {count} batches{limit}")
+        self.print(f"{'tested' if testing else 'validated'} on {count}{limit}")
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         self.close_all()
