@@ -85,7 +85,18 @@ def bar_settings() -> dict[str, Any]:
 
 def progress_bar(iterable: Iterable[Any] | None = None, **settings: Any) -> "tqdm[Any]":
     """Return tqdm's bar over an iterable; `settings` are further arguments of tqdm."""
-    return tqdm(iterable, **bar_settings() | settings)
+    return _Bar(iterable, **bar_settings() | settings)
+
+
+class _Bar(tqdm):
+    """A bar that does not guess the time left before a hundredth is done: what comes first is often slow."""
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        numbers = dict(super().format_dict)
+        if numbers["total"] and numbers["n"] - numbers["initial"] < numbers["total"] / 100:
+            numbers["rate"] = 0.0  # which tqdm shows as an unknown time
+        return numbers
 
 
 def new_figure(width: float, height: float, dpi: int = 110) -> "Figure":

@@ -44,6 +44,13 @@ def test_a_bar_in_a_log_file_is_a_line_per_interval(
         bar.set_description_str(f"evaluation {number}")
     assert len(shown := capsys.readouterr().err.splitlines()) >= 4
     assert not [line for line in shown if "\r" in line or not line.strip()]
+    with progress_bar(total=10**6, initial=10, desc="tokenising") as bar:
+        bar.update(9_000)
+        bar.refresh()
+        assert " ? left" in capsys.readouterr().err.splitlines()[-1]  # a hundredth is not done
+        bar.update(2_000)
+        bar.refresh()
+        assert " ? left" not in capsys.readouterr().err.splitlines()[-1]
     with progress_bar(total=1, desc="tokenising", delay=60) as bar:
         bar.update()
     assert not capsys.readouterr().err
