@@ -62,9 +62,8 @@ def test_the_list_of_runs_of_somebody_else_is_kept(tmp_path) -> None:
 @pytest.mark.usefixtures("forked_runs")
 def test_a_sweep_and_the_same_again(command, small) -> None:
     options = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
-    first = command("sweep", "--config", "small.yaml", *options, "--jobs=auto")
+    first = command("sweep", "--config", "small.yaml", *options, "--jobs=2")
     assert first.code == 0, first.err
-    assert "at a time, one for each CPU core" in first.out
     folder = small / "runs" / "small"
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))

@@ -7,7 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
@@ -27,7 +27,6 @@ from zoo.experiments.cluster import run_on_cluster
 from zoo.experiments.definition import Run, Sweep
 from zoo.experiments.estimate import estimate
 from zoo.experiments.runner import COMMAND, Runner, failed, result
-from zoo.experiments.sharing import best_jobs
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.runs.notebook import as_html
@@ -57,7 +56,7 @@ class SweepResult(NamedTuple):
 def sweep(
     *configs_and_overrides: Item,
     folder: str | Path | None = None,
-    jobs: int | Literal["auto"] | None = None,
+    jobs: int | None = None,
     dry_run: bool = False,
     cluster: str | None = None,
     cluster_options: dict[str, Any] | None = None,
@@ -68,8 +67,7 @@ def sweep(
         configs_and_overrides: The sweep, such as `sweep/heads.yaml`; overrides `key=value` of the sweep's keys, such as
             `seeds=[0,1]`; and overrides for all of its runs.
         folder: The folder of the runs; null for the sweep's `runs_in`, or else `runs/NAME` after the sweep's name.
-        jobs: Number of runs at a time; null for one per GPU, or one without GPUs. `auto` times training steps of 1, 2,
-            4 and 8 runs that share a GPU, and chooses the number for the shortest sweep; without GPUs one per CPU core.
+        jobs: Number of runs at a time; null for one per GPU, or one without GPUs.
         dry_run: Only list the runs with their sizes.
         cluster: Submit the runs to a cluster, through submitit: slurm. Null runs them on this machine.
         cluster_options: Options of submitit, such as `{slurm_partition: gpu}`.
@@ -95,11 +93,6 @@ def sweep(
         console.print(results.preview(runs, target))
         return SweepResult(target, [results.Outcome(run, None) for run in runs])
     Runner(COMMAND, target).check_results(runs, results.FILES)
-    if jobs == "auto":
-        waiting = [run for run in runs if result(target / run.name) is None]
-        with console.status("timing training steps of several runs …"):
-            jobs, why = best_jobs(waiting)
-        console.print(why, soft_wrap=True)
     runner = Runner(COMMAND, target, jobs)
     failures = runner.run(runs) if cluster is None else run_on_cluster(runner, runs, cluster, cluster_options or {})
     outcomes = results.outcomes(runs, target)

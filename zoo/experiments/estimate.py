@@ -1,4 +1,4 @@
-"""Training steps of runs on random tokens, and an estimate of how long the runs will train on this machine."""
+"""Estimate of how long runs will train on this machine, from training steps on random tokens."""
 
 import os
 import time
@@ -38,12 +38,12 @@ def estimate(runs: Sequence[Run], jobs: int) -> Estimate | None:
     """
     gpus = torch.cuda.device_count()
     seconds, end = list[float](), time.monotonic() + BUDGET_SECONDS
-    steps = [number for run in runs if (number := steps_of(run)) is not None]
+    steps = [number for run in runs if (number := _steps(run)) is not None]
     if len(steps) < len(runs):
         return None
     with _threads(max((os.cpu_count() or 1) // jobs, 1)):
         for run in runs:
-            learner = learner_of(run, torch.device("cuda" if gpus else "cpu"))
+            learner = _learner(run, torch.device("cuda" if gpus else "cpu"))
             for _ in range(2):  # the first one compiles and allocates
                 start = time.perf_counter()
                 learner.step()
@@ -57,7 +57,7 @@ def estimate(runs: Sequence[Run], jobs: int) -> Estimate | None:
     return Estimate(total / min(jobs, max(gpus, 1) if gpus else jobs) / 60, len(seconds))
 
 
-def steps_of(run: Run) -> int | None:
+def _steps(run: Run) -> int | None:
     """The number of a run's micro-batches; None if it has no sequences or no number of steps."""
     assert run.parsed is not None
     trainer, model = run.parsed.trainer, run.parsed.model
@@ -74,7 +74,7 @@ def steps_of(run: Run) -> int | None:
     return int(trainer.max_steps * max(parts, 1))
 
 
-def learner_of(run: Run, device: torch.device) -> Learner:
+def _learner(run: Run, device: torch.device) -> Learner:
     """A learner of a run's model on a batch of random tokens, captured if the run is."""
     assert run.parsed is not None
     config, data = run.parsed.clone(), instantiate("data", run.parsed)
