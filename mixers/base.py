@@ -175,7 +175,7 @@ class TokenMixer(KeepsFp32):
         """
         if not self.constant_state:
             raise self._lacks("state_size", "of a state that grows it cannot be derived")
-        return sum(tensor.numel() for _, tensor in remembered(self.init_state(1, "meta")))
+        return sum(tensor.numel() for tensor in remembered(self.init_state(1, "meta")))
 
     def flops(self, length: int) -> int:
         """Forward FLOPs of one sequence of `length` tokens, as the chunkwise path executes them.
@@ -569,7 +569,7 @@ class LinearMixer(TokenMixer):
 
     def state_size(self, length: int | None = None) -> int:
         carried = self.init_carried(1, "meta", torch.float32)
-        return math.prod(self.matrix_shape) + sum(x.numel() for _, x in remembered(carried))
+        return math.prod(self.matrix_shape) + sum(x.numel() for x in remembered(carried))
 
     def flops(self, length: int) -> int:
         _, key_size, value_size = self.matrix_shape

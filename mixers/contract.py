@@ -322,7 +322,7 @@ def _build(
 
 def _counted(state: Any) -> int:
     """Elements of one sequence's state."""
-    return sum(tensor.numel() for _, tensor in remembered(state))
+    return sum(tensor.numel() for tensor in remembered(state))
 
 
 def _expect(holds: bool, otherwise: str) -> None:

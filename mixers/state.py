@@ -38,30 +38,26 @@ History = Annotated[Tensor, Bookkeeping()]  # the last inputs of a convolution [
 Position = Annotated[Tensor, Count()]  # tokens seen [N], int64
 
 
-def remembered(state: Any) -> Iterator[tuple[str, Tensor]]:
+def remembered(state: Any, annotation: Any = None) -> Iterator[Tensor]:
     """Yield the tensors of a state that `TokenMixer.state_size` counts: those in floating point, except bookkeeping.
 
-    Each comes with a path as its name, such as `_matrix` or `_caches_0`; it is empty if the state is one tensor.
+    `annotation` is the type of the state, if it is a field of a NamedTuple.
     """
-    yield from _remembered(state, None, "")
-
-
-def _remembered(state: Any, annotation: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     if _is_bookkeeping(annotation):
         return
     if isinstance(state, Tensor):
         if state.is_floating_point():
-            yield name, state
+            yield state
         return
     if hasattr(state, "_fields"):
-        annotations = _field_types(state.__class__)
-        parts = [(part, annotations.get(field), field) for field, part in zip(state._fields, state, strict=True)]
+        types = _field_types(state.__class__)
+        parts = [(part, types.get(field)) for field, part in zip(state._fields, state, strict=True)]
     elif isinstance(state, tuple | list):
-        parts = list(zip(state, _item_types(annotation, state), range(len(state)), strict=True))
+        parts = list(zip(state, _item_types(annotation, state), strict=True))
     else:
-        parts = [(leaf, None, i) for i, leaf in enumerate(tree_leaves(state)) if isinstance(leaf, Tensor)]
-    for part, part_annotation, key in parts:
-        yield from _remembered(part, part_annotation, f"{name}_{key}")
+        parts = [(leaf, None) for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+    for part, part_annotation in parts:
+        yield from remembered(part, part_annotation)
 
 
 def _is_bookkeeping(annotation: Any) -> bool:

@@ -77,11 +77,10 @@ def test_a_continued_run_is_the_whole_run(tmp_path: Path, shared_cache: Path) ->
 
 
 def test_all_that_surrounds_a_step(tmp_path: Path, shared_cache: Path) -> None:
-    """Compiled blocks, the profiler, norms of states, times of the parts of a step; none changes the losses."""
+    """Compiled blocks, the profiler, times of the parts of a step; none changes the losses."""
     plain = fit(tmp_path, shared_cache, "plain", *short("plain"))
     overlays = ("--config", "train/compile.yaml", "--config", "train/profile.yaml")
-    options = ("--state_norms.every_n_validations=1",)
-    surrounded = fit(tmp_path, shared_cache, "all", *short("all", *overlays, *options))
+    surrounded = fit(tmp_path, shared_cache, "all", *short("all", *overlays))
     assert surrounded == pytest.approx(plain, rel=2e-2)
     run = tmp_path / "runs" / "all"
     assert (run / "fit-profile.txt").is_file()

@@ -45,7 +45,7 @@ def recurrent(state: Any) -> list[torch.Tensor]:
     cached = caches(state) if hasattr(state, "_fields") else []
     if cached or isinstance(state, AttentionState):
         return []
-    return [tensor for _, tensor in remembered(state)]
+    return list(remembered(state))
 
 
 @torch.no_grad()

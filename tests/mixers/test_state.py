@@ -25,11 +25,11 @@ class Nested(NamedTuple):
 
 
 def test_bookkeeping_is_told_by_its_type() -> None:
-    x = torch.ones(2)
-    state = Nested(x, x.long(), Inner((x, x), x), (x, x, x), (x, x))
-    assert [name for name, _ in remembered(state)] == ["_histories", "_inner_caches_0", "_inner_caches_1", "_pair_0"]
-    assert [name for name, _ in remembered((x, [x], {"a": x}))] == ["_0", "_1_0", "_2_0"]
-    assert [name for name, _ in remembered(x)] == [""]
+    *x, other = torch.arange(5.0)
+    state = Nested(x[0], other.long(), Inner((x[1], x[2]), other), (other, other), (x[3], other))
+    assert [*remembered(state)] == x
+    assert [*remembered((x[0], [x[1]], {"a": x[2]}))] == x[:3]
+    assert [*remembered(x[0])] == x[:1]
 
 
 class Averaged(NamedTuple):

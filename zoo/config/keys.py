@@ -22,9 +22,6 @@ PURPOSES = {
         "Samples text from the model at each validation, to the terminal and to `samples.txt` in the run's folder"
     ),
     "loss_curve": "Plots the training and validation loss over tokens in `loss.png`, at each validation and at the end",
-    "state_norms": (
-        "Logs the Frobenius norms of the states after the first row of a validation, for instance `state_norm_3_matrix`"
-    ),
 }
 KEYS = (*PURPOSES,)
 GROUPS = KEYS[KEYS.index("data") :]  # those that hold further keys

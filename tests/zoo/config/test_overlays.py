@@ -24,7 +24,6 @@ LATER = {
     "guard": {"spike": 3},
     "checkpoints": {"every_n_steps": 7},
     "loss_curve": {"every_n_steps": 3},
-    "state_norms": {"every_n_validations": 2},
 }
 
 
