@@ -33,7 +33,7 @@ from zoo.runs.errors import FirstBatch, errors_explained, quiet
 from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
 from zoo.runs.forecast import forecast, show
 from zoo.runs.rows import check_rows, device_count, divide_step
-from zoo.saved.hub import on_hub
+from zoo.saved.hub import ON_HUB, hub_model
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
 from zoo.train.callbacks.predictions import Predictions
@@ -301,10 +301,10 @@ def _with_initial_model(items: Items, trust: bool) -> Items:
             path = value if key == "optim.initial_weights" else path
         elif isinstance(section := item.get("optim"), Mapping):
             path = section.get("initial_weights", path)
-    if isinstance(path, str) and (remote := on_hub(path)) is not None:
+    if isinstance(path, str) and path.startswith(ON_HUB):
         raise UserError(
             f"optim.initial_weights: {path} is not a local folder; write one by convert --checkpoint {path}, or, if it "
-            f"has a config.yaml, by `hf download {remote.repo} --local-dir FOLDER`"
+            f"has a config.yaml, by `hf download {hub_model(path).repo} --local-dir FOLDER`"
         )
     if any(_names_stack(item) for item in items):
         return items

@@ -11,19 +11,45 @@ from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.files.output import CARD, Kind, check_output, check_shard_size
 from zoo.files.safe_yaml import dump_yaml
+from zoo.lm.model import LanguageModel
+from zoo.lm.size_table import mixer_names
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
 from zoo.saved.gguf.written import check_type, write_gguf
 from zoo.saved.model import SavedModel
 from zoo.saved.plan import rows_of, show_plan
-from zoo.saved.public.family import GGUF
+from zoo.saved.public.family import GGUF, Exported
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
 from zoo.saved.public.import_export import described, exported
-from zoo.saved.public.model_card import model_card
 from zoo.saved.public.tokenizer import stop_config, tokenizer_files
 
 log = logging.getLogger(__name__)
 
 _CONTEXT = 4096  # where no config says for which context a model was made
+_CARD = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [{tags}]
+---
+
+# {name}
+
+A language model of {layers} layers of {mixers} with {parameters:,} parameters, trained and converted by the
+token-mixer zoo into the layout `{layout}`.
+
+*To be filled in*: the training data, the evaluation, the licence (also as `license:` at the top), what the model is
+for, and what it must not be used for.
+
+```python
+{load}
+```
+"""
+_TRANSFORMERS = 'from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained("{name}"'
+_LOAD = {
+    "fla": f"import fla  # flash-linear-attention, on a GPU\n{_TRANSFORMERS})",
+    "huggingface": f"{_TRANSFORMERS})",
+    "transformers": f"{_TRANSFORMERS}, trust_remote_code=True)",
+}
 
 
 def convert(
@@ -68,7 +94,10 @@ def convert(
             holds something else or cannot be written.
     """
     folder, ignored = Path(output), names_in(ignore)
-    check_type(to, quantize)
+    if to == GGUF:
+        check_type(quantize)
+    elif quantize is not None:
+        raise UserError(f"quantize: {quantize} is for to=gguf only; other layouts keep the dtypes of the weights.")
     kinds: dict[str | None, Kind] = {None: "an exported model", GGUF: "a GGUF file"}
     check_output(folder, kinds.get(to, "a public model"), overwrite, checkpoint)
     check_shard_size(max_shard_size)
@@ -96,7 +125,7 @@ def convert(
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
-    texts[CARD] = model_card(folder.name, model, public)
+    texts[CARD] = _model_card(folder.name, model, public)
     if dry_run:
         return show_plan(folder, rows_of(public.weights), texts[PUBLIC_CONFIG])
     write_folder(folder, texts, public.weights, max_shard_size)
@@ -113,3 +142,16 @@ def _context_length(saved: SavedModel) -> int:
         arguments = data.get("init_args") if isinstance(data, Mapping) else None
         length = arguments.get("sequence_length") if isinstance(arguments, Mapping) else None
     return length if type(length) is int and length > 0 else _CONTEXT
+
+
+def _model_card(name: str, model: LanguageModel, public: Exported) -> str:
+    """The README.md of a model (on the meta device) in a folder of this name, as Hugging Face shows it."""
+    return _CARD.format(
+        tags=", ".join(dict.fromkeys(type(mixer).__name__ for mixer in model.mixers)),
+        name=name,
+        layers=model.num_layers,
+        mixers=mixer_names(model),
+        parameters=model.num_parameters(),
+        layout=public.layout,
+        load=_LOAD[public.target].format(name=name),
+    )

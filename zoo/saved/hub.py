@@ -14,8 +14,8 @@ from zoo.saved.exported_folder import CONFIG, HASHES, TOKENIZER
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
 from zoo.saved.public.tokenizer import DESCRIPTION, GENERATION
 
-_START = re.compile(r"hf:/+")  # `Path` turns two slashes into one
-_ADDRESS = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+ON_HUB = "hf:/"  # `Path` turns two slashes into one
+_ADDRESS = re.compile(r"hf:/+(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _SMALL = (CONFIG, PUBLIC_CONFIG, HASHES, TOKENIZER, DESCRIPTION, GENERATION, INDEX, pickled.INDEX)
 
 
@@ -29,20 +29,19 @@ class HubModel(NamedTuple):
         return f"hf://{self.repo}" + ("" if self.revision is None else f"@{self.revision}")
 
 
-def on_hub(path: str | Path) -> HubModel | None:
-    """Return the repository that a path `hf://…` names; None for a local path, and a UserError if it names none."""
-    if not (start := _START.match(str(path))):
-        return None
-    match = _ADDRESS.fullmatch(str(path)[start.end() :])
+def hub_model(path: str | Path) -> HubModel:
+    """Return the repository that a path `hf://…` names; a UserError if it names none."""
+    match = _ADDRESS.fullmatch(str(path))
     if match is None or {"", ".", ".."} & {*(match["revision"] or "main").split("/")}:
         raise UserError(f"checkpoint: {path} must be hf://owner/name or hf://owner/name@revision")
     return HubModel(match["repo"], match["revision"])
 
 
-def downloaded(model: HubModel) -> Path:
-    """Download config, tokenizer and weights of a model into the cache of huggingface_hub, and return the folder.
+def downloaded(path: str | Path) -> Path:
+    """Download a model `hf://owner/name` into the cache of huggingface_hub, and return the folder.
 
-    The weights are safetensors or, without them, `pytorch_model.bin`, from which only tensors are unpickled.
+    Of the repository, config, tokenizer and weights are downloaded. The weights are safetensors or, without them,
+    `pytorch_model.bin`, from which only tensors are unpickled.
 
     Nothing else is downloaded, and what the cache has is not downloaded again: without a network, a model in the cache
     opens as before. Nothing is parsed but the index of the weights; the folder is vetted like any other.
@@ -50,6 +49,7 @@ def downloaded(model: HubModel) -> Path:
     Raises:
         UserError: The repository, revision or a file does not exist, or cannot be reached.
     """
+    model = hub_model(path)
     folder = _fetched(model, _SMALL)
     if not any((folder / name).is_file() for name in (CONFIG, PUBLIC_CONFIG)):
         raise UserError(f"checkpoint: {model} holds no model: neither {PUBLIC_CONFIG} nor {CONFIG} is in it")

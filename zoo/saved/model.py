@@ -2,7 +2,7 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from pathlib import Path
@@ -29,16 +29,19 @@ from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
-from zoo.saved.gguf.read import GgufFile, is_gguf
-from zoo.saved.hub import downloaded, on_hub
-from zoo.saved.public.folder import PublicFolder, is_public
+from zoo.saved.gguf.read import GgufFile
+from zoo.saved.hub import ON_HUB, downloaded
+from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
+from zoo.saved.public.folder import PublicFolder
 from zoo.saved.public.import_export import Imported, imported
-from zoo.saved.public.rwkv_file import RwkvFile, is_rwkv_file
+from zoo.saved.public.rwkv_file import RwkvFile
 from zoo.saved.public.tokenizer import read_tokenizer
 from zoo.saved.trust import vet_model
 from zoo.train.devices import check_device
 
 log = logging.getLogger(__name__)
+
+_PUBLIC_FILES: Mapping[str, type[PublicFolder]] = {".gguf": GgufFile, ".pth": RwkvFile}
 
 
 class SavedModel(ABC):
@@ -66,13 +69,14 @@ class SavedModel(ABC):
 
         `ignore` names keys of a public config.json that are left out.
         """
-        if (model := on_hub(path)) is not None:
-            path = downloaded(model)
-        if is_public(path) or is_rwkv_file(Path(path)) or is_gguf(Path(path)):
+        if str(path).startswith(ON_HUB):
+            path = downloaded(path)
+        path = Path(path)
+        if _public_kind(path) is not None:
             return _Public(path, trust, ignore)
         if ignore:
             raise UserError(f"ignore: {path} is not a public checkpoint, so it has no config.json.")
-        return _Exported(path, trust) if has_tensor_files(Path(path)) else Checkpoint(path, trust)
+        return _Exported(path, trust) if has_tensor_files(path) else Checkpoint(path, trust)
 
     @property
     @abstractmethod
@@ -337,9 +341,9 @@ class _Public(SavedModel):
 
     @cached_property
     def _folder(self) -> PublicFolder:
-        if is_gguf(self.path):
-            return GgufFile(self.path)
-        return RwkvFile(self.path) if is_rwkv_file(self.path) else PublicFolder(self.path)
+        kind = _public_kind(self.path)
+        assert kind is not None
+        return kind(self.path)
 
     @cached_property
     def _imported(self) -> Imported:
@@ -372,6 +376,13 @@ class _Public(SavedModel):
     @cached_property
     def tokenizer(self) -> Tokenizer | None:
         return read_tokenizer(self._folder)
+
+
+def _public_kind(path: Path) -> type[PublicFolder] | None:
+    """The class that reads what is at a path, if it is in a public layout; None for what this project has written."""
+    if path.is_file():
+        return _PUBLIC_FILES.get(path.suffix)
+    return PublicFolder if (path / PUBLIC_CONFIG).is_file() and not (path / CONFIG).exists() else None
 
 
 def load(path: str | Path, device: torch.device | str | None = None, trust: bool = False) -> LanguageModel:

@@ -28,11 +28,6 @@ _HARMLESS = ("context_length", "vocab_size", "rope.scaling.finetuned", "full_att
 _SAME = 1e-6  # relative difference of numbers that were rounded to fp32
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path names a file of this kind."""
-    return path.suffix == ".gguf" and path.is_file()
-
-
 class GgufFile(PublicFolder):
     """A GGUF file. Quantised tensors become fp32, others keep their dtype; memory holds one tensor at a time.
 

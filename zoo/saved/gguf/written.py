@@ -34,14 +34,12 @@ FREQUENCIES = "rope_freqs.weight"
 _PRECISE = re.compile(r"norm\.weight$|ssm_conv1d|ssm_a$|ssm_d$|_lerp_|time_mix_[wavg]\d")
 
 
-def check_type(to: str | None, quantize: str | None) -> None:
-    """Refuse a `quantize` that is not a type of numbers, or is for another target than GGUF."""
+def check_type(quantize: str | None) -> None:
+    """Refuse a `quantize` that is not a type of numbers."""
     if quantize is not None and quantize not in _TYPES:
         raise UserError(
             f"quantize: {quantize!r} is not one of {', '.join(_TYPES)}{did_you_mean(str(quantize), list(_TYPES))}"
         )
-    if quantize is not None and to != GGUF:
-        raise UserError(f"quantize: {quantize} is for to=gguf only; other layouts keep the dtypes of the weights.")
 
 
 def write_gguf(

@@ -14,12 +14,6 @@ from zoo.files.safe_yaml import check_plain
 CONFIG = "config.json"
 
 
-def is_public(path: str | Path) -> bool:
-    """Return whether a folder is one of Hugging Face's, and not one that this project exported."""
-    folder = Path(path)
-    return (folder / CONFIG).is_file() and not (folder / "config.yaml").exists()
-
-
 class PublicFolder:
     """The files of a public folder, each read once and never through a link that leaves the folder."""
 

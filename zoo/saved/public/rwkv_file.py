@@ -38,11 +38,6 @@ _IN_BLOCK: Mapping[str, str] = {
 _TRANSPOSED, _FLAT = re.compile(r"_lora\.lora\.\d\.weight$"), re.compile(r"(lora\.2\.bias|\.k_[ka]|ffn\.x_k)$")
 
 
-def is_rwkv_file(path: Path) -> bool:
-    """Return whether a path names a file of this kind."""
-    return path.suffix == ".pth" and path.is_file()
-
-
 class RwkvFile(PublicFolder):
     """A `.pth` file, read as a folder of flash-linear-attention's RWKV-7 is. Only tensors are unpickled.
 
