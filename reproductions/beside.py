@@ -25,10 +25,10 @@ from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.bench_report import Report, complaint, show
 from zoo.performance.decays import GENTLE
-from zoo.performance.decoding import Steps, time_decoding
-from zoo.performance.kernels import FIRST_CALL, Call, time_kernels
+from zoo.performance.decoding import Steps, bench_decode
+from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
 from zoo.performance.model import PRECISIONS
-from zoo.performance.training import time_training
+from zoo.performance.training import bench_training
 from zoo.train.devices import pick_device
 
 POSITION = 1024  # largest prefill of FLA's models; more is not needed, since their state has a constant size, too
@@ -66,8 +66,7 @@ def kernels(
         check_names("libraries", libraries or [""], peers.LIBRARIES)
     names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
     peers.require_for(names, pick_device(device), libraries)
-    return time_kernels(
-        partial(checked, libraries),
+    return bench_kernels(
         ops=ops,
         shapes=shapes,
         lengths=lengths,
@@ -79,6 +78,7 @@ def kernels(
         key_heads=key_heads,
         decays=decays,
         folder=folder,
+        others=partial(checked, libraries),
     )
 
 
@@ -124,9 +124,8 @@ def training(
         UserError: An argument is invalid.
     """
     peers.require(pick_device(device))
-    return time_training(
-        _language_model,
-        config=config,
+    return bench_training(
+        config,
         batch_size=batch_size,
         length=length,
         steps=steps,
@@ -136,6 +135,7 @@ def training(
         compile=compile,
         cuda_graph=cuda_graph,
         folder=folder,
+        other=_language_model,
     )
 
 
@@ -163,9 +163,8 @@ def decode(
         UserError: An argument is invalid.
     """
     peers.require(pick_device(device))
-    return time_decoding(
-        _steps,
-        config=config,
+    return bench_decode(
+        config,
         batch_sizes=batch_sizes,
         positions=positions,
         precision=precision,
@@ -173,6 +172,7 @@ def decode(
         device=device,
         seconds=seconds,
         folder=folder,
+        other=_steps,
     )
 
 

@@ -29,7 +29,10 @@ from zoo.train.signals import PARENT
 ANY_TEXT = ("stop",)  # lists of strings such as [/INST], which YAML would read as a list
 MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
 # parameters of the functions that can only be passed from Python
-IN_PYTHON: set[str | int] = {"configs_and_overrides", "configs", "callbacks", "stream", "config", "tokenizer"}
+IN_PYTHON: set[str | int] = {
+    *("configs_and_overrides", "configs", "config"),
+    *("callbacks", "stream", "tokenizer", "other", "others"),
+}
 PRINT_CONFIG = "--print_config"
 NUMBERS = re.compile(r"[0-9.]+(,[0-9.]+)+")
 PRINTING = ("-h", "--help", PRINT_CONFIG)  # options that print something and exit

@@ -61,6 +61,7 @@ def bench_decode(
     device: str | None = None,
     seconds: float = 1.0,
     folder: str = "runs/bench-decode",
+    other: Other | None = None,
 ) -> Report:
     """Time a model's decoding steps, after checking them against a forward pass over all tokens.
 
@@ -77,36 +78,11 @@ def bench_decode(
         device: cpu or cuda; null for the GPU if available.
         seconds: Time to spend on each measurement.
         folder: The folder of bench.json.
+        other: In Python, another model, whose steps are timed after those of the first.
 
     Raises:
         UserError: An argument is invalid.
     """
-    return time_decoding(
-        None,
-        config=config,
-        batch_sizes=batch_sizes,
-        positions=positions,
-        precision=precision,
-        backend=backend,
-        device=device,
-        seconds=seconds,
-        folder=folder,
-    )
-
-
-def time_decoding(
-    other: Other | None,
-    *,
-    config: Sequence[str],
-    batch_sizes: list[int] | None,
-    positions: list[int] | None,
-    precision: str | None,
-    backend: str | None,
-    device: str | None,
-    seconds: float,
-    folder: str,
-) -> Report:
-    """Time decoding steps, as `bench_decode` does, and then those of another model."""
     where = pick_device(device)
     check_above_0("seconds", seconds)
     batch_sizes = [1, 64] if batch_sizes is None else batch_sizes

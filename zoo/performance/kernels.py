@@ -146,6 +146,7 @@ def bench_kernels(
     key_heads: int | None = None,
     decays: list[str] | str = GENTLE,
     folder: str = "runs/bench-kernels",
+    others: Others | None = None,
 ) -> Report:
     """Time the ops, forward and with their backward pass, after checking their results.
 
@@ -167,42 +168,11 @@ def bench_kernels(
             training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops, and the
             picture, have gentle decays.
         folder: The folder of bench.json and bench.png.
+        others: In Python, other implementations to time in the rows of the table.
 
     Raises:
         UserError: An argument is invalid.
     """
-    return time_kernels(
-        None,
-        ops=ops,
-        shapes=shapes,
-        lengths=lengths,
-        dtype=dtype,
-        backend=backend,
-        device=device,
-        window_size=window_size,
-        seconds=seconds,
-        key_heads=key_heads,
-        decays=decays,
-        folder=folder,
-    )
-
-
-def time_kernels(
-    others: Others | None,
-    *,
-    ops: list[str] | str | None,
-    shapes: list[tuple[int, int, int, int]] | None,
-    lengths: list[int] | None,
-    dtype: str | None,
-    backend: str | None,
-    device: str | None,
-    window_size: int | None,
-    seconds: float,
-    key_heads: int | None,
-    decays: list[str] | str,
-    folder: str,
-) -> Report:
-    """Time the ops, as `bench_kernels` does, in the rows of the table next to `others`."""
     where = pick_device(device)
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))

@@ -84,6 +84,7 @@ def bench_training(
     compile: bool = False,
     cuda_graph: bool = False,
     folder: str = "runs/bench-training",
+    other: Other | None = None,
 ) -> Report:
     """Time training steps of a model on random tokens, after checking its loss and gradients.
 
@@ -101,40 +102,11 @@ def bench_training(
         compile: Whether to compile each block with torch.compile.
         cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.
         folder: The folder of bench.json.
+        other: In Python, another model, whose steps are timed in turns with those of the first.
 
     Raises:
         UserError: An argument is invalid.
     """
-    return time_training(
-        None,
-        config=config,
-        batch_size=batch_size,
-        length=length,
-        steps=steps,
-        precision=precision,
-        backend=backend,
-        device=device,
-        compile=compile,
-        cuda_graph=cuda_graph,
-        folder=folder,
-    )
-
-
-def time_training(
-    other: Other | None,
-    *,
-    config: Sequence[str],
-    batch_size: int | None,
-    length: int | None,
-    steps: int,
-    precision: str | None,
-    backend: str | None,
-    device: str | None,
-    compile: bool,
-    cuda_graph: bool,
-    folder: str,
-) -> Report:
-    """Time training steps, as `bench_training` does, in turns with those of another model."""
     where = pick_device(device)
     if where.type == "cpu":
         use_processor(deterministic=kernels.is_deterministic())
