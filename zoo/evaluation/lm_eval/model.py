@@ -3,19 +3,15 @@
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kernels import UserError
-from zoo.evaluation.loaded import Subject, load_subject
-from zoo.train.devices import pick_device
+from zoo.evaluation.loaded import Subject
 
 log = logging.getLogger(__name__)
 
@@ -86,10 +82,7 @@ class SubjectLM(TemplateLM):
         scores = self.subject.log_likelihoods(
             [(context, request[2]) for context, request in zip(contexts, requests, strict=True)]
         )
-        answers = [(scored.log_likelihood, scored.greedy) for scored in scores]
-        for (texts, _, _), answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return answers
+        return [(scored.log_likelihood, scored.greedy) for scored in scores]
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Log-likelihood of each continuation, and whether it is the greedy one."""
@@ -109,8 +102,6 @@ class SubjectLM(TemplateLM):
         totals = [0.0] * len(requests)
         for owner, scored in zip(owners, self.subject.log_likelihoods(pairs), strict=True):
             totals[owner] += scored.log_likelihood
-        for request, total in zip(requests, totals, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
     def _windows(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
@@ -142,8 +133,6 @@ class SubjectLM(TemplateLM):
             continuations = self.subject.continuations(prompts, new_tokens)
             for (number, stops), tokens in zip(members, continuations, strict=True):
                 answers[number] = postprocess_generated_text(self.text.decode(tokens), stops, None)
-        for request, answer in zip(requests, answers, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, answer)
         return answers
 
     def _last(self, prompts: Sequence[tuple[list[int], int]]) -> list[list[int]]:
@@ -166,45 +155,6 @@ class SubjectLM(TemplateLM):
         if cut:
             log.warning("%d of %d prompts lost their beginnings: max_length is %d.", cut, len(prompts), self.max_length)
         return kept
-
-
-@register_model("zoo")
-class CheckpointLM(SubjectLM):
-    """A run, a .ckpt file or an exported folder as lm-eval's model `zoo`, by `--model_args checkpoint=runs/first`.
-
-    Args:
-        checkpoint: Its path, as for `zoo.load`.
-        device: Such as `cpu` or `cuda:1`; None for a GPU if there is one.
-        bf16: Whether to compute under autocast to bf16; None for where a GPU does.
-        batch_tokens: Tokens in a batch, as for `zoo.evaluate`.
-        batch_size, max_batch_size: What lm-eval's command line always passes. They have no effect, as batches are made
-            by tokens; the log says so of a size above 1.
-        max_length: As for `SubjectLM`.
-        trust: As for `zoo.load`.
-
-    Raises:
-        UserError: As for `zoo.load` and `SubjectLM`.
-    """
-
-    def __init__(
-        self,
-        checkpoint: str,
-        device: str | None = None,
-        bf16: bool | None = None,
-        batch_tokens: int | None = None,
-        batch_size: int | str | None = None,
-        max_batch_size: int | None = None,
-        max_length: int | None = None,
-        trust: bool = False,
-    ) -> None:
-        if batch_size not in (None, 1, "1", "auto"):
-            log.warning("batch_size %s has no effect: batches are made by tokens, batch_tokens=…", batch_size)
-        where = pick_device(device and device.partition(":")[0])
-        if bf16 is None:
-            bf16 = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        subject = load_subject(checkpoint, Path(checkpoint).name, bf16, batch_tokens, trust)
-        subject.to(device or where)
-        super().__init__(subject, max_length)
 
 
 def _check_options(options: dict[str, Any]) -> None:

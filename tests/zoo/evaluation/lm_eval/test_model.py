@@ -175,10 +175,3 @@ def test_text_starts_as_documents_do(subject_lm: Any) -> None:
     assert asked.requests == [([7, *b"ab"], [*b"c"]), ([7], [*b"c"])]
     lm.loglikelihood_rolling(instances("loglikelihood_rolling", ("ab",)))
     assert asked.requests[-1] == ([7], [*b"ab"])
-
-
-def test_lm_eval_knows_our_models(oracle: Callable[[str], ModuleType]) -> None:
-    ours = oracle("zoo.evaluation.lm_eval.model").CheckpointLM
-    from lm_eval.api.registry import get_model
-
-    assert get_model("zoo") is ours

@@ -1,8 +1,6 @@
 """lm-eval's tasks from a folder of files: what they ask, how they are scored, and what is missing."""
 
-import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +10,6 @@ import pytest
 
 import zoo
 from kernels import UserError
-from tests.commands import ROOT
-from tests.forked_python import forked_python
 from tests.zoo.evaluation.lm_eval.conftest import Answering
 from zoo.data import Tokenizer
 from zoo.evaluation.lm_eval.paper_tasks import CLOZE, PAPER_TASKS, RULER
@@ -282,60 +278,3 @@ def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
         ]
         lengths = [len(tokenizer.encode(prompt)) for prompt in subject.prompts]
         assert max(lengths[:5]) <= 512 < min(lengths[5:]) <= max(lengths[5:]) <= 1024
-
-
-@pytest.fixture
-def jars(data: Write, tmp_path: Path) -> list[str]:
-    """Options of lm-eval's command line that evaluate a task of two documents, but for the checkpoint."""
-    folder = data("jars.jsonl", *[PIQA] * 2)
-    (tmp_path / "jars.yaml").write_text(
-        f"task: jars\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: {folder / 'jars.jsonl'}}}}}\n"
-        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: goal\ndoc_to_target: label\n"
-        "doc_to_choice: '{{[sol1, sol2]}}'\nmetric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-    )
-    return ["run", "--model", "zoo", "--tasks", "jars", "--include_path", str(tmp_path), "--device", "cpu"]
-
-
-@pytest.mark.slow
-def test_lm_evals_own_command_line(
-    finished: Path,
-    jars: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """In this process, without reading lm-eval's index of all its tasks."""
-    from lm_eval.tasks import TaskManager
-
-    from zoo.evaluation.lm_eval.__main__ import main
-
-    monkeypatch.setattr(TaskManager.__init__, "__defaults__", (None, None, False, None))
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *jars, "--model_args", f"checkpoint={finished / 'runs' / 'done'}"])
-    main()
-    assert re.search(r"\|jars *\|.*acc", capsys.readouterr().out)
-    monkeypatch.setattr(sys, "argv", ["lm_eval", *jars, "--model_args", f"checkpoint={tmp_path / 'none'}"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: checkpoint: there is nothing at")
-
-
-@pytest.mark.nightly  # reads lm-eval's whole index
-def test_lm_evals_own_command_line_in_processes(finished: Path, jars: list[str], tmp_path: Path) -> None:
-    command = [forked_python(), "-m", "zoo.evaluation.lm_eval", *jars, "--model_args"]
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")}
-    for checkpoint, code in ((finished / "runs" / "done", 0), (tmp_path / "none", 2)):
-        done = subprocess.run(
-            [*command, f"checkpoint={checkpoint}"],
-            cwd=ROOT,
-            env={**os.environ, **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == code, done.stderr
-        if code == 0:
-            assert re.search(r"\|jars *\|.*acc", done.stdout)
-        else:
-            assert done.stderr.splitlines()[-1].startswith("error: checkpoint: there is nothing at")
