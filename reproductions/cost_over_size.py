@@ -32,9 +32,10 @@ from zoo.config.command_line import arguments_of
 from zoo.lm.model import LanguageModel
 from zoo.performance.bench_report import complaint
 from zoo.performance.device import described, version
+from zoo.performance.learner import TimedLearner
 from zoo.performance.model import build, check_options, compared, conditioned, learning, lowest_layers, mean_loss, read
 from zoo.performance.timing import synchronize
-from zoo.performance.training import DOES_NOT_FIT, TimedLearner, timed, utilisation, warmed
+from zoo.performance.training import DOES_NOT_FIT, timed, utilisation, warmed
 from zoo.train.cpu import use_processor
 from zoo.train.devices import pick_device
 from zoo.train.module import best_precision
@@ -247,7 +248,7 @@ class Meter:
         with tqdm(disable=True) as bar:
             if captured and self._learner is not None and batch_size == self._batch_size:
                 learner, learner.micro_batches = self._learner, micro_batches
-                learner.step(learner.clock.mark)
+                learner.step()
                 learner.clock.between()
                 return learner
             self._free()

@@ -14,8 +14,9 @@ from kernels import UserError
 from reproductions import cost_over_size as cost
 from tests.zoo.train.test_captured_step import Repeated
 from zoo import config as configs
+from zoo.performance.learner import TimedLearner
 from zoo.performance.model import build, mean_loss, read
-from zoo.performance.training import DOES_NOT_FIT, TimedLearner
+from zoo.performance.training import DOES_NOT_FIT
 from zoo.train.captured_step import CapturedStep
 
 CPU = torch.device("cpu")
@@ -150,7 +151,7 @@ def test_a_step_in_micro_batches_is_a_step():
             step = CapturedStep(lambda: (mean_loss(model, samples[:4]),), model.parameters(), Repeated())
             learner.captured, learner.optimizer.replay = step, partial(step.update, learner.optimizer)
         for _ in range(3):
-            learner.step(learner.clock.mark)
+            learner.step()
         assert learner.measured(samples.numel())["step_ms"] > 0
         return [parameter.detach().clone() for parameter in model.parameters()]
 

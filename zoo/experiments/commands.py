@@ -25,7 +25,6 @@ from zoo.display import new_figure, new_table, short_list, write_figure
 from zoo.experiments import results
 from zoo.experiments.cluster import run_on_cluster
 from zoo.experiments.definition import Run, Sweep
-from zoo.experiments.estimate import estimate
 from zoo.experiments.runner import COMMAND, Runner, failed, result
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
@@ -199,9 +198,8 @@ def compare(
 
     A config that names its stack is whole, and is compared. Any other, such as `size/400m.yaml`, is an overlay of all
     that are compared, in any position, as is every `key=value`. Everything is built before the first run starts.
-    Without a whole config, the plan is printed first, with the time that it takes on this machine, and a person at a
-    terminal is asked whether to start. The table, `comparison.png` and `comparison.json` are of the runs that are
-    complete, even if others failed.
+    Without a whole config, the plan is printed first, and a person at a terminal is asked whether to start. The table,
+    `comparison.png` and `comparison.json` are of the runs that are complete, even if others failed.
 
     Args:
         configs_and_overrides: Names or paths of whole configs; and overlays, as files or mappings, and overrides
@@ -237,7 +235,7 @@ def compare(
 
 
 def _agreed(runs: Sequence[Run], runner: Runner, yes: bool) -> bool:
-    """Print what will be trained and how long it takes; return whether to start, which only a terminal is asked."""
+    """Print what will be trained; return whether to start, which only a terminal is asked."""
     runner.checked(runs)
     waiting = [run for run in runs if result(runner.folder / run.name) is None]
     if not waiting:
@@ -245,13 +243,6 @@ def _agreed(runs: Sequence[Run], runner: Runner, yes: bool) -> bool:
     console = Console()
     complete = f" ({len(runs) - len(waiting)} complete)" if len(waiting) < len(runs) else ""
     console.print(f"{len(waiting)} configs to train{complete}: {', '.join(run.name for run in waiting)}")
-    with console.status("timing training steps …"):
-        expected = estimate(waiting, runner.jobs)
-    if expected is not None:
-        minutes = f"{expected.minutes:.0f} minutes" if expected.minutes >= 1.5 else "a minute"
-        timed = "each" if expected.timed == len(waiting) else f"{expected.timed} of them"
-        source = f"from one timed step of {timed}; start-up and validation come on top"
-        console.print(f"about {minutes} of training steps on this machine ({source})")
     if yes or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return True
     return Confirm.ask("start?", console=console, default=True)

@@ -1,6 +1,5 @@
 """`bench training`: tokens per second in training, and where the time of a step goes."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -19,13 +18,13 @@ from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, formatted, path_of, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.timing import Clock, process_age, synchronize
+from zoo.performance.learner import TimedLearner
+from zoo.performance.timing import process_age, synchronize
 from zoo.train.callbacks.compiled_ahead import compile_ahead
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.cpu import use_processor
 from zoo.train.devices import peak_flops, pick_device
-from zoo.train.learner import Learner
 from zoo.train.module import best_precision
 from zoo.train.optim import Optimisation
 
@@ -175,48 +174,6 @@ def check_graph(cuda_graph: bool, device: torch.device) -> None:
         raise UserError(f"cuda_graph is true, but the device is a {device.type}; CUDA graphs need an NVIDIA GPU")
 
 
-class TimedLearner(Learner):
-    """A learner with a clock, in the precision and with the backend of a benchmark.
-
-    Attributes:
-        peak_gib: Largest memory in use on a GPU; None until it is measured.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optim: Optimisation,
-        precision: str,
-        backend: str,
-        loss: Callable[[], Tensor],
-        *,
-        cuda_graph: bool = False,
-        micro_batches: int = 1,
-    ) -> None:
-        self.device = next(model.parameters()).device
-        self.clock = Clock(self.device)
-        self.peak_gib: float | None = None
-
-        def computed() -> Tensor:
-            with models.running(precision, self.device, backend):
-                return loss()
-
-        super().__init__(model, optim, computed, cuda_graph=cuda_graph, micro_batches=micro_batches)
-
-    def measured(self, tokens: int) -> dict[str, Any]:
-        """Medians over the steps since the clock was last read, of `tokens` tokens each, and the most memory."""
-        intervals, parts = self.clock.between(), 2 * self.micro_batches
-        steps = [intervals[at : at + parts + 1] for at in range(0, len(intervals), parts + 2)]  # one more between steps
-        return {
-            "step_ms": (step_ms := statistics.median(map(sum, steps))),
-            "forward_ms": statistics.median(sum(step[:parts:2]) for step in steps),
-            "backward_ms": statistics.median(sum(step[1:parts:2]) for step in steps),
-            "optimiser_ms": statistics.median(step[parts] for step in steps),
-            "tokens_per_second": tokens / step_ms * 1e3,
-            "peak_gib": self.peak_gib,
-        }
-
-
 def utilisation(flops: float | None, tokens_per_second: float, precision: str, device: torch.device) -> float | None:
     """The fraction of the device's peak that training reaches, from forward FLOPs of a token; None if unknown."""
     peak = None if precision == "32-true" else peak_flops(device)
@@ -237,13 +194,13 @@ def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0
         with kernels.implementations() as ran:
             if isinstance(learner.model, LanguageModel):
                 compile_ahead(learner.model, learner.loss)
-            learner.step(learner.clock.mark)
+            learner.step()
         row["implementations"] = {op: sorted(names) for op, names in sorted(ran.items())}
         synchronize(learner.device)
         row |= {"first_step_s": time.perf_counter() - start, "ready_s": process_age()}
         bar.update()
         for _ in range(steps):
-            learner.step(learner.clock.mark)
+            learner.step()
             bar.update()
         learner.clock.between()
     except torch.OutOfMemoryError:
@@ -302,5 +259,5 @@ def _turn(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int) -
     """Run some steps of each model."""
     for _, learner in learners:
         for _ in range(steps):
-            learner.step(learner.clock.mark)
+            learner.step()
             yield

@@ -221,8 +221,8 @@ def test_models_train_in_turns(device: str, expected: str, monkeypatch: pytest.M
     monkeypatch.setattr("zoo.performance.training.time", clock)
     learners = [
         types.SimpleNamespace(
-            step=lambda mark, name=name: order.append(name),
-            clock=types.SimpleNamespace(mark=None, between=lambda: order.append("-")),
+            step=lambda name=name: order.append(name),
+            clock=types.SimpleNamespace(between=lambda: order.append("-")),
             device=torch.device(device if name == "a" else "cpu"),
         )
         for name in "ab"
@@ -237,8 +237,8 @@ def test_a_small_model_heats_a_gpu_for_a_hundred_steps(monkeypatch: pytest.Monke
     steps: list[None] = []
     monkeypatch.setattr("zoo.performance.training.time", types.SimpleNamespace(perf_counter=lambda: len(steps) / 1e3))
     learner = types.SimpleNamespace(
-        step=lambda mark: steps.append(None),
-        clock=types.SimpleNamespace(mark=None, between=lambda: None),
+        step=lambda: steps.append(None),
+        clock=types.SimpleNamespace(between=lambda: None),
         device=torch.device("cuda"),
     )
     timed([({}, learner)], 8, types.SimpleNamespace(update=lambda: None))
