@@ -72,6 +72,15 @@ def test_state_sizes():
     assert window.state_size(3) == 2 * 3 * 32
 
 
+@pytest.mark.parametrize("window", [None, 5, 64, 1000])
+def test_flops_of_what_the_mask_leaves_out(window: int | None):
+    mixer = SoftmaxAttention(SITE) if window is None else SlidingWindowAttention(SITE, window_size=window)
+    pairs = sum(min(t + 1, window or 300) for t in range(300))
+    products = 2 * 300 * sum(parameter.numel() for parameter in mixer.parameters())
+    # two products over 32 channels for each pair
+    assert mixer.flops(300) - mixer.masked_flops(300) == products + 2 * 2 * 32 * pairs
+
+
 def test_the_default_window_is_2048():
     assert SlidingWindowAttention(SITE).window_size == 2048
 
@@ -189,17 +198,6 @@ def test_options_are_the_formula(options: dict[str, Any]):
     wanted = torch.autograd.grad(expected, [x, *parts.values()], dy)
     for (name, gradient), by_formula in zip(actual.items(), wanted, strict=True):
         assert torch.allclose(gradient, by_formula, rtol=1e-4, atol=1e-5), name
-
-
-def test_options_while_decoding():
-    options = {"qk_norm": mixers.RMSNorm, "qk_norm_over": "width", "gate": "channel", "bias": True, "scale": 0.7}
-    mixer, x = SoftmaxAttention(SITE, num_kv_heads=2, **options).double(), torch.randn(2, 9, 32, dtype=torch.float64)
-    state, outputs = mixer.init_state(2), []
-    for t in range(9):
-        y, state = mixer(x[:, t : t + 1], state)
-        outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0])
-    assert mixer.state_size(9) == SoftmaxAttention(SITE, num_kv_heads=2).state_size(9)
 
 
 @pytest.mark.parametrize(

@@ -85,7 +85,7 @@ ARGUMENTS = {
     "a norm over all heads, and a gate of each": partial(
         SoftmaxAttention, num_kv_heads=1, qk_norm=mixers.RMSNorm, qk_norm_over="width", gate="head"
     ),
-    "biases": partial(SoftmaxAttention, gate="channel", bias=True, output_bias=True),
+    "biases and a scale": partial(SoftmaxAttention, gate="channel", bias=True, output_bias=True, scale=0.7),
     "window of normed and gated heads": partial(
         SlidingWindowAttention, window_size=5, qk_norm=mixers.RMSNorm, gate="channel", bias=True
     ),

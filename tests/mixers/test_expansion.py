@@ -86,20 +86,6 @@ def test_parameter_shapes(name: str, subheads: bool):
     assert actual == wanted
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("subheads", [True, False])
-@pytest.mark.parametrize("name", MIXERS)
-def test_token_by_token_is_the_whole(name: str, subheads: bool):
-    mixer = Expanded(mixer=MIXERS[name], factor=3, subheads=subheads)(SITE).double()
-    x = torch.randn(2, 70, 64, dtype=torch.float64)
-    y, _ = mixer(x)
-    state, outputs = mixer.init_state(2), []
-    for t in range(70):
-        out, state = mixer(x[:, t : t + 1], state)
-        outputs.append(out)
-    torch.testing.assert_close(torch.cat(outputs, 1), y)
-
-
 @pytest.mark.parametrize("activation", ["silu", "relu", "elu1", "identity"])
 def test_head_wise(activation: str):
     # equation 8: the activation comes before the expansion, and each head has a matrix of its own

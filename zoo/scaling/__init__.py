@@ -1,7 +1,6 @@
-"""Scaling laws: runs planned for a budget, laws fitted to runs, and how papers count parameters and FLOPs."""
+"""Scaling laws: runs planned for a budget, and laws fitted to runs."""
 
-from zoo.scaling.count import Count, count
 from zoo.scaling.fit import fit
 from zoo.scaling.plan import Plan, plan
 
-__all__ = ["Count", "Plan", "count", "fit", "plan"]
+__all__ = ["Plan", "fit", "plan"]

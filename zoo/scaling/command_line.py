@@ -6,19 +6,16 @@ from typing import Any
 
 from zoo.arguments import check_names
 from zoo.config.command_line import arguments_of
-from zoo.scaling.count import count
 from zoo.scaling.fit import fit
 from zoo.scaling.plan import plan
 
 HELP = """\
-usage: python cli.py scaling plan|fit|count …
+usage: python cli.py scaling plan|fit …
 
-  plan   what a budget pays for, and a ladder of runs for it, as a sweep:
-         python cli.py scaling plan --mixers=gla,transformer --budget=1e18 --sizes=5 --output=ladder/
-  fit    how loss, best size and best number of tokens follow compute, from trained runs:
-         python cli.py scaling fit ladder/ [--method=envelope|isoflop|parametric] [--output=law/]
-  count  parameters and FLOPs by the conventions of papers, of configs or of every registered mixer:
-         python cli.py scaling count gla.yaml transformer.yaml --length=8192
+  plan  what a budget pays for, and a ladder of runs for it, as a sweep:
+        python cli.py scaling plan --mixers=gla,transformer --budget=1e18 --sizes=5 --output=ladder/
+  fit   how loss, best size and best number of tokens follow compute, from trained runs:
+        python cli.py scaling fit ladder/ [--method=envelope|isoflop|parametric] [--output=law/]
 
 python cli.py scaling PART --help lists the options of each.
 """
@@ -26,7 +23,6 @@ python cli.py scaling PART --help lists the options of each.
 PARTS: dict[str, tuple[Callable[..., Any], str | None]] = {
     "plan": (plan, None),
     "fit": (fit, "runs"),
-    "count": (count, "models"),
 }
 
 

@@ -17,10 +17,9 @@ from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.size_table import parameters_without_embeddings
-from zoo.scaling.curves import PF_DAY
 from zoo.scaling.optima import LEAST_SIZES, Laws
 from zoo.scaling.published import law_named
-from zoo.train.devices import peak_flops, peak_flops_named
+from zoo.train.devices import peak_flops
 
 HEAD_SIZE = 64  # of all mixers, so that a size has hidden_size/64 heads
 WIDTHS = range(64, 8193, 64)
@@ -85,55 +84,22 @@ class Plan(NamedTuple):
     best_tokens: float
 
 
-def measured(bench: Path) -> tuple[float, float]:
-    """The fraction of its peak that a GPU reached in training, and the peak in FLOP/s.
-
-    Args:
-        bench: A bench.json of `bench training`.
-
-    Raises:
-        UserError: The file does not exist, or lacks these numbers.
-    """
-    try:
-        record = json.loads(bench.read_text())
-        device, kind = record["device"], record["kind"]
-        mfus = [row["mfu"] for row in record["rows"] if kind == "training" and row.get("mfu")]
-    except FileNotFoundError:
-        raise UserError(f"bench: the file {bench} does not exist") from None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise UserError(f"bench: {bench} is not a bench.json of bench training") from None
-    peak = peak_flops_named(str(device))
-    if kind != "training":
-        raise UserError(f"bench: {bench} is of bench {kind}; bench training measures what is needed here")
-    if not mfus or peak is None:
-        raise UserError(
-            f"bench: {bench} has no mfu, as the peak of its device ({device}) is not known; give mfu and peak"
-        )
-    return float(mfus[0]), peak
-
-
-def budget_of(
-    budget: float | None, gpu_hours: float | None, mfu: float, peak: float | None, pf_days: float | None
-) -> float:
+def budget_of(budget: float | None, gpu_hours: float | None, mfu: float, peak: float | None) -> float:
     """The budget in FLOPs, of which one form is given, with the fraction of a peak in FLOP/s that hours are worth.
 
     Raises:
-        UserError: None or several are given, a number is out of range, or the peak is not known.
+        UserError: None or both are given, a number is out of range, or the peak is not known.
     """
-    forms = {"budget": budget, "gpu_hours": gpu_hours, "pf_days": pf_days}
-    named = [name for name, value in forms.items() if value is not None]
-    if len(named) != 1:
-        problem = f"{' and '.join(named)} are given" if named else "none is given"
-        raise UserError(f"budget: give one of budget, gpu_hours and pf_days; {problem}")
+    if (budget is None) == (gpu_hours is None):
+        problem = "none is given" if budget is None else "both are given"
+        raise UserError(f"budget: give one of budget and gpu_hours; {problem}")
     if not 0 < mfu <= 1:
         raise UserError(f"mfu: {mfu} must be above 0 and at most 1")
-    for name, value in {**forms, "peak": peak}.items():
+    for name, value in {"budget": budget, "gpu_hours": gpu_hours, "peak": peak}.items():
         if value is not None:
             check_above_0(name, value)
     if budget is not None:
         return budget
-    if pf_days is not None:
-        return pf_days * PF_DAY
     if peak is None or gpu_hours is None:
         raise UserError("gpu_hours: needs the device's peak, which is not known here; give peak=989e12 (FLOP/s, H200)")
     return gpu_hours * 3600 * mfu * peak
@@ -145,8 +111,6 @@ def plan(
     gpu_hours: float | None = None,
     mfu: float = 0.4,
     peak: float | None = None,
-    bench: str | None = None,
-    pf_days: float | None = None,
     sizes: int = 5,
     law: str = "chinchilla",
     output: str = "ladder",
@@ -165,10 +129,8 @@ def plan(
         mixers: Configs of the models to compare, as a list or separated by commas: `gla,gated_deltanet,transformer`.
         budget: Training FLOPs of all runs together, with those that check the learning rate.
         gpu_hours: The budget as hours of one device, in place of `budget`.
-        mfu: The fraction of the device's peak that training reaches.
+        mfu: The fraction of the device's peak that training reaches, such as `bench training` measures.
         peak: The device's peak in FLOP/s; null for that of the GPU at hand.
-        bench: A bench.json of `bench training`, whose mfu and device count in place of `mfu` and `peak`.
-        pf_days: The budget in PF-days (8.64e19 FLOPs), in place of `budget`.
         sizes: Sizes of each mixer, 4 to 20.
         law: Which sizes and numbers of tokens are best: chinchilla, chinchilla_replicated, llama, tnl, hgrn2,
             cosformer2, or the path of a laws.json, whose first law counts.
@@ -192,13 +154,9 @@ def plan(
         raise UserError(
             f"sizes: {sizes} must be at least {LEAST_SIZES}, so that a law can be fitted, and at most {MOST_SIZES}"
         )
-    if bench is not None and peak is not None:
-        raise UserError("bench: says what the device's peak is; leave out peak")
-    if bench is not None:
-        mfu, peak = measured(Path(bench))
-    elif peak is None:
+    if peak is None:
         peak = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    flops = budget_of(budget, gpu_hours, mfu, peak, pf_days)
+    flops = budget_of(budget, gpu_hours, mfu, peak)
     laws = law_named(law)
     folder = Path(output)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):

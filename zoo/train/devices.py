@@ -66,11 +66,7 @@ def check_device(device: torch.device | str, *, meta: bool = True) -> None:
 
 def peak_flops(device: torch.device) -> float | None:
     """Dense bf16 peak of a device in FLOP/s; None if unknown."""
-    return None if device.type != "cuda" else peak_flops_named(torch.cuda.get_device_name(device))
-
-
-def peak_flops_named(name: str) -> float | None:
-    """Dense bf16 peak in FLOP/s of the GPU that PyTorch calls so; None if unknown."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     return next((flops for model, (flops, *_) in PEAKS.items() if model in name), None)
 
 

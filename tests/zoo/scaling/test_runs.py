@@ -246,4 +246,4 @@ def test_help(command, arguments: list[str], expected: str) -> None:
 
 
 def test_an_unknown_part(command) -> None:
-    assert "scaling: 'fitt' is not one of plan, fit, count; did you mean 'fit'" in command("scaling", "fitt").err
+    assert "scaling: 'fitt' is not one of plan, fit; did you mean 'fit'" in command("scaling", "fitt").err
