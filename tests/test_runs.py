@@ -339,24 +339,6 @@ def test_damaged_metrics_are_told(copied: Path, caplog: pytest.LogCaptureFixture
         assert "1 lines are not rows of metrics" in caplog.text
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("forked_runs")
-def test_a_damaged_list_of_runs_is_one_sentence(command: Command, desk: Path):
-    (desk / "layers.yaml").write_text("base: [gated_deltanet.yaml, tiny.yaml]\naxes: {model.num_layers: [1]}\n")
-    sweep = ("sweep", "--config", "layers.yaml", "--trainer.max_steps=1")
-    done = command(*sweep)
-    assert done.code == 0, done.err
-    file = desk / "runs" / "layers" / "runs.json"
-    for content in damaged(file):
-        file.write_bytes(content)
-        failed = command(*sweep)
-        assert failed.code == 2
-        assert "runs.json is damaged" in failed.err
-        assert "delete it, and the runs there count as runs of this sweep" in failed.err
-    file.unlink()
-    assert command(*sweep).code == 0
-
-
 # configs
 
 

@@ -127,14 +127,6 @@ def test_a_metric_that_is_not_logged(command: Command):
 
 
 @pytest.mark.slow
-def test_a_trainer_that_is_refused_leaves_no_folder(command: Command, desk: Path):
-    done = command(*FIT, "--trainer.devices=0", "--run=x")
-    assert done.code == 2
-    assert "`Trainer(devices=0)` value is not a valid input" in done.err
-    assert not (desk / "runs" / "x").exists()
-
-
-@pytest.mark.slow
 @NO_GPU
 @pytest.mark.parametrize(
     ("overlay", "advice"),

@@ -164,21 +164,6 @@ def test_ctrl_c_is_raised_and_heard_again_afterwards(desk: Path) -> None:
     assert zoo.fit(resume="stopped").row["steps"] == 4
 
 
-@pytest.mark.parametrize(
-    ("items", "options", "words"),
-    [
-        (("gdn_h3.yaml",), {}, "did you mean 'gdn_h1.yaml' or 'gdn_h2.yaml'"),
-        ((*TINY, "model.hiden_size=8"), {}, "did you mean 'hidden_size'"),
-        ((*TINY, {"optim": {"learning_rat": 1}}), {}, "did you mean 'learning_rate'"),
-        (TINY, {"run": "a", "resume": "b"}, "give one of them"),
-        ((), {"resume": "nobody"}, "there is no run nobody"),
-    ],
-)
-def test_a_mistake_is_one_sentence(desk: Path, items, options, words) -> None:
-    with pytest.raises(zoo.UserError, match=words):
-        zoo.fit(*items, **options)
-
-
 @pytest.mark.slow
 def test_a_sweep_lists_its_runs(desk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = {"base": ["gated_deltanet.yaml", "tiny.yaml"], "axes": {"model.stack.mixer.factor": [1, 2]}}

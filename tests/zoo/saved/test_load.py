@@ -107,13 +107,6 @@ def test_build_applies_configs_and_overrides_in_order():
     assert model.mixers[0].state_size() == plain.mixers[0].state_size()
 
 
-def test_build_names_what_is_wrong():
-    with pytest.raises(UserError, match=r"neither a file nor one of configs/; did you mean 'gdn_h2.yaml'"):
-        zoo.build("gdn_h2.yml")
-    with pytest.raises(UserError, match=r"model.num_layer: unknown key; did you mean 'num_layers'"):
-        zoo.build("gdn_h2.yaml", "model.num_layer=3")
-
-
 @pytest.mark.parametrize("load", [zoo.load, zoo.load_tokenizer])
 def test_what_holds_no_model_is_named(load, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "cut.ckpt").write_bytes((run / "checkpoints" / "last.ckpt").read_bytes()[:5000])

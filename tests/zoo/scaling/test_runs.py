@@ -214,21 +214,6 @@ def test_a_mistake_is_one_sentence(command, ladder: Path, arguments: list[str], 
     assert expected in done.err
 
 
-def test_curves_that_no_law_can_be_read_off(command, desk: Path) -> None:
-    for i, size in enumerate(np.geomspace(1e11, 1e13, 6)):  # far too large for their tokens
-        write_run(desk / "ladder" / f"run{i}", size)
-    reasons = {
-        "envelope": "fewer than two sizes between the smallest and the largest are the best at any amount of compute",
-        "isoflop": "of 12 IsoFLOP curves have their optimum between the sizes that were trained",
-        "parametric": "lies outside of the sizes that were trained",
-    }
-    for method, reason in reasons.items():
-        failed = command("scaling", "fit", "ladder", f"--method={method}")
-        assert failed.code == 2
-        assert "M: it cannot be fitted, because" in failed.err
-        assert reason in failed.err
-
-
 def test_without_scipy_one_sentence_says_what_to_install(command, ladder: Path, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "scipy", None)
     failed = command("scaling", "fit", "ladder")
