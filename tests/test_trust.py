@@ -332,12 +332,6 @@ def test_sizes_are_compared_with_the_weights(command: Command, theirs: Path, wha
         refused(command(*arguments))
 
 
-WRITTEN = (
-    *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
-    *(".lock", "fit-profile.txt", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
-)
-
-
 def moved_out(path: Path, outside: Path) -> None:
     """Put a symbolic link to `outside`, which has its content, in the place of a file or folder."""
     if path.exists():
@@ -345,16 +339,6 @@ def moved_out(path: Path, outside: Path) -> None:
     else:
         outside.write_text("precious")
     path.symlink_to(outside)
-
-
-def state_of(*folders: Path) -> dict[str, tuple[int, bytes | str]]:
-    """Path → mode, and content or target, of everything in some folders."""
-    return {
-        str(path): (path.lstat().st_mode, os.readlink(path) if path.is_symlink() else path.read_bytes())
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.is_symlink() or path.is_file()
-    }
 
 
 @pytest.mark.parametrize("name", ["the\nirs", "the\x1b[31mirs"])
