@@ -34,20 +34,20 @@ class Distilled(NamedTuple):
 
     Attributes:
         folder: The folder of the last stage's run.
-        losses: Model → `val_loss` in nats per token and `val_bits_per_byte`, if its tokenizer counts bytes. The models
+        validation: Model → `val_loss` in nats per token and `val_bits_per_byte`, if its tokenizer counts bytes. The models
             are the teacher, the untrained student, and the student after each stage.
-        text: The data of these losses.
+        text: The data of it.
     """
 
     folder: Path
-    losses: dict[str, dict[str, float]]
+    validation: dict[str, dict[str, float]]
     text: str
 
     def report(self) -> Table:
         """A table of the losses."""
-        bits = ["bits per byte"] if any(BITS in loss for loss in self.losses.values()) else []
+        bits = ["bits per byte"] if any(BITS in loss for loss in self.validation.values()) else []
         table = new_table(["model", "nats per token", *bits], wrapped=("model",), caption=self.text)
-        for name, loss in self.losses.items():
+        for name, loss in self.validation.items():
             table.add_row(name, *(f"{loss[key]:.3f}" for key in ("val_loss", BITS) if key in loss))
         return table
 
@@ -135,13 +135,13 @@ def linearise(
     if failures := Runner(COMMAND, folder, jobs=1, chain=True, option="output").run(runs):
         raise failed(failures, len(runs))
     last = runs[-1].read()
-    losses = {
+    validation = {
         name: saved_losses(last, path, trust)
         for name, path in {"teacher": checkpoint, "untrained": student, **{n: folder / n for n in names}}.items()
     }
     length = getattr(last.data.init_args, "sequence_length", None)
     rows = "" if length is None else f", {length} tokens a row"
-    return Distilled(folder / names[-1], losses, f"validation data of {names[-1]}{rows}")
+    return Distilled(folder / names[-1], validation, f"validation data of {names[-1]}{rows}")
 
 
 def _check_command(student: Path, command: Mapping[str, Any]) -> None:
