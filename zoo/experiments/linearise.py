@@ -34,9 +34,9 @@ class Distilled(NamedTuple):
 
     Attributes:
         folder: The folder of the last stage's run.
-        validation: Model → `val_loss` in nats per token and `val_bits_per_byte`, if its tokenizer counts bytes. The models
-            are the teacher, the untrained student, and the student after each stage.
-        text: The data of it.
+        validation: Model → `val_loss` in nats per token and `val_bits_per_byte`, if its tokenizer counts bytes, for the
+            teacher, the untrained student, and the student after each stage.
+        text: The data of these losses.
     """
 
     folder: Path
