@@ -58,34 +58,43 @@ def when_computed(loss: Tensor, do: Callable[[], None]) -> None:
     loss.register_hook(queue)
 
 
-class LoaderClock:
-    """Counts the seconds of waiting for the training loader, by what Lightning tells the trainer's profiler.
+class LoaderClock(Profiler):
+    """A trainer's profiler, and the seconds of waiting for the training loader, by what Lightning tells profilers.
 
     (No callback hook comes before the loader is called.)
     """
 
     def __init__(self, profiler: Profiler) -> None:
+        super().__init__()
+        self.profiler = profiler
         self.seconds = self._began = 0.0
-        self._profiler, self._methods = profiler, (profiler.start, profiler.stop)
-        profiler.start, profiler.stop = self._start, self._stop
 
-    def _start(self, action_name: str) -> None:
-        self._methods[0](action_name)
+    def start(self, action_name: str) -> None:
+        self.profiler.start(action_name)
         if action_name.endswith("train_dataloader_next"):
             self._began = time.perf_counter()
 
-    def _stop(self, action_name: str) -> None:
+    def stop(self, action_name: str) -> None:
         if action_name.endswith("train_dataloader_next"):
             self.seconds += time.perf_counter() - self._began
-        self._methods[1](action_name)
+        self.profiler.stop(action_name)
 
     def take(self) -> float:
         """The seconds since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
-    def detach(self) -> None:
-        self._profiler.start, self._profiler.stop = self._methods
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        self.profiler.setup(stage, local_rank, log_dir)
+
+    def teardown(self, stage: str | None) -> None:
+        self.profiler.teardown(stage)
+
+    def summary(self) -> str:
+        return self.profiler.summary()
+
+    def describe(self) -> None:
+        self.profiler.describe()
 
 
 class _Batch(NamedTuple):
@@ -132,11 +141,11 @@ class StepTimes(RunCallback):
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if stage == "fit":
-            self._loader = LoaderClock(trainer.profiler)
+            self._loader = trainer.profiler = LoaderClock(trainer.profiler)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        if self._loader is not None:
-            self._loader.detach()
+        if self._loader is not None and trainer.profiler is self._loader:
+            trainer.profiler = self._loader.profiler
         self._loader = None
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
