@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,8 @@ from zoo.display import progress_bar
 from zoo.files.atomic import atomic_write
 from zoo.generation.generate import Sampling, Tokenizer, generate_tokens, ids_of_prompt, stop_ids, text_after, until
 from zoo.lm.model import LanguageModel
+
+log = logging.getLogger(__name__)
 
 
 class Written(NamedTuple):
@@ -67,29 +70,38 @@ def write_documents(
 
     Args:
         model, tokenizer, prompt, stop, special_tokens, sampling: As in `generate`.
-        file: The .jsonl file, which exists once all documents are written.
+        file: The .jsonl file, which appears when all documents are written; after Ctrl-C it has those so far.
         count: Number of documents.
         batch_size: Sequences at a time. Documents depend on it, as those of a batch are drawn together.
         seed: Batch number i is drawn with `seed` + i; None for other documents each time.
 
     Raises:
         UserError: As `check_documents` and `generate`.
+        KeyboardInterrupt: Ctrl-C.
     """
     check_documents(file, count, batch_size)
     check_seed(seed)
     ids, ends = ids_of_prompt(tokenizer, prompt, special_tokens), stop_ids(tokenizer)
     prompts = torch.tensor([ids], device=next(model.parameters()).device).expand(min(batch_size, count), -1)
-    documents, tokens, start = 0, 0, time.monotonic()
+    documents, tokens, start, stopped = 0, 0, time.monotonic(), False
     with atomic_write(file) as opened, progress_bar(desc="writing", total=count, unit=" documents") as bar:
-        for number, left in enumerate(range(count, 0, -batch_size)):
-            own = None if seed is None else seed + number
-            drawn = torch.stack([*generate_tokens(model, prompts, seed=own, eos_id=ends, **sampling)], 1)
-            for row in drawn[:left].tolist():
-                new = [*itertools.takewhile(lambda token: token not in ends, row)]
-                text = prompt + "".join(until([text_after(tokenizer, ids if prompt else [], new)], stop))
-                if text:
-                    opened.write(f"{json.dumps({'text': text}, ensure_ascii=False)}\n".encode())
-                    documents += 1
-                tokens += len(new)
-                bar.update()
+        try:
+            for number, left in enumerate(range(count, 0, -batch_size)):
+                own = None if seed is None else seed + number
+                drawn = torch.stack([*generate_tokens(model, prompts, seed=own, eos_id=ends, **sampling)], 1)
+                for row in drawn[:left].tolist():
+                    new = [*itertools.takewhile(lambda token: token not in ends, row)]
+                    text = prompt + "".join(until([text_after(tokenizer, ids if prompt else [], new)], stop))
+                    if text:
+                        opened.write(f"{json.dumps({'text': text}, ensure_ascii=False)}\n".encode())
+                        documents += 1
+                    tokens += len(new)
+                    bar.update()
+        except KeyboardInterrupt:
+            if not documents:
+                raise
+            stopped = True
+    if stopped:
+        log.warning("%s: stopped after %d of %d documents, which it holds", file, documents, count)
+        raise KeyboardInterrupt
     return Written(file, documents, tokens, time.monotonic() - start)

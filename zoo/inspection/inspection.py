@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from rich.table import Table
 from torch import Tensor
 
-from kernels import UserError
+from kernels import Option, UserError
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import new_console, new_table, write_figure
 from zoo.files.atomic import atomic_write
@@ -26,7 +26,7 @@ from zoo.train.devices import check_device, pick_device
 from . import pictures
 from .calls import calls_of_model
 from .layer import Layer
-from .recall import recall, recall_of_answer, recall_table
+from .recall import recall, recall_of_answer, recall_table, sample
 
 if TYPE_CHECKING:
     Model: TypeAlias = str | Path | LanguageModel
@@ -155,14 +155,21 @@ def inspect(
     else:
         saved = SavedModel.open(checkpoint, trust)
         model = saved.load(device or pick_device(None))
+        if pairs and saved.tokenizer is not None:
+            raise UserError("pairs: the model reads text; give a prompt, and by answer a part of it")
         if isinstance(prompt, str) and not pairs:
+            if saved.tokenizer is None and not prompt:
+                sentence = (
+                    "prompt: the model has no tokenizer; one that was trained on key-value pairs is inspected by "
+                )
+                raise UserError(sentence, Option("pairs", "[4]"))
             tokenizer = saved.required_tokenizer
     check_predicts_tokens(model, "inspect")
     training = model.training
     model.eval()
     try:
         rows = recall(model, pairs) if pairs else []
-        ids = [1] if pairs and not len(prompt) else _ids(prompt, tokenizer)
+        ids = _ids(prompt, tokenizer) if len(prompt) or not pairs else sample(model, pairs[-1])[0][0].tolist()
         if answer:
             rows = [{"layers": recall_of_answer(model, ids, _ids(answer, tokenizer))}]
         calls = calls_of_model(model, torch.tensor([ids], device=next(model.parameters()).device))

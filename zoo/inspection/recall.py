@@ -66,21 +66,31 @@ def recall(model: LanguageModel, pairs: Sequence[int]) -> list[dict[str, Any]]:
     """
     rows, device = [], next(model.parameters()).device
     for count in pairs:
-        if not 1 <= count < model.vocab_size // 2:
-            raise UserError(f"pairs: {count} is not from 1 to {model.vocab_size // 2 - 1}, half of the vocabulary")
-        task = Recall(RecallTask(max(64, 4 * count), count), SAMPLES, model.vocab_size, True, 0.01, "0 inspect")
-        batch = task.batch(range(SAMPLES))
+        samples, labels = sample(model, count)
         with torch.no_grad():
-            predicted = model(batch.tokens.to(device))[0].argmax(-1).cpu()
-        asked = batch.labels != NO_LOSS
+            predicted = model(samples.to(device))[0].argmax(-1).cpu()
+        asked = labels != NO_LOSS
         prompts = []
-        for tokens, of_prompt in zip(batch.tokens, asked, strict=True):
+        for tokens, of_prompt in zip(samples, asked, strict=True):
             read = of_prompt.nonzero()[:, 0]
             right = (tokens[read, None] == tokens[0 : 2 * count : 2]).int().argmax(1)
             prompts.append((tokens[None].to(device), Questions(read, right, 2 * torch.arange(count) + 1)))
-        answered = float((predicted == batch.labels)[asked].double().mean())
+        answered = float((predicted == labels)[asked].double().mean())
         rows.append({"pairs": count, "answered": answered, "layers": of_layers(model, prompts)})
     return rows
+
+
+def sample(model: LanguageModel, count: int) -> tuple[Tensor, Tensor]:
+    """The tokens and labels of SAMPLES prompts with so many pairs.
+
+    Raises:
+        UserError: The number of pairs does not fit the vocabulary.
+    """
+    if not 1 <= count < model.vocab_size // 2:
+        raise UserError(f"pairs: {count} is not from 1 to {model.vocab_size // 2 - 1}, half of the vocabulary")
+    task = Recall(RecallTask(max(64, 4 * count), count), SAMPLES, model.vocab_size, True, 0.01, "0 inspect")
+    batch = task.batch(range(SAMPLES))
+    return batch.tokens, batch.labels
 
 
 def recall_of_answer(model: LanguageModel, prompt: Sequence[int], answer: Sequence[int]) -> list[dict[str, Any]]:

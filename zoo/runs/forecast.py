@@ -163,6 +163,9 @@ def show(result: Forecast) -> None:
     duration = "less than a minute" if (result.hours or 0) < 1 / 60 else f"{_gib(result.hours or 0)} hours"
     batches = "1 micro-batch" if result.micro_batches == 1 else f"{result.micro_batches} micro-batches"
     on = f"{result.devices} × {result.card}, {speed:,.0f} tokens/s without validation"
+    steps = (result.tokens or 0) / max(result.tokens_per_step * result.micro_batches, 1)
+    short = 3600 * (result.hours or 0) < steps / 200  # 5 ms
+    on += "; launches, which are most of so short a step, are not counted" if short else ""
     on += "; the network between machines is not counted" if result.devices > LOCAL else ""
     table = new_table(("", ""), left=2, wrapped=("",), show_header=False, box=None)
     table.add_row("parameters", f"{result.parameters:,} in {result.layers} layers")
@@ -180,7 +183,7 @@ def show(result: Forecast) -> None:
         "time",
         "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{duration} on {on}",
     )
-    disk = f"{_gib(result.checkpoints)} GiB of checkpoints, {_gib(result.shards)} GiB of tokens, read once"
+    disk = f"{_gib(result.checkpoints)} GiB of checkpoints, {_gib(result.shards)} GiB of tokens, if each is read once"
     table.add_row("disk", disk)
     table.add_row("layouts", ", ".join(result.layouts))
     console = new_console()

@@ -1,5 +1,6 @@
 """Training and evaluation with Lightning, behind the functions of `zoo.runs.fit`, which describe the arguments."""
 
+import json
 import logging
 import re
 import shlex
@@ -38,6 +39,7 @@ from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
 from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
+from zoo.train.history import read_history
 from zoo.train.module import Pretraining
 from zoo.train.results import metrics_table, read_row
 
@@ -105,7 +107,11 @@ def plan_fit(
     check_not_empty("run", run)
     items = without(load_items(configs_and_overrides), others)
     folder, checkpoint = (None, None) if resume is None else find_run(str(resume))
-    items = _with_initial_model(items, trust) if checkpoint is None else [_config_to_resume(checkpoint, trust), *items]
+    if folder is None or checkpoint is None:
+        items = _with_initial_model(items, trust)
+    else:
+        unsaved = [] if Path(str(resume)).suffix == ".ckpt" else _unsaved_changes(folder, checkpoint, trust)
+        items = [_config_to_resume(checkpoint, trust), *unsaved, *items]
     config = configs.read(*items)
     check_training(config.trainer)
     if checkpoint is not None:
@@ -341,6 +347,13 @@ def _config_to_resume(checkpoint: Path, trust: bool) -> dict[str, Any]:
         else:
             raise
         raise UserError(str(error).removesuffix("."), "; ", another, " continues from another checkpoint") from error
+
+
+def _unsaved_changes(folder: Path, checkpoint: Path, trust: bool) -> list[str]:
+    """Overrides for the changes with which the run was last resumed from a checkpoint, if it ended before the next."""
+    changes = read_history(folder)
+    step = Checkpoint(checkpoint, trust).step if changes else 0
+    return [f"{change.key}={json.dumps(change.new)}" for change in changes if change.step == step]
 
 
 def _config_of(checkpoint: Path, trust: bool) -> dict[str, Any]:

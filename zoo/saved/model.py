@@ -226,6 +226,11 @@ class Checkpoint(SavedModel):
         return checkpoint_of(self.path)
 
     @property
+    def step(self) -> int:
+        """Optimiser steps before it was saved."""
+        return int(self._contents[0].get("global_step", 0))
+
+    @property
     def files(self) -> list[Path]:
         return [self.source]
 
@@ -238,7 +243,7 @@ class Checkpoint(SavedModel):
                 f"checkpoint: {self.source} holds no config to build its model from, as that was not made by "
                 "zoo.build or zoo.load"
             )
-        return {key: checkpoint[key] for key in (KEY, SHARDS, "state_dict") if key in checkpoint}, digest
+        return {key: checkpoint[key] for key in (KEY, SHARDS, "state_dict", "global_step") if key in checkpoint}, digest
 
     def _digest(self, file: Path) -> str:
         return self._contents[1]

@@ -209,6 +209,7 @@ class TestInspect:
         found = zoo.inspect(model, pairs=[1, 4], verbose=False)
         (one, four) = found.recall
         assert (one["pairs"], four["pairs"]) == (1, 4)
+        assert len(found.tokens) == 64  # the pictures are of a prompt with the last number of pairs
         assert all(layer["read"] == 1 for layer in one["layers"])  # there is no other value
         assert all(-1 <= layer["margin"] <= 1 for layer in four["layers"])
 
@@ -228,6 +229,11 @@ class TestInspect:
         with pytest.raises(zoo.UserError, match=says):
             zoo.inspect(model, verbose=False, **arguments)
         assert not (tmp_path / "x").exists()
+
+    @pytest.mark.slow
+    def test_pairs_are_for_models_without_text(self, finished: Path) -> None:
+        with pytest.raises(zoo.UserError, match="pairs: the model reads text; give a prompt"):
+            zoo.inspect(finished / "runs" / "done", pairs=[4], verbose=False)
 
     def test_heads_and_layers_without_a_state(self, model: zoo.LanguageModel) -> None:
         found = zoo.inspect(model, [1, 2, 3], verbose=False)

@@ -50,6 +50,23 @@ def test_fit_gives_what_the_run_leaves(desk: Path) -> None:
     assert "LanguageModel" not in repr(result)
 
 
+@pytest.mark.slow
+def test_a_change_stays_if_the_run_ends_before_its_next_checkpoint(desk: Path, finished: Path) -> None:
+    run = shutil.copytree(finished / "runs" / "done", desk / "runs" / "done")
+    row = json.loads((run / "results.json").read_text())
+    step, tokens = row["steps"], row["tokens_seen"]
+    change = {"tokens": tokens, "key": "trainer.max_steps", "from": step}
+    lines = [
+        json.dumps({"step": step - 1, **change, "to": step + 5}),
+        json.dumps({"step": step, **change, "to": step + 1}),
+    ]
+    (run / "history.jsonl").write_text("\n".join(lines) + "\n")
+    assert zoo.fit(resume="runs/done/checkpoints/last.ckpt").row["steps"] == step  # a checkpoint's own config
+    (run / "history.jsonl").write_text("\n".join(lines) + "\n")
+    assert zoo.fit(resume="done").row["steps"] == step + 1
+    assert zoo.fit(resume="done").row["steps"] == step + 1
+
+
 def test_the_error_of_a_damaged_checkpoint_names_a_whole_one(desk: Path, finished: Path) -> None:
     run = shutil.copytree(finished / "runs" / "done", desk / "runs" / "done")
     last, older = run / "checkpoints" / "last.ckpt", run / "checkpoints" / "step-1.ckpt"

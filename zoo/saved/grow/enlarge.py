@@ -26,10 +26,10 @@ from zoo.saved.model import SavedModel
 
 
 class Size(NamedTuple):
-    """Numbers of a model: its parameters, and the elements of its state (infinite if it grows with the length)."""
+    """Numbers of a model: its parameters, and the elements of those states that do not grow with the length."""
 
     parameters: int
-    state: int | float
+    state: int
 
 
 class Grown(NamedTuple):
@@ -44,8 +44,8 @@ class Grown(NamedTuple):
         """Parameters and state before and after, and the layers."""
         table = Table("model", Column("parameters", justify="right"), Column("state", justify="right"))
         for name, size in {"before": self.before, "after": self.after}.items():
-            table.add_row(name, *("grows" if number == math.inf else f"{number:,}" for number in size))
-        if self.after.state < math.inf:
+            table.add_row(name, *(f"{number:,}" for number in size))
+        if self.before.state:
             table.add_row("ratio", *(f"{now / then:.3f}" for then, now in zip(self.before, self.after, strict=True)))
         alike: dict[str, list[str]] = {}
         for layer, how in self.layers.items():
@@ -142,7 +142,8 @@ def _with_arguments(arguments: Mapping[str, object], around: type | None, spec: 
 
 
 def _size(model: LanguageModel) -> Size:
-    return Size(model.num_parameters(), model.state_size())
+    states = (mixer.state_size() for mixer in model.mixers)
+    return Size(model.num_parameters(), sum(int(state) for state in states if state < math.inf))
 
 
 def chosen_layers(mixers: Sequence[TokenMixer], layers: int | list[int], way: str | None) -> dict[int, Growth]:

@@ -185,6 +185,8 @@ def _name(mixer: TokenMixer) -> str:
 def _number(keep: str | list[int], attention: int) -> int:
     """The number in every:n or auto:n; a UserError if it leaves nothing to replace, or keeps nothing."""
     kind, _, number = str(keep).partition(":")
+    if attention == 1:
+        raise UserError(f"keep: {keep} is a choice among several layers of attention, and there is one; [] replaces it")
     if not (1 if kind == "auto" else 2) <= int(number) <= (attention - 1 if kind == "auto" else attention):
         raise UserError(
             f"keep: {keep} must be from auto:1 to auto:{attention - 1}, one less than the attention layers"
