@@ -212,21 +212,35 @@ class Sweep:
             overrides: `key=value` overrides for all runs, applied last.
 
         Raises:
-            UserError: A key, value or file of a run is wrong, or two cells have the same config.
+            UserError: A key, value or file of a run is wrong, or two cells have the same config apart from what `seeds`
+                and `learning_rates` set.
         """
         base = _overlays("base", self.base)
         Run("base", base).read()
+        for override in overrides:
+            key = override.partition("=")[0]
+            if key == "seed_everything" or (key == "optim.learning_rate" and self.learning_rates):
+                setting = "seeds" if key == "seed_everything" else "learning_rates"
+                raise UserError(f"{key}: the runs of a sweep differ in it; set {setting} instead")
         axes = {name: _points(name, values) for name, values in self.axes.items()}
         short = _short_names(list(axes))
         grid = [dict(zip(axes, points, strict=True)) for points in itertools.product(*axes.values())]
         grid += [{CONTROL: Point(label, _overlays(f"controls.{label}", o))} for label, o in self.controls.items()]
         runs: list[Run] = []
+        configs, grid_cells = list[Namespace](), list[Cell]()
         for points in progress_bar(grid, desc="configs", unit=" cells", delay=SOON, leave=False):
             cell = tuple((name, point.label) for name, point in points.items())
             sources = base + tuple(source for point in points.values() for source in point.sources)
             parsed = Run("cell", sources + overrides, cell).check()
-            if (same := next((run for run in runs if run.parsed == parsed), None)) is not None:
-                raise UserError(f"axes: {_place(same.cell)} and {_place(cell)} have the same config")
+            own = parsed.clone()
+            own.seed_everything = None  # which `seeds` set, as `learning_rates` the other
+            if self.learning_rates:
+                own.optim.learning_rate = None
+            if own in configs:
+                same = _place(grid_cells[configs.index(own)])
+                raise UserError(f"axes: {same} and {_place(cell)} have the same config")
+            configs.append(own)
+            grid_cells.append(cell)
             for rate, seed in itertools.product(self.learning_rates or [None], self.seeds):  # type: ignore[list-item]
                 settings = [f"seed_everything={seed}"] + ([] if rate is None else [f"optim.learning_rate={rate}"])
                 place = [(short.get(name, name), label) for name, label in cell]

@@ -1,6 +1,7 @@
 """The verb `linearise`: replaces attention of a trained model, and trains the result in stages, each a run of `fit`."""
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,11 +17,13 @@ from zoo.display import new_table
 from zoo.experiments.commands import config_names
 from zoo.experiments.definition import Run
 from zoo.experiments.runner import COMMAND, Runner, failed
+from zoo.files.links import held_lock
 from zoo.files.output import check_output, make_folder
 from zoo.files.safe_yaml import dump_yaml
 from zoo.runs.training import saved_losses
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
 from zoo.saved.grow.linearise import Linearised, replace_attention
+from zoo.saved.hub import ON_HUB
 from zoo.saved.model import SavedModel
 from zoo.saved.trust import not_trusted
 from zoo.train.history import differences
@@ -99,7 +102,7 @@ def linearise(
             other heads, a layer does not exist, or the folder holds something else, such as stages of another call; a
             stage's config is wrong or sets the teacher, or a stage failed.
     """
-    folder = Path(output)
+    folder, checkpoint = _as_named(output), checkpoint if str(checkpoint).startswith(ON_HUB) else _as_named(checkpoint)
     check_seed(seed)
     check_above_0("tokens", tokens)
     arguments: dict[str, Any] = {"mixer": mixer, "keep": keep, "text": text, "tokens": tokens, "seed": seed}
@@ -115,23 +118,32 @@ def linearise(
     if overwrite:
         raise UserError(f"overwrite: stages continue what is in the output; delete {folder}, or choose another output")
     student, names = folder / STUDENT, config_names(stages)
+    if STUDENT in names:
+        raise UserError(
+            f"stages: {STUDENT} is the folder of the untrained model; name the config of the stage otherwise"
+        )
     overlays = [item if isinstance(item, str) else dump_yaml(load_config(item), one_line=True) for item in configs]
     load_items([*overlays, *stages])  # for the errors of files that do not exist
     parts = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    unfinished = all(name.startswith(f".{STUDENT}.") for name in parts)  # empty, or killed while it was written
+    unfinished = all(
+        name == ".lock" or name.startswith(f".{STUDENT}.") for name in parts
+    )  # empty, or killed while it was written
     if folder.is_symlink() or not (STUDENT in parts or unfinished):
         check_output(folder, "an exported model", overwrite, checkpoint)
     saved = SavedModel.open(checkpoint, trust)
     if not saved.is_trusted and saved.config.keys() != {"model"}:
         raise not_trusted(checkpoint, "each stage would build its data, trainer and callbacks")
     command = json.loads(json.dumps({"checkpoint": saved.identity, **arguments}))
-    if not student.exists():
-        make_folder(folder, "output")
-        files = {ARGUMENTS: json.dumps(command, indent=1)}
-        made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)
-        Console().print(made.report())
-    _check_command(student, command)
-    runs = _runs(folder, str(checkpoint), dict(zip(names, stages, strict=True)), overlays)
+    make_folder(folder, "output")
+    with held_lock(folder / ".lock", f"output: {folder} is in use by another process; wait for it or choose another"):
+        if not student.exists():
+            for left in folder.glob(f".{STUDENT}.*"):  # by a killed process
+                shutil.rmtree(left)
+            files = {ARGUMENTS: json.dumps(command, indent=1)}
+            made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)
+            Console().print(made.report())
+        _check_command(student, command)
+        runs = _runs(folder, str(checkpoint), dict(zip(names, stages, strict=True)), overlays)
     if failures := Runner(COMMAND, folder, jobs=1, chain=True, option="output").run(runs):
         raise failed(failures, len(runs))
     last = runs[-1].read()
@@ -142,6 +154,12 @@ def linearise(
     length = getattr(last.data.init_args, "sequence_length", None)
     rows = "" if length is None else f", {length} tokens a row"
     return Distilled(folder / names[-1], validation, f"validation data of {names[-1]}{rows}")
+
+
+def _as_named(path: str | Path) -> Path:
+    """A path as the configs of the stages hold it: relative to the working folder if it is in it."""
+    named, here = Path(path).expanduser(), Path.cwd()
+    return named.relative_to(here) if named.is_absolute() and named.is_relative_to(here) else named
 
 
 def _check_command(student: Path, command: Mapping[str, Any]) -> None:

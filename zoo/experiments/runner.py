@@ -171,8 +171,10 @@ class Runner:
     def _failure(self, run: Run, code: int) -> list[Failure]:
         if code == 0 and result(self.folder / run.name) is not None:
             return []
-        reason = f"exit code {code}" if code else "no result"
-        return [Failure(run.name, f"{reason}, see {self.folder / run.name}.log")]
+        reason, log = f"exit code {code}" if code else "no result", Path(f"{self.folder / run.name}.log")
+        last = log.read_text(encoding="utf-8", errors="replace").splitlines()[-1:] if log.is_file() else []
+        reason = f"{last[0]} " if last and last[0].startswith("error: ") else f"{reason}, "
+        return [Failure(run.name, f"{reason}see {log}")]
 
     @contextmanager
     def claimed(self, runs: Sequence[Run]) -> Iterator[None]:
@@ -214,6 +216,13 @@ class Runner:
             recorded[run.name] = plain
         for before, run in itertools.pairwise(runs) if self.chain else ():
             if result(self.folder / before.name) is None and (self.folder / run.name).exists():
+                first = self.folder / before.name
+                if has_checkpoint(first):
+                    raise UserError(
+                        f"{self.option}: {first} has no complete results.json, but {run.name} was trained from it; "
+                        "write it again by fit ",
+                        Option("resume", str(first)),
+                    )
                 raise UserError(
                     f"{self.option}: {self.folder / run.name} was trained from another run {before.name}; delete it"
                 )
@@ -249,7 +258,7 @@ def failed(failures: Sequence[Failure], total: int) -> UserError:
     """The error for failed runs, after all others have completed."""
     listed = short_list(f"{failure.run} ({failure.reason})" for failure in failures)
     return UserError(
-        f"{len(failures)} of {total} runs failed: {listed}; the others are kept, and the same command tries these again"
+        f"{len(failures)} of {total} runs failed: {listed}; what completed is kept, and the same command tries again"
     )
 
 

@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +15,17 @@ from kernels.errors import UserError
 from zoo.arguments import check_seed
 from zoo.display import progress_bar
 from zoo.files.atomic import atomic_write
-from zoo.generation.generate import Sampling, Tokenizer, generate_tokens, ids_of_prompt, stop_ids, text_after, until
+from zoo.files.output import make_folder
+from zoo.generation.generate import (
+    Sampling,
+    Tokenizer,
+    checked_stops,
+    generate_tokens,
+    ids_of_prompt,
+    stop_ids,
+    text_after,
+    until,
+)
 from zoo.lm.model import LanguageModel
 
 log = logging.getLogger(__name__)
@@ -25,7 +36,7 @@ class Written(NamedTuple):
 
     Attributes:
         file: The .jsonl file, with a line `{"text": …}` for each document.
-        documents: Their number; those without any text are left out.
+        documents: Their number; those without text after the prompt are left out.
         tokens: Tokens of all documents without the prompt.
         seconds: What they took, the captures of CUDA graphs included.
     """
@@ -49,8 +60,9 @@ def check_documents(file: Path, count: int, batch_size: int) -> None:
             raise UserError(f"{name} is {number}, but must be 1 or more.")
     if file.suffix != ".jsonl":
         raise UserError(f"output: {file} must end in .jsonl, the format that is written")
-    if file.exists():
+    if os.path.lexists(file):
         raise UserError(f"output: {file} exists already; choose another")
+    make_folder(file.parent, "output")
 
 
 def write_documents(
@@ -62,7 +74,7 @@ def write_documents(
     *,
     batch_size: int = 64,
     seed: int | None = None,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] | None = None,
     special_tokens: bool = False,
     **sampling: Unpack[Sampling],
 ) -> Written:
@@ -81,6 +93,7 @@ def write_documents(
     """
     check_documents(file, count, batch_size)
     check_seed(seed)
+    stops = checked_stops(stop)
     ids, ends = ids_of_prompt(tokenizer, prompt, special_tokens), stop_ids(tokenizer)
     prompts = torch.tensor([ids], device=next(model.parameters()).device).expand(min(batch_size, count), -1)
     documents, tokens, start, stopped = 0, 0, time.monotonic(), False
@@ -91,9 +104,9 @@ def write_documents(
                 drawn = torch.stack([*generate_tokens(model, prompts, seed=own, eos_id=ends, **sampling)], 1)
                 for row in drawn[:left].tolist():
                     new = [*itertools.takewhile(lambda token: token not in ends, row)]
-                    text = prompt + "".join(until([text_after(tokenizer, ids if prompt else [], new)], stop))
+                    text = "".join(until([text_after(tokenizer, ids if prompt else [], new)], stops))
                     if text:
-                        opened.write(f"{json.dumps({'text': text}, ensure_ascii=False)}\n".encode())
+                        opened.write(f"{json.dumps({'text': prompt + text}, ensure_ascii=False)}\n".encode())
                         documents += 1
                     tokens += len(new)
                     bar.update()
@@ -101,6 +114,10 @@ def write_documents(
             if not documents:
                 raise
             stopped = True
+        if not documents:
+            raise UserError(
+                f"output: all {count} documents ended before their first character, so {file} is not written"
+            )
     if stopped:
         log.warning("%s: stopped after %d of %d documents, which it holds", file, documents, count)
         raise KeyboardInterrupt

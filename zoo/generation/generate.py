@@ -99,13 +99,20 @@ def generate(
     ids = ids_of_prompt(tokenizer, prompt, special_tokens)
     sampling: Sampling = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     sampling["graphs"] = graphs
-    if "" in stop:
-        raise UserError("stop: '' is in every text; name strings of at least one character.")
+    stop = checked_stops(stop)
     ends = stop_ids(tokenizer)
     prompts = torch.tensor([ids], device=next(model.parameters()).device)  # [1, P]
     tokens = generate_tokens(model, prompts, seed=seed, eos_id=tuple(ends), **sampling)
     new = itertools.takewhile(lambda token: token not in ends, (int(drawn) for drawn in tokens))
     return until(stream_text(tokenizer, ids if prompt else [], new), stop)
+
+
+def checked_stops(stop: str | Sequence[str] | None) -> Sequence[str]:
+    """Return the strings that end a text; a UserError if one is empty."""
+    stops = [stop] if isinstance(stop, str) else stop or ()
+    if "" in stops:
+        raise UserError("stop: '' is in every text; name strings of at least one character.")
+    return stops
 
 
 def ids_of_prompt(tokenizer: Tokenizer, prompt: str, special_tokens: bool) -> list[int]:
@@ -160,9 +167,10 @@ def write(
             settings: dict[str, Any] = {"stop": stop, "special_tokens": special_tokens, "stream": stream}
             texts.append(str(write(model, tokenizer, each, seed=own, **settings, **options)))
         return texts
-    stops = [stop] if isinstance(stop, str) else stop or ()
     text = ""
-    pieces = generate(model, tokenizer, prompt, seed=seed, stop=stops, special_tokens=special_tokens, **options)
+    pieces = generate(
+        model, tokenizer, prompt, seed=seed, stop=checked_stops(stop), special_tokens=special_tokens, **options
+    )
     for piece in itertools.chain([prompt], pieces):
         text += piece
         if stream is not None:

@@ -102,7 +102,7 @@ def generate(
         del saved  # which holds a second copy of the weights
         if count is not None and output is not None:
             sampling["graphs"] = DecodingGraphs(cuda_graph)
-            settings = {"batch_size": batch_size, "seed": seed, "stop": stop or (), "special_tokens": special_tokens}
+            settings = {"batch_size": batch_size, "seed": seed, "stop": stop, "special_tokens": special_tokens}
             return write_documents(model, tokenizer, Path(output), count, str(prompt), **settings, **sampling)
     settings = {"stop": stop, "special_tokens": special_tokens, "cuda_graph": cuda_graph}
     return continued(prompt, seed=seed, stream=stream, **settings, **sampling)
