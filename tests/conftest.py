@@ -17,6 +17,8 @@ from .pairwise import mark_the_rest
 if not torch.cuda.is_available():  # Triton decides when it is imported whether it interprets its kernels
     os.environ["TRITON_INTERPRET"] = "1"
 
+pytest_plugins = "tests.desk"
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--cpu-seconds", metavar="FILE", help="write the CPU seconds of each test to a JSON file")

@@ -1,17 +1,15 @@
-"""Fixtures around a person at a terminal. Modules that use them say `pytest_plugins = "tests.desk"`."""
+"""Fixtures around a person at a terminal. They import the command line only when a test uses them."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-import cli
-from zoo.experiments import commands, linearise
-
-from .commands import CLI, FIT, Command, Finished, sitting_at
-from .forked_python import forked_python
-from .hub_server import Hub, point_at, serving
+if TYPE_CHECKING:
+    from .commands import Command
+    from .hub_server import Hub
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +21,10 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     """A folder with `tiny.yaml` and the complete run `runs/done`; only to be read."""
+    import cli
+
+    from .commands import FIT, sitting_at
+
     folder = tmp_path_factory.mktemp("finished")
     with sitting_at(folder, shared_cache):
         assert cli.run([*FIT, "--run", "done"]) == 0
@@ -32,6 +34,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Pa
 @pytest.fixture
 def desk(tmp_path: Path, shared_cache: Path) -> Iterator[Path]:
     """The working directory: outside the repository, and empty but for `tiny.yaml`."""
+    from .commands import sitting_at
+
     folder = tmp_path / "desk"
     folder.mkdir()
     with sitting_at(folder, shared_cache):
@@ -39,8 +43,10 @@ def desk(tmp_path: Path, shared_cache: Path) -> Iterator[Path]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator["Hub"]:
     """A stand-in for the Hub where its client looks for it, an empty cache, and the token of ada, of `engines`."""
+    from .hub_server import point_at, serving
+
     with serving() as made:
         point_at(made.url, tmp_path / "hub", monkeypatch)
         yield made
@@ -49,13 +55,21 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 @pytest.fixture
 def forked_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The runs of sweeps, comparisons and stages are forked from a process that has imported the project."""
+    from zoo.experiments import commands, linearise
+
+    from .commands import CLI
+    from .forked_python import forked_python
+
     for module in (commands, linearise):
         monkeypatch.setattr(module, "COMMAND", (forked_python(), str(CLI)))
 
 
 @pytest.fixture
-def command(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
+def command(desk: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> "Command":
     """`command("fit", …)` is `python cli.py fit …` without the seconds that a new process needs for its imports."""
+    import cli
+
+    from .commands import CLI, Finished
 
     def call(*arguments: str) -> Finished:
         monkeypatch.setattr(sys, "argv", [str(CLI), *arguments])

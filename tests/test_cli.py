@@ -25,8 +25,6 @@ from zoo.train.results import COLUMNS
 
 from .commands import FIT, Command, start
 
-pytest_plugins = "tests.desk"
-
 
 def resolved(command: Command, *arguments: str) -> dict:
     """The config that a command would run with."""

@@ -13,8 +13,6 @@ from zoo.experiments import commands
 from zoo.experiments.commands import whole_configs
 from zoo.files.sealed_json import write_sealed
 
-pytest_plugins = "tests.desk"
-
 TINY = [
     "--model.hidden_size=32",
     "--model.num_heads=2",

@@ -30,8 +30,6 @@ from .shipped_configs import (
     slots,
 )
 
-pytest_plugins = "tests.desk"
-
 SMALL = ("recall/", "image/", "lra/")  # tasks that two layers solve
 
 

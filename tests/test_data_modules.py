@@ -17,8 +17,6 @@ from zoo.train.optim import Optimisation
 
 from .commands import Command
 
-pytest_plugins = "tests.desk"
-
 OWN = """
 import lightning as L
 import torch

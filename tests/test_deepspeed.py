@@ -21,7 +21,6 @@ from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, sitting_at, start
 
-pytest_plugins = "tests.desk"
 pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
 pytestmark = pytest.mark.slow
 

@@ -13,7 +13,6 @@ from zoo.train.metrics_file import read_metrics
 
 from .commands import sitting_at, start
 
-pytest_plugins = "tests.desk"
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ACCELERATOR = "gpu"

@@ -18,8 +18,6 @@ from zoo.config import CONFIGS
 from .command_lines import SHELLS, check_options, check_parses, check_tool, commands_of, takes_no_config
 from .commands import ROOT, Command
 
-pytest_plugins = "tests.desk"
-
 RENDERED = "reproductions"  # pages from rows, whose commands are tested
 PAGES = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FOUND = {

@@ -21,7 +21,6 @@ from .commands import CLI, sitting_at
 from .forked_python import fork_server
 from .hostile import OF_RUNS, VERBS, Case, cases, prepare
 
-pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the fork server is for Linux")
 
 CASES = {case.name: case for case in cases()}

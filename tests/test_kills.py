@@ -29,7 +29,6 @@ from zoo.train.metrics_file import read_metrics
 from .commands import CLI, FIT, sitting_at
 from .forked_python import fork_server
 
-pytest_plugins = "tests.desk"
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),

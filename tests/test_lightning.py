@@ -9,8 +9,6 @@ import zoo
 
 from .commands import FIT, Command
 
-pytest_plugins = "tests.desk"
-
 CALLBACKS = "lightning.pytorch.callbacks"
 STRATEGIES = "lightning.pytorch.strategies"
 SPEAKER = """

@@ -13,8 +13,6 @@ from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, Command
 
-pytest_plugins = "tests.desk"
-
 STAND_IN = """
 import json
 from pathlib import Path

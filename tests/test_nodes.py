@@ -14,8 +14,6 @@ import pytest
 from .commands import CLI, FIT, sitting_at, start
 from .forked_python import forked_python
 
-pytest_plugins = "tests.desk"
-
 NODES = ("--trainer.num_nodes=2", "--trainer.devices=1")
 BESIDE = Path(sys.executable).parent  # where the launchers were installed
 

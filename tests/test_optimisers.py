@@ -16,8 +16,6 @@ from zoo.train.optim import Optimisation, build_optimizer, parameter_groups
 
 from .commands import FIT, Command, start
 
-pytest_plugins = "tests.desk"
-
 SCHEDULES = "torch.optim.lr_scheduler"
 # one kind of layer, so that the config is read in half the time
 PLAIN = ("fit", "--config=gla.yaml", "--config=tiny.yaml", "--model.num_layers=1")

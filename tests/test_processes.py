@@ -11,8 +11,6 @@ from zoo.train.metrics_file import read_metrics
 
 from .commands import FIT, sitting_at, start
 
-pytest_plugins = "tests.desk"
-
 # Writes down what each process trains on.
 WATCHER = """
 import json

@@ -18,8 +18,6 @@ from .command_lines import check_parses, commands_of
 from .commands import ROOT, Command
 from .zoo.saved.public.public_folder import write
 
-pytest_plugins = "tests.desk"
-
 README = ROOT / "README.md"
 LONGEST = 200  # lines of a mixer, as README says
 MIXER = "runs.my_mixers.Forgetful"

@@ -11,8 +11,6 @@ import cli
 
 from .commands import FIT, sitting_at, start
 
-pytest_plugins = "tests.desk"
-
 STEPS = 8
 # A run with everything that could go out of step: a validation between the steps, and a learning rate that moves.
 RUN = (*FIT, f"--trainer.max_steps={STEPS}", "--checkpoints.every_n_steps=3", "--optim.warmup_steps=2")

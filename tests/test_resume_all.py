@@ -17,8 +17,6 @@ from zoo.checkpoints.format import read_checkpoint
 
 from .commands import sitting_at
 
-pytest_plugins = "tests.desk"
-
 STEPS, STOP = 8, 4
 SETTING = f"""
 model: {{hidden_size: 64, num_heads: 2}}

@@ -23,8 +23,6 @@ from zoo.train.metrics_file import read_metrics
 from .commands import FIT, Command, sitting_at, start
 from .forked_python import fork_server
 
-pytest_plugins = "tests.desk"
-
 TWO = ("--trainer.devices=2", "--trainer.strategy=ddp")
 
 

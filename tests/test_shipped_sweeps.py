@@ -21,8 +21,6 @@ from .command_lines import check_parses, with_tokenizer
 from .commands import ROOT, Command
 from .shipped_configs import SWEEPS, commands, header
 
-pytest_plugins = "tests.desk"
-
 
 def sweep_of(name: str, **replaced: Any) -> Sweep:
     """A sweep of configs/, some of whose keys are replaced."""

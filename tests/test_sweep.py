@@ -9,8 +9,6 @@ from kernels import UserError
 from zoo.experiments import Runner
 from zoo.files.sealed_json import write_sealed
 
-pytest_plugins = "tests.desk"
-
 SWEEP = """
 base: [gated_deltanet.yaml, tiny.yaml, {model: {num_layers: 1}}]
 axes:

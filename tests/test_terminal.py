@@ -14,8 +14,6 @@ from zoo.display import screen_text
 from .commands import CLI, FIT, Command, start
 from .forked_python import forked_python
 
-pytest_plugins = "tests.desk"
-
 AS_A_PROGRAM = """
 import runpy, sys
 sys.argv = ["cli.py", *sys.argv[1:]]

@@ -24,8 +24,6 @@ from zoo.files.atomic import atomic_write
 
 from .commands import CLI, FIT, Command, Finished
 
-pytest_plugins = "tests.desk"
-
 Change = Callable[[dict[str, Any]], None]
 TOUCH = "open('canary', 'w').close()"
 EVIL = f"{TOUCH}\nclass Evil:\n    pass\ndef run(*args, **kwargs):\n    {TOUCH}\n"

@@ -27,8 +27,6 @@ from .command_lines import check_options, check_parses, check_tool, commands_of,
 from .commands import Command
 from .forked_python import forked_python
 
-pytest_plugins = "tests.desk"
-
 TUTORIALS = Path(__file__).parents[1] / "tutorials"
 FILES = sorted(TUTORIALS.glob("*.md"))
 NOTEBOOK = TUTORIALS / "quickstart.ipynb"

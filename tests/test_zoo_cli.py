@@ -17,7 +17,6 @@ from zoo.runs.command_line import ZooCLI
 
 from .commands import FIT, Command
 
-pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
 ONE_STEP = (*FIT, "--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--run=r")

@@ -10,7 +10,6 @@ from kernels import UserError
 from reproductions import bench
 from zoo.performance import model as models
 
-pytest_plugins = "tests.desk"
 SMALL = ("--model.vocab_size=32", "--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2")
 PLAIN = [item.removeprefix("--") for item in SMALL]
 

@@ -13,8 +13,6 @@ from tests.command_lines import check_options, check_parses, check_tool
 from tests.commands import Command
 from zoo.config import CONFIGS
 
-pytest_plugins = "tests.desk"
-
 ROWS: list[Row] = [row for paper in read_papers() for row in paper.rows.values()]
 MEASURED = [row.ours.command for row in ROWS if row.ours is not None]
 COMMANDS = [*dict.fromkeys(line for line in [*MEASURED, *(line for row in ROWS for line in row.commands or [])])]

@@ -19,8 +19,6 @@ from tests.forked_python import forked_python
 from zoo.performance.bench_report import Report
 from zoo.train.callbacks.step_times import PARTS
 
-pytest_plugins = "tests.desk"
-
 SIZES = ("model.vocab_size=32", "model.num_layers=1", "model.hidden_size=16", "model.num_heads=1")
 TINY = ["gated_deltanet.yaml", *SIZES]
 OPTIONS = ("--config", "gated_deltanet.yaml", *(f"--{key}" for key in SIZES), "--accelerator=cpu")

@@ -17,7 +17,6 @@ from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS, tasks_of
 from zoo.evaluation.tasks.needle_task import NeedleTask
 
-pytest_plugins = "tests.desk"
 METRICS = sorted(
     {
         (task, metric)

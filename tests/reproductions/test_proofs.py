@@ -22,7 +22,6 @@ from reproductions.proofs.red_zones import RedZones, inside_red_zones
 from reproductions.proofs.workers import Done
 from zoo.performance.op_calls import op_of
 
-pytest_plugins = "tests.desk"
 CPU = torch.device("cpu")
 Run = Callable[[Any], tuple[Tensor, Tensor]]
 

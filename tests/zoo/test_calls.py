@@ -12,8 +12,6 @@ import zoo
 from kernels import UserError
 from tests.commands import Command
 
-pytest_plugins = "tests.desk"
-
 GLA = ("gla.yaml", {"model": {"vocab_size": 16, "hidden_size": 32, "num_heads": 2, "num_layers": 1}})
 MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "a key of Lightning's Trainer": (

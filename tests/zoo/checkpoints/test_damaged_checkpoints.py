@@ -20,8 +20,6 @@ from zoo.saved.export import export
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.fixture(params=[60, pytest.param(500, marks=pytest.mark.nightly)], ids="{} mutations".format)
 def mutations(request: pytest.FixtureRequest) -> int:

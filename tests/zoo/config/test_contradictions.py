@@ -8,8 +8,6 @@ import yaml
 
 from tests.commands import FIT, Command
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.parametrize(
     ("overrides", "message"),

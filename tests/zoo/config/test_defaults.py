@@ -7,8 +7,6 @@ import yaml
 
 from tests.commands import Command
 
-pytest_plugins = "tests.desk"
-
 UNTYPED = """
 from mixers import GLA
 

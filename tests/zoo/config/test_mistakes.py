@@ -11,7 +11,6 @@ import cli
 import zoo
 from kernels import UserError
 
-pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
 FILES = {

@@ -11,8 +11,6 @@ from zoo.config.overlays import first_name, is_override, load_items
 from zoo.files.safe_yaml import dump_yaml, parse_yaml
 from zoo.train.history import differences
 
-pytest_plugins = "tests.desk"
-
 # a value for each group that is not its default
 LATER = {
     "data": {"class_path": "MarkovChain", "init_args": {"vocab_size": 9}},

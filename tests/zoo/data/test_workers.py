@@ -17,7 +17,6 @@ from tests.forked_python import fork_server
 from zoo.data import MarkovChain
 from zoo.data.workers import context, only_killed_by
 
-pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there are no such workers")
 
 PATIENCE = 120  # seconds, many times what anything here takes

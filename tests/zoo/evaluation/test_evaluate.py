@@ -20,7 +20,6 @@ from zoo.evaluation.task import Options, interval
 from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.evaluation.tasks.perplexity import Perplexity, ranges
 
-pytest_plugins = "tests.desk"
 OPTIONS = {"tasks": "perplexity", "lengths": [32, 96], "samples": 4, "device": "cpu"}
 
 

@@ -17,8 +17,6 @@ import zoo
 from tests.commands import FIT, Command, sitting_at, start
 from tests.hub_server import Hub
 
-pytest_plugins = "tests.desk"
-
 # Stops its own process in the second step of the run STOP_IN: at once, or when somebody else does it.
 STOPPER = """
 import os, signal, time

@@ -10,7 +10,6 @@ from kernels.errors import UserError
 from tests.zoo.tiny import ByteTokenizer, TinyModel
 from zoo.generation.generate import generate, generate_tokens, sampling_probabilities, stream_text
 
-pytest_plugins = "tests.desk"
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log()
 
 

@@ -19,8 +19,6 @@ from zoo.train.callbacks.samples import Samples
 
 from .test_generate import Scripted
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.parametrize(
     ("pieces", "stops", "text"),

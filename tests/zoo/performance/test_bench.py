@@ -21,8 +21,6 @@ from zoo.performance.kernels import bench_kernels
 from zoo.performance.timing import medians, process_age
 from zoo.performance.training import TrainingReport, bench_training, timed
 
-pytest_plugins = "tests.desk"
-
 CPU = torch.device("cpu")
 GENERAL = ("kda", "kda_with_gates", "gated_deltanet2", "comba", "gated_deltaproduct")
 SMALL = ("--model.vocab_size=32", "--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2")

@@ -24,8 +24,6 @@ from zoo.performance import doctor as examination
 from zoo.performance.doctor import Finding, examine, gpu, packages
 from zoo.performance.op_calls import cases, ops
 
-pytest_plugins = "tests.desk"
-
 
 def module(op: str) -> Any:
     return sys.modules[getattr(kernels, op).__module__]

@@ -15,8 +15,6 @@ import pytest
 
 import zoo
 
-pytest_plugins = "tests.desk"
-
 TINY = ("gdn_h2.yaml", "tiny.yaml")
 
 

@@ -12,8 +12,6 @@ from kernels import UserError
 from tests.commands import Command
 from zoo.data.text.corpus import Corpus
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU that is only claimed is told by a complaint")
 def test_the_gpu_is_used_where_there_is_one(command: Command, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:

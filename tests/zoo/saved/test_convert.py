@@ -20,8 +20,6 @@ from tests.forked_python import forked_python
 from tests.zoo.saved.gguf.models import exported
 from tests.zoo.saved.public.public_folder import VOCABULARY, tensors, write
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.slow
 def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):

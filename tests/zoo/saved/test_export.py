@@ -11,8 +11,6 @@ from kernels import UserError
 from tests.commands import Command
 from zoo.saved.export import export
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.slow
 def test_an_exported_run_is_the_run(command: Command, finished: Path, desk: Path):

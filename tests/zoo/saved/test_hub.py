@@ -11,7 +11,6 @@ import zoo
 from tests.hub_server import Hub
 from tests.zoo.saved.public.public_folder import write
 
-pytest_plugins = "tests.desk"
 NEEDED = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
 
 

@@ -11,8 +11,6 @@ from tests.commands import Command
 from tests.zoo.saved.gguf import models
 from tests.zoo.saved.gguf.models import CASES, exported
 
-pytest_plugins = "tests.desk"
-
 DELTA = models.uniform(
     "GatedDeltaNet",
     **dict(num_heads=4, head_dim=16, value_dim=32, qk={**models.CONVOLVED, "norm": "l2"}, v=models.CONVOLVED),

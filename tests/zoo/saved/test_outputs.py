@@ -17,7 +17,6 @@ from zoo.checkpoints.tensor_files import TensorsInMemory
 from zoo.files.atomic import exchange_folders
 from zoo.saved.exported_folder import write_folder
 
-pytest_plugins = "tests.desk"
 VERBS = {
     "export": ("--checkpoint=run",),
     "convert": ("--checkpoint=theirs",),

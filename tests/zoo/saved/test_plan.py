@@ -12,8 +12,6 @@ from tests.commands import Command
 from tests.zoo.saved.gguf.models import exported
 from tests.zoo.saved.public.public_folder import write
 
-pytest_plugins = "tests.desk"
-
 
 def planned(command: Command, *arguments: str) -> str:
     before = sorted(Path().rglob("*"))

@@ -20,8 +20,6 @@ from zoo.saved.model import SavedModel
 
 from .public.public_folder import write
 
-pytest_plugins = "tests.desk"
-
 
 class Reads:
     """Files that were opened, and read by `torch.load` or mapped, by name; and the number of bytes that were hashed."""

@@ -8,8 +8,6 @@ import pytest
 
 from tests.commands import FIT, Command
 
-pytest_plugins = "tests.desk"
-
 MINE = """
 from mixers import GLA
 

@@ -10,7 +10,6 @@ from zoo.config.overlays import load_config
 from zoo.experiments import Sweep
 from zoo.files.sealed_json import write_sealed
 
-pytest_plugins = "tests.desk"
 LAW = ("coefficient", "exponent")
 PLAN = ("scaling", "plan", "--mixers=gla", "--sizes=4")
 

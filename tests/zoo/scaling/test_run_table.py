@@ -16,7 +16,6 @@ from zoo.scaling.run_table import OPTIONAL, REQUIRED, read_run_table
 from zoo.scaling.runs import find_runs, select
 from zoo.train.metrics_file import read_metrics
 
-pytest_plugins = "tests.desk"
 ROW = ("a", "GLA", "1e6", "6e6", "1e8 2e8", "3.5 3.25")
 HEADER = ",".join(REQUIRED)
 

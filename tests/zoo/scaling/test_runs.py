@@ -17,7 +17,6 @@ from zoo.scaling.law import crossing
 from zoo.scaling.published import CHINCHILLA
 
 pytest.importorskip("scipy")
-pytest_plugins = "tests.desk"
 SIZES = np.geomspace(1e8, 1e10, 6)
 
 

@@ -8,8 +8,6 @@ import pytest
 from tests.commands import Command
 from zoo.data import ListOps
 
-pytest_plugins = "tests.desk"
-
 SHORT = ("--trainer.max_steps=3", "--trainer.accelerator=cpu", "--model.num_layers=2", "--model.hidden_size=32")
 LISTS = ("--data.max_length=12", "--data.batch_size=8", "--data.validation_samples=40")
 

@@ -21,7 +21,6 @@ from zoo.data import TextData
 from zoo.lm import RWKV7ChannelMix, Uniform
 from zoo.train.module import Pretraining
 
-pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
 SHARED = ("--trainer.devices=2", "--trainer.strategy=ddp", "--context_parallel=2")

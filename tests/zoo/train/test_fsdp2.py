@@ -15,7 +15,6 @@ import zoo
 from tests.commands import FIT, sitting_at, start
 from zoo.train.metrics_file import read_metrics
 
-pytest_plugins = "tests.desk"
 pytestmark = pytest.mark.slow
 
 TWO = ("--trainer.devices=2", "--trainer.accelerator=cpu")

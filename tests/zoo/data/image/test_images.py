@@ -13,8 +13,6 @@ from tests.commands import Command
 from tests.zoo.data.contract import some
 from zoo.data import Digits, Images
 
-pytest_plugins = "tests.desk"
-
 
 class Pictures(Dataset):
     """Forty colour images of 6 × 4 pixels, as torchvision gives them: PIL images and labels."""

@@ -14,7 +14,6 @@ from zoo.data import MarkovChain
 from zoo.data.order import random_bits
 from zoo.data.synthetic import markov
 
-pytest_plugins = "tests.desk"
 SMALL = {"vocab_size": 16, "sequence_length": 24, "batch_size": 4}
 
 

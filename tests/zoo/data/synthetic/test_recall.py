@@ -12,7 +12,6 @@ from tests.zoo.data.contract import some
 from zoo.data import MQAR, RecallTask
 from zoo.data.synthetic.recall import Recall, shares
 
-pytest_plugins = "tests.desk"
 TWO = [RecallTask(32, 4, 3.0), RecallTask(24, 2)]
 
 

@@ -25,8 +25,6 @@ from zoo.data import (
     WordProblem,
 )
 
-pytest_plugins = "tests.desk"
-
 SOLVABLE: dict[str, tuple[TokenTask, int, oracles.Oracle]] = {
     "stacked": (StackedRecall(16), 1024, oracles.stacked),
     "stacked, two passes": (StackedRecall(8, passes=2), 100, oracles.stacked),

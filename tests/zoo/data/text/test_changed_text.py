@@ -9,8 +9,6 @@ import pytest
 from tests.commands import FIT, Command
 from zoo.files.sealed_json import read_sealed
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.slow
 def test_text_that_changes_while_size_and_time_stay(command: Command, desk: Path):

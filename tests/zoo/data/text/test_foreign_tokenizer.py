@@ -16,8 +16,6 @@ from tests.commands import FIT, Command
 from zoo.data import Tokenizer
 from zoo.data.text.tokenizer import training_pieces
 
-pytest_plugins = "tests.desk"
-
 
 def byte_level(**parts: Any) -> dict[str, Any]:
     """The JSON of a tokenizer of bytes, with other parts."""

@@ -15,8 +15,6 @@ from zoo.data import Batch, Corpus, MixedText, Source, TextData
 from zoo.data.order import interleaved
 from zoo.data.text.blend import Blend, BlendedText
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.fixture
 def sources(tmp_path: Path) -> dict[str, Source]:

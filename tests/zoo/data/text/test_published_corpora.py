@@ -9,8 +9,6 @@ from tests.commands import FIT, Command
 from zoo.data import Corpus, train_tokenizer
 from zoo.data.text.files import zstd
 
-pytest_plugins = "tests.desk"
-
 RUN = [*FIT, "--config", "data/slimpajama.yaml", "--config", "tiny.yaml", "--data.preprocessing_workers=1"]
 
 

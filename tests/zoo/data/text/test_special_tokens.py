@@ -13,8 +13,6 @@ from kernels.errors import UserError
 from tests.commands import FIT, Command
 from zoo.data import Corpus, MixedText, Shards, Source, TextData, Tokenizer, train_tokenizer
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> str:

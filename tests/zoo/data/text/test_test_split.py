@@ -12,8 +12,6 @@ from zoo.data import MixedText, Source, TextData
 from zoo.data.text.shards import Shards, prepare
 from zoo.data.text.split import SplitByContent, WithoutTest
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.fixture
 def sizes() -> dict:

@@ -11,8 +11,6 @@ from tests.commands import FIT, Command
 from zoo.data import MixedText, Source, TextData, ValidationSet
 from zoo.data.text.files import zstd
 
-pytest_plugins = "tests.desk"
-
 PLAYS = ["a play in one act, and no other. " * 4, "another play, in two acts. " * 3, "a third one, which is long. " * 5]
 
 

@@ -16,7 +16,6 @@ from zoo.evaluation.lm_eval.paper_tasks import CLOZE, PAPER_TASKS, RULER
 from zoo.evaluation.lm_eval.task import lm_eval_task
 from zoo.evaluation.task import Options, Row
 
-pytest_plugins = "tests.desk"
 Write = Callable[..., Path]
 PIQA = {"goal": "Open a jar", "sol1": "Turn the lid", "sol2": "Smash it", "label": 0}
 FILLER = "The file is long and says little of use. " * 20

@@ -9,8 +9,6 @@ import pytest
 import zoo
 from zoo.data.text.needles import NOISE, PASSKEY, draw_needles
 
-pytest_plugins = "tests.desk"
-
 # DeltaNet forgets nothing by itself. It recalls nothing until it has learned to copy the key. With four heads and 3,072
 # tokens a step, eleven seeds of eleven had learned it by step 700; with two heads or 2,048 tokens some needed longer.
 MODEL = {"hidden_size": 64, "num_heads": 4, "num_layers": 2}

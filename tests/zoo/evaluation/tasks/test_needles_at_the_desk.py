@@ -7,8 +7,6 @@ import pytest
 
 from tests.commands import Command
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.mark.slow
 def test_a_run_that_never_saw_a_needle_recalls_none(finished: Path, desk: Path, command: Command):

@@ -14,8 +14,6 @@ from zoo.evaluation.loaded import Scored, TokenScores
 from zoo.evaluation.task import Cell, Options, Task
 from zoo.evaluation.tasks import TASKS
 
-pytest_plugins = "tests.desk"
-
 # name → vocabulary, and what solves it; that of recall depends on the pairs
 NAMES = {
     "mqar": 64,

@@ -14,8 +14,6 @@ from zoo.evaluation import evaluate
 
 from .subjects import exported
 
-pytest_plugins = "tests.desk"
-
 TRAIN = ("--config", "larger/config.yaml", "--config", "tiny.yaml", "--optim.initial_weights=larger/")
 
 

@@ -15,8 +15,6 @@ from zoo.saved.exported_folder import CONFIG, write_folder
 
 from .subjects import exported
 
-pytest_plugins = "tests.desk"
-
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -15,8 +15,6 @@ from zoo.checkpoints.archive import save_sealed
 
 from .subjects import exported, logits
 
-pytest_plugins = "tests.desk"
-
 KEPT = (".A_log", ".dt_bias", "norm.weight")  # in fp32, in the models below
 
 

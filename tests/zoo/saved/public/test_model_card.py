@@ -9,8 +9,6 @@ import zoo
 from tests.commands import Command
 from tests.zoo.saved.public.public_folder import write
 
-pytest_plugins = "tests.desk"
-
 
 def test_its_places(desk: Path):
     zoo.convert(write(desk / "theirs"), desk / "ours")

@@ -18,7 +18,6 @@ from zoo.saved.public.import_export import exported, family_of
 from . import rwkv7
 from .zoo_of_others import RWKV7, Oracle, build, save, stored
 
-pytest_plugins = "tests.desk"
 VOCABULARY, SIZE, LAYERS, HEAD = 97, 128, 3, 64
 INNER, RANKS = 160, {"w": 5, "a": 5, "v": 4, "g": 6}
 

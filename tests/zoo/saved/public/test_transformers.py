@@ -26,7 +26,6 @@ from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
 from .models import CASES, SIZES, excited
 from .public_folder import VOCABULARY, byte_level
 
-pytest_plugins = "tests.desk"
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 PROMPTS = ["def", "a longer prompt, which is not padded"]
 

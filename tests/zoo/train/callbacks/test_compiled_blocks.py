@@ -19,8 +19,6 @@ from zoo.train.callbacks.compiled_blocks import CompiledBlocks, compiled_blocks
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 
-pytest_plugins = "tests.desk"
-
 
 class Counting:
     """A backend that runs graphs as they are, and counts them."""

@@ -10,7 +10,6 @@ import zoo
 from tests.commands import Command
 from zoo.train.callbacks import kernel_backend
 
-pytest_plugins = "tests.desk"
 SMALL = (
     "gla.yaml",
     "tiny.yaml",
