@@ -14,7 +14,8 @@ from mixers import Expanded, GatedRMSNorm, Mamba3, Site
 from mixers.angles import cumulative_angles
 from mixers.mamba3 import Trapezoid
 
-from .test_parity import by_name, shaken
+from .finite_differences import check_against_formula
+from .test_parity import shaken
 
 SITE = Site(hidden_size=32, num_heads=2)
 SMALL = partial(Mamba3, head_dim=16, state_dim=12, num_groups=2)
@@ -73,20 +74,7 @@ def test_the_formula_and_its_finite_differences(factor: int, backend: str):
     with torch.no_grad():
         mixer.in_proj.weight.mul_(3)
         mixer.decay.dt_bias.add_(4)
-    x, dy = torch.randn(2, 2, 70, 32, dtype=torch.float64).unbind()
-    with kernels.backend(backend):
-        y = mixer(x)[0]
-    y.backward(dy)
-    weights = {name: p.numpy() for name, p in by_name(mixer, lambda p: p.detach()).items()}
-    np.testing.assert_allclose(y.detach().numpy(), formula(x.numpy(), weights, mixer), rtol=1e-5, atol=1e-5)
-    for name, gradient in by_name(mixer, lambda p: p.grad).items():
-        direction = np.random.default_rng(0).standard_normal(gradient.shape)
-        ends = [
-            (formula(x.numpy(), {**weights, name: weights[name] + step * direction}, mixer) * dy.numpy()).sum()
-            for step in (1e-5, -1e-5)
-        ]
-        expected = (ends[0] - ends[1]) / 2e-5
-        assert (gradient.numpy() * direction).sum() == pytest.approx(expected, rel=1e-3, abs=1e-3), name
+    check_against_formula(mixer, lambda x, w: formula(x, w, mixer), backend=backend, outputs=(1e-5, 1e-5))
 
 
 def test_without_rotation_and_with_the_current_token_alone_it_is_a_plain_recurrence():

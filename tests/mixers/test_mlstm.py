@@ -16,7 +16,8 @@ from mixers.stabiliser import stabiliser
 from zoo import LanguageModel
 from zoo.lm import Uniform
 
-from .test_parity import Oracle, by_name, compare, shaken
+from .finite_differences import check_against_formula
+from .test_parity import Oracle, compare, shaken
 
 SITE = Site(hidden_size=32, num_heads=2)
 
@@ -94,19 +95,7 @@ def test_the_formula_and_its_finite_differences(bias: float, factor: int):
     with torch.no_grad():
         mixer.in_proj.weight.mul_(2)
         mixer.gate.forget_bias.sub_(3)
-    x, dy = torch.randn(2, 2, 70, 32, dtype=torch.float64).unbind()
-    y = mixer(x)[0]
-    y.backward(dy)
-    weights = {name: p.detach().numpy() for name, p in by_name(mixer, lambda p: p.detach()).items()}
-    np.testing.assert_allclose(y.detach().numpy(), formula(x.numpy(), weights, mixer, 5.0), rtol=1e-4, atol=1e-6)
-    for name, gradient in by_name(mixer, lambda p: p.grad).items():
-        direction = np.random.default_rng(0).standard_normal(gradient.shape)
-        ends = [
-            (formula(x.numpy(), {**weights, name: weights[name] + step * direction}, mixer, 5.0) * dy.numpy()).sum()
-            for step in (1e-5, -1e-5)
-        ]
-        expected = (ends[0] - ends[1]) / 2e-5
-        assert (gradient.numpy() * direction).sum() == pytest.approx(expected, rel=1e-3, abs=1e-3), name
+    check_against_formula(mixer, lambda x, w: formula(x, w, mixer, 5.0), outputs=(1e-4, 1e-6))
 
 
 @pytest.mark.parametrize("packed", [False, True])

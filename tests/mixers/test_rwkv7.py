@@ -16,6 +16,7 @@ from mixers.contract import CLAUSES
 from mixers.rwkv7 import FIRST_VALUE
 from mixers.two_layers import TwoLayers
 
+from .finite_differences import check_against_formula
 from .test_parity import shaken
 
 SITE = Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)
@@ -89,20 +90,8 @@ def test_the_formula_and_its_finite_differences(factor: int, subheads: bool, bac
         for mixer in (both.lower, both.upper):
             mixer.k_proj.weight.mul_(5)
             mixer.o_proj.weight.mul_(3)
-    x, dy = torch.randn(2, 2, 70, 32, dtype=torch.float64).unbind()
-    with kernels.backend(backend):
-        y = both(x)[0]
-    y.backward(dy)
-    weights = {name: p.detach().numpy() for name, p in both.named_parameters()}
-    np.testing.assert_allclose(y.detach().numpy(), both_layers(x.numpy(), weights, both), rtol=1e-8, atol=1e-8)
-    for name, parameter in both.named_parameters():
-        direction = np.random.default_rng(0).standard_normal(parameter.shape)
-        ends = [
-            (both_layers(x.numpy(), {**weights, name: weights[name] + step * direction}, both) * dy.numpy()).sum()
-            for step in (1e-5, -1e-5)
-        ]
-        expected = (ends[0] - ends[1]) / 2e-5
-        assert (parameter.grad.numpy() * direction).sum() == pytest.approx(expected, rel=1e-5, abs=1e-5), name
+    exact = (1e-8, 1e-8)
+    check_against_formula(both, lambda x, w: both_layers(x, w, both), backend=backend, outputs=exact, gradients=1e-5)
 
 
 @pytest.mark.slow
