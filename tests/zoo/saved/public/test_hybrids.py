@@ -273,9 +273,9 @@ def test_configs_that_we_cannot_follow(tmp_path: Path, config: dict[str, Any], m
     assert not (tmp_path / "ours").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+CONFIGS = {"kimi_linear": KIMI, "bamba": BAMBA, "granitemoehybrid": GRANITE, "nemotron_h": NEMOTRON}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "kimi_linear": [
         ({"mlp_layer_types": None}, "first_k_dense_replace is 1, so layer 1 is a mixture of experts; ours are dense"),
         ({"mlp_layer_types": None, "first_k_dense_replace": 1, "moe_layer_freq": 3}, "so layer 3 is a mixture of"),
         ({"mlp_layer_types": ["dense", "dense", "sparse", "dense"]}, "so layer 2 is a mixture of experts"),
@@ -295,17 +295,7 @@ def test_configs_that_we_cannot_follow(tmp_path: Path, config: dict[str, Any], m
             "layer_types is .*null.* one of them for each of the 4 layers",
         ),
     ],
-    ids=str,
-)
-def test_configs_of_kimi_linear_that_we_cannot_follow(changes: dict[str, Any], message: str):
-    config = {"model_type": "kimi_linear", **KIMI, **changes}
-    with pytest.raises(UserError, match=message):
-        family_of(config, Path()).read(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    "bamba": [
         (
             {"mamba_n_heads": 7},
             "mamba_n_heads is 7; our mixers can do mamba_expand · hidden_size / mamba_d_head, 96 / 12",
@@ -316,17 +306,7 @@ def test_configs_of_kimi_linear_that_we_cannot_follow(changes: dict[str, Any], m
         ({"mamba_proj_bias": True}, "mamba_proj_bias is true; our mixers can do false"),
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]"),
     ],
-    ids=str,
-)
-def test_configs_of_bamba_that_we_cannot_follow(changes: dict[str, Any], message: str):
-    config = {"model_type": "bamba", **BAMBA, **changes}
-    with pytest.raises(UserError, match=message):
-        family_of(config, Path()).read(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    "granitemoehybrid": [
         ({"num_local_experts": 8}, "num_local_experts is 8, so layer 0 is a mixture of experts; ours are dense"),
         ({"num_local_experts": None}, "num_local_experts is null, so layer 0 is a mixture of experts"),
         ({"layer_types": ["mamba"] * 3}, "layer_types is .* one of them for each of the 4 layers"),
@@ -339,26 +319,7 @@ def test_configs_of_bamba_that_we_cannot_follow(changes: dict[str, Any], message
         ({"normalization_function": "layernorm"}, 'normalization_function is "layernorm"; .* "rmsnorm"'),
         ({"attention_multiplier": "a"}, 'attention_multiplier is "a"; our mixers can do numbers'),
     ],
-    ids=str,
-)
-def test_configs_of_granite_that_we_cannot_follow(changes: dict[str, Any], message: str):
-    config = {"model_type": "granitemoehybrid", **GRANITE, **changes}
-    with pytest.raises(UserError, match=message):
-        family_of(config, Path()).read(config)
-
-
-def test_multipliers_of_granite_come_back():
-    config = {"model_type": "granitemoehybrid", **GRANITE}
-    family = family_of(config, Path())
-    back = family.write(on_meta(family.read(config)))
-    keys = [*MULTIPLIERS, "attention_multiplier", "layer_types", "shared_intermediate_size", "num_local_experts"]
-    assert {key: back[key] for key in keys} == {key: GRANITE[key] for key in keys}
-    assert back["position_embedding_type"] is None
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+    "nemotron_h": [
         (
             {"layers_block_type": None, "hybrid_override_pattern": "M-ME"},
             'hybrid_override_pattern is "M-ME", so layer 3 is a mixture of experts; ours are dense',
@@ -378,12 +339,25 @@ def test_multipliers_of_granite_come_back():
         ({"time_step_limit": [0.0, 0.1]}, r"time_step_limit is \[0.0, 0.1\]"),
         ({"sliding_window": 7}, "sliding_window is 7, which hf_nemotron_h does not know"),
     ],
-    ids=str,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"), [(name, *case) for name, cases in REFUSED.items() for case in cases], ids=str
 )
-def test_configs_of_nemotron_h_that_we_cannot_follow(changes: dict[str, Any], message: str):
-    config = {"model_type": "nemotron_h", **NEMOTRON, **changes}
+def test_configs_of_a_family_that_we_cannot_follow(name: str, changes: dict[str, Any], message: str):
+    config = {"model_type": name, **CONFIGS[name], **changes}
     with pytest.raises(UserError, match=message):
         family_of(config, Path()).read(config)
+
+
+def test_multipliers_of_granite_come_back():
+    config = {"model_type": "granitemoehybrid", **GRANITE}
+    family = family_of(config, Path())
+    back = family.write(on_meta(family.read(config)))
+    keys = [*MULTIPLIERS, "attention_multiplier", "layer_types", "shared_intermediate_size", "num_local_experts"]
+    assert {key: back[key] for key in keys} == {key: GRANITE[key] for key in keys}
+    assert back["position_embedding_type"] is None
 
 
 def test_kinds_of_layers_of_nemotron_h_come_back():
