@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers import models as kinds
 
 import zoo
@@ -140,3 +140,35 @@ def exported(folder: Path, case: str, tokenizer: Tokenizer | None = None, dtype:
     files = {"config.yaml": dump_yaml(config), "tokenizer.json": ours.to_json()}
     write_folder(folder, files, TensorsInMemory(model.to(dtype).state_dict()))
     return folder
+
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+
+
+def split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    return pre_tokenizers.Sequence(parts)
+
+
+def divided(pre_tokenizer: pre_tokenizers.PreTokenizer, ignore_merges: bool = False) -> Tokenizer:
+    made = byte_level()
+    made.pre_tokenizer, made.model.ignore_merges = pre_tokenizer, ignore_merges
+    return made
+
+
+def tokenizers() -> dict[str, Tokenizer]:
+    """A tokenizer for each name that llama.cpp has for rules which divide text."""
+    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
+    return {
+        "gpt-2": byte_level(),
+        "smollm": divided(digits),
+        "llama-bpe": divided(split(LLAMA3), ignore_merges=True),
+        "smaug-bpe": divided(split(LLAMA3)),
+        "qwen2": divided(split(QWEN2)),
+        "qwen35": divided(split(QWEN35)),
+    }

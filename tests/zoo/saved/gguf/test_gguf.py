@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from torch import Tensor
 
 import zoo
@@ -16,7 +16,7 @@ from zoo.data.text.tokenizer import Tokenizer as Ours
 from zoo.saved.gguf.vocabulary import vocabulary
 
 from . import models
-from .models import CASES, TEXT, VOCABULARY, byte_level, exported
+from .models import CASES, QWEN2, TEXT, VOCABULARY, byte_level, divided, exported, split, tokenizers
 
 gguf = pytest.importorskip("gguf")
 
@@ -456,37 +456,14 @@ def test_without_a_tokenizer(tmp_path: Path):
 
 # the vocabulary
 
-LLAMA3 = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-    r"|\s+(?!\S)|\s+"
-)
-QWEN2 = LLAMA3.replace("{1,3}", "")
-QWEN35 = QWEN2.replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-
-
-def split(pattern: str) -> pre_tokenizers.PreTokenizer:
-    parts = [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    return pre_tokenizers.Sequence(parts)
-
 
 def name_of(tokenizer: Tokenizer) -> str:
     return vocabulary(Ours(tokenizer), VOCABULARY).pre_tokenizer
 
 
-def divided(pre_tokenizer: pre_tokenizers.PreTokenizer, ignore_merges: bool = False) -> Tokenizer:
-    made = byte_level()
-    made.pre_tokenizer, made.model.ignore_merges = pre_tokenizer, ignore_merges
-    return made
-
-
 def test_pre_tokenizers_with_a_name():
-    digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)])
-    assert name_of(byte_level()) == "gpt-2"
-    assert name_of(divided(digits)) == "smollm"
-    assert name_of(divided(split(LLAMA3), ignore_merges=True)) == "llama-bpe"
-    assert name_of(divided(split(LLAMA3))) == "smaug-bpe"
-    assert name_of(divided(split(QWEN2))) == "qwen2"
-    assert name_of(divided(split(QWEN35))) == "qwen35"
+    for name, made in tokenizers().items():
+        assert name_of(made) == name
 
 
 def test_pre_tokenizers_without_one():

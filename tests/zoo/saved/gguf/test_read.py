@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tokenizers import Regex, pre_tokenizers
 from torch import Tensor
 
 import zoo
 from kernels import UserError
 
-from .models import CASES, TEXT, byte_level, exported
+from .models import CASES, TEXT, exported, tokenizers
 
 gguf = pytest.importorskip("gguf")
 
@@ -100,22 +99,7 @@ def test_a_file_of_others(llama: Path, tmp_path: Path):
 @pytest.mark.slow
 def test_the_tokenizer_of_each_name(tmp_path: Path):
     """Tokens of texts are those of the tokenizer that was written."""
-    split = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
-        r"|\s+(?!\S)|\s+"
-    )
-    marks = split.replace("{1,3}", "").replace(r"\p{L}+", r"[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    rules: dict[str, tuple[list[Any], bool]] = {
-        "smollm": ([pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)], False),
-        "llama-bpe": ([pre_tokenizers.Split(Regex(split), "isolated"), last], True),
-        "smaug-bpe": ([pre_tokenizers.Split(Regex(split), "isolated"), last], False),
-        "qwen2": ([pre_tokenizers.Split(Regex(split.replace("{1,3}", "")), "isolated"), last], False),
-        "qwen35": ([pre_tokenizers.Split(Regex(marks), "isolated"), last], False),
-    }
-    for name, (steps, ignore_merges) in rules.items():
-        made = byte_level()
-        made.pre_tokenizer, made.model.ignore_merges = pre_tokenizers.Sequence(steps), ignore_merges
+    for name, made in tokenizers().items():
         ours = exported(tmp_path / name, "llama", made)
         file = zoo.convert(ours, tmp_path / f"{name}.gguf", to="gguf")
         assert gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == name
