@@ -10,10 +10,14 @@ from typing import Any, NamedTuple
 import torch
 import yaml
 
-from .test_trust import FILES, IN_RUN, SIZES, WRITTEN, Bomb, of_config, rewrite
+from .test_trust import FILES, IN_RUN, SIZES, Bomb, of_config, rewrite
 
 Attack = Callable[[Path], None]  # on the working directory, which holds the folders of `INPUTS`
 
+WRITTEN = (  # by a run
+    *("config.yaml", "tokenizer.json", "metrics.jsonl", "metrics.csv", "samples.txt", "results.json", "loss.png"),
+    *(".lock", "fit-profile.txt", "checkpoints", "checkpoints/last.ckpt", "checkpoints/best.ckpt"),
+)
 INPUTS = ("theirs", "exported", "public", "evaluation", "sweep")
 SMALL = ("--trainer.max_steps=5", "--trainer.limit_val_batches=1")
 NEW = ("fit", "--config=gdn_h2.yaml", "--config=tiny.yaml", "--trainer.max_steps=1", "--run=new")
