@@ -11,6 +11,8 @@ import cli
 
 from .commands import FIT, sitting_at, start
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 # A run with everything that could go out of step: a validation between the steps, and a learning rate that moves.
 RUN = (*FIT, f"--trainer.max_steps={STEPS}", "--checkpoints.every_n_steps=3", "--optim.warmup_steps=2")
@@ -69,7 +71,6 @@ def desks(tmp_path_factory: pytest.TempPathFactory, shared_cache: Path) -> Path:
     return folder
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_a_stopped_process_says_so(number: signal.Signals, desks: Path):
     _, code, saved = STOPS[number]
@@ -85,7 +86,6 @@ def test_a_stopped_process_says_so(number: signal.Signals, desks: Path):
         assert json.loads(results.read_text())["status"] == "interrupted"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_resume_is_exact(number: signal.Signals, desks: Path, shared_cache: Path):
     run, whole = desks / "runs" / number.name, desks / "runs" / "whole"
@@ -104,7 +104,6 @@ def test_resume_is_exact(number: signal.Signals, desks: Path, shared_cache: Path
     assert actual.keys() == expected.keys()
 
 
-@pytest.mark.slow
 def test_resume_with_more_steps(desks: Path, shared_cache: Path):
     """An override changes the continued run; with a constant rate it is the longer run's beginning."""
     longer = ("--trainer.max_steps=11", "--optim.schedule=constant")
@@ -118,7 +117,6 @@ def test_resume_with_more_steps(desks: Path, shared_cache: Path):
     assert "max_steps: 11" in kept
 
 
-@pytest.mark.slow
 def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(
     desks: Path, tmp_path: Path, shared_cache: Path, capsys: pytest.CaptureFixture[str]
 ):
@@ -131,7 +129,6 @@ def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(
     assert f"elsewhere is complete; --trainer.max_steps above {STEPS} trains it further" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Path, shared_cache: Path):
     """Its last checkpoint is there, its results are not; nothing is trained again."""
     shutil.copytree(desks / "runs" / "whole", tmp_path / "killed")

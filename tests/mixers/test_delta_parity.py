@@ -31,7 +31,13 @@ from mixers.two_layers import TwoLayers
 
 from .test_parity import LENGTHS, Oracle, Weights, compare, compare_with_formula, conv_silu, linear, rms, shaken
 
-pytestmark = [pytest.mark.parity, pytest.mark.slow, pytest.mark.pairwise]
+pytestmark = [
+    pytest.mark.parity,
+    pytest.mark.slow,
+    pytest.mark.pairwise,
+    pytest.mark.parametrize("backend", ["torch", "reference"]),
+    pytest.mark.parametrize("length", LENGTHS),
+]
 TOLERANCE = 3e-5  # the naive functions compute in fp32, too, and gradients of decays are sums of terms that cancel
 SITE = Site(32, 4)
 SIZES = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}
@@ -79,10 +85,8 @@ FULL_RANKS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize(("bounded", "most"), [(False, 1), (True, 2)])
 @pytest.mark.parametrize("ranks", FULL_RANKS)
-@pytest.mark.parametrize("length", LENGTHS)
 def test_kda(oracle: Oracle, length: int, ranks: str, bounded: bool, most: int, backend: str):
     naive = oracle("fla.ops.kda.naive").naive_recurrent_kda
     options = FULL_RANKS[ranks] | ({"decay": BoundedChannelDecay} if bounded else {})
@@ -102,11 +106,7 @@ def curvature_gates(x: Tensor, w: Weights) -> dict[str, Tensor]:
     """The arguments of flash-linear-attention's naive functions for a preconditioner."""
     a, b = linear(x, w, "in_proj.curvature_a", "in_proj.curvature_b")
     rate, bias = w["preconditioner.decay.A_log"].exp(), w["preconditioner.decay.dt_bias"]
-    return {
-        "g_atk": -rate * F.softplus(a + bias),
-        "beta_atk": b.sigmoid(),
-        "log_atk_scale": w["preconditioner.centre"],
-    }
+    return {"g_atk": -rate * F.softplus(a + bias), "beta_atk": b.sigmoid(), "log_atk_scale": w["preconditioner.centre"]}
 
 
 def spread(mixer: LinearMixer) -> LinearMixer:
@@ -116,9 +116,7 @@ def spread(mixer: LinearMixer) -> LinearMixer:
     return mixer
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize(("bounded", "most"), [(False, 1), (True, 2)])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_preconditioned_kda(oracle: Oracle, length: int, bounded: bool, most: int, backend: str):
     naive = oracle("fla.ops.precond_kda.naive").naive_recurrent_precond_kda
     options = {"decay": BoundedChannelDecay} if bounded else {}
@@ -137,8 +135,6 @@ def test_preconditioned_kda(oracle: Oracle, length: int, bounded: bool, most: in
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_preconditioned_gated_deltanet(oracle: Oracle, length: int, backend: str):
     naive = oracle("fla.ops.precond_gated_delta_rule.naive").naive_recurrent_precond_gated_delta_rule
     ours = spread(shaken(GatedDeltaNet(SITE, **SIZES, preconditioner=partial(Preconditioner, limit=2.0))))
@@ -163,8 +159,6 @@ OF_TRANSFORMERS = {
 }
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("family", OF_TRANSFORMERS)
 def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, family: str, length: int, backend: str):
     theirs = oracle(f"transformers.models.{family}.modeling_{family}")
@@ -202,9 +196,7 @@ def test_kda_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch, fa
         compare(ours, layer, layer, pairs, torch.randn(2, length, 32), TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("most", [1, 2])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_gated_deltanet2(oracle: Oracle, length: int, most: int, backend: str):
     naive = oracle("fla.ops.gdn2.naive").naive_recurrent_gdn2
     ours = shaken(GatedDeltaNet2(SITE, **SIZES, allow_neg_eigval=most == 2))
@@ -221,9 +213,7 @@ def test_gated_deltanet2(oracle: Oracle, length: int, most: int, backend: str):
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize(("steps", "most"), [(1, 1), (2, 2), (3, 2)])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_gated_deltaproduct(oracle: Oracle, length: int, steps: int, most: int, backend: str):
     naive = oracle("fla.ops.gated_delta_product.naive").naive_recurrent_gated_delta_product
     ours = shaken(GatedDeltaProduct(SITE, **SIZES, num_steps=steps, allow_neg_eigval=most == 2))
@@ -241,9 +231,7 @@ def test_gated_deltaproduct(oracle: Oracle, length: int, steps: int, most: int, 
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("unit_feedback", [False, True])
-@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("paper", [False, True])
 def test_comba(oracle: Oracle, paper: bool, length: int, unit_feedback: bool, backend: str):
     chunks = oracle("fla.ops.comba.naive").naive_chunk_comba
@@ -273,8 +261,6 @@ def test_comba(oracle: Oracle, paper: bool, length: int, unit_feedback: bool, ba
     compare_with_formula(ours, formula, torch.randn(2, length, 32), backend, TOLERANCE)
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("length", LENGTHS)
 def test_rwkv7(oracle: Oracle, length: int, backend: str):
     naive = oracle("fla.ops.generalized_delta_rule.dplr.naive").dplr_recurrence
     both = shaken(TwoLayers(SITE, lower=RWKV7_SMALL, upper=RWKV7_SMALL))
