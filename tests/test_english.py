@@ -23,10 +23,5 @@ def find(known):
 '''
     )
     assert Counter(places(file)) == Counter(
-        [
-            ("openings", 1, "Where"),
-            ("names", 3, "known"),
-            ("names", 5, "found"),
-            ("phrases", 4, "at once"),
-        ]
+        [("openings", 1, "Where"), ("names", 3, "known"), ("names", 5, "found"), ("phrases", 4, "at once")]
     )

@@ -80,10 +80,7 @@ def meet(case: Case, prepared: Path, cache: Path, folder: Path) -> None:
     environment = {"ZOO_CACHE": cache, "HOME": home, "XDG_CONFIG_HOME": home / ".config"}
     environment |= dict.fromkeys(("TMPDIR", "MPLCONFIGDIR", "XDG_CACHE_HOME"), folder / "tmp")
     number = fork_server().start(
-        [str(CLI), *case.arguments],
-        desk,
-        {name: str(path) for name, path in environment.items()},
-        log,
+        [str(CLI), *case.arguments], desk, {name: str(path) for name, path in environment.items()}, log
     )
     ended = fork_server().wait(number, 60)
     with suppress(ProcessLookupError):  # of the child, or of processes that it has left

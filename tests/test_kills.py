@@ -29,10 +29,7 @@ from zoo.train.metrics_file import read_metrics
 from .commands import CLI, FIT, sitting_at
 from .forked_python import fork_server
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")]
 
 PATIENCE = 120  # seconds in which a process must end; many times what it takes
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

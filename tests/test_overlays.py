@@ -24,10 +24,7 @@ from .shipped_configs import (
 )
 
 # keys of the run before, which an overlay sets to their defaults
-BEFORE = {
-    "train/distil_logits.yaml": ["teacher.match=layers"],
-    "train/next_token.yaml": ["teacher.checkpoint=teacher"],
-}
+BEFORE = {"train/distil_logits.yaml": ["teacher.match=layers"], "train/next_token.yaml": ["teacher.checkpoint=teacher"]}
 
 
 def changed(before: Namespace, after: Namespace) -> set[str]:

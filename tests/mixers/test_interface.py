@@ -294,10 +294,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: HasAWrongSize,
         "forward of HasAWrongSize fails for x of shape (2, 21, 64) (RuntimeError: …)",
     ),
-    "a division by zero": (
-        lambda: DividesByZero,
-        "forward of DividesByZero returns numbers that are not finite",
-    ),
+    "a division by zero": (lambda: DividesByZero, "forward of DividesByZero returns numbers that are not finite"),
     "no project": (
         lambda: Projects,
         f"project: Projects does not have it, and a LinearMixer makes its queries, keys and values there {TUTORIAL}",
@@ -328,14 +325,8 @@ MISTAKES: dict[str, tuple[Callable[[], Any], str]] = {
         "flat(site) fails, and a mixer takes a mixers.Site first and then named arguments with defaults "
         "(AttributeError: 'list' object has no attribute 'parameters')",
     ),
-    "an instance": (
-        lambda: Leaky(SITE),
-        "factory: pass the class Leaky, not a module that was built already",
-    ),
-    "a name": (
-        lambda: "GLA",
-        "factory: 'GLA' is not a class or function that makes a mixer; pass mixers.get('GLA')",
-    ),
+    "an instance": (lambda: Leaky(SITE), "factory: pass the class Leaky, not a module that was built already"),
+    "a name": (lambda: "GLA", "factory: 'GLA' is not a class or function that makes a mixer; pass mixers.get('GLA')"),
     "a wrapped recurrent network": (
         lambda: mixers.wrap(lambda size: nn.GRU(size, size, batch_first=True)),
         "module: GRU must return y in the shape of x, (2, 21, 64), got a tuple",

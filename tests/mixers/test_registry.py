@@ -52,11 +52,7 @@ def test_dotted_paths():
 
 @pytest.mark.parametrize(
     ("name", "suggestion"),
-    [
-        ("GatedDeltanet", "GatedDeltaNet"),
-        ("hgrn", "HGRN1' or 'HGRN2"),
-        ("SlidingWindow", "SlidingWindowAttention"),
-    ],
+    [("GatedDeltanet", "GatedDeltaNet"), ("hgrn", "HGRN1' or 'HGRN2"), ("SlidingWindow", "SlidingWindowAttention")],
 )
 def test_did_you_mean(name: str, suggestion: str):
     with pytest.raises(mixers.UserError, match=rf"^mixer: '{name}' .*did you mean '{suggestion}'\?"):
@@ -71,8 +67,7 @@ def test_far_from_everything():
 
 
 @pytest.mark.parametrize(
-    "path",
-    ["nowhere.at.all.Mixer", "mixers.mamba2.Mamba9", "mixers.names", "torch.nn.Linear", "mixers.mamba2."],
+    "path", ["nowhere.at.all.Mixer", "mixers.mamba2.Mamba9", "mixers.names", "torch.nn.Linear", "mixers.mamba2."]
 )
 def test_paths_that_lead_to_no_mixer(path: str):
     with pytest.raises(mixers.UserError, match=rf"^mixer: '{path}' "):

@@ -47,18 +47,12 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: zoo.load("runs/first", prompt="x"),
         "prompt: not an argument of zoo.load (allowed: path, device, trust)",
     ),
-    "no argument": (
-        lambda: zoo.load(),
-        "load: missing a required argument: 'path' (path, device, trust)",
-    ),
+    "no argument": (lambda: zoo.load(), "load: missing a required argument: 'path' (path, device, trust)"),
     "configs in a list": (
         lambda: zoo.fit(["gla.yaml"]),
         "config: fit takes configs as separate arguments, as in zoo.fit(*configs)",
     ),
-    "a number as a config": (
-        lambda: zoo.fit(3),
-        "config: 3 is not a name, a path, an override or a mapping",
-    ),
+    "a number as a config": (lambda: zoo.fit(3), "config: 3 is not a name, a path, an override or a mapping"),
     "a model as a config": (
         lambda: zoo.fit(zoo.build(*GLA, device="meta")),
         "config: a LanguageModel is not a name, a path, an override or a mapping",

@@ -39,12 +39,7 @@ def progress(count: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("processed", "whole", "last"), [(7, 4, False), (8, 8, True)])
 def test_a_checkpoint_in_the_last_step_of_an_epoch(processed: int, whole: int, last: bool):
     """If the step is unfinished, its last batch is yet to come; a validation in progress starts again."""
-    loops = {
-        "fit_loop": {
-            "epoch_loop.batch_progress": progress(8),
-            "epoch_loop.val_loop.batch_progress": progress(3),
-        }
-    }
+    loops = {"fit_loop": {"epoch_loop.batch_progress": progress(8), "epoch_loop.val_loop.batch_progress": progress(3)}}
     forget_unfinished(trainer_at(8, processed, True, 4), loops)
     batches, validation = loops["fit_loop"].values()
     assert batches == progress(whole) | {"is_last_batch": last}

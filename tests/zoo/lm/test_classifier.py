@@ -116,10 +116,7 @@ def test_it_can_be_made_on_meta():
     ("arguments", "message"),
     [
         ({"head": None}, "^stack: Bidirectional is not causal and would see the tokens it predicts; give the model"),
-        (
-            {"head": None, "mixer": GatedDeltaNet, "position": Bidirectional},
-            "^stack: Bidirectional is not causal",
-        ),
+        ({"head": None, "mixer": GatedDeltaNet, "position": Bidirectional}, "^stack: Bidirectional is not causal"),
         ({"tie_embeddings": True}, "^tie_embeddings: true needs token embeddings and logits"),
         ({"vocab_size": None}, "^vocab_size: null means the tokenizer's"),
         ({"pooling": "first"}, "^pooling: 'first' is not one of mean, last$"),

@@ -213,8 +213,5 @@ def test_what_deterministic_mode_cannot_divide(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(UserError, match="sequence_parts is 2; it needs deterministic_kernels=true, and one"):
         module.setup("fit")
     monkeypatch.setattr(Pretraining, "trainer", trainer(tmp_path, strategy=FSDP2(), devices=2))
-    with (
-        kernels.deterministic(),
-        pytest.raises(UserError, match="sequence_parts is 2; it needs"),
-    ):
+    with kernels.deterministic(), pytest.raises(UserError, match="sequence_parts is 2; it needs"):
         module.setup("fit")

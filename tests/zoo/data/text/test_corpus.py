@@ -90,11 +90,7 @@ def test_missing_file_names_the_near_one(tmp_path: Path):
         ("a.txt", b"a\0b", "a.txt is binary (it has NUL bytes); UTF-8 text is needed."),
         ("a.txt", b"ab\xff", "a.txt is not UTF-8 text (invalid start byte at byte 2)."),
         ("a.jsonl", b'{"text": "x"}\n{"text"\n', "a.jsonl, line 2, is not JSON"),
-        (
-            "a.jsonl",
-            b'{"text": 3}',
-            "line 1, has int in the field 'text'; a string is needed.",
-        ),
+        ("a.jsonl", b'{"text": 3}', "line 1, has int in the field 'text'; a string is needed."),
         (
             "a.jsonl",
             b"[1]",

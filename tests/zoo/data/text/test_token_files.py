@@ -61,13 +61,7 @@ def datatrove_without_metadata(path: Path, documents: Documents) -> Path:
     return datatrove(path, documents, "I", None)
 
 
-WRITERS: list[Writer] = [
-    megatron,
-    megatron_int32,
-    datatrove,
-    datatrove_uint32,
-    datatrove_without_metadata,
-]
+WRITERS: list[Writer] = [megatron, megatron_int32, datatrove, datatrove_uint32, datatrove_without_metadata]
 
 
 @pytest.fixture

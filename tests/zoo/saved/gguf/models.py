@@ -85,11 +85,7 @@ CASES: dict[str, tuple[str, Spec, Spec]] = {
         {},
     ),
     "mamba": ("mamba", uniform("Mamba1"), {"mlp": None, "norm_eps": 1e-5}),
-    "mamba2": (
-        "mamba2",
-        uniform("Mamba2", head_dim=16, state_dim=32, num_groups=2),
-        {"mlp": None, "norm_eps": 1e-5},
-    ),
+    "mamba2": ("mamba2", uniform("Mamba2", head_dim=16, state_dim=32, num_groups=2), {"mlp": None, "norm_eps": 1e-5}),
     "qwen3.5": ("qwen35", hybrid("LLLA"), {**QWEN, "num_layers": 4}),
     "qwen3.5, as many keys": ("qwen35", hybrid("ALL", num_key_heads=4), QWEN),
     "qwen3.5, positions divided": (

@@ -26,11 +26,7 @@ def test_values_of_another_kind(family: Family, tmp_path: Path, monkeypatch: pyt
     save_file({"x": torch.ones(1)}, folder / "model.safetensors")
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb()))
     (folder / "evil.py").write_text("open('exploded', 'w').close()")
-    config = {
-        "model_type": family.model_types[0],
-        "auto_map": {"AutoConfig": "evil.Evil"},
-        "num_hidden_layers": 2,
-    }
+    config = {"model_type": family.model_types[0], "auto_map": {"AutoConfig": "evil.Evil"}, "num_hidden_layers": 2}
     config |= {"norm_eps": 1e-5} if family.name == "fla_mamba2" else {}
     for key in (*family.keys, *family.fixed, "architectures", "unheard_of"):
         for value in WRONG:

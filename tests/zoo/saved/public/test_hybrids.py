@@ -18,18 +18,7 @@ from zoo.lm import LanguageModel
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.import_export import difference, exported, family_of, on_meta
 
-from .hybrids import (
-    BAMBA,
-    CASES,
-    CLASSES,
-    GRANITE,
-    KIMI,
-    MULTIPLIERS,
-    NEMOTRON,
-    NEMOTRON_KINDS,
-    OLMO,
-    QWEN,
-)
+from .hybrids import BAMBA, CASES, CLASSES, GRANITE, KIMI, MULTIPLIERS, NEMOTRON, NEMOTRON_KINDS, OLMO, QWEN
 from .models import excited
 from .zoo_of_others import in_pytorch
 

@@ -83,11 +83,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5, "allow_neg_eigval": True}
         | {"safe_gate": True, "lower_bound": -4.0, "tie_word_embeddings": True},
     ),
-    "kda, hybrid": (
-        "fla",
-        "KDAConfig",
-        {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [2]}},
-    ),
+    "kda, hybrid": ("fla", "KDAConfig", {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [2]}}),
     "comba": ("fla", "CombaConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
     "comba, grouped": (
         "fla",
