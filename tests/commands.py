@@ -32,6 +32,16 @@ class Finished(NamedTuple):
     out: str
     err: str
 
+    def ok(self) -> "Finished":
+        """Return this after a check that the command succeeded."""
+        assert self.code == 0, self.err
+        return self
+
+    def refused(self) -> "Finished":
+        """Return this after a check that the command ended with a mistake of the user."""
+        assert self.code == 2, self.err
+        return self
+
 
 Command = Callable[..., Finished]
 

@@ -28,8 +28,7 @@ from .commands import FIT, Command, start
 
 def resolved(command: Command, *arguments: str) -> dict:
     """The config that a command would run with."""
-    printed = command("fit", *arguments, "--print_config")
-    assert printed.code == 0, printed.err
+    printed = command("fit", *arguments, "--print_config").ok()
     return yaml.safe_load(printed.out)
 
 
@@ -98,8 +97,7 @@ def test_fit_leaves_a_run(finished: Path):
 
 @pytest.mark.slow
 def test_fit_says_what_it_does(command: Command):
-    done = command(*FIT, "--run", "talk", "--trainer.val_check_interval=2")
-    assert done.code == 0, done.err
+    done = command(*FIT, "--run", "talk", "--trainer.val_check_interval=2").ok()
     for part in ("Mamba2", "GatedDeltaNet", "SlidingWindowAttention", "whole model", "sample after 2 steps"):
         assert part in done.out
     assert "interpolated bigram model" in done.out.split("talk: 4 steps, 256 tokens")[1]
@@ -146,8 +144,7 @@ def test_a_number_of_batches_is_no_fraction(command: Command, finished: Path, va
 @pytest.mark.slow
 def test_evaluation_of_a_run(command: Command, finished: Path):
     run = str(finished / "runs" / "done")
-    validated = command("validate", "--checkpoint", run, "--trainer.limit_val_batches=2")
-    assert validated.code == 0, validated.err
+    validated = command("validate", "--checkpoint", run, "--trainer.limit_val_batches=2").ok()
     assert re.search(r"validated on 2 of \d+ batches \(trainer.limit_val_batches\)", validated.out)
     results = json.loads((finished / "runs" / "done" / "results.json").read_text())
     assert re.search(
@@ -155,8 +152,7 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
     )  # of the same two batches
     assert "done: 256 tokens" in validated.out
     assert f"next: python cli.py evaluate --checkpoint {run} --tasks=list" in validated.out
-    predicted = command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2")
-    assert predicted.code == 0, predicted.err
+    command("predict", "--checkpoint", run, "--output", "p.jsonl", "--trainer.limit_predict_batches=2").ok()
     rows = [json.loads(line) for line in Path("p.jsonl").read_text().splitlines()]
     assert [len(row["losses"]) for row in rows] == [32] * 4
     mean = sum(sum(row["losses"]) for row in rows) / 128
@@ -166,8 +162,7 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
 @pytest.mark.slow
 def test_generate(command: Command, finished: Path):
     ask = ("generate", "--checkpoint", str(finished / "runs" / "done"), "--max_new_tokens", "5", "--prompt", "def ")
-    first = command(*ask, "--seed=1")
-    assert first.code == 0, first.err
+    first = command(*ask, "--seed=1").ok()
     assert first.out.startswith("def ")
     assert len(first.out) > len("def \n")
     assert command(*ask, "--seed=1").out == first.out
@@ -222,8 +217,7 @@ def test_help_of_a_key_and_of_everything(command: Command):
     for key in ("--model.hidden_size", "--optim.learning_rate", "--data", "--trainer.max_steps", "--run", "--resume"):
         assert key in everything.out, key
     assert "--axes" in command("sweep", "--help", "axes").out
-    wrong = command("fit", "--help", "modle")
-    assert wrong.code == 2
+    wrong = command("fit", "--help", "modle").refused()
     assert wrong.err.startswith("error: --help modle: no key of fit (keys: seed_everything, ")
 
 
@@ -240,8 +234,7 @@ def test_the_examples_of_help_parse(command: Command, line: str):
 
 
 def test_table_of_mixers(command: Command):
-    table = command("mixers")
-    assert table.code == 0
+    table = command("mixers").ok()
     for name in mixers.names():
         assert f" {name} " in table.out
         assert mixers.entry(name).recurrence[:40] in table.out
@@ -252,8 +245,7 @@ def test_table_of_mixers(command: Command):
 
 
 def test_everything_about_one_mixer(command: Command):
-    page = command("mixers", "GatedDeltaNet")
-    assert page.code == 0
+    page = command("mixers", "GatedDeltaNet").ok()
     assert "arXiv 2412.06464" in page.out
     assert "allow_neg_eigval" in page.out
     config = yaml.safe_load(page.out.partition("in a config\n")[2])
@@ -314,8 +306,7 @@ model:
       first: my_mixers.Forgetful
       second: {class_path: Expanded, init_args: {factor: 2, mixer: {class_path: my_mixers.Forgetful}}}
 """)
-    done = command("fit", "--config", "mine.yaml", "--config", "tiny.yaml", "--run", "mine")
-    assert done.code == 0, done.err
+    done = command("fit", "--config", "mine.yaml", "--config", "tiny.yaml", "--run", "mine").ok()
     assert done.out.count("Forgetful") == 2  # two kinds of layers, as one is expanded
     assert json.loads(Path("runs/mine/results.json").read_text())["status"] == "complete"
     slots = ["--config", "mine.yaml", "--model.stack.first.num_heads=1"]
@@ -505,8 +496,7 @@ def test_a_mistake_is_one_sentence(
 ):
     monkeypatch.chdir(messy)
     before = contents(messy)
-    failed = command(*arguments) if arguments and arguments[0] in VERBS else command("fit", *arguments)
-    assert failed.code == 2
+    failed = command(*arguments) if arguments and arguments[0] in VERBS else command("fit", *arguments).refused()
     (line,) = (line for line in failed.err.splitlines() if line.startswith("error: "))
     assert failed.err.endswith(line + "\n")  # it is the last thing on the screen
     for part in MISTAKES[arguments]:
@@ -522,8 +512,7 @@ def test_a_mistake_is_one_sentence(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root can write everywhere")
 def test_a_folder_that_cannot_be_written(command: Command, desk: Path):
     (desk / "runs").mkdir(mode=0o500)
-    failed = command(*FIT, "--run", "x")
-    assert failed.code == 2
+    failed = command(*FIT, "--run", "x").refused()
     assert "runs/x cannot be created: Permission denied" in failed.err
 
 

@@ -31,8 +31,7 @@ TINY = [
 @pytest.mark.usefixtures("forked_runs")
 def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     configs = ["gdn_h2.yaml", "gla.yaml"]
-    first = command("compare", *configs, *TINY, f"--folder={tmp_path}/out")
-    assert first.code == 0, first.err
+    first = command("compare", *configs, *TINY, f"--folder={tmp_path}/out").ok()
     for name in ("gdn_h2", "gla", "bigram model"):
         assert name in first.out
     assert "out/comparison.png" in first.out
@@ -40,8 +39,7 @@ def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     assert [row["run"] for row in rows] == ["gdn_h2", "gla"]
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 5000
     written = (tmp_path / "out" / "gla" / "metrics.jsonl").stat().st_mtime_ns
-    repeated = command("compare", *configs, *TINY, f"--folder={tmp_path}/out")
-    assert repeated.code == 0
+    command("compare", *configs, *TINY, f"--folder={tmp_path}/out").ok()
     assert (tmp_path / "out" / "gla" / "metrics.jsonl").stat().st_mtime_ns == written
 
 
@@ -55,8 +53,7 @@ def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     ],
 )
 def test_a_mistake_is_named_before_the_first_run(command, tmp_path, arguments, expected) -> None:
-    done = command("compare", *arguments, f"--folder={tmp_path}/out")
-    assert done.code == 2
+    done = command("compare", *arguments, f"--folder={tmp_path}/out").refused()
     assert expected in done.err
     assert not (tmp_path / "out").exists()
 
@@ -88,8 +85,7 @@ def test_without_names_the_plan_comes_first(command, desk, monkeypatch, answer) 
 def test_files_of_somebody_else_are_kept(command, desk, name) -> None:
     (desk / "mine").mkdir()
     (desk / "mine" / name).write_text("years of work")
-    done = command("compare", "gla.yaml", "--config=tiny.yaml", "--folder=mine")
-    assert done.code == 2
+    done = command("compare", "gla.yaml", "--config=tiny.yaml", "--folder=mine").refused()
     assert f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced" in done.err
     assert [path.read_text() for path in (desk / "mine").iterdir()] == ["years of work"]
 
@@ -129,8 +125,7 @@ def recorded(folder: Path) -> dict:
 def test_an_overlay_is_applied_to_every_config(command, desk, overlay) -> None:
     for name in ("gdn_h2", "gla"):
         finished_run(desk / "out" / name)
-    done = command("compare", "gdn_h2.yaml", overlay, "gla.yaml", "--model.num_layers=6", "--folder=out")
-    assert done.code == 0, done.err
+    command("compare", "gdn_h2.yaml", overlay, "gla.yaml", "--model.num_layers=6", "--folder=out").ok()
     runs = recorded(desk / "out")
     assert [*runs] == ["gdn_h2", "gla"]
     assert all(run["model"]["hidden_size"] == 32 and run["model"]["num_layers"] == 6 for run in runs.values())
@@ -140,8 +135,7 @@ def test_an_overlay_is_applied_to_every_config(command, desk, overlay) -> None:
 def test_a_loss_that_is_not_finite_comes_last(command, desk) -> None:
     finished_run(desk / "out" / "gla", None)
     finished_run(desk / "out" / "gdn_h2")
-    done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out")
-    assert done.code == 0, done.err
+    done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out").ok()
     assert 0 < done.out.index("2.500") < done.out.index("not finite")
     assert (desk / "out" / "comparison.png").is_file()
 
@@ -169,8 +163,7 @@ def test_runs_of_different_vocabularies_are_sorted_by_bits_per_byte() -> None:
 def test_a_run_that_fails_is_named_below_the_table_of_the_others(command, desk, monkeypatch) -> None:
     finished_run(desk / "out" / "gla")
     monkeypatch.setattr(commands, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
-    done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out")
-    assert done.code == 2
+    done = command("compare", "gla.yaml", "gdn_h2.yaml", "--config=tiny.yaml", "--folder=out").refused()
     assert "2.500" in done.out
     assert "1 of 2 runs failed: gdn_h2 (exit code 3, see out/gdn_h2.log)" in done.err.splitlines()[-1]
 
@@ -183,6 +176,5 @@ def test_configs_of_runs_whose_names_have_equals_signs(command, desk, monkeypatc
         (desk / name / "config.yaml").write_text((commands.CONFIGS / "gla.yaml").read_text())
         finished_run(desk / "out" / name)
     configs = [f"{name}/config.yaml" for name in names]
-    done = command("compare", *configs, "--config=tiny.yaml", "--folder=out")
-    assert done.code == 0, done.err
+    command("compare", *configs, "--config=tiny.yaml", "--folder=out").ok()
     assert [*recorded(desk / "out")] == names

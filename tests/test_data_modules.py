@@ -108,8 +108,7 @@ def fit(command: Command, desk: Path) -> Callable:
 
 @pytest.mark.slow
 def test_hugging_faces_batches_without_a_tokenizer(fit: Callable, command: Command, desk: Path):
-    done = fit("Counting", "--trainer.max_steps=60", "--optim.learning_rate=0.02", "--optim.warmup_steps=5")
-    assert done.code == 0, done.err
+    fit("Counting", "--trainer.max_steps=60", "--optim.learning_rate=0.02", "--optim.warmup_steps=5").ok()
     row = json.loads((desk / "runs/r/results.json").read_text())
     assert row["val_loss"] < 0.5  # the label of a token is the one after it: log(16) = 2.8, and nothing else to learn
     assert row["tokens_seen"] == 60 * 2 * 33
@@ -125,8 +124,7 @@ def test_hugging_faces_batches_without_a_tokenizer(fit: Callable, command: Comma
 
 
 def test_without_validation_data(fit: Callable, desk: Path):
-    done = fit("NotValidated")
-    assert done.code == 0, done.err
+    fit("NotValidated").ok()
     row = json.loads((desk / "runs/r/results.json").read_text())
     assert (row["status"], row["val_loss"]) == ("complete", None)
 
@@ -134,8 +132,7 @@ def test_without_validation_data(fit: Callable, desk: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MISTAKES)
 def test_what_is_missing_is_one_sentence(fit: Callable, name: str):
-    done = fit(name)
-    assert done.code == 2
+    done = fit(name).refused()
     assert done.err.splitlines()[-1].startswith(f"error: {MISTAKES[name]}")
 
 

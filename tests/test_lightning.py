@@ -53,8 +53,7 @@ def speaker(desk: Path) -> tuple[str, ...]:
 def test_a_callback_prints_whatever_the_progress_bar(
     command: Command, speaker: tuple[str, ...], options: tuple[str, ...]
 ):
-    done = command(*speaker, *options)
-    assert done.code == 0, done.err
+    done = command(*speaker, *options).ok()
     said = done.out + done.err  # a tqdm bar may be on either
     assert all(f"step no. {step}" in said for step in (1, 2, 3, 4))
     assert ("training" in done.err) == (options == ())  # our bar
@@ -62,8 +61,7 @@ def test_a_callback_prints_whatever_the_progress_bar(
 
 @pytest.mark.slow
 def test_lightnings_rich_bar_takes_the_place_of_ours(command: Command):
-    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.RichProgressBar", "--run=r")
-    assert done.code == 0, done.err
+    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.RichProgressBar", "--run=r").ok()
     assert "training" not in done.err
 
 
@@ -79,8 +77,7 @@ def test_our_bar_is_lightnings():
 @pytest.mark.slow
 def test_no_checkpoints_no_logger_no_summary(command: Command, desk: Path):
     off = ("enable_checkpointing", "logger", "enable_model_summary")
-    done = command(*FIT, *(f"--trainer.{key}=false" for key in off), "--run=r")
-    assert done.code == 0, done.err
+    done = command(*FIT, *(f"--trainer.{key}=false" for key in off), "--run=r").ok()
     assert not (desk / "runs" / "r" / "checkpoints").exists()
     assert not (desk / "runs" / "r" / "metrics.jsonl").exists()
     assert "whole model" not in done.out
@@ -90,15 +87,13 @@ def test_no_checkpoints_no_logger_no_summary(command: Command, desk: Path):
 
 @pytest.mark.slow
 def test_a_table_of_lightnings_takes_the_place_of_ours(command: Command, desk: Path):
-    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.ModelSummary", "--trainer.max_steps=1", "--run=r")
-    assert done.code == 0, done.err
+    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.ModelSummary", "--trainer.max_steps=1", "--run=r").ok()
     assert "whole model" not in done.out
 
 
 @pytest.mark.slow
 def test_runs_lie_in_the_root_dir(command: Command, desk: Path):
-    done = command(*FIT, "--trainer.default_root_dir=elsewhere", "--run=r", "--trainer.max_steps=1")
-    assert done.code == 0, done.err
+    command(*FIT, "--trainer.default_root_dir=elsewhere", "--run=r", "--trainer.max_steps=1").ok()
     assert (desk / "elsewhere" / "r" / "checkpoints" / "last.ckpt").is_file()
     assert not (desk / "runs").exists()
     assert command("fit", "--resume=elsewhere/r", "--trainer.max_steps=2").code == 0
@@ -119,8 +114,7 @@ def test_the_table_of_a_profiler_is_shown(desk: Path, shared_cache: Path):
 def test_epochs_give_the_schedule_its_length(command: Command, desk: Path):
     """Two epochs of a cosine; continued within the second, it ends as the run that was never stopped."""
     epochs = ("--trainer.limit_train_batches=2", "--trainer.max_steps=-1", "--trainer.max_epochs=2")
-    done = command(*FIT, *epochs, "--optim.warmup_steps=1", "--checkpoints.keep_every_n_steps=1", "--run=whole")
-    assert done.code == 0, done.err
+    command(*FIT, *epochs, "--optim.warmup_steps=1", "--checkpoints.keep_every_n_steps=1", "--run=whole").ok()
     rows = [json.loads(line) for line in (desk / "runs/whole/metrics.jsonl").read_text().splitlines()]
     rates = [row["learning_rate"] for row in rows if "learning_rate" in row]
     assert rates[0] == rates[1] > rates[2] > rates[3]
@@ -150,8 +144,7 @@ def test_ckpt_path_is_the_checkpoint(command: Command, finished: Path, verb: str
 def test_what_cannot_be_honoured_is_refused(command: Command, setting: str):
     if setting == "strategy=deepspeed":
         pytest.importorskip("deepspeed")
-    done = command(*FIT, *(f"--{each}" for each in f"trainer.{setting}".split("|")))
-    assert done.code == 2
+    done = command(*FIT, *(f"--{each}" for each in f"trainer.{setting}".split("|"))).refused()
     assert done.err.splitlines()[-1].startswith(f"error: {REFUSED[setting]}")
 
 
@@ -183,8 +176,7 @@ def test_a_fraction_of_an_epoch(command: Command, desk: Path):
         "--trainer.check_val_every_n_epoch=1",
         "--trainer.limit_train_batches=4",
     )
-    done = command(*FIT, *half, "--run=r")
-    assert done.code == 0, done.err
+    command(*FIT, *half, "--run=r").ok()
     rows = [json.loads(line) for line in (desk / "runs/r/metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "val_loss" in row] == [1, 3]  # after two steps and after four
 
@@ -192,8 +184,7 @@ def test_a_fraction_of_an_epoch(command: Command, desk: Path):
 @pytest.mark.slow
 def test_a_callback_whose_defaults_are_names(command: Command, desk: Path):
     """`Timer` has a member of an enumeration as a default, which the run's config must hold."""
-    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.Timer", "--trainer.max_steps=1", "--run=r")
-    assert done.code == 0, done.err
+    command(*FIT, f"--trainer.callbacks={CALLBACKS}.Timer", "--trainer.max_steps=1", "--run=r").ok()
     assert "interval: step" in (desk / "runs/r/config.yaml").read_text()
 
 

@@ -28,8 +28,7 @@ def small(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
-    shown = command("sweep", "--config", "small.yaml", "--dry-run", "--model.hidden_size=16")
-    assert shown.code == 0, shown.err
+    shown = command("sweep", "--config", "small.yaml", "--dry-run", "--model.hidden_size=16").ok()
     assert "factor=1" in shown.out
     assert "256" in shown.out  # 2 heads · 8²: one layer's state times two
     assert not (small / "runs").exists()
@@ -39,8 +38,7 @@ def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
 def test_files_of_somebody_else_are_kept(command, small, name) -> None:
     (small / "mine").mkdir()
     (small / "mine" / name).write_text("years of work")
-    done = command("sweep", "--config", "small.yaml", "--folder=mine")
-    assert done.code == 2
+    done = command("sweep", "--config", "small.yaml", "--folder=mine").refused()
     expected = f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced; move it, or"
     assert expected in done.err
     assert [path.read_text() for path in (small / "mine").iterdir()] == ["years of work"]
@@ -60,8 +58,7 @@ def test_the_list_of_runs_of_somebody_else_is_kept(tmp_path) -> None:
 @pytest.mark.usefixtures("forked_runs")
 def test_a_sweep_and_the_same_again(command, small) -> None:
     options = ["--trainer.max_steps=2", "--trainer.val_check_interval=2"]
-    first = command("sweep", "--config", "small.yaml", *options, "--jobs=2")
-    assert first.code == 0, first.err
+    first = command("sweep", "--config", "small.yaml", *options, "--jobs=2").ok()
     folder = small / "runs" / "small"
     with (folder / "sweep.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -70,8 +67,7 @@ def test_a_sweep_and_the_same_again(command, small) -> None:
     assert rows[0]["val_loss"][:5] in first.out
     assert (folder / "sweep.png").stat().st_size > 5000
     before = (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns
-    repeated = command("sweep", "--config", "small.yaml", *options)
-    assert repeated.code == 0
+    command("sweep", "--config", "small.yaml", *options).ok()
     assert (folder / "factor=1,seed=0" / "metrics.jsonl").stat().st_mtime_ns == before
     other = command("sweep", "--config", "small.yaml", "--trainer.max_steps=3", "--trainer.val_check_interval=2")
     assert other.code == 2
@@ -84,8 +80,7 @@ def test_runs_that_fail_a_gate_are_named(command, small) -> None:
         folder = small / "runs" / "small" / f"factor={factor},seed=0"
         folder.mkdir(parents=True)
         write_sealed(folder / "results.json", {"status": "complete", "val_loss": loss, "state_size": 256})
-    done = command("sweep", "--config", "small.yaml", "--gates=[{numbers: [val_loss], at_most: 2.7}]")
-    assert done.code == 0, done.err
+    done = command("sweep", "--config", "small.yaml", "--gates=[{numbers: [val_loss], at_most: 2.7}]").ok()
     assert "1 run fails a gate, so read the rest with care: 1, seed 0: val_loss is 3, above 2.7" in done.out
     done = command("sweep", "--config", "small.yaml", "--gates=[{numbers: [val_loss], at_most: 3.5}]")
     assert "gate," not in done.out
@@ -108,8 +103,7 @@ def test_runs_that_fail_a_gate_are_named(command, small) -> None:
     ],
 )
 def test_a_mistake_is_named_before_the_first_run(command, small, arguments, expected) -> None:
-    done = command("sweep", *arguments)
-    assert done.code == 2
+    done = command("sweep", *arguments).refused()
     assert expected in done.err
     assert len(done.err.splitlines()) == 1
     assert not (small / "runs").exists()

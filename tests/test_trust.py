@@ -256,8 +256,7 @@ def test_a_run_runs_reads_and_writes_nothing(command: Command, theirs: Path, wha
     said = "last.ckpt was not written by you, and its data, trainer and callbacks would be built"
     refuse_all(command, [verb for verb in verbs if verb != "generate"], said)
     if "generate" in verbs:  # which needs the model only
-        done = command(*VERBS["generate"])
-        assert done.code == 0, done.err
+        command(*VERBS["generate"]).ok()
     nothing_ran()
 
 
@@ -271,8 +270,7 @@ def test_the_model_of_a_run_of_somebody_else_is_used(command: Command, theirs: P
         assert "if you trust who wrote it, add --trust" in done.err
     for verb in OF_MODELS:
         assert command(*VERBS[verb]).code == 0
-    done = command(*FIT[:1], *FIT[3:], "--optim.initial_weights=theirs", "--run", "mine")
-    assert done.code == 0, done.err
+    command(*FIT[:1], *FIT[3:], "--optim.initial_weights=theirs", "--run", "mine").ok()
     assert command(*VERBS["validate"], "--trust").code == 0
 
 
@@ -522,8 +520,7 @@ def own(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("my_mixer", "my_callback"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     inputs = ("--config", "my.yaml", "--model.stack.second=my_mixer.MyMixer", "--data.vocab_size=300")
-    done = command(*FIT, *inputs, "--run", "mine")
-    assert done.code == 0, done.err
+    command(*FIT, *inputs, "--run", "mine").ok()
     for name in ("my_mixer", "my_callback"):
         monkeypatch.delitem(sys.modules, name)
     return desk / "runs" / "mine"

@@ -91,10 +91,7 @@ def test_two_processes_are_measured_and_train_as_one(measured: tuple[Report, lis
     report, ways = measured
     actual = record(report.folder)
     assert not report.failed
-    assert [(row["way"], row["devices"]) for row in actual["rows"]] == [
-        ("one device", 1),
-        *((way, 2) for way in ways),
-    ]
+    assert [(row["way"], row["devices"]) for row in actual["rows"]] == [("one device", 1), *((way, 2) for way in ways)]
     base, *others = actual["rows"]
     for row in actual["rows"]:
         assert "note" not in row
@@ -154,8 +151,7 @@ def goes(desk: Path, **how: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     goes(fake, ddp_2={"slower": 0.1})
-    done = command(*OPTIONS, "--ways=[ddp]", "--devices=[4,2]", "--steps=20")
-    assert done.code == 0, done.err
+    done = command(*OPTIONS, "--ways=[ddp]", "--devices=[4,2]", "--steps=20").ok()
     actual = record(fake / "runs/multi-device")
     speeds = [(row["devices"], row["tokens_per_second"], row["efficiency"]) for row in actual["rows"]]
     assert speeds == [
@@ -170,8 +166,7 @@ def test_speed_is_of_the_steps_after_the_first(fake: Path, command: Command):
     assert [row["communication_ms"] for row in actual["rows"]] == [None, pytest.approx(20), pytest.approx(20)]
     assert "waits" in done.out
     assert "GiB" not in done.out
-    repeated = command(*OPTIONS, "--ways=[ddp]", "--devices=[2]", "--curves=false")
-    assert repeated.code == 0, repeated.err
+    command(*OPTIONS, "--ways=[ddp]", "--devices=[2]", "--curves=false").ok()
     actual = record(fake / "runs/multi-device")
     assert actual["references"] == []
     assert actual["rows"][1]["loss_difference"] is None
@@ -184,8 +179,7 @@ def test_gpus_have_memory(fake: Path, command: Command, monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "A GPU")
     options = [option for option in OPTIONS if option != "--accelerator=cpu"]
-    done = command(*options, "--ways=[ddp,zero3]", "--precision=bf16-mixed")
-    assert done.code == 0, done.err
+    done = command(*options, "--ways=[ddp,zero3]", "--precision=bf16-mixed").ok()
     actual = record(fake / "runs/multi-device")
     assert actual["device"] == "A GPU"
     assert [row["devices"] for row in actual["rows"]] == [1, 2, 2, 4, 4]
@@ -227,8 +221,7 @@ def test_other_losses_are_wrong(fake: Path, command: Command):
 )
 def test_a_run_that_fails_is_a_row_with_a_note(fake: Path, command: Command, says: str, note: str):
     goes(fake, zero1_2={"says": says})
-    done = command(*OPTIONS, "--ways=[zero1,zero2]", "--devices=[2]")
-    assert done.code == 0, done.err
+    command(*OPTIONS, "--ways=[zero1,zero2]", "--devices=[2]").ok()
     _, failed, fine = record(fake / "runs/multi-device")["rows"]
     assert failed["note"] == f"exit code 1: {note}"
     assert "tokens_per_second" not in failed
@@ -240,8 +233,7 @@ def test_a_run_that_fails_is_a_row_with_a_note(fake: Path, command: Command, say
 def test_without_a_base_there_is_no_efficiency(fake: Path, command: Command):
     memory = {"says": "torch.OutOfMemoryError: CUDA out of memory."}
     goes(fake, one_device=memory, reference_2=memory)
-    done = command(*OPTIONS, "--ways=[ddp,context_parallel]", "--devices=[2]")
-    assert done.code == 0, done.err
+    done = command(*OPTIONS, "--ways=[ddp,context_parallel]", "--devices=[2]").ok()
     base, *others = record(fake / "runs/multi-device")["rows"]
     assert "CUDA out of memory" in base["note"]
     for row in others:
@@ -296,8 +288,7 @@ def alive(process: int) -> bool:
 @pytest.mark.slow
 def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
     (fake / "mine/fits").mkdir(parents=True)
-    done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine")
-    assert done.code == 2
+    done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine").refused()
     assert "folder: mine/fits exists and does not belong to a benchmark" in done.err
 
 
@@ -305,8 +296,7 @@ def test_a_folder_of_somebody_else_is_left_alone(fake: Path, command: Command):
 def test_only_runs_of_a_benchmark_are_removed(fake: Path, command: Command):
     (fake / "mine/fits/notes").mkdir(parents=True)
     (fake / "mine/bench.json").write_text('{"kind": "scaling", "device": "cpu", "rows": []}')
-    done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine")
-    assert done.code == 2
+    done = command(*OPTIONS, "--ways=[ddp]", "--folder=mine").refused()
     assert "folder: mine/fits/notes is not a run of a benchmark" in done.err
     assert (fake / "mine/fits/notes").is_dir()
 
@@ -334,8 +324,7 @@ def test_a_mistake_is_one_sentence(
     command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
 ):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = command(*OPTIONS, *arguments)
-    assert done.code == 2
+    done = command(*OPTIONS, *arguments).refused()
     assert expected in done.err
     assert len(done.err.splitlines()) == 1
     assert not (desk / "runs").exists()

@@ -31,8 +31,7 @@ def done(finished: Path, desk: Path) -> str:
 
 @pytest.mark.slow
 def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> None:
-    actual = command("evaluate", "--checkpoint", done, "--tasks=perplexity", "--lengths=[32,96]", "--samples=4")
-    assert actual.code == 0, actual.err
+    actual = command("evaluate", "--checkpoint", done, "--tasks=perplexity", "--lengths=[32,96]", "--samples=4").ok()
     assert "perplexity" in actual.out
     folder = desk / "evaluations" / "done"
     names = {path.name for path in folder.iterdir()}
@@ -54,8 +53,7 @@ def test_rows_table_and_pictures(done: str, command: Command, desk: Path) -> Non
 
 @pytest.mark.slow
 def test_needles_that_were_never_trained(done: str, command: Command, desk: Path) -> None:
-    shown = command("evaluate", "--checkpoint", done, "--tasks=passkey", "--lengths=[256]", "--samples=1")
-    assert shown.code == 0, shown.err
+    shown = command("evaluate", "--checkpoint", done, "--tasks=passkey", "--lengths=[256]", "--samples=1").ok()
     hint = "done: trained on text without needles, which teaches no recall; train with --config data/needles.yaml"
     assert hint in shown.out.splitlines()
     shown = command("evaluate", "--checkpoint", done, "--tasks=mqar", "--lengths=[16]", "--samples=1")
@@ -113,8 +111,7 @@ def test_several_models_side_by_side_and_nothing_measured_twice(
     with open("both/rows.jsonl", "a") as file:
         file.write('{"key": "half a li')  # as a killed process leaves it
     arguments = ["--checkpoint", done, "--checkpoint", "copy", "--tasks=perplexity", "--lengths=[32,96]", "--samples=4"]
-    actual = command("evaluate", *arguments, "--output=both", "--device=cpu")
-    assert actual.code == 0, actual.err
+    command("evaluate", *arguments, "--output=both", "--device=cpu").ok()
     assert [(name, cell["length"]) for name, cell in measured[2:]] == [("copy", 32), ("copy", 96)]
     lines = [json.loads(line) for line in Path("both/rows.jsonl").read_text().splitlines()]
     assert len(lines) == 4
@@ -164,8 +161,7 @@ def test_seeds_are_shown_as_one_model(done: str, desk: Path, command: Command) -
     for name in ("mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"):
         shutil.copytree(done, desk / "runs" / name)
     options = ["--tasks=perplexity", "--lengths=[32,96]", "--samples=4", "--device=cpu", "--output=out"]
-    actual = command("evaluate", "--checkpoint=runs/mixer=*", *options, "--average_seeds=true")
-    assert actual.code == 0, actual.err
+    actual = command("evaluate", "--checkpoint=runs/mixer=*", *options, "--average_seeds=true").ok()
     assert re.findall(r"mixer=\w\S*", actual.out) == ["mixer=a", "mixer=b"]
     rows = zoo.evaluate("runs/mixer=*", **OPTIONS, output="out", average_seeds=True, verbose=False)
     assert {row["model"] for row in rows} == {"mixer=a,seed=0", "mixer=a,seed=1", "mixer=b,seed=0"}
@@ -201,8 +197,7 @@ def test_many_heatmaps_are_in_several_rows() -> None:
 
 
 def test_the_list_of_tasks(command: Command) -> None:
-    actual = command("evaluate", "--tasks=list")
-    assert actual.code == 0, actual.err
+    actual = command("evaluate", "--tasks=list").ok()
     assert "perplexity" in actual.out
     assert "a tokenizer" in actual.out
 

@@ -66,8 +66,7 @@ def staged(desk: Path, taught: Path, forked_runs: None) -> list[str]:
 def test_stopped_in_each_stage_and_before_the_first(
     command: Command, desk: Path, shared_cache: Path, staged: list[str]
 ):
-    whole = command(*staged, STAGES, "--output=whole")
-    assert whole.code == 0, whole.err
+    whole = command(*staged, STAGES, "--output=whole").ok()
     rows = [line.split() for line in whole.out.splitlines() if line.split()[:1] and line.split()[0] in LOSSES]
     assert [row[0] for row in rows] == LOSSES
 
@@ -99,8 +98,7 @@ def test_stopped_in_each_stage_and_before_the_first(
     assert stopped((desk / "reached").exists, signal.SIGINT, STOP_IN="distil_logits") == 130
     assert json.loads((desk / "student" / "distil_logits" / "results.json").read_text())["status"] == "interrupted"
     assert stopped((desk / "reached").exists, signal.SIGKILL, STOP_IN="longer") == -signal.SIGKILL
-    done = command(*staged, STAGES, "--output=student")
-    assert done.code == 0, done.err
+    done = command(*staged, STAGES, "--output=student").ok()
     assert done.out.splitlines()[-12:] == whole.out.replace("whole", "student").splitlines()[-12:]
     for name in ("student", "distil_layers", "distil_logits", "longer"):
         states = [zoo.load(desk / output / name).state_dict() for output in ("whole", "student")]
@@ -110,8 +108,7 @@ def test_stopped_in_each_stage_and_before_the_first(
 @pytest.mark.slow
 def test_another_command_is_refused(command: Command, desk: Path, taught: Path, staged: list[str]):
     staged += ["--stages=[train/distil_layers.yaml,longer.yaml]", "--trainer.max_steps=1", "--output=student"]
-    first = command(*staged)
-    assert first.code == 0
+    first = command(*staged).ok()
     logs = {file.name: file.read_text() for file in (desk / "student").glob("*.log")}
     again = command(*staged)  # nothing is left to train
     assert again.code == 0
@@ -119,8 +116,7 @@ def test_another_command_is_refused(command: Command, desk: Path, taught: Path, 
     assert logs == {file.name: file.read_text() for file in (desk / "student").glob("*.log")}
 
     def refused(*change: str) -> str:
-        failed = command(*staged, *change)
-        assert failed.code == 2
+        failed = command(*staged, *change).refused()
         return failed.err
 
     other = "output: student/student was made by another command, whose"
@@ -160,8 +156,7 @@ def test_mistakes_before_anything_is_written(
 ):
     (desk / "full").mkdir()
     (desk / "full" / "mine").touch()
-    failed = command(*staged, "--output=student", *change)
-    assert failed.code == 2
+    failed = command(*staged, "--output=student", *change).refused()
     assert message in failed.err
     assert failed.err.count("\n") == 1
     assert [path.name for path in (desk / "full").iterdir()] == ["mine"]
@@ -177,13 +172,11 @@ def test_a_mistake_in_a_stage_is_corrected(command: Command, desk: Path, staged:
         ("optim: {initial_weights: null}", "stages: longer.yaml sets optim.initial_weights to None, but it is student"),
     ):
         stage.write_text(text)
-        failed = command(*staged, STAGES, "--output=student")
-        assert failed.code == 2
+        failed = command(*staged, STAGES, "--output=student").refused()
         assert message in failed.err
         assert not (desk / "student" / "distil_layers").exists()
     stage.write_text("trainer: {max_steps: 1}")
-    done = command(*staged, "--stages=[longer.yaml]", "--output=student")
-    assert done.code == 0, done.err
+    command(*staged, "--stages=[longer.yaml]", "--output=student").ok()
     assert zoo.load_tokenizer(desk / "student" / "longer").vocab_size == 512
 
 
@@ -192,14 +185,12 @@ def test_checkpoints_of_others(hub: Hub, command: Command, desk: Path, taught: P
     """A run of someone else is refused; a public folder has nothing but a model and a tokenizer."""
     zoo.export(taught, desk / "theirs")
     (desk / "theirs" / "hashes.json").unlink()  # which holds the signature
-    failed = command(*staged, "--checkpoint=theirs", STAGES, "--output=student")
-    assert failed.code == 2
+    failed = command(*staged, "--checkpoint=theirs", STAGES, "--output=student").refused()
     assert "theirs was not written by you, and each stage would build its data, trainer and callbacks" in failed.err
     assert not (desk / "student").exists()
     public = zoo.convert(taught, desk / "public", to="huggingface")
     stages = ("--config=tiny.yaml", "--trainer.max_steps=1", "--stages=[train/distil_logits.yaml]")
-    done = command(*staged, f"--checkpoint={public}", *stages, "--output=student")
-    assert done.code == 0, done.err
+    done = command(*staged, f"--checkpoint={public}", *stages, "--output=student").ok()
     assert "distil_logits" in done.out
     zoo.convert("student/distil_logits", "wrapped", to="transformers")
     assert zoo.statex("student/distil_logits", "larger", layers=[0]).folder.is_dir()
@@ -212,6 +203,5 @@ def test_checkpoints_of_others(hub: Hub, command: Command, desk: Path, taught: P
 
 
 def test_a_teacher_with_other_tokens(command: Command, desk: Path, taught: Path):
-    failed = command(*FIT, "--data.vocab_size=300", f"--teacher.checkpoint={taught}")
-    assert failed.code == 2
+    failed = command(*FIT, "--data.vocab_size=300", f"--teacher.checkpoint={taught}").refused()
     assert f"data.tokenizer: {taught} was trained with another tokenizer than that of the data" in failed.err

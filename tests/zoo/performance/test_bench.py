@@ -235,9 +235,7 @@ def test_a_small_model_heats_a_gpu_for_a_hundred_steps(monkeypatch: pytest.Monke
     steps: list[None] = []
     monkeypatch.setattr("zoo.performance.training.time", types.SimpleNamespace(perf_counter=lambda: len(steps) / 1e3))
     learner = types.SimpleNamespace(
-        step=lambda: steps.append(None),
-        clock=types.SimpleNamespace(between=lambda: None),
-        device=torch.device("cuda"),
+        step=lambda: steps.append(None), clock=types.SimpleNamespace(between=lambda: None), device=torch.device("cuda")
     )
     timed([({}, learner)], 8, types.SimpleNamespace(update=lambda: None))
     assert len(steps) == 100 + 8
@@ -297,8 +295,7 @@ def test_the_check_of_gradients_does_not_hang_on_a_few_first_tokens():
 def test_training(command, desk):
     done = command(
         "bench", "training", "--config", "gated_deltanet.yaml", *SMALL, "--batch_size=2", "--length", "40", "--steps=2"
-    )
-    assert done.code == 0, done.err
+    ).ok()
     actual = record(desk / "runs/bench-training")
     (row,) = actual["rows"]
     parts = row["forward_ms"] + row["backward_ms"] + row["optimiser_ms"]
@@ -314,11 +311,10 @@ def test_training(command, desk):
 
 
 def test_decode(command, desk):
-    done = command(
+    command(
         *("bench", "decode", "--config", "transformer.yaml", *SMALL),
         *("--batch_sizes=[1,3]", "--positions=[8,64]", "--seconds=0.02"),
-    )
-    assert done.code == 0, done.err
+    ).ok()
     rows = record(desk / "runs/bench-decode")["rows"]
     assert [(row["batch_size"], row["position"]) for row in rows] == [(1, 8), (1, 64), (3, 8), (3, 64)]
     assert all(row["ms"] > 0 and row["how"] == "eager" for row in rows)
@@ -369,8 +365,7 @@ def test_a_file_as_the_folder_is_refused_before_anything_is_measured(tmp_path: P
 
 
 def test_without_a_kind_it_lists_them(command):
-    done = command("bench")
-    assert done.code == 0
+    done = command("bench").ok()
     for kind in ("kernels", "training", "decode"):
         assert f"\n  {kind} " in done.out
     assert max(map(len, done.out.splitlines())) <= 100
@@ -411,8 +406,7 @@ def test_a_process_has_an_age():
 )
 def test_a_mistake_is_one_sentence(command, desk, monkeypatch, arguments, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = command("bench", *arguments)
-    assert done.code == 2
+    done = command("bench", *arguments).refused()
     assert expected in done.err
     assert len(done.err.splitlines()) == 1
     assert not (desk / "runs").exists()

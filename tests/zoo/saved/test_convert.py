@@ -24,8 +24,7 @@ from tests.zoo.saved.public.public_folder import VOCABULARY, tensors, write
 @pytest.mark.slow
 def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
     write(desk / "theirs")
-    done = command("convert", "--checkpoint", "theirs", "--output", "ours/")
-    assert done.code == 0, done.err
+    command("convert", "--checkpoint", "theirs", "--output", "ours/").ok()
     assert sorted(file.name for file in (desk / "ours").iterdir()) == [
         "config.yaml",
         "hashes.json",
@@ -37,8 +36,7 @@ def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
     for folder in ("ours", "theirs"):
         done = command("generate", "--checkpoint", folder, "--prompt", "a", "--max_new_tokens=4", "--temperature=0")
         assert done.code == 0, done.err
-    done = command("evaluate", "--checkpoint", "ours", "--tasks=throughput", "--lengths=[32]", "--samples=1")
-    assert done.code == 0, done.err
+    command("evaluate", "--checkpoint", "ours", "--tasks=throughput", "--lengths=[32]", "--samples=1").ok()
 
 
 @pytest.mark.slow
@@ -86,8 +84,7 @@ def test_a_converted_model_is_trained_on(command: Command, desk: Path):
     initial = ("--optim.initial_weights=ours", "--data.tokenizer=ours")
     steps = ("--trainer.max_steps=1", "--trainer.limit_val_batches=1", "--trainer.accelerator=cpu")
     configs = ("--config", "ours/config.yaml", "--config", "data.yaml", "--run", "more")
-    done = command("fit", *configs, *initial, *steps, "--optim.learning_rate=1e-12")
-    assert done.code == 0, done.err
+    command("fit", *configs, *initial, *steps, "--optim.learning_rate=1e-12").ok()
     before, after = zoo.load("ours").state_dict(), zoo.load("runs/more").state_dict()
     assert all(torch.allclose(after[name], tensor, atol=1e-9) for name, tensor in before.items())
 
@@ -96,8 +93,7 @@ def test_training_with_another_tokenizer_is_refused(command: Command, desk: Path
     zoo.convert(write(desk / "theirs"), desk / "ours")
     (desk / "data.yaml").write_text("data: {sequence_length: 32, batch_size: 2, max_characters: 20000}")
     configs = ("--config", "ours/config.yaml", "--config", "data.yaml", "--run", "more")
-    done = command("fit", *configs, "--optim.initial_weights=ours", "--trainer.accelerator=cpu")
-    assert done.code == 2
+    done = command("fit", *configs, "--optim.initial_weights=ours", "--trainer.accelerator=cpu").refused()
     assert "data.tokenizer: ours was trained with another tokenizer" in done.err
     assert not (desk / "runs").exists()
 
@@ -110,8 +106,7 @@ def test_there_and_back_in_shards(command: Command, desk: Path):
     shards = sorted((desk / "ours").glob("model-*.safetensors"))
     assert len(shards) > 3
     assert all(file.stat().st_size < 24_000 for file in shards)
-    done = command("convert", "--checkpoint", "ours", "--to=fla", "--output", "back")
-    assert done.code == 0, done.err
+    command("convert", "--checkpoint", "ours", "--to=fla", "--output", "back").ok()
     actual = load_file(desk / "back" / "model.safetensors")
     assert actual.keys() == weights.keys()
     assert all(
@@ -129,8 +124,7 @@ def test_a_run_is_converted(command: Command, desk: Path):
     )
     run = ("--config", "./gla.yaml", "--config", "tiny.yaml", "--run", "first", "--trainer.max_steps=1")
     assert command("fit", *run, "--trainer.val_check_interval=1").code == 0
-    done = command("convert", "--checkpoint", "runs/first", "--to=fla", "--output", "for-fla/")
-    assert done.code == 0, done.err
+    command("convert", "--checkpoint", "runs/first", "--to=fla", "--output", "for-fla/").ok()
     prompt = torch.randint(0, 512, (1, 9))
     assert torch.equal(zoo.load("for-fla")(prompt)[0], zoo.load("runs/first")(prompt)[0])
     assert zoo.load_tokenizer("for-fla").encode("def") == zoo.load_tokenizer("runs/first").encode("def")
@@ -295,8 +289,7 @@ def test_refusals(case: str, command: Command, desk: Path):
     prepare, message = REFUSED[case]
     prepare(desk)
     before = sorted(desk.rglob("*"))
-    done = command("convert", "--checkpoint", "theirs", "--output", "ours")
-    assert done.code == 2, done.err
+    done = command("convert", "--checkpoint", "theirs", "--output", "ours").refused()
     assert re.search(message, done.err), done.err
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1

@@ -15,8 +15,7 @@ from zoo.saved.export import export
 @pytest.mark.slow
 def test_an_exported_run_is_the_run(command: Command, finished: Path, desk: Path):
     run = finished / "runs" / "done"
-    done = command("export", "--checkpoint", str(run), "--output", "exported")
-    assert done.code == 0, done.err
+    done = command("export", "--checkpoint", str(run), "--output", "exported").ok()
     assert done.out.splitlines() == ["exported", 'next: python cli.py generate --checkpoint exported --prompt "def "']
     assert sorted(path.name for path in (desk / "exported").iterdir()) == [
         "config.yaml",

@@ -49,8 +49,7 @@ def test_what_is_there_is_replaced_only_by_request(command: Command, sources: Pa
     arguments = (verb.split()[0], *VERBS[verb], "--output=new")
     assert command(*arguments).code == 0
     before = files(sources)
-    done = command(*arguments)
-    assert done.code == 2
+    done = command(*arguments).refused()
     assert done.err.count("\n") == 1
     assert "exists already and is a" in done.err
     assert "choose another, or replace it by --overwrite" in done.err
@@ -72,8 +71,7 @@ def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, th
     (sources / "new" / MINE[there]).parent.mkdir(parents=True)
     (sources / "new" / MINE[there]).write_text("mine")
     before = files(sources)
-    done = command(verb.split()[0], *VERBS[verb], "--output=new", "--overwrite")
-    assert done.code == 2
+    done = command(verb.split()[0], *VERBS[verb], "--output=new", "--overwrite").refused()
     assert f"output: new exists already and is {there}, which is never replaced" in done.err
     assert files(sources) == before
 
@@ -94,8 +92,7 @@ def test_nothing_else_is_replaced(command: Command, sources: Path, verb: str, th
 def test_other_models_and_links(command: Command, sources: Path, arguments: tuple[str, ...], message: str):
     (sources / "link").symlink_to(sources / "ours")
     before = files(sources)
-    done = command(*arguments, "--overwrite")
-    assert done.code == 2
+    done = command(*arguments, "--overwrite").refused()
     assert message in done.err
     assert files(sources) == before
 

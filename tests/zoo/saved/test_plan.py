@@ -15,8 +15,7 @@ from tests.zoo.saved.public.public_folder import write
 
 def planned(command: Command, *arguments: str) -> str:
     before = sorted(Path().rglob("*"))
-    done = command("convert", *arguments, "--output", "new", "--dry-run")
-    assert done.code == 0, done.err
+    done = command("convert", *arguments, "--output", "new", "--dry-run").ok()
     assert sorted(Path().rglob("*")) == before
     assert done.out.splitlines()[-1] == "nothing was written"
     return done.out
@@ -69,6 +68,5 @@ def test_a_model_of_ours(command: Command, desk: Path, wide: None):
 
 def test_what_is_refused_is_refused_here(command: Command, desk: Path):
     write(desk / "theirs", window=7)
-    done = command("convert", "--checkpoint", "theirs", "--output", "new", "--dry-run")
-    assert done.code == 2
+    done = command("convert", "--checkpoint", "theirs", "--output", "new", "--dry-run").refused()
     assert "window is 7, which fla_gla does not know" in done.err

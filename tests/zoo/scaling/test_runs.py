@@ -36,8 +36,7 @@ def ladder(desk: Path) -> Path:
 
 @pytest.mark.slow
 def test_a_law_its_table_and_its_picture(command, ladder: Path) -> None:
-    done = command("scaling", "fit", "ladder/", "--method=parametric", "--draws=8", "--output=law/")
-    assert done.code == 0, done.err
+    done = command("scaling", "fit", "ladder/", "--method=parametric", "--draws=8", "--output=law/").ok()
     for word in ("N_opt(C)", "D_opt(C)", "PF-days", "law/laws.json"):
         assert word in done.out
     law = json.loads(Path("law/laws.json").read_text())["laws"][0]
@@ -71,8 +70,7 @@ def test_files_of_somebody_else_are_kept(ladder: Path, name: str, message: str) 
 def test_several_places_and_mixers_that_cross(command, ladder: Path) -> None:
     for i, size in enumerate(SIZES):
         write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=1.6, A=600.0), mixers="Other×2")
-    done = command("scaling", "fit", "ladder", "more", "--draws=4", "--method=parametric")
-    assert done.code == 0, done.err
+    done = command("scaling", "fit", "ladder", "more", "--draws=4", "--method=parametric").ok()
     assert "left out" not in done.out  # runs of the same name in two places are two runs
     written = json.loads((ladder / "law" / "laws.json").read_text())
     assert len(written["laws"]) == 2
@@ -95,8 +93,7 @@ def test_mixers_that_cannot_be_told_apart(command, desk: Path) -> None:
         for i, size in enumerate(SIZES):
             noisy = CHINCHILLA._replace(E=CHINCHILLA.E * np.exp(0.01 * generator.standard_normal()))
             write_run(desk / mixer / f"run{i}", size, law=noisy, mixers=mixer)
-    done = command("scaling", "fit", "M", "Twin", "--draws=8", "--method=parametric")
-    assert done.code == 0, done.err
+    done = command("scaling", "fit", "M", "Twin", "--draws=8", "--method=parametric").ok()
     written = json.loads(Path("M/law/laws.json").read_text())
     low, high = written["crossings"][0]["difference"]
     assert low < 0 < high
@@ -120,8 +117,7 @@ def test_what_a_ladder_lacks_is_named(command, ladder: Path) -> None:
 def test_mixers_that_do_not_cross(command, ladder: Path) -> None:
     for i, size in enumerate(SIZES):
         write_run(ladder.parent / "more" / f"run{i}", size, law=CHINCHILLA._replace(E=2.0), mixers="Worse")
-    done = command("scaling", "fit", "ladder", "more", "--draws=0", "--method=parametric")
-    assert done.code == 0, done.err
+    done = command("scaling", "fit", "ladder", "more", "--draws=0", "--method=parametric").ok()
     (pair,) = json.loads((ladder / "law" / "laws.json").read_text())["crossings"]
     assert (pair["mixers"], pair["flops"], pair["flops_interval"]) == (["M", "Worse"], None, None)
     assert re.search(r"\bM +never Worse +do not cross", done.out)
@@ -161,8 +157,7 @@ def test_each_rule_names_the_run_and_the_reason(command, ladder: Path) -> None:
     killed, damaged = write_run(ladder / "killed", size), write_run(ladder / "damaged", size)
     (killed / "results.json").unlink()
     (damaged / "results.json").write_text("{")
-    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric")
-    assert done.code == 0, done.err
+    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric").ok()
     said = " ".join(done.out.split())
     reasons = {name: reason for name, (_, reason) in bad.items()} | {
         "nan": "it has diverged: its loss at step 30 is not a number",
@@ -181,8 +176,7 @@ def test_variants_of_one_mixer_are_not_taken_for_sizes_of_it(command, ladder: Pa
     for i, size in enumerate(SIZES):
         folder = write_run(ladder / f"no_decay{i}", size, law=CHINCHILLA._replace(E=2.0))
         (folder / "config.yaml").write_text(f"model: {{hidden_size: {i}, stack: {{decay: none}}}}")
-    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric")
-    assert done.code == 0, done.err
+    done = command("scaling", "fit", "ladder", "--draws=0", "--method=parametric").ok()
     said = " ".join(done.out.split())
     assert "left out" not in said  # neither repeats the other
     assert (
@@ -224,8 +218,7 @@ def test_without_scipy_one_sentence_says_what_to_install(command, ladder: Path, 
     [(["scaling"], "plan|fit"), (["scaling", "--help"], "plan|fit"), (["scaling", "fit", "--help"], "--method")],
 )
 def test_help(command, arguments: list[str], expected: str) -> None:
-    done = command(*arguments)
-    assert done.code == 0
+    done = command(*arguments).ok()
     assert expected in done.out
 
 

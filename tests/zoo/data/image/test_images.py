@@ -120,13 +120,10 @@ def test_a_run_on_images_from_elsewhere(command: Command, desk: Path):
     assert done.code == 0, done.err
     assert "accuracy" in done.out
     assert command("validate", "--checkpoint", "runs/mine", "--trust").code == 0
-    done = command("predict", "--checkpoint", "runs/mine", "--output", "losses.jsonl", "--trust")
-    assert done.code == 0, done.err
-    done = command("generate", "--checkpoint", "runs/mine", "--trust")
-    assert done.code == 2
+    command("predict", "--checkpoint", "runs/mine", "--output", "losses.jsonl", "--trust").ok()
+    done = command("generate", "--checkpoint", "runs/mine", "--trust").refused()
     assert done.err == "error: generate: a model with the head Classifier labels sequences and predicts no tokens\n"
-    done = command("evaluate", "--checkpoint", "runs/mine", "--tasks=passkey", "--trust")
-    assert done.code == 2
+    done = command("evaluate", "--checkpoint", "runs/mine", "--tasks=passkey", "--trust").refused()
     assert done.err == "error: evaluate: a model with the head Classifier labels sequences and predicts no tokens\n"
 
 
@@ -143,7 +140,6 @@ def test_a_run_on_images_from_elsewhere(command: Command, desk: Path):
     ],
 )
 def test_parts_that_do_not_fit_are_named_in_one_sentence(options: tuple[str, ...], message: str, command: Command):
-    done = command("fit", "--config", "image/digits.yaml", *TINY, *options)
-    assert done.code == 2
+    done = command("fit", "--config", "image/digits.yaml", *TINY, *options).refused()
     assert done.err.startswith(f"error: {message}")
     assert len(done.err.strip().splitlines()) == 1

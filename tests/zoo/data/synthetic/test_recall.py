@@ -143,8 +143,7 @@ def test_the_command_line(command: Command, desk):
         "--optim.schedule=constant",
     )
     small += ("--trainer.val_check_interval=4", "--trainer.log_every_n_steps=1")
-    done = command(*FIT, *small, "--trainer.max_steps=8", "--run", "whole")
-    assert done.code == 0, done.err
+    done = command(*FIT, *small, "--trainer.max_steps=8", "--run", "whole").ok()
     assert "accuracy, pairs 4" in done.out
     run = desk / "runs" / "whole"
     row = json.loads((run / "results.json").read_text())
@@ -156,15 +155,13 @@ def test_the_command_line(command: Command, desk):
     assert [m["step"] for m in metrics if "val_accuracy_pairs_2" in m] == [3, 7]
     assert not (run / "tokenizer.json").exists()
 
-    validated = command("validate", "--checkpoint", "runs/whole")
-    assert validated.code == 0, validated.err
+    validated = command("validate", "--checkpoint", "runs/whole").ok()
     shown = re.search(r"accuracy, pairs 4\W+([\d.]+)", validated.out)
     assert shown
     assert float(shown[1]) == pytest.approx(100 * four, abs=0.06)
     tested = command("test", "--checkpoint", "runs/whole")
     assert "accuracy, pairs 4" in tested.out, tested.err
-    predicted = command("predict", "--checkpoint", "runs/whole", "--output", "losses.jsonl")
-    assert predicted.code == 0, predicted.err
+    command("predict", "--checkpoint", "runs/whole", "--output", "losses.jsonl").ok()
     rows = [json.loads(line) for line in (desk / "losses.jsonl").read_text().splitlines()]
     asked = Counter((r["loader"], sum(loss is not None for loss in r["losses"])) for r in rows)
     assert asked[0, 2] == asked[1, 4] == 100  # the last batch is filled to nothing, on one device
@@ -189,8 +186,7 @@ def test_wrong_arguments_are_told_in_one_sentence(command: Command):
         "--data.tasks=[{length: x}]": "is not a whole number",
         "--data.tasks=[{length: 8, pairs: 4}]": "data.tasks[0].length is 8; 4 pairs need at least 16 tokens",
     }.items():
-        done = command(*FIT, wrong)
-        assert done.code == 2
+        done = command(*FIT, wrong).refused()
         assert said in done.err
         assert len(done.err.splitlines()) == 1
 
@@ -199,8 +195,7 @@ def test_wrong_arguments_are_told_in_one_sentence(command: Command):
 def test_a_mixer_learns_to_recall(command: Command, desk):
     """And training stops when it can."""
     quick = ("--model.stack.mixer.mixer=DeltaNet", "--trainer.callbacks.stopping_threshold=0.95")
-    done = command(*FIT, *quick, "--run", "run", "--trainer.max_steps=1000")
-    assert done.code == 0, done.err
+    command(*FIT, *quick, "--run", "run", "--trainer.max_steps=1000").ok()
     row = json.loads((desk / "runs" / "run" / "results.json").read_text())
     assert row["val_accuracy"] >= 0.95
     assert (row["status"], row["steps"] < 1000) == ("complete", True)

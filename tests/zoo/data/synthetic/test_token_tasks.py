@@ -215,8 +215,7 @@ SHORT = ("--data.batch_size=4", "--optim.warmup_steps=1", "--trainer.max_steps=2
 
 @pytest.mark.slow
 def test_the_command_line(command: Command, desk):
-    done = command(*FIT, "--config", "recall/mad_fuzzy.yaml", *SHORT, "--run", "fuzzy")
-    assert done.code == 0, done.err
+    command(*FIT, "--config", "recall/mad_fuzzy.yaml", *SHORT, "--run", "fuzzy").ok()
     row = json.loads((desk / "runs" / "fuzzy" / "results.json").read_text())
     assert list(row["val_accuracy_by_task"]) == ["length_128_pairs_4_motif_3"]
     validated = command("validate", "--checkpoint", "runs/fuzzy")

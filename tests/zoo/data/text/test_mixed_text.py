@@ -241,18 +241,15 @@ def test_the_command_line(command: Command, desk: Path, sources: dict[str, Sourc
     small = ("--model.hidden_size=32", "--model.num_heads=1", "--model.num_layers=3", "--data.sequence_length=32")
     small += ("--data.vocab_size=300", "--data.validation_fraction=0.2", "--optim.warmup_steps=1")
     run = ("fit", "--config", "gdn_h2.yaml", "--config", "mixture.yaml", "--trainer.accelerator=cpu", *small)
-    done = command(*run, "--data.sources.bees.weight=2", "--trainer.max_steps=2", "--run", "run")
-    assert done.code == 0, done.err
+    command(*run, "--data.sources.bees.weight=2", "--trainer.max_steps=2", "--run", "run").ok()
     row = json.loads((desk / "runs" / "run" / "results.json").read_text())
     assert row["status"] == "complete"
     assert list(row["val_accuracy_by_task"]) == ["ants", "bees", "cats"]
     weights = configs.read(desk / "runs" / "run" / "config.yaml").data.init_args.sources
     assert {name: source.weight for name, source in weights.items()} == {"ants": 5, "bees": 2, "cats": 2.5}
-    refused = command("fit", "--resume", "run", "--trainer.max_steps=3", "--data.sources.bees.weight=3")
-    assert refused.code == 2
+    refused = command("fit", "--resume", "run", "--trainer.max_steps=3", "--data.sources.bees.weight=3").refused()
     assert "data.sources.bees.weight is 3.0, but the checkpoint was trained with 2.0" in refused.err
-    refused = command("fit", "--resume", "run", "--trainer.max_steps=3", "--data=TextData")
-    assert refused.code == 2
+    refused = command("fit", "--resume", "run", "--trainer.max_steps=3", "--data=TextData").refused()
     assert "data is TextData, but the checkpoint was trained with MixedText" in refused.err
     for wrong, said in {
         "--data.sources.library.weigth=3": "did you mean 'weight'?",
@@ -261,8 +258,7 @@ def test_the_command_line(command: Command, desk: Path, sources: dict[str, Sourc
         "--data.sources={a: {weight: 0}}": "data.sources.a.weight is 0.0; it must be above 0",
         "--data.sources=3": "data.sources",
     }.items():
-        done = command(*FIT, wrong)
-        assert done.code == 2
+        done = command(*FIT, wrong).refused()
         assert said in done.err
         assert len(done.err.splitlines()) == 1
 

@@ -61,8 +61,7 @@ def test_a_run_says_its_loss_and_chooses_by_the_split_alone(command: Command, de
     sets = f"--data.validation_sets={{plays: {{path: {plays}, text_field: body}}}}"
     base = [*FIT, "--trainer.max_steps=2", "--trainer.val_check_interval=1"]
     assert command(*base, "--run", "without").code == 0
-    done = command(*base, sets, "--run", "with")
-    assert done.code == 0, done.err
+    done = command(*base, sets, "--run", "with").ok()
     without, row = (json.loads((desk / "runs" / run / "results.json").read_text()) for run in ("without", "with"))
     loss = row["val_loss_by_task"]["plays"]
     assert row["val_loss"] == without["val_loss"] != loss
@@ -72,8 +71,7 @@ def test_a_run_says_its_loss_and_chooses_by_the_split_alone(command: Command, de
     logged = [line["val_loss_plays"] for line in metrics if "val_loss_plays" in line]
     assert len(logged) == 2
     assert logged[-1] == pytest.approx(loss)
-    again = command("validate", "--checkpoint", "runs/with")
-    assert again.code == 0
+    again = command("validate", "--checkpoint", "runs/with").ok()
     assert "│ validation, plays " in again.out
 
 
@@ -89,8 +87,7 @@ WRONG = {
 @pytest.mark.parametrize("value", WRONG)
 def test_a_mistake_is_one_sentence(value: str, command: Command, desk: Path):
     (desk / "plays.txt").write_text("short")
-    done = command(*FIT, f"--data.validation_sets={value}")
-    assert done.code == 2
+    done = command(*FIT, f"--data.validation_sets={value}").refused()
     assert WRONG[value] in done.err
     assert len(done.err.strip().splitlines()) == 1
     assert "validation_fraction" not in done.err

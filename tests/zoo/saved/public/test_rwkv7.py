@@ -117,8 +117,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
 def test_files_that_are_refused(case: str, command: Command, desk: Path):
     contents, message = REFUSED[case]
     torch.save(contents(), desk / "model.pth")
-    done = command("convert", "--checkpoint=model.pth", "--output=ours")
-    assert done.code == 2
+    done = command("convert", "--checkpoint=model.pth", "--output=ours").refused()
     assert done.err.startswith("error: ")
     assert done.err.count("\n") == 1
     with pytest.raises(zoo.UserError, match=message):
