@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jsonargparse import Namespace
 
 from zoo import config as configs
 from zoo.config.overlays import load_config
@@ -31,7 +32,7 @@ def unchecked_runs(name: str) -> list[Run]:
     """All runs of a sweep, without reading their configs."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Run, "read", lambda run: None)
-        patch.setattr(Run, "check", lambda run: run.sources)
+        patch.setattr(Run, "check", lambda run: Namespace(sources=run.sources, optim=Namespace()))
         return sweep_of(name).runs()
 
 

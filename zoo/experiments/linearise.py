@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -136,14 +137,20 @@ def linearise(
     command = json.loads(json.dumps({"checkpoint": saved.identity, **arguments}))
     make_folder(folder, "output")
     with held_lock(folder / ".lock", f"output: {folder} is in use by another process; wait for it or choose another"):
-        if not student.exists():
-            for left in folder.glob(f".{STUDENT}.*"):  # by a killed process
-                shutil.rmtree(left)
-            files = {ARGUMENTS: json.dumps(command, indent=1)}
-            made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)
-            Console().print(made.report())
-        _check_command(student, command)
-        runs = _runs(folder, str(checkpoint), dict(zip(names, stages, strict=True)), overlays)
+        try:
+            if not student.exists():
+                for left in folder.glob(f".{STUDENT}.*"):  # by a killed process
+                    shutil.rmtree(left)
+                files = {ARGUMENTS: json.dumps(command, indent=1)}
+                made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)
+                Console().print(made.report())
+            _check_command(student, command)
+            runs = _runs(folder, str(checkpoint), dict(zip(names, stages, strict=True)), overlays)
+        finally:
+            if not student.exists():  # nothing was written
+                (folder / ".lock").unlink()
+                with suppress(OSError):
+                    folder.rmdir()
     if failures := Runner(COMMAND, folder, jobs=1, chain=True, option="output").run(runs):
         raise failed(failures, len(runs))
     last = runs[-1].read()

@@ -336,7 +336,7 @@ def _names_checkpoint(item: Item) -> bool:
 def _config_to_resume(checkpoint: Path, trust: bool) -> dict[str, Any]:
     """The config in a checkpoint; the error about a damaged one names another checkpoint of the run that is whole."""
     try:
-        return _config_of(checkpoint, trust)
+        Checkpoint(checkpoint, trust).config  # noqa: B018 - reads the file
     except UserError as error:
         others = sorted(checkpoint.parent.glob("*.ckpt"), key=lambda path: path.stat().st_mtime, reverse=True)
         for other in others:
@@ -347,6 +347,7 @@ def _config_to_resume(checkpoint: Path, trust: bool) -> dict[str, Any]:
         else:
             raise
         raise UserError(str(error).removesuffix("."), "; ", another, " continues from another checkpoint") from error
+    return _config_of(checkpoint, trust)
 
 
 def _unsaved_changes(folder: Path, checkpoint: Path, trust: bool) -> list[str]:

@@ -89,12 +89,13 @@ def test_stopped_in_each_stage_and_before_the_first(
 
     assert stopped((desk / "student").is_dir, signal.SIGINT) == 130
     assert not (desk / "student" / "distil_layers").exists()
-    (desk / "student" / ".student.killed").mkdir()
+    (desk / "student" / ".student.killed").mkdir(parents=True)
     killed = begun(STOP_IN="distil_layers", STOP_WITH=str(int(signal.SIGKILL)))
     said = "".join(killed.communicate(timeout=120))
     assert killed.returncode == 2
     assert "1 of 3 runs failed: distil_layers (exit code -9, see student/distil_layers.log)" in said
     assert not (desk / "student" / "distil_logits").exists()
+    assert not (desk / "student" / ".student.killed").exists()
     assert stopped((desk / "reached").exists, signal.SIGINT, STOP_IN="distil_logits") == 130
     assert json.loads((desk / "student" / "distil_logits" / "results.json").read_text())["status"] == "interrupted"
     assert stopped((desk / "reached").exists, signal.SIGKILL, STOP_IN="longer") == -signal.SIGKILL

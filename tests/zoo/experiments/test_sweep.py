@@ -140,6 +140,11 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
         ({"base": ["gla.yaml", "trainer.min_steps=9", "trainer.max_steps=3"]}, "trainer.min_steps: 9 is above"),
         ({"axes": {"kind": {"a b": None, "a/b": "ablate/expand_4.yaml"}}}, "two values have the same name"),
         ({"axes": {"kind": {"a": None, "b": {}}}}, "axes: kind: a and kind: b have the same config"),
+        ({"axes": {"seed_everything": [0, 1]}}, "axes: seed_everything: 0 and seed_everything: 1 have the same config"),
+        (
+            {"axes": {"optim.learning_rate": [0.1, 0.2]}, "learning_rates": [1e-3]},
+            r"axes: optim\.learning_rate: 0\.1 and optim\.learning_rate: 0\.2 have the same config",
+        ),
         ({"axes": {FACTOR: [1]}, "lines": ["factor"]}, "lines: 'factor' is not one of the axes"),
         ({"also": ["pairs_at_80"]}, "also: 'pairs_at_80' is not a number in results.json; did you mean 'pairs_at_"),
         ({"gates": [Gate(["val_accurcy"], 0.5)]}, "gates.numbers: .* did you mean 'val_accuracy'"),
@@ -149,6 +154,14 @@ def test_the_base_may_have_overlays_and_overrides_come_last():
 def test_mistakes(arguments: dict[str, Any], message: str):
     with pytest.raises(UserError, match=message):
         Sweep(**{"base": "gated_deltanet.yaml"} | arguments).runs()
+
+
+def test_overrides_of_what_the_runs_differ_in():
+    with pytest.raises(UserError, match="seed_everything: the runs of a sweep differ in it; set seeds instead"):
+        Sweep("gla.yaml", seeds=[0, 1]).runs(("seed_everything=5",))
+    with pytest.raises(UserError, match=r"optim\.learning_rate: the runs of a sweep differ in it; set learning_rates"):
+        Sweep("gla.yaml", learning_rates=[1e-3]).runs(("optim.learning_rate=0.1",))
+    assert len(Sweep("gla.yaml").runs(("optim.learning_rate=0.1",))) == 1
 
 
 def test_a_gate_without_numbers_or_bounds():

@@ -60,7 +60,7 @@ def test_documents_of_a_model_are_a_corpus(command: Command, finished: Path, tmp
     texts = [json.loads(line)["text"] for line in (tmp_path / "six.jsonl").read_text().splitlines()]
     assert (written.documents, len(set(texts))) == (6, 6)
     assert 6 < written.tokens <= 6 * 20
-    zoo.generate(run, "def ", count=5, output=tmp_path / "five.jsonl", stop=["e"], **options)
+    zoo.generate(run, "def ", count=5, output=tmp_path / "five.jsonl", stop="e", **options)
     ended = [json.loads(line)["text"] for line in (tmp_path / "five.jsonl").read_text().splitlines()]
     assert all(text.startswith("def ") for text in ended)
     assert not any("e" in text[4:] for text in ended)
@@ -78,6 +78,7 @@ def test_documents_of_a_model_are_a_corpus(command: Command, finished: Path, tmp
         ({"output": "a.jsonl"}, "count, output: documents need both"),
         ({"count": 0, "output": "a.jsonl"}, "count is 0, but must be 1 or more"),
         ({"count": 2, "output": "a.jsonl", "batch_size": 0}, "batch_size is 0, but must be 1 or more"),
+        ({"count": 2, "output": "there.jsonl/a.jsonl"}, "output: "),
         ({"count": 2, "output": "a.txt"}, r"output: a\.txt must end in \.jsonl"),
         ({"count": 2, "output": "there.jsonl"}, r"output: there\.jsonl exists already"),
         (
