@@ -96,7 +96,7 @@ linear_kl = register("linear_kl", _compute, _differentiate, empty)
 
 def prepared(x: Tensor, weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *settings: Any) -> tuple[Any, ...]:
     """The `Arguments` of a call but the last, with inputs in the dtype of autocast."""
-    if (dtype := autocast_dtype(x.device)) is not None:  # which leaves fp64 as it is
+    if (dtype := autocast_dtype(x.device)) is not None:  # fp64 stays fp64
         x, teacher_x = (y if y.dtype == torch.float64 else y.to(dtype) for y in (x, teacher_x))
     learning = torch.is_grad_enabled()
     learns = learning and x.requires_grad, learning and weight.requires_grad

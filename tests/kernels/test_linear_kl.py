@@ -345,3 +345,13 @@ def test_on_device(N: int, D: int, E: int, V: int, dtype: torch.dtype, options: 
     for _ in range(5):
         again = results(a, "triton", **options)
         assert all(torch.equal(again[name], y) for name, y in actual.items())
+
+
+def test_autocast_leaves_fp64():
+    x, weight, other, head = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 8), (11, 8), (3, 8), (11, 8)))
+    labels = torch.zeros(3, dtype=torch.int64)
+    expected = kernels.linear_kl(x, weight, other, head, labels)
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = kernels.linear_kl(x, weight, other, head, labels)
+    assert actual.dtype == torch.float64
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=0)

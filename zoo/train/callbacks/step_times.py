@@ -96,6 +96,9 @@ class LoaderClock(Profiler):
     def describe(self) -> None:
         self.profiler.describe()
 
+    def __del__(self) -> None:
+        """Lightning's would end the profiler, which is used after this object."""
+
 
 class _Batch(NamedTuple):
     before: Mark | None  # end of the previous batch, if only the loader came in between
