@@ -136,15 +136,15 @@ def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize(
-    ("way", "more", "batches", "tolerance"),
+    ("way", "more", "batches"),
     [
-        ("ddp", (), 2, 1e-4),  # of five pairs on H200s, two were bitwise equal, three differed by up to 2e-5
-        ("context_parallel", (), 1, 0),
-        ("context_parallel", ("--activation_checkpointing=1",), 2, 0),
+        ("ddp", (), 2),  # on H200s, two of five pairs were bitwise equal; the cause of the others is not known
+        ("context_parallel", (), 1),
+        ("context_parallel", ("--activation_checkpointing=1",), 2),
     ],
 )
 def test_two_gpus_in_captured_steps(
-    way: str, more: tuple[str, ...], batches: int, tolerance: float, tmp_path: Path, shared_cache: Path
+    way: str, more: tuple[str, ...], batches: int, tmp_path: Path, shared_cache: Path
 ) -> None:
     options = ("--config", f"train/{way}.yaml", f"--trainer.accumulate_grad_batches={batches}", *more)
     processes = {
@@ -152,4 +152,4 @@ def test_two_gpus_in_captured_steps(
         for name, steps in (("eager", EAGER), ("captured", CAPTURED))
     }
     losses = {name: losses_of(each, tmp_path / "runs" / name, name == "captured") for name, each in processes.items()}
-    assert losses["captured"] == pytest.approx(losses["eager"], rel=tolerance, abs=0)
+    assert losses["captured"] == losses["eager"]

@@ -121,14 +121,13 @@ def linearise(
     student, names = folder / STUDENT, config_names(stages)
     if STUDENT in names:
         raise UserError(
-            f"stages: {STUDENT} is the folder of the untrained model; name the config of the stage otherwise"
+            f"stages: {STUDENT} is the folder of the untrained model; give the config of the stage another name"
         )
     overlays = [item if isinstance(item, str) else dump_yaml(load_config(item), one_line=True) for item in configs]
     load_items([*overlays, *stages])  # for the errors of files that do not exist
     parts = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    unfinished = all(
-        name == ".lock" or name.startswith(f".{STUDENT}.") for name in parts
-    )  # empty, or killed while it was written
+    # nothing, or what a call leaves that was killed while it wrote the student
+    unfinished = all(name == ".lock" or name.startswith(f".{STUDENT}.") for name in parts)
     if folder.is_symlink() or not (STUDENT in parts or unfinished):
         check_output(folder, "an exported model", overwrite, checkpoint)
     saved = SavedModel.open(checkpoint, trust)
@@ -164,7 +163,7 @@ def linearise(
 
 
 def _as_named(path: str | Path) -> Path:
-    """A path as the configs of the stages hold it: relative to the working folder if it is in it."""
+    """Return a path as the configs of the stages hold it: relative if it lies in the working folder."""
     named, here = Path(path).expanduser(), Path.cwd()
     return named.relative_to(here) if named.is_absolute() and named.is_relative_to(here) else named
 

@@ -110,8 +110,9 @@ def plan_fit(
     if folder is None or checkpoint is None:
         items = _with_initial_model(items, trust)
     else:
+        saved = _config_to_resume(checkpoint, trust)  # which says what to do about a damaged checkpoint
         unsaved = [] if Path(str(resume)).suffix == ".ckpt" else _unsaved_changes(folder, checkpoint, trust)
-        items = [_config_to_resume(checkpoint, trust), *unsaved, *items]
+        items = [saved, *unsaved, *items]
     config = configs.read(*items)
     check_training(config.trainer)
     if checkpoint is not None:

@@ -73,9 +73,15 @@ def test_the_error_of_a_damaged_checkpoint_names_a_whole_one(desk: Path, finishe
     last.unlink()  # another name of best.ckpt
     last.write_bytes(content[:2000])
     (run / "checkpoints" / "best.ckpt").write_bytes(content[:1000])
+    change = {"step": 1, "tokens": 1, "key": "trainer.max_steps", "from": 1, "to": 2}
+    (run / "history.jsonl").write_text(json.dumps(change) + "\n")
     hint = "resume='runs/done/checkpoints/step-1.ckpt' continues from another checkpoint"
     with pytest.raises(zoo.UserError, match=f"last.ckpt is truncated or not a checkpoint of this project; {hint}"):
         zoo.fit(resume="done")
+    last.write_bytes(content[:-1000] + bytes([content[-1000] ^ 1]) + content[-999:])
+    with pytest.raises(zoo.UserError, match=f"its bytes are not those that were written.*; {hint}"):
+        zoo.fit(resume="done")
+    last.write_bytes(content[:2000])
     older.write_bytes(content[:2000])
     with pytest.raises(zoo.UserError, match=r"last\.ckpt is truncated or not a checkpoint of this project\.$"):
         zoo.fit(resume="done")
