@@ -1,5 +1,6 @@
 """What a terminal shows when something is missing or interrupted: a sentence or nothing, never a traceback."""
 
+import json
 import os
 import re
 import subprocess
@@ -59,6 +60,20 @@ def test_a_reader_that_leaves_ends_generate(command: Command, finished: Path, mo
         done = command("generate", "--checkpoint", str(finished / "runs" / "done"), "--prompt=def", "--device=cpu")
     assert done.code == 141  # as of a process that SIGPIPE ended
     assert done.err == ""
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_reader(desk: Path, shared_cache: Path):
+    process = start(desk, shared_cache, *FIT, "--run=piped", "--trainer.val_check_interval=1")
+    assert process.stdout
+    assert process.stderr
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    err = process.stderr.read()
+    assert process.wait(60) == 0
+    assert "Traceback" not in err
+    assert "warning: nothing reads the output any more; the command continues without it" in err
+    assert json.loads((desk / "runs/piped/results.json").read_text())["status"] == "complete"
 
 
 AT_100_COLUMNS = """
