@@ -39,12 +39,15 @@ def captures_steps(config: Namespace) -> bool:
     return bool(config.cuda_graph or (config.cuda_graph is None and not config.compile))
 
 
-def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = None) -> int | None:
+def vocabulary(
+    config: Namespace, datamodule: "L.LightningDataModule | None" = None, tokens: int | None = None
+) -> int | None:
     """`model.vocab_size`, or the vocabulary size of the data if it is null; None for a model without tokens.
 
     Args:
         config: A parsed config.
         datamodule: Its data module; None builds it if it is needed.
+        tokens: The vocabulary size of the data; None asks the data module, which may train a tokenizer.
 
     Raises:
         UserError: The data has more tokens than the model, or nothing says how many there are.
@@ -56,7 +59,7 @@ def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = N
         if not _needs_data(config.model):
             return size
         datamodule = instantiate("data", config)
-    tokens = vocabulary_of(datamodule)
+    tokens = vocabulary_of(datamodule) if tokens is None else tokens
     if size is None and tokens is None:
         name = type(datamodule).__name__
         raise UserError(f"model.vocab_size: null, but {name} has neither vocab_size nor get_tokenizer(); set it")

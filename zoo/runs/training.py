@@ -19,7 +19,7 @@ from rich.console import Console
 from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, errors_about
-from zoo.checkpoints.format import load_tensors
+from zoo.checkpoints.format import check_weights, load_tensors
 from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
 from zoo.config.trainer import LIMITS, check_trainer, check_training
@@ -186,6 +186,11 @@ def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any]
     if not dry:
         raise UserError(f"on: {on} is for an estimate without training; add ", Option("dry_run", True))
     result, model = forecast(plan.config, on)
+    if plan.checkpoint is not None:
+        saved = Checkpoint(plan.checkpoint)
+        module = Pretraining(model, configs.instantiate("optim", plan.config), config=configs.to_dict(plan.config))
+        module.check_continued(saved.config, saved.step, plan.config.trainer.max_steps)
+        check_weights({f"model.{name}": shape for name, shape in saved.weights.specs.items()}, module, "the checkpoint")
     show(result)
     return plan.folder or RUNS / (plan.name[0] or plan.name[1]), result._asdict(), model
 

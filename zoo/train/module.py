@@ -574,21 +574,30 @@ class Pretraining(L.LightningModule):
         """Refuse a checkpoint that this project did not write, and restore the token count."""
         check_format(checkpoint)
         if is_attached(self) and self.trainer.state.fn == "fit":
-            self._check_data(checkpoint[KEY].get("config"))
-            self._check_optimiser(saved := checkpoint[KEY].get("config"))
-            check_match(self.config, saved)
+            saved = checkpoint[KEY].get("config")
+            self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
+            self.check_continued(saved, self.resumed_at, self.trainer.max_steps)
             if "trainer" in (saved or {}):
                 convert_batches(self.trainer, checkpoint["loops"], saved["trainer"]["accumulate_grad_batches"] or 1)
-            self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
-            if 0 < (steps := self.trainer.max_steps) < self.resumed_at:
-                raise UserError(
-                    f"trainer.max_steps: {steps} is below step {self.resumed_at}, which the run has reached; a number "
-                    f"above {self.resumed_at} trains it further"
-                )
             changed = differences(saved, self.config) if saved and self.config else ()
             kept = [each for each in changed if each[0] != "optim.initial_weights"]
             self.changes = [Change(self.resumed_at, tokens, *each) for each in kept]
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
+
+    def check_continued(self, config: dict[str, Any] | None, step: int, max_steps: int) -> None:
+        """Refuse a checkpoint of a run with another config that this one cannot continue from `step`.
+
+        Raises:
+            UserError: The data, the optimiser or the teacher differs, or `max_steps` are fewer than the run has.
+        """
+        self._check_data(config)
+        self._check_optimiser(config)
+        check_match(self.config, config)
+        if 0 < max_steps < step:
+            raise UserError(
+                f"trainer.max_steps: {max_steps} is below step {step}, which the run has reached; a number above "
+                f"{step} trains it further"
+            )
 
     def _check_data(self, config: dict[str, Any] | None) -> None:
         """Refuse a data module of another class: Lightning would silently start it from the beginning."""

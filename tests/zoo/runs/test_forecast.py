@@ -111,7 +111,8 @@ def test_a_recipe_before_it_is_trained(capsys: pytest.CaptureFixture[str]):
     assert row["shards"] == pytest.approx(2 * row["tokens"] / GIB)
     assert row["checkpoints"] == pytest.approx((2 + 15259 // 5000) * 12 * row["parameters"] / GIB)
     assert {"fla_gla", "transformers"} <= set(row["layouts"])
-    assert row["cautions"] == []
+    (caution,) = row["cautions"]  # the text is not here yet
+    assert re.match(r"data\.(path|tokenizer): .*does not exist; ", caution)
     assert not result.folder.exists()
     printed = capsys.readouterr().out
     assert "8 × A100 80GB" in printed
@@ -160,11 +161,46 @@ def test_data_without_tokens():
         (["data.batch_size=100"], "data.batch_size: 100 counts the rows of all devices, so it must be a multiple of"),
         (["context_parallel=3"], "context_parallel: 3 needs a multiple of 3 devices, not 8"),
         (["train/zero1.yaml", "train/muon.yaml"], "optim.optimizer is Muon, which needs whole matrices"),
+        (["data.vocab_size=40000"], "model.vocab_size: 32000 is smaller than the tokenizer's 40000 tokens"),
+        (["data.sequence_length=0"], "data.sequence_length is 0; it must be at least 1"),
     ],
 )
 def test_it_refuses_what_fit_refuses(items: list[str], message: str):
     with pytest.raises(UserError, match=re.escape(message)):
         zoo.fit("gdn_h2.yaml", "recipe/60m.yaml", *items, dry_run=True, on="8xH100")
+
+
+def test_text_that_is_not_here_yet():
+    def sentences(path: str) -> list[str]:
+        return estimated("gla.yaml", f"data.path={path}", on="H100").cautions
+
+    assert not sentences("embedded:library")
+    with pytest.raises(UserError) as refused:
+        zoo.fit("gla.yaml", "data.path=missing")
+    assert sentences("missing") == [str(refused.value)]
+
+
+def test_a_run_that_cannot_be_continued(finished: Path):
+    run = finished / "runs" / "done"
+    for change in ("model.hidden_size=64", "trainer.max_steps=2", "optim.eps=0.1"):
+        sentences = []
+        for dry in (False, True):
+            with pytest.raises(UserError) as refused:
+                zoo.fit(change, resume=run, dry_run=dry)
+            sentences.append(str(refused.value))
+        assert sentences[0] == sentences[1]
+    assert zoo.fit("trainer.max_steps=8", resume=run, dry_run=True).row["tokens"] == 8 * 2 * 32
+
+
+def test_memory_of_optimisers():
+    def gib(*items: str) -> float:
+        return estimated("gdn_h2.yaml", "recipe/60m.yaml", *items, on="H100").memory["optimiser"]
+
+    model = zoo.build("gdn_h2.yaml", "recipe/60m.yaml", device="meta")
+    assert gib() == gib("optim.optimizer=torch.optim.Adafactor") == pytest.approx(8 * model.num_parameters() / GIB)
+    matrices = sum(p.numel() for p in model.layers.parameters() if p.ndim == 2)
+    assert gib("train/muon.yaml") == pytest.approx((8 * model.num_parameters() - 4 * matrices) / GIB)
+    assert gib("optim.optimizer=torch.optim.SGD") == 0
 
 
 def test_names_of_precisions_and_of_strategies():
@@ -188,8 +224,9 @@ def test_a_teacher_counts(tmp_path: Path):
     student = zoo.linearise(teacher, tmp_path / "student", mixer="GatedDeltaNet", keep=[3]).folder
 
     def of(*items: str) -> Forecast:
-        text = ("data.batch_size=8", "data.sequence_length=512", "trainer.precision=bf16-mixed", "trainer.max_steps=9")
-        return estimated(f"{student}/config.yaml", *text, *items, on="H100")
+        data = ("data=MarkovChain", "data.vocab_size=64", "data.batch_size=8", "data.sequence_length=512")
+        trainer = ("trainer.precision=bf16-mixed", "trainer.max_steps=9")
+        return estimated(f"{student}/config.yaml", *data, *trainer, *items, on="H100")
 
     alone, logits = of(), of(f"teacher.checkpoint={teacher}")
     layers = of(f"teacher.checkpoint={teacher}", "teacher.match=layers")

@@ -118,6 +118,11 @@ class TokenisedText(ResumableData):
                 self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)
         return self._tokenizer
 
+    def check_files(self) -> None:
+        """Raise a UserError if a file of text is missing, or of an unsupported type; none is read."""
+        for corpus in (*self.corpora, *(corpus for _, corpus in self._extra_corpora())):
+            corpus.check_files()
+
     def prepare_data(self) -> None:
         """Tokenise all corpora (once per machine)."""
         for corpus in self.corpora:
