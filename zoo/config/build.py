@@ -14,7 +14,8 @@ from zoo.config.serialise import to_dict
 from zoo.config.signatures import Parameter
 from zoo.data.contract import vocabulary_of
 from zoo.lm.creation import created_on
-from zoo.lm.model import LanguageModel
+from zoo.lm.model import TOLERANCE, LanguageModel
+from zoo.lm.stack import Stack
 from zoo.train.devices import check_device
 
 if TYPE_CHECKING:  # importing it takes three times as long as PyTorch, and a model is built without it
@@ -112,15 +113,30 @@ def from_config(config: Namespace, device: torch.device | str | None = None) -> 
 
 
 def _nearest_depth(config: Namespace) -> int:
-    """Return the number of layers with which a model is closest to its nominal size, counted on the meta device."""
+    """Return the number of layers with which a model is closest to its nominal size, counted on the meta device.
+
+    It is a multiple of the stack's period if one is within the tolerance of that size.
+    """
     if (nominal := config.model.nominal_size) is None:
         raise UserError("model.num_layers: null means the depth closest to model.nominal_size, which is null as well")
     trial, sizes, depth = config.clone(), dict[int, int](), 8
     trial.model.nominal_size = None  # the model would warn of the difference
-    while depth not in sizes:
+    period = built(config.model.stack, Stack).period
+
+    def model_of(depth: int) -> LanguageModel:
         trial.model.num_layers = depth
         model = from_config(trial, "meta")
         sizes[depth] = model.num_parameters()
-        of_layer = sum(p.numel() for p in model.layers.parameters()) / depth
+        return model
+
+    def deviation(depth: int) -> float:
+        return abs(sizes[depth] / nominal - 1)
+
+    while depth not in sizes:
+        of_layer = sum(p.numel() for p in model_of(depth).layers.parameters()) / depth
         depth = max(1, depth + round((nominal - sizes[depth]) / of_layer))
-    return min(sizes, key=lambda number: abs(sizes[number] - nominal))
+    nearest = min(sizes, key=deviation)
+    for multiple in {nearest - nearest % period, nearest + -nearest % period} - {0, *sizes}:
+        model_of(multiple)
+    whole = [depth for depth in sizes if depth % period == 0 and deviation(depth) <= TOLERANCE]
+    return min(whole, key=deviation, default=nearest)

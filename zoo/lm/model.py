@@ -57,7 +57,8 @@ class LanguageModel(nn.Module):
         vocab_size: Number of tokens; null for the tokenizer's, or if there are none.
         hidden_size: Size of the residual stream.
         num_heads: Heads of every mixer that does not set their number.
-        num_layers: Number of blocks; null in a config for the number closest to `nominal_size` parameters.
+        num_layers: Number of blocks; null in a config for the number closest to `nominal_size` parameters, in
+            whole periods of the stack if these are within 3 % of it.
         intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
         position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
