@@ -1,7 +1,8 @@
 """`fit --dry_run`: what a run will need, from its config alone."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -91,7 +92,9 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
         build_schedule(optimizer, optim, steps)  # for the errors that `fit` would raise
     kept = moments(optimizer)
     memory, seconds = (
-        ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card, distillation, train_only, kept)
+        ({}, None)
+        if find_spec("triton") is None
+        else _on_gpu(config, deepcopy(model), devices, card, distillation, kept)
     )
     permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
     saved = _bytes(config.trainer) * (model.num_parameters() + kept) / GIB
@@ -128,23 +131,21 @@ def _distillation(config: Namespace, model: LanguageModel) -> Distillation | Non
 
 def _on_gpu(
     config: Namespace,
+    model: LanguageModel,
     devices: int,
     card: str | None,
     distillation: Distillation | None,
-    train_only: Sequence[str] | None,
     kept: int,
 ) -> tuple[dict[str, float], float | None]:
     """GiB of memory by part on each GPU, and the seconds of a step if the GPU has a name.
 
-    `kept` are the numbers in the state of the optimiser.
+    The model becomes that of the GPU; `kept` are the numbers in the state of its optimiser.
     """
     trainer, data, every = config.trainer, config.data.init_args, config.activation_checkpointing
-    model, shared = configs.from_config(config, "meta"), config.context_parallel
+    shared = config.context_parallel
     teachers = [] if distillation is None else [distillation.teacher]
     for each in [] if trainer.precision == "32-true" else [model, *teachers]:
         each.bfloat16()
-    if train_only is not None:
-        freeze_others(model, train_only)
     for block, forward in [] if every is None else CheckpointedBlocks(every).replaced(model):
         block.forward = forward
     rows = max(data.batch_size * shared // devices, 1)
@@ -216,10 +217,10 @@ def _gpus(on: str, trainer: Namespace) -> tuple[int, str]:
     cards = {card.replace(" ", "-").lower(): card for card in PEAKS}
     number, name = re.fullmatch(r"(?:([1-9][0-9]*)x)?(.*)", on, re.DOTALL).groups()  # type: ignore[union-attr]
     if (card := cards.get(name.lower())) is None:
-        shown = [card.replace(" ", "-") for card in PEAKS]
+        shown, names = [card.replace(" ", "-") for card in PEAKS], "|".join(map(re.escape, cards))
         hint = did_you_mean(name, shown)
-        if swapped := re.fullmatch(r"(.+)x([1-9][0-9]*)", on):
-            hint = f"; did you mean {swapped[2]}x{swapped[1]}?"
+        if typo := re.fullmatch(rf"(\d+)[\Wx]?({names})|({names})[\Wx]?(\d+)", on.lower()):
+            hint = f"; did you mean {typo[1] or typo[4]}x{cards[typo[2] or typo[3]].replace(' ', '-')}?"
         raise UserError(f"on: {on!r} must be a number and a GPU, such as 8xH100{hint}; known are {', '.join(shown)}")
     count = int(number or 1)
     if str(trainer.devices) not in ("auto", "-1") and (configured := device_count(trainer)) != count:

@@ -136,12 +136,19 @@ def test_what_saves_memory():
     [
         ((), "8xFOO", "on: '8xFOO' must be a number and a GPU, such as 8xH100; known are B200, H200"),
         ((), "0xH100", "on: '0xH100' must be"),
+        ((), "2H200", "on: '2H200' must be a number and a GPU, such as 8xH100; did you mean 2xH200?"),
+        ((), "h100x8", "on: 'h100x8' must be a number and a GPU, such as 8xH100; did you mean 8xH100?"),
         (("trainer.devices=4",), "8xH100", "on: 8xH100 has 8 GPUs, but trainer.devices and num_nodes make 4"),
     ],
 )
 def test_gpus_that_cannot_be(items: tuple[str, ...], on: str, sentence: str):
     with pytest.raises(UserError, match=f"^{re.escape(sentence)}"):
         forecast(parsed("gla.yaml", *items), on)
+
+
+def test_a_size_that_is_missed_is_told_once(caplog: pytest.LogCaptureFixture):
+    estimated("gla.yaml", "model.nominal_size=9e6", on="H100")
+    assert caplog.text.count("model.nominal_size is 9.0M parameters") == 1
 
 
 def test_gpus_without_a_dry_run():
