@@ -131,6 +131,9 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
         if not (root_folder := Path(root).expanduser()).exists():
             claims.callback(_remove_empty, root_folder)
         folder = new_run(*plan.name, Path(root))
+    profiled, steps = config.trainer.profiler is not None, config.trainer.max_steps
+    if profiled and plan.checkpoint is not None and 0 < steps <= Checkpoint(plan.checkpoint).step:
+        config.trainer.profiler = None  # PyTorch's fails if no step is left that it could record
     trained = claims.enter_context(claimed(folder, new=plan.checkpoint is None, overwrite=plan.overwrite))
     devices = device_count(config.trainer)
     divide_step(config, devices)
