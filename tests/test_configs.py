@@ -345,6 +345,7 @@ def test_a_recipe_follows_the_rules_in_its_header(size: str):
     assert data.batch_size == 2 ** round(math.log2(0.2920 * flops**0.3271 / data.sequence_length))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "layers"),
     [

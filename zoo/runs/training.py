@@ -31,7 +31,7 @@ from zoo.lm.model import LanguageModel
 from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
 from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
-from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
+from zoo.runs.folder import RUNS, claimed, find_run, folder_of, new_run, run_of
 from zoo.runs.forecast import forecast, show
 from zoo.runs.rows import check_rows, device_count, divide_step
 from zoo.saved.hub import ON_HUB, hub_model
@@ -195,7 +195,7 @@ def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any]
         module.check_continued(saved.config, saved.step, plan.config.trainer.max_steps)
         check_weights({f"model.{name}": shape for name, shape in saved.weights.specs.items()}, module, "the checkpoint")
     show(result)
-    return plan.folder or RUNS / (plan.name[0] or plan.name[1]), result._asdict(), model
+    return plan.folder or folder_of(plan.name[0] or plan.name[1]), result._asdict(), model
 
 
 def plan_evaluation(

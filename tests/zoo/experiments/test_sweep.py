@@ -82,6 +82,7 @@ def test_a_list_of_files_is_labelled_by_their_names():
     ]
 
 
+@pytest.mark.slow
 def test_a_control_that_is_null_is_the_base():
     plan = read_sweep([{"base": "gla.yaml", "axes": {"model.num_layers": [3]}, "controls": {"x": None}}])
     run, control = plan.runs()

@@ -146,6 +146,7 @@ def test_gpus_that_cannot_be(items: tuple[str, ...], on: str, sentence: str):
         forecast(parsed("gla.yaml", *items), on)
 
 
+@pytest.mark.slow
 def test_a_size_that_is_missed_is_told_once(caplog: pytest.LogCaptureFixture):
     estimated("gla.yaml", "model.nominal_size=9e6", on="H100")
     assert caplog.text.count("model.nominal_size is 9.0M parameters") == 1
@@ -177,6 +178,7 @@ def test_it_refuses_what_fit_refuses(items: list[str], message: str):
         zoo.fit("gdn_h2.yaml", "recipe/60m.yaml", *items, dry_run=True, on="8xH100")
 
 
+@pytest.mark.slow
 def test_text_that_is_not_here_yet():
     def sentences(path: str) -> list[str]:
         return estimated("gla.yaml", f"data.path={path}", on="H100").cautions
@@ -187,6 +189,7 @@ def test_text_that_is_not_here_yet():
     assert sentences("missing") == [str(refused.value)]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_continued(finished: Path):
     run = finished / "runs" / "done"
     for change in ("model.hidden_size=64", "trainer.max_steps=2", "optim.eps=0.1"):
@@ -199,6 +202,7 @@ def test_a_run_that_cannot_be_continued(finished: Path):
     assert zoo.fit("trainer.max_steps=8", resume=run, dry_run=True).row["tokens"] == 8 * 2 * 32
 
 
+@pytest.mark.slow
 def test_memory_of_optimisers():
     def gib(*items: str) -> float:
         return estimated("gdn_h2.yaml", "recipe/60m.yaml", *items, on="H100").memory["optimiser"]
