@@ -207,3 +207,41 @@ def test_prompts_of_a_config_are_not_obeyed(command: Command, desk: Path):
     assert "\x1b[31mred" not in done.out
     assert "\\x1b[31mred" in done.out
     assert "\x1b[31mred" in (desk / "runs/red/samples.txt").read_text()  # a file is as it is
+
+
+WRONG_WIDTHS = """
+from torch import nn
+from mixers import Features, LinearMixer, Projection, Site, Streams, split_heads
+
+class TooWide(LinearMixer):
+    def __init__(self, site: Site, *, surplus: tuple[int, int]):
+        heads, size = site.heads(None)
+        streams = {"q": Features(), "k": Features(), "v": Features()}
+        super().__init__(site, num_heads=heads, key_size=size, value_size=size, **streams)
+        width = heads * size
+        self.in_proj = Projection(site.hidden_size, {"q": width + surplus[0] * heads, "k": width, "v": width})
+        self.out_proj = nn.Linear(width + surplus[1], site.hidden_size)
+    def project(self, x):
+        return Streams(*(split_heads(stream, self.num_heads) for stream in self.in_proj(x)))
+    def readout(self, o, s):
+        return self.out_proj(o.flatten(2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("surplus", "said"), [("[1,0]", "ValueError: k: "), ("[0,1]", "too_wide.py, line 16: Runtime")]
+)
+def test_an_own_mixer_that_does_not_fit_is_named(command: Command, desk: Path, surplus: str, said: str):
+    (desk / "too_wide.py").write_text(WRONG_WIDTHS)
+    mixer = ("--model.stack.third=too_wide.TooWide", f"--model.stack.third.surplus={surplus}")
+    done = command(*FIT, *mixer).refused()
+    assert f"error: model.stack: layer 2, TooWide, fails: {said}" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_own_module_that_fails_is_named(command: Command, desk: Path):
+    (desk / "unlicensed.py").write_text("import os\nraise RuntimeError('no licence')\n")
+    done = command(*FIT, "--model.stack.third=unlicensed.Mixer").refused()
+    cause = "unlicensed.py, line 2: RuntimeError: no licence"
+    assert done.err == f"error: model.stack.third: 'unlicensed.Mixer' cannot be imported: {cause}\n"

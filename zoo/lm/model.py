@@ -19,7 +19,7 @@ from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, Token
 from mixers.arguments import check_numbers, check_sizes
 from mixers.interface import placed
 from mixers.projection import Linear, Projection
-from zoo.lm.block import Block, Multipliers, PostNormBlock, mix
+from zoo.lm.block import Block, Multipliers, PostNormBlock, mix, note_layer
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
 from zoo.lm.mlp import ChannelMixer, SwiGLU
@@ -373,8 +373,12 @@ class LanguageModel(nn.Module):
             x, following, passed = mix(self.position, x, next(layer_states), cu_seqlens, context_parallel, passed)
             states.append(following)
         y = None
-        for block in self.layers:
-            x, y, following, passed = block(x, y, next(layer_states), cu_seqlens, context_parallel, passed)
+        for layer, block in enumerate(self.layers):
+            try:
+                x, y, following, passed = block(x, y, next(layer_states), cu_seqlens, context_parallel, passed)
+            except Exception as error:
+                note_layer(error, layer, block.mixer, block.mlp)
+                raise
             states.append(following)
         _, x = self.norm(x, y)
         x = x if self.multipliers.logits_scaling == 1 else x / self.multipliers.logits_scaling
