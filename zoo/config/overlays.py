@@ -30,9 +30,19 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
     """Load configs into plain containers, and strip leading dashes from overrides.
 
     Raises:
-        UserError: A config is missing, or is not a YAML mapping.
+        UserError: A config is missing, or is not a YAML mapping, or a model comes after its size.
     """
-    return [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+    loaded, size = list[str | dict[str, Any]](), None
+    for item in items:
+        if isinstance(item, str) and is_override(item):
+            loaded.append(_override(item))
+            continue
+        loaded.append(contents := load_config(item))
+        if not isinstance(model := contents.get("model"), Mapping) or "stack" not in model:
+            size = item if not isinstance(item, Mapping) and Path(item).parent.name in ("recipe", "size") else size
+        elif size is not None:
+            raise UserError(f"config: {size} comes before the model, which would override it; name the model first")
+    return loaded
 
 
 def _override(item: str) -> str:

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kernels import Option, UserError
 from zoo import config as configs
-from zoo.arguments import check_not_empty, errors_about
+from zoo.arguments import check_not_empty, errors_about, first_line
 from zoo.checkpoints.format import check_weights, load_tensors
 from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
@@ -159,7 +159,17 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     """Train; returns the folder of the run, its results, and the model."""
     trainer, module, datamodule = session.trainer, session.module, session.datamodule
     with session.explained() as arguments:
-        trainer.fit(**arguments)
+        try:
+            trainer.fit(**arguments)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            file = session.plan.checkpoint
+            if isinstance(error, UserError) or not module.is_restoring or file is None or Checkpoint(file).is_trusted:
+                raise
+            cause = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(
+                f"resume: the state of the trainer in {file}, which someone else saved, cannot be restored ({cause}); "
+                "a new run can start from its weights: optim.initial_weights"
+            ) from error
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
         row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))

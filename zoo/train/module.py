@@ -134,6 +134,7 @@ class Pretraining(L.LightningModule):
         self.context_length = context_length
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
         self.resumed_at = 0  # steps of the checkpoint that the run is resumed from
+        self.is_restoring = False  # from a checkpoint, until training starts
         self.sources: dict[str, Source] = {}  # files of the classes in the config that are not this project's
         self.changes: list[Change] = []  # of the config, since that checkpoint
         # highest rate and weight decay of each of the optimiser's groups, as the config has them
@@ -395,6 +396,9 @@ class Pretraining(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
+        if self.is_restoring:
+            _check_moments(self.trainer.optimizers)
+        self.is_restoring = False
         self._losses, self._sums = None, PartialSums() if self.captured is None and self._adds_parts() else None
         if self._sums is not None and self.trainer.world_size > 1:
             self.trainer.strategy.model = self  # without DDP, which averages the gradients in another order
@@ -574,6 +578,7 @@ class Pretraining(L.LightningModule):
         """Refuse a checkpoint that this project did not write, and restore the token count."""
         check_format(checkpoint)
         if is_attached(self) and self.trainer.state.fn == "fit":
+            self.is_restoring = True
             saved = checkpoint[KEY].get("config")
             self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
             self.check_continued(saved, self.resumed_at, self.trainer.max_steps)
@@ -630,6 +635,14 @@ def _may_read_metrics(part: object) -> bool:
     """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
     ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
     return not ours and type(part) not in WITHOUT_METRICS
+
+
+def _check_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
+    """Raise a ValueError for moments of other shapes than their parameters: fused kernels write beyond their ends."""
+    for parameter, state in (each for optimizer in optimizers for each in optimizer.state.items()):
+        for name in ("exp_avg", "exp_avg_sq"):
+            if name in state and state[name].shape != parameter.shape:
+                raise ValueError(f"{name} has shape {tuple(state[name].shape)}, its parameter {tuple(parameter.shape)}")
 
 
 def _is_power_of_two(number: int) -> bool:
