@@ -359,7 +359,7 @@ def put_moment(contents: dict[str, Any]) -> None:
             lambda contents: contents["optimizer_states"][0]["param_groups"].pop(),
             "ValueError: loaded state dict has a ",
         ),
-        (put_moment, "ValueError: exp_avg has shape (3,), its parameter (512, 32)"),
+        (put_moment, "ValueError: moments of the optimiser have shapes [(3,), (512, 32)], not (512, 32)"),
     ],
 )
 def test_a_state_that_cannot_be_restored(command: Command, theirs: Path, change: Change, cause: str):

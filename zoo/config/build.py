@@ -112,31 +112,21 @@ def from_config(config: Namespace, device: torch.device | str | None = None) -> 
         return instantiate("model", config)
 
 
-def _nearest_depth(config: Namespace) -> int:
+def _nearest_depth(config: Namespace, step: int | None = None) -> int:
     """Return the number of layers with which a model is closest to its nominal size, counted on the meta device.
 
-    It is a multiple of the stack's period if one is within the tolerance of that size.
+    It is a multiple of `step`, by default of the stack's period if that is within the tolerance of the nominal size.
     """
     if (nominal := config.model.nominal_size) is None:
         raise UserError("model.num_layers: null means the depth closest to model.nominal_size, which is null as well")
-    trial, sizes, depth = config.clone(), dict[int, int](), 8
+    trial, sizes, unit = config.clone(), dict[int, float](), step or built(config.model.stack, Stack).period
     trial.model.nominal_size = None  # the model would warn of the difference
-    period = built(config.model.stack, Stack).period
-
-    def model_of(depth: int) -> LanguageModel:
+    depth = max(8 // unit, 1) * unit
+    while depth not in sizes:
         trial.model.num_layers = depth
         model = from_config(trial, "meta")
-        sizes[depth] = model.num_parameters()
-        return model
-
-    def deviation(depth: int) -> float:
-        return abs(sizes[depth] / nominal - 1)
-
-    while depth not in sizes:
-        of_layer = sum(p.numel() for p in model_of(depth).layers.parameters()) / depth
-        depth = max(1, depth + round((nominal - sizes[depth]) / of_layer))
-    nearest = min(sizes, key=deviation)
-    for multiple in {nearest - nearest % period, nearest + -nearest % period} - {0, *sizes}:
-        model_of(multiple)
-    whole = [depth for depth in sizes if depth % period == 0 and deviation(depth) <= TOLERANCE]
-    return min(whole, key=deviation, default=nearest)
+        sizes[depth] = abs(model.num_parameters() / nominal - 1)
+        of_layer = sum(p.numel() for p in model.layers.parameters()) / depth
+        depth = max(1, round((depth + (nominal - model.num_parameters()) / of_layer) / unit)) * unit
+    best = min(sizes, key=lambda number: sizes[number])
+    return best if step or sizes[best] <= TOLERANCE else _nearest_depth(config, 1)

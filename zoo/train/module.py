@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "betas", "eps")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 # Lightning's callbacks that read no metrics
 WITHOUT_METRICS = (GradientAccumulationScheduler, ModelSummary, Timer)
@@ -396,8 +397,11 @@ class Pretraining(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
-        if self.is_restoring:
-            _check_moments(self.trainer.optimizers)
+        for optimizer in self.trainer.optimizers if self.is_restoring else ():
+            for parameter, state in optimizer.state.items():
+                shapes = [tuple(state[name].shape) for name in MOMENTS if name in state]
+                if any(shape != parameter.shape for shape in shapes):  # fused kernels would write beyond its end
+                    raise ValueError(f"moments of the optimiser have shapes {shapes}, not {tuple(parameter.shape)}")
         self.is_restoring = False
         self._losses, self._sums = None, PartialSums() if self.captured is None and self._adds_parts() else None
         if self._sums is not None and self.trainer.world_size > 1:
@@ -635,14 +639,6 @@ def _may_read_metrics(part: object) -> bool:
     """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
     ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
     return not ours and type(part) not in WITHOUT_METRICS
-
-
-def _check_moments(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Raise a ValueError for moments of other shapes than their parameters: fused kernels write beyond their ends."""
-    for parameter, state in (each for optimizer in optimizers for each in optimizer.state.items()):
-        for name in ("exp_avg", "exp_avg_sq"):
-            if name in state and state[name].shape != parameter.shape:
-                raise ValueError(f"{name} has shape {tuple(state[name].shape)}, its parameter {tuple(parameter.shape)}")
 
 
 def _is_power_of_two(number: int) -> bool:

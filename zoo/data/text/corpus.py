@@ -121,11 +121,6 @@ class Corpus:
             raise UserError(f"{self.key}.path is an empty list; name a file or folder, or leave it out (null).")
         return [file for path in self._paths for file in self._find(path).files]
 
-    def check_files(self) -> None:
-        """Raise a UserError if there are no files at the user's paths; data sets are not looked for."""
-        if not self.built_in and not self._dataset:
-            self.files()
-
     @property
     def _paths(self) -> list[str]:
         return [self.path] if isinstance(self.path, str) else self.path or []
