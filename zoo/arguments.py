@@ -35,7 +35,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
 
 
-def described(error: BaseException, module: str) -> str:
+def described(error: BaseException, module: str = "") -> str:
     """Return an exception in a line: the last line of code in a module that it passed, its type and its message."""
     frames = [each for each in traceback.walk_tb(error.__traceback__) if each[0].f_globals.get("__name__") == module]
     place = f"{Path(frames[-1][0].f_code.co_filename).name}, line {frames[-1][1]}: " if frames else ""

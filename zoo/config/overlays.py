@@ -12,6 +12,7 @@ from zoo.config.keys import KEYS
 from zoo.files.safe_yaml import parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
+_SIZE = re.compile(r"(.*/)?(recipe|size)/[^/=]+")  # a config that is laid over that of a model
 NULL = ("null", "~")  # YAML's words for it
 Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
 
@@ -32,16 +33,13 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
     Raises:
         UserError: A config is missing, or is not a YAML mapping, or a model comes after its size.
     """
-    loaded, size = list[str | dict[str, Any]](), None
-    for item in items:
-        if isinstance(item, str) and is_override(item):
-            loaded.append(_override(item))
-            continue
-        loaded.append(contents := load_config(item))
-        if not isinstance(model := contents.get("model"), Mapping) or "stack" not in model:
-            size = item if not isinstance(item, Mapping) and Path(item).parent.name in ("recipe", "size") else size
-        elif size is not None:
-            raise UserError(f"config: {size} comes before the model, which would override it; name the model first")
+    items = [*items]
+    loaded = [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+    sizes = [number for number, item in enumerate(items) if isinstance(item, str | Path) and _SIZE.fullmatch(str(item))]
+    for contents in loaded[sizes[0] :] if sizes else ():
+        if isinstance(contents, dict) and isinstance(model := contents.get("model"), dict) and "stack" in model:
+            name = items[sizes[0]]
+            raise UserError(f"config: {name} comes before the model, which would override it; name the model first")
     return loaded
 
 

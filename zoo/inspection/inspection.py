@@ -85,18 +85,14 @@ class Inspection:
         table.caption = "Half-lives in tokens. Steep: e^-69 within 32 tokens. Used: last rank over the largest."
         return table
 
-    def check_layer(self, layer: int | None) -> None:
-        """Raise a UserError if a layer does not exist, or has no matrices."""
-        if layer is not None and layer not in self.layers:
-            raise UserError(f"layer: {layer} must be one of those with matrices: {', '.join(map(str, self.layers))}")
-
     def figures(self, layer: int | None = None) -> dict[str, Figure]:
         """The pictures by name: all heads of a layer, or one head of every layer.
 
         Raises:
             UserError: The layer does not exist, or has no matrices.
         """
-        self.check_layer(layer)
+        if layer is not None and layer not in self.layers:
+            raise UserError(f"layer: {layer} must be one of those with matrices: {', '.join(map(str, self.layers))}")
         chosen = [*self.layers.values()] if layer is None else [self.layers[layer]]
         states, short = [each for each in chosen if each.has_state], len(self.tokens) <= LONGEST_PICTURE
         figures = {"attention": pictures.attention(chosen, self.tokens)} if short and chosen else {}
@@ -183,14 +179,14 @@ def inspect(
     names = [type(mixer).__name__ for mixer in model.mixers]
     layers = {i: Layer(c[-1], i, names[i], model.mixers[i].write_delay) for i, c in enumerate(calls) if c}
     made = Inspection(texts, names, layers, every or -(-len(ids) // STATES), rows)
-    made.check_layer(layer)
+    folder = None if output is None else made.save(output, layer)
     console = new_console(verbose)
     if not pairs:
         console.print(made.table())
     if rows:
         console.print(recall_table(rows))
-    if output is not None:
-        console.print(str(made.save(output, layer)), style="dim", soft_wrap=True)
+    if folder is not None:
+        console.print(str(folder), style="dim", soft_wrap=True)
     return made
 
 

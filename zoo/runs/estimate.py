@@ -34,10 +34,7 @@ def num_trained(model: LanguageModel) -> int:
 
 
 def moments(optimizer: Optimizer) -> int:
-    """Return how many numbers an optimiser keeps, after a step on the meta device; two a parameter if it fails there.
-
-    (AdamW keeps two a parameter, Muon one of a matrix, and SGD may keep none.)
-    """
+    """Return how many numbers an optimiser keeps, after a step on the meta device; two a parameter if that fails."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)

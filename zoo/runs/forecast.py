@@ -18,7 +18,7 @@ from zoo.data.text.tokenised_text import TokenisedText
 from zoo.display import new_console, new_table
 from zoo.lm.model import LanguageModel
 from zoo.runs.cautions import cautions
-from zoo.runs.estimate import Allocations, moments, num_trained, step_seconds, training_flops, training_pass
+from zoo.runs.estimate import moments, num_trained, step_seconds, training_flops, training_pass
 from zoo.runs.rows import check_rows, device_count, divide_step, tokens_per_step
 from zoo.saved.model import SavedModel
 from zoo.saved.public.import_export import layouts
@@ -91,11 +91,8 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     if steps > 0:
         build_schedule(optimizer, optim, steps)  # for the errors that `fit` would raise
     kept = moments(optimizer)
-    memory, seconds = (
-        ({}, None)
-        if find_spec("triton") is None
-        else _on_gpu(config, deepcopy(model), devices, card, distillation, kept)
-    )
+    on_gpu = None if find_spec("triton") is None else _on_gpu(config, model, devices, card, distillation, kept)
+    memory, seconds = on_gpu or ({}, None)
     permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
     saved = _bytes(config.trainer) * (model.num_parameters() + kept) / GIB
     return Forecast(
@@ -139,10 +136,10 @@ def _on_gpu(
 ) -> tuple[dict[str, float], float | None]:
     """GiB of memory by part on each GPU, and the seconds of a step if the GPU has a name.
 
-    The model becomes that of the GPU; `kept` are the numbers in the state of its optimiser.
+    `kept` are the numbers in the state of the optimiser.
     """
     trainer, data, every = config.trainer, config.data.init_args, config.activation_checkpointing
-    shared = config.context_parallel
+    model, shared = deepcopy(model), config.context_parallel
     teachers = [] if distillation is None else [distillation.teacher]
     for each in [] if trainer.precision == "32-true" else [model, *teachers]:
         each.bfloat16()
@@ -152,11 +149,23 @@ def _on_gpu(
     passed = training_pass(model, rows, data.sequence_length // shared, card or "H100", distillation)
     numbers = model.num_parameters(), num_trained(model), kept, sum(each.num_parameters() for each in teachers)
     size, trained, state, teacher = (_bytes(trainer) * number / GIB for number in numbers)
-    memory = _memory(trainer, passed, devices, size=size, trained=trained, state=state, teacher=teacher)
+    stage, strategy = _stage(trainer), trainer.strategy
+    offloaded = "offload" in strategy if isinstance(strategy, str) else strategy.init_args.get("offload_optimizer")
+    buckets = devices > 1 and stage == 0 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
+    memory = {
+        "weights": size / (devices if stage == 3 else 1),
+        "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
+        "teacher": teacher,
+        "gradients": trained / (devices if stage >= 2 else 1) + (trained if buckets else 0),
+        "optimiser": 0.0 if stage and offloaded else state / (devices if stage else 1),
+        "activations": passed.saved / GIB,
+        "logits": (passed.peak - passed.saved) / GIB,
+    }
+    memory["workspaces"] = WORKSPACES * sum(memory.values())
     if card is None:
         return memory, None
     parts, recomputed = trainer.accumulate_grad_batches or 1, 0 if every is None else 1 / every
-    shards = devices if _stage(trainer) else 1
+    shards = devices if stage else 1
     seconds = step_seconds(
         model, passed, card, distillation=distillation, micro_batches=parts, recomputed=recomputed, shards=shards
     )
@@ -189,21 +198,15 @@ def show(result: Forecast) -> None:
         table.add_row("tokens", f"{result.tokens:,}, {result.tokens / result.parameters:.2g} a parameter")
         table.add_row("training FLOPs", f"{result.flops:.2g}")
     table.add_row("memory of a GPU", f"{_gib(total)} GiB{of}: {parts}" if parts else "not known without Triton")
-    table.add_row(
-        "time",
-        "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{duration} on {on}",
-    )
+    table.add_row("time", "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{duration} on {on}")
     disk = f"{_gib(result.checkpoints)} GiB of checkpoints, {_gib(result.shards)} GiB of tokens, if each is read once"
     table.add_row("disk", disk)
     table.add_row("layouts", ", ".join(result.layouts))
     console = new_console()
     console.print(table, highlight=False)
     less = "use train/checkpointing.yaml, train/fsdp.yaml on several GPUs, or fewer rows_per_device"
-    sentences = [
-        *result.cautions,
-        *([f"the run does not fit into {size} GiB; {less}"] if size and total > size else []),
-    ]
-    for sentence in sentences:
+    too_large = [f"the run does not fit into {size} GiB; {less}"] if size and total > size else []
+    for sentence in (*result.cautions, *too_large):
         console.print(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True)
 
 
@@ -259,25 +262,3 @@ def _strategy(trainer: Namespace) -> str:
 def _bytes(trainer: Namespace) -> int:
     """Bytes of a number in the weights, and in their gradients and moments."""
     return 2 if trainer.precision in ("bf16-true", "16-true") else 4
-
-
-def _memory(
-    trainer: Namespace, passed: Allocations, devices: int, *, size: float, trained: float, state: float, teacher: float
-) -> dict[str, float]:
-    """GiB on each GPU by part, for parameters of `size` GiB, of which some are trained, and those of a teacher.
-
-    `state` is the size of the optimiser's.
-    """
-    stage, strategy = _stage(trainer), trainer.strategy
-    offloaded = "offload" in strategy if isinstance(strategy, str) else strategy.init_args.get("offload_optimizer")
-    buckets = devices > 1 and stage == 0 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
-    memory = {
-        "weights": size / (devices if stage == 3 else 1),
-        "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
-        "teacher": teacher,
-        "gradients": trained / (devices if stage >= 2 else 1) + (trained if buckets else 0),
-        "optimiser": 0.0 if stage and offloaded else state / (devices if stage else 1),
-        "activations": passed.saved / GIB,
-        "logits": (passed.peak - passed.saved) / GIB,
-    }
-    return {**memory, "workspaces": WORKSPACES * sum(memory.values())}

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from kernels import Option, UserError
 from zoo import config as configs
-from zoo.arguments import check_not_empty, errors_about, first_line
+from zoo.arguments import check_not_empty, described, errors_about
 from zoo.checkpoints.format import check_weights, load_tensors
 from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
@@ -165,10 +165,9 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
             file = session.plan.checkpoint
             if isinstance(error, UserError) or not module.is_restoring or file is None or Checkpoint(file).is_trusted:
                 raise
-            cause = f"{type(error).__name__}: {first_line(error)}"
             raise UserError(
-                f"resume: the state of the trainer in {file}, which someone else saved, cannot be restored ({cause}); "
-                "a new run can start from its weights: optim.initial_weights"
+                f"resume: the state of the trainer in {file}, which someone else saved, cannot be restored "
+                f"({described(error)}); a new run can start from its weights: optim.initial_weights"
             ) from error
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")

@@ -143,11 +143,14 @@ class Zero(DeepSpeedSteps):
         return engine, engine.optimizer
 
     def _engine(self, model: nn.Module, config: Any, **arguments: Any) -> "Engine":
+        from deepspeed import DeepSpeedConfig
+
         from zoo.train.zero_engine import Engine
 
         index = self.root_device.index
         rank = argparse.Namespace(device_rank=self.local_rank if index is None else index)  # a CPU has no index
-        return Engine(config, args=rank, model=model, **arguments)
+        arguments |= {"args": rank, "config_class": DeepSpeedConfig(config), "dist_init_required": False}
+        return Engine(model=model, config=config, **arguments)
 
     def set_up_evaluation(self, model: nn.Module) -> None:
         """Shard the parameters in stage 3; without an optimiser the other stages have nothing to shard."""
@@ -196,10 +199,8 @@ class Zero(DeepSpeedSteps):
         with noted(failures):
             shards.mkdir(parents=True, exist_ok=True)
         all_succeeded(path, failures)
-        writer = self.deepspeed_engine.checkpoint_engine
-        writer.failures.clear()
+        self.deepspeed_engine.checkpoint_engine.failures = failures
         self.deepspeed_engine.save_checkpoint(str(shards.parent), tag=shards.name, save_latest=False)
-        failures += writer.failures
         parameters = _shapes(self.deepspeed_engine.module)
         return {"stage": self.stage, "world_size": self.world_size, "parameters": parameters}
 

@@ -6,7 +6,7 @@ It overrides private methods of the engine (tried with DeepSpeed 0.19); `tests/t
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepspeed import DeepSpeedConfig, DeepSpeedEngine
+from deepspeed import DeepSpeedEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 from torch import Tensor, nn
 
@@ -15,14 +15,7 @@ class Engine(DeepSpeedEngine):
     """DeepSpeed's engine, whose failed writes do not stop one process, which the others would wait for.
 
     Its checkpoints have neither whole parameters in stage 3, which no process has, nor a script that converts them.
-
-    Args:
-        config: DeepSpeed's configuration.
-        arguments: Further arguments of DeepSpeed's engine.
     """
-
-    def __init__(self, config: dict[str, Any], **arguments: Any) -> None:
-        super().__init__(config=config, config_class=DeepSpeedConfig(config), dist_init_required=False, **arguments)
 
     def module_state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
         """The state of the module; in stage 3 its buffers alone."""
@@ -44,11 +37,9 @@ class Engine(DeepSpeedEngine):
 
 
 class Writer(TorchCheckpointEngine):
-    """Writes the files of a checkpoint, and notes in `failures` what could not be written."""
+    """Writes the files of a checkpoint, and adds what it cannot write to `failures`."""
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.failures: list[OSError] = []
+    failures: list[OSError]
 
     def save(self, state_dict: Any, path: str) -> None:
         """Write a file, or note the failure."""

@@ -66,6 +66,7 @@ def test_a_shard_that_cannot_be_written_stops_no_process(tmp_path):
     from zoo.train.zero_engine import Writer
 
     writer = Writer(None)
+    writer.failures = []
     writer.save({}, str(tmp_path / "missing" / "shard.pt"))
     writer.save({"weight": torch.ones(2)}, str(tmp_path / "shard.pt"))
     assert [type(failure) for failure in writer.failures] == [FileNotFoundError]
