@@ -5,10 +5,9 @@ from mixers import MixerFactory, Site, TokenMixer
 
 
 class Stack:
-    """The mixers of all layers, by depth. Subclass it for an order that `Pattern` cannot spell.
+    """The mixers of all layers, by depth, which repeat after `period` layers.
 
-    Attributes:
-        period: Layers after which the mixers repeat; a depth that is chosen for a model's size is a multiple of it.
+    Subclass it for an order that `Pattern` cannot spell.
     """
 
     period: int = 1

@@ -134,10 +134,7 @@ def _on_gpu(
     distillation: Distillation | None,
     kept: int,
 ) -> tuple[dict[str, float], float | None]:
-    """GiB of memory by part on each GPU, and the seconds of a step if the GPU has a name.
-
-    `kept` are the numbers in the state of the optimiser.
-    """
+    """GiB of memory by part on each GPU, whose optimiser keeps some numbers, and the seconds of a step on a card."""
     trainer, data, every = config.trainer, config.data.init_args, config.activation_checkpointing
     model, shared = deepcopy(model), config.context_parallel
     teachers = [] if distillation is None else [distillation.teacher]

@@ -594,11 +594,7 @@ class Pretraining(L.LightningModule):
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
 
     def check_continued(self, config: dict[str, Any] | None, step: int, max_steps: int) -> None:
-        """Refuse a checkpoint of a run with another config that this one cannot continue from `step`.
-
-        Raises:
-            UserError: The data, the optimiser or the teacher differs, or `max_steps` are fewer than the run has.
-        """
+        """Raise a UserError unless a run with this config, saved after `step` steps, can be continued by this one."""
         self._check_data(config)
         self._check_optimiser(config)
         check_match(self.config, config)
