@@ -36,10 +36,10 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
     items = [*items]
     loaded = [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
     sizes = [number for number, item in enumerate(items) if isinstance(item, str | Path) and _SIZE.fullmatch(str(item))]
-    for contents in loaded[sizes[0] :] if sizes else ():
-        if isinstance(contents, dict) and isinstance(model := contents.get("model"), dict) and "stack" in model:
-            name = items[sizes[0]]
-            raise UserError(f"config: {name} comes before the model, which would override it; name the model first")
+    models = [each.get("model") if isinstance(each, dict) else None for each in loaded]
+    stacks = [number for number, model in enumerate(models) if isinstance(model, dict) and "stack" in model]
+    if sizes and stacks and sizes[0] < stacks[0]:
+        raise UserError(f"config: {items[sizes[0]]} comes before the model, which would override it; name that first")
     return loaded
 
 
