@@ -3,21 +3,29 @@
     PYTHONPATH=. python reproductions/sweep_rows.py sweep/expansion_recall.yaml --jobs=24 --minutes=7
 
 The order is that of the sweeps, all cells of a seed before the next seed, so that a table that ends early has complete
-cells. Runs with a row in the table are skipped. Only the table needs to travel between machines that are available for
+cells. Runs with a row in the table are skipped. Only the tables need to travel between machines that are available for
 minutes, whereas `cli.py sweep` recognises complete runs by their folders. Overrides `key=value` follow the names of
 sweeps and are applied to all runs. Ctrl-C stops the runs as it stops `fit`; the same command continues.
+
+`--evaluate="--tasks=passkey --lengths=[1024,2048]"`, which can be repeated, evaluates each complete run where it was
+trained, with options of `cli.py evaluate`. The numbers go to a second table, such as runs/sweep_rows.evaluations.csv,
+with a row for each metric of a task and length. A run without them is evaluated if its folder exists, and trained again
+otherwise.
 """
 
 import argparse
+import json
 import math
 import os
 import queue
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -27,6 +35,7 @@ from tqdm import tqdm
 from kernels import UserError
 from reproductions.write_csv import flat, read, write
 from zoo.config.overlays import is_override, load_items
+from zoo.evaluation.record import FILE, key_of
 from zoo.experiments.commands import read_sweep
 from zoo.experiments.definition import Run, Sweep, with_capacity
 from zoo.experiments.runner import COMMAND, Runner, result
@@ -46,8 +55,42 @@ NUMBERS = (
 )
 
 
+class Processes:
+    """The processes of runs, which can be stopped as Ctrl-C stops them."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[bytes]] = []
+        self._stopped, self._lock = False, threading.Lock()
+
+    def run(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> int:
+        """Run a command to its end, and return its exit code, which is that of Ctrl-C if all were stopped before."""
+        with log.open("ab") as output:
+            with self._lock:
+                if self._stopped:
+                    return 128 + signal.SIGINT
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env=environment,
+                    start_new_session=True,  # so that Ctrl-C reaches it once, through this process
+                )
+                self._running.append(process)
+            code = process.wait()
+            self._running.remove(process)
+        return code
+
+    def stop(self) -> None:
+        """Interrupt all processes, and let none start any more."""
+        with self._lock:
+            self._stopped = True
+            for process in [*self._running]:
+                process.send_signal(signal.SIGINT)
+
+
 class Rows:
-    """Trains runs, each into a row of a table.
+    """Trains and evaluates runs, each into a row of a table and its evaluations into rows of another.
 
     Args:
         table: The CSV.
@@ -55,42 +98,63 @@ class Rows:
         overrides: The overrides of all runs, for the table.
         runner: Starts the runs.
         commit: The commit for the table where the code is not in a checkout.
+        evaluations: Options of `cli.py evaluate`, for each evaluation.
+        delete: Whether the folder of a run is deleted after its rows are written.
     """
 
-    lock = threading.Lock()  # of the table, which several sweeps may share
+    lock = threading.Lock()  # of the tables, which several sweeps may share
 
-    def __init__(self, table: Path, sweep: str, overrides: Sequence[str], runner: Runner, commit: str | None):
+    def __init__(
+        self,
+        table: Path,
+        sweep: str,
+        overrides: Sequence[str],
+        runner: Runner,
+        commit: str | None,
+        *,
+        evaluations: Sequence[str] = (),
+        delete: bool = False,
+    ):
         self.table, self.sweep, self.overrides = table, sweep, " ".join(overrides)
-        self.runner, self.commit = runner, commit
+        self.runner, self.commit, self.evaluations, self.delete = runner, commit, evaluations, delete
+        self.second = table.with_suffix(".evaluations.csv")
 
     def key(self, run: Run) -> tuple[str, str, str]:
         """What tells the row of a run from all others."""
         return self.sweep, run.name, self.overrides
 
-    def train(self, run: Run, gpu: str | None, threads: int, running: "list[subprocess.Popen[bytes]]") -> str:
-        """Train a run to its end, in a process that is in the list `running` meanwhile; return a line about it."""
+    def done(self) -> set[tuple[str, ...]]:
+        """The keys of all runs that have a row, and rows of each evaluation."""
+        done = {_key(row) for row in read(self.table)}
+        rows = read(self.second) if self.evaluations else []
+        for evaluation in self.evaluations:
+            done &= {_key(row) for row in rows if row["evaluation"] == evaluation}
+        return done
+
+    def complete(self, run: Run, gpu: str | None, threads: int, processes: "Processes") -> str:
+        """Train and evaluate a run, and write its rows; return a line about it."""
         folder = self.runner.folder / run.name
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
+        log = folder.with_name(f"{run.name}.log")
         if result(folder) is None:
-            with folder.with_name(f"{run.name}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    self.runner.prepare(run),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=environment,
-                    start_new_session=True,  # so that Ctrl-C reaches it once, through this process
-                )
-                running.append(process)
-                code = process.wait()
-                running.remove(process)
+            code = processes.run(self.runner.prepare(run), environment, log)
             if result(folder) is None:
-                return f"{run.name} ended without a result (exit code {code}), see {log.name}"
-        row = self.row(run, folder)
+                return f"{run.name} ended without a result (exit code {code}), see {log}"
+        for evaluation in self.evaluations:
+            options = [f"--checkpoint={folder}", f"--output={_output(folder, evaluation)}", "--verbose=false"]
+            command = [*self.runner.command, "evaluate", *shlex.split(evaluation), *options]
+            if code := processes.run(command, environment, log):
+                return f"{run.name} was not evaluated (exit code {code}), see {log}"
+        row, key = self.row(run, folder), self.key(run)
         with self.lock:
-            write([*read(self.table), row], self.table)
+            if self.evaluations:
+                kept = [r for r in read(self.second) if _key(r) != key or r["evaluation"] not in self.evaluations]
+                write([*kept, *self.evaluated(run, folder)], self.second)
+            write([*(r for r in read(self.table) if _key(r) != key), row], self.table)
+        if self.delete:
+            shutil.rmtree(folder)
         return f"{run.name}: loss {row['val_loss']}, accuracy {row.get('val_accuracy')}, {row['wall_seconds']} s"
 
     def row(self, run: Run, folder: Path) -> dict[str, Any]:
@@ -99,19 +163,41 @@ class Rows:
         assert complete is not None
         numbers = with_capacity(complete)
         numbers |= {"commit": numbers.get("commit") or self.commit}
-        cell = {"cell": ", ".join(label for _, label in run.cell), "learning_rate": run.learning_rate, "seed": run.seed}
         columns = {name: numbers[name] for name in NUMBERS if name in numbers}
         validated = [metrics for metrics in read_metrics(folder / "metrics.jsonl") if "val_loss" in metrics]
         curves = {column: [metrics.get(name) for metrics in validated] for name, column in CURVES.items()}
-        return dict(zip(KEY, self.key(run), strict=True)) | cell | dict(flat(columns | curves, ""))
+        return self._names(run) | dict(flat(columns | curves, ""))
+
+    def evaluated(self, run: Run, folder: Path) -> Iterator[dict[str, Any]]:
+        """The rows of all evaluations of a run, with `metric`, `value`, and the entries of a cell, such as `length`."""
+        for evaluation in self.evaluations:
+            for line in (_output(folder, evaluation) / FILE).read_text(encoding="utf-8").splitlines():
+                record = json.loads(line)
+                about = {"task": record["what"]["task"], "evaluation": evaluation, "seconds": record["seconds"]}
+                yield from (self._names(run) | about | row for row in record["rows"])
+
+    def _names(self, run: Run) -> dict[str, Any]:
+        cell = {"cell": ", ".join(label for _, label in run.cell), "learning_rate": run.learning_rate, "seed": run.seed}
+        return dict(zip(KEY, self.key(run), strict=True)) | cell
+
+
+def _key(row: dict[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in KEY)
+
+
+def _output(folder: Path, evaluation: str) -> Path:
+    """The folder of an evaluation of a run."""
+    return folder / f"evaluation-{key_of({'options': evaluation})}"
 
 
 def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> list[tuple[Rows, Run]]:
     """The runs that have no row yet, all cells of a seed before the next seed."""
-    done = {tuple(row[name] for name in KEY) for row in read(args.table)}
     jobs = []
     for name in sweeps:
-        rows = Rows(args.table, Path(name).stem, overrides, Runner(COMMAND, args.folder / Path(name).stem), args.commit)
+        runner = Runner(COMMAND, args.folder / Path(name).stem)
+        about = {"evaluations": args.evaluate, "delete": args.delete}
+        rows = Rows(args.table, Path(name).stem, overrides, runner, args.commit, **about)
+        done = rows.done()
         sweep = read_sweep(load_items([name]))
         runs = sweep.runs(tuple(overrides))
         rows.runner.folder.mkdir(parents=True, exist_ok=True)
@@ -126,7 +212,7 @@ def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Name
 
 def _chosen(runs: Sequence[Run], sweep: Sweep, rows: Rows, seeds: Sequence[int]) -> list[Run]:
     """The runs of some seeds, and those of other seeds at the rate that is best on these, once they all have a row."""
-    table = {tuple(row[name] for name in KEY): row for row in read(rows.table)}
+    table = {_key(row): row for row in read(rows.table)}
     scores: dict[Any, dict[float | None, list[float]]] = {}
     for run in runs:
         if run.seed in seeds:
@@ -146,18 +232,17 @@ def work(jobs: Sequence[tuple[Rows, Run]], at_once: int, gpus: Sequence[str | No
     for number in range(at_once):
         slots.put(gpus[number % len(gpus)])
     latest, threads, count = time.monotonic() + 60 * minutes, max((os.cpu_count() or 1) // at_once, 1), len(jobs)
-
-    running: list[subprocess.Popen[bytes]] = []
+    processes = Processes()
 
     def one(job: tuple[Rows, Run]) -> bool:
         if time.monotonic() > latest:
             return False
         gpu = slots.get()
         try:
-            tqdm.write(f"{time.strftime('%H:%M:%S')} {job[0].train(job[1], gpu, threads, running)}")
+            tqdm.write(f"{time.strftime('%H:%M:%S')} {job[0].complete(job[1], gpu, threads, processes)}")
         finally:
             slots.put(gpu)
-        return job[0].key(job[1]) in {tuple(row[name] for name in KEY) for row in read(job[0].table)}
+        return job[0].key(job[1]) in job[0].done()
 
     pool = ThreadPoolExecutor(at_once)
     try:
@@ -165,8 +250,7 @@ def work(jobs: Sequence[tuple[Rows, Run]], at_once: int, gpus: Sequence[str | No
             return count - sum(pool.map(one, jobs))
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in [*running]:  # only after Ctrl-C or SIGTERM
-            process.send_signal(signal.SIGINT)
+        processes.stop()  # none is left, but after Ctrl-C or SIGTERM
         pool.shutdown()
 
 
@@ -183,6 +267,8 @@ def main() -> None:
         type=lambda text: [int(seed) for seed in text.split(",")],
         help="seeds whose runs choose the learning rate of a cell; the other seeds are run at that rate only",
     )
+    parser.add_argument("--evaluate", action="append", default=[], metavar="OPTIONS", help="of `cli.py evaluate`")
+    parser.add_argument("--delete", action="store_true", help="delete the folder of a run once its rows are written")
     parser.add_argument("--commit", help="for the table, where the code is not in a git checkout")
     args = parser.parse_intermixed_args()
     sweeps, overrides = ([i for i in args.sweeps if is_override(i) == wanted] for wanted in (False, True))

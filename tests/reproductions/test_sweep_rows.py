@@ -49,6 +49,42 @@ def test_rates_are_chosen_on_some_seeds(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(row["seed"], row["learning_rate"]) for row in read(table)[2:]] == [("2", "0.001")]
 
 
+@pytest.mark.slow
+def test_runs_are_evaluated_where_they_were_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    sweep, table, folder = tmp_path / "small.yaml", tmp_path / "rows.csv", tmp_path / "runs" / "small"
+    sweep.write_text(SWEEP.replace("seeds: [1, 0]", "seeds: [0]"))
+    arguments = ["sweep_rows.py", str(sweep), f"--table={table}", f"--folder={tmp_path / 'runs'}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--evaluate=--tasks=mqar --samples=x"])
+    sweep_rows.main()
+    assert "was not evaluated (exit code" in capsys.readouterr().out
+    assert not table.exists()
+    trained = (folder / "heads=one,seed=0" / "results.json").stat().st_mtime_ns
+    evaluation = "--tasks=mqar --lengths=[64] --samples=4"
+    monkeypatch.setattr(sys, "argv", [*arguments, f"--evaluate={evaluation}"])
+    sweep_rows.main()
+    assert (folder / "heads=one,seed=0" / "results.json").stat().st_mtime_ns == trained
+    second = tmp_path / "rows.evaluations.csv"
+    rows = read(second)
+    assert {(row["task"], row["length"], row["seed"], row["evaluation"]) for row in rows} == {
+        ("mqar", "64", "0", evaluation)
+    }
+    assert all(0 <= float(row["value"]) <= 1 for row in rows)
+    others = [row | {"name": "another", "value": "0.5"} for row in rows]
+    write([*others, *(row | {"evaluation": "--tasks=mad_copy"} for row in rows)], second)
+    monkeypatch.setattr(sys, "argv", [*arguments, f"--evaluate={evaluation}", "--delete"])
+    sweep_rows.main()
+    again = read(second)
+    assert [row["evaluation"] for row in again if row["name"] == "another"] == [evaluation] * len(rows)
+    ours = [row["evaluation"] for row in again if row["name"] != "another"]
+    assert sorted(ours) == sorted(["--tasks=mad_copy", evaluation] * len(rows))
+    assert not (folder / "heads=one,seed=0").exists()
+    assert len(read(table)) == 1
+    sweep_rows.main()
+    assert "0 runs without a row" in capsys.readouterr().out
+
+
 def test_an_unknown_sweep_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(sys, "argv", ["sweep_rows.py", "sweep/expansion_recal.yaml", f"--folder={tmp_path}"])
     with pytest.raises(SystemExit, match=r"did you mean 'sweep/expansion_recall.yaml'\?"):
