@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python reproductions/sweep_rows.py sweep/expansion_recall.yaml --jobs=24 --minutes=7
 
-The order is that of the sweeps, all cells of a seed before the next seed, so that a table that ends early has complete
-cells. Runs with a row in the table are skipped. Only the tables need to travel between machines that are available for
-minutes, whereas `cli.py sweep` recognises complete runs by their folders. Overrides `key=value` follow the names of
-sweeps and are applied to all runs. Ctrl-C stops the runs as it stops `fit`; the same command continues.
+The order is that of the sweeps: all cells of a seed and a learning rate, then the next rate, then the next seed. So a
+table that ends early can compare cells. Runs with a row in the table are skipped. Only the tables need to travel
+between machines that are available for minutes, whereas `cli.py sweep` recognises complete runs by their folders.
+Overrides `key=value` follow the names of sweeps and are applied to all runs. Ctrl-C stops the runs as it stops `fit`;
+the same command continues.
 
 `--evaluate="--tasks=passkey --lengths=[1024,2048]"`, which can be repeated, evaluates each complete run where it was
 trained, with options of `cli.py evaluate`. The numbers go to a second table, such as runs/sweep_rows.evaluations.csv,
@@ -191,7 +192,7 @@ def _output(folder: Path, evaluation: str) -> Path:
 
 
 def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> list[tuple[Rows, Run]]:
-    """The runs that have no row yet, all cells of a seed before the next seed."""
+    """The runs that have no row yet, in the order of seeds, learning rates and cells."""
     jobs = []
     for name in sweeps:
         runner = Runner(COMMAND, args.folder / Path(name).stem)
@@ -203,11 +204,16 @@ def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Name
         rows.runner.folder.mkdir(parents=True, exist_ok=True)
         with rows.runner.claimed(runs):  # complains about folders of other configs
             jobs += [
-                (rows, run)
+                (run.seed or 0, _place(run, sweep), (rows, run))
                 for run in (runs if not args.chosen_on else _chosen(runs, sweep, rows, args.chosen_on))
                 if rows.key(run) not in done
             ]
-    return sorted(jobs, key=lambda job: job[1].seed or 0)
+    return [job for *_, job in sorted(jobs, key=lambda job: job[:2])]
+
+
+def _place(run: Run, sweep: Sweep) -> int:
+    """The place of a run's learning rate among those of its sweep."""
+    return 0 if run.learning_rate is None else sweep.learning_rates.index(run.learning_rate)
 
 
 def _chosen(runs: Sequence[Run], sweep: Sweep, rows: Rows, seeds: Sequence[int]) -> list[Run]:
@@ -279,7 +285,10 @@ def main() -> None:
     number = jobs[0][0].runner.gpus if jobs else 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(number)))
     tqdm.write(f"{len(jobs)} runs without a row in {args.table}, {args.jobs} at a time on {number} GPUs")
-    left = work(jobs, max(args.jobs, 1), visible.split(",")[:number] or [None], args.minutes)
+    try:
+        left = work(jobs, max(args.jobs, 1), visible.split(",")[:number] or [None], args.minutes)
+    except KeyboardInterrupt:
+        sys.exit("stopped; the same command continues")
     tqdm.write(f"{left} runs left" + ("; the same command continues" if left else ""))
 
 
