@@ -5,8 +5,8 @@
 The order is that of the sweeps: all cells of a seed and a learning rate, then the next rate, then the next seed. So a
 table that ends early can compare cells. Runs with a row in the table are skipped. Only the tables need to travel
 between machines that are available for minutes, whereas `cli.py sweep` recognises complete runs by their folders.
-Overrides `key=value` follow the names of sweeps and are applied to all runs. Ctrl-C stops the runs as it stops `fit`;
-the same command continues.
+Overrides `key=value` follow the names of sweeps, of the sweeps' keys (`seeds=[3,4]`) or for all runs. `--with` names a
+config for all runs, and `--only` chooses cells. Ctrl-C stops the runs as it stops `fit`; the same command continues.
 
 `--evaluate="--tasks=passkey --lengths=[1024,2048]"`, which can be repeated, evaluates each complete run where it was
 trained, with options of `cli.py evaluate`. The numbers go to a second table, such as runs/sweep_rows.evaluations.csv,
@@ -34,10 +34,10 @@ from typing import Any
 from tqdm import tqdm
 
 from kernels import UserError
-from reproductions.write_csv import flat, read, write
+from reproductions.write_csv import flat, read, training_curve, write
 from zoo.config.overlays import is_override, load_items
 from zoo.evaluation.record import FILE, key_of
-from zoo.experiments.commands import read_sweep
+from zoo.experiments.commands import FIELDS, read_sweep
 from zoo.experiments.definition import Run, Sweep, with_capacity
 from zoo.experiments.runner import COMMAND, Runner, result
 from zoo.train.metrics_file import read_metrics
@@ -54,6 +54,7 @@ NUMBERS = (
     *("val_accuracy_by_task", "pairs_at_50", "pairs_at_90", "wall_seconds", "precision", "torch", "device"),
     *("data_hash", "commit"),
 )
+OF_LAWS = ("mixers", "parameters_without_embeddings", "training_flops_per_token", "context_length")
 
 
 class Processes:
@@ -101,6 +102,7 @@ class Rows:
         commit: The commit for the table where the code is not in a checkout.
         evaluations: Options of `cli.py evaluate`, for each evaluation.
         delete: Whether the folder of a run is deleted after its rows are written.
+        curves: Whether rows have the training losses and all else that `scaling fit` reads.
     """
 
     lock = threading.Lock()  # of the tables, which several sweeps may share
@@ -115,9 +117,11 @@ class Rows:
         *,
         evaluations: Sequence[str] = (),
         delete: bool = False,
+        curves: bool = False,
     ):
         self.table, self.sweep, self.overrides = table, sweep, " ".join(overrides)
-        self.runner, self.commit, self.evaluations, self.delete = runner, commit, evaluations, delete
+        self.runner, self.commit, self.evaluations = runner, commit, evaluations
+        self.delete, self.curves = delete, curves
         self.second = table.with_suffix(".evaluations.csv")
 
     def key(self, run: Run) -> tuple[str, str, str]:
@@ -152,7 +156,7 @@ class Rows:
         with self.lock:
             if self.evaluations:
                 kept = [r for r in read(self.second) if _key(r) != key or r["evaluation"] not in self.evaluations]
-                write([*kept, *self.evaluated(run, folder)], self.second)
+                write([*kept, *self.evaluated(row, folder)], self.second)
             write([*(r for r in read(self.table) if _key(r) != key), row], self.table)
         if self.delete:
             shutil.rmtree(folder)
@@ -164,22 +168,27 @@ class Rows:
         assert complete is not None
         numbers = with_capacity(complete)
         numbers |= {"commit": numbers.get("commit") or self.commit}
-        columns = {name: numbers[name] for name in NUMBERS if name in numbers}
+        names = (*NUMBERS, *(OF_LAWS if self.curves else ()))
+        columns = {name: numbers[name] for name in names if name in numbers}
         validated = [metrics for metrics in read_metrics(folder / "metrics.jsonl") if "val_loss" in metrics]
-        curves = {column: [metrics.get(name) for metrics in validated] for name, column in CURVES.items()}
-        return self._names(run) | dict(flat(columns | curves, ""))
+        curves: dict[str, Any] = {
+            column: [metrics.get(name) for metrics in validated] for name, column in CURVES.items()
+        }
+        if self.curves:
+            curves |= training_curve(folder, complete)
+        cell = ", ".join(label for _, label in run.cell)
+        about = {"cell": cell, "learning_rate": run.learning_rate or complete["learning_rate"], "seed": run.seed}
+        return dict(zip(KEY, self.key(run), strict=True)) | about | dict(flat(columns | curves, ""))
 
-    def evaluated(self, run: Run, folder: Path) -> Iterator[dict[str, Any]]:
-        """The rows of all evaluations of a run, with `metric`, `value`, and the entries of a cell, such as `length`."""
+    def evaluated(self, row: dict[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
+        """The rows of the evaluations of a run that has a row, with `metric`, `value`, and entries such as `length`."""
+        names = {name: row[name] for name in (*KEY, "cell", "learning_rate", "seed")}
         for evaluation in self.evaluations:
             for line in (_output(folder, evaluation) / FILE).read_text(encoding="utf-8").splitlines():
                 record = json.loads(line)
-                about = {"task": record["what"]["task"], "evaluation": evaluation, "seconds": record["seconds"]}
-                yield from (self._names(run) | about | row for row in record["rows"])
-
-    def _names(self, run: Run) -> dict[str, Any]:
-        cell = {"cell": ", ".join(label for _, label in run.cell), "learning_rate": run.learning_rate, "seed": run.seed}
-        return dict(zip(KEY, self.key(run), strict=True)) | cell
+                about = {"evaluation": evaluation, "seconds": record["seconds"], "task": record["what"]["task"]}
+                about |= {"haystack": record["what"]["options"]["haystack"]}
+                yield from (names | about | measured for measured in record["rows"])
 
 
 def _key(row: dict[str, str]) -> tuple[str, ...]:
@@ -193,14 +202,18 @@ def _output(folder: Path, evaluation: str) -> Path:
 
 def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Namespace) -> list[tuple[Rows, Run]]:
     """The runs that have no row yet, in the order of seeds, learning rates and cells."""
+    settings = [override for override in overrides if override.partition("=")[0] in FIELDS]
+    overrides = [*args.with_configs, *(override for override in overrides if override not in settings)]
     jobs = []
     for name in sweeps:
         runner = Runner(COMMAND, args.folder / Path(name).stem)
-        about = {"evaluations": args.evaluate, "delete": args.delete}
+        about = {"evaluations": args.evaluate, "delete": args.delete, "curves": args.curves}
         rows = Rows(args.table, Path(name).stem, overrides, runner, args.commit, **about)
         done = rows.done()
-        sweep = read_sweep(load_items([name]))
-        runs = sweep.runs(tuple(overrides))
+        sweep = read_sweep(load_items([name, *settings]))
+        runs = [run for run in sweep.runs(tuple(overrides)) if all(_has_label(run, only) for only in args.only)]
+        if not runs:
+            raise UserError(f"--only: no cell of {name} has the labels {' and '.join(args.only)}")
         rows.runner.folder.mkdir(parents=True, exist_ok=True)
         with rows.runner.claimed(runs):  # complains about folders of other configs
             jobs += [
@@ -209,6 +222,11 @@ def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Name
                 if rows.key(run) not in done
             ]
     return [job for *_, job in sorted(jobs, key=lambda job: job[:2])]
+
+
+def _has_label(run: Run, labels: str) -> bool:
+    """Whether the cell of a run has one of the labels, which "|" separates."""
+    return any(label in labels.split("|") for _, label in run.cell)
 
 
 def _place(run: Run, sweep: Sweep) -> int:
@@ -273,8 +291,15 @@ def main() -> None:
         type=lambda text: [int(seed) for seed in text.split(",")],
         help="seeds whose runs choose the learning rate of a cell; the other seeds are run at that rate only",
     )
+    parser.add_argument(
+        "--with", dest="with_configs", action="append", default=[], metavar="CONFIG", help="for all runs"
+    )
+    parser.add_argument(
+        "--only", action="append", default=[], metavar="LABEL|LABEL", help="cells with one of these labels"
+    )
     parser.add_argument("--evaluate", action="append", default=[], metavar="OPTIONS", help="of `cli.py evaluate`")
     parser.add_argument("--delete", action="store_true", help="delete the folder of a run once its rows are written")
+    parser.add_argument("--curves", action="store_true", help="also write what `scaling fit` reads from the table")
     parser.add_argument("--commit", help="for the table, where the code is not in a git checkout")
     args = parser.parse_intermixed_args()
     sweeps, overrides = ([i for i in args.sweeps if is_override(i) == wanted] for wanted in (False, True))
