@@ -278,8 +278,8 @@ def work(jobs: Sequence[tuple[Rows, Run]], at_once: int, gpus: Sequence[str | No
         pool.shutdown()
 
 
-def main() -> None:
-    """Read the command line, and train."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Read the command line, or these arguments, and train."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweeps", nargs="+", metavar="SWEEP", help="sweeps and overrides key=value")
     parser.add_argument("--table", type=Path, default=Path("runs/sweep_rows.csv"))
@@ -301,7 +301,7 @@ def main() -> None:
     parser.add_argument("--delete", action="store_true", help="delete the folder of a run once its rows are written")
     parser.add_argument("--curves", action="store_true", help="also write what `scaling fit` reads from the table")
     parser.add_argument("--commit", help="for the table, where the code is not in a git checkout")
-    args = parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args(arguments)
     sweeps, overrides = ([i for i in args.sweeps if is_override(i) == wanted] for wanted in (False, True))
     try:
         jobs = jobs_of(sweeps, overrides, args)
