@@ -13,7 +13,7 @@ another axis.
 
 `--beside` compares each cell with one cell: differences are formed within a seed and a learning rate, and averaged over
 the learning rates that both cells have. `--where` chooses rows by their columns, and `--across` repeats all of it for
-each value of a column.
+each value of a column, over which `--picture` draws the means of the cells, with a dot for each seed.
 """
 
 import argparse
@@ -28,6 +28,8 @@ from scipy.stats import t
 
 from mixers import did_you_mean
 from reproductions.write_csv import read
+from zoo.display import write_figure
+from zoo.evaluation.results import curves
 
 Rows = Sequence[Mapping[str, str]]
 Cell = tuple[str, ...]
@@ -107,12 +109,24 @@ def main() -> None:
     parser.add_argument("--beside", help="the cell that all others are compared with, in place of effects of axes")
     parser.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="rows to read")
     parser.add_argument("--across", metavar="COLUMN", help="such as length")
+    parser.add_argument("--picture", type=Path, help="file for curves over the column of --across")
     args = parser.parse_args()
+    if args.picture and not args.across:
+        sys.exit("--picture: --across must name the horizontal axis, such as length")
     rows, chosen = read(args.table), [condition.partition("=")[::2] for condition in args.where]
     for column in (args.metric, *(column for column, _ in chosen), *([args.across] if args.across else [])):
         if rows and column not in rows[0]:
             sys.exit(f"{args.table} has no column {column!r}{did_you_mean(column, rows[0])}")
     rows = [row for row in rows if all(row[column] == value for column, value in chosen)]
+    if args.seeds is not None:
+        rows = [row for row in rows if int(row["seed"]) in args.seeds]
+    if args.picture:
+        points = [
+            {"model": row["cell"], "metric": row.get("metric", args.metric), "value": float(row[args.metric])}
+            | {args.across: float(row[args.across])}
+            for row in rows
+        ]
+        write_figure(curves(points, args.across, ", ".join(args.where)), args.picture)
     parts = dict.fromkeys(row[args.across] if args.across else "" for row in rows)
     for part in parts or [""]:
         of_part = [row for row in rows if not part or row[args.across] == part]

@@ -85,9 +85,11 @@ def test_main_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     longer = [row | {"length": length, "val_accuracy": row["val_accuracy"] / 2} for row in rows for length in (1, 2)]
     write(longer, tmp_path / "long.csv")
     options = ["--across=length", "--reference=channel", "--where=length=2", "--seeds=2"]
+    options.append(f"--picture={tmp_path / 'curves.png'}")
     monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "long.csv"), *options])
     main_effects.main()
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert (tmp_path / "curves.png").stat().st_size
     assert lines[:3] == ["length 2: val_accuracy, seeds 2", "channel 0.265", "head − channel -0.090, one seed"]
     monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "long.csv"), "--across=lenght"])
     with pytest.raises(SystemExit, match=r"has no column 'lenght'; did you mean 'length'\?"):
