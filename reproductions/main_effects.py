@@ -126,7 +126,7 @@ def main() -> None:
             | {args.across: float(row[args.across])}
             for row in rows
         ]
-        write_figure(curves(points, args.across, ", ".join(args.where)), args.picture)
+        write_figure(curves(points, args.across, args.table.stem), args.picture)
     parts = dict.fromkeys(row[args.across] if args.across else "" for row in rows)
     for part in parts or [""]:
         of_part = [row for row in rows if not part or row[args.across] == part]

@@ -8,6 +8,9 @@ import pytest
 
 from reproductions import sweep_rows
 from reproductions.write_csv import read, write
+from zoo.config import from_config
+from zoo.config.overlays import load_items
+from zoo.experiments.commands import read_sweep
 
 SWEEP = """
 base: [recall/mqar.yaml, {trainer: {max_steps: 1, val_check_interval: 1}, data: {batch_size: 2, validation_samples: 4}}]
@@ -103,6 +106,21 @@ def test_cells_seeds_and_configs_are_chosen(
     monkeypatch.setattr(sys, "argv", [*arguments, "--only=three"])
     with pytest.raises(SystemExit, match=r"--only: no cell of .* has the labels three"):
         sweep_rows.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "models"), [("length_extrapolation", 9), ("needles", 3)])
+def test_models_of_a_comparison_have_as_many_parameters(name: str, models: int):
+    configs = {
+        run.cell: run.parsed
+        for run in read_sweep(load_items([f"reproductions/sweeps/{name}.yaml"])).runs()
+        if run.parsed
+    }
+    for config in configs.values():
+        config.model.vocab_size = 16_384
+    sizes = [from_config(config, device="meta").num_parameters() for config in configs.values()]
+    assert len(sizes) == models
+    assert max(sizes) < 1.01 * min(sizes)
 
 
 def test_an_unknown_sweep_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
