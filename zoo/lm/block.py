@@ -167,7 +167,7 @@ class PostNormBlock(Block):
 def note_layer(error: Exception, layer: int, *parts: object) -> None:
     """Add a note to an exception of a layer: which of its parts is not this project's, and what fails in its file."""
     for cls in map(type, parts):
-        if cls.__module__.partition(".")[0] not in ("mixers", "zoo", "builtins"):
+        if cls.__module__.partition(".")[0] not in ("mixers", "zoo", "builtins") and not isinstance(error, UserError):
             error.add_note(f"{OF_LAYER}{layer}, {cls.__name__}, fails: {described(error, cls.__module__)}")
             return
 
