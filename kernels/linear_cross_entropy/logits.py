@@ -27,6 +27,7 @@ def capped_logits(x: Tensor, weight: Tensor, cap: float | None) -> Tensor:
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> Tensor:
     """Sum of the losses, from the logits of all tokens: the CPU path."""
+    x = x.masked_fill((labels == ignore_index)[:, None], 0)  # nan there stays out of the gradient of the weight
     return row_losses(capped_logits(x, weight, cap), labels, ignore_index).sum()
 
 

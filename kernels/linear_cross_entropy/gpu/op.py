@@ -35,7 +35,13 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         return logits
 
     return head_loss(
-        [(x, weight)], loss, size=LOGITS, x_learns=args.x_learns, weight_learns=args.weight_learns, how="triton"
+        [(x, weight)],
+        loss,
+        ignored=labels == ignore_index,
+        size=LOGITS,
+        x_learns=args.x_learns,
+        weight_learns=args.weight_learns,
+        how="triton",
     )
 
 
