@@ -125,11 +125,11 @@ def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list
     """The rows of a batch size and position: eager and, on a GPU, a captured graph."""
     device = next(model.parameters()).device
     place = row["batch_size"], row["position"]
-    eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
+    eager = _timed({**row, "how": "eager"}, seconds, lambda: OurSteps(model, *place), device)
     if device.type != "cuda" or "ms" not in eager:
         return [eager]
     try:
-        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: Captured(model, *place), device)]
+        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: _captured(model, *place), device)]
     except RuntimeError as error:
         eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
         return [eager]
@@ -165,45 +165,47 @@ class Steps(ABC):
         """Make a step."""
 
 
-class Eager(Steps):
-    """Eager steps of our model."""
+class OurSteps(Steps):
+    """Steps of our model: eager, or on a GPU as CUDA graphs."""
 
-    graphs: DecodingGraphs | None = None
+    state_bytes: int
 
-    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
+    def __init__(
+        self, model: LanguageModel, batch_size: int, position: int, graphs: DecodingGraphs | None = None
+    ) -> None:
         self.position = position
         self.tokens = torch.randint(model.vocab_size, (batch_size,), device=next(model.parameters()).device)
         state = state_at(model, batch_size, position)
         self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
         self.decoder: Decoder | ChunkDecoder
         if kernels.is_deterministic():
-            self.decoder = ChunkDecoder(model, [*self.tokens[:, None]], state, graphs=self.graphs)
+            self.decoder = ChunkDecoder(model, [*self.tokens[:, None]], state, graphs=graphs)
         else:
-            self.decoder = Decoder(model, state, self.graphs)
+            self.decoder = Decoder(model, state, graphs)
 
     def __call__(self) -> None:
         self.tokens = self.decoder(self.tokens).argmax(-1)
 
 
-class Captured(Eager):
-    """Steps as a CUDA graph, as `generate` runs them on a GPU."""
-
-    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
-        self.graphs = DecodingGraphs()
-        super().__init__(model, batch_size, position)
-        self()
-        if self.graphs.refused:
-            raise RuntimeError(self.graphs.refused)
+def _captured(model: LanguageModel, batch_size: int, position: int) -> OurSteps:
+    """Steps as a CUDA graph, as `generate` runs them on a GPU; a RuntimeError if they cannot be captured."""
+    graphs = DecodingGraphs()
+    steps = OurSteps(model, batch_size, position, graphs)
+    steps()
+    if graphs.refused:
+        raise RuntimeError(graphs.refused)
+    return steps
 
 
 def grows(model: LanguageModel) -> bool:
     """Return whether any tensor of the model's state grows with each token."""
-    return any(_growing(model))
+    return any(growing(model, _after_a_token(model, 1)))
 
 
 def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
-    """A random state with the size it has after `position` tokens."""
-    more = iter(_growing(model))
+    """A random state with the size and the dtypes it has after `position` tokens."""
+    state = _after_a_token(model, batch_size)
+    more = iter(growing(model, state))
 
     def fill(leaf: Tensor) -> Tensor:
         grown = next(more)
@@ -212,11 +214,10 @@ def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
         size = (batch_size, position, *leaf.shape[2:]) if grown else leaf.shape
         return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
 
-    return tree_map(fill, model.init_state(batch_size))
+    return tree_map(fill, state)
 
 
-def _growing(model: LanguageModel) -> list[bool]:
-    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.no_grad():
-        _, state = model(token, model.init_state(1))
-    return growing(model, state)
+@torch.no_grad()
+def _after_a_token(model: LanguageModel, batch_size: int) -> Any:
+    token = torch.zeros(batch_size, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    return model(token, model.init_state(batch_size))[1]
