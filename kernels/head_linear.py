@@ -41,7 +41,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
         dx = new(x)
         product(dy, weight.to(x.dtype).mT, heads_first(dx), how)
     if needed.weight:
-        dweight = product(heads_first(x).mT, dy, new(x, *weight.shape), how).to(weight.dtype)
+        dweight = product(heads_first(x).mT, dy, new(x, *weight.shape), how, divide=True).to(weight.dtype)
     return {"x": dx, "weight": dweight}
 
 

@@ -299,7 +299,7 @@ def bench_expansion(
     with tqdm(total=len(cases) * each, desc="expansion", unit=" steps", dynamic_ncols=True) as bar:
         for number, (case, one) in enumerate(zip(cases, parsed, strict=True), start=1):
             bar.set_postfix_str(case.name)
-            report.rows.append(_row(case, one, settings, length, batch_size, bar))
+            report.add(_row(case, one, settings, length, batch_size, bar))
             bar.update(number * each - bar.n)  # also where it did not fit
     _compare(report.rows)
     return report
@@ -487,7 +487,7 @@ def bench_length(
                 row = {"model": name, "length": length, "batch_size": tokens // length, **gate}
                 if "note" not in gate:
                     row |= trained(one, settings, length, tokens // length, bar)
-                report.rows.append(row)
+                report.add(row)
                 bar.update(len(report.rows) * each - bar.n)  # also where it did not fit
     return report
 

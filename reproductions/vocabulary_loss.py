@@ -106,7 +106,7 @@ def vocabulary_loss(
         for result, value in both(loss, *inputs).items():
             gate.check(result, value, exact[result], LIMIT[dtype])
         row["gate"] = gate.record()
-        report.rows.append(row)
+        report.add(row)
         if gate.passed:
             calls[name] = partial(both, loss, *inputs)
         else:

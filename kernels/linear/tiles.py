@@ -33,8 +33,8 @@ def by_tiles(a: Tensor, b: Tensor, y: Tensor) -> None:
         y[full:] = (tile @ b)[: len(a) - full]
 
 
-def in_torch(a: Tensor, b: Tensor, y: Tensor) -> None:
-    """Write a [H,M,K] times b [H,K,N] to y [H,M,N]."""
+def in_torch(a: Tensor, b: Tensor, y: Tensor, *, divide: bool) -> None:
+    """Write a [H,M,K] times b [H,K,N] to y [H,M,N]; the sum is not divided."""
     for one in zip(a, b, y, strict=True):
         by_tiles(*one)
 
@@ -47,16 +47,17 @@ def implementation(x: Tensor) -> str:
     return "triton" if is_deterministic() and PRODUCT.backend(x) == "triton" else "torch"
 
 
-def product(a: Tensor, b: Tensor, out: Tensor, how: str) -> Tensor:
+def product(a: Tensor, b: Tensor, out: Tensor, how: str, *, divide: bool = False) -> Tensor:
     """Return a [M,K] times b [K,N], or of batches of matrices [H,M,K] and [H,K,N], written to `out`.
 
     For the code of ops, without gradients. PyTorch computes it; in deterministic mode `how` says which implementation
-    with fixed tiles does.
+    with fixed tiles does. With `divide`, for sums over tokens, their parts may depend on how many there are.
     """
     if not is_deterministic():
         return (torch.mm if a.dim() == 2 else torch.bmm)(a, b, out=out)
     with torch.no_grad():
-        PRODUCT.load(how)(*((a, b, out) if a.dim() == 3 else (a[None], b[None], out[None])))
+        batched = (a, b, out) if a.dim() == 3 else (a[None], b[None], out[None])
+        PRODUCT.load(how)(*batched, divide=divide)
     return out
 
 
@@ -95,7 +96,7 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     dy = dy.contiguous()
     return {
         "x": product(dy, weight, new(x, *x.shape), how) if needed.x else None,
-        "weight": product(dy.T, x, new(weight, *weight.shape), how) if needed.weight else None,
+        "weight": product(dy.T, x, new(weight, *weight.shape), how, divide=True) if needed.weight else None,
         "bias": dy.sum(0) if bias is not None and needed.bias else None,
     }
 

@@ -424,7 +424,5 @@ from rows where length > 64 and (task != 'mqar' or pairs = 8) group by task orde
 -- linearise_forecast: reproductions/measured/linearise_forecast.csv
 select substr(student, 1, instr(student, ',') - 1) as teacher, printf('%.2fB', max(parameters) / 1e9) as student,
   printf('%.0fM', sum(tokens) / 1e6) as tokens, printf('%.0f GiB', max(cast(gib as real))) as memory,
-  printf('%.2f', sum(case stage when 'distil_layers' then hours end)) as "hours for layers",
-  printf('%.2f', sum(case stage when 'distil_logits' then hours end)) as "for logits",
-  printf('%.2f', sum(case stage when 'next_token' then hours end)) as "for the next token"
+  printf('%.1f', sum(hours)) as hours
 from rows group by student order by min(parameters)

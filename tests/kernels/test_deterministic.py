@@ -26,7 +26,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor) -> list[
 @pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize(("I", "O", "bias"), [(40, 70, True), (130, 33, False)])
+@pytest.mark.parametrize(("I", "O", "bias"), [(40, 70, True), (130, 33, False), (72, 136, True)])
 def test_products(I: int, O: int, bias: bool, dtype: torch.dtype, backend: str, device: str):
     generator = torch.Generator().manual_seed(0)
     x, weight, b = (torch.randn(shape, generator=generator) for shape in ((7, 19, I), (O, I), (O,)))

@@ -93,6 +93,18 @@ def test_a_wrong_result_has_no_speed(tmp_path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.slow
+def test_rows_outlast_an_interruption(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def interrupted_at_16(parsed, to, length, *_):
+        if length == 16:
+            raise KeyboardInterrupt
+        return {"note": "measured"}
+
+    monkeypatch.setattr(bench, "trained", interrupted_at_16)
+    with pytest.raises(KeyboardInterrupt):
+        bench.bench_length(["gated_deltanet.yaml", *PLAIN], lengths=[8, 16], tokens=16, folder=str(tmp_path))
+    assert [(row["length"], row["note"]) for row in record(tmp_path)["rows"]] == [(8, "measured")]
+
+
 def test_a_model_that_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The others are measured, unless its memory is not free again."""
 

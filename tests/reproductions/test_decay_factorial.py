@@ -85,3 +85,23 @@ def test_main_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "rows.csv"), "--seeds=0"])
     with pytest.raises(SystemExit, match="no seed has exactly one row for every cell"):
         main_effects.main()
+
+
+def test_one_cell_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Differences are formed within a seed and a rate; a run without its pair does not count."""
+    gains = {("0.01", 0): 0.1, ("0.003", 0): 0.3, ("0.01", 1): 0.4}
+    rows = [{"cell": "a, b", "learning_rate": "0.003", "seed": 1, "val_accuracy": 0.9}]  # without its pair
+    for (rate, seed), gain in gains.items():
+        for cell, value in (("a, b", 0.2), ("c", 0.2 + gain)):
+            rows.append({"cell": cell, "learning_rate": rate, "seed": seed, "val_accuracy": value + seed})
+    write(rows, tmp_path / "rows.csv")
+    command = ["main_effects.py", str(tmp_path / "rows.csv"), "--beside"]
+    monkeypatch.setattr(sys, "argv", [*command, "a, b"])
+    main_effects.main()
+    half = 12.706 * 0.1
+    assert capsys.readouterr().out.split() == ["val_accuracy", *f"c − a, b +0.300 ± {half:.3f}".split(), *(
+        ["(the", "interval", "contains", "0)"]
+    )]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [*command, "d"])
+    with pytest.raises(SystemExit, match="no cell is named 'd'; its cells are 'a, b', 'c'"):
+        main_effects.main()

@@ -97,7 +97,7 @@ def test_what_warns_a_reader_comes_first(papers: list[Paper]):
             "status: 'contradicted' needs a measurement by the protocol, not 'three",
         ),
         ("status: partly", "status: not run", "status: it is 'not run', so `ours` must be left out"),
-        ("'2026-11-23'", "'yesterday'", r"table_1.yaml: ours.date: 'yesterday' is not a date; write YYYY-MM-DD"),
+        ("'2026-11-30'", "'yesterday'", r"table_1.yaml: ours.date: 'yesterday' is not a date; write YYYY-MM-DD"),
         (
             "command: python cli.py sweep",
             "command: python sweep",

@@ -51,11 +51,19 @@ class Report:
         """Return whether a result was wrong."""
         return any(map(is_wrong, self.rows))
 
-    def write(self) -> None:
-        """Write bench.json and bench.png."""
+    def add(self, row: dict[str, Any]) -> None:
+        """Append a row and write bench.json, so that a benchmark that is interrupted keeps its rows."""
+        self.rows.append(row)
+        self._write_rows()
+
+    def _write_rows(self) -> None:
         record = {"kind": self.benchmark, **self.about, "rows": self.rows}
         with atomic_write(self.folder / FILE) as file:
             file.write(json.dumps(record, indent=1, allow_nan=False).encode())
+
+    def write(self) -> None:
+        """Write bench.json and bench.png."""
+        self._write_rows()
         if (picture := self.picture()) is not None:
             write_figure(picture, self.folder / PICTURE)
 

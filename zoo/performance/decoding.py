@@ -108,14 +108,15 @@ def bench_decode(
     for batch, position in progress_bar(places, desc="decode", unit=" places"):
         row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
         if not gate.passed:
-            report.rows.append({**row, "how": "", "note": gate.says})
+            report.add({**row, "how": "", "note": gate.says})
             continue
         with torch.no_grad(), models.running(precision, where, backend):
-            report.rows += _measured(row, model, seconds)
+            for measured in _measured(row, model, seconds):
+                report.add(measured)
         if make is not None:
             row = {"model": name_of_other, "batch_size": batch, "position": position, "how": "eager"}
             with torch.no_grad(), models.running(precision, where):
-                report.rows.append(_of_other(row, seconds, partial(make, batch, position), where))
+                report.add(_of_other(row, seconds, partial(make, batch, position), where))
         if where.type == "cuda":
             torch.cuda.empty_cache()
     return report

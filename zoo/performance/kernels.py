@@ -227,7 +227,7 @@ def bench_kernels(
         case = None  # type: ignore[assignment]
         if on_gpu:
             torch.cuda.empty_cache()
-        report.rows.append(row)
+        report.add(row)
     return report
 
 

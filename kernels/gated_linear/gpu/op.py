@@ -67,9 +67,9 @@ class Arguments(NamedTuple):
     keep: bool  # whether the product is saved for the backward pass
 
 
-def matmul(a: Tensor, b: Tensor) -> Tensor:
-    """a [M,K] times b [K,N], which is cast to the dtype of a."""
-    return tiles.product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton")
+def matmul(a: Tensor, b: Tensor, *, divide: bool = False) -> Tensor:
+    """a [M,K] times b [K,N], which is cast to the dtype of a; `divide` as for `product`."""
+    return tiles.product(a, b.to(a.dtype), new(a, len(a), b.shape[1]), "triton", divide=divide)
 
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,7 @@ def differentiate(args: Arguments, needed: Any, dy: Tensor, h: Tensor) -> Gradie
         recomputed = None if args.keep else new(args.gate_up, len(dy), weight.shape[1])
         dgate_up = _through_product(args, dy, recomputed) if needed.gate_up or not args.keep else None
         h = h.view(len(dy), weight.shape[1]) if recomputed is None else recomputed
-        dweight = matmul(dy.T, h).to(weight.dtype) if needed.weight else None
+        dweight = matmul(dy.T, h, divide=True).to(weight.dtype) if needed.weight else None
         return {"gate_up": dgate_up, "weight": dweight}
 
 

@@ -9,9 +9,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...gpu.device import runs_gluon
 from ...gpu.launch import cdiv, enqueue
+from ...gpu.paths import KernelPath, takes
 from ...gpu.tiles import INTERPRETED, factor_dtype
 
+UNIT = 8  # numbers in 16 bytes
+BLOCK = 1024  # numbers of the result in a program that adds parts
 GROUP = 8  # rows of tiles that are computed together, whose tiles of b then are in L2
 
 
@@ -80,8 +84,49 @@ def multiply_tiles(
     tl.store(y, sums.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def multiply(a: Tensor, b: Tensor, y: Tensor) -> None:
-    """Write a [H,M,K] times b [H,K,N] to y [H,M,N]."""
+@triton.jit
+def add_tiles(parts, y, size, count, y_row, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + at, mask=at < size, other=0.0)
+    for part in range(1, count):
+        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    tl.store(y + at // N * y_row + at % N, total.to(y.dtype.element_ty), mask=at < size)
+
+
+def add_parts(parts: Tensor, y: Tensor) -> None:
+    """Write the sum of parts [S,M,N] in fp32 to y [M,N], added in order."""
+    count, _, N = parts.shape
+    enqueue(add_tiles, cdiv(y.numel(), BLOCK), *(parts, y, y.numel(), count, y.stride(0), N), BLOCK=BLOCK)
+
+
+def by_rows_or_columns(x: Tensor) -> bool:
+    """Return whether TMA can copy blocks of a matrix: rows or columns are contiguous, and begin at 16 bytes."""
+    return min(x.stride()) == 1 and max(x.stride()) % UNIT == 0
+
+
+HOPPER = KernelPath(
+    "hopper_tiles",
+    when=lambda case: (
+        runs_gluon(case[0].device)
+        and len(case[0]) == 1
+        and all(x.dtype == torch.bfloat16 and by_rows_or_columns(x[0]) for x in case)
+        and case[2].stride(2) == 1
+    ),
+    why="bf16 on Hopper, rows at multiples of 16 bytes: a kernel in Gluon computes the tiles",
+)
+
+
+def multiply(a: Tensor, b: Tensor, y: Tensor, *, divide: bool) -> None:
+    """Write a [H,M,K] times b [H,K,N] to y [H,M,N].
+
+    With `divide` the sum may be divided, in parts whose number depends on all sizes: for gradients of weights, whose
+    result is not that of one row.
+    """
+    if takes(HOPPER, (a, b, y)):
+        from . import hopper  # other GPUs do without Gluon
+
+        hopper.multiply(a[0], b[0], y[0], divide=divide)
+        return
     (H, M, K), N, tile = a.shape, b.shape[2], TILES[a.itemsize]
     exact = a.dtype == torch.float32
     fast = torch.backends.cuda.matmul.allow_tf32 and a.is_cuda
