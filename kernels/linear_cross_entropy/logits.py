@@ -11,7 +11,7 @@ from ..core.elementwise import soft_cap
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import linear
 
-LOGITS = 2**25  # in memory at once: 1024 tokens at a vocabulary of 32,000
+LOGITS = 2**25  # in memory at a time: 1024 tokens at a vocabulary of 32,000
 
 
 def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
