@@ -12,7 +12,7 @@ from zoo.evaluation.loaded import LoadedModel, Subject
 from zoo.evaluation.task import Cell, Row, Task
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
-from zoo.performance.decoding import OurSteps
+from zoo.performance.steps import OurSteps
 from zoo.performance.timing import medians, synchronize
 
 LENGTHS = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192, 16_384)}
