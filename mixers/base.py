@@ -26,6 +26,7 @@ from .features import FeaturePath, Features, HeadProduct, together
 from .heads import HeadMap, check_heads, converted
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
+from .replay import Chunk
 from .shift import check_sequences
 from .state import History, Position, remembered
 
@@ -163,6 +164,21 @@ class TokenMixer(KeepsFp32):
     ) -> State:
         """The state before the first token; device and dtype default to those of the parameters."""
         raise self._lacks("init_state", "decoding starts from the state that it returns")
+
+    def replay(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk] | None:
+        """Compute the newest tokens of a chunk with the bits of the whole one; for decoding in deterministic mode.
+
+        By default, `forward` is called for the inputs of all tokens of the chunk. A mixer that computes most of each
+        token alone is faster if it keeps these results in place of its inputs.
+
+        Args:
+            x: Of the newest tokens [B,1,hidden], or of all tokens of the chunk [B,CHUNK,hidden] in the first call.
+            chunk: Where the sequences are. Its state must not change.
+
+        Returns:
+            y of the tokens of x, and the chunk with the state after it; None to have `forward` called.
+        """
+        return None
 
     def check_device(self, device: torch.device) -> None:
         """Raise a UserError if the layer cannot run on a device; called before a run starts. By default it can."""
@@ -416,6 +432,20 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, LinearState | None]:
         """Everything after `project`, whose result is s; the other arguments are those of `forward`."""
+        o, s, state = self._recurred(s, x, state, cu_seqlens, context_parallel, consume_state=True)
+        return self.readout(o, s), state
+
+    def _recurred(
+        self,
+        s: Streams,
+        x: Tensor,
+        state: LinearState | None,
+        cu_seqlens: Tensor | None,
+        context_parallel: ContextParallel | None,
+        *,
+        consume_state: bool,
+    ) -> tuple[Tensor, Streams, LinearState | None]:
+        """Compute the arguments of `readout` for the projected streams s, and the next state."""
         s, histories, position, carried = self._featurise(s, x, state, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,
@@ -426,11 +456,24 @@ class LinearMixer(TokenMixer):
             initial_state=None if state is None else state.matrix,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
-            consume_state=True,
+            consume_state=consume_state,
             keep_states=self.keep_states,
             context_parallel=context_parallel,
         )
-        return self.readout(o, s), None if matrix is None else LinearState(matrix, histories, position, carried)
+        return o, s, None if matrix is None else LinearState(matrix, histories, position, carried)
+
+    def replay(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk] | None:
+        """Project the newest tokens, run the recurrence over the chunk, and read out the newest tokens."""
+        if type(self).forward is not LinearMixer.forward:  # `project` may look at other tokens
+            return None
+        x = checked_input(x, self.site.hidden_size)
+        expanded = x if self.q_expand is not None else None  # nothing else reads x again
+        (s, expanded), inputs = chunk.kept((self._streams(self.project(x), "project"), expanded))
+        before, whole = chunk.state, x if expanded is None else expanded
+        o, s, after = self._recurred(s, whole, before, None, None, consume_state=False)
+        if chunk.inputs is not None:
+            o, s = chunk.newest((o, s))
+        return self.readout(o, s), chunk._replace(state=after, inputs=inputs)
 
     def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)

@@ -1,19 +1,24 @@
-"""Main effects of the axes of a factorial sweep, from the rows that `sweep_rows.py` wrote.
+"""Main effects of the axes of a sweep, from the rows that `sweep_rows.py` wrote.
 
     PYTHONPATH=. python reproductions/main_effects.py runs/sweep_rows.csv
     PYTHONPATH=. python reproductions/main_effects.py runs/sweep_rows.csv --metric=pairs_at_50 --seeds=2,3,4,5,6
     PYTHONPATH=. python reproductions/main_effects.py runs/sweep_rows.csv --beside="H = 8, E = 1"
+    PYTHONPATH=. python reproductions/main_effects.py runs/sweep_rows.evaluations.csv --metric=value --across=length \\
+      --where task=s_niah_2 --reference=Mamba2
 
 The effect of a level is the mean over all cells that have it minus the mean over those that have the first level of the
-axis, formed within a seed; the interval is the 95 % t interval over seeds. Seeds are used if each cell has exactly one
-row, as `--chosen-on` leaves them. Lines with "in" are about the cells that have that level of another axis.
+axis (or `--reference`), formed within a seed; the interval is the 95 % t interval over seeds. Seeds are used if each
+cell has exactly one row, as `--chosen-on` leaves them. Lines with "in" are about the cells that have that level of
+another axis.
 
 `--beside` compares each cell with one cell: differences are formed within a seed and a learning rate, and averaged over
-the learning rates that both cells have.
+the learning rates that both cells have. `--where` chooses rows by their columns, and `--across` repeats all of it for
+each value of a column, over which `--picture` draws the means of the cells, with a dot for each seed.
 """
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,16 +26,20 @@ from pathlib import Path
 
 from scipy.stats import t
 
+from mixers import did_you_mean
 from reproductions.write_csv import read
+from zoo.display import write_figure
+from zoo.evaluation.results import curves
 
+Rows = Sequence[Mapping[str, str]]
 Cell = tuple[str, ...]
 Values = Mapping[int, Mapping[Cell, float]]  # seed → cell → value
 
 
-def read_values(table: Path, metric: str, seeds: Sequence[int] | None) -> dict[int, dict[Cell, float]]:
+def read_values(rows: Rows, metric: str, seeds: Sequence[int] | None) -> Values:
     """The metric of each cell by seed; of seeds that have one row for every cell."""
     values: dict[int, dict[Cell, list[float]]] = {}
-    for row in read(table):
+    for row in rows:
         cell = tuple(row["cell"].split(", "))
         values.setdefault(int(row["seed"]), {}).setdefault(cell, []).append(float(row[metric]))
     cells = {cell for of_seed in values.values() for cell in of_seed}
@@ -50,10 +59,16 @@ def interval(differences: Sequence[float]) -> tuple[float, float]:
     return statistics.mean(differences), half
 
 
-def effects(values: Values) -> Iterator[tuple[str, float, float]]:
-    """Each level with its effect and half the interval, over all cells and within each level of another axis."""
+def effects(values: Values, reference: str | None = None) -> Iterator[tuple[str, float, float]]:
+    """Each level with its effect and half the interval, over all cells and within each level of another axis.
+
+    Args:
+        values: The metric.
+        reference: The level that the others of its axis are compared with; None: the first one.
+    """
     cells = [*next(iter(values.values()))]
     axes = [list(dict.fromkeys(levels)) for levels in zip(*cells, strict=True)]
+    axes = [sorted(levels, key=lambda level: level != reference) for levels in axes]
     for place, levels in enumerate(axes):
         others = [(i, level) for i, of_axis in enumerate(axes) if i != place for level in of_axis]
         for level, within in itertools.product(levels[1:], [None, *others]):
@@ -66,15 +81,15 @@ def effects(values: Values) -> Iterator[tuple[str, float, float]]:
             yield name, *interval(differences)
 
 
-def beside(table: Path, metric: str, seeds: Sequence[int] | None, other: str) -> Iterator[tuple[str, float, float]]:
+def beside(rows: Rows, metric: str, seeds: Sequence[int] | None, other: str) -> Iterator[tuple[str, float, float]]:
     """Each cell with its mean difference from the cell `other` and half the interval."""
     values: dict[str, dict[int, dict[str, float]]] = {}
-    for row in read(table):
+    for row in rows:
         if seeds is None or int(row["seed"]) in seeds:
             of_cell = values.setdefault(row["cell"], {})
             of_cell.setdefault(int(row["seed"]), {})[row["learning_rate"]] = float(row[metric])
     if other not in values:
-        sys.exit(f"{table}: no cell is named {other!r}; its cells are {', '.join(map(repr, values))}")
+        sys.exit(f"--beside: no cell is named {other!r}; the cells are {', '.join(map(repr, values))}")
     for cell, of_cell in values.items():
         differences = []
         for seed, rates in of_cell.items():
@@ -90,19 +105,54 @@ def main() -> None:
     parser.add_argument("table", type=Path)
     parser.add_argument("--metric", default="val_accuracy")
     parser.add_argument("--seeds", type=lambda text: [int(seed) for seed in text.split(",")])
+    parser.add_argument("--reference", metavar="LEVEL", help="the level that the others of its axis are compared with")
     parser.add_argument("--beside", help="the cell that all others are compared with, in place of effects of axes")
+    parser.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="rows to read")
+    parser.add_argument("--across", metavar="COLUMN", help="such as length")
+    parser.add_argument("--picture", type=Path, help="file for curves over the column of --across")
     args = parser.parse_args()
+    if args.picture and not args.across:
+        sys.exit("--picture: --across must name the horizontal axis, such as length")
+    rows, chosen = read(args.table), [condition.partition("=")[::2] for condition in args.where]
+    for column in (args.metric, *(column for column, _ in chosen), *([args.across] if args.across else [])):
+        if rows and column not in rows[0]:
+            sys.exit(f"{args.table} has no column {column!r}{did_you_mean(column, rows[0])}")
+    rows = [row for row in rows if all(row[column] == value for column, value in chosen)]
+    if args.seeds is not None:
+        rows = [row for row in rows if int(row["seed"]) in args.seeds]
+    if args.picture:
+        points = [
+            {"model": row["cell"], "metric": row.get("metric", args.metric), "value": float(row[args.metric])}
+            | {args.across: float(row[args.across])}
+            for row in rows
+        ]
+        write_figure(curves(points, args.across, args.table.stem), args.picture)
+    parts = dict.fromkeys(row[args.across] if args.across else "" for row in rows)
+    for part in parts or [""]:
+        of_part = [row for row in rows if not part or row[args.across] == part]
+        title = f"{args.across} {part}: " if part else ""
+        sys.stdout.write(title + "\n".join(report(of_part, args)) + "\n")
+
+
+def report(rows: Rows, args: argparse.Namespace) -> Iterator[str]:
+    """The lines about some rows."""
     if args.beside:
-        lines, found = [args.metric], beside(args.table, args.metric, args.seeds, args.beside)
+        yield args.metric
+        found = beside(rows, args.metric, args.seeds, args.beside)
     else:
-        values = read_values(args.table, args.metric, args.seeds)
+        values = read_values(rows, args.metric, args.seeds)
         if not values:
             sys.exit(f"{args.table}: no seed has exactly one row for every cell")
-        lines, found = [f"{args.metric}, seeds {', '.join(map(str, values))}"], effects(values)
+        yield f"{args.metric}, seeds {', '.join(map(str, values))}"
+        found = effects(values, args.reference)
+        if args.reference:
+            of_level = [x for of_seed in values.values() for cell, x in of_seed.items() if args.reference in cell]
+            if not of_level:
+                sys.exit(f"--reference: no cell has the level {args.reference!r}")
+            yield f"{args.reference:45} {statistics.mean(of_level):.3f}"
     for name, mean, half in found:
         sure = "" if abs(mean) > half else "  (the interval contains 0)"
-        lines.append(f"{name:45} {mean:+.3f} ± {half:.3f}{sure}")
-    sys.stdout.write("\n".join(lines) + "\n")
+        yield f"{name:45} {mean:+.3f}" + (", one seed" if math.isnan(half) else f" ± {half:.3f}{sure}")
 
 
 if __name__ == "__main__":

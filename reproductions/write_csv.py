@@ -63,15 +63,20 @@ def proofs(record: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 }
 
 
+def training_curve(run: Path, row: dict[str, Any]) -> dict[str, list[float]]:
+    """The training losses of a run between warm-up and decay, and the tokens before each of them."""
+    metrics = [m for m in read_metrics(run / "metrics.jsonl") if "train_loss" in m]
+    inside = [m for m in metrics if row["warmup_steps"] <= m["step"] < row["decay_starts"]]
+    return {"tokens": [m["tokens"] for m in inside], "train_loss": [m["train_loss"] for m in inside]}
+
+
 def runs(folder: Path) -> Iterator[dict[str, Any]]:
     """The results of runs, with their training losses between warm-up and decay, and their validation losses."""
     for run in sorted(path.parent for path in folder.glob("*/results.json")):
         row = read_row(run)
         assert row is not None
-        metrics = read_metrics(run / "metrics.jsonl")
-        inside = [m for m in metrics if "train_loss" in m and row["warmup_steps"] <= m["step"] < row["decay_starts"]]
-        validated = [m for m in metrics if "val_loss" in m]
-        curves = {"tokens": [m["tokens"] for m in inside], "train_loss": [m["train_loss"] for m in inside]}
+        validated = [m for m in read_metrics(run / "metrics.jsonl") if "val_loss" in m]
+        curves = training_curve(run, row)
         curves |= {"val_tokens": [m["tokens"] for m in validated], "val_losses": [m["val_loss"] for m in validated]}
         numbers = {key: value for key, value in row.items() if key not in ("run", "blake2b")}
         yield {"name": run.name, **dict(flat(numbers | curves, ""))}

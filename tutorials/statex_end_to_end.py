@@ -92,18 +92,21 @@ def trained(folder: Path, mixers: Sequence[str], small: bool, jobs: int) -> dict
     return {(dict(run.cell)["mixer"], run.seed): folder / run.name for run, _ in outcomes}
 
 
-def larger(before: dict[tuple[str, int], Path], folder: Path) -> dict[str, Path]:
+def larger(
+    before: dict[tuple[str, int], Path], folder: Path, forms: Sequence[str] = (*FORMS, "LPT")
+) -> dict[str, Path]:
     """Folders to train on from: the models with a larger state, and as they are."""
     found = {}
     for (mixer, seed), run in before.items():
-        for form, special in FORMS.items():
+        for form in forms:
             found[f"{mixer} {form} {seed}"] = output = folder / f"{mixer}-{form}-{seed}"
-            if not output.exists():
+            if output.exists():
+                continue
+            if form == "LPT":
+                zoo.export(run, output)
+            else:
                 layers = list(range(0, zoo.load(run).num_layers, 2))
-                zoo.statex(run, output, layers=layers, init=form, seed=seed, **special.get(mixer, {}))
-        found[f"{mixer} LPT {seed}"] = output = folder / f"{mixer}-LPT-{seed}"
-        if not output.exists():
-            zoo.export(run, output)
+                zoo.statex(run, output, layers=layers, init=form, seed=seed, **FORMS[form].get(mixer, {}))
     return found
 
 

@@ -82,6 +82,18 @@ def test_main_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         "sum − delta, in head -0.500 ± 0.000",
         "sum − delta, in channel -0.300 ± 0.000",
     ]
+    longer = [row | {"length": length, "val_accuracy": row["val_accuracy"] / 2} for row in rows for length in (1, 2)]
+    write(longer, tmp_path / "long.csv")
+    options = ["--across=length", "--reference=channel", "--where=length=2", "--seeds=2"]
+    options.append(f"--picture={tmp_path / 'curves.png'}")
+    monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "long.csv"), *options])
+    main_effects.main()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert (tmp_path / "curves.png").stat().st_size
+    assert lines[:3] == ["length 2: val_accuracy, seeds 2", "channel 0.265", "head − channel -0.090, one seed"]
+    monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "long.csv"), "--across=lenght"])
+    with pytest.raises(SystemExit, match=r"has no column 'lenght'; did you mean 'length'\?"):
+        main_effects.main()
     monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "rows.csv"), "--seeds=0"])
     with pytest.raises(SystemExit, match="no seed has exactly one row for every cell"):
         main_effects.main()
@@ -103,5 +115,5 @@ def test_one_cell_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
         ["(the", "interval", "contains", "0)"]
     )]  # fmt: skip
     monkeypatch.setattr(sys, "argv", [*command, "d"])
-    with pytest.raises(SystemExit, match="no cell is named 'd'; its cells are 'a, b', 'c'"):
+    with pytest.raises(SystemExit, match="no cell is named 'd'; the cells are 'a, b', 'c'"):
         main_effects.main()

@@ -1,5 +1,6 @@
 """`reproductions/sweep_rows.py`: a row for each run, in the order of the seeds, and nothing is trained twice."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,6 +8,9 @@ import pytest
 
 from reproductions import sweep_rows
 from reproductions.write_csv import read, write
+from zoo.config import from_config
+from zoo.config.overlays import load_items
+from zoo.experiments.commands import read_sweep
 
 SWEEP = """
 base: [recall/mqar.yaml, {trainer: {max_steps: 1, val_check_interval: 1}, data: {batch_size: 2, validation_samples: 4}}]
@@ -47,6 +51,76 @@ def test_rates_are_chosen_on_some_seeds(tmp_path: Path, monkeypatch: pytest.Monk
     write([row | {"val_accuracy": accuracy} for row, accuracy in zip(rows, ("0.2", "0.1"), strict=True)], table)
     sweep_rows.main()
     assert [(row["seed"], row["learning_rate"]) for row in read(table)[2:]] == [("2", "0.001")]
+
+
+@pytest.mark.slow
+def test_runs_are_evaluated_where_they_were_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    sweep, table, folder = tmp_path / "small.yaml", tmp_path / "rows.csv", tmp_path / "runs" / "small"
+    sweep.write_text(SWEEP.replace("seeds: [1, 0]", "seeds: [0]"))
+    arguments = ["sweep_rows.py", str(sweep), f"--table={table}", f"--folder={tmp_path / 'runs'}"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--evaluate=--tasks=mqar --samples=x"])
+    sweep_rows.main()
+    assert "was not evaluated (exit code" in capsys.readouterr().out
+    assert not table.exists()
+    trained = (folder / "heads=one,seed=0" / "results.json").stat().st_mtime_ns
+    evaluation = "--tasks=mqar --lengths=[64] --samples=4"
+    monkeypatch.setattr(sys, "argv", [*arguments, f"--evaluate={evaluation}"])
+    sweep_rows.main()
+    assert (folder / "heads=one,seed=0" / "results.json").stat().st_mtime_ns == trained
+    second = tmp_path / "rows.evaluations.csv"
+    rows = read(second)
+    assert {(row["task"], row["length"], row["seed"], row["evaluation"]) for row in rows} == {
+        ("mqar", "64", "0", evaluation)
+    }
+    assert all(0 <= float(row["value"]) <= 1 for row in rows)
+    others = [row | {"name": "another", "value": "0.5"} for row in rows]
+    write([*others, *(row | {"evaluation": "--tasks=mad_copy"} for row in rows)], second)
+    monkeypatch.setattr(sys, "argv", [*arguments, f"--evaluate={evaluation}", "--delete"])
+    sweep_rows.main()
+    again = read(second)
+    assert [row["evaluation"] for row in again if row["name"] == "another"] == [evaluation] * len(rows)
+    ours = [row["evaluation"] for row in again if row["name"] != "another"]
+    assert sorted(ours) == sorted(["--tasks=mad_copy", evaluation] * len(rows))
+    assert not (folder / "heads=one,seed=0").exists()
+    assert len(read(table)) == 1
+    sweep_rows.main()
+    assert "0 runs without a row" in capsys.readouterr().out
+
+
+def test_cells_seeds_and_configs_are_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    sweep, more, table = tmp_path / "small.yaml", tmp_path / "more.yaml", tmp_path / "rows.csv"
+    axes = "axes: {heads: {one: null, two: model.num_heads=2, four: model.num_heads=4}, steps: {few: null}}"
+    sweep.write_text(SWEEP.replace("axes: {heads: {one: null}}", axes))
+    more.write_text("trainer: {max_steps: 2}")
+    arguments = ["sweep_rows.py", str(sweep), "seeds=[3,4]", f"--table={table}", f"--folder={tmp_path}", "--minutes=0"]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--only=one|four", "--only=few", f"--with={more}"])
+    sweep_rows.main()
+    assert "4 runs without a row" in capsys.readouterr().out
+    configs = json.loads((tmp_path / "small" / "runs.json").read_text())
+    heads = {name: config["trainer"]["max_steps"] for name, config in configs.items() if "model" in config}
+    assert heads == {f"heads={label},steps=few,seed={seed}": 2 for label in ("one", "four") for seed in (3, 4)}
+    monkeypatch.setattr(sys, "argv", [*arguments, "--only=three"])
+    with pytest.raises(SystemExit, match=r"--only: no cell of .* has the labels three"):
+        sweep_rows.main()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "models"), [("length_extrapolation", 9), ("needles", 3)])
+def test_models_of_a_comparison_have_as_many_parameters(name: str, models: int):
+    configs = {
+        run.cell: run.parsed
+        for run in read_sweep(load_items([f"reproductions/sweeps/{name}.yaml"])).runs()
+        if run.parsed
+    }
+    for config in configs.values():
+        config.model.vocab_size = 16_384
+    sizes = [from_config(config, device="meta").num_parameters() for config in configs.values()]
+    assert len(sizes) == models
+    assert max(sizes) < 1.01 * min(sizes)
 
 
 def test_an_unknown_sweep_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

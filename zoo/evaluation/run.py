@@ -34,7 +34,7 @@ from zoo.train.devices import pick_device
 
 PRECISIONS = ("32-true", "bf16-mixed")
 _SEED = re.compile(r",seed=\d+$")  # as sweeps name their runs
-PLACES = ("lengths", "depths")  # the options that are in a task's cells
+PLACES = ("lengths", "depths", "held_out")  # the options that are in a task's cells
 
 
 def evaluate(
@@ -46,6 +46,7 @@ def evaluate(
     seed: int = 0,
     haystack: str | None = None,
     data: str | None = None,
+    held_out: float | None = None,
     output: str | Path | None = None,
     device: str | None = None,
     precision: str | None = None,
@@ -71,6 +72,8 @@ def evaluate(
         seed: Seed of all samples.
         haystack: Text to hide needles in and to measure perplexity on, as `data.path`; null: the embedded corpus.
         data: The folder with the files of tasks that need data; `hub` lets lm-eval download them.
+        held_out: Fraction of the haystack's documents that perplexity is measured on; 1 for all of a text that the
+            models have not read, null for the 0.05 that `fit` holds out by default.
         output: The folder for rows.jsonl and pictures; null: evaluations/NAME, after the checkpoints.
         device: cpu or cuda; null for the GPU if available.
         precision: 32-true or bf16-mixed; null for bf16-mixed on a GPU and 32-true on a CPU.
@@ -105,7 +108,7 @@ def evaluate(
     if not names:
         raise UserError("tasks: the list is empty; ", Option("tasks", "list"), " shows all of them")
     check_seed(seed)
-    options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data)
+    options = Options(_tuple(lengths), samples, _tuple(depths), seed, haystack, data, held_out)
     chosen, paths = tasks_of(names, options), _paths(checkpoint)
     if not paths:
         raise UserError("checkpoint: evaluate needs one, ", Option("checkpoint", "runs/NAME"))

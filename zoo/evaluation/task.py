@@ -30,6 +30,7 @@ class Options:
         haystack: Text to hide needles in, or to measure the perplexity of: a path as `TextData.path`. None: the
             embedded corpus.
         data: The folder with the files of tasks that need data; `hub` lets lm-eval download them.
+        held_out: Fraction of the haystack's documents to measure perplexity on, by their hashes; 1: all.
 
     Raises:
         UserError: A number is out of range.
@@ -41,6 +42,7 @@ class Options:
     seed: int = 0
     haystack: str | None = None
     data: str | None = None
+    held_out: float | None = None
 
     def __post_init__(self) -> None:
         for length in self.lengths or ():
@@ -48,6 +50,8 @@ class Options:
         for depth in self.depths or ():
             if not 0 <= depth <= 1:
                 raise UserError(f"depths: {depth} is not between 0, the beginning, and 1, the end")
+        if self.held_out is not None and not 0 < self.held_out <= 1:
+            raise UserError(f"held_out: {self.held_out} is not a fraction above 0; 1 is all of the haystack")
         check_sizes({"samples": self.samples})
 
 

@@ -1,8 +1,7 @@
 """Decoding in deterministic mode: every token has the logits, bit by bit, that training computes for it.
 
-A step of a recurrence rounds differently from a chunk of it. So the state stays at the last multiple of `CHUNK` tokens,
-and every call computes the chunk since then again, as the whole sequence would have it. No output depends on later
-tokens, hence the rest of the chunk may hold anything.
+The state stays at the last multiple of `CHUNK` tokens, and every call computes what follows in time, such as
+recurrences, for the chunk since then (`mixers/replay.py`); what is computed of each token alone is kept.
 """
 
 from collections.abc import Sequence
@@ -10,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from kernels.core.chunking import CHUNK
+from mixers.replay import Chunk
 from zoo.generation.graphs import DecodingGraphs, Graph, check_fits, overwrite
 from zoo.generation.read import at_once
+from zoo.lm.block import LayerState
 from zoo.lm.model import LanguageModel
 from zoo.lm.states import join_states, take_states
 
@@ -55,8 +55,10 @@ class ChunkDecoder:
         for row, (prompt, n) in enumerate(zip(prompts, whole, strict=True)):
             self._chunk[row, : self._counts[row]] = prompt[n:]
         self._last = torch.tensor(self._counts, device=self._chunk.device) - 1
+        self._inputs: Any = None  # of all layers
         self._graphs = graphs
         self._graph: Graph | None = None
+        self._eager = False  # whether a graph was refused
         self._after: Any = None
 
     def _read(self, prompts: Tensor, state: Any) -> Any:
@@ -70,20 +72,28 @@ class ChunkDecoder:
     @torch.no_grad()
     def __call__(self, tokens: Tensor | None = None) -> Tensor:
         """Tokens [B] int → logits [B,vocab] after them; None for those after the prompts."""
-        if tokens is not None:
-            if max(self._counts) == CHUNK:
-                self._advance()
-            self._last += 1
-            self._chunk.scatter_(1, self._last[:, None], tokens[:, None].to(torch.int64))
-            self._counts = [count + 1 for count in self._counts]
-        if self._graphs is not None and self._after is None:
-            self._graph = self._graphs.take(self.model, (self._chunk, self._last, self._state), self._constant)
+        if self._inputs is None:
+            hidden, after = self.model.last_hidden(self._chunk, _in_chunks(self._state, None, self._last))
+            self._after, self._inputs = _parts(after)
+            if tokens is None:
+                return self.model.logits(hidden[torch.arange(len(hidden), device=hidden.device), self._last])
+        if tokens is None:
+            raise ValueError("tokens: only the first call can do without them")
+        if max(self._counts) == CHUNK:
+            self._advance()
+        self._last += 1
+        self._counts = [count + 1 for count in self._counts]
+        tokens = tokens[:, None].to(torch.int64)
+        if self._graphs is not None and self._graph is None and not self._eager:
+            self._graph = self._graphs.take(self.model, (tokens, self._last, self._state, self._inputs), self._constant)
+            self._eager = self._graph is None
             if self._graph is not None:
-                self._chunk, self._last, self._state = self._graph.inputs
-        if self._graph is not None:
-            logits, self._after = self._graph.replay()
+                self._tokens, self._last, self._state, self._inputs = self._graph.inputs
+        if self._graph is None:
+            logits, self._after = self._compute(tokens, self._last, self._state, self._inputs)
         else:
-            logits, self._after = self._compute(self._chunk, self._last, self._state)
+            self._tokens.copy_(tokens)
+            logits, self._after = self._graph.replay()
         return logits
 
     def close(self) -> None:
@@ -92,12 +102,12 @@ class ChunkDecoder:
             self._graphs.put_back(self._graph)
         self._graph = None
 
-    def _compute(self, chunk: Tensor, last: Tensor, state: Any) -> tuple[Tensor, Any]:
-        x, after = self.model.last_hidden(chunk, tree_map(torch.clone, state))
-        return self.model.logits(x[torch.arange(len(x), device=x.device), last]), after
+    def _compute(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any) -> tuple[Tensor, Any]:
+        x, chunks = self.model.last_hidden(tokens, _in_chunks(state, inputs, last))
+        return self.model.logits(x[:, 0]), _parts(chunks)[0]
 
-    def _constant(self, chunk: Tensor, last: Tensor, state: Any) -> tuple[Tensor, Any]:
-        logits, after = self._compute(chunk, last, state)
+    def _constant(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any) -> tuple[Tensor, Any]:
+        logits, after = self._compute(tokens, last, state, inputs)
         check_fits(state, after)
         return logits, after
 
@@ -117,3 +127,26 @@ class ChunkDecoder:
                 overwrite(self._state, state)
         self._last[full] = -1
         self._counts = [count % CHUNK for count in self._counts]
+
+
+def _in_chunks(states: Any, inputs: Any, last: Tensor) -> Any:
+    """The state of each layer, or of both parts of a layer, as that of a chunk."""
+    inputs = inputs or [None] * len(states)
+    return tuple(
+        LayerState(*(Chunk(part, kept and kept[i], last) for i, part in enumerate(state)))
+        if isinstance(state, LayerState)
+        else Chunk(state, kept, last)
+        for state, kept in zip(states, inputs, strict=True)
+    )
+
+
+def _parts(chunks: Any) -> tuple[Any, Any]:
+    """The states of chunks, and their inputs."""
+    layers = [
+        (LayerState(*(part.state for part in layer)), [part.inputs for part in layer])
+        if isinstance(layer, LayerState)
+        else (layer.state, layer.inputs)
+        for layer in chunks
+    ]
+    states, inputs = zip(*layers, strict=True)
+    return states, inputs

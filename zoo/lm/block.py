@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from kernels import UserError, recomputing
 from kernels.core.backend import on_gpu
 from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
 from mixers.arguments import check_numbers
 from mixers.interface import checked_result, checked_streams, streams_of
+from mixers.replay import Chunk
 from zoo.lm.mlp import ChannelMixer
 
 
@@ -169,8 +171,13 @@ def mix(
 ) -> tuple[Tensor, Any, Mapping[str, Tensor]]:
     """Call a mixer, and return y, its state and the streams for the layers above.
 
-    It needs the argument `context_parallel` only if there is one, and `passed` only if it declares streams.
+    It needs the argument `context_parallel` only if there is one, and `passed` only if it declares streams. With a
+    `Chunk` as its state, x is that of the newest tokens, and streams are those of all tokens of the chunk.
     """
+    if isinstance(state, Chunk):
+        if (result := mixer.replay(x, state)) is not None:
+            return *checked_result(result, mixer, x), passed
+        return _replayed(lambda x, state: mix(mixer, x, state, None, None, passed), x, state)
     options = _options(mixer, cu_seqlens, context_parallel)
     if not streams_of(mixer):
         return *checked_result(mixer(x, state, **options), mixer, x), passed
@@ -184,7 +191,16 @@ def mix_channels(
     """Call a channel mixer, with the arguments of a token mixer if it is stateful."""
     if not mlp.stateful:
         return mlp(x), None
+    if isinstance(state, Chunk):
+        return _replayed(lambda x, state: mix_channels(mlp, x, state, None, None), x, state)
     return checked_result(mlp(x, state, **_options(mlp, cu_seqlens, context_parallel)), mlp, x)
+
+
+def _replayed(layer: Callable[[Tensor, Any], tuple[Any, ...]], x: Tensor, chunk: Chunk) -> Any:
+    """Call a layer with all tokens of a chunk; return y of those of x, the chunk after it, and what else it returns."""
+    whole, inputs = chunk.kept(x)
+    y, after, *rest = layer(whole, tree_map(torch.clone, chunk.state))
+    return y if chunk.inputs is None else chunk.newest(y), chunk._replace(state=after, inputs=inputs), *rest
 
 
 def _options(

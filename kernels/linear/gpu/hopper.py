@@ -13,6 +13,8 @@ the groups that compute them, and added in order.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import triton
+import triton.language as tl
 from torch import Tensor, float32
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,7 +25,6 @@ from ...core.allocation import aligned, new
 from ...gpu.device import multiprocessors
 from ...gpu.gluon_tiles import SHARED, SHARED_LAYOUT, at_tile, barrier, done
 from ...gpu.launch import cdiv, enqueue
-from .tiles import add_parts
 
 TILE, STEP = (256, 128), 64  # rows and columns of a tile, and terms of a step of the sum
 WIDTH = gl.constexpr(TILE[1])  # columns of a tile, and rows of one group
@@ -33,6 +34,7 @@ STRIP = gl.constexpr(16)  # rows of a tile that `results` has in registers at a 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
 MOST_PARTS, LEAST_STEPS = 8, 16  # into which a sum is divided, and steps of a part
+BLOCK = 1024  # numbers of the result in a program that adds parts
 
 
 @gluon.jit
@@ -224,6 +226,21 @@ def product_tiles(
     )
 
 
+@triton.jit
+def add_tiles(parts, y, size, count, y_row, N, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.load(parts + at, mask=at < size, other=0.0)
+    for part in range(1, count):
+        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+    tl.store(y + at // N * y_row + at % N, total.to(y.dtype.element_ty), mask=at < size)
+
+
+def add_parts(parts: Tensor, y: Tensor) -> None:
+    """Write the sum of parts [S,M,N] in fp32 to y [M,N], added in order."""
+    count, _, N = parts.shape
+    enqueue(add_tiles, cdiv(y.numel(), BLOCK), *(parts, y, y.numel(), count, y.stride(0), N), BLOCK=BLOCK)
+
+
 def parts_of(tiles: int, steps: int, programs: int) -> int:
     """The number of parts of a sum that takes the fewest steps of the slowest program; the fewest parts of these."""
     most = max(1, min(MOST_PARTS, steps // LEAST_STEPS))
@@ -236,8 +253,8 @@ def turned(x: Tensor) -> bool:
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A matrix that is copied in blocks of this size, to shared memory in the layout `SHARED`, and in memory as it is
-    stored."""
+    """A matrix that is copied in blocks of this size to shared memory, in the layout `SHARED`; one that is stored by
+    columns is turned."""
     if turned(x):
         x, rows, columns = x.T, columns, rows
     return TensorDescriptor.from_tensor(aligned(x), [rows, columns], SHARED_LAYOUT)

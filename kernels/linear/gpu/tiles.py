@@ -15,7 +15,6 @@ from ...gpu.paths import KernelPath, takes
 from ...gpu.tiles import INTERPRETED, factor_dtype
 
 UNIT = 8  # numbers in 16 bytes
-BLOCK = 1024  # numbers of the result in a program that adds parts
 GROUP = 8  # rows of tiles that are computed together, whose tiles of b then are in L2
 
 
@@ -82,21 +81,6 @@ def multiply_tiles(
         b += INNER * b_inner
     y += head.to(tl.int64) * y_head + at(m, y_row, n, y_column)
     tl.store(y, sums.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
-
-
-@triton.jit
-def add_tiles(parts, y, size, count, y_row, N, BLOCK: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.load(parts + at, mask=at < size, other=0.0)
-    for part in range(1, count):
-        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
-    tl.store(y + at // N * y_row + at % N, total.to(y.dtype.element_ty), mask=at < size)
-
-
-def add_parts(parts: Tensor, y: Tensor) -> None:
-    """Write the sum of parts [S,M,N] in fp32 to y [M,N], added in order."""
-    count, _, N = parts.shape
-    enqueue(add_tiles, cdiv(y.numel(), BLOCK), *(parts, y, y.numel(), count, y.stride(0), N), BLOCK=BLOCK)
 
 
 def by_rows_or_columns(x: Tensor) -> bool:

@@ -230,6 +230,7 @@ def test_nothing_is_cut_off_or_torn_at_100_columns() -> None:
         ({"depths": [1.5]}, "depths: 1.5 is not between"),
         ({"precision": "8-bit"}, "precision: '8-bit' is not one of 32-true, bf16-mixed"),
         ({"batch_tokens": 0}, "batch_tokens: 0 must be at least 1"),
+        ({"held_out": 0.0}, "held_out: 0.0 is not a fraction above 0"),
         ({"haystack": "nowhere.txt"}, "nowhere.txt"),
         ({"device": "gpu"}, "device: 'gpu' is not one of cpu, cuda"),
     ],

@@ -21,7 +21,7 @@ _NEEDLES = (SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, P
 _RECALL = (NiahEasy, NiahStandard, StateRecall)
 _CLASSES: tuple[type[Task], ...] = (*_NEEDLES, *_RECALL, *TOKEN_TASKS, Perplexity, Decoding, Throughput)
 
-OF_SOME_TASKS = ("depths", "haystack", "data")  # options
+OF_SOME_TASKS = ("depths", "haystack", "data", "held_out")  # options
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 
 

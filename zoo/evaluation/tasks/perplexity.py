@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import UserError
 from zoo.data.batch import Batch
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.held_out import held_out_tokens
+from zoo.data.text.held_out import HELD_OUT, held_out_tokens
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.loaded import Subject
 from zoo.evaluation.task import Cell, Options, Row, Task
@@ -42,7 +42,7 @@ class Perplexity(Task):
 
     @property
     def uses(self) -> tuple[str, ...]:
-        return ("haystack",)
+        return ("haystack", "held_out")
 
     def cells(self, subject: Subject) -> list[Cell]:
         """One for each length."""
@@ -56,7 +56,8 @@ class Perplexity(Task):
                 "as haystack"
             )
         samples = min(self.options.samples or SAMPLES, (size - 1) // longest)
-        return [{"length": length, "tokens": samples * longest} for length in self.lengths]
+        share = {} if self.options.held_out is None else {"held_out": self.options.held_out}
+        return [{"length": length, "tokens": samples * longest, **share} for length in self.lengths]
 
     def run(self, subject: Subject, cell: Cell) -> list[Row]:
         """The perplexity of the windows of one length, and their loss by position."""
@@ -82,7 +83,8 @@ class Perplexity(Task):
         """The first `size` tokens of the held-out text, or all of them."""
         stream = self._streams.get(tokenizer.hash)
         if stream is None or len(stream) < size:
-            stream = torch.tensor(list(itertools.islice(held_out_tokens(self.corpus, tokenizer), size)))
+            share = self.options.held_out or HELD_OUT
+            stream = torch.tensor(list(itertools.islice(held_out_tokens(self.corpus, tokenizer, share), size)))
             self._streams[tokenizer.hash] = stream
         return stream[:size]
 

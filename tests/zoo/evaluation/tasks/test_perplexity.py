@@ -1,5 +1,6 @@
 """The stream of tokens whose perplexity is measured."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +35,20 @@ def cut(stream: Sequence[int], end: int) -> list[list[int]]:
         if token == end and len(documents[-1]) > 1:
             documents.append([])
     return documents
+
+
+def test_all_of_a_text_that_no_model_has_read(tmp_path: Path, tokenizer: Tokenizer):
+    texts = [f"Story {i} is told in {i * i} words." for i in range(40)]
+    (tmp_path / "held_out.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    options = Options(lengths=(16,), samples=1000, haystack=str(tmp_path / "held_out.jsonl"), held_out=1.0)
+    task, subject = Perplexity(options), Listener(tokenizer)
+    (cell,) = task.cells(subject)
+    task.run(subject, cell)
+    start = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    stream = [i for text in texts for i in (*start, *tokenizer.encode(text), tokenizer.eos_id)]
+    assert torch.cat([batch.tokens.flatten() for batch in subject.batches]).tolist() == stream[: cell["tokens"]]
+    assert len(stream) - cell["tokens"] <= 16
+    assert cell["held_out"] == 1.0
 
 
 def test_every_document_of_the_stream_ends_by_its_end_token(tmp_path: Path, tokenizer: Tokenizer):
