@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -35,7 +34,7 @@ from tqdm import tqdm
 
 import zoo
 from kernels import UserError
-from reproductions.sweep_rows import KEY, work
+from reproductions.sweep_rows import KEY, Processes, work
 from reproductions.write_csv import read, write
 from zoo.config.overlays import load_config
 from zoo.experiments.linearise import STUDENT, Distilled
@@ -81,30 +80,29 @@ class Jobs:
         """What tells the rows of a job from all others."""
         return "linearise", job, " ".join(self.args.overrides)
 
+    def done(self) -> set[tuple[str, ...]]:
+        """The keys of all jobs that have rows."""
+        return {tuple(row[name] for name in KEY) for row in read(self.table)}
+
     def left(self, jobs: Sequence[str]) -> list[tuple[Any, Any]]:
         """Those without rows, as `work` takes them."""
-        done = {tuple(row[name] for name in KEY) for row in read(self.table)}
+        done = self.done()
         return [(self, job) for job in jobs if self.key(job) not in done]
 
-    def train(self, job: str, gpu: str | None, threads: int, running: "list[subprocess.Popen[bytes]]") -> str:
-        """Run a job to its end, in a process that is in the list `running` meanwhile; return a line about it."""
+    def complete(self, job: str, gpu: str | None, threads: int, processes: Processes) -> str:
+        """Run a job to its end, and write its rows; return a line about it."""
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), PARENT: str(os.getpid())}
         environment |= {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
         rows, log = self.args.folder / f"{job}.json", self.args.folder / f"{job}.log"
         if not rows.exists():
-            with log.open("ab") as output:
-                # in a session of its own, so that Ctrl-C reaches it once, through this process
-                options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
-                command = [sys.executable, *sys.argv, "--job", job]
-                process = subprocess.Popen(command, env=environment, start_new_session=True, **options)
-                running.append(process)
-                code = process.wait()
-                running.remove(process)
+            code = processes.run([sys.executable, *sys.argv, "--job", job], environment, log)
             if not rows.exists():
                 return f"{job} has no rows yet (exit code {code}), see {log}"
         key = dict(zip(KEY, self.key(job), strict=True))
         with self.lock:
             write([*read(self.table), *(key | row for row in json.loads(rows.read_text()))], self.table)
+        if self.args.delete and job != TEACHER:
+            shutil.rmtree(self.args.folder / job, ignore_errors=True)
         return f"{job} is complete"
 
 
@@ -219,6 +217,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096], help="of evaluations")
     for name, (default, text) in NUMBERS.items():
         parser.add_argument(f"--{name}", type=type(default), default=default, help=text)
+    parser.add_argument("--delete", action="store_true", help="the folder of a student after its rows, about 10 GiB")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # in the processes of this script
     args = parser.parse_intermixed_args()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -9,6 +9,7 @@ import torch
 
 import zoo
 from reproductions import linearise
+from reproductions.sweep_rows import Processes
 from reproductions.write_csv import read
 from tests.zoo.saved.grow.subjects import exported
 from zoo.config.overlays import load_config
@@ -27,7 +28,9 @@ def args(tmp_path: Path) -> argparse.Namespace:
     whole.unlink()
     folder = tmp_path / "work"
     folder.mkdir()
-    return argparse.Namespace(teacher=parts, folder=folder, tokens=1e6, batch=8, length=125, overrides=["a=1"])
+    return argparse.Namespace(
+        teacher=parts, folder=folder, tokens=1e6, batch=8, length=125, overrides=["a=1"], delete=True
+    )
 
 
 def test_a_teacher_in_parts_is_joined_and_converted_once(args: argparse.Namespace, tmp_path: Path):
@@ -61,7 +64,9 @@ def test_jobs_with_rows_are_skipped(args: argparse.Namespace):
     names = ["teacher", "RetNet-7_100M_0"]
     assert [job for _, job in jobs.left(names)] == names
     (args.folder / "RetNet-7_100M_0.json").write_text(json.dumps([{"model": "untrained"}, {"model": "trained"}]))
-    assert jobs.train("RetNet-7_100M_0", None, 1, []) == "RetNet-7_100M_0 is complete"
+    (args.folder / names[1] / "next_token").mkdir(parents=True)
+    assert jobs.complete("RetNet-7_100M_0", None, 1, Processes()) == "RetNet-7_100M_0 is complete"
+    assert not (args.folder / names[1]).exists()
     assert [(row["name"], row["model"]) for row in read(jobs.table)] == [(names[1], "untrained"), (names[1], "trained")]
     assert [job for _, job in jobs.left(names)] == ["teacher"]
     args.overrides = []
