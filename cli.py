@@ -172,7 +172,7 @@ def run(arguments: list[str]) -> int:
         if (grown.folder / "checkpoints").is_dir():  # of the last stage
             models = (options["checkpoint"], f"{options['output']}/student", grown.folder)
             checkpoints = " ".join(f"--checkpoint {shlex.quote(str(model))}" for model in models)
-            step = f"next: python cli.py evaluate {checkpoints} --tasks=perplexity,s_niah_1,throughput"
+            step = f"next: python cli.py evaluate {checkpoints} --tasks=perplexity,s_niah_1,decoding"
             Console().print(f"{grown.folder}\n{step}", style="dim", soft_wrap=True)
             return 0
         further = f"python cli.py fit --config {folder}/config.yaml --optim.initial_weights={folder}"
