@@ -39,6 +39,7 @@ from .precision import KeepsFp32
 from .preconditioner import Preconditioner
 from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, import_mixers, names, register, similar
+from .replay import Chunk
 from .rotary import LinearRotary, Llama3Rotary, YarnRotary
 from .state import Cache, History, Position, remembered
 from .tnl import LayerwiseAlibi, LayerwiseLinear
@@ -83,6 +84,7 @@ __all__ = [
     "BoundedChannelDecay",
     "Cache",
     "ChannelDecay",
+    "Chunk",
     "ConstantDecay",
     "ContextParallel",
     "ContractError",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.core.chunking import CHUNK
-from mixers.replay import Chunk
+from mixers import Chunk
 from zoo.generation.graphs import DecodingGraphs, Graph, check_fits, overwrite
 from zoo.generation.read import at_once
 from zoo.lm.block import LayerState

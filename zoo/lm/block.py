@@ -10,10 +10,9 @@ from torch.utils._pytree import tree_map
 
 from kernels import UserError, recomputing
 from kernels.core.backend import on_gpu
-from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
+from mixers import Chunk, ContextParallel, Norm, TokenMixer, takes_context_parallel
 from mixers.arguments import check_numbers
 from mixers.interface import checked_result, checked_streams, streams_of
-from mixers.replay import Chunk
 from zoo.arguments import described
 from zoo.lm.mlp import ChannelMixer
 
