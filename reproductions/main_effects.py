@@ -73,7 +73,7 @@ def effects(values: Values, reference: str | None = None) -> Iterator[tuple[str,
     cells = [*next(iter(values.values()))]
     count = max(map(len, cells))
     cells, controls = ([c for c in cells if (len(c) == count) == full] for full in (True, False))
-    if (reference,) in controls:
+    if reference is not None and (reference,) in controls:
         for cell in cells:
             differences = [of_seed[cell] - of_seed[reference,] for of_seed in values.values()]
             yield f"{', '.join(cell)} − {reference}", *interval(differences)
