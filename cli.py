@@ -1,6 +1,7 @@
 """The command line: each verb is a function of `zoo`, whose parameters are its options."""
 
 import errno
+import io
 import os
 import re
 import shlex
@@ -8,8 +9,10 @@ import signal
 import sys
 import time
 import warnings
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 # meant for library authors, not for users; `quiet` of zoo/runs/errors.py hides such warnings in training
 warnings.filterwarnings("ignore", message=".*pynvml.*")  # when torch is imported
@@ -63,6 +66,28 @@ SAID_BY_ANOTHER = 10.0  # seconds
 VERBS = ["fit", "validate", "test", "predict", "generate", "evaluate", "inspect", "export", "convert"]
 VERBS += ["statex", "linearise", "compare", "sweep", "bench", "scaling", "doctor", "mixers"]
 SYNONYMS = {"train": "fit", "eval": "evaluate", "sample": "generate", "benchmark": "bench", "ablate": "sweep"}
+
+
+class Output(io.FileIO):
+    """Standard output or error. After its reader has left (`| head`), text is dropped, and the command continues."""
+
+    def write(self, data: Any) -> int:
+        """Write bytes, and return how many."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            with suppress(OSError):  # standard error may have had the same reader
+                os.write(2, b"warning: nothing reads the output any more; the command continues without it\n")
+            return len(data)
+
+
+def outlive_reader(stream: Any) -> Any:
+    """Return a text stream to the file of one, which outlives its reader; other streams and terminals are unchanged."""
+    if stream is None or stream not in (sys.__stdout__, sys.__stderr__) or stream.isatty():
+        return stream
+    file = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
+    return io.TextIOWrapper(file, stream.encoding, stream.errors, line_buffering=stream.line_buffering)
 
 
 def write(text: str) -> None:
@@ -147,7 +172,7 @@ def run(arguments: list[str]) -> int:
         if (grown.folder / "checkpoints").is_dir():  # of the last stage
             models = (options["checkpoint"], f"{options['output']}/student", grown.folder)
             checkpoints = " ".join(f"--checkpoint {shlex.quote(str(model))}" for model in models)
-            step = f"next: python cli.py evaluate {checkpoints} --tasks=perplexity,s_niah_1,throughput"
+            step = f"next: python cli.py evaluate {checkpoints} --tasks=perplexity,s_niah_1,decoding"
             Console().print(f"{grown.folder}\n{step}", style="dim", soft_wrap=True)
             return 0
         further = f"python cli.py fit --config {folder}/config.yaml --optim.initial_weights={folder}"
@@ -222,6 +247,8 @@ def started() -> int:
                 "launchers such as torchrun set it\n"
             )
             return 2
+    if sys.argv[1] != "generate":  # whose output is all that it makes
+        sys.stdout, sys.stderr = outlive_reader(sys.stdout), outlive_reader(sys.stderr)
     try:
         import mixers  # noqa: F401
     except ModuleNotFoundError as error:

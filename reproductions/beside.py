@@ -25,9 +25,10 @@ from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.bench_report import Report, complaint, show
 from zoo.performance.decays import GENTLE
-from zoo.performance.decoding import Steps, bench_decode
+from zoo.performance.decoding import bench_decode
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
 from zoo.performance.model import PRECISIONS
+from zoo.performance.steps import Steps
 from zoo.performance.training import bench_training
 from zoo.train.devices import pick_device
 

@@ -72,7 +72,7 @@ def run(folder: Path, arguments: Sequence[str], threads: str) -> int:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": threads}
     environment.pop("ZOO_RUN", None)
-    command = [*COMMAND, *arguments, "--run", folder.as_posix()]
+    command = [*COMMAND, *arguments, "--run", folder.absolute().as_posix()]
     with folder.with_name(f"{folder.name}.log").open("wb") as log:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True

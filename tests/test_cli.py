@@ -388,7 +388,7 @@ MISTAKES = {
     ("--config", "picture.yaml"): ("config", "picture.yaml cannot be read as text"),
     # runs and checkpoints
     (*FIT[1:], "--run", "done"): ("runs/done exists already", "--resume runs/done"),
-    (*FIT[1:], "--run", "file/x"): ("the folder file/x cannot be created",),
+    (*FIT[1:], "--run", "./file/x"): ("the folder file/x cannot be created",),
     ("--resume", "cut.ckpt"): ("cut.ckpt is a file", "the run's folder"),
     ("--resume", "done", "--run", "x"): ("--run", "--resume", "one of them"),
     ("--resume", "done", "--model.hidden_size=64", "--trainer.max_steps=6"): ("the checkpoint does not fit the model",),

@@ -12,6 +12,8 @@ from types import ModuleType
 import lightning
 import pytest
 
+from zoo.train.trainer import install
+
 ROOT = Path(__file__).parents[1]
 ALLOWED = "zoo/train/lightning_internals.py"
 FILES = [file.relative_to(ROOT).as_posix() for file in sorted((ROOT / "zoo").rglob("*.py"))]
@@ -122,3 +124,14 @@ def test_no_class_shares_a_private_name_with_a_base_class_of_lightning():
 )
 def test_the_search_finds_private_names(code: str, names: list[str]):
     assert uses(ast.parse(code)) == names
+
+
+def test_processes_do_not_wait_for_each_other_before_each_batch(monkeypatch: pytest.MonkeyPatch):
+    trainer = lightning.Trainer(max_steps=7, min_steps=2, accelerator="cpu", logger=False, enable_checkpointing=False)
+    attached = vars(trainer.fit_loop.epoch_loop).copy()
+    install(trainer)
+    loop, sent = trainer.fit_loop.epoch_loop, list[object]()
+    monkeypatch.setattr("torch.distributed.broadcast", lambda *tensors, **_: sent.extend(tensors))
+    loop._broadcast_sigterm_tensor()
+    assert not sent
+    assert vars(loop) == attached

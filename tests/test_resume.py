@@ -1,6 +1,7 @@
 """A run that was stopped and continued is the run that was never stopped, to the last bit."""
 
 import json
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -127,6 +128,15 @@ def test_a_run_can_be_moved_and_a_complete_one_has_nothing_to_do(
     assert losses(tmp_path / "elsewhere") == before
     assert json.loads((tmp_path / "elsewhere" / "results.json").read_text())["steps"] == STEPS
     assert f"elsewhere is complete; --trainer.max_steps above {STEPS} trains it further" in capsys.readouterr().out
+    config = (tmp_path / "elsewhere" / "config.yaml").read_text()
+    with sitting_at(tmp_path, shared_cache):
+        changed = ["--optim.learning_rate=1e-5", "--config=train/profile.yaml"]
+        assert cli.run(["fit", "--resume", "elsewhere", *changed]) == 0
+    out = capsys.readouterr().out
+    assert re.search(
+        r"^no steps are left, so this changes nothing: optim.learning_rate: \S+ → 1e-05$", out, re.MULTILINE
+    )
+    assert (tmp_path / "elsewhere" / "config.yaml").read_text() == config
 
 
 def test_a_run_killed_after_its_last_step_is_completed(desks: Path, tmp_path: Path, shared_cache: Path):

@@ -12,6 +12,7 @@ import yaml
 from filelock import FileLock
 
 import cli
+import zoo
 from kernels import UserError
 from zoo.checkpoints.format import read_checkpoint
 from zoo.config.parser import read
@@ -186,6 +187,18 @@ def test_nothing_is_moved_through_links(finished: Path, tmp_path: Path):
     with pytest.raises(UserError, match=r"checkpoints is a link where the run that is put back has a folder; remove"):
         find_run(str(run))
     assert [path.name for path in elsewhere.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "folder"), [("a/b", "runs/a/b"), ("runs/c", "runs/c"), ("./d/e", "d/e"), ("../x", "../x")]
+)
+def test_a_run_is_in_the_folder_of_runs_unless_its_name_is_a_path(name: str, folder: str, desk: Path):
+    tiny = ("tiny.yaml", "trainer.max_steps=1", "trainer.limit_val_batches=0")
+    assert zoo.fit("gdn_h2.yaml", *tiny, run=name, dry_run=True).folder == Path(folder)
+    assert zoo.fit("gdn_h2.yaml", *tiny, run=name).folder == Path(folder)
+    assert (desk / folder / "checkpoints" / "last.ckpt").is_file()
+    assert zoo.fit(resume=name).folder.samefile(desk / folder)
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """What a terminal shows when something is missing or interrupted: a sentence or nothing, never a traceback."""
 
+import json
 import os
 import re
 import subprocess
@@ -59,6 +60,20 @@ def test_a_reader_that_leaves_ends_generate(command: Command, finished: Path, mo
         done = command("generate", "--checkpoint", str(finished / "runs" / "done"), "--prompt=def", "--device=cpu")
     assert done.code == 141  # as of a process that SIGPIPE ended
     assert done.err == ""
+
+
+@pytest.mark.slow
+def test_a_run_outlives_its_reader(desk: Path, shared_cache: Path):
+    process = start(desk, shared_cache, *FIT, "--run=piped", "--trainer.val_check_interval=1")
+    assert process.stdout
+    assert process.stderr
+    process.stdout.readline()
+    process.stdout.close()  # as `| head -1` does
+    err = process.stderr.read()
+    assert process.wait(60) == 0
+    assert "Traceback" not in err
+    assert "warning: nothing reads the output any more; the command continues without it" in err
+    assert json.loads((desk / "runs/piped/results.json").read_text())["status"] == "complete"
 
 
 AT_100_COLUMNS = """
@@ -192,3 +207,41 @@ def test_prompts_of_a_config_are_not_obeyed(command: Command, desk: Path):
     assert "\x1b[31mred" not in done.out
     assert "\\x1b[31mred" in done.out
     assert "\x1b[31mred" in (desk / "runs/red/samples.txt").read_text()  # a file is as it is
+
+
+WRONG_WIDTHS = """
+from torch import nn
+from mixers import Features, LinearMixer, Projection, Site, Streams, split_heads
+
+class TooWide(LinearMixer):
+    def __init__(self, site: Site, *, surplus: tuple[int, int]):
+        heads, size = site.heads(None)
+        streams = {"q": Features(), "k": Features(), "v": Features()}
+        super().__init__(site, num_heads=heads, key_size=size, value_size=size, **streams)
+        width = heads * size
+        self.in_proj = Projection(site.hidden_size, {"q": width + surplus[0] * heads, "k": width, "v": width})
+        self.out_proj = nn.Linear(width + surplus[1], site.hidden_size)
+    def project(self, x):
+        return Streams(*(split_heads(stream, self.num_heads) for stream in self.in_proj(x)))
+    def readout(self, o, s):
+        return self.out_proj(o.flatten(2))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("surplus", "said"), [("[1,0]", "ValueError: k: "), ("[0,1]", "too_wide.py, line 16: Runtime")]
+)
+def test_an_own_mixer_that_does_not_fit_is_named(command: Command, desk: Path, surplus: str, said: str):
+    (desk / "too_wide.py").write_text(WRONG_WIDTHS)
+    mixer = ("--model.stack.third=too_wide.TooWide", f"--model.stack.third.surplus={surplus}")
+    done = command(*FIT, *mixer).refused()
+    assert f"error: model.stack: layer 2, TooWide, fails: {said}" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_an_own_module_that_fails_is_named(command: Command, desk: Path):
+    (desk / "unlicensed.py").write_text("import os\nraise RuntimeError('no licence')\n")
+    done = command(*FIT, "--model.stack.third=unlicensed.Mixer").refused()
+    cause = "unlicensed.py, line 2: RuntimeError: no licence"
+    assert done.err == f"error: model.stack.third: 'unlicensed.Mixer' cannot be imported: {cause}\n"

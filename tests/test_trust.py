@@ -346,6 +346,32 @@ def test_names_of_files_are_printed_and_not_obeyed(command: Command, theirs: Pat
     assert name.encode("unicode_escape").decode() in done.err
 
 
+def put_moment(contents: dict[str, Any]) -> None:
+    contents["optimizer_states"][0]["state"][0]["exp_avg"] = torch.zeros(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("change", "cause"),
+    [
+        (lambda contents: contents.pop("loops"), "KeyError: 'loops'"),
+        (
+            lambda contents: contents["optimizer_states"][0]["param_groups"].pop(),
+            "ValueError: loaded state dict has a ",
+        ),
+        (put_moment, "ValueError: moments of the optimiser have shapes [(3,), (512, 32)], not (512, 32)"),
+    ],
+)
+def test_a_state_that_cannot_be_restored(command: Command, theirs: Path, change: Change, cause: str):
+    rewrite(theirs, change)
+    done = command("fit", "--resume=theirs", "--trust", "--trainer.max_steps=5").refused()
+    said = (
+        "resume: the state of the trainer in theirs/checkpoints/last.ckpt, which someone else saved, cannot be restored"
+    )
+    assert f"error: {said} ({cause}" in done.err
+    assert "Traceback" not in done.err
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
 def test_a_new_run_starts_in_no_folder_with_links(command: Command, desk: Path, name: str):

@@ -1,8 +1,10 @@
 """Names in the arguments of verbs."""
 
 import math
+import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from kernels import UserError
 from mixers import did_you_mean
@@ -31,6 +33,13 @@ def errors_about(key: str) -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its type if it has no message."""
     return next(iter(str(error).strip().splitlines()), "") or type(error).__name__
+
+
+def described(error: BaseException, module: str = "") -> str:
+    """Return an exception in a line: the last line of code in a module that it passed, its type and its message."""
+    frames = [each for each in traceback.walk_tb(error.__traceback__) if each[0].f_globals.get("__name__") == module]
+    place = f"{Path(frames[-1][0].f_code.co_filename).name}, line {frames[-1][1]}: " if frames else ""
+    return f"{place}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def check_not_empty(argument: str, value: object) -> None:

@@ -14,8 +14,8 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..errors import UserError
 from .deterministic import in_mode, is_deterministic
 
 NAMESPACE = "token_mixer_zoo"
@@ -176,12 +176,37 @@ def _without_none(outputs: Sequence[Tensor | None], like: Tensor | None = None) 
     return tuple(like.new_empty(0) if x is None else x for x in outputs)
 
 
-def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """`once_differentiable`, without the cost of its guard where gradients are not themselves differentiated."""
-    guarded = once_differentiable(backward)
+class _Gradients(torch.autograd.Function):
+    """Gradients that depend on further tensors, a dependence which cannot be differentiated."""
 
-    def run(ctx: Any, *gradients: Tensor | None) -> Any:
-        return (guarded if torch.is_grad_enabled() else backward)(ctx, *gradients)
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tensors[:count]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise UserError("gradients of this op cannot be differentiated again, except those of backend('reference')")
+
+
+def once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a backward pass whose gradients raise a UserError when they are differentiated themselves.
+
+    PyTorch's `once_differentiable` leaves out what depends on saved tensors: a second gradient would be 0 silently.
+    """
+
+    def run(ctx: Any, *incoming: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():
+            return backward(ctx, *incoming)
+        with torch.no_grad():
+            returned = backward(ctx, *incoming)
+        gradients = list(returned) if isinstance(returned, tuple) else [returned]
+        places = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        sources = [x for x in (*incoming, *ctx.saved_tensors) if x is not None and x.requires_grad]
+        if places:
+            guarded = _Gradients.apply(len(places), *(gradients[i].detach() for i in places), *sources)
+            for i, gradient in zip(places, guarded, strict=True):
+                gradients[i] = gradient
+        return tuple(gradients)
 
     return run
 

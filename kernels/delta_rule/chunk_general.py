@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
+from ..core.autograd import once
 from ..core.chunking import CHUNK, Chunking, Run, scan, scan_stacked
 from ..core.pair_decays import PairDecays
 from ..core.recurrence import Recurrences, at_least_fp32
@@ -117,7 +117,7 @@ class _Chunks(torch.autograd.Function):
         return o, S.view(first.shape)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, do: Tensor, dS: Tensor) -> tuple[Tensor | None, ...]:
         q, k, a, v, b, P, inverse, U, before = ctx.saved_tensors
         with without_autocast(q.device):

@@ -5,9 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..core.autograd import plain
+from ..core.autograd import once, plain
 from ..core.deterministic import is_deterministic
 from ..core.documents import documents
 from ..core.recurrence import at_least_fp32
@@ -75,7 +74,7 @@ class _Depthwise(torch.autograd.Function):
             return _depthwise(line, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, Tensor | None]:
         line, weight = ctx.saved_tensors
         T, C = dy.shape[1:]

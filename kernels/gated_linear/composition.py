@@ -6,10 +6,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
-from ..core.autograd import plain
+from ..core.autograd import once, plain
 from ..core.deterministic import is_deterministic
 from ..core.elementwise import silu
 from ..core.recurrence import at_least_fp32
@@ -48,7 +47,7 @@ class _Gated(torch.autograd.Function):
         return opened * up
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         gate_up, opened = ctx.saved_tensors
         dgate_up = torch.empty_like(gate_up)

@@ -18,6 +18,7 @@ def head_loss(
     heads: Sequence[tuple[Tensor, Tensor]],
     loss: Callable[..., Tensor],
     *,
+    ignored: Tensor,
     size: int,
     x_learns: bool,
     weight_learns: bool,
@@ -29,6 +30,8 @@ def head_loss(
         heads: Inputs [N,D] and weight [V,D] of each head; D may differ. Products have the dtype of the inputs.
         loss: `loss(some, losses, *logits)` writes the losses [n] of `some` tokens, a slice, and returns the gradient of
             the first logits. The logits [n,V] of each head may be overwritten.
+        ignored: [N] bool; inputs of the first head at these tokens are not read, so that nan there stays out of the
+            gradient of the weight.
         size: Number of logits of each head in memory at a time.
         x_learns, weight_learns: Which gradients are needed; the others are empty.
         how: The implementation of products in deterministic mode.
@@ -47,15 +50,17 @@ def head_loss(
     with without_autocast(x.device):
         for first in range(0, N, max(1, rows)):
             some = slice(first, min(first + rows, N))
+            part = x[some].masked_fill(ignored[some, None], 0)
+            inputs = [part, *(y[some] for y, _ in heads[1:])]
             logits = (
-                product(y[some], head.T, buffer[: some.stop - first], how)
-                for (y, head), buffer in zip(heads, buffers, strict=True)
+                product(y, head.T, buffer[: len(y)], how)
+                for y, (_, head), buffer in zip(inputs, heads, buffers, strict=True)
             )
             gradient = loss(some, losses[some], *logits)
             if x_learns:
                 product(gradient.to(x.dtype), weight, dx[some], how)
             if weight_learns:
-                add_product(dweight, gradient, x[some].to(gradient.dtype), first > 0)
+                add_product(dweight, gradient, part.to(gradient.dtype), first > 0)
             del gradient  # before the next one is computed
     return losses.sum(), dx, dweight.to(dtype)
 

@@ -68,7 +68,7 @@ def linear_cross_entropy(
         weight: Weight of the head [V,D], in the dtype of x unless autocast is on.
         labels: [N] int64; each is in [0, V), or `ignore_index`. Any other is an error on the CPU; on a GPU, where an
             error would cost a synchronisation, it makes the loss and the gradients nan.
-        ignore_index: Label of the tokens without a loss.
+        ignore_index: Label of the tokens without a loss, whose inputs are not read.
         cap: Bound of the logits, above 0; None for none.
 
     Returns:

@@ -11,7 +11,7 @@ from ..core.elementwise import soft_cap
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import linear
 
-LOGITS = 2**25  # in memory at once: 1024 tokens at a vocabulary of 32,000
+LOGITS = 2**25  # in memory at a time: 1024 tokens at a vocabulary of 32,000
 
 
 def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
@@ -27,6 +27,7 @@ def capped_logits(x: Tensor, weight: Tensor, cap: float | None) -> Tensor:
 
 def forward(x: Tensor, weight: Tensor, labels: Tensor, ignore_index: int, cap: float | None) -> Tensor:
     """Sum of the losses, from the logits of all tokens: the CPU path."""
+    x = x.masked_fill((labels == ignore_index)[:, None], 0)  # nan there stays out of the gradient of the weight
     return row_losses(capped_logits(x, weight, cap), labels, ignore_index).sum()
 
 

@@ -34,7 +34,7 @@ def linear_kl(
 
     Only the logits of a few thousand tokens (on a CPU, of about a thousand) exist at a time, and the gradients are
     computed along with the loss: the backward pass only multiplies. For 8 × 4,096 tokens, 576 channels and a vocabulary
-    of 49,152 in bf16, both passes together need 0.64 GiB in PyTorch and 0.69 GiB in Triton, beyond the arguments. All
+    of 49,152 in bf16, both passes together need 0.64 GiB in PyTorch and 0.70 GiB in Triton, beyond the arguments. All
     logits of the two models would be 6 GiB.
 
     The teacher is a constant, to which no gradient flows. A cap bounds logits as in `linear_cross_entropy`, and so does
@@ -46,7 +46,8 @@ def linear_kl(
         weight: Weight of this head [V,D].
         teacher_x: Inputs of the teacher's head [N,E].
         teacher_weight: Weight of this head [V,E].
-        labels: [N] int64; tokens whose label is `ignore_index` do not count. Other values are not read.
+        labels: [N] int64; tokens whose label is `ignore_index` do not count, and their inputs are not read. Other
+            values of labels are not read.
         ignore_index: Label of the tokens without a loss.
         temperature: τ. The sum is not multiplied by τ².
         cap: Bound of the student's logits, above 0; None for none.

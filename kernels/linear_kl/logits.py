@@ -58,6 +58,7 @@ def compute(args: Arguments, divergence: Callable[..., Tensor], size: int) -> tu
     return head_loss(
         [(args.x, args.weight), (args.teacher_x, args.teacher_weight)],
         partial(divergence, args),
+        ignored=args.labels == args.ignore_index,
         size=size,
         x_learns=args.x_learns,
         weight_learns=args.weight_learns,

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..core.autograd import over_rows, plain
+from ..core.autograd import once, over_rows, plain
 from ..core.deterministic import is_deterministic
 from ..core.elementwise import sigmoid, silu
 from ..core.recurrence import at_least_fp32
@@ -54,7 +53,7 @@ class _Norm(torch.autograd.Function):
         return y if weight is None else y.mul_(weight)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, rate = ctx.saved_tensors
         y, dweight = x * rate, None

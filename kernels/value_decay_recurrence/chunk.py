@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..core.autocast import without_autocast
+from ..core.autograd import once
 from ..core.chunking import Chunking, scan_stacked
 from ..core.deterministic import in_mode, is_deterministic
 from ..core.pair_decays import PairDecays, blocks
@@ -55,7 +55,7 @@ class _Earlier(torch.autograd.Function):
         return o
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor, ...]:
         if ctx.mode == is_deterministic():  # the compiler cannot trace the other way
             return _gradients_of_earlier(do, *ctx.saved_tensors)

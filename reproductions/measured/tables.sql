@@ -414,3 +414,15 @@ select name as config, printf('%.2f M', parameters / 1e6) as parameters, printf(
   printf('%.3f', val_loss) as "validation loss",
   printf('%.3f', word(val_loss_by_position, -1)) as "end of the context" from rows
 union all select 'bigram model', null, null, printf('%.3f', max(bigram_loss)), null from rows order by 4
+
+-- needles_smollm2_cpu: reproductions/measured/needles_smollm2_cpu.csv
+select '`' || task || '`' as task, replace(group_concat(distinct pairs), ',', ' or ') as pairs,
+  printf('%.0f %%', 100 * max(case length when 256 then accuracy end)) as "256 tokens",
+  printf('%.0f %%', 100 * max(case length when 1024 then accuracy end)) as "1,024 tokens"
+from rows where length > 64 and (task != 'mqar' or pairs = 8) group by task order by min(rowid)
+
+-- linearise_forecast: reproductions/measured/linearise_forecast.csv
+select substr(student, 1, instr(student, ',') - 1) as teacher, printf('%.2fB', max(parameters) / 1e9) as student,
+  printf('%.0fM', sum(tokens) / 1e6) as tokens, printf('%.0f GiB', max(cast(gib as real))) as memory,
+  printf('%.1f', sum(hours)) as hours
+from rows group by student order by min(parameters)

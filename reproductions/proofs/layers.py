@@ -16,6 +16,7 @@ from reproductions.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
 from zoo.config import build
 from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
+from zoo.lm.stack import Uniform
 from zoo.performance.accuracy import relative_error
 from zoo.performance.doctor import Finding, as_finding, attempted
 from zoo.performance.op_calls import LENGTH
@@ -24,7 +25,8 @@ SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}
 STEPS = 24  # tokens that are decoded one by one
 VOCABULARY = 64
-HYBRID = "gdn_h2.yaml"  # a model of three mixers
+HYBRIDS = ("gdn_h1.yaml", "gdn_h2.yaml", "kda_hybrid.yaml", "qwen3_5.yaml", "samba.yaml")
+LENGTHS = (1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 2)  # of prompts
 SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_heads": 2, "num_layers": 3}
 
 
@@ -61,8 +63,8 @@ class Layer(NamedTuple):
 
 
 def layers(device: torch.device) -> Iterator[tuple[str, str]]:
-    """The names of all registered mixers and of a hybrid model, each with each dtype."""
-    for name in (*mixers.names(), HYBRID):
+    """The names of all registered mixers and of hybrid models, each with each dtype."""
+    for name in (*mixers.names(), *HYBRIDS):
         for dtype in DTYPES:
             yield name, dtype
 
@@ -86,9 +88,9 @@ def prove(label: str, dtype: str, device: torch.device) -> Iterator[Finding]:
     layer = built(label, dtype, device)
     proofs = {"causal": causal, "packed": packed, "rows": rows, "pieces": steps, "repeats": repeats}
     proofs["invariant"] = invariant
-    if isinstance(layer.module, LanguageModel):
+    if isinstance(layer.module, LanguageModel) or layer.module.causal:
         proofs["sampled"] = sampled
-    elif not layer.module.causal:
+    else:
         proofs = {"packed": packed, "rows": rows, "invariant": invariant, "repeats": repeats}
     for check, proof in proofs.items():
         yield attempted(layer.name, check, partial(proof, layer))
@@ -158,23 +160,42 @@ def invariant(layer: Layer) -> Finding:
     return exactly(layer.name, "invariant", [name for name, exact in same.items() if not exact])
 
 
+def language_model(layer: Layer) -> LanguageModel:
+    """The model, or one of two such mixers."""
+    if isinstance(layer.module, LanguageModel):
+        return layer.module
+    entry = mixers.entry(layer.label)
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = LanguageModel(Uniform(partial(entry.mixer, **entry.tiny)), **SIZES | {"num_layers": 2})
+    return model.to(layer.x.device, DTYPES[layer.dtype]).eval()
+
+
 @torch.no_grad()
 def sampled(layer: Layer) -> Finding:
     """Check that in deterministic mode sampled tokens have the log-probabilities that training computes for them.
 
-    The prompts differ in length, and sampling leaves their chunks.
+    Prompts end around the ends of chunks, alone and in batches of up to 64, and sampling leaves their chunks. Training
+    has batches and packed documents.
     """
-    model, prompts = layer.module, [layer.x[0, :length] for length in (3, CHUNK - 1, CHUNK, CHUNK + 9)]
-    assert isinstance(model, LanguageModel)
-    differing = []
+    model, generator = language_model(layer), torch.Generator().manual_seed(1)
+    device, differing = layer.x.device, []
     with kernels.deterministic():
-        drawn = [*sample_tokens(model, prompts, max_new_tokens=4, seed=1)]
-        for row, prompt in enumerate(prompts):
-            tokens = torch.cat([prompt, *(token[row : row + 1] for token, _ in drawn)])
-            losses = model.token_losses(tokens[None, :-1], tokens[None, 1:]).losses[0, len(prompt) - 1 :]
-            if not torch.equal(losses, -torch.stack([scores[row] for _, scores in drawn])):
-                differing.append(f"those after {len(prompt)} tokens")
-    return exactly(layer.name, "sampled", differing)
+        for lengths, new in ((LENGTHS, CHUNK + 2), ((LENGTHS * 13)[:64], 3), ((CHUNK - 1,), 3)):
+            prompts = [torch.randint(VOCABULARY, (length,), generator=generator).to(device) for length in lengths]
+            drawn = [*sample_tokens(model, prompts, max_new_tokens=new, seed=1)]
+            drawn_tokens, scores = (torch.stack(each, 1) for each in zip(*drawn, strict=True))
+            documents = [torch.cat([prompt, row]) for prompt, row in zip(prompts, drawn_tokens, strict=True)]
+            bounds = torch.tensor([0, *(len(x) - 1 for x in documents)], device=device).cumsum(0).to(torch.int32)
+            inputs, labels = (torch.cat([x[cut] for x in documents])[None] for cut in (slice(-1), slice(1, None)))
+            packed_losses = model.token_losses(inputs, labels, cu_seqlens=bounds).losses[0]
+            for row, (document, score) in enumerate(zip(documents, scores, strict=True)):
+                twice = document.expand(2, -1)
+                alone = model.token_losses(twice[:, :-1], twice[:, 1:]).losses[0, -new:]
+                losses = packed_losses[bounds[row] : bounds[row + 1]][-new:]
+                if not torch.equal(score, -alone) or not torch.equal(score, -losses):
+                    differing.append(f"those after {lengths[row]} tokens in a batch of {len(lengths)}")
+    return exactly(layer.name, "sampled", [*dict.fromkeys(differing)])
 
 
 def repeats(layer: Layer) -> Finding:

@@ -133,6 +133,17 @@ def test_losses_of_each_token_when_another_label_is_ignored():
     assert losses[0] == 0
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("backend", ["torch", "reference", "triton"])
+def test_inputs_of_ignored_tokens_are_not_read(backend: str, value: float):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    x, weight, labels = inputs(40)
+    expected = results(x, weight, labels, backend)
+    actual = results(x.masked_fill((labels == IGNORED)[:, None], value), weight, labels, backend)
+    assert all(torch.equal(actual[name], y) for name, y in expected.items())
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_another_ignored_label(backend: str):
     x, weight, labels = inputs(40)

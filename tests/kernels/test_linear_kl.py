@@ -117,6 +117,25 @@ def test_a_student_that_equals_its_teacher_has_no_divergence_and_no_gradient(
     assert not any(each.any() for each in y.values())
 
 
+@each_backend
+def test_gradients_are_not_differentiated_again(backend: str):
+    x, weight, *others = (y.requires_grad_() if y.is_floating_point() else y for y in inputs(5, dtype=torch.float32))
+    with kernels.backend(backend):
+        total = kernels.linear_kl(x, weight, *others)
+    for gradient in torch.autograd.grad(total, (x, weight), create_graph=True):
+        with pytest.raises(kernels.UserError, match="cannot be differentiated again"):
+            torch.autograd.grad(gradient.square().sum(), (x, weight))
+
+
+def test_the_reference_is_differentiated_twice():
+    x, weight, *others = inputs(5)
+    with kernels.backend("reference"):
+        run = partial(kernels.linear_kl, temperature=2.0)
+        assert torch.autograd.gradgradcheck(
+            lambda x, w: run(x, w, *others), (x.requires_grad_(), weight.requires_grad_())
+        )
+
+
 def test_no_gradient_reaches_the_teacher():
     a = [x.requires_grad_() if x.is_floating_point() else x for x in inputs(5)]
     kernels.linear_kl(*a).backward()
@@ -179,14 +198,15 @@ def test_a_logit_that_is_not_finite_is_visible(who: str, place: int, sign: float
 
 
 @each_backend
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("cap", [None, 2.0])
-def test_ignored_tokens(cap: float | None, backend: str):
+def test_ignored_tokens(cap: float | None, value: float, backend: str):
     a = inputs(20, dtype=torch.float32)
     expected, ignored = results(a, backend, cap=cap), a[-1] == IGNORED
-    a[0] = a[0].masked_fill(ignored[:, None], torch.nan)
+    for i in (0, 2):
+        a[i] = a[i].masked_fill(ignored[:, None], value)
     actual = results(a, backend, cap=cap)
-    assert torch.equal(actual["total"], expected["total"])
-    assert torch.equal(actual["dx"], expected["dx"])
+    assert all(torch.equal(actual[name], y) for name, y in expected.items())
     assert not actual["dx"][ignored].any()
     a = inputs(20, dtype=torch.float32)
     moved = results([*a[:4], a[-1].masked_fill(ignored, 3000).masked_fill(~ignored, IGNORED)], backend, cap=cap)

@@ -14,7 +14,8 @@ from zoo.config.serialise import to_dict
 from zoo.config.signatures import Parameter
 from zoo.data.contract import vocabulary_of
 from zoo.lm.creation import created_on
-from zoo.lm.model import LanguageModel
+from zoo.lm.model import TOLERANCE, LanguageModel
+from zoo.lm.stack import Stack
 from zoo.train.devices import check_device
 
 if TYPE_CHECKING:  # importing it takes three times as long as PyTorch, and a model is built without it
@@ -39,12 +40,15 @@ def captures_steps(config: Namespace) -> bool:
     return bool(config.cuda_graph or (config.cuda_graph is None and not config.compile))
 
 
-def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = None) -> int | None:
+def vocabulary(
+    config: Namespace, datamodule: "L.LightningDataModule | None" = None, tokens: int | None = None
+) -> int | None:
     """`model.vocab_size`, or the vocabulary size of the data if it is null; None for a model without tokens.
 
     Args:
         config: A parsed config.
         datamodule: Its data module; None builds it if it is needed.
+        tokens: The vocabulary size of the data; None asks the data module, which may train a tokenizer.
 
     Raises:
         UserError: The data has more tokens than the model, or nothing says how many there are.
@@ -56,7 +60,7 @@ def vocabulary(config: Namespace, datamodule: "L.LightningDataModule | None" = N
         if not _needs_data(config.model):
             return size
         datamodule = instantiate("data", config)
-    tokens = vocabulary_of(datamodule)
+    tokens = vocabulary_of(datamodule) if tokens is None else tokens
     if size is None and tokens is None:
         name = type(datamodule).__name__
         raise UserError(f"model.vocab_size: null, but {name} has neither vocab_size nor get_tokenizer(); set it")
@@ -108,16 +112,21 @@ def from_config(config: Namespace, device: torch.device | str | None = None) -> 
         return instantiate("model", config)
 
 
-def _nearest_depth(config: Namespace) -> int:
-    """Return the number of layers with which a model is closest to its nominal size, counted on the meta device."""
+def _nearest_depth(config: Namespace, step: int | None = None) -> int:
+    """Return the number of layers with which a model is closest to its nominal size, counted on the meta device.
+
+    It is a multiple of `step`, by default of the stack's period if that is within the tolerance of the nominal size.
+    """
     if (nominal := config.model.nominal_size) is None:
         raise UserError("model.num_layers: null means the depth closest to model.nominal_size, which is null as well")
-    trial, sizes, depth = config.clone(), dict[int, int](), 8
+    trial, sizes, unit = config.clone(), dict[int, float](), step or built(config.model.stack, Stack).period
     trial.model.nominal_size = None  # the model would warn of the difference
+    depth = max(8 // unit, 1) * unit
     while depth not in sizes:
         trial.model.num_layers = depth
         model = from_config(trial, "meta")
-        sizes[depth] = model.num_parameters()
+        sizes[depth] = abs(model.num_parameters() / nominal - 1)
         of_layer = sum(p.numel() for p in model.layers.parameters()) / depth
-        depth = max(1, depth + round((nominal - sizes[depth]) / of_layer))
-    return min(sizes, key=lambda number: abs(sizes[number] - nominal))
+        depth = max(1, round((depth + (nominal - model.num_parameters()) / of_layer) / unit)) * unit
+    best = min(sizes, key=lambda number: sizes[number])
+    return best if step or sizes[best] <= TOLERANCE else _nearest_depth(config, 1)

@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import mixers
 from mixers import did_you_mean
+from zoo.arguments import described
 from zoo.config.imports import import_module
 from zoo.config.signatures import alternatives, component, is_ours, subclasses
 from zoo.config.suggest import suggestions
@@ -99,7 +100,6 @@ def _wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> st
         return _wrong_name(bases, path, key, words)
     try:
         imported = import_module(module)
-        value = getattr(imported, name)
     except ModuleNotFoundError as error:
         if str(error.name).partition(".")[0] != module.partition(".")[0]:
             return (
@@ -110,9 +110,10 @@ def _wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> st
             f"{key}: {path!r} cannot be imported, as there is no module {error.name!r} in this folder or "
             "installed; go to the folder that it is in, or add that to PYTHONPATH"
         )
-    except ImportError as error:
-        return f"{key}: {path!r} cannot be imported: {error}"
-    except AttributeError:
+    except Exception as error:
+        return f"{key}: {path!r} cannot be imported: {described(error, module)}"
+    value = getattr(imported, name, None)
+    if value is None:
         classes = [name for name, each in vars(imported).items() if isinstance(each, type)]
         return f"{key}: the module {module!r} has no {name!r}{did_you_mean(name, classes)}"
     if isinstance(value, ModuleType):

@@ -12,6 +12,7 @@ from zoo.config.keys import KEYS
 from zoo.files.safe_yaml import parse_yaml, read_yaml
 
 _OVERRIDE = re.compile(r"-*[\w.]+\+?=")
+_SIZE = re.compile(r"(.*/)?(recipe|size)/[^/=]+")  # a config that is laid over that of a model
 NULL = ("null", "~")  # YAML's words for it
 Item = str | Path | Mapping[str, Any]  # a config's name or path, an override `key=value`, or a config itself
 
@@ -30,9 +31,16 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
     """Load configs into plain containers, and strip leading dashes from overrides.
 
     Raises:
-        UserError: A config is missing, or is not a YAML mapping.
+        UserError: A config is missing, or is not a YAML mapping, or a model comes after its size.
     """
-    return [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+    items = [*items]
+    loaded = [_override(item) if isinstance(item, str) and is_override(item) else load_config(item) for item in items]
+    sizes = [number for number, item in enumerate(items) if isinstance(item, str | Path) and _SIZE.fullmatch(str(item))]
+    models = [each.get("model") if isinstance(each, dict) else None for each in loaded]
+    stacks = [number for number, model in enumerate(models) if isinstance(model, dict) and "stack" in model]
+    if sizes and stacks and sizes[0] < stacks[0]:
+        raise UserError(f"config: {items[sizes[0]]} comes before the model, which would override it; name that first")
+    return loaded
 
 
 def _override(item: str) -> str:

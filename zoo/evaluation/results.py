@@ -4,7 +4,7 @@ import glob
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,8 @@ FORMATS = ("png", "svg")  # of each picture
 PANELS_ACROSS = 6  # heatmaps side by side
 LABELS = 12  # on an axis of a heatmap, at most
 COLUMNS = 8  # values of an axis that a table shows of more than `LABELS`
+OVERVIEW = "overview"  # name of the picture of all tasks
+UNITS = {"loss": "loss (nats per token)", "ms_per_token": "time per token (ms)", "state_mib": "state (MiB)"}
 FRACTIONS = ("acc", "acc_norm", "niah_score")  # metrics from 0 to 1, in addition to every accuracy
 
 
@@ -42,6 +44,20 @@ def table(task: Task, rows: Sequence[Row]) -> Table:
     shown = new_table(["model", "metric", *headings], left=2, wrapped=["metric"], caption="\n".join(captions))
     for (model, metric), rows_at in lines.items():
         shown.add_row(model, metric.replace("_", " "), *(_cell(rows_at.get(column, [])) for column in columns))
+    return shown
+
+
+def overview(tasks: Sequence[Task], rows: Sequence[Row]) -> Table:
+    """All tasks in one table: a line for each metric at each value of a task's axis, a column for each model."""
+    models = list(dict.fromkeys(row["model"] for row in rows))
+    shown = new_table(["task", "metric", "at", *models], left=2, caption="at: length or number; accuracies in %")
+    for task in tasks:
+        values, lines = by_axis((row for row in rows if row["task"] == task.name), task.axis)
+        for metric, value in itertools.product(dict.fromkeys(metric for _, metric in lines), values):
+            cells = [_cell(lines.get((model, metric), {}).get(value, [])) for model in models]
+            if any(cells):
+                at = "" if value is None else _number(value)
+                shown.add_row(task.name, metric.replace("_", " "), at, *cells)
     return shown
 
 
@@ -89,21 +105,18 @@ def mean(rows: Iterable[Row]) -> float | None:
     return sum(count * value for count, value in pairs) / total if total else None
 
 
-def write_pictures(task: Task, rows: Sequence[Row], folder: Path) -> list[Path]:
-    """Write a task's pictures to a folder, each as PNG and SVG; none for single numbers."""
-    files = []
-    for name, picture in pictures(task, rows).items():
+def write_pictures(drawn: "Mapping[str, Figure]", folder: Path) -> None:
+    """Write pictures to a folder, by name, each as PNG and SVG."""
+    for name, picture in drawn.items():
         for form in FORMATS:
-            files.append(folder / f"{name}.{form}")
-            write_figure(picture, files[-1])
-    return files
+            write_figure(picture, folder / f"{name}.{form}")
 
 
 def check_pictures(tasks: Iterable[Task], folder: Path) -> None:
     """Raise a UserError if a folder without records of an evaluation has files with names of the tasks' pictures."""
     if (file := folder / FILE).exists() and file.stat().st_size:
         return
-    stems = [glob.escape(_stem(task)) for task in tasks]
+    stems = [OVERVIEW, *(glob.escape(_stem(task)) for task in tasks)]
     patterns = [f"{stem}{part}.{form}" for stem in stems for part in ("", "-*") for form in FORMATS]
     check_no_others((path for pattern in patterns for path in sorted(folder.glob(pattern))), "output", FILE)
 
@@ -131,16 +144,32 @@ def pictures(task: Task, rows: Sequence[Row]) -> "dict[str, Figure]":
 
 def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
     """A line for each model, with its 95 % interval or a dot for each seed; one panel for each metric."""
-    metrics = list(dict.fromkeys(row["metric"] for row in rows))
-    models = list(dict.fromkeys(row["model"] for row in rows))
-    across = min(3, len(metrics))
+    metrics = dict.fromkeys(row["metric"] for row in rows)
+    return _panels([("", axis, [row for row in rows if row["metric"] == metric]) for metric in metrics], title)
+
+
+def overview_picture(tasks: Sequence[Task], rows: Sequence[Row]) -> "Figure | None":
+    """The curves of all tasks, a panel for each metric; None if no task has an axis."""
+    panels = []
+    for task in tasks:
+        own = [row for row in rows if row["task"] == task.name and task.axis in row and "position" not in row]
+        for metric in dict.fromkeys(row["metric"] for row in own):
+            panels.append((task.name, task.axis, [row for row in own if row["metric"] == metric]))
+    return _panels(panels, "overview") if panels else None
+
+
+def _panels(panels: Sequence[tuple[str, str, Sequence[Row]]], title: str) -> "Figure":
+    """Panels of curves, each with its title, its axis and the rows of its metric."""
     from matplotlib.transforms import offset_copy
 
-    picture = _figure(1.2 + 3.8 * across, 3.4 * math.ceil(len(metrics) / across))
-    for number, metric in enumerate(metrics, start=1):
-        panel: Axes = picture.add_subplot(math.ceil(len(metrics) / across), across, number)
+    models = list(dict.fromkeys(row["model"] for _, _, rows in panels for row in rows))
+    across = min(3, len(panels))
+    picture = _figure(1.2 + 3.8 * across, 3.4 * math.ceil(len(panels) / across))
+    for number, (heading, axis, rows) in enumerate(panels, start=1):
+        metric = rows[0]["metric"]
+        panel: Axes = picture.add_subplot(math.ceil(len(panels) / across), across, number)
         for index, model in enumerate(models):
-            own = [row for row in rows if (row["model"], row["metric"]) == (model, metric) and row["value"] is not None]
+            own = [row for row in rows if row["model"] == model and row["value"] is not None]
             points = defaultdict(list)
             for row in own:
                 points[row[axis]].append(row)
@@ -160,14 +189,14 @@ def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
                 artist.set_transform(offset_copy(panel.transData, picture, x=shift, units="points"))
         panel.margins(x=0.1)
         _scale(panel, _values(rows, axis), axis)
-        panel.set_ylabel(_unit(metric))
+        panel.set(ylabel=_unit(metric), title=heading)
         if is_fraction(metric):
             panel.set_ylim(-0.03, 1.03)
-        elif metric.endswith(("_per_second", "_gib")):
+        elif metric.endswith(("_per_second", "_gib", "_mib", "_per_token")):
             panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
     picture.suptitle(title)
-    if len(models) > 1 or len(metrics) == 1:
+    if len(models) > 1 or len(panels) == 1:
         handles, labels = picture.axes[0].get_legend_handles_labels()
         picture.legend(handles, labels, loc="outside right center", fontsize="small", frameon=False)
     return picture
@@ -227,8 +256,8 @@ def _scale(panel: "Axes", values: Sequence[float], axis: str) -> None:
 
 
 def _unit(metric: str) -> str:
-    if metric == "loss":
-        return "loss (nats per token)"
+    if metric in UNITS:
+        return UNITS[metric]
     if metric.endswith("_peak_gib"):
         return f"{metric.removesuffix('_peak_gib')}: peak memory (GiB)"
     if metric.endswith("_tokens_per_second"):

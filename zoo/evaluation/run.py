@@ -16,7 +16,15 @@ from zoo.arguments import check_names, check_seed, names_in
 from zoo.display import new_console, progress_bar
 from zoo.evaluation.loaded import LoadedModel, load_subject
 from zoo.evaluation.record import Records, key_of, locked
-from zoo.evaluation.results import check_pictures, table, write_pictures
+from zoo.evaluation.results import (
+    OVERVIEW,
+    check_pictures,
+    overview,
+    overview_picture,
+    pictures,
+    table,
+    write_pictures,
+)
 from zoo.evaluation.task import Cell, Options, Row, Task
 from zoo.evaluation.tasks import task_table, tasks_of
 from zoo.evaluation.tasks.needle_task import NeedleTask
@@ -117,12 +125,11 @@ def evaluate(
     with locked(folder):
         records = Records(folder)
         rows = _measure(plan, records, where, verbose)
+        shown = [{**row, "model": _SEED.sub("", row["model"])} for row in rows] if average_seeds else rows
         for task in chosen:
-            of_task = [row for row in rows if row["task"] == task.name]
-            if average_seeds:
-                of_task = [{**row, "model": _SEED.sub("", row["model"])} for row in of_task]
+            of_task = [row for row in shown if row["task"] == task.name]
             console.print(f"{task.name}: {task.measures}", table(task, of_task), sep="\n", highlight=False)
-            write_pictures(task, of_task, folder)
+            write_pictures(pictures(task, of_task), folder)
             untaught, hint = list[str](), ""
             if isinstance(task, NeedleTask):
                 untaught = [subject.name for subject in subjects if subject.saw_no_needles]
@@ -134,6 +141,10 @@ def evaluate(
                 )
             if untaught:
                 console.print(f"{', '.join(untaught)}: {hint}", style="yellow", highlight=False)
+        if len(chosen) > 1 and len(subjects) > 1:
+            console.print(OVERVIEW, overview(chosen, shown), sep="\n", highlight=False)
+            if (picture := overview_picture(chosen, shown)) is not None:
+                write_pictures({OVERVIEW: picture}, folder)
     console.print(f"{folder}/{records.file.name}", style="dim")
     return rows
 

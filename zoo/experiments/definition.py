@@ -155,7 +155,8 @@ class Sweep:
         axes: The axes, of which all combinations are run. Either a dotted key with a list of values
             (`model.stack.mixer.factor: [1, 2, 4]`), or any name with labelled overlays: a file, an inline overlay, or a
             list of these (`features: {relu: ablate/l2_relu.yaml, wide: {model: {num_heads: 1}}}`).
-        controls: Labelled overlays to compare with, outside the grid of the axes; horizontal lines in the picture.
+        controls: Labelled overlays to compare with, outside the grid of the axes; horizontal lines in the picture. Null
+            is the base itself.
         seeds: Values of `seed_everything`, with each of which every cell is run.
         learning_rates: Values of `optim.learning_rate`, of which each cell reports the best; empty: that of the base.
         metric: The number in `results.json` to compare; or `pairs_at_50` or `pairs_at_90`, the number of pairs at which
@@ -174,7 +175,7 @@ class Sweep:
 
     base: str | list[str | dict[str, Any]]
     axes: dict[str, Any] = field(default_factory=dict)
-    controls: dict[str, Any] = field(default_factory=dict)
+    controls: dict[str, Any | None] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=lambda: [0])
     learning_rates: list[float] = field(default_factory=list)
     metric: str = "val_loss"

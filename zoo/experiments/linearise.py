@@ -23,7 +23,7 @@ from zoo.files.output import check_output, make_folder
 from zoo.files.safe_yaml import dump_yaml
 from zoo.runs.training import saved_losses
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, ExportedFiles
-from zoo.saved.grow.linearise import Linearised, replace_attention
+from zoo.saved.grow.linearise import Linearised, replace_attention, student_config
 from zoo.saved.hub import ON_HUB
 from zoo.saved.model import SavedModel
 from zoo.saved.trust import not_trusted
@@ -133,7 +133,11 @@ def linearise(
     saved = SavedModel.open(checkpoint, trust)
     if not saved.is_trusted and saved.config.keys() != {"model"}:
         raise not_trusted(checkpoint, "each stage would build its data, trainer and callbacks")
-    command = json.loads(json.dumps({"checkpoint": saved.identity, **arguments}))
+    command = json.loads(json.dumps({"output": str(folder), "checkpoint": saved.identity, **arguments}))
+    named = dict(zip(names, stages, strict=True))
+    if not student.exists():  # mistakes in stages, before anything is written
+        config = student_config(saved, mixer, keep)
+        _runs(folder, dump_yaml(config, one_line=True), str(checkpoint), named, overlays)
     make_folder(folder, "output")
     with held_lock(folder / ".lock", f"output: {folder} is in use by another process; wait for it or choose another"):
         try:
@@ -144,7 +148,7 @@ def linearise(
                 made = replace_attention(saved, student, **arguments, max_shard_size=max_shard_size, files=files)
                 Console().print(made.report())
             _check_command(student, command)
-            runs = _runs(folder, str(checkpoint), dict(zip(names, stages, strict=True)), overlays)
+            runs = _runs(folder, str(student / CONFIG), str(checkpoint), named, overlays)
         finally:
             if not student.exists():  # nothing was written
                 (folder / ".lock").unlink()
@@ -177,7 +181,12 @@ def _check_command(student: Path, command: Mapping[str, Any]) -> None:
         before = json.loads(ExportedFiles(student).read(ARGUMENTS))
     except ValueError:
         raise UserError(damaged) from None
-    for key, then, now in differences(before, command):
+    if (place := before.get("output", command["output"])) != command["output"]:
+        raise UserError(
+            f"output: {student.parent} was written as {place}, the path by which its stages find it; move it back, or "
+            "choose another output"
+        )
+    for key, then, now in differences({**before, "output": command["output"]}, command):
         change = "has changed since" if key == "checkpoint" else f"was {then}, and now it is {now}"
         raise UserError(
             f"output: {student} was made by another command, whose {key} {change}; delete {student.parent}, or choose "
@@ -185,8 +194,8 @@ def _check_command(student: Path, command: Mapping[str, Any]) -> None:
         )
 
 
-def _runs(folder: Path, teacher: str, stages: Mapping[str, str], overlays: Sequence[str]) -> list[Run]:
-    """The run of each stage, name → config, checked."""
+def _runs(folder: Path, source: str, teacher: str, stages: Mapping[str, str], overlays: Sequence[str]) -> list[Run]:
+    """The run of each stage, name → config, on top of the `source` of the student's config, checked."""
     student, runs = folder / STUDENT, list[Run]()
     tokenizer = [f"data.tokenizer={student / TOKENIZER}"] if (student / TOKENIZER).is_file() else []
     overrides = [item for item in overlays if is_override(item)]
@@ -194,7 +203,7 @@ def _runs(folder: Path, teacher: str, stages: Mapping[str, str], overlays: Seque
     for name, stage in stages.items():
         start = str(folder / runs[-1].name if runs else student)
         own = {"teacher.checkpoint": teacher, "optim.initial_weights": start}
-        base = [str(student / CONFIG), *(f"{key}={value}" for key, value in own.items()), *tokenizer]
+        base = [source, *(f"{key}={value}" for key, value in own.items()), *tokenizer]
         run = Run(name, (*base, *shared, stage, *overrides))
         config = run.check()
         for key, value in own.items():

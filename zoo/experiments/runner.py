@@ -147,7 +147,7 @@ class Runner:
                 raise UserError(f"{self.option}: {folder} is being trained by another process; wait for it") from None
         if has_checkpoint(folder):
             return [*self.command, "fit", "--resume", str(folder)]
-        return [*self.command, "fit", *run.arguments(), "--run", f"{self.folder}/{run.name}"]
+        return [*self.command, "fit", *run.arguments(), "--run", os.path.join(".", self.folder, run.name)]
 
     def _start(self, run: Run, slot: int) -> _Process:
         threads = max((os.cpu_count() or 1) // self.jobs, 1)

@@ -179,13 +179,14 @@ def inspect(
     names = [type(mixer).__name__ for mixer in model.mixers]
     layers = {i: Layer(c[-1], i, names[i], model.mixers[i].write_delay) for i, c in enumerate(calls) if c}
     made = Inspection(texts, names, layers, every or -(-len(ids) // STATES), rows)
+    folder = None if output is None else made.save(output, layer)
     console = new_console(verbose)
     if not pairs:
         console.print(made.table())
     if rows:
         console.print(recall_table(rows))
-    if output is not None:
-        console.print(str(made.save(output, layer)), style="dim", soft_wrap=True)
+    if folder is not None:
+        console.print(str(folder), style="dim", soft_wrap=True)
     return made
 
 

@@ -14,7 +14,10 @@ from mixers import ContextParallel, Norm, TokenMixer, takes_context_parallel
 from mixers.arguments import check_numbers
 from mixers.interface import checked_result, checked_streams, streams_of
 from mixers.replay import Chunk
+from zoo.arguments import described
 from zoo.lm.mlp import ChannelMixer
+
+OF_LAYER = "model.stack: layer "  # how notes about a layer begin
 
 
 @dataclass(frozen=True)
@@ -159,6 +162,14 @@ class PostNormBlock(Block):
 
     def _after(self, norm: Norm, y: Tensor) -> Tensor:
         return super()._after(norm, norm(y))
+
+
+def note_layer(error: Exception, layer: int, *parts: object) -> None:
+    """Add a note to an exception of a layer: which of its parts is not this project's, and what fails in its file."""
+    for cls in map(type, parts):
+        if cls.__module__.partition(".")[0] not in ("mixers", "zoo", "builtins") and not isinstance(error, UserError):
+            error.add_note(f"{OF_LAYER}{layer}, {cls.__name__}, fails: {described(error, cls.__module__)}")
+            return
 
 
 def mix(

@@ -19,7 +19,7 @@ from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, Token
 from mixers.arguments import check_numbers, check_sizes
 from mixers.interface import placed
 from mixers.projection import Linear, Projection
-from zoo.lm.block import Block, Multipliers, PostNormBlock, mix
+from zoo.lm.block import Block, Multipliers, PostNormBlock, mix, note_layer
 from zoo.lm.classifier import Classifier
 from zoo.lm.inputs import Inputs
 from zoo.lm.mlp import ChannelMixer, SwiGLU
@@ -57,7 +57,8 @@ class LanguageModel(nn.Module):
         vocab_size: Number of tokens; null for the tokenizer's, or if there are none.
         hidden_size: Size of the residual stream.
         num_heads: Heads of every mixer that does not set their number.
-        num_layers: Number of blocks; null in a config for the number closest to `nominal_size` parameters.
+        num_layers: Number of blocks; null in a config for the number closest to `nominal_size` parameters, in
+            whole periods of the stack if these are within 3 % of it.
         intermediate_size: Inner size of the MLPs; null for the default of the MLP.
         mlp: The channel mixer of every block; null for none.
         position: A mixer that is applied to the embeddings before the first block, such as TPE; null for none.
@@ -372,8 +373,12 @@ class LanguageModel(nn.Module):
             x, following, passed = mix(self.position, x, next(layer_states), cu_seqlens, context_parallel, passed)
             states.append(following)
         y = None
-        for block in self.layers:
-            x, y, following, passed = block(x, y, next(layer_states), cu_seqlens, context_parallel, passed)
+        for layer, block in enumerate(self.layers):
+            try:
+                x, y, following, passed = block(x, y, next(layer_states), cu_seqlens, context_parallel, passed)
+            except Exception as error:
+                note_layer(error, layer, block.mixer, block.mlp)
+                raise
             states.append(following)
         _, x = self.norm(x, y)
         x = x if self.multipliers.logits_scaling == 1 else x / self.multipliers.logits_scaling

@@ -5,7 +5,12 @@ from mixers import MixerFactory, Site, TokenMixer
 
 
 class Stack:
-    """The mixers of all layers, by depth. Subclass it for an order that `Pattern` cannot spell."""
+    """The mixers of all layers, by depth, which repeat after `period` layers.
+
+    Subclass it for an order that `Pattern` cannot spell.
+    """
+
+    period: int = 1
 
     def __call__(self, site: Site) -> TokenMixer:
         """The mixer of one layer."""
@@ -34,6 +39,7 @@ class Pattern(Stack):
         if unknown := sorted(set(post_norm) - set(pattern)):
             raise UserError(f"post_norm: {post_norm!r} has {unknown}; its letters are those of pattern {pattern!r}")
         self._pattern, self._mixers, self._post_norm = pattern, mixers, post_norm
+        self.period = len(pattern)
 
     def __call__(self, site: Site) -> TokenMixer:
         return self._mixers[self._letter(site.layer)](site)
@@ -42,7 +48,7 @@ class Pattern(Stack):
         return self._letter(layer) in self._post_norm
 
     def _letter(self, layer: int) -> str:
-        return self._pattern[layer % len(self._pattern)]
+        return self._pattern[layer % self.period]
 
 
 class Uniform(Pattern):

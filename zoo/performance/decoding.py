@@ -1,7 +1,6 @@
 """`bench decode`: time per token at a given position, eager and as a captured CUDA graph."""
 
 import itertools
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,21 +8,17 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
 from zoo import config as configs
 from zoo.arguments import check_above_0
 from zoo.display import progress_bar
-from zoo.generation.chunk_decoder import ChunkDecoder
-from zoo.generation.decoder import Decoder
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
-from zoo.lm.states import growing
 from zoo.performance import model as models
 from zoo.performance.bench_report import Report, captioned, complaint, formatted, without
 from zoo.performance.device import described, pick_backend
+from zoo.performance.steps import OurSteps, Steps
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
 
@@ -126,11 +121,11 @@ def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list
     """The rows of a batch size and position: eager and, on a GPU, a captured graph."""
     device = next(model.parameters()).device
     place = row["batch_size"], row["position"]
-    eager = _timed({**row, "how": "eager"}, seconds, lambda: Eager(model, *place), device)
+    eager = _timed({**row, "how": "eager"}, seconds, lambda: OurSteps(model, *place), device)
     if device.type != "cuda" or "ms" not in eager:
         return [eager]
     try:
-        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: Captured(model, *place), device)]
+        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: _captured(model, *place), device)]
     except RuntimeError as error:
         eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
         return [eager]
@@ -155,69 +150,11 @@ def _of_other(row: dict[str, Any], seconds: float, make: Callable[[], Any], devi
         return {**row, "note": complaint(error)}
 
 
-class Steps(ABC):
-    """Steps of a model after some tokens, each fed with the likeliest token of the previous one."""
-
-    position: int
-    state_bytes: int | None
-
-    @abstractmethod
-    def __call__(self) -> None:
-        """Make a step."""
-
-
-class Eager(Steps):
-    """Eager steps of our model."""
-
-    graphs: DecodingGraphs | None = None
-
-    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
-        self.position = position
-        self.tokens = torch.randint(model.vocab_size, (batch_size,), device=next(model.parameters()).device)
-        state = state_at(model, batch_size, position)
-        self.state_bytes = sum(leaf.nbytes for leaf in tree_leaves(state))
-        self.decoder: Decoder | ChunkDecoder
-        if kernels.is_deterministic():
-            self.decoder = ChunkDecoder(model, [*self.tokens[:, None]], state, graphs=self.graphs)
-        else:
-            self.decoder = Decoder(model, state, self.graphs)
-
-    def __call__(self) -> None:
-        self.tokens = self.decoder(self.tokens).argmax(-1)
-
-
-class Captured(Eager):
-    """Steps as a CUDA graph, as `generate` runs them on a GPU."""
-
-    def __init__(self, model: LanguageModel, batch_size: int, position: int) -> None:
-        self.graphs = DecodingGraphs()
-        super().__init__(model, batch_size, position)
-        self()
-        if self.graphs.refused:
-            raise RuntimeError(self.graphs.refused)
-
-
-def grows(model: LanguageModel) -> bool:
-    """Return whether any tensor of the model's state grows with each token."""
-    return any(_growing(model))
-
-
-def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
-    """A random state with the size it has after `position` tokens."""
-    more = iter(_growing(model))
-
-    def fill(leaf: Tensor) -> Tensor:
-        grown = next(more)
-        if not leaf.is_floating_point():
-            return torch.full_like(leaf, position)
-        size = (batch_size, position, *leaf.shape[2:]) if grown else leaf.shape
-        return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
-
-    return tree_map(fill, model.init_state(batch_size))
-
-
-def _growing(model: LanguageModel) -> list[bool]:
-    token = torch.zeros(1, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.no_grad():
-        _, state = model(token, model.init_state(1))
-    return growing(model, state)
+def _captured(model: LanguageModel, batch_size: int, position: int) -> OurSteps:
+    """Steps as a CUDA graph, as `generate` runs them on a GPU; a RuntimeError if they cannot be captured."""
+    graphs = DecodingGraphs()
+    steps = OurSteps(model, batch_size, position, graphs)
+    steps()
+    if graphs.refused:
+        raise RuntimeError(graphs.refused)
+    return steps

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from kernels import UserError
+from zoo.lm.block import OF_LAYER
 from zoo.train.signals import interruptible
 
 # messages that tell a user nothing to act upon
@@ -82,6 +84,9 @@ def errors_explained() -> Iterator[None]:
                 "Early stopping conditioned on metric"
             ):
                 raise trainer_error(error) from None
+            for note in getattr(error, "__notes__", ()):
+                if note.startswith(OF_LAYER) and not isinstance(error, torch.OutOfMemoryError):
+                    raise UserError(note) from error
             raise
 
 

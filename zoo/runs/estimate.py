@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -30,6 +31,21 @@ OPTIMISER_TRAFFIC = 28  # bytes a parameter: AdamW reads four numbers in fp32, a
 def num_trained(model: LanguageModel) -> int:
     """Return the number of parameters that are not frozen."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def moments(optimizer: Optimizer) -> int:
+    """Return how many numbers an optimiser keeps, after a step on the meta device; two a parameter if that fails."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except RuntimeError:  # it reads a number, such as Adafactor
+        return 2 * sum(parameter.numel() for parameter in parameters)
+    finally:
+        optimizer.zero_grad()
+    kept = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(tensor.numel() for tensor in kept if tensor.ndim)  # the others count steps
 
 
 class Allocations(TorchDispatchMode):

@@ -53,8 +53,8 @@ def fit(
     Args:
         configs_and_overrides: Configs by path or name in `configs/`, or as mappings, and overrides `key=value`; each
             takes precedence over those before it. Without a model among them it is that of `optim.initial_weights`.
-        run: Name of the new run, a folder in `runs/` (or in `trainer.default_root_dir`), or a path if it has a slash.
-            Null names it after the config.
+        run: Name of the new run, a folder in `runs/` (or in `trainer.default_root_dir`), such as `first` or
+            `tests/first`; or a path that begins with `/`, `./`, `../`, `~` or `runs/`. Null names it after the config.
         resume: The run to continue, or one of its checkpoints. All configs and overrides are applied on top of its
             config.
         overwrite: Whether a new run replaces a run of the same name, which is removed after the first batch.

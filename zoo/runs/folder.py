@@ -35,11 +35,17 @@ _WRITTEN_BY_A_RUN = re.compile(
 )
 
 
+def folder_of(name: str, root: Path = RUNS) -> Path:
+    """The folder of a run in `root` by its name, which is a path if it begins with /, ./, ../, ~ or that of `root`."""
+    is_path = name.startswith(("/", "./", "../", "~")) or Path(name).is_relative_to(root)
+    return Path(name).expanduser() if is_path else root / name
+
+
 def new_run(name: str | None, config: str, root: Path = RUNS) -> Path:
     """Create the folder of a new run, to be locked by `claimed`: `ROOT/NAME`, or `ROOT/CONFIG-TIME` without a name.
 
     Args:
-        name: A name in `root`, or a path if it has a slash.
+        name: A name or path, as for `folder_of`.
         config: Name of the config, for the automatic name.
         root: Where runs without a path lie.
 
@@ -56,7 +62,7 @@ def new_run(name: str | None, config: str, root: Path = RUNS) -> Path:
     job = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID")
     automatic = f"{config}-{job or time.strftime('%Y%m%d-%H%M%S')}"
     root = root.expanduser()  # as Lightning does for its files
-    folder = Path(name).expanduser() if name and "/" in name else root / (name or automatic)
+    folder = folder_of(name or automatic, root)
     first, number = _first_process(), 1
     while first and not name and not job and folder.exists():  # another run started in the same second
         number += 1

@@ -1,10 +1,11 @@
 """`fit --dry_run`: what a run will need, from its config alone."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jsonargparse import Namespace
 
@@ -12,18 +13,19 @@ from kernels import UserError
 from mixers import did_you_mean
 from zoo import config as configs
 from zoo.arguments import errors_about
-from zoo.data.text.tokenizer import Tokenizer
+from zoo.data.contract import vocabulary_of
+from zoo.data.text.tokenised_text import TokenisedText
 from zoo.display import new_console, new_table
 from zoo.lm.model import LanguageModel
 from zoo.runs.cautions import cautions
-from zoo.runs.estimate import Allocations, num_trained, step_seconds, training_flops, training_pass
+from zoo.runs.estimate import moments, num_trained, step_seconds, training_flops, training_pass
 from zoo.runs.rows import check_rows, device_count, divide_step, tokens_per_step
 from zoo.saved.model import SavedModel
 from zoo.saved.public.import_export import layouts
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.devices import PEAKS
 from zoo.train.distillation import Distillation
-from zoo.train.optim import build_optimizer, freeze_others
+from zoo.train.optim import build_optimizer, build_schedule, freeze_others
 
 SHARED = 0.93  # speed of a GPU that exchanges gradients with others; 0.91 to 0.96 in scaling_h200.csv
 WORKSPACES = 0.05  # of the memory of all else: rounding of the allocator, buffers of libraries
@@ -76,20 +78,23 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     per_step, name = tokens_per_step(config), config.data.class_path.rpartition(".")[2]
     if per_step is None or (config.model.inputs, config.model.head) != (None, None):
         raise UserError(f"dry_run: counts the tokens of a language model; {name} has none, or rows of no fixed length")
-    data, vocabulary, steps = config.data.init_args, _vocabulary(config.data.init_args), config.trainer.max_steps
-    config.model.vocab_size = config.model.vocab_size or vocabulary
+    data, steps = config.data.init_args, config.trainer.max_steps
+    vocabulary, absent = _tokens(built := configs.instantiate("data", config))
+    config.model.vocab_size = configs.vocabulary(config, built, vocabulary)
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
     optim = configs.instantiate("optim", config)
     distillation = _distillation(config, model)
     train_only = optim.train_only or (None if distillation is None else distillation.train_only)
     if train_only is not None:
         freeze_others(model, train_only)
-    build_optimizer(model, optim, sharded=_stage(config.trainer) > 0)  # for the errors that `fit` would raise
-    memory, seconds = (
-        ({}, None) if find_spec("triton") is None else _on_gpu(config, devices, card, distillation, train_only)
-    )
+    optimizer = build_optimizer(model, replace(optim, fused=None), sharded=_stage(config.trainer) > 0)
+    if steps > 0:
+        build_schedule(optimizer, optim, steps)  # for the errors that `fit` would raise
+    kept = moments(optimizer)
+    on_gpu = None if find_spec("triton") is None else _on_gpu(config, model, devices, card, distillation, kept)
+    memory, seconds = on_gpu or ({}, None)
     permanent = steps // (config.checkpoints.keep_every_n_steps or steps + 1) if steps > 0 else 0
-    saved = 3 * _bytes(config.trainer) * model.num_parameters() / GIB  # weights and two moments
+    saved = _bytes(config.trainer) * (model.num_parameters() + kept) / GIB
     return Forecast(
         parameters=model.num_parameters(),
         layers=model.num_layers,
@@ -108,7 +113,7 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
         checkpoints=(2 + min(permanent, config.checkpoints.keep_last or permanent)) * saved,
         shards=(tokens or 0) * (2 if (vocabulary or 0) <= 1 << 16 else 4) / GIB,
         layouts=layouts(model),
-        cautions=cautions(config, model.num_parameters(), vocabulary, devices),
+        cautions=[*absent, *cautions(config, model.num_parameters(), vocabulary, devices)],
     ), model
 
 
@@ -123,30 +128,41 @@ def _distillation(config: Namespace, model: LanguageModel) -> Distillation | Non
 
 def _on_gpu(
     config: Namespace,
+    model: LanguageModel,
     devices: int,
     card: str | None,
     distillation: Distillation | None,
-    train_only: Sequence[str] | None,
+    kept: int,
 ) -> tuple[dict[str, float], float | None]:
-    """GiB of memory by part on each GPU, and the seconds of a step if the GPU has a name."""
+    """GiB of memory by part on each GPU, whose optimiser keeps some numbers, and the seconds of a step on a card."""
     trainer, data, every = config.trainer, config.data.init_args, config.activation_checkpointing
-    model, shared = configs.from_config(config, "meta"), config.context_parallel
+    model, shared = deepcopy(model), config.context_parallel
     teachers = [] if distillation is None else [distillation.teacher]
     for each in [] if trainer.precision == "32-true" else [model, *teachers]:
         each.bfloat16()
-    if train_only is not None:
-        freeze_others(model, train_only)
     for block, forward in [] if every is None else CheckpointedBlocks(every).replaced(model):
         block.forward = forward
     rows = max(data.batch_size * shared // devices, 1)
     passed = training_pass(model, rows, data.sequence_length // shared, card or "H100", distillation)
-    numbers = model.num_parameters(), num_trained(model), sum(each.num_parameters() for each in teachers)
-    size, trained, teacher = (_bytes(trainer) * number / GIB for number in numbers)
-    memory = _memory(trainer, passed, devices, size=size, trained=trained, teacher=teacher)
+    numbers = model.num_parameters(), num_trained(model), kept, sum(each.num_parameters() for each in teachers)
+    size, trained, state, teacher = (_bytes(trainer) * number / GIB for number in numbers)
+    stage, strategy = _stage(trainer), trainer.strategy
+    offloaded = "offload" in strategy if isinstance(strategy, str) else strategy.init_args.get("offload_optimizer")
+    buckets = devices > 1 and stage == 0 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
+    memory = {
+        "weights": size / (devices if stage == 3 else 1),
+        "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
+        "teacher": teacher,
+        "gradients": trained / (devices if stage >= 2 else 1) + (trained if buckets else 0),
+        "optimiser": 0.0 if stage and offloaded else state / (devices if stage else 1),
+        "activations": passed.saved / GIB,
+        "logits": (passed.peak - passed.saved) / GIB,
+    }
+    memory["workspaces"] = WORKSPACES * sum(memory.values())
     if card is None:
         return memory, None
     parts, recomputed = trainer.accumulate_grad_batches or 1, 0 if every is None else 1 / every
-    shards = devices if _stage(trainer) else 1
+    shards = devices if stage else 1
     seconds = step_seconds(
         model, passed, card, distillation=distillation, micro_batches=parts, recomputed=recomputed, shards=shards
     )
@@ -179,21 +195,15 @@ def show(result: Forecast) -> None:
         table.add_row("tokens", f"{result.tokens:,}, {result.tokens / result.parameters:.2g} a parameter")
         table.add_row("training FLOPs", f"{result.flops:.2g}")
     table.add_row("memory of a GPU", f"{_gib(total)} GiB{of}: {parts}" if parts else "not known without Triton")
-    table.add_row(
-        "time",
-        "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{duration} on {on}",
-    )
+    table.add_row("time", "not known; name the GPUs: --on=8xH100" if result.hours is None else f"{duration} on {on}")
     disk = f"{_gib(result.checkpoints)} GiB of checkpoints, {_gib(result.shards)} GiB of tokens, if each is read once"
     table.add_row("disk", disk)
     table.add_row("layouts", ", ".join(result.layouts))
     console = new_console()
     console.print(table, highlight=False)
     less = "use train/checkpointing.yaml, train/fsdp.yaml on several GPUs, or fewer rows_per_device"
-    sentences = [
-        *result.cautions,
-        *([f"the run does not fit into {size} GiB; {less}"] if size and total > size else []),
-    ]
-    for sentence in sentences:
+    too_large = [f"the run does not fit into {size} GiB; {less}"] if size and total > size else []
+    for sentence in (*result.cautions, *too_large):
         console.print(f"warning: {sentence}", style="yellow", highlight=False, soft_wrap=True)
 
 
@@ -207,10 +217,10 @@ def _gpus(on: str, trainer: Namespace) -> tuple[int, str]:
     cards = {card.replace(" ", "-").lower(): card for card in PEAKS}
     number, name = re.fullmatch(r"(?:([1-9][0-9]*)x)?(.*)", on, re.DOTALL).groups()  # type: ignore[union-attr]
     if (card := cards.get(name.lower())) is None:
-        shown = [card.replace(" ", "-") for card in PEAKS]
+        shown, names = [card.replace(" ", "-") for card in PEAKS], "|".join(map(re.escape, cards))
         hint = did_you_mean(name, shown)
-        if swapped := re.fullmatch(r"(.+)x([1-9][0-9]*)", on):
-            hint = f"; did you mean {swapped[2]}x{swapped[1]}?"
+        if typo := re.fullmatch(rf"(\d+)[\Wx]?({names})|({names})[\Wx]?(\d+)", on.lower()):
+            hint = f"; did you mean {typo[1] or typo[4]}x{cards[typo[2] or typo[3]].replace(' ', '-')}?"
         raise UserError(f"on: {on!r} must be a number and a GPU, such as 8xH100{hint}; known are {', '.join(shown)}")
     count = int(number or 1)
     if str(trainer.devices) not in ("auto", "-1") and (configured := device_count(trainer)) != count:
@@ -218,10 +228,17 @@ def _gpus(on: str, trainer: Namespace) -> tuple[int, str]:
     return count, card
 
 
-def _vocabulary(data: Namespace) -> int | None:
-    """The entries of a tokenizer: those of its file if that is here, or else of `data.vocab_size`."""
-    path = data.get("tokenizer")
-    return data.get("vocab_size") if path is None or not Path(path).exists() else Tokenizer.from_file(path).vocab_size
+def _tokens(data: Any) -> tuple[int | None, list[str]]:
+    """The vocabulary size of data, whose tokenizer is not trained, and a sentence about a file that is not here yet."""
+    if not isinstance(data, TokenisedText):
+        return vocabulary_of(data), []
+    size = data.vocab_size
+    try:
+        size = size if data.tokenizer is None else data.get_tokenizer().vocab_size
+        data.check_files()
+    except UserError as error:
+        return size, [str(error)]
+    return size, []
 
 
 def _stage(trainer: Namespace) -> int:
@@ -242,22 +259,3 @@ def _strategy(trainer: Namespace) -> str:
 def _bytes(trainer: Namespace) -> int:
     """Bytes of a number in the weights, and in their gradients and moments."""
     return 2 if trainer.precision in ("bf16-true", "16-true") else 4
-
-
-def _memory(
-    trainer: Namespace, passed: Allocations, devices: int, *, size: float, trained: float, teacher: float
-) -> dict[str, float]:
-    """GiB on each GPU by part, for parameters of `size` GiB, of which some are trained, and those of a teacher."""
-    stage, strategy = _stage(trainer), trainer.strategy
-    offloaded = "offload" in strategy if isinstance(strategy, str) else strategy.init_args.get("offload_optimizer")
-    buckets = devices > 1 and stage == 0 and isinstance(strategy, str)  # Lightning's DDP copies gradients into buckets
-    memory = {
-        "weights": size / (devices if stage == 3 else 1),
-        "bf16 copies": 0.0 if str(trainer.precision).endswith("-true") else size / 2,
-        "teacher": teacher,
-        "gradients": trained / (devices if stage >= 2 else 1) + (trained if buckets else 0),
-        "optimiser": 0.0 if stage and offloaded else 2 * trained / (devices if stage else 1),
-        "activations": passed.saved / GIB,
-        "logits": (passed.peak - passed.saved) / GIB,
-    }
-    return {**memory, "workspaces": WORKSPACES * sum(memory.values())}

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from kernels import Option, UserError
 from zoo import config as configs
-from zoo.arguments import check_not_empty, errors_about
-from zoo.checkpoints.format import load_tensors
+from zoo.arguments import check_not_empty, described, errors_about
+from zoo.checkpoints.format import check_weights, load_tensors
 from zoo.config.find import CONFIGS
 from zoo.config.overlays import Item, first_name, is_override, load_items, without
 from zoo.config.trainer import LIMITS, check_trainer, check_training
@@ -31,7 +31,7 @@ from zoo.lm.model import LanguageModel
 from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
 from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
-from zoo.runs.folder import RUNS, claimed, find_run, new_run, run_of
+from zoo.runs.folder import RUNS, claimed, find_run, folder_of, new_run, run_of
 from zoo.runs.forecast import forecast, show
 from zoo.runs.rows import check_rows, device_count, divide_step
 from zoo.saved.hub import ON_HUB, hub_model
@@ -131,6 +131,9 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
         if not (root_folder := Path(root).expanduser()).exists():
             claims.callback(_remove_empty, root_folder)
         folder = new_run(*plan.name, Path(root))
+    profiled, steps = config.trainer.profiler is not None, config.trainer.max_steps
+    if profiled and plan.checkpoint is not None and 0 < steps <= Checkpoint(plan.checkpoint).step:
+        config.trainer.profiler = None  # PyTorch's fails if no step is left that it could record
     trained = claims.enter_context(claimed(folder, new=plan.checkpoint is None, overwrite=plan.overwrite))
     devices = device_count(config.trainer)
     divide_step(config, devices)
@@ -156,7 +159,16 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     """Train; returns the folder of the run, its results, and the model."""
     trainer, module, datamodule = session.trainer, session.module, session.datamodule
     with session.explained() as arguments:
-        trainer.fit(**arguments)
+        try:
+            trainer.fit(**arguments)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            file = session.plan.checkpoint
+            if isinstance(error, UserError) or not module.is_restoring or file is None or Checkpoint(file).is_trusted:
+                raise
+            raise UserError(
+                f"resume: the state of the trainer in {file}, which someone else saved, cannot be restored "
+                f"({described(error)}); a new run can start from its weights: optim.initial_weights"
+            ) from error
         if trainer.num_training_batches == 0 and trainer.limit_train_batches:
             raise UserError(f"data: train_dataloader() of {type(datamodule).__name__} has no batches")
         row = next(callback for callback in trainer.callbacks if isinstance(callback, ResultRow))
@@ -186,8 +198,13 @@ def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any]
     if not dry:
         raise UserError(f"on: {on} is for an estimate without training; add ", Option("dry_run", True))
     result, model = forecast(plan.config, on)
+    if plan.checkpoint is not None:
+        saved = Checkpoint(plan.checkpoint)
+        module = Pretraining(model, configs.instantiate("optim", plan.config), config=configs.to_dict(plan.config))
+        module.check_continued(saved.config, saved.step, plan.config.trainer.max_steps)
+        check_weights({f"model.{name}": shape for name, shape in saved.weights.specs.items()}, module, "the checkpoint")
     show(result)
-    return plan.folder or RUNS / (plan.name[0] or plan.name[1]), result._asdict(), model
+    return plan.folder or folder_of(plan.name[0] or plan.name[1]), result._asdict(), model
 
 
 def plan_evaluation(

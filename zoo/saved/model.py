@@ -184,6 +184,8 @@ class SavedModel(ABC):
 
     def _built(self, config: Namespace, device: str | None = None) -> LanguageModel:
         """The model of the parsed config, with fresh weights, or without memory for them on the device meta."""
+        config = config.clone()
+        config.model.nominal_size = None  # a difference was logged when it was trained
         built = from_config(config, device)
         built.config = {"model": self.config["model"]}
         return built

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import lightning as L
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.connectors.logger_connector.fx_validator import _FxValidator
@@ -113,8 +114,16 @@ def replace_signal_connector(trainer: L.Trainer, new: Callable[[L.Trainer], "Sig
     """
     if type(trainer._signal_connector) is _SignalConnector:
         trainer._signal_connector = new(trainer)
-        loop: Any = trainer.fit_loop.epoch_loop
-        loop._broadcast_sigterm_tensor = lambda: None
+        loop = trainer.fit_loop.epoch_loop
+        trainer.fit_loop.epoch_loop = EpochLoop(trainer, loop.min_steps, loop.max_steps)
+        vars(trainer.fit_loop.epoch_loop).update(vars(loop))  # its data may be attached already
+
+
+class EpochLoop(_TrainingEpochLoop):
+    """Lightning's loop over batches, without the broadcast of a signal before each."""
+
+    def _broadcast_sigterm_tensor(self) -> None:
+        pass
 
 
 class SignalConnector(_SignalConnector):

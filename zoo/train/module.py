@@ -68,6 +68,7 @@ log = logging.getLogger(__name__)
 
 # settings that are part of the optimiser's state
 OF_OPTIMISER = ("optimizer", "train_only", "betas", "eps")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # of AdamW
 
 # Lightning's callbacks that read no metrics
 WITHOUT_METRICS = (GradientAccumulationScheduler, ModelSummary, Timer)
@@ -134,6 +135,7 @@ class Pretraining(L.LightningModule):
         self.context_length = context_length
         self.tokens_seen = 0  # by all processes, with padding; a Python number, so that nothing waits for a GPU
         self.resumed_at = 0  # steps of the checkpoint that the run is resumed from
+        self.is_restoring = False  # from a checkpoint, until training starts
         self.sources: dict[str, Source] = {}  # files of the classes in the config that are not this project's
         self.changes: list[Change] = []  # of the config, since that checkpoint
         # highest rate and weight decay of each of the optimiser's groups, as the config has them
@@ -395,6 +397,12 @@ class Pretraining(L.LightningModule):
 
     def on_train_start(self) -> None:
         """Discard the losses of an interrupted step, set learning rates, and look for callbacks that read metrics."""
+        for optimizer in self.trainer.optimizers if self.is_restoring else ():
+            for parameter, state in optimizer.state.items():
+                shapes = [tuple(state[name].shape) for name in MOMENTS if name in state]
+                if any(shape != parameter.shape for shape in shapes):  # fused kernels would write beyond its end
+                    raise ValueError(f"moments of the optimiser have shapes {shapes}, not {tuple(parameter.shape)}")
+        self.is_restoring = False
         self._losses, self._sums = None, PartialSums() if self.captured is None and self._adds_parts() else None
         if self._sums is not None and self.trainer.world_size > 1:
             self.trainer.strategy.model = self  # without DDP, which averages the gradients in another order
@@ -574,21 +582,27 @@ class Pretraining(L.LightningModule):
         """Refuse a checkpoint that this project did not write, and restore the token count."""
         check_format(checkpoint)
         if is_attached(self) and self.trainer.state.fn == "fit":
-            self._check_data(checkpoint[KEY].get("config"))
-            self._check_optimiser(saved := checkpoint[KEY].get("config"))
-            check_match(self.config, saved)
+            self.is_restoring = True
+            saved = checkpoint[KEY].get("config")
+            self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
+            self.check_continued(saved, self.resumed_at, self.trainer.max_steps)
             if "trainer" in (saved or {}):
                 convert_batches(self.trainer, checkpoint["loops"], saved["trainer"]["accumulate_grad_batches"] or 1)
-            self.resumed_at, tokens = checkpoint["global_step"], checkpoint[KEY].get("tokens_seen", 0)
-            if 0 < (steps := self.trainer.max_steps) < self.resumed_at:
-                raise UserError(
-                    f"trainer.max_steps: {steps} is below step {self.resumed_at}, which the run has reached; a number "
-                    f"above {self.resumed_at} trains it further"
-                )
             changed = differences(saved, self.config) if saved and self.config else ()
             kept = [each for each in changed if each[0] != "optim.initial_weights"]
             self.changes = [Change(self.resumed_at, tokens, *each) for each in kept]
         self.tokens_seen = checkpoint[KEY].get("tokens_seen", 0)
+
+    def check_continued(self, config: dict[str, Any] | None, step: int, max_steps: int) -> None:
+        """Raise a UserError unless a run with this config, saved after `step` steps, can be continued by this one."""
+        self._check_data(config)
+        self._check_optimiser(config)
+        check_match(self.config, config)
+        if 0 < max_steps < step:
+            raise UserError(
+                f"trainer.max_steps: {max_steps} is below step {step}, which the run has reached; a number above "
+                f"{step} trains it further"
+            )
 
     def _check_data(self, config: dict[str, Any] | None) -> None:
         """Refuse a data module of another class: Lightning would silently start it from the beginning."""

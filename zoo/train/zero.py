@@ -1,22 +1,18 @@
-"""DeepSpeed's ZeRO as a strategy of this project, on GPUs and on CPUs.
-
-It overrides private parts of DeepSpeed's engine (tried with DeepSpeed 0.19); `tests/test_deepspeed.py` fails if they
-change.
-"""
+"""DeepSpeed's ZeRO as a strategy of this project, on GPUs and on CPUs."""
 
 import argparse
 import pickle
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import Tensor, nn
+from torch import nn
 
 from kernels.errors import UserError
 from zoo.checkpoints.format import read_checkpoint, read_whole_checkpoint
@@ -24,6 +20,9 @@ from zoo.checkpoints.zero_shards import SHARDS, divided_alike, import_deepspeed,
 from zoo.lm.block import Block
 from zoo.train.lightning_internals import DeepSpeedSteps, UnclippedPrecision
 from zoo.train.shards import all_succeeded, check_together, noted, save_with_shards
+
+if TYPE_CHECKING:
+    from zoo.train.zero_engine import Engine
 
 PRECISIONS = ("32-true", "bf16-mixed")
 BUCKET = 2 * 10**8  # numbers sent in one message
@@ -129,6 +128,8 @@ class Zero(DeepSpeedSteps):
 
     def build_engine(self, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> tuple[Any, Any]:
         """The engine and its optimiser, set up for this project."""
+        from zoo.train.zero_engine import norm_in_few_calls
+
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if self.stage == 3:
             assert isinstance(self.config, dict)
@@ -136,21 +137,20 @@ class Zero(DeepSpeedSteps):
             zero.setdefault("stage3_prefetch_bucket_size", max(_gather_by_block(model), PREFETCH))
             # Within a machine, sending twice as much is faster than copying part by part on the host.
             zero.setdefault("stage3_use_all_reduce_for_fetch_params", self.num_nodes == 1)
-        engine, zero_optimizer = self._initialize(
-            model, self.config, model_parameters=trained, optimizer=optimizer, lr_scheduler=lr_scheduler
-        )
-        zero_optimizer.get_grad_norm_direct = _in_few_calls(zero_optimizer.get_grad_norm_direct)
-        engine._copy_recovery_script = lambda folder: None  # no conversion script next to each checkpoint
-        if self.stage == 3:
-            engine.module_state_dict = lambda **_: _persistent_buffers(model)  # no process has a whole parameter
-        return engine, zero_optimizer
+        arguments = {"model_parameters": trained, "optimizer": optimizer, "lr_scheduler": lr_scheduler}
+        engine = self._engine(model, self.config, **arguments)
+        norm_in_few_calls(engine.optimizer)
+        return engine, engine.optimizer
 
-    def _initialize(self, model: nn.Module, config: Any, **arguments: Any) -> tuple[Any, Any]:
-        """The engine and optimiser that DeepSpeed's `initialize` returns."""
+    def _engine(self, model: nn.Module, config: Any, **arguments: Any) -> "Engine":
+        from deepspeed import DeepSpeedConfig
+
+        from zoo.train.zero_engine import Engine
+
         index = self.root_device.index
         rank = argparse.Namespace(device_rank=self.local_rank if index is None else index)  # a CPU has no index
-        deepspeed = import_deepspeed("trainer.strategy is ZeRO")
-        return deepspeed.initialize(args=rank, config=config, model=model, dist_init_required=False, **arguments)[:2]
+        arguments |= {"args": rank, "config_class": DeepSpeedConfig(config), "dist_init_required": False}
+        return Engine(model=model, config=config, **arguments)
 
     def set_up_evaluation(self, model: nn.Module) -> None:
         """Shard the parameters in stage 3; without an optimiser the other stages have nothing to shard."""
@@ -162,7 +162,7 @@ class Zero(DeepSpeedSteps):
         unused = ("gradient_clipping", "gradient_accumulation_steps")
         config = {key: value for key, value in self.config.items() if key not in unused}
         config["zero_optimization"] = {key: value for key, value in zero.items() if value is not None}
-        self.model = self._initialize(model, config, model_parameters=[])[0]
+        self.model = self._engine(model, config, model_parameters=[])
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """An empty dictionary: the engine saves the weights."""
@@ -199,8 +199,8 @@ class Zero(DeepSpeedSteps):
         with noted(failures):
             shards.mkdir(parents=True, exist_ok=True)
         all_succeeded(path, failures)
-        with _noted_saves(self.deepspeed_engine, failures):
-            self.deepspeed_engine.save_checkpoint(str(shards.parent), tag=shards.name, save_latest=False)
+        self.deepspeed_engine.checkpoint_engine.failures = failures
+        self.deepspeed_engine.save_checkpoint(str(shards.parent), tag=shards.name, save_latest=False)
         parameters = _shapes(self.deepspeed_engine.module)
         return {"stage": self.stage, "world_size": self.world_size, "parameters": parameters}
 
@@ -284,49 +284,6 @@ class ZeroPrecision(UnclippedPrecision):
     def backward(self, tensor: Any, model: Any, optimizer: Any, *_: Any, **__: Any) -> None:
         """Compute gradients by the engine; the loss is already divided by the number of accumulated batches."""
         model.trainer.strategy.deepspeed_engine.backward(tensor, scale_wrt_gas=False)
-
-
-def _in_few_calls(norm: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The norm of many gradients in a few calls; DeepSpeed's makes three per gradient, while the GPU waits."""
-
-    def of_all(gradients: Sequence[Tensor], parameters: Any, norm_type: float = 2) -> Tensor:
-        whole = [nn.utils.get_total_norm(gradients, norm_type)] if gradients else gradients
-        return norm(whole, parameters, norm_type)
-
-    return of_all
-
-
-def _persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Name → buffer, of those in the state dict of a module."""
-    return {
-        f"{name}.{key}" if name else key: buffer
-        for name, part in module.named_modules()
-        for key, buffer in part.named_buffers(recurse=False)
-        if key not in part._non_persistent_buffers_set
-    }
-
-
-@contextmanager
-def _noted_saves(engine: Any, failures: list[OSError]) -> Iterator[None]:
-    """Inside the block, a file that the engine cannot write is added to `failures`, and the engine continues.
-
-    Otherwise this process alone would stop, and leave the others waiting.
-    """
-    save = engine.checkpoint_engine.save
-
-    def save_or_note(state_dict: Any, path: str) -> None:
-        try:
-            save(state_dict, path)
-        except OSError as error:
-            failures.append(error)
-        except RuntimeError:  # what PyTorch's writer makes of a full disk: "unexpected pos 128 vs 0"
-            failures.append(OSError(f"only a part of {path} could be written; is the disk full?"))
-
-    engine.checkpoint_engine.save = save_or_note
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine.save = save
 
 
 def _gather_by_block(model: nn.Module) -> int:

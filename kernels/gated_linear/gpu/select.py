@@ -46,8 +46,12 @@ class Case(NamedTuple):
 
 FUSED = KernelPath(
     "fused_gate",
-    when=lambda case: runs_gluon(case.tensors[0].device) and not is_deterministic() and case.fits and case.pays,
-    why="bf16 on Hopper, at least five tiles per multiprocessor, a multiple of 128 inner channels and of 8 others, and "
-    "at most 1,024 inputs forward or at least 1,024 outputs backward: a kernel in Gluon computes a product and the "
-    "gate, or the gradients of both",
+    when=lambda case: (
+        runs_gluon(case.tensors[0].device)
+        and case.fits
+        and (is_deterministic() or case.pays)  # in deterministic mode, whatever the number of rows
+    ),
+    why="bf16 on Hopper, a multiple of 128 inner channels and of 8 others and, except in deterministic mode, at least "
+    "five tiles per multiprocessor, and at most 1,024 inputs forward or at least 1,024 outputs backward: a kernel in "
+    "Gluon computes a product and the gate, or the gradients of both",
 )

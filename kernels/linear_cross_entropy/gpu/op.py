@@ -13,7 +13,7 @@ from ...linear.head_loss import empty, head_loss
 from .. import logits as in_pytorch
 from .rows import BLOCK, SCALED, WARPS, scale, softmax_loss
 
-LOGITS = 2**28  # in memory at once, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
+LOGITS = 2**28  # in memory at a time, 0.5 GB in bf16: 8192 tokens at a vocabulary of 32,000, enough for fast products
 
 
 class Arguments(NamedTuple):
@@ -35,7 +35,13 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor]:
         return logits
 
     return head_loss(
-        [(x, weight)], loss, size=LOGITS, x_learns=args.x_learns, weight_learns=args.weight_learns, how="triton"
+        [(x, weight)],
+        loss,
+        ignored=labels == ignore_index,
+        size=LOGITS,
+        x_learns=args.x_learns,
+        weight_learns=args.weight_learns,
+        how="triton",
     )
 
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import kernels
 from kernels.core import autograd
 
 SEEN: list[tuple[Sequence[bool], Sequence[Tensor | None]]] = []
@@ -119,8 +120,20 @@ def test_no_second_derivative(create_graph: bool):
     torch.testing.assert_close(da.detach(), (b * (a * b).cos()).detach())
     assert da.requires_grad is create_graph
     if create_graph:
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(kernels.UserError, match="gradients of this op cannot be differentiated again"):
             da.sum().backward()
+
+
+def test_a_second_derivative_by_saved_tensors_alone_is_an_error():
+    """The gradient that arrives is a constant, but that of a is b."""
+    a, b = leaf(True, True)
+    (da,) = torch.autograd.grad(pair(a, b).sum(), a, create_graph=True)
+    torch.testing.assert_close(da.detach(), b.detach())
+    with pytest.raises(kernels.UserError, match="cannot be differentiated again"):
+        torch.autograd.grad(da.sum(), b)
+    (db,) = torch.autograd.grad(pair(a.detach(), b).sum(), b, create_graph=True)
+    with pytest.raises(kernels.UserError, match="cannot be differentiated again"):
+        db.square().sum().backward()
 
 
 def test_only_what_arrives_and_what_is_wanted():

@@ -102,6 +102,8 @@ ANSWERS = {
     "./config.yaml",
     "fit --config /": "config: '/' is neither a file nor one of configs/; / is a folder, and the config of a run is "
     "//config.yaml",
+    "fit --config recipe/60m.yaml --config gla.yaml": "config: recipe/60m.yaml comes before the model, which would "
+    "override it; name that first",
     "fit --config gla.yaml --foo.bar=1": "foo.bar: unknown key (--help lists them)",
     "fit --config gla.yaml --config='{model+: 1}'": "model+: unknown key; did you mean 'model'?",
     "fit --config gla.yaml --trainer.callbacks=[null]": "trainer.callbacks: null is not a Callback",

@@ -7,8 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from rich.table import Table
+from torch.utils._pytree import tree_leaves
 
 import zoo
 from kernels import UserError
@@ -358,6 +360,37 @@ def test_throughput(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert all(row["value"] > 0 for row in rows)
     assert Path("speed/throughput.png").exists()
+
+
+@pytest.mark.slow
+def test_an_overview_of_models_and_tasks(
+    done: str, command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zoo.evaluation.tasks.throughput.SECONDS", 0.05)
+    shutil.copytree(done, "other")
+    shown = command(
+        *("evaluate", "--checkpoint", done, "--checkpoint=other", "--tasks=perplexity,decoding"),
+        *("--lengths=[32,96]", "--samples=4", "--device=cpu", "--output=both"),
+    ).ok()
+    lines = [line.split() for line in shown.out.partition("overview")[2].splitlines()]
+    assert ["task", "metric", "at", "done", "other"] in lines
+    places = [line[:-2] for line in lines if line[:1] in (["perplexity"], ["decoding"])]
+    assert places == [
+        [task, *metric.split(), length]
+        for task, metric in (("perplexity", "perplexity"), ("decoding", "ms per token"), ("decoding", "state mib"))
+        for length in ("32", "96")
+    ]
+    rows = [row for line in Path("both/rows.jsonl").read_text().splitlines() for row in json.loads(line)["rows"]]
+    model = zoo.load(done)
+    for row in rows:
+        if row["metric"] == "state_mib":
+            state = model(torch.zeros(1, row["length"], dtype=torch.int64), model.init_state(1))[1]
+            assert row["value"] == pytest.approx(sum(leaf.nbytes for leaf in tree_leaves(state)) / 2**20)
+    assert Path("both/overview.png").exists()
+    (desk / "mine").mkdir()
+    (desk / "mine" / "overview.png").touch()
+    with pytest.raises(UserError, match=r"output: .*overview.png exists, but the folder has no"):
+        zoo.evaluate([done, "other"], ["perplexity", "decoding"], output="mine", verbose=False)
 
 
 def test_intervals() -> None:

@@ -130,6 +130,9 @@ def test_another_command_is_refused(command: Command, desk: Path, taught: Path, 
     said = refused("--optim.learning_rate=1e-5")
     assert "output: student/distil_layers is a run with optim.learning_rate: 0.001, and now it is 1e-05; delete" in said
     assert "or choose another output: --output=student-2" in said
+    shutil.copytree(desk / "student", desk / "copy")
+    moved = "output: copy was written as student, the path by which its stages find it; move it back, or choose another"
+    assert moved in refused("--output=copy")
     shutil.rmtree(desk / "student" / "distil_layers")
     assert "output: student/longer was trained from another run distil_layers; delete it" in refused()
     assert "overwrite: stages continue what is in the output" in refused("--overwrite")
@@ -146,6 +149,10 @@ def test_another_command_is_refused(command: Command, desk: Path, taught: Path, 
         ([STAGES, "--config=mising.yaml"], "config: 'mising.yaml' is neither a file nor one of configs/"),
         ([], "config: shared.yaml is for the stages of a training, and none is named; add --stages="),
         ([STAGES, "--mixer=Mamba1"], "mixer: Mamba1 has no matrix state"),
+        ([STAGES, "--trainer.max_steps=0"], "trainer.max_steps: 0 leaves nothing to train"),
+        (["--stages=[wrong.yaml]"], "optm.learning_rate: unknown key; did you mean 'optim.learning_rate'?"),
+        (["--stages=[other.yaml]"], "stages: other.yaml sets teacher.checkpoint to runs/other, but it is"),
+        ([STAGES, "--optim.schedule=cosin"], "optim.schedule: "),
         (
             [STAGES, "--output=full"],
             "output: full exists already and is a folder that holds mine, which is never replaced",
@@ -157,6 +164,8 @@ def test_mistakes_before_anything_is_written(
 ):
     (desk / "full").mkdir()
     (desk / "full" / "mine").touch()
+    (desk / "wrong.yaml").write_text("optm: {learning_rate: 1.0e-4}")
+    (desk / "other.yaml").write_text("teacher: {checkpoint: runs/other}")
     failed = command(*staged, "--output=student", *change).refused()
     assert message in failed.err
     assert failed.err.count("\n") == 1
@@ -175,7 +184,7 @@ def test_a_mistake_in_a_stage_is_corrected(command: Command, desk: Path, staged:
         stage.write_text(text)
         failed = command(*staged, STAGES, "--output=student").refused()
         assert message in failed.err
-        assert not (desk / "student" / "distil_layers").exists()
+        assert not (desk / "student").exists()
     stage.write_text("trainer: {max_steps: 1}")
     command(*staged, "--stages=[longer.yaml]", "--output=student").ok()
     assert zoo.load_tokenizer(desk / "student" / "longer").vocab_size == 512

@@ -6,6 +6,7 @@ import pytest
 
 from kernels import UserError
 from zoo.experiments import Gate, Run, Sweep
+from zoo.experiments.commands import read_sweep
 
 FACTOR = "model.stack.mixer.factor"
 QK = "model.stack.mixer.mixer.qk.activation"
@@ -79,6 +80,14 @@ def test_a_list_of_files_is_labelled_by_their_names():
         "expansion=expand_2,seed=0",
         "expansion=expand_4,seed=0",
     ]
+
+
+@pytest.mark.slow
+def test_a_control_that_is_null_is_the_base():
+    plan = read_sweep([{"base": "gla.yaml", "axes": {"model.num_layers": [3]}, "controls": {"x": None}}])
+    run, control = plan.runs()
+    assert (run.name, control.name) == ("num_layers=3,seed=0", "control=x,seed=0")
+    assert control.read() == Sweep("gla.yaml").runs()[0].read()
 
 
 @pytest.mark.slow

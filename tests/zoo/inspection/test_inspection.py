@@ -230,6 +230,13 @@ class TestInspect:
             zoo.inspect(model, verbose=False, **arguments)
         assert not (tmp_path / "x").exists()
 
+    def test_a_layer_that_does_not_exist(
+        self, model: zoo.LanguageModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        with pytest.raises(zoo.UserError, match="layer: 7 must be one of those with matrices: 0, 1, 2"):
+            zoo.inspect(model, [1, 2, 3], layer=7, output=tmp_path / "out")
+        assert not capsys.readouterr().out
+
     @pytest.mark.slow
     def test_pairs_are_for_models_without_text(self, finished: Path) -> None:
         with pytest.raises(zoo.UserError, match="pairs: the model reads text; give a prompt"):

@@ -13,11 +13,13 @@ import torch
 from rich.console import Console
 
 from kernels import UserError
+from zoo.generation.graphs import DecodingGraphs
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate, relative_error
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
-from zoo.performance.decoding import bench_decode, grows, state_at
+from zoo.performance.decoding import bench_decode
 from zoo.performance.kernels import bench_kernels
+from zoo.performance.steps import OurSteps, grows, state_at
 from zoo.performance.timing import medians, process_age
 from zoo.performance.training import TrainingReport, bench_training, timed
 
@@ -414,13 +416,12 @@ def test_a_mistake_is_one_sentence(command, desk, monkeypatch, arguments, expect
 
 @pytest.mark.gpu
 def test_a_captured_graph_says_what_the_model_says():
-    from zoo.performance.decoding import Captured, Eager
-
     device = torch.device("cuda")
     model = models.build(models.read(["gated_deltanet.yaml", *PLAIN]), "32-true", device).eval()
     with torch.no_grad():
-        captured = Captured(model, 2, 10)
-        eager = Eager(model, 2, 10)
+        captured, eager = OurSteps(model, 2, 10, graphs := DecodingGraphs()), OurSteps(model, 2, 10)
+        captured()
+        assert graphs.refused is None
         eager.decoder.state = torch.utils._pytree.tree_map(torch.clone, captured.decoder.state)
         eager.tokens = captured.tokens.clone()
         for _ in range(5):

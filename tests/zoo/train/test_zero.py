@@ -62,6 +62,17 @@ def test_checkpoints_are_not_written_in_the_background(tmp_path):
         Checkpoints(in_background=True).setup(trainer, None, "fit")
 
 
+def test_a_shard_that_cannot_be_written_stops_no_process(tmp_path):
+    from zoo.train.zero_engine import Writer
+
+    writer = Writer(None)
+    writer.failures = []
+    writer.save({}, str(tmp_path / "missing" / "shard.pt"))
+    writer.save({"weight": torch.ones(2)}, str(tmp_path / "shard.pt"))
+    assert [type(failure) for failure in writer.failures] == [FileNotFoundError]
+    assert torch.equal(writer.load(str(tmp_path / "shard.pt"))["weight"], torch.ones(2))
+
+
 def train(folder: Path, **options: object) -> None:
     """Two steps of SGD on two batches each, whose gradients are clipped to a fraction of their norm."""
     module = pretraining(optimizer=torch.optim.SGD, learning_rate=1.0, warmup_steps=0, gradient_clip=0.1)
@@ -113,6 +124,7 @@ def test_accumulated_and_clipped_gradients_are_those_of_one_device(stage: int, t
     named = next(i for i, event in enumerate(done) if event.startswith("rename to ") and event.endswith(".ckpt"))
     shards = [path.name for path in (tmp_path / "zero").rglob("shards-*/*.pt")]
     assert shards
+    assert not list((tmp_path / "zero").rglob("*.py"))  # DeepSpeed's script that converts them
     assert {f"sync {name}" for name in shards} <= set(done[:named])  # before the checkpoint names them
     alone, zero = (torch.load(tmp_path / name / "weights.pt") for name in ("alone", "zero"))
     torch.testing.assert_close(zero, alone, rtol=1e-5, atol=1e-6)

@@ -118,13 +118,17 @@ class TokenisedText(ResumableData):
                 self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)
         return self._tokenizer
 
+    def check_files(self) -> None:
+        """Raise a UserError if files of text are missing or of an unsupported type, and warn of those not read."""
+        for corpus in (*self.corpora, *(corpus for _, corpus in self._extra_corpora())):
+            corpus.warn_of_skipped()
+
     def prepare_data(self) -> None:
         """Tokenise all corpora (once per machine)."""
+        self.check_files()
         for corpus in self.corpora:
-            corpus.warn_of_skipped()
             self._prepare(corpus)
         for key, corpus in self._extra_corpora():
-            corpus.warn_of_skipped()
             with errors_name(key):
                 self._prepare(corpus, split=False)
 

@@ -12,12 +12,38 @@ from zoo.evaluation.loaded import LoadedModel, Subject
 from zoo.evaluation.task import Cell, Row, Task
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
-from zoo.performance.timing import synchronize
+from zoo.performance.steps import OurSteps
+from zoo.performance.timing import medians, synchronize
 
 LENGTHS = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192, 16_384)}
 BUDGET = {"cpu": 2048, "cuda": 131_072}  # tokens in a batch
+DECODED_AFTER = (1024, 16_384, 65_536)  # tokens
 DECODED = 32  # tokens after the prompts
 SECONDS = 1.0  # at least, of repetitions
+
+
+class Decoding(Task):
+    """Milliseconds per token of one sequence that is decoded after some tokens, and the size of its state then.
+
+    The state is random, as in `bench decode`, so that no prompt has to be read.
+    """
+
+    name = "decoding"
+    measures = "time to decode a token of one sequence after a number of tokens, and the size of its state"
+
+    def cells(self, subject: Subject) -> list[Cell]:
+        """One for each length."""
+        _check_ours(self, subject)
+        return [{"length": length} for length in self.options.lengths or DECODED_AFTER]
+
+    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+        """Time steps after one length."""
+        assert isinstance(subject, LoadedModel)
+        with torch.no_grad(), torch.autocast(subject.device.type, torch.bfloat16, enabled=subject.bf16):
+            steps = OurSteps(subject.model, 1, cell["length"], subject.graphs)
+            ms = medians({"step": steps}, subject.device, SECONDS)["step"]
+        values = {"ms_per_token": ms, "state_mib": steps.state_bytes / 2**20}
+        return [{**cell, "metric": metric, "value": value} for metric, value in values.items()]
 
 
 class Throughput(Task):
@@ -33,8 +59,7 @@ class Throughput(Task):
 
     def cells(self, subject: Subject) -> list[Cell]:
         """One for each length."""
-        if not isinstance(subject, LoadedModel):
-            raise UserError(f"{self.name}: {subject.name} is not a model of this project")
+        subject = _check_ours(self, subject)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         budget = BUDGET[device] if subject.batch_tokens is None else subject.batch_tokens
         lengths = self.options.lengths or LENGTHS[device]
@@ -73,6 +98,13 @@ class Throughput(Task):
                 decoder.close()
 
             return rows + _measured(cell, "decode", decode, DECODED * len(tokens), device)
+
+
+def _check_ours(task: Task, subject: Subject) -> LoadedModel:
+    """Return a subject that is a model of this project; a UserError for others."""
+    if not isinstance(subject, LoadedModel):
+        raise UserError(f"{task.name}: {subject.name} is not a model of this project")
+    return subject
 
 
 def _measured(cell: Cell, name: str, call: Callable[[], object], tokens: int, device: torch.device) -> list[Row]:

@@ -95,11 +95,9 @@ def replace_attention(
 
     The other arguments, and errors, are those of `zoo.linearise`.
     """
-    spec = {"class_path": mixer} if isinstance(mixer, str) else mixer
-    name = _class_of(spec).__name__
     before, weights = saved.on_meta()
-    attention = _attention_layers(before.mixers)
-    kept = _kept(keep, attention, before.num_layers)
+    spec, attention, kept = _choices(before, mixer, keep)
+    name = _class_of(spec).__name__
     samples, about = _samples(saved.tokenizer, text, tokens)
     if kept is None and samples is None:
         raise UserError(f"keep: {keep} needs the loss on a text, but {saved.path} was saved without a tokenizer")
@@ -144,6 +142,29 @@ def replace_attention(
     used = {f"{weight.removesuffix('weight')}{end}" for weight in taken.values() for end in ("weight", "bias")}
     names = [*taken], [each for each in own if each not in taken], [e for e in old.state_dict() if e not in used]
     return Linearised(folder, layers, kept, name, *names, loss, alone, about)
+
+
+def student_config(saved: SavedModel, mixer: str | dict[str, Any], keep: str | list[int]) -> dict[str, Any]:
+    """Return the config of a student before anything is computed; `keep=auto:n` keeps the first n layers here.
+
+    Errors are those of `zoo.linearise`.
+    """
+    before, _ = saved.on_meta()
+    spec, attention, kept = _choices(before, mixer, keep)
+    if kept is None:
+        kept = attention[: _number(keep, len(attention))]
+    layers = [layer for layer in attention if layer not in kept]
+    return {**saved.config, "model": _replaced(before, to_dict(saved.parsed)["model"], spec, layers)}
+
+
+def _choices(
+    model: LanguageModel, mixer: str | dict[str, Any], keep: str | list[int]
+) -> tuple[MixerSpec, list[int], list[int] | None]:
+    """The config of the mixer, the layers of attention, and those that stay; None if that depends on losses."""
+    spec = {"class_path": mixer} if isinstance(mixer, str) else mixer
+    _class_of(spec)
+    attention = _attention_layers(model.mixers)
+    return spec, attention, _kept(keep, attention, model.num_layers)
 
 
 def _class_of(spec: MixerSpec) -> type[LinearMixer]:
@@ -256,10 +277,7 @@ def _student(
     teacher: LanguageModel, config: dict[str, Any], spec: MixerSpec, layers: Sequence[int], seed: int
 ) -> tuple[LanguageModel, dict[str, Any], dict[str, str]]:
     """The model with other mixers in some layers, its config, and what was carried over: parameter → from which one."""
-    change: dict[int, Callable[[MixerSpec], MixerSpec]] = {
-        layer: partial(_sized, spec, teacher.mixers[layer], teacher.hidden_size) for layer in layers
-    }
-    config = {**config, "stack": replaced(config["stack"], teacher.num_layers, change)}
+    config = _replaced(teacher, config, spec, layers)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         student = from_config(parsed := parse_model({"model": config})).eval()
@@ -273,6 +291,14 @@ def _student(
         taken = {each.weight: old.head_maps()[kind].weight for kind, each in maps.items()}
         taken |= {each.bias: old.head_maps()[kind].bias for kind, each in maps.items() if each.bias in inherited}
     return student, to_dict(parsed)["model"], taken
+
+
+def _replaced(teacher: LanguageModel, config: dict[str, Any], spec: MixerSpec, layers: Sequence[int]) -> dict[str, Any]:
+    """The config of the model with other mixers in some layers."""
+    change: dict[int, Callable[[MixerSpec], MixerSpec]] = {
+        layer: partial(_sized, spec, teacher.mixers[layer], teacher.hidden_size) for layer in layers
+    }
+    return {**config, "stack": replaced(config["stack"], teacher.num_layers, change)}
 
 
 def _sized(spec: MixerSpec, old: TokenMixer, hidden_size: int, _: MixerSpec) -> MixerSpec:

@@ -40,10 +40,12 @@ class RunFiles(RunCallback):
             for name in APPENDED:
                 (folder / name).unlink(missing_ok=True)
         # with no steps left, the config stays that of the weights
-        if not 0 < trainer.max_steps <= pl_module.resumed_at:
-            if pl_module.changes:
-                changed = "; ".join(map(str, pl_module.changes))
-                new_console().print(f"from step {pl_module.resumed_at}: {changed}", highlight=False, soft_wrap=True)
+        complete = 0 < trainer.max_steps <= pl_module.resumed_at
+        if pl_module.changes:
+            changed = "; ".join(map(str, pl_module.changes))
+            since = "no steps are left, so this changes nothing" if complete else f"from step {pl_module.resumed_at}"
+            new_console().print(f"{since}: {changed}", highlight=False, soft_wrap=True)
+        if not complete:
             record(folder, pl_module.resumed_at, pl_module.changes)
             with atomic_write(folder / "config.yaml") as file:
                 file.write(CONFIG_HEADER + dump_yaml(pl_module.config).encode())

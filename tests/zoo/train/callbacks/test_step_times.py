@@ -132,7 +132,7 @@ def test_nothing_else_changes(tmp_path):
         losses.append(log.losses)
         assert run.profiler is profiler
     assert losses[0] == losses[1]
-    asked = profiler.recorded_durations["[_TrainingEpochLoop].train_dataloader_next"]
+    asked = profiler.recorded_durations["[EpochLoop].train_dataloader_next"]
     assert len(asked) == 24  # in both runs: the profiler has heard of all of it
 
 
