@@ -9,7 +9,7 @@ from mixers.mamba3 import Trapezoid
 
 
 class UnscaledSteps(Mamba2Discretisation):
-    """Mamba2's decays as the layer of flash-linear-attention started them until version 0.4.1: A = 1, 2, …, dt_bias = 1.
+    """Decays as Mamba2's layer in flash-linear-attention started them until version 0.4.1: A = 1, 2, …, dt_bias = 1.
 
     So dt starts at softplus(1) = 1.31, and a head keeps at most 27 % of its state in each step. That version's model
     draws dt_bias as published, unless its parameters are sharded; then neither A nor dt_bias is initialised. Version
