@@ -84,6 +84,7 @@ class Mamba3(LinearMixer):
         state_dim: Key size K, "the state size" of the paper.
         num_groups: Groups of heads that share B and C, apart from their biases.
         rotary_fraction: Share of the channels of B and C that are rotated, above 0 and at most 1.
+        decay: The module that computes the decays, dt and λ.
         output: Gate and norm of the output of each head: GateOnly, GatedRMSNorm, or another Output.
         norm_eps: Added inside the root of the norms of B and C.
     """
@@ -101,6 +102,7 @@ class Mamba3(LinearMixer):
         state_dim: int = 128,
         num_groups: int = 1,
         rotary_fraction: float = 0.5,
+        decay: Callable[[int], Trapezoid] = Trapezoid,
         output: Callable[[int], Output] = GateOnly,
         norm_eps: float = 1e-5,
     ):
@@ -121,14 +123,13 @@ class Mamba3(LinearMixer):
                 f"rotary_fraction: {rotary_fraction} of {self.subhead_size} channels must be 2 to {self.subhead_size}"
             )
         keys, gates = num_groups * state_dim, self.gate_heads
-        widths = {"z": width, "x": width, "B": keys, "C": keys, "dt": gates, "A": gates, "trap": gates}
         self.output = output(head_dim)
-        if not self.output.gated:
-            del widths["z"]
-        self.in_proj = Projection(site.hidden_size, widths | {"angles": self.pairs})
+        widths = {"z": width} if self.output.gated else {}
+        widths |= {"x": width, "B": keys, "C": keys, "dt": gates, "A": gates, "trap": gates, "angles": self.pairs}
+        self.in_proj = Projection(site.hidden_size, widths)
         self.q_norm, self.k_norm = (RMSNorm(self.subhead_size, norm_eps) for _ in range(2))
         self.q_bias, self.k_bias = (nn.Parameter(torch.empty(gates, self.subhead_size)) for _ in range(2))
-        self.decay, self.D = Trapezoid(gates), nn.Parameter(torch.empty(heads))
+        self.decay, self.D = decay(gates), nn.Parameter(torch.empty(heads))
         self.out_proj = OutputProjection(width, site.hidden_size)
         self.reset_parameters()
 

@@ -9,7 +9,7 @@
 The effect of a level is the mean over all cells that have it minus the mean over those that have the first level of the
 axis (or `--reference`), formed within a seed; the interval is the 95 % t interval over seeds. Seeds are used if each
 cell has exactly one row, as `--chosen-on` leaves them. Lines with "in" are about the cells that have that level of
-another axis.
+another axis. A control takes part if it is the reference, with which each cell is then compared.
 
 `--beside` compares each cell with one cell: differences are formed within a seed and a learning rate, and averaged over
 the learning rates that both cells have. `--where` chooses rows by their columns, and `--across` repeats all of it for
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from scipy.stats import t
 
+from kernels import UserError
 from mixers import did_you_mean
 from reproductions.write_csv import read
 from zoo.display import write_figure
@@ -64,17 +65,29 @@ def effects(values: Values, reference: str | None = None) -> Iterator[tuple[str,
 
     Args:
         values: The metric.
-        reference: The level that the others of its axis are compared with; None: the first one.
+        reference: The level that the others of its axis are compared with, or a control; None: the first level.
+
+    Raises:
+        UserError: A cell of the factorial has no value.
     """
     cells = [*next(iter(values.values()))]
+    count = max(map(len, cells))
+    cells, controls = ([c for c in cells if (len(c) == count) == full] for full in (True, False))
+    if reference is not None and (reference,) in controls:
+        for cell in cells:
+            differences = [of_seed[cell] - of_seed[reference,] for of_seed in values.values()]
+            yield f"{', '.join(cell)} − {reference}", *interval(differences)
+        return
     axes = [list(dict.fromkeys(levels)) for levels in zip(*cells, strict=True)]
     axes = [sorted(levels, key=lambda level: level != reference) for levels in axes]
+    if missing := [cell for cell in itertools.product(*axes) if cell not in cells]:
+        raise UserError(f"no rows of {', '.join(missing[0])}; choose rows by --where, or compare cells by --beside")
     for place, levels in enumerate(axes):
         others = [(i, level) for i, of_axis in enumerate(axes) if i != place for level in of_axis]
         for level, within in itertools.product(levels[1:], [None, *others]):
             differences = []
             for of_seed in values.values():
-                there = {c: x for c, x in of_seed.items() if within is None or c[within[0]] == within[1]}
+                there = {c: of_seed[c] for c in cells if within is None or c[within[0]] == within[1]}
                 means = [statistics.mean(x for c, x in there.items() if c[place] == one) for one in (level, levels[0])]
                 differences.append(means[0] - means[1])
             name = f"{level} − {levels[0]}" + ("" if within is None else f", in {within[1]}")
@@ -131,7 +144,10 @@ def main() -> None:
     for part in parts or [""]:
         of_part = [row for row in rows if not part or row[args.across] == part]
         title = f"{args.across} {part}: " if part else ""
-        sys.stdout.write(title + "\n".join(report(of_part, args)) + "\n")
+        try:
+            sys.stdout.write(title + "\n".join(report(of_part, args)) + "\n")
+        except UserError as error:
+            sys.exit(f"{args.table}: {error}")
 
 
 def report(rows: Rows, args: argparse.Namespace) -> Iterator[str]:

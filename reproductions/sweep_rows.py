@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -218,7 +218,7 @@ def jobs_of(sweeps: Sequence[str], overrides: Sequence[str], args: argparse.Name
         with rows.runner.claimed(runs):  # complains about folders of other configs
             jobs += [
                 (run.seed or 0, _place(run, sweep), (rows, run))
-                for run in (runs if not args.chosen_on else _chosen(runs, sweep, rows, args.chosen_on))
+                for run in (runs if not args.chosen_on else _chosen(runs, sweep, rows, args.chosen_on, args.chosen_in))
                 if rows.key(run) not in done
             ]
     return [job for *_, job in sorted(jobs, key=lambda job: job[:2])]
@@ -234,20 +234,35 @@ def _place(run: Run, sweep: Sweep) -> int:
     return 0 if run.learning_rate is None else sweep.learning_rates.index(run.learning_rate)
 
 
-def _chosen(runs: Sequence[Run], sweep: Sweep, rows: Rows, seeds: Sequence[int]) -> list[Run]:
-    """The runs of some seeds, and those of other seeds at the rate that is best on these, once they all have a row."""
+def _chosen(runs: Sequence[Run], sweep: Sweep, rows: Rows, seeds: Sequence[int], label: str | None) -> list[Run]:
+    """The runs of some seeds, and those of other seeds at the rate that is best on these, once they all have a row.
+
+    With a label, only the cells that have it (and controls) are run on these seeds. Each chooses the rate of all cells
+    that differ from it in the axis of the label alone.
+    """
+    axes = {axis for run in runs for axis, of_cell in run.cell if of_cell == label}
+    if label is not None and not axes:
+        raise UserError(f"--chosen-in: no cell has the label {label}")
+    choosing = [
+        run for run in runs if run.seed in seeds and all(of_cell == label for axis, of_cell in run.cell if axis in axes)
+    ]
     table = {_key(row): row for row in read(rows.table)}
     scores: dict[Any, dict[float | None, list[float]]] = {}
-    for run in runs:
-        if run.seed in seeds:
-            value = table.get(rows.key(run), {}).get(sweep.metric)
-            scores.setdefault(run.cell, {}).setdefault(run.learning_rate, []).append(float(value or "nan"))
+    for run in choosing:
+        value = table.get(rows.key(run), {}).get(sweep.metric)
+        scores.setdefault(_without(run, axes), {}).setdefault(run.learning_rate, []).append(float(value or "nan"))
     best = {}
-    for cell, rates in scores.items():
+    for cells, rates in scores.items():
         means = {rate: sum(values) / len(values) for rate, values in rates.items()}
         if not any(math.isnan(mean) for mean in means.values()):
-            best[cell] = (max if sweep.mode == "max" else min)(means, key=means.__getitem__)
-    return [run for run in runs if run.seed in seeds or (run.cell in best and run.learning_rate == best[run.cell])]
+            best[cells] = (max if sweep.mode == "max" else min)(means, key=means.__getitem__)
+    others = [run for run in runs if run.seed not in seeds and _without(run, axes) in best]
+    return choosing + [run for run in others if run.learning_rate == best[_without(run, axes)]]
+
+
+def _without(run: Run, axes: Set[str]) -> tuple[tuple[str, str], ...]:
+    """The cell of a run without some axes."""
+    return tuple(place for place in run.cell if place[0] not in axes)
 
 
 def work(jobs: Sequence[tuple[Rows, Run]], at_once: int, gpus: Sequence[str | None], minutes: float) -> int:
@@ -290,6 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--chosen-on",
         type=lambda text: [int(seed) for seed in text.split(",")],
         help="seeds whose runs choose the learning rate of a cell; the other seeds are run at that rate only",
+    )
+    parser.add_argument(
+        "--chosen-in",
+        metavar="LABEL",
+        help="cells with this label choose, also for the cells that differ from them in its axis alone",
     )
     parser.add_argument(
         "--with", dest="with_configs", action="append", default=[], metavar="CONFIG", help="for all runs"

@@ -82,6 +82,21 @@ def test_main_effects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         "sum − delta, in head -0.500 ± 0.000",
         "sum − delta, in channel -0.300 ± 0.000",
     ]
+    controlled = [*rows, *({"cell": "attention", "seed": s, "val_accuracy": 0.7 - s / 100} for s in (2, 3, 4))]
+    write(controlled, tmp_path / "controlled.csv")
+    monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "controlled.csv")])
+    main_effects.main()
+    assert [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()] == lines
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--reference=attention"])
+    main_effects.main()
+    of_control = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    half = 4.303 * 0.01 / 3**0.5
+    assert of_control[1:3] == ["attention 0.670", f"head, delta − attention -0.070 ± {half:.3f}"]
+    assert len(of_control) == 2 + 4
+    write([row for row in rows if row["cell"] != "head, sum"], tmp_path / "partial.csv")
+    monkeypatch.setattr(sys, "argv", ["main_effects.py", str(tmp_path / "partial.csv")])
+    with pytest.raises(SystemExit, match=r"partial.csv: no rows of head, sum; choose rows by --where"):
+        main_effects.main()
     longer = [row | {"length": length, "val_accuracy": row["val_accuracy"] / 2} for row in rows for length in (1, 2)]
     write(longer, tmp_path / "long.csv")
     options = ["--across=length", "--reference=channel", "--where=length=2", "--seeds=2"]

@@ -53,6 +53,43 @@ def test_rates_are_chosen_on_some_seeds(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(row["seed"], row["learning_rate"]) for row in read(table)[2:]] == [("2", "0.001")]
 
 
+def test_one_cell_chooses_the_rate_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`one` chooses for `two` with as many steps, and a control for itself; the rate of `few` is still open."""
+    axes = """axes:
+  steps: {few: null, many: trainer.max_steps=2}
+  heads: {one: null, two: model.num_heads=2}
+controls: {wide: model.hidden_size=128}
+learning_rates: [1.0e-3, 1.0e-2]
+seeds: [0, 5]
+mode: max
+"""
+    sweep, table = tmp_path / "small.yaml", tmp_path / "rows.csv"
+    sweep.write_text(SWEEP.replace("axes: {heads: {one: null}}\nseeds: [1, 0]\n", axes))
+    started: list[str] = []
+    monkeypatch.setattr(sweep_rows, "work", lambda jobs, *_: started.extend(run.name for _, run in jobs) or len(jobs))
+    arguments = [str(sweep), f"--table={table}", f"--folder={tmp_path}", "--chosen-on=0"]
+    sweep_rows.main([*arguments, "--chosen-in=one"])
+    cells = ("steps=few,heads=one", "steps=many,heads=one", "control=wide")
+    assert started == [f"{cell},lr={rate},seed=0" for rate in (0.001, 0.01) for cell in cells]
+    accuracies = {"steps=few,heads=one": (0.1,), "steps=many,heads=one": (0.1, 0.2), "control=wide": (0.2, 0.1)}
+    rows = [
+        {"sweep": "small", "name": f"{cell},lr={rate},seed=0", "overrides": "", "val_accuracy": accuracy}
+        for cell, values in accuracies.items()
+        for rate, accuracy in zip((0.001, 0.01), values, strict=False)
+    ]
+    write(rows, table)
+    started.clear()
+    sweep_rows.main([*arguments, "--chosen-in=one"])
+    assert started == [
+        "steps=few,heads=one,lr=0.01,seed=0",
+        "control=wide,lr=0.001,seed=5",
+        "steps=many,heads=one,lr=0.01,seed=5",
+        "steps=many,heads=two,lr=0.01,seed=5",
+    ]
+    with pytest.raises(SystemExit, match="--chosen-in: no cell has the label three"):
+        sweep_rows.main([*arguments, "--chosen-in=three"])
+
+
 @pytest.mark.slow
 def test_runs_are_evaluated_where_they_were_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -109,7 +146,9 @@ def test_cells_seeds_and_configs_are_chosen(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "models"), [("length_extrapolation", 9), ("needles", 3)])
+@pytest.mark.parametrize(
+    ("name", "models"), [("length_extrapolation", 9), ("needles", 3), ("mamba2_start", 6), ("attention_ratio", 9)]
+)
 def test_models_of_a_comparison_have_as_many_parameters(name: str, models: int):
     configs = {
         run.cell: run.parsed
