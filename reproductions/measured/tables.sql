@@ -240,7 +240,7 @@ select fault, "found by" from rows where fault != 'none' and fault not like 'no 
 
 -- proofs_cpu: reproductions/measured/proofs_cpu.csv
 with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1)
-    when subject like '%.yaml' then subject else 'mixers' end as name, rowid as place, "check", dtype,
+    when subject like '%.yaml' then 'hybrids' else 'mixers' end as name, rowid as place, "check", dtype,
     max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind in ('ops', 'layers')),
   largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
     max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
