@@ -432,8 +432,15 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, LinearState | None]:
         """Everything after `project`, whose result is s; the other arguments are those of `forward`."""
+        alone = s.v.shape[1] == 1 and cu_seqlens is None and context_parallel is None
+        if state is not None and alone and (result := self.one_token(s, state)) is not None:
+            return result
         o, s, state = self._recurred(s, x, state, cu_seqlens, context_parallel, consume_state=True)
         return self.readout(o, s), state
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        """y and the next state of a single token per sequence in fewer launches; None if there is no such way."""
+        return None
 
     def _recurred(
         self,
@@ -464,7 +471,8 @@ class LinearMixer(TokenMixer):
 
     def replay(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk] | None:
         """Project the newest tokens, run the recurrence over the chunk, and read out the newest tokens."""
-        if type(self).forward is not LinearMixer.forward:  # `project` may look at other tokens
+        cls = type(self)
+        if (cls.forward, cls.mixed) != (LinearMixer.forward, LinearMixer.mixed):  # they may do anything
             return None
         x = checked_input(x, self.site.hidden_size)
         expanded = x if self.q_expand is not None else None  # nothing else reads x again

@@ -7,7 +7,6 @@ from torch import Tensor
 import kernels
 
 from .base import LinearMixer, LinearState, Site, Streams, checked_site
-from .context_parallel import ContextParallel
 from .decay import Discretisation, Strength
 from .features import Features
 from .fusion import Fusable
@@ -107,21 +106,12 @@ class GatedDeltaNet(LinearMixer, Fusable):
         decay, beta = self.decay, self.beta
         return kernels.GateInputs(s.log_decay, decay.A_log, decay.dt_bias, s.beta, beta.bias, beta.most)
 
-    def mixed(
-        self,
-        s: Streams,
-        x: Tensor,
-        state: LinearState | None,
-        cu_seqlens: Tensor | None,
-        context_parallel: ContextParallel | None,
-    ) -> tuple[Tensor, LinearState | None]:
-        """Everything after `project`: of a single token, in one launch where possible."""
-        if state is None or s.v.shape[1] != 1 or cu_seqlens is not None or context_parallel is not None:
-            return super().mixed(s, x, state, cu_seqlens, context_parallel)
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        """Compute a single token in one launch where that is possible."""
         gates, norm = self.gate_inputs(s), self.o_norm.gated_norm(s.gate)
         elsewhere = self.q_expand is not None or self._needs_positions or self.preconditioner is not None
         if elsewhere or gates is None or norm is None or not self.fused_token:
-            return super().mixed(s, x, state, None, None)
+            return None
         parts = zip(self._features, s[:3], state.histories, strict=True)
         streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
         y, histories, matrix = kernels.delta_rule_token(

@@ -1,8 +1,10 @@
 """What is kept of a chunk in deterministic decoding, and what is computed again."""
 
+from typing import Any
+
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 from kernels.core.chunking import CHUNK
@@ -71,13 +73,13 @@ def test_the_first_call_may_have_tokens():
         assert torch.equal(first, ChunkDecoder(lm, [torch.arange(6)])())
 
 
-def test_a_mixer_with_its_own_forward_gets_all_tokens():
-    class Halved(GLA):
-        def forward(self, x: Tensor, *arguments: object, **options: object) -> tuple[Tensor, object]:
-            return super().forward(x / 2, *arguments, **options)
+@pytest.mark.parametrize("method", ["forward", "mixed"])
+def test_a_mixer_that_computes_in_its_own_way_gets_all_tokens(method: str):
+    def other(self: GLA, *arguments: Any, **options: Any) -> Any:
+        y, state = getattr(GLA, method)(self, *arguments, **options)
+        return y / 2, state
 
-    site = Site(hidden_size=32, num_heads=2)
-    chunk = Chunk(Halved(site).init_state(1), None, torch.tensor([0]))
-    assert isinstance(Halved(site), nn.Module)
-    assert Halved(site).replay(torch.zeros(1, CHUNK, 32), chunk) is None
+    site, own = Site(hidden_size=32, num_heads=2), type("Own", (GLA,), {method: other})
+    chunk = Chunk(own(site).init_state(1), None, torch.tensor([0]))
+    assert own(site).replay(torch.zeros(1, CHUNK, 32), chunk) is None
     assert GLA(site).replay(torch.zeros(1, CHUNK, 32), chunk) is not None
