@@ -165,20 +165,15 @@ class TokenMixer(KeepsFp32):
         """The state before the first token; device and dtype default to those of the parameters."""
         raise self._lacks("init_state", "decoding starts from the state that it returns")
 
-    def replay(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk] | None:
-        """Compute the newest tokens of a chunk with the bits of the whole one; for decoding in deterministic mode.
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether `forward` takes a `Chunk` in place of a state, for decoding in deterministic mode.
 
-        By default, `forward` is called for the inputs of all tokens of the chunk. A mixer that computes most of each
-        token alone is faster if it keeps these results in place of its inputs.
-
-        Args:
-            x: Of the newest tokens [B,1,hidden], or of all tokens of the chunk [B,CHUNK,hidden] in the first call.
-            chunk: Where the sequences are. Its state must not change.
-
-        Returns:
-            y of the tokens of x, and the chunk with the state after it; None to have `forward` called.
+        It is then given x of the newest tokens [B,1,hidden], or of all tokens of the chunk [B,CHUNK,hidden] in the
+        first call, and returns y of these tokens, with the bits of the whole chunk, and the chunk after it. Other
+        mixers are called with all tokens of the chunk, for each new one.
         """
-        return None
+        return False
 
     def check_device(self, device: torch.device) -> None:
         """Raise a UserError if the layer cannot run on a device; called before a run starts. By default it can."""
@@ -414,6 +409,12 @@ class LinearMixer(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, LinearState | None]:
         x = checked_input(x, self.site.hidden_size)
+        if isinstance(state, Chunk):
+            return self._replayed(x, state)
+        s = self._projected(x)
+        return self.mixed(s, x, state, cu_seqlens, context_parallel)
+
+    def _projected(self, x: Tensor) -> Streams:
         s = self._streams(self.project(x), "project")
         for name, stream in zip("qkv", s[:3], strict=True):
             if stream.dim() != 4:
@@ -421,7 +422,7 @@ class LinearMixer(TokenMixer):
                 raise kernels.UserError(
                     f"{type(self).__name__}.project: {name} must be [B,T,heads,size], got {shape}; use split_heads"
                 )
-        return self.mixed(s, x, state, cu_seqlens, context_parallel)
+        return s
 
     def mixed(
         self,
@@ -469,16 +470,17 @@ class LinearMixer(TokenMixer):
         )
         return o, s, None if matrix is None else LinearState(matrix, histories, position, carried)
 
-    def replay(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk] | None:
+    @property
+    def takes_chunks(self) -> bool:
+        cls = type(self)  # a subclass with its own `forward` or `mixed` may do anything
+        return (cls.forward, cls.mixed) == (LinearMixer.forward, LinearMixer.mixed)
+
+    def _replayed(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk]:
         """Project the newest tokens, run the recurrence over the chunk, and read out the newest tokens."""
-        cls = type(self)
-        if (cls.forward, cls.mixed) != (LinearMixer.forward, LinearMixer.mixed):  # they may do anything
-            return None
-        x = checked_input(x, self.site.hidden_size)
         expanded = x if self.q_expand is not None else None  # nothing else reads x again
-        (s, expanded), inputs = chunk.kept((self._streams(self.project(x), "project"), expanded))
-        before, whole = chunk.state, x if expanded is None else expanded
-        o, s, after = self._recurred(s, whole, before, None, None, consume_state=False)
+        (s, expanded), inputs = chunk.kept((self._projected(x), expanded))
+        whole = x if expanded is None else expanded
+        o, s, after = self._recurred(s, whole, chunk.state, None, None, consume_state=False)
         if chunk.inputs is not None:
             o, s = chunk.newest((o, s))
         return self.readout(o, s), chunk._replace(state=after, inputs=inputs)

@@ -8,10 +8,12 @@ hence the rest of the chunk may hold anything.
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.core.chunking import CHUNK
+
+Columns = tuple[int, int, tuple[int, ...]]  # number of a stream; its offset and strides in a row of the memory
 
 
 class Chunk(NamedTuple):
@@ -25,65 +27,68 @@ class Chunk(NamedTuple):
     """
 
     state: Any
-    inputs: dict[tuple[int, ...], Tensor] | None
+    inputs: dict[tuple[Columns, ...], Tensor] | None
     last: Tensor
 
-    def kept(self, new: Any) -> tuple[Any, dict[tuple[int, ...], Tensor]]:
+    def kept(self, new: Any) -> tuple[Any, dict[tuple[Columns, ...], Tensor]]:
         """The streams of all tokens, and the memory that holds them for the next call.
 
         Args:
-            new: A pytree of streams. Tensors [B,T,…] of more than two axes are those of the newest tokens, T = 1, or of
-                all, T = `CHUNK`. What were columns of one tensor stay so, since kernels may take them together.
+            new: A pytree of streams: tensors [B,T,…] of all tokens, T = `CHUNK`, or of the newest, T = 1. Others are
+                taken as they come. Columns of one tensor stay columns of one tensor, since kernels may take them
+                together.
         """
         if self.inputs is None:
-            return new, _memory(tree_leaves(new))
+            return new, _memory(tree_leaves(new), len(self.last))
         rows, whole = torch.arange(len(self.last), device=self.last.device), list(tree_leaves(new))
-        for numbers, memory in self.inputs.items():
-            for number in numbers:
+        for streams, memory in self.inputs.items():
+            for number, offset, strides in streams:
                 part = whole[number]
-                columns = memory.shape[2:] != part.shape[2:]  # of a row of the memory
-                if number == numbers[0]:
-                    memory[rows, self.last] = (_rows(part) if columns else part)[:, 0]
-                if columns:
-                    shape, strides = (*memory.shape[:2], *part.shape[2:]), (*memory.stride()[:2], *part.stride()[2:])
-                    whole[number] = memory.as_strided(shape, strides, memory.storage_offset() + part.storage_offset())
-                else:
-                    whole[number] = memory
-        streams = iter(whole)
-        return tree_map(lambda _: next(streams), new), self.inputs
+                if part.shape[:2] == (len(rows), 1):  # else a constant, which looked like a stream of all tokens
+                    shape = (*memory.shape[:2], *part.shape[2:])
+                    view = memory.as_strided(shape, (*memory.stride()[:2], *strides), memory.storage_offset() + offset)
+                    view[rows, self.last] = part[:, 0]
+                    whole[number] = view
+        leaves = iter(whole)
+        return tree_map(lambda _: next(leaves), new), self.inputs
 
     def newest(self, whole: Any) -> Any:
         """The streams of the newest tokens [B,1,…] of those of all [B,CHUNK,…], or of all steps of tokens."""
         first = torch.arange(len(self.last), device=self.last.device)[:, None]
 
         def part(x: Any) -> Any:
-            if not _of_tokens(x) or x.shape[1] % CHUNK:
+            steps = x.shape[1] // CHUNK if isinstance(x, Tensor) and x.dim() > 1 else 0
+            if not steps or not _is_stream(x, len(first), steps * CHUNK):
                 return x
-            steps = x.shape[1] // CHUNK
             return x[first, self.last[:, None] * steps + torch.arange(steps, device=x.device)]
 
         return tree_map(part, whole)
 
 
-def _of_tokens(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 2
+def _is_stream(x: Any, rows: int, tokens: int) -> bool:
+    return isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.shape[:2] == (rows, tokens)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """The memory of x [B,T,…] as [B,T,width], if it is columns of that; else x."""
-    B, T = x.shape[:2]
-    width = x.untyped_storage().nbytes() // x.itemsize // (B * T)
-    alike = (T == 1 or x.stride(1) == width) and (B == 1 or x.stride(0) == T * width)
-    return x.as_strided((B, T, width), (T * width, width, 1), 0) if alike else x
-
-
-def _memory(leaves: list[Any]) -> dict[tuple[int, ...], Tensor]:
-    """The memory of streams, by the numbers of the streams that are its columns."""
-    memories, numbers = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], tuple[int, ...]]()
+def _memory(leaves: list[Any], B: int) -> dict[tuple[Columns, ...], Tensor]:
+    """The memory of streams, and which of its columns each of them is."""
+    memories, streams = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], tuple[Columns, ...]]()
     for number, x in enumerate(leaves):
-        if _of_tokens(x):
-            memory = _rows(x)
+        if _is_stream(x, B, CHUNK):
+            if (memory := _rows(x)) is not None:
+                columns = number, int(x.storage_offset()), x.stride()[2:]
+            else:
+                memory = x.clone(memory_format=torch.contiguous_format)
+                columns = number, 0, memory.stride()[2:]
             key = memory.data_ptr(), *memory.shape
             memories.setdefault(key, memory)
-            numbers[key] = (*numbers.get(key, ()), number)
-    return {numbers[key]: memory for key, memory in memories.items()}
+            streams[key] = (*streams.get(key, ()), columns)
+    return {streams[key]: memory for key, memory in memories.items()}
+
+
+def _rows(x: Tensor) -> Tensor | None:
+    """The memory of a stream x [B,T,…] as [B,T,width], if it is some columns of that, else None."""
+    B, T = x.shape[:2]
+    width, rest = divmod(x.untyped_storage().nbytes(), x.itemsize * B * T)
+    if rest or x.stride()[:2] != (T * width, width):
+        return None
+    return x.as_strided((B, T, width), (T * width, width, 1), 0)

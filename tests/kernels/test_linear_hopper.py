@@ -47,6 +47,7 @@ def test_parts_of_a_sum(monkeypatch: pytest.MonkeyPatch):
     assert module.parts_of(tiles=32, steps=256, programs=132) == 4  # 128 programs with 64 steps, instead of 32 with 256
     assert module.parts_of(tiles=176, steps=256, programs=132) == 3  # four rounds of 86 steps, instead of two of 256
     assert module.parts_of(tiles=528, steps=256, programs=132) == 1
+    assert module.parts_of(tiles=1792, steps=256, programs=132) == 1  # parts would take more time than they save
     assert module.parts_of(tiles=1, steps=20, programs=132) == 1  # too short
 
 
@@ -68,20 +69,37 @@ def test_shared_memory(a_turned: bool, b_turned: bool, divided: bool):
 @pytest.mark.parametrize(
     ("change", "taken"),
     [
-        (None, True),
-        (lambda a, b, y: (a[..., :60], b[:, :60], y), True),  # rows still begin at 16 bytes
-        (lambda a, b, y: (a[..., :60].contiguous(), b[:, :60], y), False),
-        (lambda a, b, y: (a.float(), b.float(), y.float()), False),
-        (lambda a, b, y: (a.mT.contiguous().mT, b, y), True),
-        (lambda a, b, y: (a[..., ::2], b[:, ::2], y), False),
-        (lambda a, b, y: (a, b, y.mT.contiguous().mT), False),
-        (lambda a, b, y: (a.expand(2, -1, -1), b.expand(2, -1, -1), y.expand(2, -1, -1)), False),
+        ({}, True),
+        ({"M": 1}, True),
+        ({"M": 25, "K": 72}, True),
+        ({"M": 0}, False),
+        ({"K": 60}, False),
+        ({"N": 36}, False),
+        ({"dtype": torch.float32}, False),
+        ({"H": 2}, False),
+        ({"divide": True, "K": 61}, True),
+        ({"divide": True, "M": 25}, False),
     ],
 )
-def test_what_it_takes(change: Any, taken: bool, monkeypatch: pytest.MonkeyPatch):
+def test_what_it_takes(change: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch):
+    """The sizes decide, and how the factors are stored does not: a row may be stored otherwise alone."""
     monkeypatch.setattr(tiles, "runs_gluon", lambda device: True)
-    case = tuple(torch.empty(1, *shape, dtype=torch.bfloat16) for shape in ((24, 64), (64, 40), (24, 40)))
-    assert tiles.HOPPER.when(case if change is None else change(*case)) == taken
+    of = {"H": 1, "M": 24, "K": 64, "N": 40, "dtype": torch.bfloat16, "divide": False} | change
+    a, b, y = (torch.empty(of["H"], of[r], of[c], dtype=of["dtype"]) for r, c in ("MK", "KN", "MN"))
+    for stored in (a, torch.empty(of["H"], of["K"], of["M"], dtype=of["dtype"]).mT):
+        assert tiles.HOPPER.when(tiles.Product(stored, b, y, of["divide"])) == taken
+
+
+def test_factors_are_copied_where_their_rows_do_not_begin_at_16_bytes():
+    module: Any = interpreted(HOPPER, "product_tiles")
+    x = torch.arange(16.0 * 24).view(16, 24)
+    assert module.fitting(x, by_columns=False) is x
+    assert module.fitting(x.T, by_columns=True).data_ptr() == x.data_ptr()
+    one = x[:1].as_strided((1, 24), (3, 1))  # the stride of one row may be anything
+    for y, columns in ((x.T, False), (x.flatten()[:320].view(16, 20).T, True), (one, False)):
+        copied = module.fitting(y, by_columns=columns)
+        assert torch.equal(copied, y)
+        assert copied.stride() == (y.shape[1], 1)
 
 
 # rows, inputs, outputs: of a 400M model; sizes that are not whole tiles; a long sum

@@ -4,13 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import kernels
 from kernels.core.chunking import CHUNK
-from mixers import GLA, Site
+from mixers import GLA, Site, Streams
 from mixers.replay import Chunk
 from zoo.generation.chunk_decoder import ChunkDecoder
+from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 
@@ -80,6 +81,46 @@ def test_a_mixer_that_computes_in_its_own_way_gets_all_tokens(method: str):
         return y / 2, state
 
     site, own = Site(hidden_size=32, num_heads=2), type("Own", (GLA,), {method: other})
-    chunk = Chunk(own(site).init_state(1), None, torch.tensor([0]))
-    assert own(site).replay(torch.zeros(1, CHUNK, 32), chunk) is None
-    assert GLA(site).replay(torch.zeros(1, CHUNK, 32), chunk) is not None
+    assert not own(site).takes_chunks
+    assert GLA(site).takes_chunks
+
+
+class Odd(GLA):
+    """Streams that are no columns of a projection: copies, a stream per token, a wide constant, and a parameter."""
+
+    def __init__(self, site: Site):
+        super().__init__(site)
+        self.shift = nn.Parameter(torch.randn(1, CHUNK, 1))
+
+    def project(self, x: Tensor) -> Streams:
+        s = super().project(x)
+        gate = s.gate, x.mean(-1), self.shift[0, :4].T.expand(*x.shape[:2], -1), self.shift
+        return s.replace(q=s.q.contiguous(), k=s.k.contiguous(), gate=gate)
+
+    def gates(self, s: Streams) -> Streams:
+        return super().gates(s.replace(v=s.v * s.gate[1][..., None, None]))
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        gate, mean, wide, shift = s.gate
+        return super().readout(o * (mean + wide.sum(-1) + shift.sum())[..., None, None], s.replace(gate=gate))
+
+
+@pytest.mark.parametrize("lengths", [(5,), (5, CHUNK - 1)])
+def test_all_kinds_of_streams(lengths: tuple[int, ...]):
+    lm = LanguageModel(Uniform(Odd), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2).eval()
+    prompts = [torch.arange(length) % 19 for length in lengths]
+    with kernels.deterministic():
+        drawn = [*sample_tokens(lm, prompts, max_new_tokens=4, seed=1)]
+        for row, prompt in enumerate(prompts):
+            tokens = torch.cat([prompt, *(token[row : row + 1] for token, _ in drawn)])[None]
+            losses = lm.token_losses(tokens[:, :-1], tokens[:, 1:]).losses[0, -4:]
+            assert torch.equal(losses, -torch.stack([score[row] for _, score in drawn]))
+
+
+def test_hooks_see_the_newest_token():
+    lm = LanguageModel(Uniform(GLA), vocab_size=19, hidden_size=32, num_heads=2, num_layers=1).eval()
+    lengths = []
+    lm.mixers[0].register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    with kernels.deterministic():
+        ChunkDecoder(lm, [torch.arange(5)])(torch.tensor([5]))
+    assert lengths == [CHUNK, 1]

@@ -184,9 +184,7 @@ def mix(
     It needs the argument `context_parallel` only if there is one, and `passed` only if it declares streams. With a
     `Chunk` as its state, x is that of the newest tokens, and streams are those of all tokens of the chunk.
     """
-    if isinstance(state, Chunk):
-        if (result := mixer.replay(x, state)) is not None:
-            return *checked_result(result, mixer, x), passed
+    if isinstance(state, Chunk) and not mixer.takes_chunks:
         return _replayed(lambda x, state: mix(mixer, x, state, None, None, passed), x, state)
     options = _options(mixer, cu_seqlens, context_parallel)
     if not streams_of(mixer):

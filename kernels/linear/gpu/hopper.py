@@ -13,9 +13,10 @@ the groups that compute them, and added in order.
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import torch
 import triton
 import triton.language as tl
-from torch import Tensor, float32
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
@@ -34,7 +35,9 @@ STRIP = gl.constexpr(16)  # rows of a tile that `results` has in registers at a 
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 ROWS = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # 16 bytes a thread
 MOST_PARTS, LEAST_STEPS = 8, 16  # into which a sum is divided, and steps of a part
+STORED = 12  # steps that take as long as storing a tile of a part and reading it again, by a bandwidth of 4 TB/s
 BLOCK = 1024  # numbers of the result in a program that adds parts
+UNIT = 8  # numbers in 16 bytes
 
 
 @gluon.jit
@@ -231,7 +234,7 @@ def add_tiles(parts, y, size, count, y_row, N, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts + at, mask=at < size, other=0.0)
     for part in range(1, count):
-        total += tl.load(parts + part * size + at, mask=at < size, other=0.0)
+        total += tl.load(parts + tl.cast(part, tl.int64) * size + at, mask=at < size, other=0.0)
     tl.store(y + at // N * y_row + at % N, total.to(y.dtype.element_ty), mask=at < size)
 
 
@@ -242,14 +245,25 @@ def add_parts(parts: Tensor, y: Tensor) -> None:
 
 
 def parts_of(tiles: int, steps: int, programs: int) -> int:
-    """The number of parts of a sum that takes the fewest steps of the slowest program; the fewest parts of these."""
-    most = max(1, min(MOST_PARTS, steps // LEAST_STEPS))
-    return min(range(1, most + 1), key=lambda parts: cdiv(tiles * parts, programs) * cdiv(steps, parts))
+    """The number of parts of a sum with which the slowest program is done first."""
+
+    def time(parts: int) -> int:
+        return cdiv(tiles * parts, programs) * (cdiv(steps, parts) + (STORED if parts > 1 else 0))
+
+    return min(range(1, max(1, min(MOST_PARTS, steps // LEAST_STEPS)) + 1), key=time)
+
+
+def fitting(x: Tensor, by_columns: bool) -> Tensor:
+    """x, copied unless it is stored by rows, or by columns if that is allowed, which begin at multiples of 16 bytes."""
+    rows, columns = x.stride()
+    if (columns == 1 and rows % UNIT == 0) or (by_columns and rows == 1 and columns % UNIT == 0):
+        return aligned(x)
+    return x.clone(memory_format=torch.contiguous_format).view(-1).view(x.shape)  # with the stride also of one row
 
 
 def turned(x: Tensor) -> bool:
-    """Return whether a matrix is stored column by column."""
-    return x.stride(1) != 1 and x.stride(0) == 1
+    """Return whether a matrix is stored by columns."""
+    return x.stride(1) != 1
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
@@ -257,22 +271,23 @@ def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
     columns is turned."""
     if turned(x):
         x, rows, columns = x.T, columns, rows
-    return TensorDescriptor.from_tensor(aligned(x), [rows, columns], SHARED_LAYOUT)
+    return TensorDescriptor.from_tensor(x, [rows, columns], SHARED_LAYOUT)
 
 
 def multiply(a: Tensor, b: Tensor, y: Tensor, *, divide: bool) -> None:
     """Write a [M,K] times b [K,N] to y [M,N].
 
     Args:
-        a: By rows or by columns, like b; the stride of the others is a multiple of 8.
-        b: …
-        y: By rows.
+        a: bf16, like all. K is a multiple of 8; with `divide`, M is, and a is stored by columns.
+        b: N is a multiple of 8.
+        y: By rows, which begin at multiples of 16 bytes.
         divide: Whether the sum may have a number of parts that depends on all sizes.
     """
     (M, K), N, (rows, columns) = a.shape, b.shape[1], TILE
     programs, steps, tiles = multiprocessors(y.device), cdiv(K, STEP), cdiv(M, rows) * cdiv(N, columns)
     parts = parts_of(tiles, steps, programs) if divide else 1
-    to = y if parts == 1 else new(y, parts, M, N, dtype=float32)
+    to = y if parts == 1 else new(y, parts, M, N, dtype=torch.float32)
+    a, b = fitting(a, divide), fitting(b, not divide)
     factors = _described(a, rows // 2, STEP), _described(b, STEP, columns)
     enqueue(
         product_tiles,

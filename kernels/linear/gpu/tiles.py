@@ -83,20 +83,28 @@ def multiply_tiles(
     tl.store(y, sums.to(y.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-def by_rows_or_columns(x: Tensor) -> bool:
-    """Return whether TMA can copy blocks of a matrix: rows or columns are contiguous, and begin at 16 bytes."""
-    return min(x.stride()) == 1 and max(x.stride()) % UNIT == 0
+class Product(NamedTuple):
+    """The quantities that the choice depends on: of one row as of many."""
+
+    a: Tensor
+    b: Tensor
+    y: Tensor
+    divide: bool
+
+    @property
+    def fits(self) -> bool:
+        """Return whether the kernel in Gluon is made for the sizes, after copies where tensors are stored otherwise."""
+        (H, M, K), N = self.a.shape, self.b.shape[2]
+        rows = M if self.divide else K  # of a, which is stored by columns where the sum is over tokens
+        sizes = H == 1 and min(M, K, N) > 0 and rows % UNIT == 0 and N % UNIT == 0
+        y = self.y.stride(2) == 1 and self.y.stride(1) % UNIT == 0
+        return sizes and y and {x.dtype for x in self[:3]} == {torch.bfloat16}
 
 
 HOPPER = KernelPath(
     "hopper_tiles",
-    when=lambda case: (
-        runs_gluon(case[0].device)
-        and len(case[0]) == 1
-        and all(x.dtype == torch.bfloat16 and by_rows_or_columns(x[0]) for x in case)
-        and case[2].stride(2) == 1
-    ),
-    why="bf16 on Hopper, rows at multiples of 16 bytes: a kernel in Gluon computes the tiles",
+    when=lambda case: runs_gluon(case.a.device) and case.fits,
+    why="bf16 on Hopper, sizes that are multiples of 8: a kernel in Gluon computes the tiles",
 )
 
 
@@ -106,7 +114,7 @@ def multiply(a: Tensor, b: Tensor, y: Tensor, *, divide: bool) -> None:
     With `divide` the sum may be divided, in parts whose number depends on all sizes: for gradients of weights, whose
     result is not that of one row.
     """
-    if takes(HOPPER, (a, b, y)):
+    if takes(HOPPER, Product(a, b, y, divide)):
         from . import hopper  # other GPUs do without Gluon
 
         hopper.multiply(a[0], b[0], y[0], divide=divide)
