@@ -38,8 +38,9 @@ def load_items(items: Iterable[Item]) -> list[str | dict[str, Any]]:
     sizes = [number for number, item in enumerate(items) if isinstance(item, str | Path) and _SIZE.fullmatch(str(item))]
     models = [each.get("model") if isinstance(each, dict) else None for each in loaded]
     stacks = [number for number, model in enumerate(models) if isinstance(model, dict) and "stack" in model]
-    if sizes and stacks and sizes[0] < stacks[0]:
-        raise UserError(f"config: {items[sizes[0]]} comes before the model, which would override it; name that first")
+    for size in sizes:
+        if stacks and size < stacks[0] and {*(models[size] or {})} & {*(models[stacks[0]] or {})}:
+            raise UserError(f"config: {items[size]} comes before the model, which would override it; name that first")
     return loaded
 
 
