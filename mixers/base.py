@@ -167,7 +167,7 @@ class TokenMixer(KeepsFp32):
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether `forward` takes a `Chunk` in place of a state, for decoding in deterministic mode.
+        """Return whether `forward` takes a `Chunk` in place of a state, for decoding in deterministic mode.
 
         It is then given x of the newest tokens [B,1,hidden], or of all tokens of the chunk [B,CHUNK,hidden] in the
         first call, and returns y of these tokens, with the bits of the whole chunk, and the chunk after it. Other
