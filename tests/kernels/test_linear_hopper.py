@@ -95,11 +95,11 @@ def test_factors_are_copied_where_their_rows_do_not_begin_at_16_bytes():
     x = torch.arange(16.0 * 24).view(16, 24)
     assert module.fitting(x, by_columns=False) is x
     assert module.fitting(x.T, by_columns=True).data_ptr() == x.data_ptr()
-    one = x[:1].as_strided((1, 24), (3, 1))  # the stride of one row may be anything
-    for y, columns in ((x.T, False), (x.flatten()[:320].view(16, 20).T, True), (one, False)):
+    one, odd = x[:1].as_strided((1, 24), (3, 1)), x.flatten()[:320].view(16, 20)
+    for y, columns in ((x.T, False), (one, False), (odd.T, True), (x[:1, :1].expand(24, 1), True)):
         copied = module.fitting(y, by_columns=columns)
         assert torch.equal(copied, y)
-        assert copied.stride() == (y.shape[1], 1)
+        assert copied.stride() == ((1, y.shape[0]) if columns else (y.shape[1], 1))
 
 
 # rows, inputs, outputs: of a 400M model; sizes that are not whole tiles; a long sum

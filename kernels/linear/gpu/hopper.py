@@ -255,9 +255,11 @@ def parts_of(tiles: int, steps: int, programs: int) -> int:
 
 def fitting(x: Tensor, by_columns: bool) -> Tensor:
     """x, copied unless it is stored by rows, or by columns if that is allowed, which begin at multiples of 16 bytes."""
-    rows, columns = x.stride()
-    if (columns == 1 and rows % UNIT == 0) or (by_columns and rows == 1 and columns % UNIT == 0):
-        return aligned(x)
+    for y in (x, x.T) if by_columns else (x,):
+        if y.stride(1) == 1 and y.stride(0) % UNIT == 0 and y.stride(0) >= y.shape[1]:
+            return aligned(x)
+    if by_columns:
+        return fitting(x.T, False).T
     return x.clone(memory_format=torch.contiguous_format).view(-1).view(x.shape)  # with the stride also of one row
 
 
