@@ -11,9 +11,10 @@ axis (or `--reference`), formed within a seed; the interval is the 95 % t interv
 cell has exactly one row, as `--chosen-on` leaves them. Lines with "in" are about the cells that have that level of
 another axis. A control takes part if it is the reference, with which each cell is then compared.
 
-`--beside` compares each cell with one cell: differences are formed within a seed and a learning rate, and averaged over
-the learning rates that both cells have. `--where` chooses rows by their columns, and `--across` repeats all of it for
-each value of a column, over which `--picture` draws the means of the cells, with a dot for each seed.
+`--beside` compares every cell with the cell that it names: differences are formed within a seed and a learning rate,
+and averaged over the learning rates that both cells have. `--gate val_accuracy_by_task.pairs_4=0.95` leaves out runs
+that did not learn the task (`gates` of a sweep). `--where` chooses rows by their columns, and `--across` repeats all of
+it for each value of a column, over which `--picture` draws the means of the cells, with a dot for each seed.
 """
 
 import argparse
@@ -121,16 +122,19 @@ def main() -> None:
     parser.add_argument("--reference", metavar="LEVEL", help="the level that the others of its axis are compared with")
     parser.add_argument("--beside", help="the cell that all others are compared with, in place of effects of axes")
     parser.add_argument("--where", action="append", default=[], metavar="COLUMN=VALUE", help="rows to read")
+    parser.add_argument("--gate", metavar="COLUMN=LEAST", help="leave out rows below this number")
     parser.add_argument("--across", metavar="COLUMN", help="such as length")
     parser.add_argument("--picture", type=Path, help="file for curves over the column of --across")
     args = parser.parse_args()
     if args.picture and not args.across:
         sys.exit("--picture: --across must name the horizontal axis, such as length")
     rows, chosen = read(args.table), [condition.partition("=")[::2] for condition in args.where]
-    for column in (args.metric, *(column for column, _ in chosen), *([args.across] if args.across else [])):
+    gate, _, least = (args.gate or "").partition("=")
+    for column in filter(None, (args.metric, *(column for column, _ in chosen), args.across, gate)):
         if rows and column not in rows[0]:
             sys.exit(f"{args.table} has no column {column!r}{did_you_mean(column, rows[0])}")
     rows = [row for row in rows if all(row[column] == value for column, value in chosen)]
+    rows = [row for row in rows if not gate or float(row[gate]) >= float(least)]
     if args.seeds is not None:
         rows = [row for row in rows if int(row["seed"]) in args.seeds]
     if args.picture:

@@ -125,7 +125,7 @@ class Rows:
         self.second = table.with_suffix(".evaluations.csv")
 
     def key(self, run: Run) -> tuple[str, str, str]:
-        """What tells the row of a run from all others."""
+        """The values that identify the row of a run."""
         return self.sweep, run.name, self.overrides
 
     def done(self) -> set[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""What is kept of a chunk in deterministic decoding, and what is computed again."""
+"""Deterministic decoding keeps the streams of a chunk, and computes everything else of it again."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def test_a_mixer_that_computes_in_its_own_way_gets_all_tokens(method: str):
 
 
 class Odd(GLA):
-    """Streams that are no columns of a projection: copies, a stream per token, a wide constant, and a parameter."""
+    """Streams that are not columns of a projection: copies, a stream per token, a wide constant, and a parameter."""
 
     def __init__(self, site: Site):
         super().__init__(site)

@@ -129,6 +129,9 @@ def test_one_cell_beside_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr().out.split() == ["val_accuracy", *f"c − a, b +0.300 ± {half:.3f}".split(), *(
         ["(the", "interval", "contains", "0)"]
     )]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [*command, "a, b", "--gate", "val_accuracy=1"])  # of seed 1 alone
+    main_effects.main()
+    assert "c − a, b +0.400, one seed" in " ".join(capsys.readouterr().out.split())
     monkeypatch.setattr(sys, "argv", [*command, "d"])
     with pytest.raises(SystemExit, match="no cell is named 'd'; the cells are 'a, b', 'c'"):
         main_effects.main()

@@ -75,6 +75,7 @@ class ChunkDecoder:
         if self._inputs is None:
             hidden, after = self.model.last_hidden(self._chunk, _in_chunks(self._state, None, self._last))
             self._after, self._inputs = _parts(after)
+            del self._chunk
             if tokens is None:
                 return self.model.logits(hidden[torch.arange(len(hidden), device=hidden.device), self._last])
         if tokens is None:

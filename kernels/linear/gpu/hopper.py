@@ -173,60 +173,20 @@ def product_tiles(
     mbarrier.init(ready, count=2)
     mbarrier.init(free, count=1)
     barrier()
+    # fmt: off
     gl.warp_specialize(
         [
-            (
-                products,
-                (
-                    y,
-                    a_s,
-                    b_s,
-                    tiles_s,
-                    full,
-                    empty,
-                    ready,
-                    free,
-                    M,
-                    tiles,
-                    down,
-                    across,
-                    steps,
-                    N,
-                    0,
-                    A_TURNED,
-                    B_TURNED,
-                    DIVIDED,
-                ),
-            ),
-            (
-                products,
-                (
-                    y,
-                    a_s,
-                    b_s,
-                    tiles_s,
-                    full,
-                    empty,
-                    ready,
-                    free,
-                    M,
-                    tiles,
-                    down,
-                    across,
-                    steps,
-                    N,
-                    1,
-                    A_TURNED,
-                    B_TURNED,
-                    DIVIDED,
-                ),
-            ),
+            (products, (y, a_s, b_s, tiles_s, full, empty, ready, free, M, tiles, down, across, steps,
+                        N, 0, A_TURNED, B_TURNED, DIVIDED)),
+            (products, (y, a_s, b_s, tiles_s, full, empty, ready, free, M, tiles, down, across, steps,
+                        N, 1, A_TURNED, B_TURNED, DIVIDED)),
             (results, (y, tiles_s, ready, free, M, tiles, down, across, steps, y_row, N, DIVIDED)),
             (copies, (a, b, a_s, b_s, full, empty, tiles, down, across, steps, A_TURNED, B_TURNED)),
         ],
         [4, 4, 1],
         [168, 152, 24],
     )
+    # fmt: on
 
 
 @triton.jit
@@ -269,8 +229,7 @@ def turned(x: Tensor) -> bool:
 
 
 def _described(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """A matrix that is copied in blocks of this size to shared memory, in the layout `SHARED`; one that is stored by
-    columns is turned."""
+    """A matrix that is copied in blocks of this size to shared memory; one that is stored by columns is turned."""
     if turned(x):
         x, rows, columns = x.T, columns, rows
     return TensorDescriptor.from_tensor(x, [rows, columns], SHARED_LAYOUT)
