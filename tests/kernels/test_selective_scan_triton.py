@@ -29,9 +29,10 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 tokens, in parts of 4."""
-    monkeypatch.setattr(gpu_op, "SHORT", 16)
-    monkeypatch.setattr(gpu_op, "PART", 4)
+    """Chunks of 8 tokens, two or more in a block, and two blocks or more."""
+    monkeypatch.setattr(gpu_op, "CHUNK", 8)
+    monkeypatch.setattr(gpu_op, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(gpu_op, "BLOCKS", 2)
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:

@@ -1,10 +1,13 @@
 """The forward pass of the selective scan in Triton, and what both directions share.
 
-Sequences are cut into chunks, which run in parallel: one program per chunk and block of channels.
+A program is one warp, which walks through a block of tokens with the states of a few channels in registers. Its tiles
+of states [DP, NJ, LN, LD] have LN·LD lanes: a thread holds NJ states, n = ln·NJ + nj, of DP channels d = dp·LD + ld. It
+holds P tiles, whose products with x and c are added before sums over lanes. Tiles of channels have fewer elements than
+a warp has threads, since Triton then loads them where they are used, without an exchange between threads.
 
-`walk` runs through each chunk from a state of zero, `combine` computes the states at the cuts (over a chunk a state
-decays by exp(rate · Σ log_decay), whatever the inputs), and `walk` runs through each chunk again from there. States are
-tiles [states, channels] with one channel per thread, so that the read-out is a sum inside a thread.
+Where few programs would run, sequences are cut into several blocks: `walk` runs through each block from a state of
+zero, `combine` computes the states at the cuts (over a block a state decays by exp(rate · Σ log_decay), whatever the
+inputs), and `walk` runs through each block again from there. On its way it stores the states before all chunks.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,49 +17,113 @@ import triton
 import triton.language as tl
 
 from ...core import resets
-from ...gpu.tiles import chunk_at, segment_at
+from ...gpu.tiles import LOG2E, exp2, segment_at
 
 LEAST = tl.constexpr(resets.LEAST_ALONE)
 
 
 @triton.jit
-def load_token(x, token, at, SIZE: tl.constexpr):
-    """The numbers `at` of a token of x [tokens, SIZE], in fp32."""
-    return tl.load(x + token.to(tl.int64) * SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
+def places(program, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, NJ: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr):
+    """The row of a program, its block of channels, the channels of its P tiles, and the states of each."""
+    BLOCKS: tl.constexpr = (D + P * DP * LD - 1) // (P * DP * LD)
+    d = ()
+    for p in tl.static_range(P):
+        first = (program % BLOCKS * P + p) * DP * LD
+        d = d + (first + tl.arange(0, DP)[:, None] * LD + tl.arange(0, LD)[None, :],)
+    return program // BLOCKS, program % BLOCKS, d, tl.arange(0, NJ)[:, None] + tl.arange(0, LN)[None, :] * NJ
 
 
 @triton.jit
-def load_decay(log_decay, token, d, D: tl.constexpr):
-    """The log decays of a token, finite: −inf times 0, a rate or a gradient, is not a number."""
-    g = load_token(log_decay, token, d, D)
-    return tl.where(g < LEAST, LEAST, g)
+def block_at(blocks, block):
+    """First token of a block of a layout, its number of tokens, and its first chunk."""
+    return tl.load(blocks + block * 3), tl.load(blocks + block * 3 + 1), tl.load(blocks + block * 3 + 2)
 
 
 @triton.jit
-def store_token(x, token, at, SIZE: tl.constexpr, value):
-    tl.store(x + token.to(tl.int64) * SIZE + at, value.to(x.dtype.element_ty), mask=at < SIZE)
+def load_token(x, token, inside, at, SIZE: tl.constexpr):
+    """The numbers `at` of a token of x [tokens, SIZE], in fp32; zeros for a token that is not inside."""
+    return tl.load(x + token.to(tl.int64) * SIZE + at, mask=(at < SIZE) & inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_token(x, token, inside, at, SIZE: tl.constexpr, value):
+    tl.store(x + token.to(tl.int64) * SIZE + at, value.to(x.dtype.element_ty), mask=(at < SIZE) & inside)
+
+
+@triton.jit
+def load_tokens(x, log_decay, b, c, start, size, i, d, n, D: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr):
+    """x, log_decay, b and c of the steps i, i + 1 … of a block: TOKENS numbers, or those times P.
+
+    Log decays are finite: −inf times 0, a rate or a gradient, is not a number. Past the end of the block all are zeros,
+    with which a step changes nothing.
+    """
+    xs, gs, bs, cs = (), (), (), ()
+    for j in tl.static_range(TOKENS):
+        token = start + (size - 1 - i - j if REVERSE else i + j)
+        inside = i + j < size
+        for p in tl.static_range(len(d)):
+            xs = xs + (load_token(x, token, inside, d[p], D),)
+            g = load_token(log_decay, token, inside, d[p], D)
+            gs = gs + (tl.where(g < LEAST, LEAST, g),)
+        if b is not None:
+            bs = bs + (load_token(b, token, inside, n, N),)
+        if c is not None:
+            cs = cs + (load_token(c, token, inside, n, N),)
+    return xs, gs, bs, cs
+
+
+@triton.jit
+def states_at(row, d, n, D: tl.constexpr, N: tl.constexpr):
+    """Offsets [DP, NJ, LN, LD] of states in a tensor [rows, D, N], and which of them exist."""
+    at = row.to(tl.int64) * (D * N) + d[:, None, None, :] * N + n[None, :, :, None]
+    return at, (d < D)[:, None, None, :] & (n < N)[None, :, :, None]
 
 
 @triton.jit
 def load_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr):
-    """The tile [states, channels] of x [rows, D, N], in fp32."""
-    at = row.to(tl.int64) * (D * N) + d[None, :] * N + n[:, None]
-    return tl.load(x + at, mask=(d < D)[None, :] & (n < N)[:, None], other=0.0).to(tl.float32)
+    """The tiles of a row of x [rows, D, N] in fp32, or zeros if x is None."""
+    tiles = ()
+    for p in tl.static_range(len(d)):
+        if x is None:
+            tiles = tiles + (tl.zeros([d[p].shape[0], n.shape[0], n.shape[1], d[p].shape[1]], tl.float32),)
+        else:
+            at, exists = states_at(row, d[p], n, D, N)
+            tiles = tiles + (tl.load(x + at, mask=exists, other=0.0).to(tl.float32),)
+    return tiles
 
 
 @triton.jit
-def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
-    at = row.to(tl.int64) * (D * N) + d[None, :] * N + n[:, None]
-    tl.store(x + at, value, mask=(d < D)[None, :] & (n < N)[:, None])
+def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, tiles):
+    for p in tl.static_range(len(d)):
+        at, exists = states_at(row, d[p], n, D, N)
+        tl.store(x + at, tiles[p], mask=exists)
 
 
 @triton.jit
-def advance(h, x, decay, b, token, n, N: tl.constexpr):
-    """The next state: the decayed state plus the input x [channels] of this token."""
+def over_channels(x):
+    """x [DP, LD], for a tile of states."""
+    return x[:, None, None, :]
+
+
+@triton.jit
+def over_states(x):
+    """x [NJ, LN], for a tile of states."""
+    return x[None, :, :, None]
+
+
+@triton.jit
+def input_of(x, b, n, N: tl.constexpr):
+    """What is added to the states; b is None for ones."""
     if b is not None:
-        return h * decay + load_token(b, token, n, N)[:, None] * x[None, :]
+        return over_states(b) * over_channels(x)
     # states beyond N fill a block, and are summed with the others where nothing reads them
-    return h * decay + tl.where((n < N)[:, None], x[None, :], 0.0)
+    return tl.where(over_states(n < N), over_channels(x), 0.0)
+
+
+@triton.jit
+def sum_states(x):
+    """The sums [DP, LD] over all states."""
+    return tl.sum(tl.sum(x, 1), 1)
 
 
 @triton.jit
@@ -69,57 +136,80 @@ def walk(
     before,
     after,
     totals,
+    states,
     y,
-    chunks,
+    blocks,
     D: tl.constexpr,
     N: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
+    P: tl.constexpr,
+    DP: tl.constexpr,
+    NJ: tl.constexpr,
+    LN: tl.constexpr,
+    LD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
     READ: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Walk through each chunk from the states `before` it, or zeros.
+    """Walk through each block from the states `before` it, or zeros, with TOKENS loaded ahead.
 
-    Written are, each unless it is None: the states after the chunk, its summed log decay, and y.
+    Written are, each unless it is None: the states after the block, its summed log decays, the states before each of
+    its chunks, and y.
 
-    REVERSE: x is the gradient of the output, and `after` the chunk's part of the gradient of the state before it.
+    REVERSE: x is the gradient of the output, and `after` the block's part of the gradient of the state before it.
     """
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    chunk = tl.program_id(0) // BLOCKS
-    d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_at(chunks, chunk)
-    rates = load_states(rate, chunk * 0, d, n, D, N)
+    block, _, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
+    start, size, chunk = block_at(blocks, block)
+    rates = load_states(rate, block * 0, d, n, D, N)
+    h = load_states(before, block, d, n, D, N)
     if READ == "constant":
-        read = load_states(c, chunk * 0, d, n, D, N)
-    if before is not None:
-        h = load_states(before, chunk, d, n, D, N)
+        read = load_states(c, block * 0, d, n, D, N)
+    total = ()
+    for p in tl.static_range(P):
+        total = total + (tl.zeros([DP, LD], tl.float32),)
+    weights: tl.constexpr = None
+    if REVERSE and READ == "each":
+        write, ask = c, weights
+    elif REVERSE:
+        write, ask = weights, weights
+    elif READ == "each" and y is not None:
+        write, ask = b, c
     else:
-        h = tl.zeros([BN, BD], tl.float32)
-    total = tl.zeros([BD], tl.float32)
-    for i in tl.range(0, stop - start):
-        token = stop - 1 - i if REVERSE else start + i
-        step = load_decay(log_decay, token, d, D)
-        decay = tl.exp(step[None, :] * rates)
-        added = load_token(x, token, d, D)
-        if not REVERSE:
-            h = advance(h, added, decay, b, token, n, N)
-        elif READ == "constant":
-            h = (h + read * added[None, :]) * decay
-        else:
-            h = advance(h, added, 1.0, c, token, n, N) * decay
-        total += step
-        if y is not None:
-            if READ == "constant":
-                out = tl.sum(h * read, 0)
-            elif READ == "each":
-                out = tl.sum(h * load_token(c, token, n, N)[:, None], 0)
-            else:
-                out = tl.sum(h, 0)
-            store_token(y, token, d, D, out)
+        write, ask = b, weights
+    loaded = load_tokens(x, log_decay, write, ask, start, size, 0, d, n, D, N, REVERSE, TOKENS)
+    for i in tl.range(0, size, TOKENS):
+        if states is not None:
+            if i % CHUNK == 0:
+                store_states(states, chunk + i // CHUNK, d, n, D, N, h)
+        xs, gs, bs, cs = loaded
+        loaded = load_tokens(x, log_decay, write, ask, start, size, i + TOKENS, d, n, D, N, REVERSE, TOKENS)
+        for j in tl.static_range(TOKENS):
+            new, summed = (), ()
+            for p in tl.static_range(P):
+                step, added = gs[j * P + p], xs[j * P + p]
+                decay = exp2(over_channels(step) * (rates[p] * LOG2E))
+                if REVERSE and READ == "constant":
+                    state = (h[p] + read[p] * over_channels(added)) * decay
+                elif REVERSE:
+                    state = (h[p] + input_of(added, bs[j] if READ == "each" else None, n, N)) * decay
+                else:
+                    state = h[p] * decay + input_of(added, bs[j] if b is not None else None, n, N)
+                new = new + (state,)
+                summed = summed + (total[p] + step,)
+                if y is not None:
+                    if READ == "constant":
+                        out = sum_states(state * read[p])
+                    elif READ == "each":
+                        out = sum_states(state * over_states(cs[j]))
+                    else:
+                        out = sum_states(state)
+                    store_token(y, start + i + j, i + j < size, d[p], D, out)
+            h, total = new, summed
     if after is not None:
-        store_states(after, chunk, d, n, D, N, h)
+        store_states(after, block, d, n, D, N, h)
     if totals is not None:
-        tl.store(totals + chunk.to(tl.int64) * D + d, total, mask=d < D)
+        for p in tl.static_range(P):
+            tl.store(totals + block.to(tl.int64) * D + d[p], total[p], mask=d[p] < D)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -130,28 +220,30 @@ def combine(
     end,
     other_end,
     segments,
-    length,  # tokens of a chunk
+    length,  # tokens of a block
     D: tl.constexpr,
     N: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
+    P: tl.constexpr,
+    DP: tl.constexpr,
+    NJ: tl.constexpr,
+    LN: tl.constexpr,
+    LD: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Replace what each chunk adds by the state before it, or in reverse by the gradient of the state after it."""
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    row = tl.program_id(0) // BLOCKS
-    d, n = (tl.program_id(0) % BLOCKS) * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop, first = segment_at(segments, row)
+    """Replace what each block adds by the state before it, or in reverse by the gradient of the state after it."""
+    row, _, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
+    start, stop, _ = segment_at(segments, row)
+    first = tl.load(segments + row * 5 + 3)
     rates = load_states(rate, row * 0, d, n, D, N)
-    if end is not None:
-        h = load_states(end, row, d, n, D, N)
-    else:
-        h = tl.zeros([BN, BD], tl.float32)
+    h = load_states(end, row, d, n, D, N)
     count = tl.cdiv(stop - start, length)
     for i in tl.range(0, count):
-        chunk = first + (count - 1 - i if REVERSE else i)
-        added = load_states(states, chunk, d, n, D, N)
-        decay = tl.exp(tl.load(totals + chunk.to(tl.int64) * D + d, mask=d < D, other=0.0)[None, :] * rates)
-        store_states(states, chunk, d, n, D, N, h)
-        h = h * decay + added
+        block = first + (count - 1 - i if REVERSE else i)
+        added = load_states(states, block, d, n, D, N)
+        store_states(states, block, d, n, D, N, h)
+        new = ()
+        for p in tl.static_range(P):
+            total = load_token(totals, block, True, d[p], D)
+            new = new + (h[p] * exp2(over_channels(total) * (rates[p] * LOG2E)) + added[p],)
+        h = new
     store_states(other_end, row, d, n, D, N, h)

@@ -1,14 +1,14 @@
-"""The gradients of the selective scan in Triton, chunk by chunk, from the states and their gradients at the cuts.
+"""The gradients of the selective scan in Triton, block by block, from the states before all chunks.
 
-Running backward in time needs the states of a chunk in reverse, and undoing a decay would amplify rounding errors. So a
-program first runs forward through its chunk and stores the state before every `PART` tokens; then, part by part from
-the last, it runs forward again, storing all states of the part, and then backward:
+Running backward in time needs the states in reverse, and undoing a decay would amplify rounding errors. So a program,
+chunk by chunk from the last, first runs forward and stores the state before every TOKENS tokens; then, from the last
+of these, it runs forward again, with the states of these tokens in registers, and then backward:
 
     dh_t += c_t dy_t      dc_t = Σ_d dy_t h_t      dx_t = Σ_n dh_t b_t      db_t = Σ_d dh_t x_t
     s_t = dh_t ⊙ e^{log_decay_t rate} h_{t−1}      dlog_decay_t = Σ_n s_t rate      drate = Σ_t s_t log_decay_t
     dh_{t−1} = dh_t ⊙ e^{log_decay_t rate}
 
-Sums over blocks of channels, or over chunks, are stored as partial sums, which are added in a fixed order.
+Sums over blocks of channels, or over blocks of tokens, are stored as partial sums, which are added in a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,11 +17,29 @@ Sums over blocks of channels, or over chunks, are stored as partial sums, which 
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import chunk_at
-from .chunks import advance, load_decay, load_states, load_token, store_states, store_token
+from ...gpu.tiles import LOG2E, exp2
+from .chunks import (
+    block_at,
+    input_of,
+    load_states,
+    load_token,
+    load_tokens,
+    over_channels,
+    over_states,
+    places,
+    store_states,
+    store_token,
+    sum_states,
+)
 
 
-@triton.jit(do_not_specialize=["tokens", "marks"])
+@triton.jit
+def sum_channels(x):
+    """The sums [NJ, LN] over all channels."""
+    return tl.sum(tl.sum(x, 0), 2)
+
+
+@triton.jit(do_not_specialize=["tokens"])
 def gradients(
     x,
     log_decay,
@@ -38,88 +56,110 @@ def gradients(
     db,
     dc,
     dinitial,
-    chunks,
+    blocks,
     tokens,
-    marks,
     D: tl.constexpr,
     N: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-    PART: tl.constexpr,
+    P: tl.constexpr,
+    DP: tl.constexpr,
+    NJ: tl.constexpr,
+    LN: tl.constexpr,
+    LD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
     READ: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    d, n = block * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_at(chunks, chunk)
-    rates = load_states(rate, chunk * 0, d, n, D, N)
+    block, column, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
+    start, size, chunk = block_at(blocks, block)
+    rates = load_states(rate, block * 0, d, n, D, N)
+    dh = load_states(after, block, d, n, D, N)
+    zeros = load_states(None, block, d, n, D, N)
+    rate_sum, dread = zeros, zeros
     if READ == "constant":
-        read = load_states(c, chunk * 0, d, n, D, N)
-        dread = tl.zeros([BN, BD], tl.float32)
-    if states is not None:
-        h = load_states(states, chunk, d, n, D, N)
+        read = load_states(c, block * 0, d, n, D, N)
+    TILE: tl.constexpr = DP * NJ * LN * LD
+    # numbers of one thread are contiguous: [LN, LD, DP, NJ]
+    lane = tl.arange(0, LN)[:, None] * LD + tl.arange(0, LD)[None, :]
+    own = tl.arange(0, DP)[:, None] * NJ + tl.arange(0, NJ)[None, :]
+    scratch += tl.program_id(0).to(tl.int64) * (CHUNK // TOKENS * P * TILE)
+    tile = scratch + lane[None, None, :, :] * (DP * NJ) + own[:, :, None, None]
+    nothing: tl.constexpr = None
+    if READ == "each":
+        ask = c
     else:
-        h = tl.zeros([BN, BD], tl.float32)
-    # the states of one part, then the first state of every part
-    tile = n[:, None] * BD + tl.arange(0, BD)[None, :]
-    scratch += tl.program_id(0).to(tl.int64) * ((PART + marks) * (BN * BD))
-    parts = tl.cdiv(stop - start, PART)
-    for i in tl.range(0, stop - start):
-        if i % PART == 0:
-            tl.store(scratch + (PART + i // PART) * (BN * BD) + tile, h)
-        token = start + i
-        decay = tl.exp(load_decay(log_decay, token, d, D)[None, :] * rates)
-        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
-
-    if after is not None:
-        dh = load_states(after, chunk, d, n, D, N)
-    else:
-        dh = tl.zeros([BN, BD], tl.float32)
+        ask = nothing
+    partial = column.to(tl.int64) * tokens
+    chunks = tl.cdiv(size, CHUNK)
+    for k in tl.range(0, chunks):
+        first = (chunks - 1 - k) * CHUNK
+        stop = tl.minimum(first + CHUNK, size)
+        h = load_states(states, chunk + chunks - 1 - k, d, n, D, N)
+        groups = tl.cdiv(stop - first, TOKENS)
+        for i in tl.range(0, groups):
+            for p in tl.static_range(P):
+                tl.store(tile + (i * P + p) * TILE, h[p])
+            if i + 1 < groups:
+                xs, gs, bs, _ = load_tokens(x, log_decay, b, nothing, start, stop, first + i * TOKENS, d, n, D, N, False, TOKENS)
+                for j in tl.static_range(TOKENS):
+                    new = ()
+                    for p in tl.static_range(P):
+                        decay = exp2(over_channels(gs[j * P + p]) * (rates[p] * LOG2E))
+                        new = new + (h[p] * decay + input_of(xs[j * P + p], bs[j] if b is not None else None, n, N),)
+                    h = new
+        for k2 in tl.range(0, groups):
+            group = groups - 1 - k2
+            at = first + group * TOKENS
+            h = ()
+            for p in tl.static_range(P):
+                h = h + (tl.load(tile + (group * P + p) * TILE),)
+            xs, gs, bs, cs = load_tokens(x, log_decay, b, ask, start, stop, at, d, n, D, N, False, TOKENS)
+            dys, decays, decayed = (), (), ()
+            for j in tl.static_range(TOKENS):
+                new = ()
+                for p in tl.static_range(P):
+                    dys = dys + (load_token(dy, start + at + j, at + j < stop, d[p], D),)
+                    decay = exp2(over_channels(gs[j * P + p]) * (rates[p] * LOG2E))
+                    decays, decayed = decays + (decay,), decayed + (h[p] * decay,)
+                    new = new + (decayed[j * P + p] + input_of(xs[j * P + p], bs[j] if b is not None else None, n, N),)
+                h = new
+            for j in tl.static_range(TOKENS - 1, -1, -1):
+                token, inside = start + at + j, at + j < stop
+                new, rate_new, read_new = (), (), ()
+                b_sum, c_sum = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
+                for p in tl.static_range(P):
+                    step, added, arriving = gs[j * P + p], xs[j * P + p], over_channels(dys[j * P + p])
+                    before = decayed[j * P + p]
+                    # the state of this token, and the gradient that arrives at it
+                    weight = bs[j] if b is not None else None
+                    if READ != "ones":
+                        seen = (before + input_of(added, weight, n, N)) * arriving
+                    if READ == "constant":
+                        read_new = read_new + (dread[p] + seen,)
+                        dstate = dh[p] + read[p] * arriving
+                    elif READ == "each":
+                        c_sum += seen
+                        dstate = dh[p] + over_states(cs[j]) * arriving
+                    else:
+                        dstate = dh[p] + input_of(dys[j * P + p], None, n, N)
+                    if b is not None:
+                        store_token(dx, token, inside, d[p], D, sum_states(dstate * over_states(weight)))
+                        b_sum += dstate * over_channels(added)
+                    else:
+                        store_token(dx, token, inside, d[p], D, sum_states(dstate))
+                    product = dstate * before
+                    store_token(dlog_decay, token, inside, d[p], D, sum_states(product * rates[p]))
+                    rate_new = rate_new + (rate_sum[p] + product * over_channels(step),)
+                    new = new + (dstate * decays[j * P + p],)
+                if b is not None:
+                    store_token(db, partial + token, inside, n, N, sum_channels(b_sum))
+                if READ == "each":
+                    store_token(dc, partial + token, inside, n, N, sum_channels(c_sum))
+                if READ == "constant":
+                    dread = read_new
+                dh, rate_sum = new, rate_new
     if drate is not None:
-        rate_sum = tl.zeros([BN, BD], tl.float32)
-    partial = block.to(tl.int64) * tokens
-    for i in tl.range(0, parts):
-        part = parts - 1 - i
-        first = start + part * PART
-        size = tl.minimum(PART, stop - first)
-        tl.debug_barrier()
-        h = tl.load(scratch + (PART + part) * (BN * BD) + tile)
-        for j in tl.range(0, size):
-            tl.store(scratch + j * (BN * BD) + tile, h)
-            decay = tl.exp(load_decay(log_decay, first + j, d, D)[None, :] * rates)
-            h = advance(h, load_token(x, first + j, d, D), decay, b, first + j, n, N)
-        tl.debug_barrier()
-        for j in tl.range(0, size):
-            token = first + size - 1 - j
-            step = load_decay(log_decay, token, d, D)
-            added = load_token(x, token, d, D)
-            arriving = load_token(dy, token, d, D)
-            decayed = tl.load(scratch + (size - 1 - j) * (BN * BD) + tile)
-            decay = tl.exp(step[None, :] * rates)
-            decayed *= decay
-            # the state of this token, and the gradient that arrives at it
-            if READ == "constant":
-                dread += advance(decayed, added, 1.0, b, token, n, N) * arriving[None, :]
-                dh += read * arriving[None, :]
-            elif READ == "each":
-                seen = advance(decayed, added, 1.0, b, token, n, N) * arriving[None, :]
-                store_token(dc, partial + token, n, N, tl.sum(seen, 1))
-                dh += load_token(c, token, n, N)[:, None] * arriving[None, :]
-            else:
-                dh += tl.where((n < N)[:, None], arriving[None, :], 0.0)
-            if b is not None:
-                store_token(dx, token, d, D, tl.sum(dh * load_token(b, token, n, N)[:, None], 0))
-                store_token(db, partial + token, n, N, tl.sum(dh * added[None, :], 1))
-            else:
-                store_token(dx, token, d, D, tl.sum(dh, 0))
-            product = dh * decayed
-            store_token(dlog_decay, token, d, D, tl.sum(product * rates, 0))
-            if drate is not None:
-                rate_sum += product * step[None, :]
-            dh *= decay
-    if drate is not None:
-        store_states(drate, chunk, d, n, D, N, rate_sum)
+        store_states(drate, block, d, n, D, N, rate_sum)
     if READ == "constant":
-        store_states(dc, chunk, d, n, D, N, dread)
+        store_states(dc, block, d, n, D, N, dread)
     if dinitial is not None:
-        store_states(dinitial, chunk, d, n, D, N, dh)
+        store_states(dinitial, block, d, n, D, N, dh)

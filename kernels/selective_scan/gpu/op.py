@@ -1,8 +1,9 @@
 """The selective scan in Triton: which kernels run, in which order, on which tensors.
 
-Forward: the states at the cuts between chunks, which are all that is saved, then all chunks in parallel. Backward: the
-gradients of these states, then all chunks in parallel. A sequence of a single chunk, such as a decoded token, takes one
-launch. There are no atomics: equal inputs give equal bits.
+A program walks through a block of a sequence: all of it if the batch and its channels are enough to fill a device.
+Forward: the states at the cuts between blocks, then all blocks in parallel; the states before all chunks are saved.
+Backward: the gradients of the states at the cuts, then all blocks in parallel. A sequence of a single chunk, such as a
+decoded token, takes one launch. There are no atomics: equal inputs give equal bits.
 """
 
 from typing import Any
@@ -20,15 +21,18 @@ from ..arguments import Scan
 from .chunks import combine, walk
 from .gradients import gradients
 
-SHORT, LONG = 64, 256  # tokens per chunk
-FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
-PART = 16  # tokens whose states are in memory together while their gradients are computed
-CHANNELS = 64  # most channels whose states one warp holds
-ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles together
+CHUNK = 64  # tokens per saved state
+FIXED = 256  # tokens per block in deterministic mode
+PROGRAMS = 16384  # programs, times states per channel, that fill a device
+BLOCKS = 128  # most blocks of a sequence that are combined quickly
+TOKENS = 4  # tokens that are loaded together
+LANES = 32  # threads of a program
+TILES = 1  # tiles of a program that walks
+GRADIENT_TILES = 2  # of one that computes gradients, which stores sums over its channels
 
 
 class SelectiveScan(Plan):
-    """The plan of a call over S sequences, which have at most `slots` chunks.
+    """The plan of a call over S sequences, which have at most `slots` chunks and `rows` blocks.
 
     Args:
         shape: Shape of x [B,T,D].
@@ -41,55 +45,80 @@ class SelectiveScan(Plan):
     def __init__(self, shape: torch.Size, states: int, read: str, documents: int | None, *x: Any):
         super().__init__(*x)
         (self.B, self.T, self.D), self.N, self.read = shape, states, read
-        self.length = SHORT if self.T < FROM or self.deterministic else LONG
-        self.per_row = -(-self.T // self.length)
-        # every sequence is a single chunk; not in deterministic mode, since states that are combined round differently
+        self.length = FIXED if self.deterministic else self._length()
+        self.per_row = cdiv(self.T, self.length)
+        # every sequence is a single block; not in deterministic mode, since states that are combined round differently
         self.whole = documents is None and self.per_row == 1 and not self.deterministic
+        self.short = self.whole and self.T <= CHUNK  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
-        self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
+        self.rows = self.B * self.per_row if documents is None else self.T // self.length + documents
+        self.slots = self.B * cdiv(self.T, CHUNK) if documents is None else self.T // CHUNK + documents
+
+    def _length(self) -> int:
+        """Tokens per block: a whole sequence unless there are too few programs, or it is far longer than others."""
+        programs = max(1, self.B * cdiv(self.D, self.width(TILES)))
+        wanted = cdiv(PROGRAMS, programs * next_power_of_2(self.N))
+        return cdiv(cdiv(self.T, min(wanted, BLOCKS)), CHUNK) * CHUNK
 
     def place(self, packed: Documents | None) -> None:
         longest = self.per_row * self.length
-        self.layout = layout(packed, self.B, self.T, self.length, self.length, longest, self.device)
-        self.chunks = self.layout.chunks.shape[0]
+        self.layout = layout(packed, self.B, self.T, CHUNK, self.length, longest, self.device)
+        self.blocks = self.layout.blocks.shape[0]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """Uninitialised y, final states, and states before all chunks (none if every sequence is one chunk)."""
         y, final = self.new(self.B, self.T, self.D), self.states(self.S)
-        return y, final, self.states(0 if self.whole else self.slots)
+        return y, final, self.states(0 if self.short else self.slots)
 
     def states(self, count: int) -> Tensor:
         return self.new(count, self.D, self.N, dtype=torch.float32)
 
-    def tile(self, elements: int) -> tuple[int, int]:
+    def tile(self) -> dict[str, int]:
+        """Channels and states of a tile, in registers and in lanes; see `chunks.py`."""
         states = next_power_of_2(self.N)
-        return max(1, min(CHANNELS, elements // states)), states
+        LN = min(states, 4)
+        return {"DP": 2 if states > 1 else 1, "NJ": states // LN, "LN": LN, "LD": LANES // LN}
 
-    def _prepared(self, kernel: Any, rows: int, elements: int, *numbers: int, **constants: Any) -> LaunchSpec:
+    def width(self, tiles: int) -> int:
+        """Channels of a program."""
+        return tiles * self.tile()["DP"] * self.tile()["LD"]
+
+    def _prepared(self, kernel: Any, rows: int, tiles: int, *numbers: int, **constants: Any) -> LaunchSpec:
         """One program per row of states and block of channels."""
-        BD, BN = self.tile(elements)
-        sizes: dict[str, Any] = {"D": self.D, "N": self.N, "BD": BD, "BN": BN}
-        return LaunchSpec(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, warps=1)
+        sizes: dict[str, Any] = {"D": self.D, "N": self.N, "P": tiles, **self.tile()}
+        programs = rows * cdiv(self.D, self.width(tiles))
+        return LaunchSpec(kernel, programs, *numbers, **sizes, **constants, warps=1)
+
+    @property
+    def steps(self) -> dict[str, int]:
+        """Tokens of a chunk, and of a step of a loop."""
+        return {"CHUNK": min(CHUNK, next_power_of_2(self.T)), "TOKENS": min(TOKENS, next_power_of_2(self.T))}
 
     @prepared
     def walk(self, reverse: bool) -> LaunchSpec:
-        """Through each chunk from the state before it, or in reverse from the gradient after it."""
-        return self._prepared(walk, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
+        """Through each block from the state before it, or in reverse from the gradient after it."""
+        return self._prepared(walk, self.blocks, TILES, **self.steps, READ=self.read, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
-        """From what each chunk adds to the states before all chunks, or in reverse the gradients after them."""
-        return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
+        """From what each block adds to the states before all blocks, or in reverse the gradients after them."""
+        return self._prepared(combine, self.S, TILES, self.length, REVERSE=reverse)
 
     @property
-    def marks(self) -> int:
-        return cdiv(self.length, PART)
+    def columns(self) -> int:
+        """Blocks of channels of programs that compute gradients."""
+        return cdiv(self.D, self.width(GRADIENT_TILES))
+
+    @property
+    def scratch(self) -> tuple[int, int, int]:
+        """States that these programs store: before every few tokens of a chunk."""
+        steps, channels = self.steps, self.width(GRADIENT_TILES)
+        return self.blocks * self.columns, steps["CHUNK"] // steps["TOKENS"], channels * next_power_of_2(self.N)
 
     @prepared
     def gradients(self) -> LaunchSpec:
-        """The gradients of all tensors, from the states before all chunks and the gradients after them."""
-        numbers = self.B * self.T, self.marks
-        return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
+        """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
+        return self._prepared(gradients, self.blocks, GRADIENT_TILES, self.B * self.T, **self.steps, READ=self.read)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
@@ -103,20 +132,20 @@ def _plan_of(a: Scan) -> SelectiveScan:
     return SelectiveScan.of(a.cu_seqlens, a.x.shape[1], *sizes(a))
 
 
-def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], states: Tensor, *ends: Any) -> None:
-    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0.
+def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], *ends: Any) -> Tensor:
+    """Return the states before all blocks, or in reverse the gradients after them.
 
     Args:
         plan: Sizes and launches.
         reverse: Whether it is about the gradients.
         x: Inputs, or in reverse the gradients of the outputs.
         arguments: log_decay, rate, b and c.
-        states: Filled with the states at the cuts.
         ends: The states at the first end, or None, and those at the other end, which are filled.
     """
-    totals = plan.new(plan.chunks, plan.D, dtype=torch.float32)
-    plan.walk(reverse)(x, *arguments, None, states, totals, None, plan.layout.chunks)
+    states, totals = plan.states(plan.blocks), plan.new(plan.blocks, plan.D, dtype=torch.float32)
+    plan.walk(reverse)(x, *arguments, None, states, totals, None, None, plan.layout.blocks)
     plan.combine(reverse)(arguments[1], states, totals, *ends, plan.layout.segments)
+    return states
 
 
 def _dense(*tensors: Tensor | None) -> list[Any]:
@@ -124,7 +153,7 @@ def _dense(*tensors: Tensor | None) -> list[Any]:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts of blocks of channels [n,B,T,N], or of chunks [n,D,N], to which zeros may be appended."""
+    """The sum of the parts of blocks of channels [n,B,T,N], or of blocks of tokens [n,D,N], to which zeros may be appended."""
     if parts.dim() == 4:
         return add_outer(parts, dtype)
     return add_parts(parts.flatten(1)[:, None], dtype).view(parts.shape[1:])
@@ -134,11 +163,9 @@ def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
     plan = _plan_of(args)
     x, *arguments, initial = _dense(*args[:6])
     y, final, states = plan.results()
-    if plan.whole:
-        plan.walk(False)(x, *arguments, initial, final, None, y, plan.layout.chunks)
-    else:
-        cuts(plan, False, x, arguments, states, initial, final)
-        plan.walk(False)(x, *arguments, states, None, None, y, plan.layout.chunks)
+    before = initial if plan.whole else cuts(plan, False, x, arguments, initial, final)
+    ends = final if plan.whole else None, None, None if plan.short else states
+    plan.walk(False)(x, *arguments, before, *ends, y, plan.layout.blocks)
     return y, final, states
 
 
@@ -147,20 +174,17 @@ def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | 
     x, *arguments, initial, dy, dfinal = _dense(*args[:6], dy, dfinal)
     dy = torch.zeros_like(x) if dy is None else dy
     dinitial = plan.states(plan.S)
-    first, after = (initial, dfinal) if plan.whole else (states, plan.states(plan.chunks))
-    if not plan.whole:
-        cuts(plan, True, dy, arguments, after, dfinal, dinitial)
-    BD, BN = plan.tile(GRADIENT_ELEMENTS)
-    blocks = cdiv(plan.D, BD)
-    scratch = plan.new(plan.chunks * blocks, PART + plan.marks, BN, BD, dtype=torch.float32)
+    first = initial if plan.short else states
+    after = dfinal if plan.whole else cuts(plan, True, dy, arguments, dfinal, dinitial)
+    scratch = plan.new(*plan.scratch, dtype=torch.float32)
     dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
-    drate = plan.states(plan.chunks) if needed.rate else None
-    db = None if b is None else plan.new(blocks, *b.shape, dtype=torch.float32)
+    drate = plan.states(plan.blocks) if needed.rate else None
+    db = None if b is None else plan.new(plan.columns, *b.shape, dtype=torch.float32)
     dc = None
     if c is not None:
-        dc = plan.states(plan.chunks) if c.dim() == 2 else plan.new(blocks, *c.shape, dtype=torch.float32)
+        dc = plan.states(plan.blocks) if c.dim() == 2 else plan.new(plan.columns, *c.shape, dtype=torch.float32)
     tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
-    plan.gradients()(x, *arguments, *tensors, plan.layout.chunks)
+    plan.gradients()(x, *arguments, *tensors, plan.layout.blocks)
     parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c)}
     summed = {name: None if g is None or z is None else _sum(g, z.dtype) for name, (g, z) in parts.items()}
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
