@@ -51,25 +51,24 @@ def store_token(x, token, inside, at, SIZE: tl.constexpr, value):
 
 
 @triton.jit
-def load_tokens(x, log_decay, b, c, start, size, i, d, n, D: tl.constexpr, N: tl.constexpr, REVERSE: tl.constexpr, TOKENS: tl.constexpr):
-    """x, log_decay, b and c of the steps i, i + 1 … of a block: TOKENS numbers, or those times P.
+def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
+    """The numbers at each of the tuple `at` of the steps i, i + 1 … i + TOKENS − 1 of a block; none if x is None.
 
-    Log decays are finite: −inf times 0, a rate or a gradient, is not a number. Past the end of the block all are zeros,
-    with which a step changes nothing.
+    Past the end of the block all are zeros, with which a step changes nothing.
     """
-    xs, gs, bs, cs = (), (), (), ()
-    for j in tl.static_range(TOKENS):
-        token = start + (size - 1 - i - j if REVERSE else i + j)
-        inside = i + j < size
-        for p in tl.static_range(len(d)):
-            xs = xs + (load_token(x, token, inside, d[p], D),)
-            g = load_token(log_decay, token, inside, d[p], D)
-            gs = gs + (tl.where(g < LEAST, LEAST, g),)
-        if b is not None:
-            bs = bs + (load_token(b, token, inside, n, N),)
-        if c is not None:
-            cs = cs + (load_token(c, token, inside, n, N),)
-    return xs, gs, bs, cs
+    loaded = ()
+    if x is not None:
+        for j in tl.static_range(TOKENS):
+            token = start + (size - 1 - i - j if REVERSE else i + j)
+            for p in tl.static_range(len(at)):
+                loaded = loaded + (load_token(x, token, i + j < size, at[p], SIZE),)
+    return loaded
+
+
+@triton.jit
+def bounded(log_decay):
+    """Finite log decays: −inf times 0, a rate or a gradient, is not a number."""
+    return tl.where(log_decay < LEAST, LEAST, log_decay)
 
 
 @triton.jit
@@ -112,10 +111,15 @@ def over_states(x):
 
 
 @triton.jit
-def input_of(x, b, n, N: tl.constexpr):
-    """What is added to the states; b is None for ones."""
-    if b is not None:
-        return over_states(b) * over_channels(x)
+def decay_of(log_decay, rate):
+    return exp2(over_channels(log_decay) * (rate * LOG2E))
+
+
+@triton.jit
+def input_of(x, b, j: tl.constexpr, n, N: tl.constexpr):
+    """x b_j, what is added to the states; without weights, b is empty, and they are ones."""
+    if len(b) > 0:
+        return over_states(b[j]) * over_channels(x)
     # states beyond N fill a block, and are summed with the others where nothing reads them
     return tl.where(over_states(n < N), over_channels(x), 0.0)
 
@@ -151,12 +155,13 @@ def walk(
     READ: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Walk through each block from the states `before` it, or zeros, with TOKENS loaded ahead.
+    """Walk through each block from the states `before` it, or zeros, with the next TOKENS tokens loaded ahead.
 
     Written are, each unless it is None: the states after the block, its summed log decays, the states before each of
     its chunks, and y.
 
-    REVERSE: x is the gradient of the output, and `after` the block's part of the gradient of the state before it.
+    REVERSE: x is the gradient of the output, b the weights it is read with, or c if they are constant, and `after` the
+    block's part of the gradient of the state before it.
     """
     block, _, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
@@ -167,35 +172,33 @@ def walk(
     total = ()
     for p in tl.static_range(P):
         total = total + (tl.zeros([DP, LD], tl.float32),)
-    weights: tl.constexpr = None
-    if REVERSE and READ == "each":
-        write, ask = c, weights
-    elif REVERSE:
-        write, ask = weights, weights
-    elif READ == "each" and y is not None:
-        write, ask = b, c
-    else:
-        write, ask = b, weights
-    loaded = load_tokens(x, log_decay, write, ask, start, size, 0, d, n, D, N, REVERSE, TOKENS)
+    next_x = load_tokens(x, start, size, 0, d, D, TOKENS, REVERSE)
+    next_g = load_tokens(log_decay, start, size, 0, d, D, TOKENS, REVERSE)
+    next_b, next_c = load_tokens(b, start, size, 0, (n,), N, TOKENS, REVERSE), ()
+    if READ == "each":
+        next_c = load_tokens(c, start, size, 0, (n,), N, TOKENS, REVERSE)
     for i in tl.range(0, size, TOKENS):
         if states is not None:
             if i % CHUNK == 0:
                 store_states(states, chunk + i // CHUNK, d, n, D, N, h)
-        xs, gs, bs, cs = loaded
-        loaded = load_tokens(x, log_decay, write, ask, start, size, i + TOKENS, d, n, D, N, REVERSE, TOKENS)
+        xs, gs, bs, cs = next_x, next_g, next_b, next_c
+        next_x = load_tokens(x, start, size, i + TOKENS, d, D, TOKENS, REVERSE)
+        next_g = load_tokens(log_decay, start, size, i + TOKENS, d, D, TOKENS, REVERSE)
+        next_b = load_tokens(b, start, size, i + TOKENS, (n,), N, TOKENS, REVERSE)
+        if READ == "each":
+            next_c = load_tokens(c, start, size, i + TOKENS, (n,), N, TOKENS, REVERSE)
         for j in tl.static_range(TOKENS):
             new, summed = (), ()
             for p in tl.static_range(P):
-                step, added = gs[j * P + p], xs[j * P + p]
-                decay = exp2(over_channels(step) * (rates[p] * LOG2E))
+                step = bounded(gs[j * P + p])
+                decay = decay_of(step, rates[p])
                 if REVERSE and READ == "constant":
-                    state = (h[p] + read[p] * over_channels(added)) * decay
+                    state = (h[p] + read[p] * over_channels(xs[j * P + p])) * decay
                 elif REVERSE:
-                    state = (h[p] + input_of(added, bs[j] if READ == "each" else None, n, N)) * decay
+                    state = (h[p] + input_of(xs[j * P + p], bs, j, n, N)) * decay
                 else:
-                    state = h[p] * decay + input_of(added, bs[j] if b is not None else None, n, N)
-                new = new + (state,)
-                summed = summed + (total[p] + step,)
+                    state = h[p] * decay + input_of(xs[j * P + p], bs, j, n, N)
+                new, summed = new + (state,), summed + (total[p] + step,)
                 if y is not None:
                     if READ == "constant":
                         out = sum_states(state * read[p])
@@ -244,6 +247,6 @@ def combine(
         new = ()
         for p in tl.static_range(P):
             total = load_token(totals, block, True, d[p], D)
-            new = new + (h[p] * exp2(over_channels(total) * (rates[p] * LOG2E)) + added[p],)
+            new = new + (h[p] * decay_of(total, rates[p]) + added[p],)
         h = new
     store_states(other_end, row, d, n, D, N, h)

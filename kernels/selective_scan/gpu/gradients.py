@@ -17,12 +17,12 @@ Sums over blocks of channels, or over blocks of tokens, are stored as partial su
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import LOG2E, exp2
 from .chunks import (
     block_at,
+    bounded,
+    decay_of,
     input_of,
     load_states,
-    load_token,
     load_tokens,
     over_channels,
     over_states,
@@ -83,72 +83,72 @@ def gradients(
     own = tl.arange(0, DP)[:, None] * NJ + tl.arange(0, NJ)[None, :]
     scratch += tl.program_id(0).to(tl.int64) * (CHUNK // TOKENS * P * TILE)
     tile = scratch + lane[None, None, :, :] * (DP * NJ) + own[:, :, None, None]
-    nothing: tl.constexpr = None
-    if READ == "each":
-        ask = c
-    else:
-        ask = nothing
     partial = column.to(tl.int64) * tokens
     chunks = tl.cdiv(size, CHUNK)
     for k in tl.range(0, chunks):
         first = (chunks - 1 - k) * CHUNK
         stop = tl.minimum(first + CHUNK, size)
-        h = load_states(states, chunk + chunks - 1 - k, d, n, D, N)
         groups = tl.cdiv(stop - first, TOKENS)
+        h = load_states(states, chunk + chunks - 1 - k, d, n, D, N)
         for i in tl.range(0, groups):
             for p in tl.static_range(P):
                 tl.store(tile + (i * P + p) * TILE, h[p])
             if i + 1 < groups:
-                xs, gs, bs, _ = load_tokens(x, log_decay, b, nothing, start, stop, first + i * TOKENS, d, n, D, N, False, TOKENS)
+                xs = load_tokens(x, start, stop, first + i * TOKENS, d, D, TOKENS, False)
+                gs = load_tokens(log_decay, start, stop, first + i * TOKENS, d, D, TOKENS, False)
+                bs = load_tokens(b, start, stop, first + i * TOKENS, (n,), N, TOKENS, False)
                 for j in tl.static_range(TOKENS):
                     new = ()
                     for p in tl.static_range(P):
-                        decay = exp2(over_channels(gs[j * P + p]) * (rates[p] * LOG2E))
-                        new = new + (h[p] * decay + input_of(xs[j * P + p], bs[j] if b is not None else None, n, N),)
+                        decay = decay_of(bounded(gs[j * P + p]), rates[p])
+                        new = new + (h[p] * decay + input_of(xs[j * P + p], bs, j, n, N),)
                     h = new
         for k2 in tl.range(0, groups):
-            group = groups - 1 - k2
-            at = first + group * TOKENS
+            at = first + (groups - 1 - k2) * TOKENS
             h = ()
             for p in tl.static_range(P):
-                h = h + (tl.load(tile + (group * P + p) * TILE),)
-            xs, gs, bs, cs = load_tokens(x, log_decay, b, ask, start, stop, at, d, n, D, N, False, TOKENS)
-            dys, decays, decayed = (), (), ()
+                h = h + (tl.load(tile + ((groups - 1 - k2) * P + p) * TILE),)
+            xs = load_tokens(x, start, stop, at, d, D, TOKENS, False)
+            gs = load_tokens(log_decay, start, stop, at, d, D, TOKENS, False)
+            bs = load_tokens(b, start, stop, at, (n,), N, TOKENS, False)
+            dys, cs = load_tokens(dy, start, stop, at, d, D, TOKENS, False), ()
+            if READ == "each":
+                cs = load_tokens(c, start, stop, at, (n,), N, TOKENS, False)
+            decays, decayed = (), ()
             for j in tl.static_range(TOKENS):
                 new = ()
                 for p in tl.static_range(P):
-                    dys = dys + (load_token(dy, start + at + j, at + j < stop, d[p], D),)
-                    decay = exp2(over_channels(gs[j * P + p]) * (rates[p] * LOG2E))
+                    decay = decay_of(bounded(gs[j * P + p]), rates[p])
                     decays, decayed = decays + (decay,), decayed + (h[p] * decay,)
-                    new = new + (decayed[j * P + p] + input_of(xs[j * P + p], bs[j] if b is not None else None, n, N),)
+                    new = new + (decayed[j * P + p] + input_of(xs[j * P + p], bs, j, n, N),)
                 h = new
             for j in tl.static_range(TOKENS - 1, -1, -1):
                 token, inside = start + at + j, at + j < stop
                 new, rate_new, read_new = (), (), ()
                 b_sum, c_sum = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
                 for p in tl.static_range(P):
-                    step, added, arriving = gs[j * P + p], xs[j * P + p], over_channels(dys[j * P + p])
+                    added, arriving = over_channels(xs[j * P + p]), over_channels(dys[j * P + p])
                     before = decayed[j * P + p]
                     # the state of this token, and the gradient that arrives at it
-                    weight = bs[j] if b is not None else None
-                    if READ != "ones":
-                        seen = (before + input_of(added, weight, n, N)) * arriving
-                    if READ == "constant":
-                        read_new = read_new + (dread[p] + seen,)
-                        dstate = dh[p] + read[p] * arriving
-                    elif READ == "each":
-                        c_sum += seen
-                        dstate = dh[p] + over_states(cs[j]) * arriving
+                    if READ == "ones":
+                        dstate = dh[p] + input_of(dys[j * P + p], (), j, n, N)
                     else:
-                        dstate = dh[p] + input_of(dys[j * P + p], None, n, N)
+                        seen = (before + input_of(xs[j * P + p], bs, j, n, N)) * arriving
+                        if READ == "constant":
+                            read_new = read_new + (dread[p] + seen,)
+                            dstate = dh[p] + read[p] * arriving
+                        else:
+                            c_sum += seen
+                            dstate = dh[p] + over_states(cs[j]) * arriving
                     if b is not None:
-                        store_token(dx, token, inside, d[p], D, sum_states(dstate * over_states(weight)))
-                        b_sum += dstate * over_channels(added)
+                        b_sum += dstate * added
+                        dinput = sum_states(dstate * over_states(bs[j]))
                     else:
-                        store_token(dx, token, inside, d[p], D, sum_states(dstate))
+                        dinput = sum_states(dstate)
                     product = dstate * before
+                    store_token(dx, token, inside, d[p], D, dinput)
                     store_token(dlog_decay, token, inside, d[p], D, sum_states(product * rates[p]))
-                    rate_new = rate_new + (rate_sum[p] + product * over_channels(step),)
+                    rate_new = rate_new + (rate_sum[p] + product * over_channels(bounded(gs[j * P + p])),)
                     new = new + (dstate * decays[j * P + p],)
                 if b is not None:
                     store_token(db, partial + token, inside, n, N, sum_channels(b_sum))

@@ -25,10 +25,10 @@ CHUNK = 64  # tokens per saved state
 FIXED = 256  # tokens per block in deterministic mode
 PROGRAMS = 16384  # programs, times states per channel, that fill a device
 BLOCKS = 128  # most blocks of a sequence that are combined quickly
-TOKENS = 4  # tokens that are loaded together
+TOKENS, GRADIENT_TOKENS = 4, 4  # tokens that are loaded together
 LANES = 32  # threads of a program
 TILES = 1  # tiles of a program that walks
-GRADIENT_TILES = 2  # of one that computes gradients, which stores sums over its channels
+GRADIENT_STATES = 16  # most states per thread of one that computes gradients, which stores sums over its channels
 
 
 class SelectiveScan(Plan):
@@ -76,8 +76,14 @@ class SelectiveScan(Plan):
     def tile(self) -> dict[str, int]:
         """Channels and states of a tile, in registers and in lanes; see `chunks.py`."""
         states = next_power_of_2(self.N)
-        LN = min(states, 4)
-        return {"DP": 2 if states > 1 else 1, "NJ": states // LN, "LN": LN, "LD": LANES // LN}
+        LN = min(max(4, states // 16), states, LANES)
+        NJ, LD = states // LN, LANES // LN
+        return {"DP": 2 if NJ <= 8 and LD <= 8 else 1, "NJ": NJ, "LN": LN, "LD": LD}
+
+    @property
+    def gradient_tiles(self) -> int:
+        tile = self.tile()
+        return max(1, min(2, GRADIENT_STATES // (tile["DP"] * tile["NJ"])))
 
     def width(self, tiles: int) -> int:
         """Channels of a program."""
@@ -89,15 +95,16 @@ class SelectiveScan(Plan):
         programs = rows * cdiv(self.D, self.width(tiles))
         return LaunchSpec(kernel, programs, *numbers, **sizes, **constants, warps=1)
 
-    @property
-    def steps(self) -> dict[str, int]:
+    def steps(self, tokens: int) -> dict[str, int]:
         """Tokens of a chunk, and of a step of a loop."""
-        return {"CHUNK": min(CHUNK, next_power_of_2(self.T)), "TOKENS": min(TOKENS, next_power_of_2(self.T))}
+        length = next_power_of_2(self.T)
+        return {"CHUNK": min(CHUNK, length), "TOKENS": min(tokens, length)}
 
     @prepared
-    def walk(self, reverse: bool) -> LaunchSpec:
+    def walk(self, reverse: bool, reading: bool) -> LaunchSpec:
         """Through each block from the state before it, or in reverse from the gradient after it."""
-        return self._prepared(walk, self.blocks, TILES, **self.steps, READ=self.read, REVERSE=reverse)
+        read = self.read if reading or (reverse and self.read == "constant") else "ones"
+        return self._prepared(walk, self.blocks, TILES, **self.steps(TOKENS), READ=read, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
@@ -107,18 +114,19 @@ class SelectiveScan(Plan):
     @property
     def columns(self) -> int:
         """Blocks of channels of programs that compute gradients."""
-        return cdiv(self.D, self.width(GRADIENT_TILES))
+        return cdiv(self.D, self.width(self.gradient_tiles))
 
     @property
     def scratch(self) -> tuple[int, int, int]:
         """States that these programs store: before every few tokens of a chunk."""
-        steps, channels = self.steps, self.width(GRADIENT_TILES)
+        steps, channels = self.steps(GRADIENT_TOKENS), self.width(self.gradient_tiles)
         return self.blocks * self.columns, steps["CHUNK"] // steps["TOKENS"], channels * next_power_of_2(self.N)
 
     @prepared
     def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
-        return self._prepared(gradients, self.blocks, GRADIENT_TILES, self.B * self.T, **self.steps, READ=self.read)
+        steps = self.steps(GRADIENT_TOKENS)
+        return self._prepared(gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps, READ=self.read)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
@@ -142,9 +150,12 @@ def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], *e
         arguments: log_decay, rate, b and c.
         ends: The states at the first end, or None, and those at the other end, which are filled.
     """
+    log_decay, rate, b, c = arguments
+    each, constant = (c, None) if plan.read == "each" else (None, c)
+    weights = (each, constant) if reverse else (b, None)
     states, totals = plan.states(plan.blocks), plan.new(plan.blocks, plan.D, dtype=torch.float32)
-    plan.walk(reverse)(x, *arguments, None, states, totals, None, None, plan.layout.blocks)
-    plan.combine(reverse)(arguments[1], states, totals, *ends, plan.layout.segments)
+    plan.walk(reverse, False)(x, log_decay, rate, *weights, None, states, totals, None, None, plan.layout.blocks)
+    plan.combine(reverse)(rate, states, totals, *ends, plan.layout.segments)
     return states
 
 
@@ -165,7 +176,7 @@ def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
     y, final, states = plan.results()
     before = initial if plan.whole else cuts(plan, False, x, arguments, initial, final)
     ends = final if plan.whole else None, None, None if plan.short else states
-    plan.walk(False)(x, *arguments, before, *ends, y, plan.layout.blocks)
+    plan.walk(False, True)(x, *arguments, before, *ends, y, plan.layout.blocks)
     return y, final, states
 
 
