@@ -40,14 +40,20 @@ def block_at(blocks, block):
 
 
 @triton.jit
-def load_token(x, token, inside, at, SIZE: tl.constexpr):
-    """The numbers `at` of a token of x [tokens, SIZE], in fp32; zeros for a token that is not inside."""
-    return tl.load(x + token.to(tl.int64) * SIZE + at, mask=(at < SIZE) & inside, other=0.0).to(tl.float32)
+def row_of(x, token, SIZE: tl.constexpr):
+    """A pointer to a row of x [rows, SIZE]."""
+    return x + token.to(tl.int64) * SIZE
 
 
 @triton.jit
-def store_token(x, token, inside, at, SIZE: tl.constexpr, value):
-    tl.store(x + token.to(tl.int64) * SIZE + at, value.to(x.dtype.element_ty), mask=(at < SIZE) & inside)
+def load_row(x, inside, at, SIZE: tl.constexpr):
+    """The numbers `at` of a row of SIZE numbers, in fp32; zeros if it is not inside."""
+    return tl.load(x + at, mask=(at < SIZE) & inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(x, inside, at, SIZE: tl.constexpr, value):
+    tl.store(x + at, value.to(x.dtype.element_ty), mask=(at < SIZE) & inside)
 
 
 @triton.jit
@@ -58,10 +64,10 @@ def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr,
     """
     loaded = ()
     if x is not None:
+        row = row_of(x, start + (size - 1 - i if REVERSE else i), SIZE)
         for j in tl.static_range(TOKENS):
-            token = start + (size - 1 - i - j if REVERSE else i + j)
             for p in tl.static_range(len(at)):
-                loaded = loaded + (load_token(x, token, i + j < size, at[p], SIZE),)
+                loaded = loaded + (load_row(row + (-j if REVERSE else j) * SIZE, i + j < size, at[p], SIZE),)
     return loaded
 
 
@@ -187,6 +193,8 @@ def walk(
         next_b = load_tokens(b, start, size, i + TOKENS, (n,), N, TOKENS, REVERSE)
         if READ == "each":
             next_c = load_tokens(c, start, size, i + TOKENS, (n,), N, TOKENS, REVERSE)
+        if y is not None:
+            row = row_of(y, start + i, D)
         for j in tl.static_range(TOKENS):
             new, summed = (), ()
             for p in tl.static_range(P):
@@ -206,13 +214,13 @@ def walk(
                         out = sum_states(state * over_states(cs[j]))
                     else:
                         out = sum_states(state)
-                    store_token(y, start + i + j, i + j < size, d[p], D, out)
+                    store_row(row + j * D, i + j < size, d[p], D, out)
             h, total = new, summed
     if after is not None:
         store_states(after, block, d, n, D, N, h)
     if totals is not None:
         for p in tl.static_range(P):
-            tl.store(totals + block.to(tl.int64) * D + d[p], total[p], mask=d[p] < D)
+            store_row(row_of(totals, block, D), True, d[p], D, total[p])
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -246,7 +254,7 @@ def combine(
         store_states(states, block, d, n, D, N, h)
         new = ()
         for p in tl.static_range(P):
-            total = load_token(totals, block, True, d[p], D)
+            total = load_row(row_of(totals, block, D), True, d[p], D)
             new = new + (h[p] * decay_of(total, rates[p]) + added[p],)
         h = new
     store_states(other_end, row, d, n, D, N, h)

@@ -27,8 +27,9 @@ from .chunks import (
     over_channels,
     over_states,
     places,
+    row_of,
+    store_row,
     store_states,
-    store_token,
     sum_states,
 )
 
@@ -68,6 +69,7 @@ def gradients(
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     READ: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     block, column, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
@@ -90,13 +92,27 @@ def gradients(
         stop = tl.minimum(first + CHUNK, size)
         groups = tl.cdiv(stop - first, TOKENS)
         h = load_states(states, chunk + chunks - 1 - k, d, n, D, N)
+        if AHEAD:
+            last = first + (groups - 1) * TOKENS
+            next_dy, next_c = load_tokens(dy, start, stop, last, d, D, TOKENS, False), ()
+            if READ == "each":
+                next_c = load_tokens(c, start, stop, last, (n,), N, TOKENS, False)
+            next_x = load_tokens(x, start, stop, first, d, D, TOKENS, False)
+            next_g = load_tokens(log_decay, start, stop, first, d, D, TOKENS, False)
+            next_b = load_tokens(b, start, stop, first, (n,), N, TOKENS, False)
         for i in tl.range(0, groups):
             for p in tl.static_range(P):
                 tl.store(tile + (i * P + p) * TILE, h[p])
             if i + 1 < groups:
-                xs = load_tokens(x, start, stop, first + i * TOKENS, d, D, TOKENS, False)
-                gs = load_tokens(log_decay, start, stop, first + i * TOKENS, d, D, TOKENS, False)
-                bs = load_tokens(b, start, stop, first + i * TOKENS, (n,), N, TOKENS, False)
+                if AHEAD:
+                    xs, gs, bs = next_x, next_g, next_b
+                    next_x = load_tokens(x, start, stop, first + (i + 1) * TOKENS, d, D, TOKENS, False)
+                    next_g = load_tokens(log_decay, start, stop, first + (i + 1) * TOKENS, d, D, TOKENS, False)
+                    next_b = load_tokens(b, start, stop, first + (i + 1) * TOKENS, (n,), N, TOKENS, False)
+                else:
+                    xs = load_tokens(x, start, stop, first + i * TOKENS, d, D, TOKENS, False)
+                    gs = load_tokens(log_decay, start, stop, first + i * TOKENS, d, D, TOKENS, False)
+                    bs = load_tokens(b, start, stop, first + i * TOKENS, (n,), N, TOKENS, False)
                 for j in tl.static_range(TOKENS):
                     new = ()
                     for p in tl.static_range(P):
@@ -111,9 +127,16 @@ def gradients(
             xs = load_tokens(x, start, stop, at, d, D, TOKENS, False)
             gs = load_tokens(log_decay, start, stop, at, d, D, TOKENS, False)
             bs = load_tokens(b, start, stop, at, (n,), N, TOKENS, False)
-            dys, cs = load_tokens(dy, start, stop, at, d, D, TOKENS, False), ()
-            if READ == "each":
-                cs = load_tokens(c, start, stop, at, (n,), N, TOKENS, False)
+            if AHEAD:
+                dys, cs = next_dy, next_c
+                before_at = tl.maximum(at - TOKENS, 0)
+                next_dy = load_tokens(dy, start, stop, before_at, d, D, TOKENS, False)
+                if READ == "each":
+                    next_c = load_tokens(c, start, stop, before_at, (n,), N, TOKENS, False)
+            else:
+                dys, cs = load_tokens(dy, start, stop, at, d, D, TOKENS, False), ()
+                if READ == "each":
+                    cs = load_tokens(c, start, stop, at, (n,), N, TOKENS, False)
             decays, decayed = (), ()
             for j in tl.static_range(TOKENS):
                 new = ()
@@ -122,8 +145,14 @@ def gradients(
                     decays, decayed = decays + (decay,), decayed + (h[p] * decay,)
                     new = new + (decayed[j * P + p] + input_of(xs[j * P + p], bs, j, n, N),)
                 h = new
+            row = start + at
+            x_row, g_row = row_of(dx, row, D), row_of(dlog_decay, row, D)
+            if b is not None:
+                b_row = row_of(db, partial + row, N)
+            if READ == "each":
+                c_row = row_of(dc, partial + row, N)
             for j in tl.static_range(TOKENS - 1, -1, -1):
-                token, inside = start + at + j, at + j < stop
+                inside = at + j < stop
                 new, rate_new, read_new = (), (), ()
                 b_sum, c_sum = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
                 for p in tl.static_range(P):
@@ -146,14 +175,14 @@ def gradients(
                     else:
                         dinput = sum_states(dstate)
                     product = dstate * before
-                    store_token(dx, token, inside, d[p], D, dinput)
-                    store_token(dlog_decay, token, inside, d[p], D, sum_states(product * rates[p]))
+                    store_row(x_row + j * D, inside, d[p], D, dinput)
+                    store_row(g_row + j * D, inside, d[p], D, sum_states(product * rates[p]))
                     rate_new = rate_new + (rate_sum[p] + product * over_channels(bounded(gs[j * P + p])),)
                     new = new + (dstate * decays[j * P + p],)
                 if b is not None:
-                    store_token(db, partial + token, inside, n, N, sum_channels(b_sum))
+                    store_row(b_row + j * N, inside, n, N, sum_channels(b_sum))
                 if READ == "each":
-                    store_token(dc, partial + token, inside, n, N, sum_channels(c_sum))
+                    store_row(c_row + j * N, inside, n, N, sum_channels(c_sum))
                 if READ == "constant":
                     dread = read_new
                 dh, rate_sum = new, rate_new

@@ -26,6 +26,7 @@ FIXED = 256  # tokens per block in deterministic mode
 PROGRAMS = 16384  # programs, times states per channel, that fill a device
 BLOCKS = 128  # most blocks of a sequence that are combined quickly
 TOKENS, GRADIENT_TOKENS = 4, 4  # tokens that are loaded together
+AHEAD = True
 LANES = 32  # threads of a program
 TILES = 1  # tiles of a program that walks
 GRADIENT_STATES = 16  # most states per thread of one that computes gradients, which stores sums over its channels
@@ -126,7 +127,7 @@ class SelectiveScan(Plan):
     def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
         steps = self.steps(GRADIENT_TOKENS)
-        return self._prepared(gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps, READ=self.read)
+        return self._prepared(gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps, READ=self.read, AHEAD=AHEAD)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
