@@ -70,8 +70,26 @@ def test_a_batch_without_rows(c: str):
 
 @pytest.mark.slow
 @interpreted
-def test_chunks_and_parts_as_they_are():
+def test_chunks_and_blocks_as_they_are():
     agree(small(67))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("N", "D", "c"), [(1, 70, "ones"), (2, 40, "each step"), (16, 40, "constant"), (16, 34, "each step")]
+)
+def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_op, "CHUNK", 8)
+    monkeypatch.setattr(gpu_op, "PROGRAMS", 1)
+    agree(small(19, B=2, N=N, D=D, c=c))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("N", [2, 4, 64, 200])
+def test_every_shape_of_a_tile(N: int, short_chunks: None):
+    agree(small(18, N=N, D=9))
 
 
 @pytest.mark.slow

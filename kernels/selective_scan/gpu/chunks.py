@@ -10,8 +10,9 @@ zero, `combine` computes the states at the cuts (over a block a state decays by 
 inputs), and `walk` runs through each block again from there. On its way it stores the states before all chunks.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
+# tuples grow in loops that the compiler unrolls
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005, SIM102
 
 import triton
 import triton.language as tl
@@ -23,7 +24,9 @@ LEAST = tl.constexpr(resets.LEAST_ALONE)
 
 
 @triton.jit
-def places(program, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, NJ: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr):
+def places(
+    program, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, NJ: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr
+):
     """The row of a program, its block of channels, the channels of its P tiles, and the states of each."""
     BLOCKS: tl.constexpr = (D + P * DP * LD - 1) // (P * DP * LD)
     d = ()
@@ -176,7 +179,7 @@ def walk(
     if READ == "constant":
         read = load_states(c, block * 0, d, n, D, N)
     total = ()
-    for p in tl.static_range(P):
+    for _ in tl.static_range(P):
         total = total + (tl.zeros([DP, LD], tl.float32),)
     next_x = load_tokens(x, start, size, 0, d, D, TOKENS, REVERSE)
     next_g = load_tokens(log_decay, start, size, 0, d, D, TOKENS, REVERSE)

@@ -11,8 +11,9 @@ of these, it runs forward again, with the states of these tokens in registers, a
 Sums over blocks of channels, or over blocks of tokens, are stored as partial sums, which are added in a fixed order.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
+# tuples grow in loops that the compiler unrolls
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005
 
 import triton
 import triton.language as tl
@@ -119,11 +120,12 @@ def gradients(
                         decay = decay_of(bounded(gs[j * P + p]), rates[p])
                         new = new + (h[p] * decay + input_of(xs[j * P + p], bs, j, n, N),)
                     h = new
-        for k2 in tl.range(0, groups):
-            at = first + (groups - 1 - k2) * TOKENS
+        for i in tl.range(0, groups):
+            group = groups - 1 - i
+            at = first + group * TOKENS
             h = ()
             for p in tl.static_range(P):
-                h = h + (tl.load(tile + ((groups - 1 - k2) * P + p) * TILE),)
+                h = h + (tl.load(tile + (group * P + p) * TILE),)
             xs = load_tokens(x, start, stop, at, d, D, TOKENS, False)
             gs = load_tokens(log_decay, start, stop, at, d, D, TOKENS, False)
             bs = load_tokens(b, start, stop, at, (n,), N, TOKENS, False)

@@ -127,7 +127,9 @@ class SelectiveScan(Plan):
     def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
         steps = self.steps(GRADIENT_TOKENS)
-        return self._prepared(gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps, READ=self.read, AHEAD=AHEAD)
+        return self._prepared(
+            gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps, READ=self.read, AHEAD=AHEAD
+        )
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
@@ -165,7 +167,7 @@ def _dense(*tensors: Tensor | None) -> list[Any]:
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts of blocks of channels [n,B,T,N], or of blocks of tokens [n,D,N], to which zeros may be appended."""
+    """The sum of the parts of blocks of channels [n,B,T,N], or of blocks of tokens [n,D,N] and rows of zeros."""
     if parts.dim() == 4:
         return add_outer(parts, dtype)
     return add_parts(parts.flatten(1)[:, None], dtype).view(parts.shape[1:])
