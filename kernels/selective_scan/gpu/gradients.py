@@ -120,6 +120,7 @@ def gradients(
                         decay = decay_of(bounded(gs[j * P + p]), rates[p])
                         new = new + (h[p] * decay + input_of(xs[j * P + p], bs, j, n, N),)
                     h = new
+        tl.debug_barrier()
         for i in tl.range(0, groups):
             group = groups - 1 - i
             at = first + group * TOKENS
@@ -188,6 +189,7 @@ def gradients(
                 if READ == "constant":
                     dread = read_new
                 dh, rate_sum = new, rate_new
+        tl.debug_barrier()
     if drate is not None:
         store_states(drate, block, d, n, D, N, rate_sum)
     if READ == "constant":
