@@ -61,10 +61,7 @@ def store_row(x, inside, at, SIZE: tl.constexpr, value):
 
 @triton.jit
 def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
-    """The numbers at each of the tuple `at` of the steps i, i + 1 … i + TOKENS − 1 of a block; none if x is None.
-
-    Past the end of the block all are zeros, with which a step changes nothing.
-    """
+    """The numbers at each of the tuple `at` of the steps i to i + TOKENS − 1 of a block, zeros past its end."""
     loaded = ()
     if x is not None:
         row = row_of(x, start + (size - 1 - i if REVERSE else i), SIZE)
@@ -72,6 +69,29 @@ def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr,
             for p in tl.static_range(len(at)):
                 loaded = loaded + (load_row(row + (-j if REVERSE else j) * SIZE, i + j < size, at[p], SIZE),)
     return loaded
+
+
+@triton.jit
+def load_steps(
+    x,
+    log_decay,
+    b,
+    c,
+    start,
+    size,
+    i,
+    d,
+    n,
+    D: tl.constexpr,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
+    """What the steps i to i + TOKENS − 1 of a block read, an empty tuple for None. Past its end they change nothing."""
+    xs = load_tokens(x, start, size, i, d, D, TOKENS, REVERSE)
+    gs = load_tokens(log_decay, start, size, i, d, D, TOKENS, REVERSE)
+    bs = load_tokens(b, start, size, i, (n,), N, TOKENS, REVERSE)
+    return xs, gs, bs, load_tokens(c, start, size, i, (n,), N, TOKENS, REVERSE)
 
 
 @triton.jit
@@ -108,29 +128,17 @@ def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, tiles):
 
 
 @triton.jit
-def over_channels(x):
-    """x [DP, LD], for a tile of states."""
-    return x[:, None, None, :]
-
-
-@triton.jit
-def over_states(x):
-    """x [NJ, LN], for a tile of states."""
-    return x[None, :, :, None]
-
-
-@triton.jit
 def decay_of(log_decay, rate):
-    return exp2(over_channels(log_decay) * (rate * LOG2E))
+    return exp2(log_decay[:, None, None, :] * (rate * LOG2E))
 
 
 @triton.jit
 def input_of(x, b, j: tl.constexpr, n, N: tl.constexpr):
     """x b_j, what is added to the states; without weights, b is empty, and they are ones."""
     if len(b) > 0:
-        return over_states(b[j]) * over_channels(x)
+        return b[j][None, :, :, None] * x[:, None, None, :]
     # states beyond N fill a block, and are summed with the others where nothing reads them
-    return tl.where(over_states(n < N), over_channels(x), 0.0)
+    return tl.where((n < N)[None, :, :, None], x[:, None, None, :], 0.0)
 
 
 @triton.jit
@@ -146,6 +154,7 @@ def walk(
     rate,
     b,
     c,
+    read,
     before,
     after,
     totals,
@@ -161,7 +170,6 @@ def walk(
     LD: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
-    READ: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
     """Walk through each block from the states `before` it, or zeros, with the next TOKENS tokens loaded ahead.
@@ -169,33 +177,24 @@ def walk(
     Written are, each unless it is None: the states after the block, its summed log decays, the states before each of
     its chunks, and y.
 
-    REVERSE: x is the gradient of the output, b the weights it is read with, or c if they are constant, and `after` the
-    block's part of the gradient of the state before it.
+    `read` is c if it is constant. REVERSE: x is the gradient of the output, b what it is read with unless that is
+    constant, and `after` the block's part of the gradient of the state before it.
     """
     block, _, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
     rates = load_states(rate, block * 0, d, n, D, N)
     h = load_states(before, block, d, n, D, N)
-    if READ == "constant":
-        read = load_states(c, block * 0, d, n, D, N)
+    weights = load_states(read, block * 0, d, n, D, N)
     total = ()
     for _ in tl.static_range(P):
         total = total + (tl.zeros([DP, LD], tl.float32),)
-    next_x = load_tokens(x, start, size, 0, d, D, TOKENS, REVERSE)
-    next_g = load_tokens(log_decay, start, size, 0, d, D, TOKENS, REVERSE)
-    next_b, next_c = load_tokens(b, start, size, 0, (n,), N, TOKENS, REVERSE), ()
-    if READ == "each":
-        next_c = load_tokens(c, start, size, 0, (n,), N, TOKENS, REVERSE)
+    ahead = load_steps(x, log_decay, b, c, start, size, 0, d, n, D, N, TOKENS, REVERSE)
     for i in tl.range(0, size, TOKENS):
         if states is not None:
             if i % CHUNK == 0:
                 store_states(states, chunk + i // CHUNK, d, n, D, N, h)
-        xs, gs, bs, cs = next_x, next_g, next_b, next_c
-        next_x = load_tokens(x, start, size, i + TOKENS, d, D, TOKENS, REVERSE)
-        next_g = load_tokens(log_decay, start, size, i + TOKENS, d, D, TOKENS, REVERSE)
-        next_b = load_tokens(b, start, size, i + TOKENS, (n,), N, TOKENS, REVERSE)
-        if READ == "each":
-            next_c = load_tokens(c, start, size, i + TOKENS, (n,), N, TOKENS, REVERSE)
+        xs, gs, bs, cs = ahead
+        ahead = load_steps(x, log_decay, b, c, start, size, i + TOKENS, d, n, D, N, TOKENS, REVERSE)
         if y is not None:
             row = row_of(y, start + i, D)
         for j in tl.static_range(TOKENS):
@@ -203,21 +202,19 @@ def walk(
             for p in tl.static_range(P):
                 step = bounded(gs[j * P + p])
                 decay = decay_of(step, rates[p])
-                if REVERSE and READ == "constant":
-                    state = (h[p] + read[p] * over_channels(xs[j * P + p])) * decay
-                elif REVERSE:
-                    state = (h[p] + input_of(xs[j * P + p], bs, j, n, N)) * decay
-                else:
+                if not REVERSE:
                     state = h[p] * decay + input_of(xs[j * P + p], bs, j, n, N)
+                elif read is not None:
+                    state = (h[p] + weights[p] * xs[j * P + p][:, None, None, :]) * decay
+                else:
+                    state = (h[p] + input_of(xs[j * P + p], bs, j, n, N)) * decay
                 new, summed = new + (state,), summed + (total[p] + step,)
                 if y is not None:
-                    if READ == "constant":
-                        out = sum_states(state * read[p])
-                    elif READ == "each":
-                        out = sum_states(state * over_states(cs[j]))
-                    else:
-                        out = sum_states(state)
-                    store_row(row + j * D, i + j < size, d[p], D, out)
+                    if read is not None:
+                        state *= weights[p]
+                    elif c is not None:
+                        state *= cs[j][None, :, :, None]
+                    store_row(row + j * D, i + j < size, d[p], D, sum_states(state))
             h, total = new, summed
     if after is not None:
         store_states(after, block, d, n, D, N, h)

@@ -24,9 +24,7 @@ from .chunks import (
     decay_of,
     input_of,
     load_states,
-    load_tokens,
-    over_channels,
-    over_states,
+    load_steps,
     places,
     row_of,
     store_row,
@@ -48,6 +46,7 @@ def gradients(
     rate,
     b,
     c,
+    read,
     states,
     after,
     dy,
@@ -69,8 +68,6 @@ def gradients(
     LD: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
-    READ: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     block, column, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
@@ -78,8 +75,7 @@ def gradients(
     dh = load_states(after, block, d, n, D, N)
     zeros = load_states(None, block, d, n, D, N)
     rate_sum, dread = zeros, zeros
-    if READ == "constant":
-        read = load_states(c, block * 0, d, n, D, N)
+    weights = load_states(read, block * 0, d, n, D, N)
     TILE: tl.constexpr = DP * NJ * LN * LD
     # numbers of one thread are contiguous: [LN, LD, DP, NJ]
     lane = tl.arange(0, LN)[:, None] * LD + tl.arange(0, LD)[None, :]
@@ -93,27 +89,16 @@ def gradients(
         stop = tl.minimum(first + CHUNK, size)
         groups = tl.cdiv(stop - first, TOKENS)
         h = load_states(states, chunk + chunks - 1 - k, d, n, D, N)
-        if AHEAD:
-            last = first + (groups - 1) * TOKENS
-            next_dy, next_c = load_tokens(dy, start, stop, last, d, D, TOKENS, False), ()
-            if READ == "each":
-                next_c = load_tokens(c, start, stop, last, (n,), N, TOKENS, False)
-            next_x = load_tokens(x, start, stop, first, d, D, TOKENS, False)
-            next_g = load_tokens(log_decay, start, stop, first, d, D, TOKENS, False)
-            next_b = load_tokens(b, start, stop, first, (n,), N, TOKENS, False)
+        last = first + (groups - 1) * TOKENS
+        ahead = load_steps(x, log_decay, b, None, start, stop, first, d, n, D, N, TOKENS, False)
+        back = load_steps(dy, None, None, c, start, stop, last, d, n, D, N, TOKENS, False)
         for i in tl.range(0, groups):
             for p in tl.static_range(P):
                 tl.store(tile + (i * P + p) * TILE, h[p])
             if i + 1 < groups:
-                if AHEAD:
-                    xs, gs, bs = next_x, next_g, next_b
-                    next_x = load_tokens(x, start, stop, first + (i + 1) * TOKENS, d, D, TOKENS, False)
-                    next_g = load_tokens(log_decay, start, stop, first + (i + 1) * TOKENS, d, D, TOKENS, False)
-                    next_b = load_tokens(b, start, stop, first + (i + 1) * TOKENS, (n,), N, TOKENS, False)
-                else:
-                    xs = load_tokens(x, start, stop, first + i * TOKENS, d, D, TOKENS, False)
-                    gs = load_tokens(log_decay, start, stop, first + i * TOKENS, d, D, TOKENS, False)
-                    bs = load_tokens(b, start, stop, first + i * TOKENS, (n,), N, TOKENS, False)
+                xs, gs, bs, _ = ahead
+                after_at = first + (i + 1) * TOKENS
+                ahead = load_steps(x, log_decay, b, None, start, stop, after_at, d, n, D, N, TOKENS, False)
                 for j in tl.static_range(TOKENS):
                     new = ()
                     for p in tl.static_range(P):
@@ -127,19 +112,10 @@ def gradients(
             h = ()
             for p in tl.static_range(P):
                 h = h + (tl.load(tile + (group * P + p) * TILE),)
-            xs = load_tokens(x, start, stop, at, d, D, TOKENS, False)
-            gs = load_tokens(log_decay, start, stop, at, d, D, TOKENS, False)
-            bs = load_tokens(b, start, stop, at, (n,), N, TOKENS, False)
-            if AHEAD:
-                dys, cs = next_dy, next_c
-                before_at = tl.maximum(at - TOKENS, 0)
-                next_dy = load_tokens(dy, start, stop, before_at, d, D, TOKENS, False)
-                if READ == "each":
-                    next_c = load_tokens(c, start, stop, before_at, (n,), N, TOKENS, False)
-            else:
-                dys, cs = load_tokens(dy, start, stop, at, d, D, TOKENS, False), ()
-                if READ == "each":
-                    cs = load_tokens(c, start, stop, at, (n,), N, TOKENS, False)
+            xs, gs, bs, _ = load_steps(x, log_decay, b, None, start, stop, at, d, n, D, N, TOKENS, False)
+            dys, _, _, cs = back
+            before_at = tl.maximum(at - TOKENS, 0)
+            back = load_steps(dy, None, None, c, start, stop, before_at, d, n, D, N, TOKENS, False)
             decays, decayed = (), ()
             for j in tl.static_range(TOKENS):
                 new = ()
@@ -152,47 +128,45 @@ def gradients(
             x_row, g_row = row_of(dx, row, D), row_of(dlog_decay, row, D)
             if b is not None:
                 b_row = row_of(db, partial + row, N)
-            if READ == "each":
+            if c is not None:
                 c_row = row_of(dc, partial + row, N)
             for j in tl.static_range(TOKENS - 1, -1, -1):
                 inside = at + j < stop
                 new, rate_new, read_new = (), (), ()
                 b_sum, c_sum = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
                 for p in tl.static_range(P):
-                    added, arriving = over_channels(xs[j * P + p]), over_channels(dys[j * P + p])
+                    added, arriving = xs[j * P + p][:, None, None, :], dys[j * P + p][:, None, None, :]
                     before = decayed[j * P + p]
                     # the state of this token, and the gradient that arrives at it
-                    if READ == "ones":
-                        dstate = dh[p] + input_of(dys[j * P + p], (), j, n, N)
+                    seen = (before + input_of(xs[j * P + p], bs, j, n, N)) * arriving
+                    if read is not None:
+                        read_new = read_new + (dread[p] + seen,)
+                        dstate = dh[p] + weights[p] * arriving
+                    elif c is not None:
+                        c_sum += seen
+                        dstate = dh[p] + cs[j][None, :, :, None] * arriving
                     else:
-                        seen = (before + input_of(xs[j * P + p], bs, j, n, N)) * arriving
-                        if READ == "constant":
-                            read_new = read_new + (dread[p] + seen,)
-                            dstate = dh[p] + read[p] * arriving
-                        else:
-                            c_sum += seen
-                            dstate = dh[p] + over_states(cs[j]) * arriving
+                        dstate = dh[p] + input_of(dys[j * P + p], (), j, n, N)
+                    dinput = dstate
                     if b is not None:
                         b_sum += dstate * added
-                        dinput = sum_states(dstate * over_states(bs[j]))
-                    else:
-                        dinput = sum_states(dstate)
+                        dinput *= bs[j][None, :, :, None]
                     product = dstate * before
-                    store_row(x_row + j * D, inside, d[p], D, dinput)
+                    store_row(x_row + j * D, inside, d[p], D, sum_states(dinput))
                     store_row(g_row + j * D, inside, d[p], D, sum_states(product * rates[p]))
-                    rate_new = rate_new + (rate_sum[p] + product * over_channels(bounded(gs[j * P + p])),)
+                    rate_new = rate_new + (rate_sum[p] + product * bounded(gs[j * P + p])[:, None, None, :],)
                     new = new + (dstate * decays[j * P + p],)
                 if b is not None:
                     store_row(b_row + j * N, inside, n, N, sum_channels(b_sum))
-                if READ == "each":
+                if c is not None:
                     store_row(c_row + j * N, inside, n, N, sum_channels(c_sum))
-                if READ == "constant":
+                if read is not None:
                     dread = read_new
                 dh, rate_sum = new, rate_new
         tl.debug_barrier()
     if drate is not None:
         store_states(drate, block, d, n, D, N, rate_sum)
-    if READ == "constant":
+    if read is not None:
         store_states(dc, block, d, n, D, N, dread)
     if dinitial is not None:
         store_states(dinitial, block, d, n, D, N, dh)

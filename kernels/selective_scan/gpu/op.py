@@ -26,7 +26,6 @@ FIXED = 256  # tokens per block in deterministic mode
 PROGRAMS = 16384  # programs, times states per channel, that fill a device
 BLOCKS = 128  # most blocks of a sequence that are combined quickly
 TOKENS, GRADIENT_TOKENS = 4, 4  # tokens that are loaded together
-AHEAD = True
 LANES = 32  # threads of a program
 TILES = 1  # tiles of a program that walks
 GRADIENT_STATES = 16  # most states per thread of one that computes gradients, which stores sums over its channels
@@ -38,14 +37,13 @@ class SelectiveScan(Plan):
     Args:
         shape: Shape of x [B,T,D].
         states: States N per channel.
-        read: What c is: ones, constant or each (one per token).
         documents: Number of documents packed into one row; None without packing.
         x: Dtype and device of x.
     """
 
-    def __init__(self, shape: torch.Size, states: int, read: str, documents: int | None, *x: Any):
+    def __init__(self, shape: torch.Size, states: int, documents: int | None, *x: Any):
         super().__init__(*x)
-        (self.B, self.T, self.D), self.N, self.read = shape, states, read
+        (self.B, self.T, self.D), self.N = shape, states
         self.length = FIXED if self.deterministic else self._length()
         self.per_row = cdiv(self.T, self.length)
         # every sequence is a single block; not in deterministic mode, since states that are combined round differently
@@ -102,10 +100,9 @@ class SelectiveScan(Plan):
         return {"CHUNK": min(CHUNK, length), "TOKENS": min(tokens, length)}
 
     @prepared
-    def walk(self, reverse: bool, reading: bool) -> LaunchSpec:
+    def walk(self, reverse: bool) -> LaunchSpec:
         """Through each block from the state before it, or in reverse from the gradient after it."""
-        read = self.read if reading or (reverse and self.read == "constant") else "ones"
-        return self._prepared(walk, self.blocks, TILES, **self.steps(TOKENS), READ=read, REVERSE=reverse)
+        return self._prepared(walk, self.blocks, TILES, **self.steps(TOKENS), REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
@@ -127,43 +124,42 @@ class SelectiveScan(Plan):
     def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
         steps = self.steps(GRADIENT_TOKENS)
-        return self._prepared(
-            gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps, READ=self.read, AHEAD=AHEAD
-        )
+        return self._prepared(gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
     """The arguments of the plan."""
-    read = "ones" if a.c is None else "constant" if a.c.dim() == 2 else "each"
     documents = None if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
-    return a.x.shape, a.rate.shape[1], read, documents, a.x.dtype, a.x.device
+    return a.x.shape, a.rate.shape[1], documents, a.x.dtype, a.x.device
 
 
 def _plan_of(a: Scan) -> SelectiveScan:
     return SelectiveScan.of(a.cu_seqlens, a.x.shape[1], *sizes(a))
 
 
-def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], *ends: Any) -> Tensor:
+def _dense(*tensors: Tensor | None) -> list[Any]:
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+def _inputs(a: Scan) -> tuple[list[Any], Tensor | None]:
+    """x, log_decay, rate, b, and c twice: per token and constant, one of which is None; and the initial state."""
+    *inputs, c, initial = _dense(*a[:6])
+    return [*inputs, *((None, c) if c is not None and c.dim() == 2 else (c, None))], initial
+
+
+def cuts(plan: SelectiveScan, reverse: bool, inputs: list[Any], *ends: Any) -> Tensor:
     """Return the states before all blocks, or in reverse the gradients after them.
 
     Args:
         plan: Sizes and launches.
         reverse: Whether it is about the gradients.
-        x: Inputs, or in reverse the gradients of the outputs.
-        arguments: log_decay, rate, b and c.
+        inputs: What the kernel reads of each token, and constants.
         ends: The states at the first end, or None, and those at the other end, which are filled.
     """
-    log_decay, rate, b, c = arguments
-    each, constant = (c, None) if plan.read == "each" else (None, c)
-    weights = (each, constant) if reverse else (b, None)
     states, totals = plan.states(plan.blocks), plan.new(plan.blocks, plan.D, dtype=torch.float32)
-    plan.walk(reverse, False)(x, log_decay, rate, *weights, None, states, totals, None, None, plan.layout.blocks)
-    plan.combine(reverse)(rate, states, totals, *ends, plan.layout.segments)
+    plan.walk(reverse)(*inputs, None, states, totals, None, None, plan.layout.blocks)
+    plan.combine(reverse)(inputs[2], states, totals, *ends, plan.layout.segments)
     return states
-
-
-def _dense(*tensors: Tensor | None) -> list[Any]:
-    return [None if x is None else x.contiguous() for x in tensors]
 
 
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,22 +170,22 @@ def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _plan_of(args)
-    x, *arguments, initial = _dense(*args[:6])
+    plan, (inputs, initial) = _plan_of(args), _inputs(args)
     y, final, states = plan.results()
-    before = initial if plan.whole else cuts(plan, False, x, arguments, initial, final)
+    before = initial if plan.whole else cuts(plan, False, [*inputs[:4], None, None], initial, final)
     ends = final if plan.whole else None, None, None if plan.short else states
-    plan.walk(False, True)(x, *arguments, before, *ends, y, plan.layout.blocks)
+    plan.walk(False)(*inputs, before, *ends, y, plan.layout.blocks)
     return y, final, states
 
 
 def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
-    plan, (_, log_decay, rate, b, c, initial_state, _) = _plan_of(args), args
-    x, *arguments, initial, dy, dfinal = _dense(*args[:6], dy, dfinal)
-    dy = torch.zeros_like(x) if dy is None else dy
+    plan, (x, log_decay, rate, b, c, initial_state, _), (inputs, initial) = _plan_of(args), args, _inputs(args)
+    dy, dfinal = _dense(torch.zeros_like(x) if dy is None else dy, dfinal)
     dinitial = plan.states(plan.S)
-    first = initial if plan.short else states
-    after = dfinal if plan.whole else cuts(plan, True, dy, arguments, dfinal, dinitial)
+    first, after = initial if plan.short else states, dfinal
+    if not plan.whole:
+        _, g, r, _, each, constant = inputs
+        after = cuts(plan, True, [dy, g, r, each, None, constant], dfinal, dinitial)
     scratch = plan.new(*plan.scratch, dtype=torch.float32)
     dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
     drate = plan.states(plan.blocks) if needed.rate else None
@@ -198,7 +194,7 @@ def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | 
     if c is not None:
         dc = plan.states(plan.blocks) if c.dim() == 2 else plan.new(plan.columns, *c.shape, dtype=torch.float32)
     tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
-    plan.gradients()(x, *arguments, *tensors, plan.layout.blocks)
+    plan.gradients()(*inputs, *tensors, plan.layout.blocks)
     parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c)}
     summed = {name: None if g is None or z is None else _sum(g, z.dtype) for name, (g, z) in parts.items()}
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
