@@ -73,23 +73,11 @@ def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr,
 
 @triton.jit
 def load_steps(
-    x,
-    log_decay,
-    b,
-    c,
-    start,
-    size,
-    i,
-    d,
-    n,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    TOKENS: tl.constexpr,
-    REVERSE: tl.constexpr,
+    x, g, b, c, start, size, i, d, n, D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr
 ):
     """What the steps i to i + TOKENS − 1 of a block read, an empty tuple for None. Past its end they change nothing."""
     xs = load_tokens(x, start, size, i, d, D, TOKENS, REVERSE)
-    gs = load_tokens(log_decay, start, size, i, d, D, TOKENS, REVERSE)
+    gs = load_tokens(g, start, size, i, d, D, TOKENS, REVERSE)
     bs = load_tokens(b, start, size, i, (n,), N, TOKENS, REVERSE)
     return xs, gs, bs, load_tokens(c, start, size, i, (n,), N, TOKENS, REVERSE)
 

@@ -95,8 +95,8 @@ class SelectiveScan(Plan):
         return LaunchSpec(kernel, programs, *numbers, **sizes, **constants, warps=1)
 
     def steps(self, tokens: int) -> dict[str, int]:
-        """Tokens of a chunk, and of a step of a loop."""
-        length = next_power_of_2(self.T)
+        """Tokens of a chunk, and of a step of a loop; in deterministic mode one compiled kernel serves all lengths."""
+        length = CHUNK if self.deterministic else next_power_of_2(self.T)
         return {"CHUNK": min(CHUNK, length), "TOKENS": min(tokens, length)}
 
     @prepared
