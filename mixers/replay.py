@@ -43,11 +43,11 @@ class Chunk(NamedTuple):
         whole = list(tree_leaves(new))
         for streams, memory in self.inputs.items():
             # others are constants, which looked like a stream of all tokens
-            given = [stream for stream in streams if whole[stream[0]].shape[:2] == (len(self.at), 1)]
-            row = _row([whole[number] for number, *_ in given], given, memory)
+            new_ones = [stream for stream in streams if whole[stream[0]].shape[:2] == (len(self.at), 1)]
+            row = _row([whole[number] for number, *_ in new_ones], new_ones, memory)
             if row is not None:
                 memory.flatten(0, 1).index_copy_(0, self.at, row)
-            for number, offset, strides in given:
+            for number, offset, strides in new_ones:
                 part = whole[number]
                 shape = (*memory.shape[:2], *part.shape[2:])
                 view = memory.as_strided(shape, (*memory.stride()[:2], *strides), memory.storage_offset() + offset)
