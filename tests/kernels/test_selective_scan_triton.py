@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 8 tokens, two or more in a block, and two blocks or more."""
     monkeypatch.setattr(gpu_op, "CHUNK", 8)
-    monkeypatch.setattr(gpu_op, "PROGRAMS", 1 << 20)
+    monkeypatch.setattr(gpu_op, "STATES", 1 << 20)
     monkeypatch.setattr(gpu_op, "BLOCKS", 2)
 
 
@@ -81,7 +81,7 @@ def test_chunks_and_blocks_as_they_are():
 )
 def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(gpu_op, "CHUNK", 8)
-    monkeypatch.setattr(gpu_op, "PROGRAMS", 1)
+    monkeypatch.setattr(gpu_op, "STATES", 1)
     agree(small(19, B=2, N=N, D=D, c=c))
 
 

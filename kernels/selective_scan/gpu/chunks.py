@@ -1,9 +1,9 @@
 """The forward pass of the selective scan in Triton, and what both directions share.
 
-A program is one warp, which walks through a block of tokens with the states of a few channels in registers. Its tiles
-of states [DP, NJ, LN, LD] have LN·LD lanes: a thread holds NJ states, n = ln·NJ + nj, of DP channels d = dp·LD + ld. It
-holds P tiles, whose products with x and c are added before sums over lanes. Tiles of channels have fewer elements than
-a warp has threads, since Triton then loads them where they are used, without an exchange between threads.
+A program is one warp, which walks through a block of tokens with the states of a few channels in registers. Its tile of
+states [DP, NJ, LN, LD] has LN·LD lanes: a thread holds NJ states, n = ln·NJ + nj, of DP channels d = dp·LD + ld. A tile
+of channels [DP, LD] has at most as many elements as a warp has threads, since Triton then loads them where they are
+used, without an exchange between threads.
 
 Where few programs would run, sequences are cut into several blocks: `walk` runs through each block from a state of
 zero, `combine` computes the states at the cuts (over a block a state decays by exp(rate · Σ log_decay), whatever the
@@ -12,7 +12,7 @@ inputs), and `walk` runs through each block again from there. On its way it stor
 
 # tuples grow in loops that the compiler unrolls
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
-# ruff: noqa: RUF005, SIM102
+# ruff: noqa: RET505, RUF005, SIM102
 
 import triton
 import triton.language as tl
@@ -24,16 +24,12 @@ LEAST = tl.constexpr(resets.LEAST_ALONE)
 
 
 @triton.jit
-def places(
-    program, D: tl.constexpr, P: tl.constexpr, DP: tl.constexpr, NJ: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr
-):
-    """The row of a program, its block of channels, the channels of its P tiles, and the states of each."""
-    BLOCKS: tl.constexpr = (D + P * DP * LD - 1) // (P * DP * LD)
-    d = ()
-    for p in tl.static_range(P):
-        first = (program % BLOCKS * P + p) * DP * LD
-        d = d + (first + tl.arange(0, DP)[:, None] * LD + tl.arange(0, LD)[None, :],)
-    return program // BLOCKS, program % BLOCKS, d, tl.arange(0, NJ)[:, None] + tl.arange(0, LN)[None, :] * NJ
+def places(program, D: tl.constexpr, DP: tl.constexpr, NJ: tl.constexpr, LN: tl.constexpr, LD: tl.constexpr):
+    """The row of a program, its block of channels, its channels [DP, LD] and its states [NJ, LN]."""
+    BLOCKS: tl.constexpr = (D + DP * LD - 1) // (DP * LD)
+    column = program % BLOCKS
+    d = column * (DP * LD) + tl.arange(0, DP)[:, None] * LD + tl.arange(0, LD)[None, :]
+    return program // BLOCKS, column, d, tl.arange(0, NJ)[:, None] + tl.arange(0, LN)[None, :] * NJ
 
 
 @triton.jit
@@ -61,13 +57,12 @@ def store_row(x, inside, at, SIZE: tl.constexpr, value):
 
 @triton.jit
 def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr):
-    """The numbers at each of the tuple `at` of the steps i to i + TOKENS − 1 of a block, zeros past its end."""
+    """The numbers `at` of the steps i to i + TOKENS − 1 of a block, zeros past its end; an empty tuple for None."""
     loaded = ()
     if x is not None:
         row = row_of(x, start + (size - 1 - i if REVERSE else i), SIZE)
         for j in tl.static_range(TOKENS):
-            for p in tl.static_range(len(at)):
-                loaded = loaded + (load_row(row + (-j if REVERSE else j) * SIZE, i + j < size, at[p], SIZE),)
+            loaded = loaded + (load_row(row + (-j if REVERSE else j) * SIZE, i + j < size, at, SIZE),)
     return loaded
 
 
@@ -75,11 +70,11 @@ def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr,
 def load_steps(
     x, g, b, c, start, size, i, d, n, D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """What the steps i to i + TOKENS − 1 of a block read, an empty tuple for None. Past its end they change nothing."""
+    """What the steps i to i + TOKENS − 1 of a block read. Steps past its end change nothing."""
     xs = load_tokens(x, start, size, i, d, D, TOKENS, REVERSE)
     gs = load_tokens(g, start, size, i, d, D, TOKENS, REVERSE)
-    bs = load_tokens(b, start, size, i, (n,), N, TOKENS, REVERSE)
-    return xs, gs, bs, load_tokens(c, start, size, i, (n,), N, TOKENS, REVERSE)
+    bs = load_tokens(b, start, size, i, n, N, TOKENS, REVERSE)
+    return xs, gs, bs, load_tokens(c, start, size, i, n, N, TOKENS, REVERSE)
 
 
 @triton.jit
@@ -97,22 +92,18 @@ def states_at(row, d, n, D: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def load_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr):
-    """The tiles of a row of x [rows, D, N] in fp32, or zeros if x is None."""
-    tiles = ()
-    for p in tl.static_range(len(d)):
-        if x is None:
-            tiles = tiles + (tl.zeros([d[p].shape[0], n.shape[0], n.shape[1], d[p].shape[1]], tl.float32),)
-        else:
-            at, exists = states_at(row, d[p], n, D, N)
-            tiles = tiles + (tl.load(x + at, mask=exists, other=0.0).to(tl.float32),)
-    return tiles
+    """The tile of a row of x [rows, D, N] in fp32, or zeros if x is None."""
+    if x is None:
+        return tl.zeros([d.shape[0], n.shape[0], n.shape[1], d.shape[1]], tl.float32)
+    else:
+        at, exists = states_at(row, d, n, D, N)
+        return tl.load(x + at, mask=exists, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, tiles):
-    for p in tl.static_range(len(d)):
-        at, exists = states_at(row, d[p], n, D, N)
-        tl.store(x + at, tiles[p], mask=exists)
+def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
+    at, exists = states_at(row, d, n, D, N)
+    tl.store(x + at, value, mask=exists)
 
 
 @triton.jit
@@ -125,7 +116,7 @@ def input_of(x, b, j: tl.constexpr, n, N: tl.constexpr):
     """x b_j, what is added to the states; without weights, b is empty, and they are ones."""
     if len(b) > 0:
         return b[j][None, :, :, None] * x[:, None, None, :]
-    # states beyond N fill a block, and are summed with the others where nothing reads them
+    # states beyond N fill a tile, and are summed with the others where nothing reads them
     return tl.where((n < N)[None, :, :, None], x[:, None, None, :], 0.0)
 
 
@@ -151,7 +142,6 @@ def walk(
     blocks,
     D: tl.constexpr,
     N: tl.constexpr,
-    P: tl.constexpr,
     DP: tl.constexpr,
     NJ: tl.constexpr,
     LN: tl.constexpr,
@@ -168,14 +158,12 @@ def walk(
     `read` is c if it is constant. REVERSE: x is the gradient of the output, b what it is read with unless that is
     constant, and `after` the block's part of the gradient of the state before it.
     """
-    block, _, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
+    block, _, d, n = places(tl.program_id(0), D, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
     rates = load_states(rate, block * 0, d, n, D, N)
-    h = load_states(before, block, d, n, D, N)
     weights = load_states(read, block * 0, d, n, D, N)
-    total = ()
-    for _ in tl.static_range(P):
-        total = total + (tl.zeros([DP, LD], tl.float32),)
+    h = load_states(before, block, d, n, D, N)
+    total = tl.zeros([DP, LD], tl.float32)
     ahead = load_steps(x, log_decay, b, c, start, size, 0, d, n, D, N, TOKENS, REVERSE)
     for i in tl.range(0, size, TOKENS):
         if states is not None:
@@ -186,29 +174,27 @@ def walk(
         if y is not None:
             row = row_of(y, start + i, D)
         for j in tl.static_range(TOKENS):
-            new, summed = (), ()
-            for p in tl.static_range(P):
-                step = bounded(gs[j * P + p])
-                decay = decay_of(step, rates[p])
-                if not REVERSE:
-                    state = h[p] * decay + input_of(xs[j * P + p], bs, j, n, N)
-                elif read is not None:
-                    state = (h[p] + weights[p] * xs[j * P + p][:, None, None, :]) * decay
+            step = bounded(gs[j])
+            decay = decay_of(step, rates)
+            if not REVERSE:
+                h = h * decay + input_of(xs[j], bs, j, n, N)
+            elif read is not None:
+                h = (h + weights * xs[j][:, None, None, :]) * decay
+            else:
+                h = (h + input_of(xs[j], bs, j, n, N)) * decay
+            total += step
+            if y is not None:
+                if read is not None:
+                    out = h * weights
+                elif c is not None:
+                    out = h * cs[j][None, :, :, None]
                 else:
-                    state = (h[p] + input_of(xs[j * P + p], bs, j, n, N)) * decay
-                new, summed = new + (state,), summed + (total[p] + step,)
-                if y is not None:
-                    if read is not None:
-                        state *= weights[p]
-                    elif c is not None:
-                        state *= cs[j][None, :, :, None]
-                    store_row(row + j * D, i + j < size, d[p], D, sum_states(state))
-            h, total = new, summed
+                    out = h
+                store_row(row + j * D, i + j < size, d, D, sum_states(out))
     if after is not None:
         store_states(after, block, d, n, D, N, h)
     if totals is not None:
-        for p in tl.static_range(P):
-            store_row(row_of(totals, block, D), True, d[p], D, total[p])
+        store_row(row_of(totals, block, D), True, d, D, total)
 
 
 @triton.jit(do_not_specialize=["length"])
@@ -222,7 +208,6 @@ def combine(
     length,  # tokens of a block
     D: tl.constexpr,
     N: tl.constexpr,
-    P: tl.constexpr,
     DP: tl.constexpr,
     NJ: tl.constexpr,
     LN: tl.constexpr,
@@ -230,7 +215,7 @@ def combine(
     REVERSE: tl.constexpr,
 ):
     """Replace what each block adds by the state before it, or in reverse by the gradient of the state after it."""
-    row, _, d, n = places(tl.program_id(0), D, P, DP, NJ, LN, LD)
+    row, _, d, n = places(tl.program_id(0), D, DP, NJ, LN, LD)
     start, stop, _ = segment_at(segments, row)
     first = tl.load(segments + row * 5 + 3)
     rates = load_states(rate, row * 0, d, n, D, N)
@@ -239,10 +224,7 @@ def combine(
     for i in tl.range(0, count):
         block = first + (count - 1 - i if REVERSE else i)
         added = load_states(states, block, d, n, D, N)
+        decay = decay_of(load_row(row_of(totals, block, D), True, d, D), rates)
         store_states(states, block, d, n, D, N, h)
-        new = ()
-        for p in tl.static_range(P):
-            total = load_row(row_of(totals, block, D), True, d[p], D)
-            new = new + (h[p] * decay_of(total, rates[p]) + added[p],)
-        h = new
+        h = h * decay + added
     store_states(other_end, row, d, n, D, N, h)

@@ -22,17 +22,14 @@ from .chunks import combine, walk
 from .gradients import gradients
 
 CHUNK = 64  # tokens per saved state
-FIXED = 256  # tokens per block in deterministic mode
-PROGRAMS = 16384  # programs, times states per channel, that fill a device
+STATES = 16384  # programs, times up to 16 states per channel, that fill a device
 BLOCKS = 128  # most blocks of a sequence that are combined quickly
-TOKENS, GRADIENT_TOKENS = 4, 4  # tokens that are loaded together
+TOKENS, GRADIENT_TOKENS = 8, 4  # tokens that are loaded together
 LANES = 32  # threads of a program
-TILES = 1  # tiles of a program that walks
-GRADIENT_STATES = 16  # most states per thread of one that computes gradients, which stores sums over its channels
 
 
 class SelectiveScan(Plan):
-    """The plan of a call over S sequences, which have at most `slots` chunks and `rows` blocks.
+    """The plan of a call over S sequences, which have at most `slots` chunks.
 
     Args:
         shape: Shape of x [B,T,D].
@@ -44,20 +41,28 @@ class SelectiveScan(Plan):
     def __init__(self, shape: torch.Size, states: int, documents: int | None, *x: Any):
         super().__init__(*x)
         (self.B, self.T, self.D), self.N = shape, states
-        self.length = FIXED if self.deterministic else self._length()
+        # channels and states of a tile, in registers and in lanes; see `chunks.py`
+        padded = next_power_of_2(states)
+        LN = min(max(4, padded // 16), padded, LANES)
+        NJ, LD = padded // LN, LANES // LN
+        self.tile = {"DP": 2 if NJ <= 8 and LD <= 8 else 1, "NJ": NJ, "LN": LN, "LD": LD}
+        self.columns = cdiv(self.D, self.tile["DP"] * LD)  # blocks of channels, one per program
+        self.length = CHUNK if self.deterministic else self._length()
         self.per_row = cdiv(self.T, self.length)
         # every sequence is a single block; not in deterministic mode, since states that are combined round differently
         self.whole = documents is None and self.per_row == 1 and not self.deterministic
         self.short = self.whole and self.T <= CHUNK  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
-        self.rows = self.B * self.per_row if documents is None else self.T // self.length + documents
         self.slots = self.B * cdiv(self.T, CHUNK) if documents is None else self.T // CHUNK + documents
 
     def _length(self) -> int:
-        """Tokens per block: a whole sequence unless there are too few programs, or it is far longer than others."""
-        programs = max(1, self.B * cdiv(self.D, self.width(TILES)))
-        wanted = cdiv(PROGRAMS, programs * next_power_of_2(self.N))
-        return cdiv(cdiv(self.T, min(wanted, BLOCKS)), CHUNK) * CHUNK
+        """Tokens per block: whole sequences if their programs fill a device, as cuts take a second walk.
+
+        Otherwise there are four times as many programs as would fill it, which is faster than once.
+        """
+        states = max(1, self.B * self.columns) * min(next_power_of_2(self.N), 16)
+        count = 1 if states >= STATES else min(cdiv(4 * STATES, states), BLOCKS)
+        return cdiv(cdiv(self.T, count), CHUNK) * CHUNK
 
     def place(self, packed: Documents | None) -> None:
         longest = self.per_row * self.length
@@ -72,59 +77,33 @@ class SelectiveScan(Plan):
     def states(self, count: int) -> Tensor:
         return self.new(count, self.D, self.N, dtype=torch.float32)
 
-    def tile(self) -> dict[str, int]:
-        """Channels and states of a tile, in registers and in lanes; see `chunks.py`."""
-        states = next_power_of_2(self.N)
-        LN = min(max(4, states // 16), states, LANES)
-        NJ, LD = states // LN, LANES // LN
-        return {"DP": 2 if NJ <= 8 and LD <= 8 else 1, "NJ": NJ, "LN": LN, "LD": LD}
-
-    @property
-    def gradient_tiles(self) -> int:
-        tile = self.tile()
-        return max(1, min(2, GRADIENT_STATES // (tile["DP"] * tile["NJ"])))
-
-    def width(self, tiles: int) -> int:
-        """Channels of a program."""
-        return tiles * self.tile()["DP"] * self.tile()["LD"]
-
-    def _prepared(self, kernel: Any, rows: int, tiles: int, *numbers: int, **constants: Any) -> LaunchSpec:
+    def _prepared(self, kernel: Any, rows: int, *numbers: int, **constants: Any) -> LaunchSpec:
         """One program per row of states and block of channels."""
-        sizes: dict[str, Any] = {"D": self.D, "N": self.N, "P": tiles, **self.tile()}
-        programs = rows * cdiv(self.D, self.width(tiles))
-        return LaunchSpec(kernel, programs, *numbers, **sizes, **constants, warps=1)
-
-    def steps(self, tokens: int) -> dict[str, int]:
-        """Tokens of a chunk, and of a step of a loop; in deterministic mode one compiled kernel serves all lengths."""
-        length = CHUNK if self.deterministic else next_power_of_2(self.T)
-        return {"CHUNK": min(CHUNK, length), "TOKENS": min(tokens, length)}
+        sizes: dict[str, Any] = {"D": self.D, "N": self.N, **self.tile}
+        return LaunchSpec(kernel, rows * self.columns, *numbers, **sizes, **constants, warps=1)
 
     @prepared
     def walk(self, reverse: bool) -> LaunchSpec:
         """Through each block from the state before it, or in reverse from the gradient after it."""
-        return self._prepared(walk, self.blocks, TILES, **self.steps(TOKENS), REVERSE=reverse)
+        # in deterministic mode one compiled kernel serves all lengths
+        tokens = 1 if self.T == 1 and not self.deterministic else TOKENS
+        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=tokens, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
         """From what each block adds to the states before all blocks, or in reverse the gradients after them."""
-        return self._prepared(combine, self.S, TILES, self.length, REVERSE=reverse)
+        return self._prepared(combine, self.S, self.length, REVERSE=reverse)
 
     @property
-    def columns(self) -> int:
-        """Blocks of channels of programs that compute gradients."""
-        return cdiv(self.D, self.width(self.gradient_tiles))
-
-    @property
-    def scratch(self) -> tuple[int, int, int]:
-        """States that these programs store: before every few tokens of a chunk."""
-        steps, channels = self.steps(GRADIENT_TOKENS), self.width(self.gradient_tiles)
-        return self.blocks * self.columns, steps["CHUNK"] // steps["TOKENS"], channels * next_power_of_2(self.N)
+    def marks(self) -> int:
+        """States of a chunk that a program stores to compute gradients: one before every few tokens."""
+        return cdiv(min(self.T, CHUNK), GRADIENT_TOKENS)
 
     @prepared
     def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
-        steps = self.steps(GRADIENT_TOKENS)
-        return self._prepared(gradients, self.blocks, self.gradient_tiles, self.B * self.T, **steps)
+        numbers = self.B * self.T, self.marks
+        return self._prepared(gradients, self.blocks, *numbers, CHUNK=CHUNK, TOKENS=GRADIENT_TOKENS)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
@@ -186,7 +165,8 @@ def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | 
     if not plan.whole:
         _, g, r, _, each, constant = inputs
         after = cuts(plan, True, [dy, g, r, each, None, constant], dfinal, dinitial)
-    scratch = plan.new(*plan.scratch, dtype=torch.float32)
+    programs, channels = plan.blocks * plan.columns, plan.tile["DP"] * plan.tile["LD"]
+    scratch = plan.new(programs, plan.marks, channels, next_power_of_2(plan.N), dtype=torch.float32)
     dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
     drate = plan.states(plan.blocks) if needed.rate else None
     db = None if b is None else plan.new(plan.columns, *b.shape, dtype=torch.float32)
