@@ -69,7 +69,7 @@ class Shared:
     """A piece of shared memory, which holds NaN at first."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor, self.other, self.parts = tensor, dict[tuple[int, ...], Shared](), dict[int, Shared]()
+        self.tensor, self.other, self.parts = tensor, dict[tuple[Any, ...], Shared](), dict[int, Shared]()
 
     def load(self, layout: Any) -> Tensor:
         """What it holds."""
@@ -94,7 +94,7 @@ class Shared:
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
         """The same memory with other contents; here other memory, as all numbers have the same size."""
-        return self.other.setdefault(tuple(shape), allocate(dtype, shape, layout))
+        return self.other.setdefault((dtype, *shape), allocate(dtype, shape, layout))
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -257,12 +257,35 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     return value(results)
 
 
+def of_rows_in_lanes(asm: str, x: Tensor) -> Tensor:
+    """Rows of a tile that a warp has in lanes, four lanes to a row, from others of the same eight."""
+    lane, form = (int(operand, 0) for operand in asm.replace(",", " ").split()[3:5])
+    row, kept = torch.arange(len(x)), form >> 10  # bits of the number of the row itself that stay
+    return x[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)]
+
+
+def times_power(x: Tensor, n: Tensor) -> Tensor:
+    """2^n x, 0 where the power is too small for bf16."""
+    return torch.where(n > -127, x * torch.exp2(n.double()), 0.0)
+
+
 def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Tensor:
     """What a line of PTX computes."""
+    x, *others = arguments
+    if asm.startswith("shfl") and x.dtype == torch.int16:
+        return of_rows_in_lanes(asm, x)
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
     if asm.startswith("ex2"):
-        return arguments[0].exp2()
+        return x.exp2()
+    if "0f4B400000" in asm:  # the nearest whole number
+        return x.round().to(options["dtype"])
+    if "lop3.b32 x" in asm:  # one of two numbers, times a power of two or its reciprocal
+        other, n, r, first = others
+        return times_power(torch.where(first == 0, x, other), torch.where(first == 0, n - r, r - n))
+    if "mul.rn.bf16x2" in asm:
+        n, r = others
+        return times_power(x, n - r if "not.b32 e, $3" in asm else r - n)
     return arguments[0].tanh() if "tanh" in asm else arguments[0]
 
 
@@ -280,7 +303,7 @@ class Language(ModuleType):
     """`triton.experimental.gluon.language`; layouts are None."""
 
     float16 = bfloat16 = float32 = float64 = torch.float64
-    int8, int32, int64 = torch.int8, torch.int32, torch.int64
+    int16, int32, int64 = torch.int16, torch.int32, torch.int64
     program, programs = 0, 1
 
     def program_id(self, axis: int) -> Tensor:

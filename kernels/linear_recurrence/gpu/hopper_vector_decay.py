@@ -58,14 +58,13 @@ from ...gpu.gluon_tiles import (
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
-SAFE = gl.constexpr(100.0)  # as in `vector_decay.py`
-# Added to sums of decays above −240, it leaves 15 binary places, which whole numbers neither shift nor round.
-GRID = gl.constexpr(511.0)
+SAFE = gl.constexpr(100.0)  # largest exponent, in log2, of a factor around one reference
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COPY_FEW_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # of 64 channels
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
-EACH_THREAD = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
+LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+EACH_THREAD = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 8], [1, 0])))
 EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
@@ -96,9 +95,9 @@ def copy_decays(shared, x, token, column, stop, stride: gl.constexpr, K: gl.cons
 
 @gluon.jit
 def copy_ends(shared, x, place, wanted, K: gl.constexpr):
-    """Start to copy the sums of both halves of a chunk, 2K numbers; each thread one."""
-    at = gl.arange(0, 2 * K, gl.BlockedLayout([1], [32], [8], [0]))
-    async_load(shared, x + (place * (2 * K) + at), mask=(at >= 0) & wanted)
+    """Start to copy the sums of the eight blocks of a chunk, 8K numbers."""
+    at = gl.arange(0, 8 * K, gl.BlockedLayout([K // 32], [32], [8], [0]))
+    async_load(shared, x + (place * (8 * K) + at), mask=(at >= 0) & wanted)
 
 
 @gluon.jit
@@ -143,82 +142,234 @@ def from_start(lower, decays, zeros, NARROW: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def waited(b, NARROW: gl.constexpr):
-    """The sums that were started, in log2, plus `GRID`."""
+    """The sums that were started, in log2."""
     b = warpgroup_mma_wait(0, deps=[b])
     if NARROW:
         b *= LOG2E
-    return b + GRID
+    return b
 
 
 @gluon.jit
-def store_points(points, ends, K: gl.constexpr):
-    """Store the reference points r and s of a chunk, plus `GRID`.
+def store_points(points, marks, ends, K: gl.constexpr):
+    """Store the reference points of a chunk.
 
-    r is below all sums of the first half that it serves. On a GPU, 2^x has the same digits for all x of one fraction
-    and sign, but may have others for the other sign.
+    Args:
+        points: r, s and how steep each channel is: 0 if r = s holds all factors, 2 if even halves of blocks of 16 tokens
+            are too steep for a single reference, 1 otherwise.
+        marks: Whole numbers near the sums up to the middle of blocks: row 1 of the chunk, rows 2 and 3 of blocks of 32
+            tokens, rows 4 to 7 of blocks of 16; row 0 has none.
+        ends: Sums of the decays of eight blocks of 8 tokens.
+        K: Channels.
     """
-    early, late = ends.slice(0, K).load(EACH_THREAD), ends.slice(K, K).load(EACH_THREAD)
-    enter = gl.maximum(gl.floor(early) - 1.0, -SAFE - 2.0)
-    steep = gl.maximum(-early, -late) > SAFE
-    points.slice(0, K).store(GRID + enter)
-    points.slice(K, K).store(GRID + gl.where(steep, gl.minimum(early + late, enter - SAFE), enter))
+    b, steepest = gl.zeros([K], gl.float32, EACH_THREAD), gl.zeros([K], gl.float32, EACH_THREAD)
+    early = b
+    for block in gl.static_range(8):
+        g = ends.slice(block * K, K).load(EACH_THREAD)
+        b += g
+        steepest = gl.minimum(steepest, g)
+        if block == 3:
+            early = b
+        if block < 7:
+            row = marks.slice(1 if block == 3 else 2 + block // 4 if block % 4 == 1 else 4 + block // 2, 1)
+            row.store(gl.expand_dims(gl.floor(b).to(gl.int16), 0))
+    steep = gl.maximum(-early, early - b) > SAFE
+    points.slice(0, K).store(gl.where(steep, 0.0, gl.floor(early)))
+    points.slice(K, K).store(gl.where(steep, gl.floor(b), gl.floor(early)))
+    points.slice(2 * K, K).store(steep.to(gl.float32) + (steepest < -SAFE).to(gl.float32))
+    points.slice(3 * K, K).store(b)
 
 
 @gluon.jit
-def load_points(points, LAYOUT: gl.constexpr, K: gl.constexpr):
-    """r and s, plus `GRID`, as the sums have it."""
-    return points.slice(0, K).load(LAYOUT), points.slice(K, K).load(LAYOUT)
-
-
-@gluon.jit
-def of_state(points, ends, OF_STATE: gl.constexpr, K: gl.constexpr):
+def of_state(points, OF_STATE: gl.constexpr, K: gl.constexpr):
     """The exponents of three factors of a state: before it enters the products of a chunk, in them, and afterwards."""
-    enter, leave = load_points(points, OF_STATE, K)
-    total = ends.slice(0, K).load(OF_STATE) + ends.slice(K, K).load(OF_STATE)
-    return enter - GRID, leave - enter, total - (leave - GRID)
+    enter, leave = points.slice(0, K).load(OF_STATE), points.slice(K, K).load(OF_STATE)
+    return enter, leave - enter, points.slice(3 * K, K).load(OF_STATE) - leave
 
 
 @gluon.jit
-def any_steep(points, K: gl.constexpr):
-    """1 for a chunk with a steep channel, 0 for others."""
-    enter, leave = load_points(points, EACH_WARP, K)
-    return gl.max((enter != leave).to(gl.int32), 0)
+def steepness(points, K: gl.constexpr):
+    """That of the steepest channel of a chunk."""
+    return gl.max(points.slice(2 * K, K).load(EACH_WARP).to(gl.int32), 0)
 
 
 @gluon.jit
-def prepare_steep(queries, scored, k, count, points, b, left_out, k_token: gl.constexpr, K: gl.constexpr):
-    """Zeros for queries that r does not serve, and keys for the scores of the others.
-
-    In each channel these are the rows from the first one on, stored in `left_out`, with a decay from r that is too
-    strong; no later row has a say. The limit is beyond that of steep channels, which is of sums in another order: other
-    channels have no such row.
-    """
-    KEYS: gl.constexpr = ROWS if K == 128 else PAIRS
-    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
-    enter, _ = load_points(points, OF_CHANNELS, K)
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, KEYS)), 1)
-    reach = b - gl.where(r < 32, GRID, gl.expand_dims(enter, 0))
-    first = gl.min(gl.where(reach < -SAFE - 1.0, r, 64), 0)
-    gl.store(left_out + gl.arange(0, K, OF_CHANNELS), first.to(gl.int8))
-    queries.store(gl.where(r < gl.expand_dims(first, 0), queries.load(KEYS), 0.0).to(gl.bfloat16))
-    keys = gl.load(at_tile(k, 0, 0, k_token, KEYS, 64, K), mask=r < count, other=0.0)
-    down = gl.exp2(gl.minimum(gl.expand_dims(enter, 0) - b, SAFE + 3.0))
-    scored.store((keys.to(gl.float32) * down).to(gl.bfloat16))
+def reference(points, FIRST: gl.constexpr, LAYOUT: gl.constexpr, K: gl.constexpr):
+    """r or s, as a row."""
+    return gl.expand_dims(points.slice(FIRST, K).load(gl.SliceLayout(0, LAYOUT)).to(gl.int16), 0)
 
 
 @gluon.jit
-def sums_of_halves(shared, decays, out, NARROW: gl.constexpr, K: gl.constexpr):
-    """Sum the decays of a chunk over each half of its tokens, into shared memory and, if wanted, to `out`."""
+def sums_of_blocks(shared, decays, out, NARROW: gl.constexpr, K: gl.constexpr):
+    """Sum the decays of a chunk over blocks of 8 tokens, into shared memory and, if wanted, to `out`."""
     if NARROW:
         g = gl.maximum(as_narrow(decays, K).load(COLUMNS).to(gl.float32), LEAST_NARROW) * LOG2E
     else:
         g = in_log2(decays.load(COLUMNS))
-    halves = gl.sum(gl.reshape(g, [2, 32, K]), 1)
-    OUT: gl.constexpr = halves.type.layout
+    blocks = gl.sum(gl.reshape(g, [8, 8, K]), 1)
+    OUT: gl.constexpr = blocks.type.layout
     if out is not None:
-        half = gl.expand_dims(gl.arange(0, 2, gl.SliceLayout(1, OUT)) * K, 1)
-        gl.store(out + (half + gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OUT)), 0)), halves)
-    shared.store(gl.reshape(halves, [2 * K]))
+        block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)) * K, 1)
+        gl.store(out + (block + gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OUT)), 0)), blocks)
+    shared.store(gl.reshape(blocks, [8 * K]))
+
+
+@gluon.jit
+def whole(b):
+    """The nearest whole number, in fp32."""
+    asm: gl.constexpr = "add.rn.f32 $0, $1, 0f4B400000; sub.rn.f32 $0, $0, 0f4B400000;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [b], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def as_int16(b):
+    """The same in 16 bits, two numbers in a register."""
+    asm: gl.constexpr = (
+        "{.reg .b32 x, y; add.rn.f32 x, $1, 0f4B400000; add.rn.f32 y, $2, 0f4B400000; prmt.b32 $0, x, y, 0x5410;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [b], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def after(x, n, r):
+    """2^(n − r) x, two numbers at a time; 0 where the power is below 2^−126."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $3; add.s16x2 e, e, $2; mov.b32 $0, 0x00800080; "
+        "add.s16x2 e, e, $0; max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, $1, e;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=&r,r,r,r", [x, n, r], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def before(x, n, r):
+    """2^(r − n) x, likewise."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; mov.b32 $0, 0x00800080; "
+        "add.s16x2 e, e, $0; max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, $1, e;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=&r,r,r,r", [x, n, r], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def around(q, k, n, r, first):
+    """2^(n − r) q, or where `first` is −1 rather than 0, 2^(r − n) k."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, x, z; mov.b32 z, 0; lop3.b32 x, $1, $2, $5, 0xD8; xor.b32 e, $3, $5; "
+        "lop3.b32 $0, $4, $5, z, 0xC3; add.s16x2 e, e, $0; mov.b32 $0, 0x00800080; add.s16x2 e, e, $0; "
+        "max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, x, e;}"
+    )
+    return gl.inline_asm_elementwise(
+        asm, "=&r,r,r,r,r,r", [q, k, n, r, first], dtype=gl.bfloat16, is_pure=True, pack=2
+    )
+
+
+@gluon.jit
+def middle_in_eights(n, LEVEL: gl.constexpr):
+    """n of the last token in the first half of the block, for blocks of 8 tokens or fewer: a row of a warp has 8."""
+    if LEVEL == 3:
+        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 12, 0x031f, 0xffffffff;"
+    elif LEVEL == 4:
+        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 4, 0x131f, 0xffffffff;"
+    else:
+        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 0x1b1f, 0xffffffff;"
+    return gl.inline_asm_elementwise(asm, "=r,r", [n], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def in_blocks(x, LEVEL: gl.constexpr):
+    return gl.reshape(x, [1 << LEVEL, 64 >> LEVEL, x.shape[1]])
+
+
+@gluon.jit
+def middles(marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+    """For blocks of 16 tokens or more, whole numbers near the sums up to their middle [blocks, 1, K]."""
+    return gl.expand_dims(marks.slice(1 << LEVEL, 1 << LEVEL).load(gl.SliceLayout(1, LAYOUT)), 1)
+
+
+@gluon.jit
+def around_middle(queries, keys, n, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Queries of the second halves of blocks and keys of the first, times the decays between them and the boundary."""
+    if LEVEL > 2:
+        r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
+        first = gl.expand_dims(gl.where((r & (32 >> LEVEL)) != 0, 0, -1).to(gl.int16), 1)
+        tile = around(queries, keys, n, middle_in_eights(n, LEVEL), first)
+    else:
+        x = in_blocks(n, LEVEL)
+        BLOCKS: gl.constexpr = x.type.layout
+        r = gl.arange(0, 64 >> LEVEL, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
+        first = gl.expand_dims(gl.expand_dims(gl.where(r >= 32 >> LEVEL, 0, -1).to(gl.int16), 0), 2)
+        q, k = in_blocks(queries, LEVEL), in_blocks(keys, LEVEL)
+        tile = around(q, k, x, middles(marks, LEVEL, BLOCKS), first)
+        tile = gl.convert_layout(gl.reshape(tile, [64, n.shape[1]]), LAYOUT)
+    return tile
+
+
+@gluon.jit
+def near_middle(queries, keys, n, marks, LAYOUT: gl.constexpr):
+    """Queries and keys with the decays between them and the middle of their block of 16 tokens, of either sign."""
+    x = in_blocks(n, 2)
+    BLOCKS: gl.constexpr = x.type.layout
+    r = middles(marks, 2, BLOCKS)
+    q, k = after(in_blocks(queries, 2), x, r), before(in_blocks(keys, 2), x, r)
+    K: gl.constexpr = n.shape[1]
+    q, k = gl.reshape(q, [64, K]), gl.reshape(k, [64, K])
+    return gl.convert_layout(q, LAYOUT), gl.convert_layout(k, LAYOUT)
+
+
+@gluon.jit
+def apart():
+    """A number of a pair of tokens that is at least 2^n, and below twice as much, if their blocks of 2^n are two halves
+    of one; 0 for a token with itself."""
+    return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) ^ gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+
+
+@gluon.jit
+def square(tile, zeros):
+    """Start to multiply a tile with its transpose."""
+    return warpgroup_mma(tile, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def scores_by_halves(queries, keys, n, marks, steep, tiles, queries_s, keys_s, LAYOUT: gl.constexpr):
+    """The scores of a chunk with any decays; those of pairs whose key is later are arbitrary.
+
+    Blocks of 64 and 32 tokens are halved, and blocks of 16 have a reference point in their middle. If that does not
+    suffice, they are halved as well.
+    """
+    pairs = gl.zeros([64, 64], gl.float32, PAIRS)
+    barrier()
+    tiles.index(0).store(around_middle(queries, keys, n, marks, 0, LAYOUT))
+    tiles.index(1).store(around_middle(queries, keys, n, marks, 1, LAYOUT))
+    q, k = near_middle(queries, keys, n, marks, LAYOUT)
+    queries_s.store(q)
+    keys_s.store(k)
+    fence_async_shared()
+    barrier()
+    A, A1 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
+    A2 = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+    A, A1, A2 = warpgroup_mma_wait(0, deps=[A, A1, A2])
+    A = gl.where(apart() >= 32, A, gl.where(apart() >= 16, A1, A2))
+    if steep == 2:
+        barrier()
+        tiles.index(0).store(around_middle(queries, keys, n, marks, 2, LAYOUT))
+        tiles.index(1).store(around_middle(queries, keys, n, marks, 3, LAYOUT))
+        queries_s.store(queries)
+        keys_s.store(keys)
+        fence_async_shared()
+        barrier()
+        A1, A2 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
+        A3 = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A1, A2, A3 = warpgroup_mma_wait(0, deps=[A1, A2, A3])
+        A = gl.where(apart() >= 16, A, gl.where(apart() >= 8, A1, gl.where(apart() >= 4, A2, A3)))
+        barrier()
+        tiles.index(0).store(around_middle(queries, keys, n, marks, 4, LAYOUT))
+        tiles.index(1).store(around_middle(queries, keys, n, marks, 5, LAYOUT))
+        fence_async_shared()
+        barrier()
+        A1, A2 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
+        A1, A2 = warpgroup_mma_wait(0, deps=[A1, A2])
+        A = gl.where((apart() >= 4) | (apart() == 0), A, gl.where(apart() >= 2, A1, A2))
+    barrier()
+    return A
 
 
 @gluon.jit
@@ -236,7 +387,6 @@ def outputs(
     out,
     into,
     ends,
-    left_out,
     first,
     last,
     segments,
@@ -257,7 +407,6 @@ def outputs(
     KEYS: gl.constexpr = ROWS if K == 128 else PAIRS  # layout of a tile [64, K]
     STATES: gl.constexpr = STATE if K == 128 else ROWS
     OF_STATE: gl.constexpr = gl.SliceLayout(1, STATES)
-    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
     n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
     value_head = n // SUBHEADS
@@ -268,13 +417,14 @@ def outputs(
     count = gl.cdiv(stop - start, 64)
 
     queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, K], SHARED)
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [3, 64, K], SHARED)  # the last one for steep chunks
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, K], SHARED)
     values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8 * K], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
+    marks_s = gl.allocate_shared_memory(gl.int16, [8, K], LINES)
 
     offsets = in_states(state, n, heads, STATES, K)
     S = gl.zeros([K, 128], gl.float32, STATES)
@@ -302,35 +452,37 @@ def outputs(
             copy_keys(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token, K)
             copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
         async_copy.commit_group()
-        sums_of_halves(ends_s, decays, ends + (place + i) * (2 * K), NARROW, K)
+        sums_of_blocks(ends_s, decays, None if into is None else ends + (place + i) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points_s, ends_s, K)
+        store_points(points_s, marks_s, ends_s, K)
         split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, channels, NARROW, K)
-        before, within, after = of_state(points_s, ends_s, OF_STATE, K)
-        S *= gl.expand_dims(gl.exp2(before), 1)
+        entering, within, leaving = of_state(points_s, OF_STATE, K)
+        S *= gl.expand_dims(gl.exp2(entering), 1)
         state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(within), 1)
-        rest = gl.exp2(after)
+        rest = gl.exp2(leaving)
         b = waited(b, NARROW)
-        enter, leave = load_points(points_s, OF_CHANNELS, K)
-        up, down = gl.exp2(b - gl.expand_dims(enter, 0)), gl.exp2(gl.expand_dims(leave, 0) - b)
-        queries.store((queries.load(KEYS).to(gl.float32) * (up * scale)).to(gl.bfloat16))
-        keys.store((keys.load(KEYS).to(gl.float32) * down).to(gl.bfloat16))
-        steep = any_steep(points_s, K)
+        reach, exponents = b - whole(b), as_int16(b)
+        read = (queries.load(KEYS).to(gl.float32) * (gl.exp2(reach) * scale)).to(gl.bfloat16)
+        written = (keys.load(KEYS).to(gl.float32) * gl.exp2(-reach)).to(gl.bfloat16)
+        steep = steepness(points_s, K)
+        by_halves = pairs
         if steep != 0:
-            keys_at, rows_at = k + token.to(gl.int64) * k_token, left_out + (place + i) * K
-            prepare_steep(queries, keys_s.index(2), keys_at, stop - token, points_s, b, rows_at, k_token, K)
-        scored = keys_s.index(gl.where(steep != 0, 2, i % 2))
+            tiles = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
+            by_halves = scores_by_halves(read, written, exponents, marks_s, steep, tiles, queries, keys, KEYS)
+        queries.store(after(read, exponents, reference(points_s, 0, KEYS, K)))
+        keys.store(before(written, exponents, reference(points_s, K, KEYS, K)))
         fence_async_shared()
         barrier()
-        A = warpgroup_mma(queries, scored.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
+        A = gl.where(steep != 0, by_halves, A)
         scores_s = reinterpret(decays, gl.bfloat16, [64, 64], SHARED)  # the sums have been read
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
@@ -374,7 +526,6 @@ def states(
     KEYS: gl.constexpr = ROWS if K == 128 else PAIRS  # layout of a tile [64, K]
     STATES: gl.constexpr = STATE if K == 128 else ROWS
     OF_STATE: gl.constexpr = gl.SliceLayout(1, STATES)
-    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, KEYS)
     n, start, stop, first_chunk, state = segment_of(segments, heads)
     place = n.to(gl.int64) * chunks + first_chunk
     value_head = n // SUBHEADS
@@ -388,8 +539,9 @@ def states(
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8 * K], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
+    marks_s = gl.allocate_shared_memory(gl.int16, [8, K], LINES)
 
     offsets = in_states(state, n, heads, STATES, K)
     S = gl.zeros([K, 128], gl.float32, STATES)
@@ -415,25 +567,29 @@ def states(
         copy_keys(x_s.index((i + 1) % 2), x, token, 0, end, x_token, K)
         copy_tokens(y_s.index((i + 1) % 2), y, token, 0, end, y_token)
         async_copy.commit_group()
-        sums_of_halves(ends_s, decays, None if into is None else ends + (place + c) * (2 * K), NARROW, K)
+        sums_of_blocks(ends_s, decays, None if into is None else ends + (place + c) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points_s, ends_s, K)
+        store_points(points_s, marks_s, ends_s, K)
         split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, channels, NARROW, K)
-        before, within, after = of_state(points_s, ends_s, OF_STATE, K)
-        survives += before + within + after
-        S *= gl.expand_dims(gl.exp2(after if REVERSE else before), 1)
+        entering, within, leaving = of_state(points_s, OF_STATE, K)
+        survives += entering + within + leaving
+        S *= gl.expand_dims(gl.exp2(leaving if REVERSE else entering), 1)
         if into is not None:
             state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(within), 1)
-        rest = gl.exp2(before if REVERSE else after)
-        enter, leave = load_points(points_s, OF_CHANNELS, K)
+        rest = gl.exp2(entering if REVERSE else leaving)
         b = waited(b, NARROW)
-        factor = gl.exp2(b - gl.expand_dims(enter, 0)) * scale if REVERSE else gl.exp2(gl.expand_dims(leave, 0) - b)
-        xs.store((xs.load(KEYS).to(gl.float32) * factor).to(gl.bfloat16))
+        reach = b - whole(b)
+        factor = gl.exp2(reach) * scale if REVERSE else gl.exp2(-reach)
+        x_ = (xs.load(KEYS).to(gl.float32) * factor).to(gl.bfloat16)
+        if REVERSE:
+            xs.store(after(x_, as_int16(b), reference(points_s, 0, KEYS, K)))
+        else:
+            xs.store(before(x_, as_int16(b), reference(points_s, K, KEYS, K)))
         fence_async_shared()
         barrier()
         S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
@@ -509,8 +665,9 @@ def gradients(
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [2 * K], FLAT)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8 * K], FLAT)
+    points_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
+    marks_s = gl.allocate_shared_memory(gl.int16, [8, K], LINES)
     through_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
@@ -539,9 +696,9 @@ def gradients(
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
         g = bounded(decays_s, NARROW, K)
-        store_points(points_s, ends_s, K)
+        store_points(points_s, marks_s, ends_s, K)
         barrier()
-        before, within, after = of_state(points_s, ends_s, OF_STATE, K)
+        entering, within, leaving = of_state(points_s, OF_STATE, K)
         dS *= gl.expand_dims(gl.exp2(after), 1)
         after_s.store(dS.to(gl.bfloat16))
         split(decays_s, g, NARROW, K)
