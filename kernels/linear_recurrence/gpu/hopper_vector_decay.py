@@ -230,7 +230,7 @@ def as_int16(b):
 
 
 @gluon.jit
-def after(x, n, r):
+def times_after(x, n, r):
     """2^(n − r) x, two numbers at a time; 0 where the power is below 2^−126."""
     asm: gl.constexpr = (
         "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $3; add.s16x2 e, e, $2; mov.b32 $0, 0x00800080; "
@@ -240,7 +240,7 @@ def after(x, n, r):
 
 
 @gluon.jit
-def before(x, n, r):
+def times_before(x, n, r):
     """2^(r − n) x, likewise."""
     asm: gl.constexpr = (
         "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; mov.b32 $0, 0x00800080; "
@@ -309,7 +309,7 @@ def near_middle(queries, keys, n, marks, LAYOUT: gl.constexpr):
     x = in_blocks(n, 2)
     BLOCKS: gl.constexpr = x.type.layout
     r = middles(marks, 2, BLOCKS)
-    q, k = after(in_blocks(queries, 2), x, r), before(in_blocks(keys, 2), x, r)
+    q, k = times_after(in_blocks(queries, 2), x, r), times_before(in_blocks(keys, 2), x, r)
     K: gl.constexpr = n.shape[1]
     q, k = gl.reshape(q, [64, K]), gl.reshape(k, [64, K])
     return gl.convert_layout(q, LAYOUT), gl.convert_layout(k, LAYOUT)
@@ -370,6 +370,40 @@ def scores_by_halves(queries, keys, n, marks, steep, tiles, queries_s, keys_s, L
         A = gl.where((apart() >= 4) | (apart() == 0), A, gl.where(apart() >= 2, A1, A2))
     barrier()
     return A
+
+
+@gluon.jit
+def power_after(n, r, LAYOUT: gl.constexpr):
+    """2^(n − r) in fp32."""
+    return times_after(gl.zeros([64, n.shape[1]], gl.bfloat16, LAYOUT) + 1.0, n, r).to(gl.float32)
+
+
+@gluon.jit
+def power_before(n, r, LAYOUT: gl.constexpr):
+    """2^(r − n) in fp32."""
+    return times_before(gl.zeros([64, n.shape[1]], gl.bfloat16, LAYOUT) + 1.0, n, r).to(gl.float32)
+
+
+@gluon.jit
+def gradients_of_level(
+    read_s, written_s, exponents_s, marks, tile_s, pairs_s, D, A, dQ, dK, LEVEL: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Add what the pairs of a level contribute to the gradients of queries and keys; put their scores into A."""
+    n, here = exponents_s.load(LAYOUT), apart() >> (5 - LEVEL) == 1
+    K: gl.constexpr = n.shape[1]
+    tile_s.store(around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT))
+    pairs_s.store(gl.where(here, D, gl.zeros([64, 64], gl.bfloat16, PAIRS)))
+    fence_async_shared()
+    barrier()
+    scores = square(tile_s, gl.zeros([64, 64], gl.float32, PAIRS))
+    other = gl.zeros([64, K], gl.float32, LAYOUT)
+    other = warpgroup_mma(pairs_s, tile_s, other, use_acc=False, is_async=True)
+    scores, other = warpgroup_mma_wait(0, deps=[scores, other])
+    A = gl.where(here, scores.to(gl.bfloat16), A)
+    ones = gl.zeros([64, K], gl.bfloat16, LAYOUT) + 1.0
+    other *= around_middle(ones, ones, n, marks, LEVEL, LAYOUT).to(gl.float32)
+    second = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) & (32 >> LEVEL), 1) != 0
+    return A, dQ + gl.where(second, other, 0.0), dK + gl.where(second, 0.0, other)
 
 
 @gluon.jit
@@ -474,8 +508,8 @@ def outputs(
         if steep != 0:
             tiles = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
             by_halves = scores_by_halves(read, written, exponents, marks_s, steep, tiles, queries, keys, KEYS)
-        queries.store(after(read, exponents, reference(points_s, 0, KEYS, K)))
-        keys.store(before(written, exponents, reference(points_s, K, KEYS, K)))
+        queries.store(times_after(read, exponents, reference(points_s, 0, KEYS, K)))
+        keys.store(times_before(written, exponents, reference(points_s, K, KEYS, K)))
         fence_async_shared()
         barrier()
         A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
@@ -587,9 +621,9 @@ def states(
         factor = gl.exp2(reach) * scale if REVERSE else gl.exp2(-reach)
         x_ = (xs.load(KEYS).to(gl.float32) * factor).to(gl.bfloat16)
         if REVERSE:
-            xs.store(after(x_, as_int16(b), reference(points_s, 0, KEYS, K)))
+            xs.store(times_after(x_, as_int16(b), reference(points_s, 0, KEYS, K)))
         else:
-            xs.store(before(x_, as_int16(b), reference(points_s, K, KEYS, K)))
+            xs.store(times_before(x_, as_int16(b), reference(points_s, K, KEYS, K)))
         fence_async_shared()
         barrier()
         S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
@@ -603,6 +637,18 @@ def states(
     if shrunk is not None:
         at = gl.program_id(0).to(gl.int64) * K + gl.arange(0, K, OF_STATE)
         gl.store(shrunk + at, gl.exp2(survives))
+
+
+@gluon.jit
+def erase_at_resets(
+    log_decay, log_decay_grad, token, column, stop, stride: gl.constexpr, LAYOUT: gl.constexpr, K: gl.constexpr
+):
+    """Store zeros as gradients of decays of −inf, or so strong that they count as such."""
+    valid = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1) < stop - token
+    g = gl.load(at_tile(log_decay, token, column, stride, LAYOUT, 64, K), mask=valid, other=0.0).to(gl.float32)
+    zeros = gl.zeros([64, K], log_decay_grad.dtype.element_ty, LAYOUT)
+    at = at_tile(log_decay_grad, token, column, stride, LAYOUT, 64, K)
+    gl.store(at, zeros, mask=valid & (g * LOG2E <= LEAST))
 
 
 @gluon.jit(do_not_specialize=["chunks", "groups"])
@@ -677,6 +723,7 @@ def gradients(
         dS = gl.load(last + offsets)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     channels = rows if K == 128 else gl.zeros([64, K], gl.float32, KEYS)
+    zero_pairs, ones = gl.zeros([64, 64], gl.bfloat16, PAIRS), gl.zeros([64, K], gl.bfloat16, KEYS) + 1.0
     lower_triangle(lower_s)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
@@ -699,7 +746,7 @@ def gradients(
         store_points(points_s, marks_s, ends_s, K)
         barrier()
         entering, within, leaving = of_state(points_s, OF_STATE, K)
-        dS *= gl.expand_dims(gl.exp2(after), 1)
+        dS *= gl.expand_dims(gl.exp2(leaving), 1)
         after_s.store(dS.to(gl.bfloat16))
         split(decays_s, g, NARROW, K)
         fence_async_shared()
@@ -708,15 +755,22 @@ def gradients(
         if log_decay_grad is not None:
             through_s.store(gl.sum(before_s.load(STATES).to(gl.float32) * dS, 1) * gl.exp2(within))
         dS *= gl.expand_dims(gl.exp2(within), 1)
-        rest = gl.exp2(before)
+        rest = gl.exp2(entering)
         async_copy.wait_group(1)
         b = waited(b, NARROW)
         barrier()
-        decays_s.store(b)  # it does not fit into registers until it is needed again
-        enter, leave = load_points(points_s, OF_CHANNELS, K)
-        up, down = gl.exp2(b - gl.expand_dims(enter, 0)) * scale, gl.exp2(gl.expand_dims(leave, 0) - b)
-        enter_s.store((queries_s.load(KEYS).to(gl.float32) * up).to(gl.bfloat16))
-        leave_s.store((keys_s.load(KEYS).to(gl.float32) * down).to(gl.bfloat16))
+        steep = steepness(points_s, K)
+        reach, exponents = b - whole(b), as_int16(b)
+        exponents_s = reinterpret(decays_s, gl.int16, [2, 64, K], SHARED).index(0)
+        factors_s = reinterpret(decays_s, gl.float16, [2, 64, K], SHARED).index(1)
+        exponents_s.store(exponents)
+        factors_s.store(gl.exp2(reach).to(gl.float16))
+        read = (queries_s.load(KEYS).to(gl.float32) * (gl.exp2(reach) * scale)).to(gl.bfloat16)
+        written = (keys_s.load(KEYS).to(gl.float32) * gl.exp2(-reach)).to(gl.bfloat16)
+        queries_s.store(read)
+        keys_s.store(written)
+        enter_s.store(times_after(read, exponents, reference(points_s, 0, KEYS, K)))
+        leave_s.store(times_before(written, exponents, reference(points_s, K, KEYS, K)))
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -724,40 +778,73 @@ def gradients(
         A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), channels, use_acc=False, is_async=True)
         # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
-        itself_s.store(gl.sum(grad_s.load(COPY).to(gl.float32) * values_s.load(COPY).to(gl.float32), 1) * scale)
-        D, A = warpgroup_mma_wait(1, deps=[D, A])
-        pairs_s.store(gl.where(distance() > 0, D, 0.0).to(gl.bfloat16))
-        scores_s.store(gl.where(distance() >= 0, A, 0.0).to(gl.bfloat16))
-        fence_async_shared()
-        barrier()
-        dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
-        dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
-        dQ = warpgroup_mma_wait(1, deps=[dQ])
+        itself_s.store(gl.sum(grad_s.load(COPY).to(gl.float32) * values_s.load(COPY).to(gl.float32), 1))
+        D, A, dQ = warpgroup_mma_wait(0, deps=[D, A, dQ])
+        if steep == 0:
+            pairs_s.store(gl.where(distance() > 0, D, 0.0).to(gl.bfloat16))
+            scores_s.store(gl.where(distance() >= 0, A, 0.0).to(gl.bfloat16))
+            fence_async_shared()
+            barrier()
+            dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
+            dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
+            dQ, dK = warpgroup_mma_wait(0, deps=[dQ, dK])
+            dQ *= power_after(exponents_s.load(KEYS), reference(points_s, 0, KEYS, K), KEYS)
+            dK *= power_before(exponents_s.load(KEYS), reference(points_s, K, KEYS, K), KEYS)
+        else:
+            swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+            own = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+            swapped, own = warpgroup_mma_wait(0, deps=[swapped, own])
+            both, scores = gl.where(distance() > 0, D, swapped).to(gl.bfloat16), own.to(gl.bfloat16)
+            dQ *= power_after(exponents_s.load(KEYS), reference(points_s, 0, KEYS, K), KEYS)
+            dK = channels
+            inside = queries_s, keys_s, exponents_s, marks_s
+            barrier()
+            scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 0, KEYS)
+            scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 1, KEYS)
+            if steep == 1:
+                levels = exponents_s.load(KEYS)
+                near_q, near_k = near_middle(queries_s.load(KEYS), keys_s.load(KEYS), levels, marks_s, KEYS)
+                barrier()
+                enter_s.store(near_q)
+                leave_s.store(near_k)
+                pairs_s.store(gl.where((distance() > 0) & (apart() < 16), both, zero_pairs))
+                fence_async_shared()
+                barrier()
+                A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+                of_q = warpgroup_mma(pairs_s, leave_s, channels, use_acc=False, is_async=True)
+                of_k = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
+                A, of_q, of_k = warpgroup_mma_wait(0, deps=[A, of_q, of_k])
+                scores = gl.where(apart() < 16, A.to(gl.bfloat16), scores)
+                near_q, near_k = near_middle(ones, ones, exponents_s.load(KEYS), marks_s, KEYS)
+                dQ += near_q.to(gl.float32) * of_q
+                dK += near_k.to(gl.float32) * of_k
+            else:
+                scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 2, KEYS)
+                scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 3, KEYS)
+                scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 4, KEYS)
+                scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 5, KEYS)
+            barrier()
+            scores_s.store(gl.where(distance() >= 0, scores, zero_pairs))
+            levels = exponents_s.load(KEYS)
+            enter_s.store(times_after(queries_s.load(KEYS), levels, reference(points_s, 0, KEYS, K)))
+            leave_s.store(times_before(keys_s.load(KEYS), levels, reference(points_s, K, KEYS, K)))
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
-        # b is loaded for each use, and the gradient of q stored before that of k is needed: registers are short here
-        if log_decay_grad is not None:
-            # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum
-            # of both, so both take the factors as the products took them, rounded to bf16.
-            past = enter_s.load(KEYS).to(gl.float32) * dQ
-        dQ *= gl.exp2(decays_s.load(KEYS) - gl.expand_dims(load_points(points_s, OF_CHANNELS, K)[0], 0)) * scale
-        dQ += itself * keys_s.load(KEYS).to(gl.float32)
+        # Tiles are loaded for each use, and the gradient of q stored before the rest of that of k: registers are short.
+        # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum of
+        # both, so both take the factors as the products took them, rounded to bf16.
+        past = queries_s.load(KEYS).to(gl.float32) * dQ - keys_s.load(KEYS).to(gl.float32) * dK
+        dQ = (dQ + itself * keys_s.load(KEYS).to(gl.float32)) * (factors_s.load(KEYS).to(gl.float32) * scale)
         store_rows(q_grad, token, n * K, stop, heads * K, dQ, LAYOUT=STORE)
-        dK = warpgroup_mma_wait(0, deps=[dK])
-        if log_decay_grad is not None:
-            past -= leave_s.load(KEYS).to(gl.float32) * dK
-        dK *= gl.exp2(gl.expand_dims(load_points(points_s, OF_CHANNELS, K)[1], 0) - decays_s.load(KEYS))
         dK += itself * queries_s.load(KEYS).to(gl.float32)
         if log_decay_grad is not None:
             queries_s.store(past.to(gl.bfloat16))
-        keys = keys_s.load(KEYS).to(gl.float32)
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), channels, use_acc=False, is_async=True)
-        _, leave = load_points(points_s, OF_CHANNELS, K)
-        down = gl.exp2(gl.expand_dims(leave, 0) - decays_s.load(KEYS))
         T = warpgroup_mma_wait(0, deps=[T])
-        T *= down
+        T *= power_before(exponents_s.load(KEYS), reference(points_s, K, KEYS, K), KEYS)
+        dK += T
         if log_decay_grad is not None:
-            keys_s.store((keys * T).to(gl.bfloat16))
-        store_rows(k_grad, token, n * K, stop, heads * K, dK + T, LAYOUT=STORE)
+            keys_s.store((keys_s.load(KEYS).to(gl.float32) * T).to(gl.bfloat16))
+        store_rows(k_grad, token, n * K, stop, heads * K, dK / factors_s.load(KEYS).to(gl.float32), LAYOUT=STORE)
         fence_async_shared()
         barrier()
         if log_decay_grad is not None:
@@ -790,5 +877,9 @@ def gradients(
         dS *= gl.expand_dims(rest, 1)
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV, LAYOUT=OCTETS)
+        if log_decay_grad is not None:
+            if steep == 2:
+                barrier()
+                erase_at_resets(log_decay, log_decay_grad, token, n * K, stop, heads * K, KEYS, K)
     if first is not None:
         gl.store(first + offsets, dS)
