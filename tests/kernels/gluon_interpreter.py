@@ -88,6 +88,10 @@ class Shared:
         """Some of its elements."""
         return Shared(self.tensor.narrow(dim, start, length))
 
+    def reshape(self, shape: list[int]) -> "Shared":
+        """The same in another shape."""
+        return Shared(self.tensor.reshape(shape))
+
     def permute(self, order: tuple[int, ...]) -> "Shared":
         """The same with its axes in another order."""
         return Shared(self.tensor.permute(order))
@@ -257,36 +261,38 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     return value(results)
 
 
-def of_rows_in_lanes(asm: str, x: Tensor) -> Tensor:
-    """Rows of a tile that a warp has in lanes, four lanes to a row, from others of the same eight."""
-    lane, form = (int(operand, 0) for operand in asm.replace(",", " ").split()[3:5])
-    row, kept = torch.arange(len(x)), form >> 10  # bits of the number of the row itself that stay
-    return x[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)]
-
-
-def times_power(x: Tensor, n: Tensor) -> Tensor:
-    """2^n x, 0 where the power is too small for bf16."""
-    return torch.where(n > -127, x * torch.exp2(n.double()), 0.0)
+def of_exponents(asm: str, *arguments: Tensor) -> Tensor:
+    """A power of two, 0 below 2^−126, or its product with numbers in bf16; or what is added to its exponent."""
+    if "shfl" in asm:
+        n, first = arguments
+        lane, form = (int(operand, 0) for operand in asm.split("shfl")[1].replace(",", " ").split()[3:5])
+        row, kept = torch.arange(len(n)), form >> 10  # bits of the number of the row itself that stay
+        return (n[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)] ^ ~first) + 128
+    x = [] if "shl.b32 $1" in asm else arguments[:1]
+    *others, n, mark = arguments[len(x) :]
+    if "xor" in asm:  # one of two numbers and of two exponents
+        *others, n, mark, first = arguments[len(x) :]
+        x, n = [torch.where(first == 0, *x, *others)] if x else x, n ^ first
+    elif "not" in asm:
+        n = ~n
+    power = torch.where(n + mark > 0, (n.double() + mark - 127).exp2(), 0.0)
+    return x[0] * power if x else power
 
 
 def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Tensor:
     """What a line of PTX computes."""
     x, *others = arguments
-    if asm.startswith("shfl") and x.dtype == torch.int16:
-        return of_rows_in_lanes(asm, x)
+    if "0f4B400000" in asm:
+        return x.round().to(torch.int16), x - x.round()
+    if "s16x2" in asm:
+        return of_exponents(asm, *arguments)
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
     if asm.startswith("ex2"):
         return x.exp2()
-    if "0f4B400000" in asm:  # the nearest whole number
-        return x.round().to(options["dtype"])
-    if "lop3.b32 x" in asm:  # one of two numbers, times a power of two or its reciprocal
-        other, n, r, first = others
-        return times_power(torch.where(first == 0, x, other), torch.where(first == 0, n - r, r - n))
-    if "mul.rn.bf16x2" in asm:
-        n, r = others
-        return times_power(x, n - r if "not.b32 e, $3" in asm else r - n)
-    return arguments[0].tanh() if "tanh" in asm else arguments[0]
+    if asm.startswith("rcp"):
+        return 1 / x
+    return x.tanh() if "tanh" in asm else x
 
 
 def of_values(f: Callable[..., Tensor]) -> Any:

@@ -64,7 +64,9 @@ COPY_FEW_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 DECAYS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
-EACH_THREAD = gl.constexpr(gl.SliceLayout(0, gl.BlockedLayout([1, 1], [1, 32], [1, 8], [1, 0])))
+BLOCK_MARKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+LINE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
+EIGHTS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [1, 0]))  # 8 numbers of a channel a thread
 EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
@@ -96,7 +98,8 @@ def copy_decays(shared, x, token, column, stop, stride: gl.constexpr, K: gl.cons
 @gluon.jit
 def copy_ends(shared, x, place, wanted, K: gl.constexpr):
     """Start to copy the sums of the eight blocks of a chunk, 8K numbers."""
-    at = gl.arange(0, 8 * K, gl.BlockedLayout([K // 32], [32], [8], [0]))
+    row, channel = gl.arange(0, 8, gl.SliceLayout(1, LINE)), gl.arange(0, K, gl.SliceLayout(0, LINE))
+    at = gl.expand_dims(row * K, 1) + gl.expand_dims(channel, 0)
     async_load(shared, x + (place * (8 * K) + at), mask=(at >= 0) & wanted)
 
 
@@ -150,52 +153,85 @@ def waited(b, NARROW: gl.constexpr):
 
 
 @gluon.jit
-def store_points(points, marks, ends, K: gl.constexpr):
-    """Store the reference points of a chunk.
+def plus(x, y):
+    return x + y
 
-    Args:
-        points: r, s and how steep each channel is: 0 if r = s holds all factors, 2 if even halves of blocks of 16 tokens
-            are too steep for a single reference, 1 otherwise.
-        marks: Whole numbers near the sums up to the middle of blocks: row 1 of the chunk, rows 2 and 3 of blocks of 32
-            tokens, rows 4 to 7 of blocks of 16; row 0 has none.
-        ends: Sums of the decays of eight blocks of 8 tokens.
-        K: Channels.
+
+@gluon.jit
+def allocate_points(K: gl.constexpr):
+    """Memory for the reference points of a chunk, each in a tensor of its own, which spares barriers between stores.
+
+    Returns:
+        In log2, r, s − r, the sum of all decays − s, and how steep each channel is: 0 if r = s holds all factors, 2 if
+        even halves of blocks of 16 tokens are too steep for a single reference, 1 otherwise. What is added to
+        exponents: 127 − r, 128 + s, and for blocks of 64, 32 and 16 tokens, 128 + m and 127 − m for a whole number m
+        near the sum up to their middle.
     """
-    b, steepest = gl.zeros([K], gl.float32, EACH_THREAD), gl.zeros([K], gl.float32, EACH_THREAD)
-    early = b
-    for block in gl.static_range(8):
-        g = ends.slice(block * K, K).load(EACH_THREAD)
-        b += g
-        steepest = gl.minimum(steepest, g)
-        if block == 3:
-            early = b
-        if block < 7:
-            row = marks.slice(1 if block == 3 else 2 + block // 4 if block % 4 == 1 else 4 + block // 2, 1)
-            row.store(gl.expand_dims(gl.floor(b).to(gl.int16), 0))
-    steep = gl.maximum(-early, early - b) > SAFE
-    points.slice(0, K).store(gl.where(steep, 0.0, gl.floor(early)))
-    points.slice(K, K).store(gl.where(steep, gl.floor(b), gl.floor(early)))
-    points.slice(2 * K, K).store(steep.to(gl.float32) + (steepest < -SAFE).to(gl.float32))
-    points.slice(3 * K, K).store(b)
+    enter = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    within = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    leave = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    steep = gl.allocate_shared_memory(gl.float32, [K], FLAT)
+    entering = gl.allocate_shared_memory(gl.int16, [K], FLAT)
+    leaving = gl.allocate_shared_memory(gl.int16, [K], FLAT)
+    chunk = gl.allocate_shared_memory(gl.int16, [1, 2, K], BLOCK_MARKS)
+    halves = gl.allocate_shared_memory(gl.int16, [2, 2, K], BLOCK_MARKS)
+    quarters = gl.allocate_shared_memory(gl.int16, [4, 2, K], BLOCK_MARKS)
+    return enter, within, leave, steep, entering, leaving, (chunk, halves, quarters)
 
 
 @gluon.jit
-def of_state(points, OF_STATE: gl.constexpr, K: gl.constexpr):
+def store_points(points, ends, K: gl.constexpr):
+    """Store the reference points of a chunk, for the sums of the decays of its blocks of 8 tokens [8, K]."""
+    g = ends.load(EIGHTS)
+    b = gl.associative_scan(g, 0, plus)
+    block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, EIGHTS)), 1)
+    early, total = gl.sum(gl.where(block == 3, b, 0.0), 0), gl.sum(gl.where(block == 7, b, 0.0), 0)
+    steep = gl.maximum(-early, early - total) > SAFE
+    enter = gl.where(steep, 0.0, gl.floor(early))
+    leave = gl.where(steep, gl.floor(total), enter)
+    points[0].store(enter)
+    points[1].store(leave - enter)
+    points[2].store(total - leave)
+    points[3].store(steep.to(gl.float32) + (gl.min(g, 0) < -SAFE).to(gl.float32))
+    points[4].store((127.0 - enter).to(gl.int16))
+    points[5].store((128.0 + leave).to(gl.int16))
+    for level in gl.static_range(3):
+        store_middles(points[6][level], gl.floor(b), level)
+
+
+@gluon.jit
+def store_middles(marks, b, LEVEL: gl.constexpr):
+    BLOCKS: gl.constexpr = 1 << LEVEL
+    x = gl.reshape(b, [BLOCKS, 8 // BLOCKS, b.shape[1]])
+    LAYOUT: gl.constexpr = x.type.layout
+    eighth = gl.arange(0, 8 // BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    middle = gl.expand_dims(gl.expand_dims(eighth, 0), 2) == 4 // BLOCKS - 1
+    m = gl.sum(gl.where(middle, x, 0.0), 1)
+    marks.store(gl.permute(gl.join(128.0 + m, 127.0 - m).to(gl.int16), (0, 2, 1)))
+
+
+@gluon.jit
+def of_state(points, OF_STATE: gl.constexpr):
     """The exponents of three factors of a state: before it enters the products of a chunk, in them, and afterwards."""
-    enter, leave = points.slice(0, K).load(OF_STATE), points.slice(K, K).load(OF_STATE)
-    return enter, leave - enter, points.slice(3 * K, K).load(OF_STATE) - leave
+    return points[0].load(OF_STATE), points[1].load(OF_STATE), points[2].load(OF_STATE)
 
 
 @gluon.jit
-def steepness(points, K: gl.constexpr):
+def steepness(points):
     """That of the steepest channel of a chunk."""
-    return gl.max(points.slice(2 * K, K).load(EACH_WARP).to(gl.int32), 0)
+    return gl.max(points[3].load(EACH_WARP).to(gl.int32), 0)
 
 
 @gluon.jit
-def reference(points, FIRST: gl.constexpr, LAYOUT: gl.constexpr, K: gl.constexpr):
-    """r or s, as a row."""
-    return gl.expand_dims(points.slice(FIRST, K).load(gl.SliceLayout(0, LAYOUT)).to(gl.int16), 0)
+def at_start(points, LAYOUT: gl.constexpr):
+    """What is added to exponents of queries for the reference r, as a row."""
+    return gl.expand_dims(points[4].load(gl.SliceLayout(0, LAYOUT)), 0)
+
+
+@gluon.jit
+def at_end(points, LAYOUT: gl.constexpr):
+    """The same of keys for s."""
+    return gl.expand_dims(points[5].load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
@@ -210,109 +246,147 @@ def sums_of_blocks(shared, decays, out, NARROW: gl.constexpr, K: gl.constexpr):
     if out is not None:
         block = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, OUT)) * K, 1)
         gl.store(out + (block + gl.expand_dims(gl.arange(0, K, gl.SliceLayout(0, OUT)), 0)), blocks)
-    shared.store(gl.reshape(blocks, [8 * K]))
+    shared.store(blocks)
 
 
 @gluon.jit
-def whole(b):
-    """The nearest whole number, in fp32."""
-    asm: gl.constexpr = "add.rn.f32 $0, $1, 0f4B400000; sub.rn.f32 $0, $0, 0f4B400000;"
-    return gl.inline_asm_elementwise(asm, "=f,f", [b], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def as_int16(b):
-    """The same in 16 bits, two numbers in a register."""
+def whole_and_rest(b):
+    """The nearest whole number in 16 bits, and the rest in fp32."""
     asm: gl.constexpr = (
-        "{.reg .b32 x, y; add.rn.f32 x, $1, 0f4B400000; add.rn.f32 y, $2, 0f4B400000; prmt.b32 $0, x, y, 0x5410;}"
+        "{.reg .b32 x, y; add.rn.f32 x, $3, 0f4B400000; add.rn.f32 y, $4, 0f4B400000; prmt.b32 $0, x, y, 0x5410; "
+        "sub.rn.f32 x, x, 0f4B400000; sub.rn.f32 y, y, 0f4B400000; sub.rn.f32 $1, $3, x; sub.rn.f32 $2, $4, y;}"
     )
-    return gl.inline_asm_elementwise(asm, "=r,r,r", [b], dtype=gl.int16, is_pure=True, pack=2)
-
-
-@gluon.jit
-def times_after(x, n, r):
-    """2^(n − r) x, two numbers at a time; 0 where the power is below 2^−126."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $3; add.s16x2 e, e, $2; mov.b32 $0, 0x00800080; "
-        "add.s16x2 e, e, $0; max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, $1, e;}"
+    return gl.inline_asm_elementwise(
+        asm, "=&r,=&r,=&r,r,r", [b], dtype=(gl.int16, gl.float32), is_pure=True, pack=2
     )
-    return gl.inline_asm_elementwise(asm, "=&r,r,r,r", [x, n, r], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def times_before(x, n, r):
-    """2^(r − n) x, likewise."""
+def times_after(x, n, mark):
+    """2^(n − r) x for mark = 127 − r, two numbers at a time; 0 where the power is below 2^−126."""
     asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; mov.b32 $0, 0x00800080; "
-        "add.s16x2 e, e, $0; max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, $1, e;}"
+        "{.reg .b32 e, z; mov.b32 z, 0; add.s16x2 e, $2, $3; max.s16x2 e, e, z; shl.b32 e, e, 7; "
+        "mul.rn.bf16x2 $0, $1, e;}"
     )
-    return gl.inline_asm_elementwise(asm, "=&r,r,r,r", [x, n, r], dtype=gl.bfloat16, is_pure=True, pack=2)
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, n, mark], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def around(q, k, n, r, first):
-    """2^(n − r) q, or where `first` is −1 rather than 0, 2^(r − n) k."""
+def times_before(x, n, mark):
+    """2^(r − n) x for mark = 128 + r, likewise."""
     asm: gl.constexpr = (
-        "{.reg .b32 e, x, z; mov.b32 z, 0; lop3.b32 x, $1, $2, $5, 0xD8; xor.b32 e, $3, $5; "
-        "lop3.b32 $0, $4, $5, z, 0xC3; add.s16x2 e, e, $0; mov.b32 $0, 0x00800080; add.s16x2 e, e, $0; "
+        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; max.s16x2 e, e, z; shl.b32 e, e, 7; "
+        "mul.rn.bf16x2 $0, $1, e;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, n, mark], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def power_after(n, mark):
+    """2^(n − r) in fp32 for mark = 127 − r."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, z; mov.b32 z, 0; add.s16x2 e, $2, $3; max.s16x2 e, e, z; shl.b32 $0, e, 23; "
+        "and.b32 e, e, 0xffff0000; shl.b32 $1, e, 7;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=&r,=r,r,r", [n, mark], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def power_before(n, mark):
+    """2^(r − n) in fp32 for mark = 128 + r."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; max.s16x2 e, e, z; shl.b32 $0, e, 23; "
+        "and.b32 e, e, 0xffff0000; shl.b32 $1, e, 7;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=&r,=r,r,r", [n, mark], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def times_either(q, k, n, mark, first):
+    """`times_after` of q, or where `first` is −1 rather than 0, `times_before` of k."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, x, z; mov.b32 z, 0; lop3.b32 x, $1, $2, $5, 0xD8; xor.b32 e, $3, $5; add.s16x2 e, e, $4; "
         "max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, x, e;}"
     )
     return gl.inline_asm_elementwise(
-        asm, "=&r,r,r,r,r,r", [q, k, n, r, first], dtype=gl.bfloat16, is_pure=True, pack=2
+        asm, "=r,r,r,r,r,r", [q, k, n, mark, first], dtype=gl.bfloat16, is_pure=True, pack=2
     )
 
 
 @gluon.jit
-def middle_in_eights(n, LEVEL: gl.constexpr):
-    """n of the last token in the first half of the block, for blocks of 8 tokens or fewer: a row of a warp has 8."""
+def power_either(n, mark, first):
+    """`power_after`, or where `first` is −1 rather than 0, `power_before`."""
+    asm: gl.constexpr = (
+        "{.reg .b32 e, z; mov.b32 z, 0; xor.b32 e, $2, $4; add.s16x2 e, e, $3; max.s16x2 e, e, z; "
+        "shl.b32 $0, e, 23; and.b32 e, e, 0xffff0000; shl.b32 $1, e, 7;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=&r,=r,r,r,r", [n, mark, first], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def mark_in_eights(n, first, LEVEL: gl.constexpr):
+    """The same marks for blocks of 8 tokens or fewer, which lie in lanes of one warp."""
     if LEVEL == 3:
-        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 12, 0x031f, 0xffffffff;"
+        asm: gl.constexpr = (
+            "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 12, 0x031f, 0xffffffff; xor.b32 $0, $0, m; "
+            "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
+        )
     elif LEVEL == 4:
-        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 4, 0x131f, 0xffffffff;"
+        asm: gl.constexpr = (
+            "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 4, 0x131f, 0xffffffff; xor.b32 $0, $0, m; "
+            "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
+        )
     else:
-        asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, 0, 0x1b1f, 0xffffffff;"
-    return gl.inline_asm_elementwise(asm, "=r,r", [n], dtype=gl.int16, is_pure=True, pack=2)
+        asm: gl.constexpr = (
+            "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 0, 0x1b1f, 0xffffffff; xor.b32 $0, $0, m; "
+            "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
+        )
+    return gl.inline_asm_elementwise(asm, "=&r,r,r", [n, first], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def in_blocks(x, LEVEL: gl.constexpr):
-    return gl.reshape(x, [1 << LEVEL, 64 >> LEVEL, x.shape[1]])
+def first_halves(LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+    """−1 for tokens in the first half of a block of a level, 0 for others, as a column."""
+    r = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    return gl.expand_dims(((r >> (5 - LEVEL) & 1) - 1).to(gl.int16), 1)
 
 
 @gluon.jit
-def middles(marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """For blocks of 16 tokens or more, whole numbers near the sums up to their middle [blocks, 1, K]."""
-    return gl.expand_dims(marks.slice(1 << LEVEL, 1 << LEVEL).load(gl.SliceLayout(1, LAYOUT)), 1)
+def middles(n, first, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+    """The marks of the middle of each token's block at a level."""
+    if LEVEL > 2:
+        at = mark_in_eights(n, first, LEVEL)
+    else:
+        BLOCKS: gl.constexpr = 1 << LEVEL
+        K: gl.constexpr = n.shape[1]
+        x = gl.reshape(n, [BLOCKS, 2, 32 // BLOCKS, K])
+        HALVES: gl.constexpr = x.type.layout
+        at = repeated(gl.expand_dims(marks[LEVEL].load(gl.SliceLayout(2, HALVES)), 2), x)
+        at = gl.convert_layout(gl.reshape(at, [64, K]), LAYOUT)
+    return at
+
+
+@gluon.jit
+def repeated(row, x):
+    """A row [n, 1, K], or two of two kinds [n, 1, K], for all of x."""
+    return gl.where(x == x, row, row)
 
 
 @gluon.jit
 def around_middle(queries, keys, n, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
     """Queries of the second halves of blocks and keys of the first, times the decays between them and the boundary."""
-    if LEVEL > 2:
-        r = gl.arange(0, 64, gl.SliceLayout(1, LAYOUT))
-        first = gl.expand_dims(gl.where((r & (32 >> LEVEL)) != 0, 0, -1).to(gl.int16), 1)
-        tile = around(queries, keys, n, middle_in_eights(n, LEVEL), first)
-    else:
-        x = in_blocks(n, LEVEL)
-        BLOCKS: gl.constexpr = x.type.layout
-        r = gl.arange(0, 64 >> LEVEL, gl.SliceLayout(0, gl.SliceLayout(2, BLOCKS)))
-        first = gl.expand_dims(gl.expand_dims(gl.where(r >= 32 >> LEVEL, 0, -1).to(gl.int16), 0), 2)
-        q, k = in_blocks(queries, LEVEL), in_blocks(keys, LEVEL)
-        tile = around(q, k, x, middles(marks, LEVEL, BLOCKS), first)
-        tile = gl.convert_layout(gl.reshape(tile, [64, n.shape[1]]), LAYOUT)
-    return tile
+    first = first_halves(LEVEL, LAYOUT)
+    return times_either(queries, keys, n, middles(n, first, marks, LEVEL, LAYOUT), first)
 
 
 @gluon.jit
-def near_middle(queries, keys, n, marks, LAYOUT: gl.constexpr):
-    """Queries and keys with the decays between them and the middle of their block of 16 tokens, of either sign."""
-    x = in_blocks(n, 2)
-    BLOCKS: gl.constexpr = x.type.layout
-    r = middles(marks, 2, BLOCKS)
-    q, k = times_after(in_blocks(queries, 2), x, r), times_before(in_blocks(keys, 2), x, r)
+def near_marks(n, marks, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
+    """For the blocks of 16 tokens, the marks of their first or second halves for all of their tokens."""
     K: gl.constexpr = n.shape[1]
-    q, k = gl.reshape(q, [64, K]), gl.reshape(k, [64, K])
-    return gl.convert_layout(q, LAYOUT), gl.convert_layout(k, LAYOUT)
+    x = gl.reshape(n, [4, 16, K])
+    BLOCKS: gl.constexpr = x.type.layout
+    row = marks[2].slice(0 if FIRST else 1, 1, 1)
+    return gl.convert_layout(gl.reshape(repeated(row.load(BLOCKS), x), [64, K]), LAYOUT)
 
 
 @gluon.jit
@@ -339,9 +413,8 @@ def scores_by_halves(queries, keys, n, marks, steep, tiles, queries_s, keys_s, L
     barrier()
     tiles.index(0).store(around_middle(queries, keys, n, marks, 0, LAYOUT))
     tiles.index(1).store(around_middle(queries, keys, n, marks, 1, LAYOUT))
-    q, k = near_middle(queries, keys, n, marks, LAYOUT)
-    queries_s.store(q)
-    keys_s.store(k)
+    queries_s.store(times_after(queries, n, near_marks(n, marks, False, LAYOUT)))
+    keys_s.store(times_before(keys, n, near_marks(n, marks, True, LAYOUT)))
     fence_async_shared()
     barrier()
     A, A1 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
@@ -373,18 +446,6 @@ def scores_by_halves(queries, keys, n, marks, steep, tiles, queries_s, keys_s, L
 
 
 @gluon.jit
-def power_after(n, r, LAYOUT: gl.constexpr):
-    """2^(n − r) in fp32."""
-    return times_after(gl.zeros([64, n.shape[1]], gl.bfloat16, LAYOUT) + 1.0, n, r).to(gl.float32)
-
-
-@gluon.jit
-def power_before(n, r, LAYOUT: gl.constexpr):
-    """2^(r − n) in fp32."""
-    return times_before(gl.zeros([64, n.shape[1]], gl.bfloat16, LAYOUT) + 1.0, n, r).to(gl.float32)
-
-
-@gluon.jit
 def gradients_of_level(
     read_s, written_s, exponents_s, marks, tile_s, pairs_s, D, A, dQ, dK, LEVEL: gl.constexpr, LAYOUT: gl.constexpr
 ):
@@ -400,10 +461,10 @@ def gradients_of_level(
     other = warpgroup_mma(pairs_s, tile_s, other, use_acc=False, is_async=True)
     scores, other = warpgroup_mma_wait(0, deps=[scores, other])
     A = gl.where(here, scores.to(gl.bfloat16), A)
-    ones = gl.zeros([64, K], gl.bfloat16, LAYOUT) + 1.0
-    other *= around_middle(ones, ones, n, marks, LEVEL, LAYOUT).to(gl.float32)
-    second = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)) & (32 >> LEVEL), 1) != 0
-    return A, dQ + gl.where(second, other, 0.0), dK + gl.where(second, 0.0, other)
+    first = first_halves(LEVEL, LAYOUT)
+    n = exponents_s.load(LAYOUT)
+    power = power_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
+    return A, dQ + gl.where(first == 0, power, 0.0) * other, dK + gl.where(first == 0, 0.0, power) * other
 
 
 @gluon.jit
@@ -456,9 +517,8 @@ def outputs(
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [8 * K], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
-    marks_s = gl.allocate_shared_memory(gl.int16, [8, K], LINES)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8, K], LINES)
+    points = allocate_points(K)
 
     offsets = in_states(state, n, heads, STATES, K)
     S = gl.zeros([K, 128], gl.float32, STATES)
@@ -489,27 +549,27 @@ def outputs(
         sums_of_blocks(ends_s, decays, None if into is None else ends + (place + i) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points_s, marks_s, ends_s, K)
+        store_points(points, ends_s, K)
         split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, channels, NARROW, K)
-        entering, within, leaving = of_state(points_s, OF_STATE, K)
+        entering, within, leaving = of_state(points, OF_STATE)
         S *= gl.expand_dims(gl.exp2(entering), 1)
         state_s.store(S.to(gl.bfloat16))
         S *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(leaving)
         b = waited(b, NARROW)
-        reach, exponents = b - whole(b), as_int16(b)
+        exponents, reach = whole_and_rest(b)
         read = (queries.load(KEYS).to(gl.float32) * (gl.exp2(reach) * scale)).to(gl.bfloat16)
         written = (keys.load(KEYS).to(gl.float32) * gl.exp2(-reach)).to(gl.bfloat16)
-        steep = steepness(points_s, K)
+        steep = steepness(points)
         by_halves = pairs
         if steep != 0:
             tiles = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
-            by_halves = scores_by_halves(read, written, exponents, marks_s, steep, tiles, queries, keys, KEYS)
-        queries.store(times_after(read, exponents, reference(points_s, 0, KEYS, K)))
-        keys.store(times_before(written, exponents, reference(points_s, K, KEYS, K)))
+            by_halves = scores_by_halves(read, written, exponents, points[6], steep, tiles, queries, keys, KEYS)
+        queries.store(times_after(read, exponents, at_start(points, KEYS)))
+        keys.store(times_before(written, exponents, at_end(points, KEYS)))
         fence_async_shared()
         barrier()
         A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
@@ -573,9 +633,8 @@ def states(
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [8 * K], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
-    marks_s = gl.allocate_shared_memory(gl.int16, [8, K], LINES)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8, K], LINES)
+    points = allocate_points(K)
 
     offsets = in_states(state, n, heads, STATES, K)
     S = gl.zeros([K, 128], gl.float32, STATES)
@@ -604,12 +663,12 @@ def states(
         sums_of_blocks(ends_s, decays, None if into is None else ends + (place + c) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points_s, marks_s, ends_s, K)
+        store_points(points, ends_s, K)
         split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
         b = from_start(lower_s, decays, channels, NARROW, K)
-        entering, within, leaving = of_state(points_s, OF_STATE, K)
+        entering, within, leaving = of_state(points, OF_STATE)
         survives += entering + within + leaving
         S *= gl.expand_dims(gl.exp2(leaving if REVERSE else entering), 1)
         if into is not None:
@@ -617,13 +676,13 @@ def states(
         S *= gl.expand_dims(gl.exp2(within), 1)
         rest = gl.exp2(entering if REVERSE else leaving)
         b = waited(b, NARROW)
-        reach = b - whole(b)
+        exponents, reach = whole_and_rest(b)
         factor = gl.exp2(reach) * scale if REVERSE else gl.exp2(-reach)
         x_ = (xs.load(KEYS).to(gl.float32) * factor).to(gl.bfloat16)
         if REVERSE:
-            xs.store(times_after(x_, as_int16(b), reference(points_s, 0, KEYS, K)))
+            xs.store(times_after(x_, exponents, at_start(points, KEYS)))
         else:
-            xs.store(times_before(x_, as_int16(b), reference(points_s, K, KEYS, K)))
+            xs.store(times_before(x_, exponents, at_end(points, KEYS)))
         fence_async_shared()
         barrier()
         S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
@@ -637,6 +696,12 @@ def states(
     if shrunk is not None:
         at = gl.program_id(0).to(gl.int64) * K + gl.arange(0, K, OF_STATE)
         gl.store(shrunk + at, gl.exp2(survives))
+
+
+@gluon.jit
+def reciprocal(x):
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
@@ -711,9 +776,8 @@ def gradients(
     pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    ends_s = gl.allocate_shared_memory(gl.float32, [8 * K], FLAT)
-    points_s = gl.allocate_shared_memory(gl.float32, [4 * K], FLAT)
-    marks_s = gl.allocate_shared_memory(gl.int16, [8, K], LINES)
+    ends_s = reinterpret(pairs_s, gl.float32, [8, K], LINES)  # until there are pairs
+    points = allocate_points(K)
     through_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
@@ -723,7 +787,7 @@ def gradients(
         dS = gl.load(last + offsets)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     channels = rows if K == 128 else gl.zeros([64, K], gl.float32, KEYS)
-    zero_pairs, ones = gl.zeros([64, 64], gl.bfloat16, PAIRS), gl.zeros([64, K], gl.bfloat16, KEYS) + 1.0
+    zero_pairs = gl.zeros([64, 64], gl.bfloat16, PAIRS)
     lower_triangle(lower_s)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
@@ -743,9 +807,9 @@ def gradients(
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
         g = bounded(decays_s, NARROW, K)
-        store_points(points_s, marks_s, ends_s, K)
+        store_points(points, ends_s, K)
         barrier()
-        entering, within, leaving = of_state(points_s, OF_STATE, K)
+        entering, within, leaving = of_state(points, OF_STATE)
         dS *= gl.expand_dims(gl.exp2(leaving), 1)
         after_s.store(dS.to(gl.bfloat16))
         split(decays_s, g, NARROW, K)
@@ -759,8 +823,8 @@ def gradients(
         async_copy.wait_group(1)
         b = waited(b, NARROW)
         barrier()
-        steep = steepness(points_s, K)
-        reach, exponents = b - whole(b), as_int16(b)
+        steep = steepness(points)
+        exponents, reach = whole_and_rest(b)
         exponents_s = reinterpret(decays_s, gl.int16, [2, 64, K], SHARED).index(0)
         factors_s = reinterpret(decays_s, gl.float16, [2, 64, K], SHARED).index(1)
         exponents_s.store(exponents)
@@ -769,8 +833,8 @@ def gradients(
         written = (keys_s.load(KEYS).to(gl.float32) * gl.exp2(-reach)).to(gl.bfloat16)
         queries_s.store(read)
         keys_s.store(written)
-        enter_s.store(times_after(read, exponents, reference(points_s, 0, KEYS, K)))
-        leave_s.store(times_before(written, exponents, reference(points_s, K, KEYS, K)))
+        enter_s.store(times_after(read, exponents, at_start(points, KEYS)))
+        leave_s.store(times_before(written, exponents, at_end(points, KEYS)))
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -788,25 +852,24 @@ def gradients(
             dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
             dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
             dQ, dK = warpgroup_mma_wait(0, deps=[dQ, dK])
-            dQ *= power_after(exponents_s.load(KEYS), reference(points_s, 0, KEYS, K), KEYS)
-            dK *= power_before(exponents_s.load(KEYS), reference(points_s, K, KEYS, K), KEYS)
+            dQ *= power_after(exponents_s.load(KEYS), at_start(points, KEYS))
+            dK *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
         else:
             swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
             own = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
             swapped, own = warpgroup_mma_wait(0, deps=[swapped, own])
             both, scores = gl.where(distance() > 0, D, swapped).to(gl.bfloat16), own.to(gl.bfloat16)
-            dQ *= power_after(exponents_s.load(KEYS), reference(points_s, 0, KEYS, K), KEYS)
+            dQ *= power_after(exponents_s.load(KEYS), at_start(points, KEYS))
             dK = channels
-            inside = queries_s, keys_s, exponents_s, marks_s
+            inside = queries_s, keys_s, exponents_s, points[6]
             barrier()
             scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 0, KEYS)
             scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 1, KEYS)
             if steep == 1:
                 levels = exponents_s.load(KEYS)
-                near_q, near_k = near_middle(queries_s.load(KEYS), keys_s.load(KEYS), levels, marks_s, KEYS)
                 barrier()
-                enter_s.store(near_q)
-                leave_s.store(near_k)
+                enter_s.store(times_after(queries_s.load(KEYS), levels, near_marks(levels, points[6], False, KEYS)))
+                leave_s.store(times_before(keys_s.load(KEYS), levels, near_marks(levels, points[6], True, KEYS)))
                 pairs_s.store(gl.where((distance() > 0) & (apart() < 16), both, zero_pairs))
                 fence_async_shared()
                 barrier()
@@ -815,9 +878,9 @@ def gradients(
                 of_k = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
                 A, of_q, of_k = warpgroup_mma_wait(0, deps=[A, of_q, of_k])
                 scores = gl.where(apart() < 16, A.to(gl.bfloat16), scores)
-                near_q, near_k = near_middle(ones, ones, exponents_s.load(KEYS), marks_s, KEYS)
-                dQ += near_q.to(gl.float32) * of_q
-                dK += near_k.to(gl.float32) * of_k
+                levels = exponents_s.load(KEYS)
+                dQ += power_after(levels, near_marks(levels, points[6], False, KEYS)) * of_q
+                dK += power_before(levels, near_marks(levels, points[6], True, KEYS)) * of_k
             else:
                 scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 2, KEYS)
                 scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 3, KEYS)
@@ -826,8 +889,8 @@ def gradients(
             barrier()
             scores_s.store(gl.where(distance() >= 0, scores, zero_pairs))
             levels = exponents_s.load(KEYS)
-            enter_s.store(times_after(queries_s.load(KEYS), levels, reference(points_s, 0, KEYS, K)))
-            leave_s.store(times_before(keys_s.load(KEYS), levels, reference(points_s, K, KEYS, K)))
+            enter_s.store(times_after(queries_s.load(KEYS), levels, at_start(points, KEYS)))
+            leave_s.store(times_before(keys_s.load(KEYS), levels, at_end(points, KEYS)))
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         # Tiles are loaded for each use, and the gradient of q stored before the rest of that of k: registers are short.
         # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum of
@@ -840,11 +903,11 @@ def gradients(
             queries_s.store(past.to(gl.bfloat16))
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), channels, use_acc=False, is_async=True)
         T = warpgroup_mma_wait(0, deps=[T])
-        T *= power_before(exponents_s.load(KEYS), reference(points_s, K, KEYS, K), KEYS)
+        T *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
         dK += T
         if log_decay_grad is not None:
             keys_s.store((keys_s.load(KEYS).to(gl.float32) * T).to(gl.bfloat16))
-        store_rows(k_grad, token, n * K, stop, heads * K, dK / factors_s.load(KEYS).to(gl.float32), LAYOUT=STORE)
+        store_rows(k_grad, token, n * K, stop, heads * K, dK * reciprocal(factors_s.load(KEYS).to(gl.float32)), LAYOUT=STORE)
         fence_async_shared()
         barrier()
         if log_decay_grad is not None:
