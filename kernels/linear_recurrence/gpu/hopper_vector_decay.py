@@ -403,22 +403,26 @@ def square(tile, zeros):
 
 
 @gluon.jit
-def scores_by_halves(queries, keys, n, marks, steep, tiles, queries_s, keys_s, LAYOUT: gl.constexpr):
+def scores_by_halves(queries, keys, n, points, steep, tiles, queries_s, keys_s, LAYOUT: gl.constexpr):
     """The scores of a chunk with any decays; those of pairs whose key is later are arbitrary.
 
     Blocks of 64 and 32 tokens are halved, and blocks of 16 have a reference point in their middle. If that does not
-    suffice, they are halved as well.
+    suffice, they are halved as well. With the scores come queries and keys for the state, computed in the meantime.
     """
-    pairs = gl.zeros([64, 64], gl.float32, PAIRS)
+    marks, pairs = points[6], gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
     tiles.index(0).store(around_middle(queries, keys, n, marks, 0, LAYOUT))
     tiles.index(1).store(around_middle(queries, keys, n, marks, 1, LAYOUT))
+    fence_async_shared()
+    barrier()
+    A, A1 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
     queries_s.store(times_after(queries, n, near_marks(n, marks, False, LAYOUT)))
     keys_s.store(times_before(keys, n, near_marks(n, marks, True, LAYOUT)))
     fence_async_shared()
     barrier()
-    A, A1 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
     A2 = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
+    enter = times_after(queries, n, at_start(points, LAYOUT))
+    leave = times_before(keys, n, at_end(points, LAYOUT))
     A, A1, A2 = warpgroup_mma_wait(0, deps=[A, A1, A2])
     A = gl.where(apart() >= 32, A, gl.where(apart() >= 16, A1, A2))
     if steep == 2:
@@ -442,6 +446,8 @@ def scores_by_halves(queries, keys, n, marks, steep, tiles, queries_s, keys_s, L
         A1, A2 = warpgroup_mma_wait(0, deps=[A1, A2])
         A = gl.where((apart() >= 4) | (apart() == 0), A, gl.where(apart() >= 2, A1, A2))
     barrier()
+    queries_s.store(enter)
+    keys_s.store(leave)
     return A
 
 
@@ -566,10 +572,13 @@ def outputs(
         steep = steepness(points)
         by_halves = pairs
         if steep != 0:
-            tiles = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
-            by_halves = scores_by_halves(read, written, exponents, points[6], steep, tiles, queries, keys, KEYS)
-        queries.store(times_after(read, exponents, at_start(points, KEYS)))
-        keys.store(times_before(written, exponents, at_end(points, KEYS)))
+            stage = opaque(i % 2)  # addresses are computed again, rather than kept for the products of all chunks
+            tiles = reinterpret(decays_s.index(stage), gl.bfloat16, [2, 64, K], SHARED)
+            shared = tiles, queries_s.index(stage), keys_s.index(stage)
+            by_halves = scores_by_halves(read, written, exponents, points, steep, *shared, KEYS)
+        else:
+            queries.store(times_after(read, exponents, at_start(points, KEYS)))
+            keys.store(times_before(written, exponents, at_end(points, KEYS)))
         fence_async_shared()
         barrier()
         A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
