@@ -29,6 +29,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ...gpu.gluon_halves import store_parts
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
@@ -122,13 +123,10 @@ def bounded(decays, NARROW: gl.constexpr, K: gl.constexpr):
 @gluon.jit
 def split(decays, g, NARROW: gl.constexpr, K: gl.constexpr):
     """Store g as the sum of two tiles in bf16, or as one, for `from_start`."""
-    high = g.to(gl.bfloat16)
     if NARROW:
-        as_narrow(decays, K).store(high)
+        as_narrow(decays, K).store(g.to(gl.bfloat16))
     else:
-        parts = reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED)
-        parts.index(0).store(high)
-        parts.index(1).store((g - high.to(gl.float32)).to(gl.bfloat16))
+        store_parts(reinterpret(decays, gl.bfloat16, [2, 64, K], SHARED), g)
 
 
 @gluon.jit
@@ -474,6 +472,78 @@ def gradients_of_level(
 
 
 @gluon.jit
+def gradients_by_halves(
+    read_s, written_s, values_s, grad_s, exponents_s, points, steep, enter_s, leave_s, pairs_s, scores_s, D, dQ,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """What pairs of different tokens contribute to the gradients of queries and keys of a chunk with any decays.
+
+    Args:
+        D: Products of the gradients of outputs with values.
+        dQ: Gradients of queries through the state; queries are those of `enter_s`.
+
+    Returns:
+        Gradients of queries, the state included, and of keys without it, those of `read_s` and `written_s`. Scores are
+        in `scores_s`, queries and keys for the state in `enter_s` and `leave_s`.
+    """
+    zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
+    swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    scores = warpgroup_mma(read_s, written_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    swapped, scores = warpgroup_mma_wait(0, deps=[swapped, scores])
+    D, A = gl.where(distance() > 0, D, swapped).to(gl.bfloat16), scores.to(gl.bfloat16)
+    n = exponents_s.load(LAYOUT)
+    K: gl.constexpr = n.shape[1]
+    dQ *= power_after(n, at_start(points, LAYOUT))
+    dK = gl.zeros([64, K], gl.float32, LAYOUT)
+    marks = points[6]
+    barrier()
+    A, dQ, dK = gradients_of_level(
+        read_s, written_s, exponents_s, marks, enter_s, pairs_s, D, A, dQ, dK, 0, LAYOUT
+    )
+    A, dQ, dK = gradients_of_level(
+        read_s, written_s, exponents_s, marks, leave_s, scores_s, D, A, dQ, dK, 1, LAYOUT
+    )
+    if steep == 1:
+        n = exponents_s.load(LAYOUT)
+        barrier()
+        enter_s.store(times_after(read_s.load(LAYOUT), n, near_marks(n, marks, False, LAYOUT)))
+        leave_s.store(times_before(written_s.load(LAYOUT), n, near_marks(n, marks, True, LAYOUT)))
+        pairs_s.store(gl.where((distance() > 0) & (apart() < 16), D, none))
+        fence_async_shared()
+        barrier()
+        near = warpgroup_mma(enter_s, leave_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        channels = gl.zeros([64, K], gl.float32, LAYOUT)
+        of_q = warpgroup_mma(pairs_s, leave_s, channels, use_acc=False, is_async=True)
+        near, of_q = warpgroup_mma_wait(0, deps=[near, of_q])
+        A = gl.where(apart() < 16, near.to(gl.bfloat16), A)
+        n = exponents_s.load(LAYOUT)
+        dQ += power_after(n, near_marks(n, marks, False, LAYOUT)) * of_q
+        of_k = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
+        of_k = warpgroup_mma_wait(0, deps=[of_k])
+        n = exponents_s.load(LAYOUT)
+        dK += power_before(n, near_marks(n, marks, True, LAYOUT)) * of_k
+    else:
+        A, dQ, dK = gradients_of_level(
+            read_s, written_s, exponents_s, marks, enter_s, pairs_s, D, A, dQ, dK, 2, LAYOUT
+        )
+        A, dQ, dK = gradients_of_level(
+            read_s, written_s, exponents_s, marks, leave_s, scores_s, D, A, dQ, dK, 3, LAYOUT
+        )
+        A, dQ, dK = gradients_of_level(
+            read_s, written_s, exponents_s, marks, enter_s, pairs_s, D, A, dQ, dK, 4, LAYOUT
+        )
+        A, dQ, dK = gradients_of_level(
+            read_s, written_s, exponents_s, marks, leave_s, scores_s, D, A, dQ, dK, 5, LAYOUT
+        )
+    barrier()
+    scores_s.store(gl.where(distance() >= 0, A, none))
+    n = exponents_s.load(LAYOUT)
+    enter_s.store(times_after(read_s.load(LAYOUT), n, at_start(points, LAYOUT)))
+    leave_s.store(times_before(written_s.load(LAYOUT), n, at_end(points, LAYOUT)))
+    return dQ, dK
+
+
+@gluon.jit
 def lower_triangle(shared):
     """Store ones on and below the diagonal."""
     shared.store((distance() >= 0).to(gl.bfloat16))
@@ -773,18 +843,21 @@ def gradients(
     grad += value_head.to(gl.int64) * grad_head
     count = gl.cdiv(stop - start, 64)
 
-    queries_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)  # then what goes into the gradient of b
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)  # likewise
-    values_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
-    grad_s = gl.allocate_shared_memory(gl.bfloat16, [64, 128], SHARED)
-    decays_s = gl.allocate_shared_memory(gl.float32, [64, K], DECAYS)
+    queries_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], SHARED)  # then what goes into the gradient of b
+    keys_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], SHARED)  # likewise
+    values_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], SHARED)
+    grad_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], SHARED)
+    decays_m = gl.allocate_shared_memory(gl.float32, [1, 64, K], DECAYS)
     before_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     after_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
-    enter_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)
-    leave_s = gl.allocate_shared_memory(gl.bfloat16, [64, K], SHARED)
-    pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    enter_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], SHARED)
+    leave_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], SHARED)
+    pairs_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
+    scores_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    queries_s, keys_s, values_s, grad_s = queries_m.index(0), keys_m.index(0), values_m.index(0), grad_m.index(0)
+    enter_s, leave_s, pairs_s, scores_s = enter_m.index(0), leave_m.index(0), pairs_m.index(0), scores_m.index(0)
+    decays_s = decays_m.index(0)
     ends_s = reinterpret(pairs_s, gl.float32, [8, K], LINES)  # until there are pairs
     points = allocate_points(K)
     through_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
@@ -796,7 +869,6 @@ def gradients(
         dS = gl.load(last + offsets)
     rows, pairs = gl.zeros([64, 128], gl.float32, ROWS), gl.zeros([64, 64], gl.float32, PAIRS)
     channels = rows if K == 128 else gl.zeros([64, K], gl.float32, KEYS)
-    zero_pairs = gl.zeros([64, 64], gl.bfloat16, PAIRS)
     lower_triangle(lower_s)
     if count > 0:
         token, c = start + (count - 1) * 64, count - 1
@@ -864,42 +936,11 @@ def gradients(
             dQ *= power_after(exponents_s.load(KEYS), at_start(points, KEYS))
             dK *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
         else:
-            swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-            own = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-            swapped, own = warpgroup_mma_wait(0, deps=[swapped, own])
-            both, scores = gl.where(distance() > 0, D, swapped).to(gl.bfloat16), own.to(gl.bfloat16)
-            dQ *= power_after(exponents_s.load(KEYS), at_start(points, KEYS))
-            dK = channels
-            inside = queries_s, keys_s, exponents_s, points[6]
-            barrier()
-            scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 0, KEYS)
-            scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 1, KEYS)
-            if steep == 1:
-                levels = exponents_s.load(KEYS)
-                barrier()
-                enter_s.store(times_after(queries_s.load(KEYS), levels, near_marks(levels, points[6], False, KEYS)))
-                leave_s.store(times_before(keys_s.load(KEYS), levels, near_marks(levels, points[6], True, KEYS)))
-                pairs_s.store(gl.where((distance() > 0) & (apart() < 16), both, zero_pairs))
-                fence_async_shared()
-                barrier()
-                A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-                of_q = warpgroup_mma(pairs_s, leave_s, channels, use_acc=False, is_async=True)
-                of_k = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
-                A, of_q, of_k = warpgroup_mma_wait(0, deps=[A, of_q, of_k])
-                scores = gl.where(apart() < 16, A.to(gl.bfloat16), scores)
-                levels = exponents_s.load(KEYS)
-                dQ += power_after(levels, near_marks(levels, points[6], False, KEYS)) * of_q
-                dK += power_before(levels, near_marks(levels, points[6], True, KEYS)) * of_k
-            else:
-                scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 2, KEYS)
-                scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 3, KEYS)
-                scores, dQ, dK = gradients_of_level(*inside, enter_s, pairs_s, both, scores, dQ, dK, 4, KEYS)
-                scores, dQ, dK = gradients_of_level(*inside, leave_s, scores_s, both, scores, dQ, dK, 5, KEYS)
-            barrier()
-            scores_s.store(gl.where(distance() >= 0, scores, zero_pairs))
-            levels = exponents_s.load(KEYS)
-            enter_s.store(times_after(queries_s.load(KEYS), levels, at_start(points, KEYS)))
-            leave_s.store(times_before(keys_s.load(KEYS), levels, at_end(points, KEYS)))
+            zero = opaque(c * 0)  # addresses are computed again, rather than kept for the products of all chunks
+            inputs = queries_m.index(zero), keys_m.index(zero), values_m.index(zero), grad_m.index(zero)
+            room = enter_m.index(zero), leave_m.index(zero), pairs_m.index(zero), scores_m.index(zero)
+            exponents_s = reinterpret(decays_m.index(zero), gl.int16, [2, 64, K], SHARED).index(0)
+            dQ, dK = gradients_by_halves(*inputs, exponents_s, points, steep, *room, D, dQ, KEYS)
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         # Tiles are loaded for each use, and the gradient of q stored before the rest of that of k: registers are short.
         # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum of
