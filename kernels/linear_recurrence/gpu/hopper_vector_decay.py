@@ -882,6 +882,9 @@ def gradients(
         async_copy.commit_group()
     for i in range(count):
         c = count - 1 - i
+        zero = opaque(c * 0)
+        queries_s, keys_s, values_s, grad_s = queries_m.index(zero), keys_m.index(zero), values_m.index(zero), grad_m.index(zero)
+        enter_s, leave_s, pairs_s, scores_s = enter_m.index(zero), leave_m.index(zero), pairs_m.index(zero), scores_m.index(zero)
         token = start + c * 64
         async_copy.wait_group(1)
         barrier()
