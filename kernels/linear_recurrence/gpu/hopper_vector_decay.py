@@ -401,74 +401,45 @@ def square(tile, zeros):
 
 
 @gluon.jit
-def scores_by_halves(queries, keys, n, points, steep, tiles, queries_s, keys_s, LAYOUT: gl.constexpr):
-    """The scores of a chunk with any decays; those of pairs whose key is later are arbitrary.
+def scores_by_halves(queries, keys, n, points, steep, one, other, queries_s, keys_s, LAYOUT: gl.constexpr):
+    """The scores of a chunk with any decays, except that the product of tiles `one` and `other` has those of blocks of
+    16 tokens if `steep` is 1; scores of pairs whose key is later are arbitrary.
 
     Blocks of 64 and 32 tokens are halved, and blocks of 16 have a reference point in their middle. If that does not
-    suffice, they are halved as well. With the scores come queries and keys for the state, computed in the meantime.
+    suffice, they are halved as well. In the meantime, queries and keys for the state are stored.
     """
     marks, pairs = points[6], gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
-    tiles.index(0).store(around_middle(queries, keys, n, marks, 0, LAYOUT))
-    tiles.index(1).store(around_middle(queries, keys, n, marks, 1, LAYOUT))
+    one.store(around_middle(queries, keys, n, marks, 0, LAYOUT))
+    other.store(around_middle(queries, keys, n, marks, 1, LAYOUT))
     fence_async_shared()
     barrier()
-    A, A1 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
-    queries_s.store(times_after(queries, n, near_marks(n, marks, False, LAYOUT)))
-    keys_s.store(times_before(keys, n, near_marks(n, marks, True, LAYOUT)))
-    fence_async_shared()
+    A, A1 = square(one, pairs), square(other, pairs)
+    queries_s.store(times_after(queries, n, at_start(points, LAYOUT)))
+    keys_s.store(times_before(keys, n, at_end(points, LAYOUT)))
+    A, A1 = warpgroup_mma_wait(0, deps=[A, A1])
+    A = gl.where(apart() >= 32, A, A1)
     barrier()
-    A2 = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-    enter = times_after(queries, n, at_start(points, LAYOUT))
-    leave = times_before(keys, n, at_end(points, LAYOUT))
-    A, A1, A2 = warpgroup_mma_wait(0, deps=[A, A1, A2])
-    A = gl.where(apart() >= 32, A, gl.where(apart() >= 16, A1, A2))
-    if steep == 2:
-        barrier()
-        tiles.index(0).store(around_middle(queries, keys, n, marks, 2, LAYOUT))
-        tiles.index(1).store(around_middle(queries, keys, n, marks, 3, LAYOUT))
-        queries_s.store(queries)
-        keys_s.store(keys)
+    if steep == 1:
+        one.store(times_after(queries, n, near_marks(n, marks, False, LAYOUT)))
+        other.store(times_before(keys, n, near_marks(n, marks, True, LAYOUT)))
+    else:
+        for pair in gl.static_range(2):
+            one.store(around_middle(queries, keys, n, marks, 2 * pair + 2, LAYOUT))
+            other.store(around_middle(queries, keys, n, marks, 2 * pair + 3, LAYOUT))
+            fence_async_shared()
+            barrier()
+            A1, A2 = square(one, pairs), square(other, pairs)
+            A1, A2 = warpgroup_mma_wait(0, deps=[A1, A2])
+            A = gl.where(apart() >= (16 >> 2 * pair), A, gl.where(apart() >= (8 >> 2 * pair), A1, A2))
+            barrier()
+        one.store(queries)
+        other.store(keys)
         fence_async_shared()
         barrier()
-        A1, A2 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
-        A3 = warpgroup_mma(queries_s, keys_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        A1, A2, A3 = warpgroup_mma_wait(0, deps=[A1, A2, A3])
-        A = gl.where(apart() >= 16, A, gl.where(apart() >= 8, A1, gl.where(apart() >= 4, A2, A3)))
-        barrier()
-        tiles.index(0).store(around_middle(queries, keys, n, marks, 4, LAYOUT))
-        tiles.index(1).store(around_middle(queries, keys, n, marks, 5, LAYOUT))
-        fence_async_shared()
-        barrier()
-        A1, A2 = square(tiles.index(0), pairs), square(tiles.index(1), pairs)
-        A1, A2 = warpgroup_mma_wait(0, deps=[A1, A2])
-        A = gl.where((apart() >= 4) | (apart() == 0), A, gl.where(apart() >= 2, A1, A2))
-    barrier()
-    queries_s.store(enter)
-    keys_s.store(leave)
+        itself = warpgroup_mma(one, other.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = gl.where(apart() == 0, warpgroup_mma_wait(0, deps=[itself]), A)
     return A
-
-
-@gluon.jit
-def gradients_of_level(
-    read_s, written_s, exponents_s, marks, tile_s, pairs_s, D, A, dQ, dK, LEVEL: gl.constexpr, LAYOUT: gl.constexpr
-):
-    """Add what the pairs of a level contribute to the gradients of queries and keys; put their scores into A."""
-    n, here = exponents_s.load(LAYOUT), apart() >> (5 - LEVEL) == 1
-    K: gl.constexpr = n.shape[1]
-    tile_s.store(around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT))
-    pairs_s.store(gl.where(here, D, gl.zeros([64, 64], gl.bfloat16, PAIRS)))
-    fence_async_shared()
-    barrier()
-    scores = square(tile_s, gl.zeros([64, 64], gl.float32, PAIRS))
-    other = gl.zeros([64, K], gl.float32, LAYOUT)
-    other = warpgroup_mma(pairs_s, tile_s, other, use_acc=False, is_async=True)
-    scores, other = warpgroup_mma_wait(0, deps=[scores, other])
-    A = gl.where(here, scores.to(gl.bfloat16), A)
-    first = first_halves(LEVEL, LAYOUT)
-    n = exponents_s.load(LAYOUT)
-    power = power_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
-    return A, dQ + gl.where(first == 0, power, 0.0) * other, dK + gl.where(first == 0, 0.0, power) * other
 
 
 @gluon.jit
@@ -589,10 +560,11 @@ def outputs(
 
     queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, K], SHARED)
     keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, K], SHARED)
-    values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
     decays_s = gl.allocate_shared_memory(gl.float32, [2, 64, K], DECAYS)
+    values_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 128], SHARED)
     state_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [8, K], LINES)
     points = allocate_points(K)
 
@@ -612,15 +584,16 @@ def outputs(
     async_copy.commit_group()
     for i in range(count):
         token = start + i * 64
-        queries, keys, values = queries_s.index(i % 2), keys_s.index(i % 2), values_s.index(i % 2)
-        decays = decays_s.index(i % 2)
+        stage, following = i % 2, (i + 1) % 2
+        queries, keys, values = queries_s.index(stage), keys_s.index(stage), values_s.index(stage)
+        decays = decays_s.index(stage)
         async_copy.wait_group(0)
         barrier()
         if i + 1 < count:
-            copy_decays(decays_s.index((i + 1) % 2), log_decay, token + 64, n * K, stop, heads * K, K)
-            copy_keys(queries_s.index((i + 1) % 2), q, token + 64, 0, stop, q_token, K)
-            copy_keys(keys_s.index((i + 1) % 2), k, token + 64, 0, stop, k_token, K)
-            copy_tokens(values_s.index((i + 1) % 2), v, token + 64, 0, stop, v_token)
+            copy_decays(decays_s.index(following), log_decay, token + 64, n * K, stop, heads * K, K)
+            copy_keys(queries_s.index(following), q, token + 64, 0, stop, q_token, K)
+            copy_keys(keys_s.index(following), k, token + 64, 0, stop, k_token, K)
+            copy_tokens(values_s.index(following), v, token + 64, 0, stop, v_token)
         async_copy.commit_group()
         sums_of_blocks(ends_s, decays, None if into is None else ends + (place + i) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
@@ -640,23 +613,23 @@ def outputs(
         read = (queries.load(KEYS).to(gl.float32) * (gl.exp2(reach) * scale)).to(gl.bfloat16)
         written = (keys.load(KEYS).to(gl.float32) * gl.exp2(-reach)).to(gl.bfloat16)
         steep = steepness(points)
-        by_halves = pairs
+        near, earlier, by_halves = queries, keys, pairs
         if steep != 0:
-            stage = opaque(i % 2)  # addresses are computed again, rather than kept for the products of all chunks
-            tiles = reinterpret(decays_s.index(stage), gl.bfloat16, [2, 64, K], SHARED)
-            shared = tiles, queries_s.index(stage), keys_s.index(stage)
+            here = opaque(stage)  # addresses are computed again, rather than kept for the products of all chunks
+            tiles = reinterpret(decays_s.index(here), gl.bfloat16, [2, 64, K], SHARED)
+            near, earlier = tiles.index(0), tiles.index(1)
+            shared = near, earlier, queries_s.index(here), keys_s.index(here)
             by_halves = scores_by_halves(read, written, exponents, points, steep, *shared, KEYS)
         else:
             queries.store(times_after(read, exponents, at_start(points, KEYS)))
             keys.store(times_before(written, exponents, at_end(points, KEYS)))
         fence_async_shared()
         barrier()
-        A = warpgroup_mma(queries, keys.permute((1, 0)), pairs, use_acc=False, is_async=True)
+        A = warpgroup_mma(near, earlier.permute((1, 0)), pairs, use_acc=False, is_async=True)
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
-        A = gl.where(steep != 0, by_halves, A)
-        scores_s = reinterpret(decays, gl.bfloat16, [64, 64], SHARED)  # the sums have been read
+        A = gl.where(apart() < gl.where(steep == 0, 64, gl.where(steep == 1, 16, 0)), A, by_halves)
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
