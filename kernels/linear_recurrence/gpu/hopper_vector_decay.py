@@ -443,75 +443,103 @@ def scores_by_halves(queries, keys, n, points, steep, one, other, queries_s, key
 
 
 @gluon.jit
-def gradients_by_halves(
-    read_s, written_s, values_s, grad_s, exponents_s, points, steep, enter_s, leave_s, pairs_s, scores_s, D, dQ,
+def at_level(D, LEVEL: gl.constexpr):
+    """Zeros for pairs that another level separates."""
+    return gl.where(apart() >> (5 - LEVEL) == 1, D, gl.zeros([64, 64], gl.bfloat16, PAIRS))
+
+
+@gluon.jit
+def shares(exponents_s, marks, change, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+    """Gradients of queries and keys from products with the tokens of the other half of each block."""
+    barrier()
+    first, n = first_halves(LEVEL, LAYOUT), exponents_s.load(LAYOUT)
+    change *= power_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
+    return gl.where(first == 0, change, 0.0), gl.where(first == 0, 0.0, change)
+
+
+@gluon.jit
+def gradients_of_level(
+    read_s, written_s, exponents_s, marks, pairs_s, change_s, scores_s, tile_s, LEVEL: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """What pairs of different tokens contribute to the gradients of queries and keys of a chunk with any decays.
-
-    Args:
-        D: Products of the gradients of outputs with values.
-        dQ: Gradients of queries through the state; queries are those of `enter_s`.
-
-    Returns:
-        Gradients of queries, the state included, and of keys without it, those of `read_s` and `written_s`. Scores are
-        in `scores_s`, queries and keys for the state in `enter_s` and `leave_s`.
-    """
-    zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
-    swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    scores = warpgroup_mma(read_s, written_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    swapped, scores = warpgroup_mma_wait(0, deps=[swapped, scores])
-    D, A = gl.where(distance() > 0, D, swapped).to(gl.bfloat16), scores.to(gl.bfloat16)
+    """What the pairs of a level contribute to the gradients of queries and keys; their scores go to `scores_s`."""
     n = exponents_s.load(LAYOUT)
-    K: gl.constexpr = n.shape[1]
-    dQ *= power_after(n, at_start(points, LAYOUT))
-    dK = gl.zeros([64, K], gl.float32, LAYOUT)
-    marks = points[6]
+    tile_s.store(around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT))
+    change_s.store(at_level(pairs_s.load(PAIRS), LEVEL))
+    fence_async_shared()
     barrier()
-    A, dQ, dK = gradients_of_level(
-        read_s, written_s, exponents_s, marks, enter_s, pairs_s, D, A, dQ, dK, 0, LAYOUT
-    )
-    A, dQ, dK = gradients_of_level(
-        read_s, written_s, exponents_s, marks, leave_s, scores_s, D, A, dQ, dK, 1, LAYOUT
-    )
+    A = square(tile_s, gl.zeros([64, 64], gl.float32, PAIRS))
+    channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
+    change = warpgroup_mma(change_s, tile_s, channels, use_acc=False, is_async=True)
+    A = warpgroup_mma_wait(1, deps=[A]).to(gl.bfloat16)
+    if LEVEL > 0:
+        A = gl.where(apart() >> (5 - LEVEL) == 1, A, scores_s.load(PAIRS))
+    scores_s.store(A)
+    change = warpgroup_mma_wait(0, deps=[change])
+    barrier()
+    return shares(exponents_s, marks, change, LEVEL, LAYOUT)
+
+
+@gluon.jit
+def gradients_by_halves(
+    read_s, written_s, values_s, grad_s, before_s, exponents_s, points, steep, enter_s, leave_s, pairs_s, scores_s,
+    lower_s, D, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, and of keys from pairs of different tokens, of a chunk with any decays; D = dO Vᵀ.
+
+    These queries and keys are those of `read_s` and `written_s`. Scores are stored in `scores_s`, queries and keys for
+    the state in `enter_s` and `leave_s`. Meanwhile scores are in the memory of the triangle: registers are short here.
+    """
+    marks, zeros, none = points[6], gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
+    swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    D = gl.where(distance() > 0, D, warpgroup_mma_wait(0, deps=[swapped]))
+    barrier()
+    pairs_s.store(D.to(gl.bfloat16))
+    inside = read_s, written_s, exponents_s, marks, pairs_s, scores_s, lower_s
+    dQ, dK = gradients_of_level(*inside, enter_s, 0, LAYOUT)
+    to_q, to_k = gradients_of_level(*inside, leave_s, 1, LAYOUT)
+    dQ += to_q
+    dK += to_k
     if steep == 1:
         n = exponents_s.load(LAYOUT)
-        barrier()
+        channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
         enter_s.store(times_after(read_s.load(LAYOUT), n, near_marks(n, marks, False, LAYOUT)))
         leave_s.store(times_before(written_s.load(LAYOUT), n, near_marks(n, marks, True, LAYOUT)))
-        pairs_s.store(gl.where((distance() > 0) & (apart() < 16), D, none))
+        scores_s.store(gl.where((distance() > 0) & (apart() < 16), pairs_s.load(PAIRS), none))
         fence_async_shared()
         barrier()
         near = warpgroup_mma(enter_s, leave_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        channels = gl.zeros([64, K], gl.float32, LAYOUT)
-        of_q = warpgroup_mma(pairs_s, leave_s, channels, use_acc=False, is_async=True)
-        near, of_q = warpgroup_mma_wait(0, deps=[near, of_q])
-        A = gl.where(apart() < 16, near.to(gl.bfloat16), A)
+        change = warpgroup_mma(scores_s, leave_s, channels, use_acc=False, is_async=True)
+        near = warpgroup_mma_wait(1, deps=[near]).to(gl.bfloat16)
+        lower_s.store(gl.where(apart() < 16, near, lower_s.load(PAIRS)))
+        change = warpgroup_mma_wait(0, deps=[change])
+        barrier()
         n = exponents_s.load(LAYOUT)
-        dQ += power_after(n, near_marks(n, marks, False, LAYOUT)) * of_q
-        of_k = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
-        of_k = warpgroup_mma_wait(0, deps=[of_k])
+        dQ += power_after(n, near_marks(n, marks, False, LAYOUT)) * change
+        change = warpgroup_mma(scores_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
+        change = warpgroup_mma_wait(0, deps=[change])
+        barrier()
         n = exponents_s.load(LAYOUT)
-        dK += power_before(n, near_marks(n, marks, True, LAYOUT)) * of_k
+        dK += power_before(n, near_marks(n, marks, True, LAYOUT)) * change
     else:
-        A, dQ, dK = gradients_of_level(
-            read_s, written_s, exponents_s, marks, enter_s, pairs_s, D, A, dQ, dK, 2, LAYOUT
-        )
-        A, dQ, dK = gradients_of_level(
-            read_s, written_s, exponents_s, marks, leave_s, scores_s, D, A, dQ, dK, 3, LAYOUT
-        )
-        A, dQ, dK = gradients_of_level(
-            read_s, written_s, exponents_s, marks, enter_s, pairs_s, D, A, dQ, dK, 4, LAYOUT
-        )
-        A, dQ, dK = gradients_of_level(
-            read_s, written_s, exponents_s, marks, leave_s, scores_s, D, A, dQ, dK, 5, LAYOUT
-        )
-    barrier()
-    scores_s.store(gl.where(distance() >= 0, A, none))
+        for level in gl.static_range(2, 6):
+            to_q, to_k = gradients_of_level(*inside, enter_s if level % 2 == 0 else leave_s, level, LAYOUT)
+            dQ += to_q
+            dK += to_k
+        itself = warpgroup_mma(read_s, written_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        itself = warpgroup_mma_wait(0, deps=[itself]).to(gl.bfloat16)
+        lower_s.store(gl.where(apart() == 0, itself, lower_s.load(PAIRS)))
     n = exponents_s.load(LAYOUT)
+    channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
+    through = warpgroup_mma(grad_s, before_s.permute((1, 0)), channels, use_acc=False, is_async=True)
+    scores_s.store(gl.where(distance() >= 0, lower_s.load(PAIRS), none))
+    lower_triangle(lower_s)
     enter_s.store(times_after(read_s.load(LAYOUT), n, at_start(points, LAYOUT)))
     leave_s.store(times_before(written_s.load(LAYOUT), n, at_end(points, LAYOUT)))
-    return dQ, dK
+    through = warpgroup_mma_wait(0, deps=[through])
+    barrier()
+    n = exponents_s.load(LAYOUT)
+    return dQ + power_after(n, at_start(points, LAYOUT)) * through, dK
 
 
 @gluon.jit
@@ -821,16 +849,16 @@ def gradients(
     values_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], SHARED)
     grad_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 128], SHARED)
     decays_m = gl.allocate_shared_memory(gl.float32, [1, 64, K], DECAYS)
-    before_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
+    before_m = gl.allocate_shared_memory(gl.bfloat16, [1, K, 128], SHARED)
     after_s = gl.allocate_shared_memory(gl.bfloat16, [K, 128], SHARED)
     enter_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], SHARED)
     leave_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, K], SHARED)
     pairs_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
     scores_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
-    lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    lower_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
     queries_s, keys_s, values_s, grad_s = queries_m.index(0), keys_m.index(0), values_m.index(0), grad_m.index(0)
     enter_s, leave_s, pairs_s, scores_s = enter_m.index(0), leave_m.index(0), pairs_m.index(0), scores_m.index(0)
-    decays_s = decays_m.index(0)
+    decays_s, before_s, lower_s = decays_m.index(0), before_m.index(0), lower_m.index(0)
     ends_s = reinterpret(pairs_s, gl.float32, [8, K], LINES)  # until there are pairs
     points = allocate_points(K)
     through_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
@@ -897,11 +925,11 @@ def gradients(
         barrier()
         D = warpgroup_mma(grad_s, values_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
         A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), channels, use_acc=False, is_async=True)
         # a token paired with itself does not decay: these pairs stay out of the terms that have to cancel
         itself_s.store(gl.sum(grad_s.load(COPY).to(gl.float32) * values_s.load(COPY).to(gl.float32), 1))
-        D, A, dQ = warpgroup_mma_wait(0, deps=[D, A, dQ])
+        D, A = warpgroup_mma_wait(0, deps=[D, A])
         if steep == 0:
+            dQ = warpgroup_mma(grad_s, before_s.permute((1, 0)), channels, use_acc=False, is_async=True)
             pairs_s.store(gl.where(distance() > 0, D, 0.0).to(gl.bfloat16))
             scores_s.store(gl.where(distance() >= 0, A, 0.0).to(gl.bfloat16))
             fence_async_shared()
@@ -913,10 +941,11 @@ def gradients(
             dK *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
         else:
             zero = opaque(c * 0)  # addresses are computed again, rather than kept for the products of all chunks
-            inputs = queries_m.index(zero), keys_m.index(zero), values_m.index(zero), grad_m.index(zero)
+            inputs = queries_m.index(zero), keys_m.index(zero), values_m.index(zero), grad_m.index(zero), before_m.index(zero)
             room = enter_m.index(zero), leave_m.index(zero), pairs_m.index(zero), scores_m.index(zero)
+            room += (lower_m.index(zero),)
             exponents_s = reinterpret(decays_m.index(zero), gl.int16, [2, 64, K], SHARED).index(0)
-            dQ, dK = gradients_by_halves(*inputs, exponents_s, points, steep, *room, D, dQ, KEYS)
+            dQ, dK = gradients_by_halves(*inputs, exponents_s, points, steep, *room, D, KEYS)
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         # Tiles are loaded for each use, and the gradient of q stored before the rest of that of k: registers are short.
         # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum of
