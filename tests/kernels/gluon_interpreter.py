@@ -261,7 +261,7 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     return value(results)
 
 
-def of_exponents(asm: str, *arguments: Tensor) -> Tensor:
+def of_exponents(asm: str, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
     """A power of two, 0 below 2^−126, or its product with numbers in bf16; or what is added to its exponent."""
     if "shfl" in asm:
         n, first = arguments
@@ -275,7 +275,7 @@ def of_exponents(asm: str, *arguments: Tensor) -> Tensor:
         x, n = [torch.where(first == 0, *x, *others)] if x else x, n ^ first
     elif "not" in asm:
         n = ~n
-    power = torch.where(n + mark > 0, (n.double() + mark - 127).exp2(), 0.0)
+    power = torch.where(n + mark > 0, (n + mark - 127).to(dtype).exp2(), 0.0)
     return x[0] * power if x else power
 
 
@@ -285,7 +285,7 @@ def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Te
     if "0f4B400000" in asm:
         return x.round().to(torch.int16), x - x.round()
     if "s16x2" in asm:
-        return of_exponents(asm, *arguments)
+        return of_exponents(asm, options["dtype"], *arguments)
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
     if asm.startswith("ex2"):
