@@ -254,9 +254,7 @@ def whole_and_rest(b):
         "{.reg .b32 x, y; add.rn.f32 x, $3, 0f4B400000; add.rn.f32 y, $4, 0f4B400000; prmt.b32 $0, x, y, 0x5410; "
         "sub.rn.f32 x, x, 0f4B400000; sub.rn.f32 y, y, 0f4B400000; sub.rn.f32 $1, $3, x; sub.rn.f32 $2, $4, y;}"
     )
-    return gl.inline_asm_elementwise(
-        asm, "=&r,=&r,=&r,r,r", [b], dtype=(gl.int16, gl.float32), is_pure=True, pack=2
-    )
+    return gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,r,r", [b], dtype=(gl.int16, gl.float32), is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -779,6 +777,12 @@ def states(
 
 
 @gluon.jit
+def of_tiles(a, b, c, d, i):
+    """The i-th tile of each of four allocations."""
+    return a.index(i), b.index(i), c.index(i), d.index(i)
+
+
+@gluon.jit
 def reciprocal(x):
     asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
     return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
@@ -856,8 +860,8 @@ def gradients(
     pairs_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
     scores_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
     lower_m = gl.allocate_shared_memory(gl.bfloat16, [1, 64, 64], SHARED)
-    queries_s, keys_s, values_s, grad_s = queries_m.index(0), keys_m.index(0), values_m.index(0), grad_m.index(0)
-    enter_s, leave_s, pairs_s, scores_s = enter_m.index(0), leave_m.index(0), pairs_m.index(0), scores_m.index(0)
+    queries_s, keys_s, values_s, grad_s = of_tiles(queries_m, keys_m, values_m, grad_m, 0)
+    enter_s, leave_s, pairs_s, scores_s = of_tiles(enter_m, leave_m, pairs_m, scores_m, 0)
     decays_s, before_s, lower_s = decays_m.index(0), before_m.index(0), lower_m.index(0)
     ends_s = reinterpret(pairs_s, gl.float32, [8, K], LINES)  # until there are pairs
     points = allocate_points(K)
@@ -883,9 +887,9 @@ def gradients(
         async_copy.commit_group()
     for i in range(count):
         c = count - 1 - i
-        zero = opaque(c * 0)
-        queries_s, keys_s, values_s, grad_s = queries_m.index(zero), keys_m.index(zero), values_m.index(zero), grad_m.index(zero)
-        enter_s, leave_s, pairs_s, scores_s = enter_m.index(zero), leave_m.index(zero), pairs_m.index(zero), scores_m.index(zero)
+        zero = opaque(c * 0)  # addresses are computed again, rather than kept in registers for all chunks
+        queries_s, keys_s, values_s, grad_s = of_tiles(queries_m, keys_m, values_m, grad_m, zero)
+        enter_s, leave_s, pairs_s, scores_s = of_tiles(enter_m, leave_m, pairs_m, scores_m, zero)
         token = start + c * 64
         async_copy.wait_group(1)
         barrier()
@@ -940,12 +944,14 @@ def gradients(
             dQ *= power_after(exponents_s.load(KEYS), at_start(points, KEYS))
             dK *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
         else:
-            zero = opaque(c * 0)  # addresses are computed again, rather than kept for the products of all chunks
-            inputs = queries_m.index(zero), keys_m.index(zero), values_m.index(zero), grad_m.index(zero), before_m.index(zero)
-            room = enter_m.index(zero), leave_m.index(zero), pairs_m.index(zero), scores_m.index(zero)
-            room += (lower_m.index(zero),)
+            zero = opaque(c * 0)
+            inputs, room = (
+                of_tiles(queries_m, keys_m, values_m, grad_m, zero),
+                of_tiles(enter_m, leave_m, pairs_m, scores_m, zero),
+            )
             exponents_s = reinterpret(decays_m.index(zero), gl.int16, [2, 64, K], SHARED).index(0)
-            dQ, dK = gradients_by_halves(*inputs, exponents_s, points, steep, *room, D, KEYS)
+            others = before_m.index(zero), exponents_s, points, steep
+            dQ, dK = gradients_by_halves(*inputs, *others, *room, lower_m.index(zero), D, KEYS)
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         # Tiles are loaded for each use, and the gradient of q stored before the rest of that of k: registers are short.
         # Later tokens reach back past this one, earlier ones forward. Pairs of two later tokens cancel in the sum of
@@ -962,7 +968,9 @@ def gradients(
         dK += T
         if log_decay_grad is not None:
             keys_s.store((keys_s.load(KEYS).to(gl.float32) * T).to(gl.bfloat16))
-        store_rows(k_grad, token, n * K, stop, heads * K, dK * reciprocal(factors_s.load(KEYS).to(gl.float32)), LAYOUT=STORE)
+        store_rows(
+            k_grad, token, n * K, stop, heads * K, dK * reciprocal(factors_s.load(KEYS).to(gl.float32)), LAYOUT=STORE
+        )
         fence_async_shared()
         barrier()
         if log_decay_grad is not None:
@@ -995,9 +1003,8 @@ def gradients(
         dS *= gl.expand_dims(rest, 1)
         dV = warpgroup_mma_wait(0, deps=[dV])
         store_rows(v_grad, token, n * 128, stop, heads * 128, dV, LAYOUT=OCTETS)
-        if log_decay_grad is not None:
-            if steep == 2:
-                barrier()
-                erase_at_resets(log_decay, log_decay_grad, token, n * K, stop, heads * K, KEYS, K)
+        if log_decay_grad is not None and steep == 2:
+            barrier()
+            erase_at_resets(log_decay, log_decay_grad, token, n * K, stop, heads * K, KEYS, K)
     if first is not None:
         gl.store(first + offsets, dS)

@@ -102,4 +102,3 @@ def _gradients(plan: LinearRecurrence) -> LaunchSpec:
     from .hopper_vector_decay import gradients
 
     return in_gluon(plan, gradients, QKV_GRAD, K=plan.K)
-
