@@ -162,8 +162,7 @@ def allocate_points(K: gl.constexpr):
     Returns:
         In log2, r, s − r, the sum of all decays − s, and how steep each channel is: 0 if r = s holds all factors, 2 if
         even halves of blocks of 16 tokens are too steep for a single reference, 1 otherwise. What is added to
-        exponents: 127 − r, 128 + s, and for blocks of 64, 32 and 16 tokens, 128 + m and 127 − m for a whole number m
-        near the sum up to their middle.
+        exponents: 127 − r and 128 + s.
     """
     enter = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     within = gl.allocate_shared_memory(gl.float32, [K], FLAT)
@@ -171,14 +170,22 @@ def allocate_points(K: gl.constexpr):
     steep = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     entering = gl.allocate_shared_memory(gl.int16, [K], FLAT)
     leaving = gl.allocate_shared_memory(gl.int16, [K], FLAT)
-    chunk = gl.allocate_shared_memory(gl.int16, [1, 2, K], BLOCK_MARKS)
-    halves = gl.allocate_shared_memory(gl.int16, [2, 2, K], BLOCK_MARKS)
-    quarters = gl.allocate_shared_memory(gl.int16, [4, 2, K], BLOCK_MARKS)
-    return enter, within, leave, steep, entering, leaving, (chunk, halves, quarters)
+    return enter, within, leave, steep, entering, leaving
 
 
 @gluon.jit
-def store_points(points, ends, K: gl.constexpr):
+def allocate_middles(K: gl.constexpr):
+    """Memory for 128 + m and 127 − m, for whole numbers m near the sums up to the middle of blocks of 64, 32 and 16
+    tokens.
+    """
+    chunk = gl.allocate_shared_memory(gl.int16, [1, 2, K], BLOCK_MARKS)
+    halves = gl.allocate_shared_memory(gl.int16, [2, 2, K], BLOCK_MARKS)
+    quarters = gl.allocate_shared_memory(gl.int16, [4, 2, K], BLOCK_MARKS)
+    return chunk, halves, quarters
+
+
+@gluon.jit
+def store_points(points, middles, ends):
     """Store the reference points of a chunk, for the sums of the decays of its blocks of 8 tokens [8, K]."""
     g = ends.load(EIGHTS)
     b = gl.associative_scan(g, 0, plus)
@@ -193,8 +200,9 @@ def store_points(points, ends, K: gl.constexpr):
     points[3].store(steep.to(gl.float32) + (gl.min(g, 0) < -SAFE).to(gl.float32))
     points[4].store((127.0 - enter).to(gl.int16))
     points[5].store((128.0 + leave).to(gl.int16))
-    for level in gl.static_range(3):
-        store_middles(points[6][level], gl.floor(b), level)
+    if middles is not None:
+        for level in gl.static_range(3):
+            store_middles(middles[level], gl.floor(b), level)
 
 
 @gluon.jit
@@ -399,14 +407,14 @@ def square(tile, zeros):
 
 
 @gluon.jit
-def scores_by_halves(queries, keys, n, points, steep, one, other, queries_s, keys_s, LAYOUT: gl.constexpr):
+def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries_s, keys_s, LAYOUT: gl.constexpr):
     """The scores of a chunk with any decays, except that the product of tiles `one` and `other` has those of blocks of
     16 tokens if `steep` is 1; scores of pairs whose key is later are arbitrary.
 
     Blocks of 64 and 32 tokens are halved, and blocks of 16 have a reference point in their middle. If that does not
     suffice, they are halved as well. In the meantime, queries and keys for the state are stored.
     """
-    marks, pairs = points[6], gl.zeros([64, 64], gl.float32, PAIRS)
+    pairs = gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
     one.store(around_middle(queries, keys, n, marks, 0, LAYOUT))
     other.store(around_middle(queries, keys, n, marks, 1, LAYOUT))
@@ -480,7 +488,7 @@ def gradients_of_level(
 
 @gluon.jit
 def gradients_by_halves(
-    read_s, written_s, values_s, grad_s, before_s, exponents_s, points, steep, enter_s, leave_s, pairs_s, scores_s,
+    read_s, written_s, values_s, grad_s, before_s, exponents_s, points, marks, steep, enter_s, leave_s, pairs_s, scores_s,
     lower_s, D, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Gradients of queries, and of keys from pairs of different tokens, of a chunk with any decays; D = dO Vᵀ.
@@ -488,7 +496,7 @@ def gradients_by_halves(
     These queries and keys are those of `read_s` and `written_s`. Scores are stored in `scores_s`, queries and keys for
     the state in `enter_s` and `leave_s`. Meanwhile scores are in the memory of the triangle: registers are short here.
     """
-    marks, zeros, none = points[6], gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
+    zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
     swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
     D = gl.where(distance() > 0, D, warpgroup_mma_wait(0, deps=[swapped]))
     barrier()
@@ -592,7 +600,7 @@ def outputs(
     lower_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     scores_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [8, K], LINES)
-    points = allocate_points(K)
+    points, middles_s = allocate_points(K), allocate_middles(K)
 
     offsets = in_states(state, n, heads, STATES, K)
     S = gl.zeros([K, 128], gl.float32, STATES)
@@ -624,7 +632,7 @@ def outputs(
         sums_of_blocks(ends_s, decays, None if into is None else ends + (place + i) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points, ends_s, K)
+        store_points(points, middles_s, ends_s)
         split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
@@ -645,7 +653,7 @@ def outputs(
             tiles = reinterpret(decays_s.index(here), gl.bfloat16, [2, 64, K], SHARED)
             near, earlier = tiles.index(0), tiles.index(1)
             shared = near, earlier, queries_s.index(here), keys_s.index(here)
-            by_halves = scores_by_halves(read, written, exponents, points, steep, *shared, KEYS)
+            by_halves = scores_by_halves(read, written, exponents, points, middles_s, steep, *shared, KEYS)
         else:
             queries.store(times_after(read, exponents, at_start(points, KEYS)))
             keys.store(times_before(written, exponents, at_end(points, KEYS)))
@@ -741,7 +749,7 @@ def states(
         sums_of_blocks(ends_s, decays, None if into is None else ends + (place + c) * (8 * K), NARROW, K)
         g = bounded(decays, NARROW, K)
         barrier()
-        store_points(points, ends_s, K)
+        store_points(points, None, ends_s)
         split(decays, g, NARROW, K)
         fence_async_shared()
         barrier()
@@ -864,7 +872,7 @@ def gradients(
     enter_s, leave_s, pairs_s, scores_s = of_tiles(enter_m, leave_m, pairs_m, scores_m, 0)
     decays_s, before_s, lower_s = decays_m.index(0), before_m.index(0), lower_m.index(0)
     ends_s = reinterpret(pairs_s, gl.float32, [8, K], LINES)  # until there are pairs
-    points = allocate_points(K)
+    points, middles_s = allocate_points(K), allocate_middles(K)
     through_s = gl.allocate_shared_memory(gl.float32, [K], FLAT)
     itself_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
 
@@ -896,7 +904,7 @@ def gradients(
         copy_tokens(grad_s, grad, token, 0, stop, grad_token)
         async_copy.commit_group()
         g = bounded(decays_s, NARROW, K)
-        store_points(points, ends_s, K)
+        store_points(points, middles_s, ends_s)
         barrier()
         entering, within, leaving = of_state(points, OF_STATE)
         dS *= gl.expand_dims(gl.exp2(leaving), 1)
@@ -945,12 +953,10 @@ def gradients(
             dK *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
         else:
             zero = opaque(c * 0)
-            inputs, room = (
-                of_tiles(queries_m, keys_m, values_m, grad_m, zero),
-                of_tiles(enter_m, leave_m, pairs_m, scores_m, zero),
-            )
+            inputs = of_tiles(queries_m, keys_m, values_m, grad_m, zero)
+            room = of_tiles(enter_m, leave_m, pairs_m, scores_m, zero)
             exponents_s = reinterpret(decays_m.index(zero), gl.int16, [2, 64, K], SHARED).index(0)
-            others = before_m.index(zero), exponents_s, points, steep
+            others = before_m.index(zero), exponents_s, points, middles_s, steep
             dQ, dK = gradients_by_halves(*inputs, *others, *room, lower_m.index(zero), D, KEYS)
         itself = gl.expand_dims(itself_s.load(OF_TOKENS), 1)
         # Tiles are loaded for each use, and the gradient of q stored before the rest of that of k: registers are short.
