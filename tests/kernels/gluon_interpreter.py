@@ -261,22 +261,21 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     return value(results)
 
 
-def of_exponents(asm: str, dtype: torch.dtype, *arguments: Tensor) -> Tensor:
-    """A power of two, 0 below 2^−126, or its product with numbers in bf16; or what is added to its exponent."""
+def of_exponents(asm: str, dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
+    """Exponents of 2 with the bias of fp32, what they are made of, or powers of two."""
     if "shfl" in asm:
-        n, first = arguments
+        (first,) = others
         lane, form = (int(operand, 0) for operand in asm.split("shfl")[1].replace(",", " ").split()[3:5])
-        row, kept = torch.arange(len(n)), form >> 10  # bits of the number of the row itself that stay
-        return (n[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)] ^ ~first) + 128
-    x = [] if "shl.b32 $1" in asm else arguments[:1]
-    *others, n, mark = arguments[len(x) :]
-    if "xor" in asm:  # one of two numbers and of two exponents
-        *others, n, mark, first = arguments[len(x) :]
-        x, n = [torch.where(first == 0, *x, *others)] if x else x, n ^ first
-    elif "not" in asm:
-        n = ~n
-    power = torch.where(n + mark > 0, (n + mark - 127).to(dtype).exp2(), 0.0)
-    return x[0] * power if x else power
+        row, kept = torch.arange(len(x)), form >> 10  # bits of the number of the row itself that stay
+        return (x[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)] ^ ~first) + 128
+    if "lop3" in asm:
+        return torch.where(others[1] == 0, x, others[0])
+    if "max.s16x2" in asm:
+        n = x ^ others[1] if "xor" in asm else ~x if "not" in asm else x
+        return value(torch.clamp(n + others[0], min=0))
+    e = others[0] if others else x
+    power = torch.where(e > 0, (e - 127).to(dtype).exp2(), 0.0)
+    return x * power if others else power
 
 
 def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Tensor:
@@ -284,7 +283,7 @@ def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Te
     x, *others = arguments
     if "0f4B400000" in asm:
         return x.round().to(torch.int16), x - x.round()
-    if "s16x2" in asm:
+    if "s16x2" in asm or "shl" in asm or "lop3" in asm:
         return of_exponents(asm, options["dtype"], *arguments)
     if "shfl" in asm:
         return in_lanes(asm, *arguments)

@@ -266,65 +266,45 @@ def whole_and_rest(b):
 
 
 @gluon.jit
-def times_after(x, n, mark):
-    """2^(n − r) x for mark = 127 − r, two numbers at a time; 0 where the power is below 2^−126."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; add.s16x2 e, $2, $3; max.s16x2 e, e, z; shl.b32 e, e, 7; "
-        "mul.rn.bf16x2 $0, $1, e;}"
-    )
-    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, n, mark], dtype=gl.bfloat16, is_pure=True, pack=2)
+def exponent_after(n, mark):
+    """n − r + 127 for mark = 127 − r, two numbers at a time; 0 where it is negative."""
+    asm: gl.constexpr = "{.reg .b32 z; mov.b32 z, 0; add.s16x2 $0, $1, $2; max.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [n, mark], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def times_before(x, n, mark):
-    """2^(r − n) x for mark = 128 + r, likewise."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; max.s16x2 e, e, z; shl.b32 e, e, 7; "
-        "mul.rn.bf16x2 $0, $1, e;}"
-    )
-    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [x, n, mark], dtype=gl.bfloat16, is_pure=True, pack=2)
+def exponent_before(n, mark):
+    """r − n + 127 for mark = 128 + r, likewise."""
+    asm: gl.constexpr = "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $1; add.s16x2 $0, e, $2; max.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [n, mark], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def power_after(n, mark):
-    """2^(n − r) in fp32 for mark = 127 − r."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; add.s16x2 e, $2, $3; max.s16x2 e, e, z; shl.b32 $0, e, 23; "
-        "and.b32 e, e, 0xffff0000; shl.b32 $1, e, 7;}"
-    )
-    return gl.inline_asm_elementwise(asm, "=&r,=r,r,r", [n, mark], dtype=gl.float32, is_pure=True, pack=2)
+def exponent_either(n, mark, first):
+    """`exponent_after`, or where `first` is −1 rather than 0, `exponent_before`."""
+    asm: gl.constexpr = "{.reg .b32 e, z; mov.b32 z, 0; xor.b32 e, $1, $3; add.s16x2 $0, e, $2; max.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [n, mark, first], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def power_before(n, mark):
-    """2^(r − n) in fp32 for mark = 128 + r."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $2; add.s16x2 e, e, $3; max.s16x2 e, e, z; shl.b32 $0, e, 23; "
-        "and.b32 e, e, 0xffff0000; shl.b32 $1, e, 7;}"
-    )
-    return gl.inline_asm_elementwise(asm, "=&r,=r,r,r", [n, mark], dtype=gl.float32, is_pure=True, pack=2)
+def times(x, e):
+    """2^(e − 127) x in bf16, 0 for e = 0; exact but for x that are too small."""
+    asm: gl.constexpr = "{.reg .b32 y; shl.b32 y, $2, 7; mul.rn.bf16x2 $0, $1, y;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, e], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def times_either(q, k, n, mark, first):
-    """`times_after` of q, or where `first` is −1 rather than 0, `times_before` of k."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, x, z; mov.b32 z, 0; lop3.b32 x, $1, $2, $5, 0xD8; xor.b32 e, $3, $5; add.s16x2 e, e, $4; "
-        "max.s16x2 e, e, z; shl.b32 e, e, 7; mul.rn.bf16x2 $0, x, e;}"
-    )
-    return gl.inline_asm_elementwise(
-        asm, "=r,r,r,r,r,r", [q, k, n, mark, first], dtype=gl.bfloat16, is_pure=True, pack=2
-    )
+def power(e):
+    """2^(e − 127) in fp32, 0 for e = 0."""
+    asm: gl.constexpr = "{.reg .b32 y; and.b32 y, $2, 0xffff0000; shl.b32 $0, $2, 23; shl.b32 $1, y, 7;}"
+    return gl.inline_asm_elementwise(asm, "=&r,=r,r", [e], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
-def power_either(n, mark, first):
-    """`power_after`, or where `first` is −1 rather than 0, `power_before`."""
-    asm: gl.constexpr = (
-        "{.reg .b32 e, z; mov.b32 z, 0; xor.b32 e, $2, $4; add.s16x2 e, e, $3; max.s16x2 e, e, z; "
-        "shl.b32 $0, e, 23; and.b32 e, e, 0xffff0000; shl.b32 $1, e, 7;}"
-    )
-    return gl.inline_asm_elementwise(asm, "=&r,=r,r,r,r", [n, mark, first], dtype=gl.float32, is_pure=True, pack=2)
+def either(q, k, first):
+    """q, or k where `first` is −1 rather than 0."""
+    asm: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xD8;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [q, k, first], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
@@ -378,9 +358,14 @@ def repeated(row, x):
 
 @gluon.jit
 def around_middle(queries, keys, n, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Queries of the second halves of blocks and keys of the first, times the decays between them and the boundary."""
+    """Queries of the second halves of blocks and keys of the first, times the decays between them and the boundary.
+
+    Returns:
+        These tiles, and the exponents of the decays.
+    """
     first = first_halves(LEVEL, LAYOUT)
-    return times_either(queries, keys, n, middles(n, first, marks, LEVEL, LAYOUT), first)
+    e = exponent_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
+    return times(either(queries, keys, first), e), e
 
 
 @gluon.jit
@@ -416,23 +401,23 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
     """
     pairs = gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
-    one.store(around_middle(queries, keys, n, marks, 0, LAYOUT))
-    other.store(around_middle(queries, keys, n, marks, 1, LAYOUT))
+    one.store(around_middle(queries, keys, n, marks, 0, LAYOUT)[0])
+    other.store(around_middle(queries, keys, n, marks, 1, LAYOUT)[0])
     fence_async_shared()
     barrier()
     A, A1 = square(one, pairs), square(other, pairs)
-    queries_s.store(times_after(queries, n, at_start(points, LAYOUT)))
-    keys_s.store(times_before(keys, n, at_end(points, LAYOUT)))
+    queries_s.store(times(queries, exponent_after(n, at_start(points, LAYOUT))))
+    keys_s.store(times(keys, exponent_before(n, at_end(points, LAYOUT))))
     A, A1 = warpgroup_mma_wait(0, deps=[A, A1])
     A = gl.where(apart() >= 32, A, A1)
     barrier()
     if steep == 1:
-        one.store(times_after(queries, n, near_marks(n, marks, False, LAYOUT)))
-        other.store(times_before(keys, n, near_marks(n, marks, True, LAYOUT)))
+        one.store(times(queries, exponent_after(n, near_marks(n, marks, False, LAYOUT))))
+        other.store(times(keys, exponent_before(n, near_marks(n, marks, True, LAYOUT))))
     else:
         for pair in gl.static_range(2):
-            one.store(around_middle(queries, keys, n, marks, 2 * pair + 2, LAYOUT))
-            other.store(around_middle(queries, keys, n, marks, 2 * pair + 3, LAYOUT))
+            one.store(around_middle(queries, keys, n, marks, 2 * pair + 2, LAYOUT)[0])
+            other.store(around_middle(queries, keys, n, marks, 2 * pair + 3, LAYOUT)[0])
             fence_async_shared()
             barrier()
             A1, A2 = square(one, pairs), square(other, pairs)
@@ -455,22 +440,14 @@ def at_level(D, LEVEL: gl.constexpr):
 
 
 @gluon.jit
-def shares(exponents_s, marks, change, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Gradients of queries and keys from products with the tokens of the other half of each block."""
-    barrier()
-    first, n = first_halves(LEVEL, LAYOUT), exponents_s.load(LAYOUT)
-    change *= power_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
-    return gl.where(first == 0, change, 0.0), gl.where(first == 0, 0.0, change)
-
-
-@gluon.jit
 def gradients_of_level(
     read_s, written_s, exponents_s, marks, pairs_s, change_s, scores_s, tile_s, LEVEL: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """What the pairs of a level contribute to the gradients of queries and keys; their scores go to `scores_s`."""
     n = exponents_s.load(LAYOUT)
-    tile_s.store(around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT))
+    tile, e = around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT)
+    tile_s.store(tile)
     change_s.store(at_level(pairs_s.load(PAIRS), LEVEL))
     fence_async_shared()
     barrier()
@@ -483,7 +460,9 @@ def gradients_of_level(
     scores_s.store(A)
     change = warpgroup_mma_wait(0, deps=[change])
     barrier()
-    return shares(exponents_s, marks, change, LEVEL, LAYOUT)
+    change *= power(e)
+    second = first_halves(LEVEL, LAYOUT) == 0
+    return gl.where(second, change, 0.0), gl.where(second, 0.0, change)
 
 
 @gluon.jit
@@ -509,8 +488,10 @@ def gradients_by_halves(
     if steep == 1:
         n = exponents_s.load(LAYOUT)
         channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
-        enter_s.store(times_after(read_s.load(LAYOUT), n, near_marks(n, marks, False, LAYOUT)))
-        leave_s.store(times_before(written_s.load(LAYOUT), n, near_marks(n, marks, True, LAYOUT)))
+        of_queries = exponent_after(n, near_marks(n, marks, False, LAYOUT))
+        of_keys = exponent_before(n, near_marks(n, marks, True, LAYOUT))
+        enter_s.store(times(read_s.load(LAYOUT), of_queries))
+        leave_s.store(times(written_s.load(LAYOUT), of_keys))
         scores_s.store(gl.where((distance() > 0) & (apart() < 16), pairs_s.load(PAIRS), none))
         fence_async_shared()
         barrier()
@@ -520,13 +501,11 @@ def gradients_by_halves(
         lower_s.store(gl.where(apart() < 16, near, lower_s.load(PAIRS)))
         change = warpgroup_mma_wait(0, deps=[change])
         barrier()
-        n = exponents_s.load(LAYOUT)
-        dQ += power_after(n, near_marks(n, marks, False, LAYOUT)) * change
+        dQ += power(of_queries) * change
         change = warpgroup_mma(scores_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
         change = warpgroup_mma_wait(0, deps=[change])
         barrier()
-        n = exponents_s.load(LAYOUT)
-        dK += power_before(n, near_marks(n, marks, True, LAYOUT)) * change
+        dK += power(of_keys) * change
     else:
         for level in gl.static_range(2, 6):
             to_q, to_k = gradients_of_level(*inside, enter_s if level % 2 == 0 else leave_s, level, LAYOUT)
@@ -540,12 +519,12 @@ def gradients_by_halves(
     through = warpgroup_mma(grad_s, before_s.permute((1, 0)), channels, use_acc=False, is_async=True)
     scores_s.store(gl.where(distance() >= 0, lower_s.load(PAIRS), none))
     lower_triangle(lower_s)
-    enter_s.store(times_after(read_s.load(LAYOUT), n, at_start(points, LAYOUT)))
-    leave_s.store(times_before(written_s.load(LAYOUT), n, at_end(points, LAYOUT)))
+    e = exponent_after(n, at_start(points, LAYOUT))
+    enter_s.store(times(read_s.load(LAYOUT), e))
+    leave_s.store(times(written_s.load(LAYOUT), exponent_before(n, at_end(points, LAYOUT))))
     through = warpgroup_mma_wait(0, deps=[through])
     barrier()
-    n = exponents_s.load(LAYOUT)
-    return dQ + power_after(n, at_start(points, LAYOUT)) * through, dK
+    return dQ + power(e) * through, dK
 
 
 @gluon.jit
@@ -655,8 +634,8 @@ def outputs(
             shared = near, earlier, queries_s.index(here), keys_s.index(here)
             by_halves = scores_by_halves(read, written, exponents, points, middles_s, steep, *shared, KEYS)
         else:
-            queries.store(times_after(read, exponents, at_start(points, KEYS)))
-            keys.store(times_before(written, exponents, at_end(points, KEYS)))
+            queries.store(times(read, exponent_after(exponents, at_start(points, KEYS))))
+            keys.store(times(written, exponent_before(exponents, at_end(points, KEYS))))
         fence_async_shared()
         barrier()
         A = warpgroup_mma(near, earlier.permute((1, 0)), pairs, use_acc=False, is_async=True)
@@ -766,9 +745,9 @@ def states(
         factor = gl.exp2(reach) * scale if REVERSE else gl.exp2(-reach)
         x_ = (xs.load(KEYS).to(gl.float32) * factor).to(gl.bfloat16)
         if REVERSE:
-            xs.store(times_after(x_, exponents, at_start(points, KEYS)))
+            xs.store(times(x_, exponent_after(exponents, at_start(points, KEYS))))
         else:
-            xs.store(times_before(x_, exponents, at_end(points, KEYS)))
+            xs.store(times(x_, exponent_before(exponents, at_end(points, KEYS))))
         fence_async_shared()
         barrier()
         S = warpgroup_mma(xs.permute((1, 0)), ys, S, is_async=True)
@@ -930,8 +909,8 @@ def gradients(
         written = (keys_s.load(KEYS).to(gl.float32) * gl.exp2(-reach)).to(gl.bfloat16)
         queries_s.store(read)
         keys_s.store(written)
-        enter_s.store(times_after(read, exponents, at_start(points, KEYS)))
-        leave_s.store(times_before(written, exponents, at_end(points, KEYS)))
+        enter_s.store(times(read, exponent_after(exponents, at_start(points, KEYS))))
+        leave_s.store(times(written, exponent_before(exponents, at_end(points, KEYS))))
         async_copy.wait_group(0)
         fence_async_shared()
         barrier()
@@ -949,8 +928,8 @@ def gradients(
             dQ = warpgroup_mma(pairs_s, leave_s, dQ, is_async=True)
             dK = warpgroup_mma(pairs_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
             dQ, dK = warpgroup_mma_wait(0, deps=[dQ, dK])
-            dQ *= power_after(exponents_s.load(KEYS), at_start(points, KEYS))
-            dK *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
+            dQ *= power(exponent_after(exponents_s.load(KEYS), at_start(points, KEYS)))
+            dK *= power(exponent_before(exponents_s.load(KEYS), at_end(points, KEYS)))
         else:
             zero = opaque(c * 0)
             inputs = of_tiles(queries_m, keys_m, values_m, grad_m, zero)
@@ -970,7 +949,7 @@ def gradients(
             queries_s.store(past.to(gl.bfloat16))
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), channels, use_acc=False, is_async=True)
         T = warpgroup_mma_wait(0, deps=[T])
-        T *= power_before(exponents_s.load(KEYS), at_end(points, KEYS))
+        T *= power(exponent_before(exponents_s.load(KEYS), at_end(points, KEYS)))
         dK += T
         if log_decay_grad is not None:
             keys_s.store((keys_s.load(KEYS).to(gl.float32) * T).to(gl.bfloat16))
