@@ -278,7 +278,7 @@ def of_exponents(asm: str, dtype: torch.dtype, x: Tensor, *others: Tensor) -> Te
     return x * power if others else power
 
 
-def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Tensor:
+def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Any:
     """What a line of PTX computes."""
     x, *others = arguments
     if "0f4B400000" in asm:

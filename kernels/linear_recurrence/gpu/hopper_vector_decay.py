@@ -9,12 +9,15 @@ With b the log decays of a chunk summed from its start, and per channel two refe
                dQ = e^{b − r} ⊙ (dO S'ᵀ + D K')     dK = e^{s − b} ⊙ (V dS'ᵀ + Dᵀ Q')
                dS ← e^r (e^{s − r} dS' + Q'ᵀ dO)
 
-Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens, rounded to a
-whole number of powers of two: so a row, which they may look ahead of, has the same bits with any of them. Where a decay
-from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), s is b_C or lower: what
-passes through the state is right, and what the channel adds to Q' K'ᵀ is nothing. Then the forward pass takes other
-keys for the rows that the reference point r still serves, which depends on the decays up to the row, and zeros as
-queries from the first other row on, which it stores. Two kernels add what is left out (`vector_decay_exact.py`).
+Both reference points are b in the middle of the chunk, so that Q' K'ᵀ has the decays between its tokens. Where a decay
+from there to an end of the chunk is too strong for the exponent of a factor (a steep channel), r is 0 and s is b_C:
+what passes through the state is right. The scores of such a chunk, and their gradients, come by halves
+(`gpu/halves.py`): pairs in different halves of the chunk or of blocks of 32 tokens with the reference between the
+halves, pairs in a block of 16 tokens with one in its middle, or by halves too where that does not suffice.
+
+All references are whole numbers in log2. With b = n + x for the nearest whole number n, factors 2^x are rounded once,
+in Q 2^x and K 2^−x, and a reference only changes exponents: 2^(n − r) and 2^(s − n). So no choice changes a bit of a
+row, although it depends on later tokens. Exponents are numbers of 16 bits, two in a register.
 
 A program has a whole state [K,128], K = 64 or 128, in the registers of eight warps. Sums of decays from the start of a
 chunk are products with the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8
@@ -157,7 +160,7 @@ def plus(x, y):
 
 @gluon.jit
 def allocate_points(K: gl.constexpr):
-    """Memory for the reference points of a chunk, each in a tensor of its own, which spares barriers between stores.
+    """Allocate memory for the reference points of a chunk, separately to avoid barriers between stores.
 
     Returns:
         In log2, r, s − r, the sum of all decays − s, and how steep each channel is: 0 if r = s holds all factors, 2 if
@@ -175,8 +178,8 @@ def allocate_points(K: gl.constexpr):
 
 @gluon.jit
 def allocate_middles(K: gl.constexpr):
-    """Memory for 128 + m and 127 − m, for whole numbers m near the sums up to the middle of blocks of 64, 32 and 16
-    tokens.
+    """Allocate memory for 128 + m and 127 − m, for whole numbers m near the sums up to the middle of blocks of 64, 32
+    and 16 tokens.
     """
     chunk = gl.allocate_shared_memory(gl.int16, [1, 2, K], BLOCK_MARKS)
     halves = gl.allocate_shared_memory(gl.int16, [2, 2, K], BLOCK_MARKS)
@@ -224,19 +227,19 @@ def of_state(points, OF_STATE: gl.constexpr):
 
 @gluon.jit
 def steepness(points):
-    """That of the steepest channel of a chunk."""
+    """Return how steep the steepest channel of a chunk is."""
     return gl.max(points[3].load(EACH_WARP).to(gl.int32), 0)
 
 
 @gluon.jit
 def at_start(points, LAYOUT: gl.constexpr):
-    """What is added to exponents of queries for the reference r, as a row."""
+    """Return 127 − r as a row."""
     return gl.expand_dims(points[4].load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
 @gluon.jit
 def at_end(points, LAYOUT: gl.constexpr):
-    """The same of keys for s."""
+    """Return 128 + s as a row."""
     return gl.expand_dims(points[5].load(gl.SliceLayout(0, LAYOUT)), 0)
 
 
@@ -257,7 +260,7 @@ def sums_of_blocks(shared, decays, out, NARROW: gl.constexpr, K: gl.constexpr):
 
 @gluon.jit
 def whole_and_rest(b):
-    """The nearest whole number in 16 bits, and the rest in fp32."""
+    """Return the nearest whole number in 16 bits, and the rest in fp32."""
     asm: gl.constexpr = (
         "{.reg .b32 x, y; add.rn.f32 x, $3, 0f4B400000; add.rn.f32 y, $4, 0f4B400000; prmt.b32 $0, x, y, 0x5410; "
         "sub.rn.f32 x, x, 0f4B400000; sub.rn.f32 y, y, 0f4B400000; sub.rn.f32 $1, $3, x; sub.rn.f32 $2, $4, y;}"
@@ -267,49 +270,49 @@ def whole_and_rest(b):
 
 @gluon.jit
 def exponent_after(n, mark):
-    """n − r + 127 for mark = 127 − r, two numbers at a time; 0 where it is negative."""
+    """Return n − r + 127 for mark = 127 − r, or 0 if it is negative."""
     asm: gl.constexpr = "{.reg .b32 z; mov.b32 z, 0; add.s16x2 $0, $1, $2; max.s16x2 $0, $0, z;}"
     return gl.inline_asm_elementwise(asm, "=r,r,r", [n, mark], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def exponent_before(n, mark):
-    """r − n + 127 for mark = 128 + r, likewise."""
+    """Return r − n + 127 for mark = 128 + r, or 0 if it is negative."""
     asm: gl.constexpr = "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $1; add.s16x2 $0, e, $2; max.s16x2 $0, $0, z;}"
     return gl.inline_asm_elementwise(asm, "=r,r,r", [n, mark], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def exponent_either(n, mark, first):
-    """`exponent_after`, or where `first` is −1 rather than 0, `exponent_before`."""
+    """Return `exponent_after`, or where `first` is −1 rather than 0, `exponent_before`."""
     asm: gl.constexpr = "{.reg .b32 e, z; mov.b32 z, 0; xor.b32 e, $1, $3; add.s16x2 $0, e, $2; max.s16x2 $0, $0, z;}"
     return gl.inline_asm_elementwise(asm, "=r,r,r,r", [n, mark, first], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def times(x, e):
-    """2^(e − 127) x in bf16, 0 for e = 0; exact but for x that are too small."""
+    """Return 2^(e − 127) x in bf16, exactly unless it is too small, and 0 for e = 0."""
     asm: gl.constexpr = "{.reg .b32 y; shl.b32 y, $2, 7; mul.rn.bf16x2 $0, $1, y;}"
     return gl.inline_asm_elementwise(asm, "=r,r,r", [x, e], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def power(e):
-    """2^(e − 127) in fp32, 0 for e = 0."""
+    """Return 2^(e − 127) in fp32, and 0 for e = 0."""
     asm: gl.constexpr = "{.reg .b32 y; and.b32 y, $2, 0xffff0000; shl.b32 $0, $2, 23; shl.b32 $1, y, 7;}"
     return gl.inline_asm_elementwise(asm, "=&r,=r,r", [e], dtype=gl.float32, is_pure=True, pack=2)
 
 
 @gluon.jit
 def either(q, k, first):
-    """q, or k where `first` is −1 rather than 0."""
+    """Return q, or k where `first` is −1 rather than 0."""
     asm: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xD8;"
     return gl.inline_asm_elementwise(asm, "=r,r,r,r", [q, k, first], dtype=gl.bfloat16, is_pure=True, pack=2)
 
 
 @gluon.jit
 def mark_in_eights(n, first, LEVEL: gl.constexpr):
-    """The same marks for blocks of 8 tokens or fewer, which lie in lanes of one warp."""
+    """Return the marks of `middles` for blocks of at most 8 tokens, which are in lanes of one warp."""
     if LEVEL == 3:
         asm: gl.constexpr = (
             "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 12, 0x031f, 0xffffffff; xor.b32 $0, $0, m; "
@@ -330,14 +333,14 @@ def mark_in_eights(n, first, LEVEL: gl.constexpr):
 
 @gluon.jit
 def first_halves(LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """−1 for tokens in the first half of a block of a level, 0 for others, as a column."""
+    """Return −1 for tokens in the first half of a block of a level and 0 for others, as a column."""
     r = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
     return gl.expand_dims(((r >> (5 - LEVEL) & 1) - 1).to(gl.int16), 1)
 
 
 @gluon.jit
 def middles(n, first, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """The marks of the middle of each token's block at a level."""
+    """Return 128 + m for tokens of first halves and 127 − m for others, m being n in the middle of a token's block."""
     if LEVEL > 2:
         at = mark_in_eights(n, first, LEVEL)
     else:
@@ -352,16 +355,14 @@ def middles(n, first, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def repeated(row, x):
-    """A row [n, 1, K], or two of two kinds [n, 1, K], for all of x."""
+    """Return rows broadcast to the shape of x."""
     return gl.where(x == x, row, row)
 
 
 @gluon.jit
 def around_middle(queries, keys, n, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Queries of the second halves of blocks and keys of the first, times the decays between them and the boundary.
-
-    Returns:
-        These tiles, and the exponents of the decays.
+    """Return queries of the second halves of blocks and keys of the first, times the decays between them and the
+    boundary, and the exponents of these decays.
     """
     first = first_halves(LEVEL, LAYOUT)
     e = exponent_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
@@ -370,7 +371,7 @@ def around_middle(queries, keys, n, marks, LEVEL: gl.constexpr, LAYOUT: gl.const
 
 @gluon.jit
 def near_marks(n, marks, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """For the blocks of 16 tokens, the marks of their first or second halves for all of their tokens."""
+    """Return the marks of the first or second halves of blocks of 16 tokens for all of their tokens."""
     K: gl.constexpr = n.shape[1]
     x = gl.reshape(n, [4, 16, K])
     BLOCKS: gl.constexpr = x.type.layout
@@ -380,8 +381,10 @@ def near_marks(n, marks, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def apart():
-    """A number of a pair of tokens that is at least 2^n, and below twice as much, if their blocks of 2^n are two halves
-    of one; 0 for a token with itself."""
+    """Return the exclusive or of the numbers of both tokens of each pair.
+
+    It is at least n and below 2n, for a power of two n, if the tokens are in different halves of a block of 2n.
+    """
     return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) ^ gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
 
 
@@ -393,11 +396,10 @@ def square(tile, zeros):
 
 @gluon.jit
 def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries_s, keys_s, LAYOUT: gl.constexpr):
-    """The scores of a chunk with any decays, except that the product of tiles `one` and `other` has those of blocks of
-    16 tokens if `steep` is 1; scores of pairs whose key is later are arbitrary.
+    """Return the scores of a steep chunk; those of pairs whose key is later are arbitrary.
 
-    Blocks of 64 and 32 tokens are halved, and blocks of 16 have a reference point in their middle. If that does not
-    suffice, they are halved as well. In the meantime, queries and keys for the state are stored.
+    If `steep` is 1, the scores in blocks of 16 tokens are still to be computed, as the product of `one` and `other`.
+    Queries and keys for the state are stored in `queries_s` and `keys_s`, while products run.
     """
     pairs = gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
@@ -435,7 +437,7 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
 
 @gluon.jit
 def at_level(D, LEVEL: gl.constexpr):
-    """Zeros for pairs that another level separates."""
+    """Return D with zeros for pairs that another level separates."""
     return gl.where(apart() >> (5 - LEVEL) == 1, D, gl.zeros([64, 64], gl.bfloat16, PAIRS))
 
 
@@ -444,7 +446,7 @@ def gradients_of_level(
     read_s, written_s, exponents_s, marks, pairs_s, change_s, scores_s, tile_s, LEVEL: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """What the pairs of a level contribute to the gradients of queries and keys; their scores go to `scores_s`."""
+    """Return the part of a level's pairs in the gradients of queries and keys, and put their scores into `scores_s`."""
     n = exponents_s.load(LAYOUT)
     tile, e = around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT)
     tile_s.store(tile)
@@ -467,13 +469,14 @@ def gradients_of_level(
 
 @gluon.jit
 def gradients_by_halves(
-    read_s, written_s, values_s, grad_s, before_s, exponents_s, points, marks, steep, enter_s, leave_s, pairs_s, scores_s,
-    lower_s, D, LAYOUT: gl.constexpr,
+    read_s, written_s, values_s, grad_s, before_s, exponents_s, points, marks, steep, enter_s, leave_s, pairs_s,
+    scores_s, lower_s, D, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, and of keys from pairs of different tokens, of a chunk with any decays; D = dO Vᵀ.
+    """Return the gradients of queries, and of keys without those through the state, of a steep chunk; D = dO Vᵀ.
 
-    These queries and keys are those of `read_s` and `written_s`. Scores are stored in `scores_s`, queries and keys for
-    the state in `enter_s` and `leave_s`. Meanwhile scores are in the memory of the triangle: registers are short here.
+    They are gradients of the queries and keys in `read_s` and `written_s`, without pairs of a token with itself. Scores
+    are stored in `scores_s`, queries and keys for the state in `enter_s` and `leave_s`. Meanwhile the memory of the
+    triangle has the scores, since registers are short here.
     """
     zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
     swapped = warpgroup_mma(values_s, grad_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -765,7 +768,7 @@ def states(
 
 @gluon.jit
 def of_tiles(a, b, c, d, i):
-    """The i-th tile of each of four allocations."""
+    """Return the i-th tile of each of four allocations."""
     return a.index(i), b.index(i), c.index(i), d.index(i)
 
 
