@@ -215,7 +215,7 @@ class Barriers:
 
 def multiply(a: Shared | Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
     """A matrix product; the first factor may be in registers."""
-    product = value((a.tensor if isinstance(a, Shared) else a) @ b.tensor)
+    product = value((a.tensor if isinstance(a, Shared) else a).to(acc.dtype) @ b.tensor.to(acc.dtype))
     return acc + product if use_acc else product
 
 
@@ -289,6 +289,8 @@ def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> An
         return in_lanes(asm, *arguments)
     if asm.startswith("ex2"):
         return x.exp2()
+    if asm.startswith("and.b32") and x.dtype == torch.float32:
+        return value((x.view(torch.int32) & -(1 << 16)).view(torch.float32))
     if asm.startswith("rcp"):
         return 1 / x
     return x.tanh() if "tanh" in asm else x

@@ -236,6 +236,28 @@ def test_factors_of_a_state_in_fp32(
     compare(a, tolerance=3e-5)
 
 
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("decay", [-0.05, -1.0, -2.3, -5.0, -9.0])
+def test_later_tokens_change_no_bit(decay: float, K: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
+    """With the roundings of a device, although decays of later tokens decide how the scores of a chunk are computed."""
+    for name in ("float16", "bfloat16", "float32"):
+        monkeypatch.setattr(Language, name, getattr(torch, name))
+    a = {name: x.bfloat16() if name in "qkv" else x for name, x in small(130, K=K).items()}
+    a["log_decay"] = decay * (1 + 0.3 * torch.randn_like(a["log_decay"]).tanh())
+    compare(a, tolerance=2e-2)
+    with kernels.backend("triton"), torch.no_grad():
+        o, _ = kernels.linear_recurrence(**a)
+        for token in (3, 17, 31, 33, 63, 100):
+            for later in (-0.01, -4.0, -30.0, -torch.inf):
+                b = {name: x.clone() for name, x in a.items()}
+                b["log_decay"][:, token:] = later
+                for name in "qkv":
+                    b[name][:, token:] *= 3
+                assert torch.equal(kernels.linear_recurrence(**b)[0][:, :token], o[:, :token])
+
+
 RESET = [0, 31, 63, 64, 65, 100, 101]  # first, last and other tokens of chunks, and neighbours
 
 
