@@ -215,7 +215,9 @@ class Barriers:
 
 def multiply(a: Shared | Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
     """A matrix product; the first factor may be in registers."""
-    product = value((a.tensor if isinstance(a, Shared) else a).to(acc.dtype) @ b.tensor.to(acc.dtype))
+    left = a.tensor if isinstance(a, Shared) else a
+    dtype = torch.promote_types(left.dtype, acc.dtype)
+    product = value(left.to(dtype) @ b.tensor.to(dtype))
     return acc + product if use_acc else product
 
 
