@@ -39,16 +39,17 @@ def load_decays(log_decay, positions, t, T, H: tl.constexpr):
 def sum_decays(
     log_decay,  # [B,T,H]
     positions,  # [T], of packed documents
-    totals,  # [B,H,2,T]: integers and remainders of the sums in log2 units
+    totals,  # [B,H,3,T]: integers and remainders of the sums F in log2 units, and the integer of a tile's end minus F
     first,  # [B,H,T]: the first key that each query sees
     T,
     window,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     log_decay += row // H * T * H + row % H
-    totals += row * 2 * T
+    totals += row * 3 * T
     first += row * T
     before, start = tl.full([], 0.0, tl.float64), 0
     for block in tl.range(0, T, BLOCK):
@@ -60,6 +61,10 @@ def sum_decays(
         integer = tl.floor(total)
         tl.store(totals + t, integer.to(tl.float32), mask=t < T)
         tl.store(totals + T + t, (total - integer).to(tl.float32), mask=t < T)
+        tiles = tl.reshape(integer, [BLOCK // TILE, TILE])
+        ends = tl.sum(tl.where((tl.arange(0, TILE) == TILE - 1)[None, :], tiles, 0.0), 1)
+        ends = tl.reshape(tl.broadcast_to(ends[:, None], [BLOCK // TILE, TILE]), [BLOCK])
+        tl.store(totals + 2 * T + t, (ends - total).to(tl.float32), mask=t < T)
         starts = tl.where(begins & (t < T), t, 0)
         seen = tl.maximum(tl.associative_scan(starts, 0, larger), start)
         start = tl.maximum(tl.max(starts, 0), start)

@@ -1,9 +1,10 @@
 """Attention with log decays and its gradients, in blocks of queries and keys as in FlashAttention-2.
 
 A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer and a
-remainder in [0, 1), whose differences have all digits, however large F is. The score of each pair is computed like that
-in blocks that need a mask. In all others, keys are older than a token `base`, and queries are not: F_base − F_j is a
-number of each key, and F_i − F_base is one of each query, which is added to the maximum of its scores.
+remainder in [0, 1), whose differences have all digits, however large F is. In blocks that need a mask, that is how the
+score of each pair is computed. In all others, a tile of TILE tokens ends between the keys and the queries, at token e:
+F_e − F_j is stored for each key, and F_i − F_e is a number of each query, which is added to the maximum of its scores.
+In both terms, e has its integer alone.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -40,28 +41,27 @@ def load_sums(totals, t, T):
 
 
 @triton.jit
-def scores(product, scale, i, first, whole_i, rest_i, j, whole_j, rest_j, base, MASKED: tl.constexpr):
-    """Scores in log2 units; without MASKED they lack F_i − base, the same for all scores of a query."""
-    if MASKED:
-        decayed = product * scale + ((whole_i - whole_j) + (rest_i - rest_j))
-        return tl.where((j <= i) & (j >= first), decayed, float("-inf"))
-    return product * scale + ((base - whole_j) - rest_j)
+def masked_scores(scaled, i, first, whole_i, rest_i, j, whole_j, rest_j):
+    decayed = scaled + ((whole_i - whole_j) + (rest_i - rest_j))
+    return tl.where((j <= i) & (j >= first), decayed, float("-inf"))
 
 
 @triton.jit(do_not_specialize=["T"])
 def by_queries(
     q, k, v,  # [B,T,H,D], [B,T,H/R,D], [B,T,H/R,V], with strides of tokens
-    totals,  # [B,H,2,T]
+    totals,  # [B,H,3,T]
     first,  # [B,H,T]
     o,  # [B,T,H,V]
     lse,  # [B,H,T]: log2 of the sum of a query's weights
     do,
     delta,  # [B,H,T]: Σ o · do
+    late_lse,  # [B,H,T]: lse − F_i + the integer of the tile's first token
+    rest_lse,  # [B,H,T]: the remainder of F_i − lse
     dq,
     rows,  # [B,H,T]: the gradient of F_i
     T, scale, qt, kt, vt,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The outputs of a block of queries; if `do` is there, their gradients instead."""
     blocks = tl.cdiv(T, QUERIES)
@@ -72,7 +72,7 @@ def by_queries(
     k += b * kt + h // R * D
     v += b * vt + h // R * V
     at_values = (b * H + h) * V
-    totals += 2 * row
+    totals += 3 * row
     query = load_tokens(q + b * qt + h * D, start, qt, T, QUERIES, D, True, DTYPE)
     whole, rest = load_sums(totals, t, T)
     base = tl.load(totals + start)
@@ -94,31 +94,39 @@ def by_queries(
         output = load_tokens(o + at_values, start, H * V, T, QUERIES, V, True, tl.float32)
         of_query = tl.sum(output * doutput.to(tl.float32), 1)
         tl.store(delta + row + t, of_query, mask=t < T)
+        begins = tl.load(totals + t // TILE * TILE, mask=t < T, other=0.0)
+        tl.store(late_lse + row + t, most - ((whole - begins) + rest), mask=t < T)
+        tl.store(rest_lse + row + t, rest - most, mask=t < T)
     for MASKED in tl.static_range(2):
-        for n in tl.range(0, early + late if MASKED else (start - full) // KEYS):
+        count = early + late if MASKED else (start - full) // KEYS
+        for n in tl.range(0, count, num_stages=1 if MASKED else None):
             at = full + n * KEYS
             if MASKED:
                 at = tl.where(n < early, begin, start - early * KEYS) + n * KEYS
             j = at + tl.arange(0, KEYS)
             key = load_tokens(k, at, kt, T, KEYS, D, MASKED, DTYPE)
             value = load_tokens(v, at, vt, T, KEYS, V, MASKED, DTYPE)
-            whole_j, rest_j = load_sums(totals, j, T)
-            s = scores(
-                tl.dot(query, tl.trans(key)), scale * LOG2E, t[:, None], earliest[:, None], whole[:, None],
-                rest[:, None], j[None, :], whole_j[None, :], rest_j[None, :], base, MASKED,
-            )  # fmt: skip
+            s = tl.dot(query, tl.trans(key)) * (scale * LOG2E)
+            if MASKED:
+                whole_j, rest_j = load_sums(totals, j, T)
+                after = tl.zeros([QUERIES], tl.float32)
+                s = masked_scores(
+                    s, t[:, None], earliest[:, None], whole[:, None], rest[:, None], j[None, :], whole_j[None, :],
+                    rest_j[None, :],
+                )  # fmt: skip
+            else:
+                s += tl.load(totals + 2 * T + j)[None, :]
+                after = since + (base - tl.load(totals + at // TILE * TILE + TILE - 1))
             if do is None:
-                larger = tl.maximum(most, tl.max(s, 1) + (0.0 if MASKED else since))
-                # a query that has not seen any key yet
-                finite = tl.where(larger == float("-inf"), 0.0, larger) if MASKED else larger
-                p = exp2(s - (finite if MASKED else finite - since)[:, None])
+                larger = tl.maximum(most, tl.max(s, 1) + after)
+                finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has not seen any key yet
+                p = exp2(s - (finite - after)[:, None])
                 kept = exp2(most - finite)
                 total = total * kept + tl.sum(p, 1)
                 result = tl.dot(p.to(DTYPE), value, result * kept[:, None])
                 most = larger
             else:
-                p = exp2(s - (most if MASKED else most - since)[:, None])
-                ds = p * (tl.dot(doutput, tl.trans(value)) - of_query[:, None])
+                ds = exp2(s - (most - after)[:, None]) * (tl.dot(doutput, tl.trans(value)) - of_query[:, None])
                 total += tl.sum(ds, 1)
                 result = tl.dot(ds.to(DTYPE), key, result)
     if do is None:
@@ -146,14 +154,15 @@ def by_keys(
     totals,
     first,
     do,
-    lse,
     delta,
+    late_lse,
+    rest_lse,
     dk,  # [B,T,H/R,D]
     dv,  # [B,T,H/R,V]
     columns,  # [B,H,T]: the gradient of −F_j
     T, scale, qt, kt, vt,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and values, from all of their query heads."""
     SHARED: tl.constexpr = H // R
@@ -168,33 +177,38 @@ def by_keys(
     for r in tl.range(0, R):
         h = g * R + r
         row = b * H + h.to(tl.int64) * T
-        whole, rest = load_sums(totals + 2 * row, j, T)
-        base = tl.load(totals + 2 * row + last)
+        whole, rest = load_sums(totals + 3 * row, j, T)
+        base = tl.load(totals + 3 * row + last)
+        since = (base - whole) - rest
         # queries to `full` see all keys of the block, those to `end` see some
         full = tl.maximum(stop, queries_that_see(first + row, start, T) // QUERIES * QUERIES)
         end = queries_that_see(first + row, last, T)
         early, late = tl.cdiv(last + 1 - start, QUERIES), tl.cdiv(tl.maximum(end - full, 0), QUERIES)
         column = tl.zeros([KEYS], tl.float32)
         for MASKED in tl.static_range(2):
-            for n in tl.range(0, early + late if MASKED else (full - stop) // QUERIES):
+            count = early + late if MASKED else (full - stop) // QUERIES
+            for n in tl.range(0, count, num_stages=1 if MASKED else None):
                 at = stop + n * QUERIES
                 if MASKED:
                     at = tl.where(n < early, start, full - early * QUERIES) + n * QUERIES
                 t = at + tl.arange(0, QUERIES)
                 query = load_tokens(q + b * qt + h * D, at, qt, T, QUERIES, D, MASKED, DTYPE)
                 doutput = load_tokens(do + (b * H + h) * V, at, H * V, T, QUERIES, V, MASKED, DTYPE)
-                whole_i, rest_i = load_sums(totals + 2 * row, t, T)
-                shift = tl.load(lse + row + t, mask=t < T, other=0.0)
                 of_query = tl.load(delta + row + t, mask=t < T, other=0.0)
+                s = tl.dot(key, tl.trans(query)) * (scale * LOG2E)
                 if MASKED:
                     earliest = tl.load(first + row + t, mask=t < T, other=NEVER)
+                    whole_i = tl.load(totals + 3 * row + t, mask=t < T, other=0.0)
+                    rest_i = tl.load(rest_lse + row + t, mask=t < T, other=0.0)
+                    p = exp2(
+                        masked_scores(
+                            s, t[None, :], earliest[None, :], whole_i[None, :], rest_i[None, :], j[:, None],
+                            whole[:, None], rest[:, None],
+                        )
+                    )  # fmt: skip
                 else:
-                    shift, earliest = shift - ((whole_i - base) + rest_i), t
-                s = scores(
-                    tl.dot(key, tl.trans(query)), scale * LOG2E, t[None, :], earliest[None, :], whole_i[None, :],
-                    rest_i[None, :], j[:, None], whole[:, None], rest[:, None], base, MASKED,
-                )  # fmt: skip
-                p = exp2(s - shift[None, :])
+                    shift = tl.load(late_lse + row + t) + (base - tl.load(totals + 3 * row + at // TILE * TILE))
+                    p = exp2((s + since[:, None]) - shift[None, :])
                 dvalue = tl.dot(p.to(DTYPE), doutput, dvalue)
                 ds = p * (tl.dot(value, tl.trans(doutput)) - of_query[None, :])
                 column += tl.sum(ds, 1)

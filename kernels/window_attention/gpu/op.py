@@ -18,6 +18,7 @@ from ..arguments import Attention
 from .decays import differentiate_decays, sum_decays
 from .kernels import by_keys, by_queries
 
+TILE = 64  # tokens whose last one is a reference for sums of decays; it divides or is a multiple of all blocks
 WALK = {"BLOCK": 1024, "warps": 4}  # tokens of a step along time
 
 
@@ -34,9 +35,9 @@ class Arguments(NamedTuple):
 
 
 def _empty(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised o [B,T,H,V], log-sum-exp [B,H,T], sums of log decays [B,H,2,T] and first keys [B,H,T]."""
+    """Uninitialised o [B,T,H,V], log-sum-exp [B,H,T], sums of log decays [B,H,3,T] and first keys [B,H,T]."""
     B, T, H, _ = a.q.shape
-    lse, totals = (new(a.q, B, H, *shape, dtype=torch.float32) for shape in ((T,), (2, T)))
+    lse, totals = (new(a.q, B, H, *shape, dtype=torch.float32) for shape in ((T,), (3, T)))
     return new(a.q, B, T, H, a.v.shape[3]), lse, totals, new(a.q, B, H, T, dtype=torch.int32)
 
 
@@ -46,7 +47,7 @@ def _run(kernel: Any, name: str, a: Arguments, *tensors: Tensor | None) -> None:
     entry = launch(f"window_attention.{name}", max(D, V), a.q.dtype, a.q.device)
     blocks = heads * cdiv(T, entry.keys) if kernel is by_keys else H * cdiv(T, entry.block)
     sizes: dict[str, Any] = {"H": H, "R": H // heads, "D": D, "V": V, "DTYPE": factor_dtype(a.q.dtype)}
-    sizes |= {"QUERIES": entry.block, "KEYS": entry.keys, "warps": entry.warps, "stages": entry.stages}
+    sizes |= {"QUERIES": entry.block, "KEYS": entry.keys, "TILE": TILE, "warps": entry.warps, "stages": entry.stages}
     q, k, v = map(_rows, a[:3])
     enqueue(kernel, B * blocks, q, k, v, *tensors, T, a.scale, *(x.stride(1) for x in (q, k, v)), **sizes)
 
@@ -65,8 +66,8 @@ def _along_time(a: Arguments) -> tuple[Tensor, Tensor | None]:
 def _compute(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     B, T, H, _ = a.q.shape
     o, lse, totals, first = _empty(a)
-    enqueue(sum_decays, B * H, *_along_time(a), totals, first, T, a.window, H=H, **WALK)
-    _run(by_queries, "forward", a, totals, first, o, lse, None, None, None, None)
+    enqueue(sum_decays, B * H, *_along_time(a), totals, first, T, a.window, H=H, TILE=TILE, **WALK)
+    _run(by_queries, "forward", a, totals, first, o, lse, *[None] * 6)
     return o, lse, totals, first
 
 
@@ -74,9 +75,9 @@ def _differentiate(a: Arguments, needed: Any, do: Tensor, o: Tensor, *residuals:
     lse, totals, first = residuals
     (B, T, H, _), do = a.q.shape, do.contiguous()
     dq, dk, dv, dlog_decay = (new(x) for x in a[:4])
-    delta, rows, columns = (new(lse) for _ in range(3))
-    _run(by_queries, "query_gradients", a, totals, first, o, lse, do, delta, dq, rows)
-    _run(by_keys, "key_gradients", a, totals, first, do, lse, delta, dk, dv, columns)
+    *of_queries, rows, columns = (new(lse) for _ in range(5))
+    _run(by_queries, "query_gradients", a, totals, first, o, lse, do, *of_queries, dq, rows)
+    _run(by_keys, "key_gradients", a, totals, first, do, *of_queries, dk, dv, columns)
     enqueue(differentiate_decays, B * H, *_along_time(a), rows, columns, dlog_decay, T, H=H, **WALK)
     return {"q": dq, "k": dk, "v": dv, "log_decay": dlog_decay}
 
