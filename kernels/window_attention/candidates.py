@@ -66,7 +66,7 @@ def chosen(a: Attention) -> str:
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,V]. Where kernels are only listed, PyTorch's are not: the output then saves what FlashAttention saves."""
+    """o [B,T,H,V]. Where kernels are only listed, those of PyTorch are not: o saves what FlashAttention saves."""
     name = chosen(a)
     if a.v.is_meta and on_gpu(a.v) and name != "triton":
         return _Listed.apply(a.q, a.k, a.v, a.log_decay)

@@ -27,11 +27,12 @@ def segmented(a, a_begins, b, b_begins):
 
 @triton.jit
 def load_decays(log_decay, positions, t, T, H: tl.constexpr):
-    """The log decays of a head at tokens t, and whether a segment begins there; True from token T on."""
-    g = tl.load(log_decay + t.to(tl.int64) * H, mask=t < T, other=0.0)
-    begins = (g < LEAST) | (t == 0) | (t >= T)
+    """The log decays of a head at tokens t, and whether a segment begins there; True outside the row."""
+    inside = (t >= 0) & (t < T)
+    g = tl.load(log_decay + t.to(tl.int64) * H, mask=inside, other=0.0)
+    begins = (g < LEAST) | (t == 0) | ~inside
     if positions is not None:
-        begins = begins | (tl.load(positions + t, mask=t < T, other=0) == 0)
+        begins = begins | (tl.load(positions + t, mask=inside, other=0) == 0)
     return g, begins
 
 
@@ -93,7 +94,7 @@ def differentiate_decays(
     for block in tl.range(0, T, BLOCK):
         t = T - 1 - block - place  # from the last token to the first
         inside = t >= 0
-        _, begins = load_decays(log_decay, positions, tl.maximum(t, 0), T, H)
+        _, begins = load_decays(log_decay, positions, t, T, H)
         _, following = load_decays(log_decay, positions, t + 1, T, H)
         g = tl.load(of_queries + t, mask=inside, other=0.0) - tl.load(of_keys + t, mask=inside, other=0.0)
         g = tl.where((place == 0) & ~following, g + after, g)
