@@ -42,12 +42,8 @@ def sum_decays(
     positions,  # [T], of packed documents
     totals,  # [B,H,3,T]: integers and remainders of the sums F in log2 units, and the integer of a tile's end minus F
     first,  # [B,H,T]: the first key that each query sees
-    T,
-    window,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    T, window, H: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     log_decay += row // H * T * H + row % H
     totals += row * 3 * T
@@ -74,15 +70,11 @@ def sum_decays(
 
 @triton.jit(do_not_specialize=["T"])
 def differentiate_decays(
-    log_decay,
-    positions,
-    of_queries,  # [B,H,T]: sums of the gradients of each query's scores, like those of each key
-    of_keys,
+    log_decay, positions,
+    of_queries, of_keys,  # [B,H,T]: sums of the gradients of all scores of each query, and of each key
     dlog_decay,  # [B,T,H]
-    T,
-    H: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    T, H: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """The decay of a token gets the sum over its segment, from the token on, of what queries minus keys get."""
     row = tl.program_id(0).to(tl.int64)
     log_decay += row // H * T * H + row % H

@@ -150,15 +150,8 @@ def queries_that_see(first, key, T):
 
 @triton.jit(do_not_specialize=["T"])
 def by_keys(
-    q, k, v,
-    totals,
-    first,
-    do,
-    delta,
-    late_lse,
-    rest_lse,
-    dk,  # [B,T,H/R,D]
-    dv,  # [B,T,H/R,V]
+    q, k, v, totals, first, do, delta, late_lse, rest_lse,
+    dk, dv,  # [B,T,H/R,D], [B,T,H/R,V]
     columns,  # [B,H,T]: the gradient of −F_j
     T, scale, qt, kt, vt,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -200,15 +193,14 @@ def by_keys(
                     earliest = tl.load(first + row + t, mask=t < T, other=NEVER)
                     whole_i = tl.load(totals + 3 * row + t, mask=t < T, other=0.0)
                     rest_i = tl.load(rest_lse + row + t, mask=t < T, other=0.0)
-                    p = exp2(
-                        masked_scores(
-                            s, t[None, :], earliest[None, :], whole_i[None, :], rest_i[None, :], j[:, None],
-                            whole[:, None], rest[:, None],
-                        )
+                    s = masked_scores(
+                        s, t[None, :], earliest[None, :], whole_i[None, :], rest_i[None, :], j[:, None],
+                        whole[:, None], rest[:, None],
                     )  # fmt: skip
                 else:
                     shift = tl.load(late_lse + row + t) + (base - tl.load(totals + 3 * row + at // TILE * TILE))
-                    p = exp2((s + since[:, None]) - shift[None, :])
+                    s = (s + since[:, None]) - shift[None, :]
+                p = exp2(s)
                 dvalue = tl.dot(p.to(DTYPE), doutput, dvalue)
                 ds = p * (tl.dot(value, tl.trans(doutput)) - of_query[None, :])
                 column += tl.sum(ds, 1)
