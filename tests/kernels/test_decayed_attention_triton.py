@@ -62,9 +62,10 @@ def results(name: str, a: Tensors, arriving: Tensor | None = None, **options: An
     return {"o": o.detach(), **{f"d{key}": x for key, x in zip(leaves, gradients, strict=True)}}
 
 
-def assert_right(a: Tensors, name: str = "reference", tolerance: float = 1e-3, **options: Any) -> Tensors:
+def assert_right(a: Tensors, name: str | None = None, tolerance: float = 1e-3, **options: Any) -> Tensors:
     """Compare with exact results for the same rounded inputs."""
     actual = results("triton", a, **options)
+    name = name or ("reference" if a["q"].shape[1] <= 200 else "chunk")  # the loop takes long
     exact = results(name, {key: x.float() for key, x in a.items()}, **options)
     for key, expected in exact.items():
         assert actual[key].isfinite().all(), key

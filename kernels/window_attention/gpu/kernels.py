@@ -97,8 +97,11 @@ def by_queries(
         begins = tl.load(totals + t // TILE * TILE, mask=t < T, other=0.0)
         tl.store(late_lse + row + t, most - ((whole - begins) + rest), mask=t < T)
         tl.store(rest_lse + row + t, rest - most, mask=t < T)
+        most -= since
     for MASKED in tl.static_range(2):
         count = early + late if MASKED else (start - full) // KEYS
+        if MASKED:
+            most += since
         for n in tl.range(0, count, num_stages=1 if MASKED else None):
             at = full + n * KEYS
             if MASKED:
@@ -109,24 +112,23 @@ def by_queries(
             s = tl.dot(query, tl.trans(key)) * (scale * LOG2E)
             if MASKED:
                 whole_j, rest_j = load_sums(totals, j, T)
-                after = tl.zeros([QUERIES], tl.float32)
                 s = masked_scores(
                     s, t[:, None], earliest[:, None], whole[:, None], rest[:, None], j[None, :], whole_j[None, :],
                     rest_j[None, :],
                 )  # fmt: skip
             else:
-                s += tl.load(totals + 2 * T + j)[None, :]
-                after = since + (base - tl.load(totals + at // TILE * TILE + TILE - 1))
+                end = base - tl.load(totals + at // TILE * TILE + TILE - 1)
+                s += (tl.load(totals + 2 * T + j) + end)[None, :]
             if do is None:
-                larger = tl.maximum(most, tl.max(s, 1) + after)
+                larger = tl.maximum(most, tl.max(s, 1))
                 finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has not seen any key yet
-                p = exp2(s - (finite - after)[:, None])
+                p = exp2(s - finite[:, None])
                 kept = exp2(most - finite)
                 total = total * kept + tl.sum(p, 1)
                 result = tl.dot(p.to(DTYPE), value, result * kept[:, None])
                 most = larger
             else:
-                ds = exp2(s - (most - after)[:, None]) * (tl.dot(doutput, tl.trans(value)) - of_query[:, None])
+                ds = exp2(s - most[:, None]) * (tl.dot(doutput, tl.trans(value)) - of_query[:, None])
                 total += tl.sum(ds, 1)
                 result = tl.dot(ds.to(DTYPE), key, result)
     if do is None:
