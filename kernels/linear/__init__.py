@@ -13,6 +13,7 @@ from . import tiles
 MOST_INPUTS = 16384  # of the Triton kernels
 FEW_ROWS = 2  # for which they serve any weight
 MOST_ROWS, MOST_OUTPUTS = 64, 8192  # up to which they serve half precision; the others take cuBLAS
+UNIT = 8  # of which sizes are multiples where all tiles add in one order
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -25,17 +26,27 @@ OP = Op("linear", reference=reference, torch=F.linear, gpu="kernels.linear.gpu.o
 
 
 def few_rows(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the Triton kernel is made for a call: few rows, neither gradients nor casts.
+    """Return whether the Triton kernels are made for a call: few rows, neither gradients nor casts.
 
-    In deterministic mode it never is, since its order of sums is another than that for many rows.
+    In deterministic mode, these are the tiles for tensor cores alone, which add in the order of those for many rows.
     """
+    half, most = x.dtype in (torch.bfloat16, torch.float16), FEW_ROWS
     if is_deterministic():
-        return False
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    most = MOST_ROWS if half and weight.shape[0] <= MOST_OUTPUTS else FEW_ROWS
+        most = MOST_ROWS if tiles.implementation(x) == "triton" and _adds_alike(x, weight) else 0
+    elif half and weight.shape[0] <= MOST_OUTPUTS:
+        most = MOST_ROWS
     small = x.numel() <= most * x.shape[-1] and weight.shape[1] <= MOST_INPUTS
     differentiated = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     return small and not differentiated and x.dtype == weight.dtype and autocast_dtype(x.device) is None
+
+
+def _adds_alike(x: Tensor, weight: Tensor) -> bool:
+    """Return whether tensor cores add in one order for the tiles of few rows and for those of many: on Hopper."""
+    from ..gpu.device import HOPPER, capability  # only where there is Triton
+    from ..gpu.tiles import INTERPRETED
+
+    sizes = all(size % UNIT == 0 for size in weight.shape)
+    return sizes and x.dtype == torch.bfloat16 and capability(x.device) == HOPPER and not INTERPRETED
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -56,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         raise ValueError(f"weight: expected [O,{x.shape[-1]}], got shape {tuple(weight.shape)}")
     if bias is not None and bias.shape != weight.shape[:1]:
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
-    if not few_rows(x, weight):
+    if not few_rows(x, weight) or (bias is not None and is_deterministic()):
         return tiles.linear(x, weight, bias)
     y: Tensor = OP(x, x, weight, bias)
     return y

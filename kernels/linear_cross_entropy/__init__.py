@@ -46,7 +46,7 @@ LOSSES = Op(
 
 
 def losses_of_logits(x: Tensor, labels: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """−log softmax(x_n) at label n of logits x [N,V]: the losses [N] of `linear_token_losses` from its logits."""
+    """−log softmax(x_n) at label n of logits x [N,V], with gradients: the losses [N] of `linear_token_losses`."""
     losses: Tensor = LOSSES(x, x, labels, ignore_index)
     return losses
 

@@ -80,11 +80,11 @@ select op, printf('%.3f / %.3f', fwd_graph_ms, fwd_bwd_graph_ms) as ours,
     as "peer ÷ ours"
 from rows
 
--- deterministic_training_h100: reproductions/measured/deterministic_training_h100.csv
-select how, max(case mode when 'default' then step_ms end) as "default, ms a step",
-  max(case mode when 'deterministic' then step_ms end) as "deterministic, ms a step",
-  printf('%.2f', max(case mode when 'deterministic' then step_ms end) / max(case mode when 'default' then step_ms end)) as "cost"
-from rows group by how order by how
+-- deterministic_h200: reproductions/measured/deterministic_h200.csv
+select what, batch, how, printf('%.2f', default_ms) as "default, ms", printf('%.2f', ms) as "deterministic, ms",
+  printf('%.2f', ms / default_ms) as cost
+from (select min(rowid) as place, what, batch, how, avg(case mode when 'default' then cast(ms as real) end) as default_ms,
+  avg(case mode when 'deterministic' then cast(ms as real) end) as ms from rows group by what, batch, how) order by place
 
 -- on_policy_cpu: reproductions/measured/on_policy_cpu.csv
 select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode,
@@ -94,11 +94,6 @@ select precision, case deterministic when 'True' then 'deterministic' else 'defa
   case max(cast(largest_difference as real)) when 0 then '0' else printf('%.0e', max(cast(largest_difference as real))) end
     as "largest Δ log p"
 from rows group by precision, deterministic order by precision desc, deterministic desc
-
--- deterministic_h100: reproductions/measured/deterministic_h100.csv
-select batch, how, max(case mode when 'default' then ms_per_token end) as "default",
-  max(case mode when 'deterministic' then ms_per_token end) as deterministic
-from rows group by batch, how order by cast(batch as int), how
 
 -- scaling_h200: reproductions/measured/scaling_h200.csv
 select 'Gated DeltaNet ' || upper(model) as "tokens/s, part of four times one GPU",
@@ -258,10 +253,9 @@ select name as "op",
 from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
 
 -- proofs_h100: reproductions/measured/proofs_h100.csv
-with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1)
-    when subject like '%.yaml' then subject else 'mixers' end as name, rowid as place, "check", dtype,
-    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind = 'layers'
-    or subject like '%triton' or subject like 'window_attention%'),
+with errors as (select substr(subject, 1, instr(subject, ' (') - 1) as name, rowid as place, "check", dtype,
+    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind = 'ops'
+    and (subject like '%triton' or subject like 'window_attention%')),
   largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
     max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
   cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
@@ -274,6 +268,24 @@ select name as "op",
   max(case "check" when 'invariant' then cell end) as "invariant",
   max(case "check" when 'pieces' then cell end) as "pieces",
   max(case "check" when 'gates' then cell end) as "gates",
+  max(case "check" when 'repeats' then cell end) as "repeats"
+from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
+
+-- proofs_h200: reproductions/measured/proofs_h200.csv
+with errors as (select iif(subject like '%.yaml', 'hybrids', 'mixers') as name, rowid as place, "check", dtype,
+    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows),
+  largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
+    max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
+  cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
+    iif(fp32 = 0, 'exact', printf('%.0e', fp32)) || ' / ' || iif(bf16 = 0, 'exact', printf('%.0e', bf16)) end as cell
+    from largest)
+select name as "op",
+  max(case "check" when 'causal' then cell end) as "causal",
+  max(case "check" when 'rows' then cell end) as "rows",
+  max(case "check" when 'packed' then cell end) as "packed",
+  max(case "check" when 'invariant' then cell end) as "invariant",
+  max(case "check" when 'pieces' then cell end) as "pieces",
+  max(case "check" when 'sampled' then cell end) as "sampled",
   max(case "check" when 'repeats' then cell end) as "repeats"
 from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
 

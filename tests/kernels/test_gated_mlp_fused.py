@@ -373,3 +373,15 @@ def test_a_captured_launch_can_be_replayed(launched: list[str]):
         a["x"].neg_()
         graph.replay()
         assert torch.equal(y, kernels.gated_mlp(**a))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "identity"])
+@pytest.mark.parametrize("size", [(1024, 2816, 1024), (136, 384, 72), (136, 328, 72)])
+def test_few_rows_have_the_bits_of_many_in_deterministic_mode(size: tuple[int, int, int], activation: str):
+    a = inputs(2500, **dict(zip("DIO", size, strict=True)))
+    with torch.no_grad(), kernels.deterministic():
+        many = kernels.gated_mlp(**a, activation=activation)
+        for rows in (slice(7, 8), slice(100, 103), slice(1000, 1064)):
+            few = kernels.gated_mlp(**a | {"x": a["x"][rows]}, activation=activation)
+            assert torch.equal(few, many[rows])

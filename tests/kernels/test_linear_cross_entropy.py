@@ -8,6 +8,7 @@ from torch import Tensor
 import kernels
 from kernels.linear import head_loss
 from kernels.linear_cross_entropy import logits as in_pytorch
+from kernels.linear_cross_entropy import losses_of_logits
 
 IGNORED = -100
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,6 +124,26 @@ def test_losses_of_each_token(N: int, cap: float | None, backend: str, monkeypat
     torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(correct, logits.argmax(-1) == labels)
     assert N < 20 or correct.any()
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference", "triton"])
+@pytest.mark.parametrize("N", [0, 1, 50])
+def test_losses_of_logits_have_gradients(N: int, backend: str):
+    if backend == "triton":
+        pytest.importorskip("triton")
+    x, weight, labels = inputs(N)
+    logits, weights = F.linear(x, weight).requires_grad_(), torch.linspace(-1, 2, N).to(DEVICE)
+    with kernels.backend(backend):
+        losses = losses_of_logits(logits, labels)
+    wide = logits.detach().double().requires_grad_()
+    expected = F.cross_entropy(wide, labels, reduction="none")
+    torch.testing.assert_close(losses.double(), expected, rtol=1e-5, atol=1e-5)
+    before = logits.detach().clone()
+    (actual,) = torch.autograd.grad(losses @ weights, logits)
+    torch.testing.assert_close(
+        actual.double(), torch.autograd.grad(expected @ weights.double(), wide)[0], atol=1e-6, rtol=1e-5
+    )
+    assert torch.equal(logits, before)
 
 
 def test_losses_of_each_token_when_another_label_is_ignored():

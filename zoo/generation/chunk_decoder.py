@@ -132,11 +132,11 @@ class ChunkDecoder:
 
 def _in_chunks(states: Any, inputs: Any, last: Tensor) -> Any:
     """The state of each layer, or of both parts of a layer, as that of a chunk."""
-    inputs = inputs or [None] * len(states)
+    inputs, at = inputs or [None] * len(states), torch.arange(len(last), device=last.device) * CHUNK + last
     return tuple(
-        LayerState(*(Chunk(part, kept and kept[i], last) for i, part in enumerate(state)))
+        LayerState(*(Chunk(part, kept and kept[i], at) for i, part in enumerate(state)))
         if isinstance(state, LayerState)
-        else Chunk(state, kept, last)
+        else Chunk(state, kept, at)
         for state, kept in zip(states, inputs, strict=True)
     )
 

@@ -1,6 +1,7 @@
 """Products of few rows with a weight: every program reads some rows of the weight once, for all rows of the input.
 
-One or two rows are multiplied without tensor cores, more of them with these, in tiles that hold all rows.
+One or two rows are multiplied without tensor cores, more of them with these, in tiles that hold all rows. In
+deterministic mode, one or two rows take tensor cores, too, which on Hopper add in the same order in tiles of any size.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import register
+from ...core.deterministic import is_deterministic
 from ...gpu.device import HOPPER, capability, multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
@@ -149,7 +151,7 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     (both, I), (y,), rows, parts = weight.shape, _empty(args), x.numel() // x.shape[-1], _parts(args)
     O, tensors = y.shape[-1], (x, weight, bias, y)
     constants: dict[str, Any] = {"I": I, "GATE": gate, "overlap": True}
-    if rows > ROWS:
+    if rows > ROWS or is_deterministic():
         columns = next((n for n in WIDTHS if cdiv(both, n) <= multiprocessors(x.device)), WIDTHS[-1])
         stages = min(MOST_STAGES, SHARED // ((MOST_ROWS + columns) * INNER * x.element_size()))
         columns //= parts
@@ -169,7 +171,7 @@ linear_few = register("linear_few", _compute, None, _empty)
 
 def serves(x: Tensor) -> bool:
     """Return whether these kernels are made for a device and a number of rows: the tiles are for Hopper."""
-    return x.numel() <= ROWS * x.shape[-1] or capability(x.device) == HOPPER
+    return (x.numel() <= ROWS * x.shape[-1] and not is_deterministic()) or capability(x.device) == HOPPER
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

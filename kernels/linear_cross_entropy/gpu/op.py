@@ -52,11 +52,35 @@ def _softmax_loss(logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: 
     enqueue(softmax_loss, len(logits), logits, labels, losses, ignore_index, logits.stride(0), V, **constants)
 
 
+class Rows(NamedTuple):
+    logits: Tensor  # [N,V]
+    labels: Tensor  # [N]
+    ignore_index: int
+
+
+def _empty_losses(args: Rows) -> tuple[Tensor]:
+    return (new(args.logits, len(args.logits), dtype=torch.float32),)
+
+
+def _losses(args: Rows) -> tuple[Tensor]:
+    (losses,) = _empty_losses(args)
+    _softmax_loss(args.logits, args.labels, losses, args.ignore_index, gradient=False)
+    return (losses,)
+
+
+def _differentiate_losses(args: Rows, needed: Any, gradient: Tensor) -> Gradients:
+    dlogits = args.logits.clone()
+    _softmax_loss(dlogits, args.labels, new(gradient, *gradient.shape), args.ignore_index, gradient=True)
+    # not a number where a label is outside the vocabulary, as the loss is
+    return {"logits": dlogits.mul_(gradient[:, None].to(dlogits.dtype))}
+
+
+losses_of_rows = register("losses_of_logits", _losses, _differentiate_losses, _empty_losses)
+
+
 def row_losses(logits: Tensor, labels: Tensor, ignore_index: int) -> Tensor:
     """The losses [N] of logits [N,V]."""
-    logits = logits.contiguous()
-    losses = new(logits, len(logits), dtype=torch.float32)
-    _softmax_loss(logits, labels.contiguous(), losses, ignore_index, gradient=False)
+    losses: Tensor = losses_of_rows(logits.contiguous(), labels.contiguous(), ignore_index)
     return losses
 
 
