@@ -40,14 +40,12 @@ def load_decays(log_decay, positions, t, T, H: tl.constexpr):
 def sum_decays(
     log_decay,  # [B,T,H]
     positions,  # [T], of packed documents
-    totals,  # [B,H,3,T]: integers and remainders of the sums F in log2 units, and the integer of a tile's end minus F
-    first,  # [B,H,T]: the first key that each query sees
-    T, window, H: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    tokens,  # [B,H,T,4]: integer and remainder of the sum F in log2 units, and the first key that a query sees
+    T, window, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     log_decay += row // H * T * H + row % H
-    totals += row * 3 * T
-    first += row * T
+    tokens += row * T * 4
     before, start = tl.full([], 0.0, tl.float64), 0
     for block in tl.range(0, T, BLOCK):
         t = block + tl.arange(0, BLOCK)
@@ -56,16 +54,12 @@ def sum_decays(
         total = before + tl.cumsum(g, 0)
         before += tl.sum(g, 0)
         integer = tl.floor(total)
-        tl.store(totals + t, integer.to(tl.float32), mask=t < T)
-        tl.store(totals + T + t, (total - integer).to(tl.float32), mask=t < T)
-        tiles = tl.reshape(integer, [BLOCK // TILE, TILE])
-        ends = tl.sum(tl.where((tl.arange(0, TILE) == TILE - 1)[None, :], tiles, 0.0), 1)
-        ends = tl.reshape(tl.broadcast_to(ends[:, None], [BLOCK // TILE, TILE]), [BLOCK])
-        tl.store(totals + 2 * T + t, (ends - total).to(tl.float32), mask=t < T)
+        tl.store(tokens + t * 4, integer.to(tl.float32), mask=t < T)
+        tl.store(tokens + t * 4 + 1, (total - integer).to(tl.float32), mask=t < T)
         starts = tl.where(begins & (t < T), t, 0)
         seen = tl.maximum(tl.associative_scan(starts, 0, larger), start)
         start = tl.maximum(tl.max(starts, 0), start)
-        tl.store(first + t, tl.maximum(seen, t - window + 1), mask=t < T)
+        tl.store(tokens + t * 4 + 2, tl.maximum(seen, t - window + 1).to(tl.float32), mask=t < T)
 
 
 @triton.jit(do_not_specialize=["T"])

@@ -2,9 +2,8 @@
 
 A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer and a
 remainder in [0, 1), whose differences have all digits, however large F is. In blocks that need a mask, that is how the
-score of each pair is computed. In all others, a tile of TILE tokens ends between the keys and the queries, at token e:
-F_e − F_j is stored for each key, and F_i − F_e is a number of each query, which is added to the maximum of its scores.
-In both terms, e has its integer alone.
+score of each pair is computed. In all others, keys are older than a token `base`, and queries are not: F_base − F_j is
+a number of each key, and F_i − F_base is one of each query, which is left out of its scores and of their maximum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,8 +12,6 @@ import triton
 import triton.language as tl
 
 from ...gpu.tiles import LOG2E, exp2, pair_of
-
-NEVER = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -35,9 +32,19 @@ def store_tokens(x, start, stride, T, value, ROWS: tl.constexpr, D: tl.constexpr
 
 
 @triton.jit
-def load_sums(totals, t, T):
-    """Integers and remainders of F at tokens t."""
-    return tl.load(totals + t, mask=t < T, other=0.0), tl.load(totals + T + t, mask=t < T, other=0.0)
+def load_four(x, t, T, ROWS: tl.constexpr):
+    """Four numbers of each token: a table of one number would be loaded in the layout of a product, many times over."""
+    at = x + t[:, None] * 4 + tl.arange(0, 4)[None, :]
+    pairs = tl.reshape(tl.load(at, mask=(t < T)[:, None], other=0.0), [ROWS, 2, 2])
+    even, odd = tl.split(pairs)
+    a, c = tl.split(even)
+    b, d = tl.split(odd)
+    return a, b, c, d
+
+
+@triton.jit
+def first_key(tokens, t):
+    return tl.load(tokens + t * 4 + 2).to(tl.int32)
 
 
 @triton.jit
@@ -49,19 +56,16 @@ def masked_scores(scaled, i, first, whole_i, rest_i, j, whole_j, rest_j):
 @triton.jit(do_not_specialize=["T"])
 def by_queries(
     q, k, v,  # [B,T,H,D], [B,T,H/R,D], [B,T,H/R,V], with strides of tokens
-    totals,  # [B,H,3,T]
-    first,  # [B,H,T]
+    tokens,  # [B,H,T,4], as `sum_decays` fills it
     o,  # [B,T,H,V]
     lse,  # [B,H,T]: log2 of the sum of a query's weights
     do,
-    delta,  # [B,H,T]: Σ o · do
-    late_lse,  # [B,H,T]: lse − F_i + the integer of the tile's first token
-    rest_lse,  # [B,H,T]: the remainder of F_i − lse
+    of_queries,  # [B,H,T,4]: like `tokens`, with remainders minus lse, and with Σ o · do
     dq,
     rows,  # [B,H,T]: the gradient of F_i
     T, scale, qt, kt, vt,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The outputs of a block of queries; if `do` is there, their gradients instead."""
     blocks = tl.cdiv(T, QUERIES)
@@ -72,16 +76,15 @@ def by_queries(
     k += b * kt + h // R * D
     v += b * vt + h // R * V
     at_values = (b * H + h) * V
-    totals += 3 * row
+    tokens += 4 * row
     query = load_tokens(q + b * qt + h * D, start, qt, T, QUERIES, D, True, DTYPE)
-    whole, rest = load_sums(totals, t, T)
-    base = tl.load(totals + start)
+    whole, rest, earliest, _t = load_four(tokens, t, T, QUERIES)
+    base = tl.load(tokens + start * 4)
     since = (whole - base) + rest
-    earliest = tl.load(first + row + t, mask=t < T, other=NEVER)
+    earliest = tl.where(t < T, earliest.to(tl.int32), T)
     # keys from `begin` on are seen by some query, those from `full` to `start` by all of them
-    begin = tl.load(first + row + start) // KEYS * KEYS
-    full = tl.load(first + row + tl.minimum(start + QUERIES, T) - 1)
-    full = tl.minimum(tl.cdiv(full, KEYS) * KEYS, start)
+    begin = first_key(tokens, start) // KEYS * KEYS
+    full = tl.minimum(tl.cdiv(first_key(tokens, tl.minimum(start + QUERIES, T) - 1), KEYS) * KEYS, start)
     early, late = (full - begin) // KEYS, tl.cdiv(tl.minimum(QUERIES, T - start), KEYS)
     total = tl.zeros([QUERIES], tl.float32)
     if do is None:
@@ -92,15 +95,18 @@ def by_queries(
         most = tl.load(lse + row + t, mask=t < T, other=0.0)
         doutput = load_tokens(do + at_values, start, H * V, T, QUERIES, V, True, DTYPE)
         output = load_tokens(o + at_values, start, H * V, T, QUERIES, V, True, tl.float32)
-        of_query = tl.sum(output * doutput.to(tl.float32), 1)
-        tl.store(delta + row + t, of_query, mask=t < T)
-        begins = tl.load(totals + t // TILE * TILE, mask=t < T, other=0.0)
-        tl.store(late_lse + row + t, most - ((whole - begins) + rest), mask=t < T)
-        tl.store(rest_lse + row + t, rest - most, mask=t < T)
-        most -= since
+        delta = tl.sum(output * doutput.to(tl.float32), 1)
+        of_queries += (row + t) * 4
+        tl.store(of_queries, whole, mask=t < T)
+        tl.store(of_queries + 1, rest - most, mask=t < T)
+        tl.store(of_queries + 2, earliest.to(tl.float32), mask=t < T)
+        tl.store(of_queries + 3, delta, mask=t < T)
     for MASKED in tl.static_range(2):
         count = early + late if MASKED else (start - full) // KEYS
-        if MASKED:
+        shift = since
+        if do is not None:
+            shift = most if MASKED else most - since
+        elif MASKED:
             most += since
         for n in tl.range(0, count, num_stages=1 if MASKED else None):
             at = full + n * KEYS
@@ -109,16 +115,15 @@ def by_queries(
             j = at + tl.arange(0, KEYS)
             key = load_tokens(k, at, kt, T, KEYS, D, MASKED, DTYPE)
             value = load_tokens(v, at, vt, T, KEYS, V, MASKED, DTYPE)
+            whole_j, rest_j, _first_j, _j = load_four(tokens, j, T, KEYS)
             s = tl.dot(query, tl.trans(key)) * (scale * LOG2E)
             if MASKED:
-                whole_j, rest_j = load_sums(totals, j, T)
                 s = masked_scores(
                     s, t[:, None], earliest[:, None], whole[:, None], rest[:, None], j[None, :], whole_j[None, :],
                     rest_j[None, :],
                 )  # fmt: skip
             else:
-                end = base - tl.load(totals + at // TILE * TILE + TILE - 1)
-                s += (tl.load(totals + 2 * T + j) + end)[None, :]
+                s += ((base - whole_j) - rest_j)[None, :]
             if do is None:
                 larger = tl.maximum(most, tl.max(s, 1))
                 finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has not seen any key yet
@@ -128,7 +133,7 @@ def by_queries(
                 result = tl.dot(p.to(DTYPE), value, result * kept[:, None])
                 most = larger
             else:
-                ds = exp2(s - most[:, None]) * (tl.dot(doutput, tl.trans(value)) - of_query[:, None])
+                ds = exp2(s - shift[:, None]) * (tl.dot(doutput, tl.trans(value)) - delta[:, None])
                 total += tl.sum(ds, 1)
                 result = tl.dot(ds.to(DTYPE), key, result)
     if do is None:
@@ -140,24 +145,24 @@ def by_queries(
 
 
 @triton.jit
-def queries_that_see(first, key, T):
+def queries_that_see(tokens, key, T):
     """The end of the queries whose first key is not behind this one."""
-    low, high = tl.where(tl.load(first + T - 1) <= key, T, key + 1), T
+    low, high = tl.where(first_key(tokens, T - 1) <= key, T, key + 1), T
     while low < high:
         middle = (low + high) // 2
-        sees = tl.load(first + middle) <= key
+        sees = first_key(tokens, middle) <= key
         low, high = tl.where(sees, middle + 1, low), tl.where(sees, high, middle)
     return low
 
 
 @triton.jit(do_not_specialize=["T"])
 def by_keys(
-    q, k, v, totals, first, do, delta, late_lse, rest_lse,
+    q, k, v, tokens, do, of_queries,
     dk, dv,  # [B,T,H/R,D], [B,T,H/R,V]
     columns,  # [B,H,T]: the gradient of −F_j
     T, scale, qt, kt, vt,
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and values, from all of their query heads."""
     SHARED: tl.constexpr = H // R
@@ -172,12 +177,12 @@ def by_keys(
     for r in tl.range(0, R):
         h = g * R + r
         row = b * H + h.to(tl.int64) * T
-        whole, rest = load_sums(totals + 3 * row, j, T)
-        base = tl.load(totals + 3 * row + last)
+        whole, rest, _first_j, _j = load_four(tokens + row * 4, j, T, KEYS)
+        base = tl.load(tokens + (row + last) * 4)
         since = (base - whole) - rest
         # queries to `full` see all keys of the block, those to `end` see some
-        full = tl.maximum(stop, queries_that_see(first + row, start, T) // QUERIES * QUERIES)
-        end = queries_that_see(first + row, last, T)
+        full = tl.maximum(stop, queries_that_see(tokens + row * 4, start, T) // QUERIES * QUERIES)
+        end = queries_that_see(tokens + row * 4, last, T)
         early, late = tl.cdiv(last + 1 - start, QUERIES), tl.cdiv(tl.maximum(end - full, 0), QUERIES)
         column = tl.zeros([KEYS], tl.float32)
         for MASKED in tl.static_range(2):
@@ -189,22 +194,19 @@ def by_keys(
                 t = at + tl.arange(0, QUERIES)
                 query = load_tokens(q + b * qt + h * D, at, qt, T, QUERIES, D, MASKED, DTYPE)
                 doutput = load_tokens(do + (b * H + h) * V, at, H * V, T, QUERIES, V, MASKED, DTYPE)
-                of_query = tl.load(delta + row + t, mask=t < T, other=0.0)
+                whole_i, rest_i, earliest, delta = load_four(of_queries + row * 4, t, T, QUERIES)
                 s = tl.dot(key, tl.trans(query)) * (scale * LOG2E)
                 if MASKED:
-                    earliest = tl.load(first + row + t, mask=t < T, other=NEVER)
-                    whole_i = tl.load(totals + 3 * row + t, mask=t < T, other=0.0)
-                    rest_i = tl.load(rest_lse + row + t, mask=t < T, other=0.0)
+                    earliest = tl.where(t < T, earliest.to(tl.int32), T)
                     s = masked_scores(
                         s, t[None, :], earliest[None, :], whole_i[None, :], rest_i[None, :], j[:, None],
                         whole[:, None], rest[:, None],
                     )  # fmt: skip
                 else:
-                    shift = tl.load(late_lse + row + t) + (base - tl.load(totals + 3 * row + at // TILE * TILE))
-                    s = (s + since[:, None]) - shift[None, :]
+                    s = (s + since[:, None]) + ((whole_i - base) + rest_i)[None, :]
                 p = exp2(s)
                 dvalue = tl.dot(p.to(DTYPE), doutput, dvalue)
-                ds = p * (tl.dot(value, tl.trans(doutput)) - of_query[None, :])
+                ds = p * (tl.dot(value, tl.trans(doutput)) - delta[None, :])
                 column += tl.sum(ds, 1)
                 dkey = tl.dot(ds.to(DTYPE), query, dkey)
         tl.store(columns + row + j, column, mask=j < T)

@@ -18,7 +18,6 @@ from ..arguments import Attention
 from .decays import differentiate_decays, sum_decays
 from .kernels import by_keys, by_queries
 
-TILE = 64  # tokens whose last one is a reference for sums of decays; it divides or is a multiple of all blocks
 WALK = {"BLOCK": 1024, "warps": 4}  # tokens of a step along time
 
 
@@ -34,11 +33,11 @@ class Arguments(NamedTuple):
     scale: float
 
 
-def _empty(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Uninitialised o [B,T,H,V], log-sum-exp [B,H,T], sums of log decays [B,H,3,T] and first keys [B,H,T]."""
+def _empty(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
+    """Uninitialised o [B,T,H,V], log-sum-exp [B,H,T] and table of tokens [B,H,T,4]."""
     B, T, H, _ = a.q.shape
-    lse, totals = (new(a.q, B, H, *shape, dtype=torch.float32) for shape in ((T,), (3, T)))
-    return new(a.q, B, T, H, a.v.shape[3]), lse, totals, new(a.q, B, H, T, dtype=torch.int32)
+    lse, tokens = (new(a.q, B, H, T, *four, dtype=torch.float32) for four in ((), (4,)))
+    return new(a.q, B, T, H, a.v.shape[3]), lse, tokens
 
 
 def _run(kernel: Any, name: str, a: Arguments, *tensors: Tensor | None) -> None:
@@ -47,7 +46,7 @@ def _run(kernel: Any, name: str, a: Arguments, *tensors: Tensor | None) -> None:
     entry = launch(f"window_attention.{name}", max(D, V), a.q.dtype, a.q.device)
     blocks = heads * cdiv(T, entry.keys) if kernel is by_keys else H * cdiv(T, entry.block)
     sizes: dict[str, Any] = {"H": H, "R": H // heads, "D": D, "V": V, "DTYPE": factor_dtype(a.q.dtype)}
-    sizes |= {"QUERIES": entry.block, "KEYS": entry.keys, "TILE": TILE, "warps": entry.warps, "stages": entry.stages}
+    sizes |= {"QUERIES": entry.block, "KEYS": entry.keys, "warps": entry.warps, "stages": entry.stages}
     q, k, v = map(_rows, a[:3])
     enqueue(kernel, B * blocks, q, k, v, *tensors, T, a.scale, *(x.stride(1) for x in (q, k, v)), **sizes)
 
@@ -63,21 +62,21 @@ def _along_time(a: Arguments) -> tuple[Tensor, Tensor | None]:
     return a.log_decay.contiguous(), None if a.cu_seqlens is None else places(a.cu_seqlens, a.q.shape[1])[1]
 
 
-def _compute(a: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _compute(a: Arguments) -> tuple[Tensor, Tensor, Tensor]:
     B, T, H, _ = a.q.shape
-    o, lse, totals, first = _empty(a)
-    enqueue(sum_decays, B * H, *_along_time(a), totals, first, T, a.window, H=H, TILE=TILE, **WALK)
-    _run(by_queries, "forward", a, totals, first, o, lse, *[None] * 6)
-    return o, lse, totals, first
+    o, lse, tokens = _empty(a)
+    enqueue(sum_decays, B * H, *_along_time(a), tokens, T, a.window, H=H, **WALK)
+    _run(by_queries, "forward", a, tokens, o, lse, *[None] * 4)
+    return o, lse, tokens
 
 
 def _differentiate(a: Arguments, needed: Any, do: Tensor, o: Tensor, *residuals: Tensor) -> Gradients:
-    lse, totals, first = residuals
+    lse, tokens = residuals
     (B, T, H, _), do = a.q.shape, do.contiguous()
     dq, dk, dv, dlog_decay = (new(x) for x in a[:4])
-    *of_queries, rows, columns = (new(lse) for _ in range(5))
-    _run(by_queries, "query_gradients", a, totals, first, o, lse, do, *of_queries, dq, rows)
-    _run(by_keys, "key_gradients", a, totals, first, do, *of_queries, dk, dv, columns)
+    of_queries, rows, columns = new(tokens), new(lse), new(lse)
+    _run(by_queries, "query_gradients", a, tokens, o, lse, do, of_queries, dq, rows)
+    _run(by_keys, "key_gradients", a, tokens, do, of_queries, dk, dv, columns)
     enqueue(differentiate_decays, B * H, *_along_time(a), rows, columns, dlog_decay, T, H=H, **WALK)
     return {"q": dq, "k": dk, "v": dv, "log_decay": dlog_decay}
 
