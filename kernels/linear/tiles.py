@@ -61,6 +61,34 @@ def product(a: Tensor, b: Tensor, out: Tensor, how: str, *, divide: bool = False
     return out
 
 
+class Factors(NamedTuple):
+    a: Tensor  # [H,M,K]
+    b: Tensor  # [H,K,N]
+    how: str
+
+
+def _no_products(args: Factors) -> tuple[Tensor]:
+    return (new(args.a, *args.a.shape[:2], args.b.shape[2]),)
+
+
+def _products(args: Factors) -> tuple[Tensor]:
+    (y,) = _no_products(args)
+    return (product(*args[:2], y, args.how),)
+
+
+def _differentiate_products(args: Factors, needed: Any, dy: Tensor) -> Gradients:
+    a, b, how = args
+    dy = dy.contiguous()
+    return {
+        "a": product(dy, b.mT, new(a, *a.shape), how) if needed.a else None,
+        "b": product(a.mT, dy, new(b, *b.shape), how) if needed.b else None,
+    }
+
+
+# a [H,M,K] times b [H,K,N], with gradients; otherwise like `product`
+tiled_products = register("tiled_products", _products, _differentiate_products, _no_products)
+
+
 def add_product(total: Tensor, a: Tensor, b: Tensor, add: bool) -> None:
     """Write aᵀ b to `total` in at least fp32, or add it there; nothing is rounded to the dtype of a and b."""
     a = a.T

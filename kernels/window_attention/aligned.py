@@ -6,6 +6,7 @@ library's choice for a batch of products depends on their number, and scores are
 """
 
 from functools import partial
+from itertools import groupby
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.autocast import without_autocast
 from ..core.recurrence import at_least_fp32
+from ..linear.tiles import implementation, tiled_products
 from .arguments import Attention
 from .chunk import BLOCK, padded
 from .decay import first_keys, widened
@@ -25,20 +27,26 @@ def forward(a: Attention) -> Tensor:
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
             return torch.cat([_rows(a.part(slice(None), span, span)) for span in spans], 1)
-        if a.first_key is None and not a.q.is_cuda:
+        if a.first_key is None:
             return _rows(a)
-        first = [0] * len(a.q) if a.first_key is None else a.first_key.tolist()
-        rows = [_row(a, b, max(0, start)) for b, start in enumerate(first)]
-        return torch.cat(rows) if rows else a.v.new_zeros(0, *a.q.shape[1:3], a.v.shape[3])
+        first = [max(0, start) for start in a.first_key.tolist()]
+        rows = sorted(range(len(first)), key=first.__getitem__)
+        alike = [(start, [*each]) for start, each in groupby(rows, key=first.__getitem__)]
+        parts = [_from(a, each, start) for start, each in alike]
+        if len(parts) == 1:
+            return parts[0]
+        places = torch.tensor(rows, dtype=torch.int64, device=a.q.device).argsort()
+        return torch.cat(parts)[places] if parts else a.v.new_zeros(0, *a.q.shape[1:3], a.v.shape[3])
 
 
-def _row(a: Attention, row: int, first: int) -> Tensor:
-    """o [1,T,H,V] of a row from its first valid key on; 0 for queries before it."""
+def _from(a: Attention, rows: list[int], first: int) -> Tensor:
+    """o [R,T,H,V] of rows that have the same first valid key; 0 for queries before it."""
     T, S = a.q.shape[1], a.k.shape[1]
     skipped = max(0, first - (S - T))
     if skipped >= T:
-        return a.v.new_zeros(1, T, a.q.shape[2], a.v.shape[3])
-    o = _rows(a.part(slice(row, row + 1), slice(skipped, T), slice(first, S)))
+        return a.v.new_zeros(len(rows), T, a.q.shape[2], a.v.shape[3])
+    some = slice(None) if len(rows) == len(a.q) else rows
+    o = _rows(a.part(some, slice(skipped, T), slice(first, S)))
     return F.pad(o, (0, 0, 0, 0, skipped, 0))
 
 
@@ -58,7 +66,9 @@ def _scores(a: Attention, first: Tensor | None) -> Tensor:
     before = None if a.window_size is None else padded(a.window_size - 1)
     ahead = 0 if before is None else max(0, before - seen)  # padding in front, so that each block has its shape
     after = count * BLOCK - T
-    scored = partial(checkpoint, _scored, use_reentrant=False) if q.is_cuda and torch.is_grad_enabled() else _scored
+    scored = partial(_scored, implementation(q))
+    if q.is_cuda and torch.is_grad_enabled():
+        scored = partial(checkpoint, scored, use_reentrant=False)
     q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, after)).unflatten(1, (heads, -1))
     k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, ahead, after)) for x in (k, v))
     outputs = []
@@ -81,5 +91,13 @@ def _scores(a: Attention, first: Tensor | None) -> Tensor:
     return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T].transpose(1, 2).to(dtype)
 
 
-def _scored(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return torch.softmax((q @ k.mT).masked_fill(hidden, -torch.inf), -1) @ v
+def _scored(how: str, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
+    return _times(torch.softmax(_times(q, k.mT, how).masked_fill(hidden, -torch.inf), -1), v, how)
+
+
+def _times(a: Tensor, b: Tensor, how: str) -> Tensor:
+    """a [B,H,M,K] times b [B,H,K,N]."""
+    if how == "torch" and not a.is_cuda:
+        return a @ b
+    product: Tensor = tiled_products(a.flatten(0, 1), b.flatten(0, 1), how)
+    return product.unflatten(0, a.shape[:2])

@@ -25,7 +25,7 @@ class Attention:
     cu_seqlens: Tensor | None  # [N+1]
     log_decay: Tensor | None = None  # [B,S,H]
 
-    def part(self, rows: slice, queries: slice, keys: slice) -> "Attention":
+    def part(self, rows: slice | list[int], queries: slice, keys: slice) -> "Attention":
         """Return the call of some rows, queries and keys, all of which are valid and of one document."""
         q, k, v = self.q[rows, queries], self.k[rows, keys], self.v[rows, keys]
         log_decay = None if self.log_decay is None else self.log_decay[rows, keys]

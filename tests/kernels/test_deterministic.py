@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels
 from kernels.core import elementwise
-from kernels.window_attention import candidates, reference
+from kernels.window_attention import aligned, candidates, reference
 from kernels.window_attention.arguments import check
 from reproductions.proofs import ops
 from tests.kernels.places import PLACES
@@ -137,6 +137,24 @@ def test_attention_of_queries_without_a_key(decays: bool, window: int | None, de
     expected = reference.forward(check(q, k, v, window, first, None, None, log_decay))
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
     for actual, wanted in zip(*(torch.autograd.grad(y.square().sum(), leaves) for y in (o, expected)), strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+@pytest.mark.parametrize("window", [None, 7])
+def test_attention_with_the_products_of_a_gpu(window: int | None, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(aligned, "implementation", lambda x: "triton")
+    leaves = [torch.randn(3, 130, heads, 16).requires_grad_() for heads in (4, 2, 2)]
+    with kernels.deterministic():
+        o = kernels.window_attention(*leaves, window_size=window)
+        one = kernels.window_attention(*(x[1:2] for x in leaves), window_size=window)
+        gradients, of_one = (torch.autograd.grad(y.square().sum(), leaves) for y in (o, one))
+    assert torch.equal(one, o[1:2])
+    assert all(torch.equal(x[1:2], y[1:2]) for x, y in zip(of_one, gradients, strict=True))
+    expected = reference.forward(check(*leaves, window, None, None, None))
+    torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
+    for actual, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
 
 

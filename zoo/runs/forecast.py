@@ -178,6 +178,7 @@ def show(result: Forecast) -> None:
     speed = (result.tokens or 0) / max(3600 * (result.hours or 0), 1e-9)
     duration = "less than a minute" if (result.hours or 0) < 1 / 60 else f"{_gib(result.hours or 0)} hours"
     batches = "1 micro-batch" if result.micro_batches == 1 else f"{result.micro_batches} micro-batches"
+    where = f" on each of {result.devices} GPUs" if result.devices > 1 else ""
     on = f"{result.devices} × {result.card}, {speed:,.0f} tokens/s without validation"
     steps = (result.tokens or 0) / max(result.tokens_per_step * result.micro_batches, 1)
     short = 3600 * (result.hours or 0) < steps / 200  # 5 ms
@@ -188,8 +189,8 @@ def show(result: Forecast) -> None:
     table.add_row("state", f"{result.state_size:,} numbers a sequence")
     table.add_row(
         "step",
-        f"{result.tokens_per_step:,} tokens: {batches} of {result.rows} rows on each of "
-        f"{result.devices} GPUs ({result.strategy}); learning rate {result.learning_rate:g}",
+        f"{result.tokens_per_step:,} tokens: {batches} of {result.rows} rows{where} ({result.strategy}); "
+        f"learning rate {result.learning_rate:g}",
     )
     if result.tokens is not None:
         table.add_row("tokens", f"{result.tokens:,}, {result.tokens / result.parameters:.2g} a parameter")

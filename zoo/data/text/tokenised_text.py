@@ -15,7 +15,7 @@ from zoo.data.text.corpus import Corpus
 from zoo.data.text.packing import Packing, Windows, check_packing, samples_of
 from zoo.data.text.shards import Shards, prepare
 from zoo.data.text.split import WithoutTest
-from zoo.data.text.tokenizer import Documents, Tokenizer, train_tokenizer
+from zoo.data.text.tokenizer import Documents, Tokenizer, check_size, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,10 @@ class TokenisedText(ResumableData):
                 f"data.test_fraction is {self.test_fraction}; it must be null, or lie between 0 and "
                 f"{1 - self.validation_fraction:g}, so that documents for training are left."
             )
+        if self.tokenizer is None:
+            if self.vocab_size is None:
+                raise UserError("data.vocab_size: null needs data.tokenizer; a tokenizer that is trained has a size")
+            check_size(self.vocab_size)
         self.validation_sets = dict(self.validation_sets or {})
         check_names("validation_sets", self.validation_sets)
         self.corpora: list[Corpus]  # to tokenise
@@ -109,10 +113,7 @@ class TokenisedText(ResumableData):
         if self._tokenizer is None:
             special = self.eos_token, self.bos_token
             if self.tokenizer is None:
-                if self.vocab_size is None:
-                    raise UserError(
-                        "data.vocab_size: null needs data.tokenizer; a tokenizer that is trained has a size"
-                    )
+                assert self.vocab_size is not None
                 self._tokenizer = train_tokenizer(self.training_text, self.vocab_size, *special)
             else:
                 self._tokenizer = Tokenizer.from_file(self.tokenizer, *special)

@@ -301,6 +301,16 @@ def _roles(text: str, name: str) -> dict[str, Any]:
     return roles
 
 
+def check_size(vocab_size: int) -> None:
+    """Raise a UserError unless a byte-level tokenizer can be trained with so many tokens."""
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise UserError(
+            f"data.vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}."
+        )
+    if vocab_size > LARGEST_VOCABULARY:
+        raise UserError(f"data.vocab_size is {vocab_size}; it can be at most {LARGEST_VOCABULARY:,}.")
+
+
 def train_tokenizer(
     corpus: Documents, vocab_size: int, eos_token: str | None = None, bos_token: str | None = None
 ) -> Tokenizer:
@@ -314,12 +324,7 @@ def train_tokenizer(
         UserError: `vocab_size` is below 257 or above 10 million, a token does not exist, or the corpus or the cache
             cannot be used.
     """
-    if vocab_size < SMALLEST_VOCABULARY:
-        raise UserError(
-            f"data.vocab_size is {vocab_size}; a byte-level tokenizer needs at least {SMALLEST_VOCABULARY}."
-        )
-    if vocab_size > LARGEST_VOCABULARY:
-        raise UserError(f"data.vocab_size is {vocab_size}; it can be at most {LARGEST_VOCABULARY:,}.")
+    check_size(vocab_size)
     key = hashlib.sha256(f"{_FORMAT} {vocab_size} {corpus.signature()}".encode()).hexdigest()[:16]
     folder = cache_folder() / "tokenizers" / key
     build_once(folder, lambda new: _save(_train(corpus, vocab_size), new))
