@@ -74,6 +74,7 @@ def assert_right(a: Tensors, name: str | None = None, tolerance: float = 1e-3, *
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("length", [1, 63, 129])
 def test_lengths_and_windows(length: int, window: int | None):
@@ -131,6 +132,7 @@ def test_strided_streams_and_gradients():
 
 
 @interpreted
+@pytest.mark.slow
 def test_later_tokens_change_no_bit():
     a = inputs(200)
     o = results("triton", a)["o"]
@@ -167,6 +169,7 @@ def test_first_tokens_of_documents_have_no_gradient():
 
 
 @interpreted
+@pytest.mark.slow
 def test_static_documents_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch):
     """What a captured graph needs: tables that are filled again, and the bits of a call with the documents."""
     a, arriving = inputs(150), torch.randn(1, 150, 2, 16)
