@@ -209,7 +209,8 @@ class Barriers:
         self.groups = len(groups)
         with ThreadPoolExecutor(len(groups)) as pool:
             done = [pool.submit(self.in_turn, function, *arguments) for function, arguments in groups]
-        for error in sorted((x.exception() for x in done if x.exception()), key=lambda x: isinstance(x, Stopped)):
+        errors = [error for each in done if (error := each.exception()) is not None]
+        for error in sorted(errors, key=lambda x: isinstance(x, Stopped)):
             raise error  # the one that stopped the others
 
 
