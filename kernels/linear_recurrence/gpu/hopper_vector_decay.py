@@ -319,12 +319,12 @@ def mark_in_eights(n, first, LEVEL: gl.constexpr):
             "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
         )
     elif LEVEL == 4:
-        asm: gl.constexpr = (
+        asm: gl.constexpr = (  # type: ignore[no-redef]
             "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 4, 0x131f, 0xffffffff; xor.b32 $0, $0, m; "
             "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
         )
     else:
-        asm: gl.constexpr = (
+        asm: gl.constexpr = (  # type: ignore[no-redef]
             "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 0, 0x1b1f, 0xffffffff; xor.b32 $0, $0, m; "
             "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
         )
