@@ -85,6 +85,22 @@ def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest
     agree(small(19, B=2, N=N, D=D, c=c))
 
 
+@pytest.mark.parametrize(
+    ("shape", "N", "blocks", "tokens"),
+    [
+        ((8, 4096, 2048), 16, 1, 8),  # enough programs without cuts
+        ((16, 4096, 2048), 16, 1, 4),  # so many that registers limit them
+        ((1, 32768, 2048), 16, 32, 4),
+        ((8, 4096, 1024), 1, 64, 8),
+        ((1, 65536, 256), 1, 128, 8),
+        ((1, 1, 2048), 16, 1, 1),
+    ],
+)
+def test_plan_of_long_and_short_sequences(shape: tuple[int, ...], N: int, blocks: int, tokens: int):
+    plan = gpu_op.SelectiveScan(torch.Size(shape), N, None, torch.float32, torch.device("cpu"))
+    assert (plan.per_row, plan.tokens, plan.whole) == (blocks, tokens, blocks == 1)
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("N", [2, 4, 64, 200])

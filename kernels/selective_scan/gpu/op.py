@@ -23,8 +23,9 @@ from .gradients import gradients
 
 CHUNK = 64  # tokens per saved state
 STATES = 16384  # programs, times up to 16 states per channel, that fill a device
+FEW = 1056  # programs that an H200 runs together even if each thread of them has 255 registers
 BLOCKS = 128  # most blocks of a sequence that are combined quickly
-TOKENS, GRADIENT_TOKENS = 8, 4  # tokens that are loaded together
+TOKENS, GRADIENT_TOKENS = 4, 4  # tokens that are loaded together; twice as many by few or small programs that walk
 LANES = 32  # threads of a program
 
 
@@ -56,9 +57,9 @@ class SelectiveScan(Plan):
         self.slots = self.B * cdiv(self.T, CHUNK) if documents is None else self.T // CHUNK + documents
 
     def _length(self) -> int:
-        """Tokens per block: whole sequences if their programs fill a device, as cuts take a second walk.
+        """Tokens per block: whole sequences if their programs fill a device, since cuts require a second walk.
 
-        Otherwise there are four times as many programs as would fill it, which is faster than once.
+        Otherwise sequences are cut for four times as many programs, which is faster than for just enough of them.
         """
         states = max(1, self.B * self.columns) * min(next_power_of_2(self.N), 16)
         count = 1 if states >= STATES else min(cdiv(4 * STATES, states), BLOCKS)
@@ -82,12 +83,18 @@ class SelectiveScan(Plan):
         sizes: dict[str, Any] = {"D": self.D, "N": self.N, **self.tile}
         return LaunchSpec(kernel, rows * self.columns, *numbers, **sizes, **constants, warps=1)
 
+    @property
+    def tokens(self) -> int:
+        """Tokens that programs load together as they walk. In deterministic mode they depend on N alone."""
+        if self.whole and self.T == 1:
+            return 1
+        few = not self.deterministic and self.B * self.per_row * self.columns <= FEW
+        return 2 * TOKENS if few or self.N < 16 else TOKENS
+
     @prepared
     def walk(self, reverse: bool) -> LaunchSpec:
         """Through each block from the state before it, or in reverse from the gradient after it."""
-        # in deterministic mode one compiled kernel serves all lengths
-        tokens = 1 if self.T == 1 and not self.deterministic else TOKENS
-        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=tokens, REVERSE=reverse)
+        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=self.tokens, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
