@@ -70,7 +70,7 @@ def load_tokens(x, start, size, i, at, SIZE: tl.constexpr, TOKENS: tl.constexpr,
 def load_steps(
     x, g, b, c, start, size, i, d, n, D: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, REVERSE: tl.constexpr
 ):
-    """What the steps i to i + TOKENS − 1 of a block read. Steps past its end change nothing."""
+    """Load the tokens of the steps i to i + TOKENS − 1 of a block. Steps past its end change nothing."""
     xs = load_tokens(x, start, size, i, d, D, TOKENS, REVERSE)
     gs = load_tokens(g, start, size, i, d, D, TOKENS, REVERSE)
     bs = load_tokens(b, start, size, i, n, N, TOKENS, REVERSE)
