@@ -28,7 +28,7 @@ def forward(a: Attention) -> Tensor:
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
             return torch.cat([_rows(a.part(slice(None), span, span)) for span in spans], 1)
-        if a.first_key is None:
+        if a.first_key is None or not len(a.q):
             return _rows(a)
         first = [max(0, start) for start in a.first_key.tolist()]
         rows = sorted(range(len(first)), key=first.__getitem__)
@@ -37,7 +37,7 @@ def forward(a: Attention) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         places = torch.tensor(rows, dtype=torch.int64, device=a.q.device).argsort()
-        return torch.cat(parts)[places] if parts else a.v.new_zeros(0, *a.q.shape[1:3], a.v.shape[3])
+        return torch.cat(parts)[places]
 
 
 def _from(a: Attention, rows: list[int], first: int) -> Tensor:

@@ -163,9 +163,11 @@ def test_attention_with_the_products_of_a_gpu(window: int | None, monkeypatch: p
 
 
 def test_attention_without_rows():
-    x, first = torch.zeros(0, 5, 1, 4), torch.zeros(0, dtype=torch.int64)
+    x, first = torch.zeros(0, 5, 1, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
     with kernels.deterministic():
-        assert kernels.window_attention(x, x, x, first_key=first).shape == x.shape
+        o = kernels.window_attention(x, x, x, first_key=first)
+    assert o.shape == x.shape
+    assert torch.autograd.grad(o.sum(), x)[0].shape == x.shape
 
 
 def test_a_closed_gate_without_a_lower_bound():

@@ -1,9 +1,10 @@
 """Attention with log decays and its gradients, in blocks of queries and keys as in FlashAttention-2.
 
 A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer and a
-remainder in [0, 1), whose differences have all digits, however large F is. In blocks that need a mask, that is how the
-score of each pair is computed. In all others, keys are older than a token `base`, and queries are not: F_base − F_j is
-a number of each key, and F_i − F_base is one of each query, which is left out of its scores and of their maximum.
+remainder in [0, 1), both in fp32, so that differences keep all digits while |F| ≤ 2^24. Blocks that need a mask take
+these differences for each pair. In all others, no key is later than a token `base`, and no query is earlier:
+F_base − F_j is a number of each key, and F_i − F_base one of each query, which is left out of its scores and of their
+maximum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
