@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels
 from kernels.core import elementwise
-from kernels.window_attention import aligned, candidates, reference
+from kernels.window_attention import aligned, candidates, decay, reference
 from kernels.window_attention.arguments import check
 from reproductions.proofs import ops
 from tests.kernels.places import PLACES
@@ -160,6 +160,41 @@ def test_attention_with_the_products_of_a_gpu(window: int | None, monkeypatch: p
     torch.testing.assert_close(o, expected, rtol=1e-4, atol=1e-5)
     for actual, wanted in zip(gradients, torch.autograd.grad(expected.square().sum(), leaves), strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("decays", [False, True])
+def test_gradients_of_attention_do_not_depend_on_the_batch(decays: bool, device: str):
+    leaves = [torch.randn(5, 130, heads, 16, device=device).requires_grad_() for heads in (4, 2, 2)]
+    if decays:
+        log_decay = -torch.rand(5, 130, 4, device=device)
+        leaves.append(log_decay.masked_fill(log_decay < -0.98, -torch.inf).requires_grad_())
+
+    def gradients(rows: slice) -> tuple[Tensor, ...]:
+        q, k, v, *rest = (x[rows] for x in leaves)
+        with kernels.deterministic():
+            o = kernels.window_attention(q, k, v, log_decay=rest[0] if rest else None)
+        return torch.autograd.grad(o.square().sum(), leaves)
+
+    for x, y in zip(gradients(slice(None)), gradients(slice(1, 2)), strict=True):
+        assert torch.equal(x[1], y[1])
+
+
+def test_gradients_of_decays_are_summed_in_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch):
+    modes = []
+
+    def cumulated(x: Tensor, dim: int, mode: bool) -> Tensor:
+        modes.append(mode)
+        return x.cumsum(dim)
+
+    monkeypatch.setattr(decay, "cumulated", cumulated)
+    x, log_decay = torch.randn(2, 9, 1, 4), -torch.rand(2, 9, 1)
+    log_decay[:, 3] = -torch.inf
+    log_decay.requires_grad_()
+    with kernels.deterministic():
+        o = kernels.window_attention(x, x, x, log_decay=log_decay)
+    torch.autograd.grad(o.sum(), log_decay)
+    assert modes == [True]
 
 
 def test_attention_without_rows():
