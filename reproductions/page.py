@@ -313,7 +313,7 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
     Raises:
         UserError: A file is missing, is of no table or figure in papers.yaml, or has a wrong key or value.
     """
-    papers, expected_files = [], {folder / "papers.yaml", folder / "paper_tables.yaml"}
+    papers, expected_files = [], {folder / f"{name}.yaml" for name in ("listops", "paper_tables", "papers")}
     for name, contents in read_yaml(folder / "papers.yaml", "reproductions").items():
         listing = _built(Listing, contents, f"papers.yaml: {name}")
         files = {item: folder / name / _file_name(item) for item in listing.items}
