@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import ROOT, Command
 from reproductions.listops import ListOps
+from tests.commands import ROOT, Command
 
 SHORT = ("--trainer.max_steps=3", "--trainer.accelerator=cpu", "--model.num_layers=2", "--model.hidden_size=32")
 LISTS = ("--data.max_length=12", "--data.batch_size=8", "--data.validation_samples=40")
