@@ -324,8 +324,8 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
         }
         papers.append(Paper(name, listing, rows))
         expected_files |= {*files.values()}
-    sweeps = {*(folder / "sweeps").glob("*.yaml")}
-    if strange := sorted({*folder.rglob("*.yaml")} - expected_files - sweeps):
+    others = {file for name in ("scrolls", "sweeps") for file in (folder / name).glob("*.yaml")}
+    if strange := sorted({*folder.rglob("*.yaml")} - expected_files - others):
         raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
     return papers
 
