@@ -104,15 +104,16 @@ def cases(target: Target, *, timed: bool) -> Iterator[tuple[str, Shape]]:
     if op == "linear_recurrence":
         decays = {"head_scores": ["head"], "channel_scores": ["channel"], "channel_grads": ["channel"]}
         ops = [f"linear_{decay}" for decay in decays.get(name, ["head", "channel"])]
-    elif op == "delta_rule":
-        ops = ["delta_rule"]
+    elif op in ("delta_rule", "window_attention"):
+        ops = ["forgetting_attention" if op == "window_attention" else op]
     else:
         ops = ["kda"] * (not name.startswith("scalar")) + ["comba"] * (name not in ("prepare", "gradients"))
     return ((each, shape) for each in ops for shape in shapes)
 
 
 def _case(name: str, shape: Shape, target: Target, device: torch.device) -> BenchCall:
-    case = BenchCall(name, shape, target.dtype, device, "triton", window=1)
+    backend = "torch" if name == "forgetting_attention" else "triton"  # attention chooses among its kernels in `torch`
+    case = BenchCall(name, shape, target.dtype, device, backend, window=1)
     if shape.T == 1:  # a single step starts from a state
         generator = torch.Generator(device).manual_seed(1)
         size = (shape.B, shape.H, shape.D, shape.D)

@@ -50,12 +50,10 @@ FAMILIES: dict[str, ROWS] = {
     "channel": {
         "forward, Hopper": [
             Kernel("outputs", FORTH, "q k v g", "o, state", "sums of g"),
-            Kernel("steep_forward", CHUNKS, "q k v g", "adds to o"),
         ],
         "backward, Hopper": [
             Kernel("states", FORTH, "k v g", passes="states,\nsums of g", note=NOT_KEPT),
-            Kernel("gradients", BACK, "q k v g dO", "dq dk dv dg", "sums of g"),
-            Kernel("steep_backward", CHUNKS, "q k v g dO", "adds to all"),
+            Kernel("gradients", BACK, "q k v g dO", "dq dk dv dg"),
         ],
         "forward elsewhere": [
             Kernel("channel_scores", CHUNKS, "q k g", passes="scores,\ndecayed\nq and k"),

@@ -2,7 +2,8 @@
 
     PYTHONPATH=. python reproductions/on_policy.py --config=gdn_h1.yaml model.hidden_size=64 model.num_layers=2 \\
         model.num_heads=2  # ten minutes on a CPU
-    PYTHONPATH=. python reproductions/on_policy.py --numbers=24 --prompts=16 --table=on_policy_h200.csv \\
+    PYTHONPATH=. python reproductions/on_policy.py --numbers=12 --prompts=16 --learning_rate=1e-3 \\
+        --demonstrations=1200 --table=on_policy_h200.csv \\
         --config=gdn_h1.yaml model.hidden_size=512 model.num_heads=4 model.num_layers=8  # 36M parameters, on a GPU
 
 The task is recall with arithmetic on the keys. A prompt gives each number x a random value v(x), in random order, and a

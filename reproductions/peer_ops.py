@@ -82,6 +82,11 @@ def renamed(names: Mapping[str, str], function: Callable[..., Any], **settings: 
     return lambda **inputs: function(**{names.get(name, name): x for name, x in inputs.items()}, **settings)
 
 
+def forgetting_attention(function: Callable[..., Tensor]) -> Callable[..., Result]:
+    """FLA's attention with log decays, which has no states."""
+    return lambda q, k, v, log_decay: (function(q, k, v, log_decay), None)
+
+
 def kda_with_gates(function: Callable[..., Any], **settings: Any) -> Callable[..., Result]:
     """FLA's KDA that computes norms, decays and β in its kernels."""
     fused = ("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel")
@@ -162,6 +167,11 @@ SIMPLE, CHUNK_KDA = ("fla", "fla.ops.simple_gla", "chunk_simple_gla"), ("fla", "
 CHUNK_GDN2 = ("fla", "fla.ops.gdn2", "chunk_gdn2")
 PRODUCT = ("fla", "fla.ops.gated_delta_product", "chunk_gated_delta_product")
 PEERS = (
+    PeerOp(
+        *("fla", "fla.ops.forgetting_attn", "parallel_forgetting_attn"),
+        forgetting_attention,
+        row="forgetting_attention",
+    ),
     PeerOp(*SIMPLE, partial(fla, "g"), (LINEAR, HEAD), "linear_head"),
     PeerOp(*SIMPLE, partial(fla, "g_gamma"), row="linear_constant"),
     PeerOp("fla", "fla.ops.gla", "chunk_gla", partial(fla, "g"), (LINEAR, CHANNEL), "linear_channel"),

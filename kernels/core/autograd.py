@@ -34,6 +34,7 @@ def register(
     empty: Callable[[Any], tuple[Tensor | None, ...]],
     *,
     results: int = 1,
+    saves_results: bool = False,
     unread: Callable[[Any], Sequence[str]] = lambda args: (),
 ) -> Callable[..., Any]:
     """Register an op and its gradient.
@@ -55,6 +56,7 @@ def register(
             where `forward` does.
         results: How many of the outputs are results. The others are residuals: saved for `backward`, and hidden from
             the caller.
+        saves_results: Whether the results are saved as well, and passed to `backward` in front of the residuals.
         unread: Given the arguments of a call, the names of the tensors whose values `backward` does not read; their
             memory is not kept.
 
@@ -95,8 +97,10 @@ def register(
     count = sum(kinds)  # number of tensor arguments
     assert all(kinds[:count])
     tensors = tuple(fields)[:count]
-    first = len(outputs.split(","))  # index of `needed`: gradients and residuals come before it, arguments after it
-    inputs = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(first - results)]
+    unsaved = 0 if saves_results else results
+    saved_outputs = len(outputs.split(",")) - unsaved
+    first = results + saved_outputs  # index of `needed`: gradients and residuals come before it, arguments after it
+    inputs = [f"Tensor? gradient{i}" for i in range(results)] + [f"Tensor kept{i}" for i in range(saved_outputs)]
     # in schemas, a tuple of one is written with brackets
     returned = "(Tensor)" if count == 1 else ", ".join(["Tensor"] * count)
     signature = f"({', '.join([*inputs, 'bool[] needed', arguments])}) -> ({returned})"
@@ -131,7 +135,7 @@ def register(
         for field in unread(make(*inputs[:-1])):
             i = tensors.index(field)
             saved[i] = inputs[i].new_empty_strided(inputs[i].shape, [0] * inputs[i].dim())  # one element
-        ctx.save_for_backward(*saved, *output[results:])
+        ctx.save_for_backward(*saved, *output[unsaved:])
         ctx.options = inputs[count:]
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -196,11 +196,12 @@ def _no_triton(device: str, fp64: bool, limits: str | None) -> str | None:
         return "which computes in fp32, with tensors in fp64"
     if device != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
         return f"which needs a GPU or TRITON_INTERPRET=1, with tensors on {device}"
-    return limits if _importable() else "which is not installed"
+    return limits if has_triton() else "which is not installed"
 
 
 @cache
-def _importable() -> bool:
+def has_triton() -> bool:
+    """Return whether Triton is installed."""
     return find_spec("triton") is not None
 
 
@@ -224,4 +225,5 @@ def _load(path: str, name: str) -> None:
 # The attribute that torch.compiler.assume_constant_result sets, without importing the compiler, which can trace neither
 # context variables nor imports.
 _choose._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_triton._dynamo_marked_constant = True  # type: ignore[attr-defined]
 _load._dynamo_marked_constant = True  # type: ignore[attr-defined]

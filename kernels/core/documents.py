@@ -9,7 +9,8 @@ a device are not read from it: `copied`.
 A CUDA graph reads tables of `static_documents.py`, which are filled with other boundaries before each replay.
 
 Boundaries are applied by the convolution in `features/composition.py` and `features/gpu/kernels.py`, by recurrences in
-`core/chunking.py` and `gpu/layout.py`, and by attention in `window_attention/chunk.py`, `flex.py` and `flash.py`.
+`core/chunking.py` and `gpu/layout.py`, and by attention in `window_attention/chunk.py`, `flex.py`, `flash.py` and
+`gpu/decays.py`.
 """
 
 from bisect import bisect_left, bisect_right

@@ -25,7 +25,8 @@ class LaunchConfig(NamedTuple):
     warps: int
     stages: int
     block: int = 0  # linear recurrence: width of the slice of a state, or of the key channels, that one program holds
-    keys: int = 0  # delta rule: block of key channels
+    # and attention: queries per block
+    keys: int = 0  # delta rule: block of key channels; attention: keys per block
     values: int = 0  # and of value channels
 
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..core.backend import on_gpu
+from ..core.backend import has_triton, loaded, on_gpu
 from ..core.deterministic import is_deterministic
 from . import aligned, chunk, flash, flex
 from .arguments import Attention
@@ -19,10 +19,22 @@ class Candidate(NamedTuple):
     serves: Callable[[Attention], bool]  # whether it can compute a call, on a GPU
 
 
+def _fits_triton(a: Attention) -> bool:
+    """Return whether scores decay, all tokens are new, and the head sizes are powers of two from 16 to 256."""
+    fitting = all(16 <= size <= 256 and size & (size - 1) == 0 for size in (a.q.shape[3], a.v.shape[3]))
+    return fitting and a.log_decay is not None and a.first_key is None and a.q.shape[1] == a.k.shape[1] and has_triton()
+
+
+def _in_triton(a: Attention) -> Tensor:
+    o: Tensor = loaded("kernels.window_attention.gpu.op:forward")(a)  # not every platform has Triton
+    return o
+
+
 CANDIDATES = {
     "step": Candidate(chunk.step, chunk.one_query),
     "flash": Candidate(flash.forward, flash.serves),
     "flex": Candidate(flex.forward, flex.serves),
+    "triton": Candidate(_in_triton, _fits_triton),
     "chunk": Candidate(chunk.forward, lambda a: True),
     "aligned": Candidate(aligned.forward, lambda a: True),
 }
@@ -37,7 +49,7 @@ RULES = {
     (True, False): ("flash", "flex", "chunk"),
     (True, True): ("flex", "flash", "chunk"),
 }
-DECAYED = ("flex", "chunk")  # with log decays, which "chunk" computes in fp32
+DECAYED = ("triton", "chunk")  # with log decays, which "chunk" computes in fp32
 
 
 def chosen(a: Attention) -> str:
@@ -47,17 +59,18 @@ def chosen(a: Attention) -> str:
     if chunk.one_query(a):
         return "step"
     T, S = a.q.shape[1], a.k.shape[1]
-    if a.q.is_cuda and a.q.dtype in (torch.bfloat16, torch.float16) and T == S and a.first_key is None:
+    if on_gpu(a.q) and a.q.dtype in (torch.bfloat16, torch.float16) and T == S and a.first_key is None:
         names = DECAYED if a.log_decay is not None else RULES[a.documents is not None, a.window_size is not None]
         return next(name for name in names if CANDIDATES[name].serves(a))
     return "chunk"
 
 
 def forward(a: Attention) -> Tensor:
-    """o [B,T,H,D]. Where kernels are only listed, one of FlashAttention's shape, which saves what that saves."""
-    if a.v.is_meta and on_gpu(a.v):
+    """o [B,T,H,V]. Where kernels are only listed, those of PyTorch are not: o saves what FlashAttention saves."""
+    name = chosen(a)
+    if a.v.is_meta and on_gpu(a.v) and name != "triton":
         return _Listed.apply(a.q, a.k, a.v, a.log_decay)
-    return CANDIDATES[chosen(a)].forward(a)
+    return CANDIDATES[name].forward(a)
 
 
 class _Listed(torch.autograd.Function):

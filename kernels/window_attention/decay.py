@@ -42,24 +42,21 @@ def first_keys(log_decay: Tensor) -> Tensor:
     return torch.where(log_decay.detach() < LEAST, token, 0).cummax(1).values
 
 
-def summed(a: Attention, dtype: torch.dtype | None = None) -> Tensor:
-    """F [B,S,H]: sums of the log decays after the first token of each row or document, inclusive, without resets.
-
-    `dtype` is that of the sums; None for that of the decays, at least fp32.
-    """
+def summed(a: Attention) -> Tensor:
+    """F [B,S,H] in fp64: sums of the log decays after the first token of each row or document, without resets."""
     assert a.log_decay is not None
     decays = at_least_fp32(a.log_decay)
     spans = [(0, decays.shape[1])] if a.documents is None else a.documents.spans
     reset = may_reset(a)
-    return torch.cat([_summed(decays[:, i:j], dtype or decays.dtype, reset) for i, j in spans if j > i], 1)
+    return torch.cat([_summed(decays[:, i:j], reset) for i, j in spans if j > i], 1)
 
 
-def _summed(decays: Tensor, dtype: torch.dtype, may_reset: bool) -> Tensor:
+def _summed(decays: Tensor, may_reset: bool) -> Tensor:
     """Sums [B,T,H] that leave the first token out: no score depends on its decay, so its gradient is exactly 0."""
     decays = decays[:, 1:]
     resets = decays.detach() < LEAST if may_reset else None
     decays = decays if resets is None else decays.masked_fill(resets, 0)
-    total = sums(decays, 1, dtype, least=LEAST) if resets is None else _Sums.apply(decays, resets, dtype)
+    total = sums(decays, 1, torch.float64, least=LEAST) if resets is None else _Sums.apply(decays, resets)
     return F.pad(total, (0, 0, 1, 0))
 
 
@@ -67,21 +64,21 @@ class _Sums(torch.autograd.Function):
     """Sums [B,T,H] along time whose gradients end at resets: what later tokens contribute only cancels."""
 
     @staticmethod
-    def forward(ctx: Any, decays: Tensor, resets: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, decays: Tensor, resets: Tensor) -> Tensor:
         ctx.save_for_backward(resets)
         ctx.dtype = decays.dtype
-        return sums(decays, 1, dtype, least=LEAST)
+        return sums(decays, 1, torch.float64, least=LEAST)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (resets,) = ctx.saved_tensors
         size = gradient.shape[1]
         to_end = F.pad(gradient.flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
         token = torch.arange(size, device=gradient.device)[:, None]
         resets = F.pad(torch.where(resets, token, size), (0, 0, 0, 1), value=size)
         following = resets.flip(1).cummin(1).values.flip(1)[:, 1:]  # the first reset after each token
-        return (to_end[:, :-1] - to_end.gather(1, following)).to(ctx.dtype), None, None
+        return (to_end[:, :-1] - to_end.gather(1, following)).to(ctx.dtype), None
 
 
 def widened(a: Attention) -> Attention:
@@ -89,7 +86,7 @@ def widened(a: Attention) -> Attention:
     shared = a.k.shape[2]
     repeats = a.q.shape[2] // shared
     q, k, v = at_least_fp32(a.q) * a.scale, at_least_fp32(a.k), at_least_fp32(a.v)
-    total = summed(a, torch.float64)
+    total = summed(a)
     integers = total.detach().round()
     first = integers[:, -q.shape[1] :][:, :1]  # of the first query: not all libraries add the channels in order
     one_hot = torch.eye(repeats, dtype=q.dtype, device=q.device).repeat(shared, 1).expand(*q.shape[:3], repeats)

@@ -9,15 +9,14 @@ from torch import Tensor
 
 from ..core.documents import Documents
 from .arguments import Attention
-from .decay import first_keys, may_reset, summed
 
 BLOCK = 128  # queries and keys per block
 
 
 def serves(a: Attention) -> bool:
-    """Return whether queries and keys are the same tokens, and the head sizes are powers of two, at least 16."""
+    """Return whether all tokens are new, the head sizes are powers of two, at least 16, and nothing decays."""
     fitting = all(size >= 16 and size & (size - 1) == 0 for size in (a.q.shape[3], a.v.shape[3]))
-    return fitting and a.first_key is None and a.q.shape[1] == a.k.shape[1]
+    return fitting and a.log_decay is None and a.first_key is None and a.q.shape[1] == a.k.shape[1]
 
 
 def forward(a: Attention) -> Tensor:
@@ -28,32 +27,8 @@ def forward(a: Attention) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     # uncompiled, FlexAttention has all scores in memory; code that is being compiled compiles it as well
     attention = _compiled() if q.is_cuda and not torch.compiler.is_compiling() else flex_attention
-    decayed = None if a.log_decay is None else _decayed(a, a.log_decay)
-    o = attention(q, k, v, decayed, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
+    o = attention(q, k, v, block_mask=mask(a), scale=a.scale, enable_gqa=grouped)
     return o.transpose(1, 2)
-
-
-def _decayed(a: Attention, log_decay: Tensor) -> Any:
-    """The function that adds F_i − F_j to a score, for F [B,H,T], and hides keys before a reset.
-
-    All scores of query i share F_i, so its gradient is 0, but not as the kernel computes it, from an output rounded to
-    bf16. These rounding errors cancel in the sums of gradients of F_i and −F_j, so both are needed: with −F_j alone,
-    gradients of log decays were off by 15 % at 3,001 tokens.
-    """
-    total = summed(a).transpose(1, 2).contiguous()
-    of_queries = total.clone()  # FlexAttention has gradients for one index expression of a captured tensor only
-
-    def score(x: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return x + (of_queries[b, h, query] - total[b, h, key])
-
-    if not may_reset(a):
-        return score
-    first = first_keys(log_decay).to(torch.int32).transpose(1, 2).contiguous()
-
-    def seen(x: Tensor, b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return torch.where(key >= first[b, h, query], score(x, b, h, query, key), -torch.inf)
-
-    return seen
 
 
 @cache

@@ -26,6 +26,8 @@ import kernels
 import mixers
 from kernels.gpu import device as gpu
 from kernels.gpu import launch, launch_table
+from kernels.window_attention import CANDIDATES
+from kernels.window_attention.arguments import check
 
 from .recurrences import inputs
 
@@ -91,6 +93,15 @@ def recurrence(
         train(lambda: op(**arguments), leaves)
 
 
+def decayed_attention(size: int, documents: list[int] | None) -> None:
+    """Training of attention with log decays, whose query heads share keys."""
+    shapes = {"q": (4, size), "k": (2, size), "v": (2, size), "log_decay": (4,)}
+    a = {name: torch.zeros(1, 200, *shape, dtype=torch.bfloat16, requires_grad=True) for name, shape in shapes.items()}
+    bounds = None if documents is None else torch.tensor(documents)
+    arguments = check(**a, window_size=None, first_key=None, scale=None, cu_seqlens=bounds)
+    train(lambda: (CANDIDATES["triton"].forward(arguments),), [*a.values()])
+
+
 def layer(name: str) -> None:
     """Training and decoding of a mixer, which uses the other ops."""
     mixer = mixers.entry(name).mixer(mixers.Site(hidden_size=256, num_heads=4)).bfloat16()
@@ -135,6 +146,8 @@ def calls(architecture: int) -> Iterator[Callable[[], None]]:
             yield partial(call, gates[-1], documents=[0, 70, 200])
             yield partial(call, gates[-1], T=1)
             yield partial(call, gates[-1], E=2)
+    for size in (64, 128, 256):
+        yield from (partial(decayed_attention, size, documents) for documents in (None, [0, 70, 200]))
     for rows in (1, 2, 64):
         yield partial(few_rows, rows)
     for dtype in dtypes.values():

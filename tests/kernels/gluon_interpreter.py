@@ -69,7 +69,7 @@ class Shared:
     """A piece of shared memory, which holds NaN at first."""
 
     def __init__(self, tensor: Tensor):
-        self.tensor, self.other, self.parts = tensor, dict[tuple[int, ...], Shared](), dict[int, Shared]()
+        self.tensor, self.other, self.parts = tensor, dict[tuple[Any, ...], Shared](), dict[int, Shared]()
 
     def load(self, layout: Any) -> Tensor:
         """What it holds."""
@@ -88,13 +88,17 @@ class Shared:
         """Some of its elements."""
         return Shared(self.tensor.narrow(dim, start, length))
 
+    def reshape(self, shape: list[int]) -> "Shared":
+        """The same in another shape."""
+        return Shared(self.tensor.reshape(shape))
+
     def permute(self, order: tuple[int, ...]) -> "Shared":
         """The same with its axes in another order."""
         return Shared(self.tensor.permute(order))
 
     def reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> "Shared":
         """The same memory with other contents; here other memory, as all numbers have the same size."""
-        return self.other.setdefault(tuple(shape), allocate(dtype, shape, layout))
+        return self.other.setdefault((dtype, *shape), allocate(dtype, shape, layout))
 
 
 def allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -205,13 +209,16 @@ class Barriers:
         self.groups = len(groups)
         with ThreadPoolExecutor(len(groups)) as pool:
             done = [pool.submit(self.in_turn, function, *arguments) for function, arguments in groups]
-        for error in sorted((x.exception() for x in done if x.exception()), key=lambda x: isinstance(x, Stopped)):
+        errors = [error for each in done if (error := each.exception()) is not None]
+        for error in sorted(errors, key=lambda x: isinstance(x, Stopped)):
             raise error  # the one that stopped the others
 
 
 def multiply(a: Shared | Tensor, b: Shared, acc: Tensor, use_acc: bool = True, is_async: bool = False) -> Tensor:
     """A matrix product; the first factor may be in registers."""
-    product = value((a.tensor if isinstance(a, Shared) else a) @ b.tensor)
+    left = a.tensor if isinstance(a, Shared) else a
+    dtype = torch.promote_types(left.dtype, acc.dtype)
+    product = value(left.to(dtype) @ b.tensor.to(dtype))
     return acc + product if use_acc else product
 
 
@@ -257,13 +264,39 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
     return value(results)
 
 
-def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Tensor:
+def of_exponents(asm: str, dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
+    """Exponents of 2 with the bias of fp32, what they are made of, or powers of two."""
+    if "shfl" in asm:
+        (first,) = others
+        lane, form = (int(operand, 0) for operand in asm.split("shfl")[1].replace(",", " ").split()[3:5])
+        row, kept = torch.arange(len(x)), form >> 10  # bits of the number of the row itself that stay
+        return (x[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)] ^ ~first) + 128
+    if "lop3" in asm:
+        return torch.where(others[1] == 0, x, others[0])
+    if "max.s16x2" in asm:
+        n = x ^ others[1] if "xor" in asm else ~x if "not" in asm else x
+        return value(torch.clamp(n + others[0], min=0))
+    e = others[0] if others else x
+    power = torch.where(e > 0, (e - 127).to(dtype).exp2(), 0.0)
+    return x * power if others else power
+
+
+def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> Any:
     """What a line of PTX computes."""
+    x, *others = arguments
+    if "0f4B400000" in asm:
+        return x.round().to(torch.int16), x - x.round()
+    if "s16x2" in asm or "shl" in asm or "lop3" in asm:
+        return of_exponents(asm, options["dtype"], *arguments)
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
     if asm.startswith("ex2"):
-        return arguments[0].exp2()
-    return arguments[0].tanh() if "tanh" in asm else arguments[0]
+        return x.exp2()
+    if asm.startswith("and.b32") and x.dtype == torch.float32:
+        return value((x.view(torch.int32) & -(1 << 16)).view(torch.float32))
+    if asm.startswith("rcp"):
+        return 1 / x
+    return x.tanh() if "tanh" in asm else x
 
 
 def of_values(f: Callable[..., Tensor]) -> Any:
@@ -280,7 +313,7 @@ class Language(ModuleType):
     """`triton.experimental.gluon.language`; layouts are None."""
 
     float16 = bfloat16 = float32 = float64 = torch.float64
-    int8, int32, int64 = torch.int8, torch.int32, torch.int64
+    int16, int32, int64 = torch.int16, torch.int32, torch.int64
     program, programs = 0, 1
 
     def program_id(self, axis: int) -> Tensor:

@@ -211,9 +211,9 @@ def test_decays_without_gradients(gluon: None):
 @pytest.mark.slow
 @without_a_gpu
 @pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("steep", [-2.0, -2.6, -6.0, -50.0])
+@pytest.mark.parametrize("steep", [-2.0, -2.6, -6.0, -9.0, -50.0])
 def test_steep_channels_beside_others(steep: float, K: int, gluon: None):
-    """On both sides of what factors around one reference point can hold, in some channels and some chunks."""
+    """On both sides of what factors around one reference point per chunk, or per 16 tokens, can hold."""
     a = small(200, G=2, K=K)
     a["log_decay"][:, 70:140, :, ::5] = steep
     a["log_decay"][:, 150:, 1, 3] = steep
@@ -234,6 +234,28 @@ def test_factors_of_a_state_in_fp32(
     a = small(200)
     a["log_decay"][0, tokens, 0, ::4] = torch.tensor(decay)
     compare(a, tolerance=3e-5)
+
+
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize("K", [64, 128])
+@pytest.mark.parametrize("decay", [-0.05, -1.0, -2.3, -5.0, -9.0])
+def test_later_tokens_change_no_bit(decay: float, K: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
+    """With the roundings of a device, although decays of later tokens decide how the scores of a chunk are computed."""
+    for name in ("float16", "bfloat16", "float32"):
+        monkeypatch.setattr(Language, name, getattr(torch, name))
+    a = {name: x.bfloat16() if name in "qkv" else x for name, x in small(130, K=K).items()}
+    a["log_decay"] = decay * (1 + 0.3 * torch.randn_like(a["log_decay"]).tanh())
+    compare(a, tolerance=2e-2)
+    with kernels.backend("triton"), torch.no_grad():
+        o, _ = kernels.linear_recurrence(**a)
+        for token in (3, 17, 31, 33, 63, 100):
+            for later in (-0.01, -4.0, -30.0, -torch.inf):
+                b = {name: x.clone() for name, x in a.items()}
+                b["log_decay"][:, token:] = later
+                for name in "qkv":
+                    b[name][:, token:] *= 3
+                assert torch.equal(kernels.linear_recurrence(**b)[0][:, :token], o[:, :token])
 
 
 RESET = [0, 31, 63, 64, 65, 100, 101]  # first, last and other tokens of chunks, and neighbours
@@ -426,7 +448,7 @@ def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], f
 
 
 def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str = "*fp32") -> None:
-    types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32", "left_out": "*i8"}
+    types = dict.fromkeys(FP32, "*fp32") | NUMBERS | {"scale": "fp32", "segments": "*i32"}
     types |= {"log_decay": decays, "log_decay_grad": decays}
     arguments = {**dict.fromkeys(tokens, 1024), "heads": 8, "SUBHEADS": 2, **fixed}
     assert shared_memory(module, kernel, arguments, types) <= MOST

@@ -456,7 +456,7 @@ def test_every_kind_of_call_has_a_rule_and_somebody_who_serves_it():
     assert all(names[-1] == "chunk" and {*names} <= {*CANDIDATES} for names in candidates.RULES.values())
 
 
-@pytest.mark.parametrize(("name", "size"), [("flex", 16), ("chunk", 12)])
+@pytest.mark.parametrize(("name", "size"), [("triton", 16), ("triton", 256), ("chunk", 12), ("chunk", 512)])
 def test_choice_on_a_gpu_with_decays(name: str, size: int):
     for options in ({}, {"window": 20}, {"documents": [0, 100, 300]}):
         a = on_gpu(call(300, **{**HALF, "D": size}, **options))
@@ -544,19 +544,6 @@ def decaying(a: Attention) -> Attention:
     """Return the call with log decays added."""
     decay = decayed({name: getattr(a, name) for name in "qkv"})["log_decay"]
     return dataclasses.replace(a, log_decay=decay.float().to(a.q.device))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(DEVICE == "cuda", reason="it is compiled there")
-@pytest.mark.filterwarnings("ignore:flex_attention called without")
-@pytest.mark.parametrize("documents", [None, [0, 5, 130, 300]])
-@pytest.mark.parametrize("window", [None, 50])
-def test_flex_with_decays(window: int | None, documents: list[int] | None):
-    a = decaying(call(300, window=window, documents=documents, D=16, dtype=torch.float32))
-    same_as_blocks_of_scores("flex", a)
-    a.k.mul_(100)
-    a.log_decay.masked_fill_(torch.rand(a.log_decay.shape) < 0.1, -math.inf)
-    same_as_blocks_of_scores("flex", a)
 
 
 def leaves(a: Attention) -> Attention:

@@ -71,6 +71,11 @@ class Op(NamedTuple):
     steps: int = 1
 
     @property
+    def attention(self) -> bool:
+        """Return whether it is attention, whose cost grows with the square of the length."""
+        return self.function == "window_attention"
+
+    @property
     def general(self) -> bool:
         """Return whether it is a delta rule other than that of Gated DeltaNet."""
         return self.function == "delta_rule" and (self.decay == "channel" or self.erase or self.steps > 1)
@@ -96,6 +101,7 @@ OPS = {
     "linear_channel": Op("linear_recurrence", "channel"),
     "linear_constant": Op("linear_recurrence", "constant"),
     "window_attention": Op("window_attention"),
+    "forgetting_attention": Op("window_attention", "head"),
 }
 
 
@@ -180,7 +186,7 @@ class BenchCall:
     @property
     def _chunkwise(self) -> bool:
         """Return whether the call is the chunkwise form, which attention in half precision is not."""
-        attention = self.implementation == "torch" and self.window is not None and self.dtype != "fp32"
+        attention = self.implementation == "torch" and self.op.attention and self.dtype != "fp32"
         return self.implementation in ("torch", "reference") and not attention
 
     @cached_property
@@ -212,7 +218,7 @@ class BenchCall:
     def flops(self) -> int:
         """FLOPs of the forward pass."""
         B, H, T, D = self.shape
-        if self.window is not None:
+        if self.op.attention:
             return B * kernels.attention_flops(T, heads=H, head_dim=D, window_size=self.window)
         return B * kernels.recurrence_flops(
             getattr(kernels, self.op.function),

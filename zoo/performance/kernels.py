@@ -152,7 +152,7 @@ def bench_kernels(
     Args:
         ops: Any of delta_rule (as Gated DeltaNet calls it), kda, kda_with_gates (from pre-activations, with norms),
             gated_deltanet2, comba, gated_deltaproduct (two steps), linear_head, linear_channel, linear_constant (named
-            after their decays) and window_attention; all by default.
+            after their decays), window_attention and forgetting_attention; all by default.
         shapes: [B, H, T, D] of the table: batch, heads, tokens and key size; null for defaults of the device.
         lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for defaults of the
             device.
@@ -230,7 +230,7 @@ def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
     """The shapes of an op's rows in the table."""
     if not on_gpu:
         return ON_CPU
-    if name == "window_attention":
+    if OPS[name].attention:
         return WINDOW_ON_GPU
     return GENERAL_ON_GPU if OPS[name].general else ON_GPU
 

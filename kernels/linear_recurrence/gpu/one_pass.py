@@ -1,18 +1,15 @@
-"""Decays per channel on Hopper: one pass forward and one backward, each followed by a launch for steep channels."""
+"""Decays per channel on Hopper: one pass forward and one backward."""
 
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...gpu.launch import LaunchSpec
-from ...gpu.launch_table import LaunchConfig
 from ...gpu.plan import prepared
 from ...gpu.reductions import add_subheads
 from .call import Arguments, Call, InputGradients, Saved, Wanted
-from .plan import LinearRecurrence, padded
-from .vector_decay_exact import GROUP, steep_backward, steep_forward
+from .plan import LinearRecurrence
 
 QKV = {"q": "q", "k": "k", "v": "v"}
 QKV_GRAD = {**QKV, "grad": "grad"}
@@ -23,11 +20,9 @@ class OnePass(Call):
 
     def output(self, o: Tensor, first: Tensor | None, last: Tensor | None, *, keep: bool) -> Saved:
         plan = self.plan
-        states, ends = plan.states_of_chunks() if keep else None, plan.ends_of_chunks()
-        left_out = plan.new(plan.heads, plan.chunks, plan.K, dtype=torch.int8)
+        states, ends = (plan.states_of_chunks(), plan.ends_of_chunks()) if keep else (None, None)
         inputs, final = (self.k, self.v, self.log_decay, o), None if plan.segmented else last
-        _outputs(plan)(self.q, *inputs, states, ends, left_out, first, final, plan.layout.segments)
-        _steep(plan, False)(self.q, *inputs, ends, plan.sums(), left_out, plan.layout.chunks)
+        _outputs(plan)(self.q, *inputs, states, ends, first, final, plan.layout.segments)
         return Saved() if states is None else Saved(states=states, ends=ends)
 
     def gradients(self, saved: Saved, last: Tensor | None, first_grad: Tensor | None, wanted: Wanted) -> InputGradients:
@@ -67,7 +62,6 @@ class OnePass(Call):
         inputs, outputs = (self.k, self.v, self.grad, self.log_decay), (results.q, results.k, dv, results.log_decay)
         first_grad = None if plan.segmented else first_grad
         _gradients(plan)(self.q, *inputs, states, ends, *outputs, last, first_grad, plan.layout.segments)
-        _steep(plan, True)(self.q, *inputs, ends, *outputs, plan.sums(), plan.layout.chunks)
         if plan.subheads > 1:
             add_subheads(dv, plan.subheads, results.v)
 
@@ -108,20 +102,3 @@ def _gradients(plan: LinearRecurrence) -> LaunchSpec:
     from .hopper_vector_decay import gradients
 
     return in_gluon(plan, gradients, QKV_GRAD, K=plan.K)
-
-
-@prepared
-def _steep(plan: LinearRecurrence, backward: bool) -> LaunchSpec:
-    """Add the part of steep channels to the outputs or gradients: one program per recurrence and group of chunks."""
-    heads, tokens = plan.strides(**(QKV_GRAD if backward else QKV))
-    sizes: dict[str, Any] = {**tokens, "heads": plan.heads, "SUBHEADS": plan.subheads, "K": plan.K, "V": plan.V}
-    return LaunchSpec(
-        steep_backward if backward else steep_forward,
-        -(-plan.chunks // GROUP.value) * plan.heads,
-        *(plan.scale, *heads, plan.chunks, plan.groups),
-        **sizes,
-        BK=padded(plan.K),
-        BV=padded(plan.V),
-        DOT=plan.of_sums["DOT"],
-        **plan.options(LaunchConfig(8, 1)),
-    )

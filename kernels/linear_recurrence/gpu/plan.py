@@ -170,7 +170,7 @@ class LinearRecurrence(Plan):
         return self.new(*states_of_chunks(self.slots, self.heads, self.K, self.V))
 
     def ends_of_chunks(self) -> Tensor:
-        """Uninitialised sums of the decays in both halves of all chunks."""
+        """Uninitialised sums of the decays over blocks of 8 tokens in all chunks."""
         return self.new(*ends_of_chunks(self.slots, self.heads, self.K), dtype=torch.float32)
 
 
@@ -199,8 +199,8 @@ def states_of_chunks(slots: int, heads: int, K: int, V: int) -> Shape:
 
 
 def ends_of_chunks(slots: int, heads: int, K: int) -> Shape:
-    """Shape of the sums of decays in both halves of all chunks; those of a recurrence lie together."""
-    return heads, slots, 2, K
+    """Shape of the sums of decays over blocks of 8 tokens in all chunks; those of a recurrence lie together."""
+    return heads, slots, 8, K
 
 
 def gate_of(log_decay: Tensor | None) -> str:

@@ -45,7 +45,7 @@ PATHS = (
         "hopper_vector_decay",
         when=lambda case: case.gate == "channel" and case.gluon,
         why="a decay per channel on Hopper, K = 64 or 128, V = 128 (or parts of 128), bf16, no β: one pass forward and "
-        "one backward, and a second launch for chunks with steep channels",
+        "one backward",
     ),
     KernelPath(
         "vector_decay",

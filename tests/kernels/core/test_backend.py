@@ -236,7 +236,7 @@ def test_long_values_do_not_fall_back(caplog: pytest.LogCaptureFixture, monkeypa
     for op in ("delta_rule", "linear_recurrence"):
         implementations = sys.modules[f"kernels.{op}"].OP.implementations
         monkeypatch.setitem(implementations, "triton", lambda a: served.append(a.v.shape) or (a.v, a.v))
-    monkeypatch.setattr(sys.modules["kernels.core.backend"], "_importable", lambda: True)
+    monkeypatch.setattr(sys.modules["kernels.core.backend"], "has_triton", lambda: True)
     sizes = [(200, 400), (192, 384), (256, 512), (128, 512), (64, 1024)]
     with FakeTensorMode(), torch.device("cuda"):
         for K, V in sizes:

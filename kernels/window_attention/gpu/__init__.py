@@ -1,0 +1,1 @@
+"""The implementation of attention with log decays for GPUs."""
