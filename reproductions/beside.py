@@ -18,14 +18,13 @@ from torch import Tensor
 
 from kernels import UserError
 from reproductions import peers
-from reproductions.log_decays import GENTLE, MODELS, log_decays
-from reproductions.log_decays import KINDS as DECAYS
 from zoo.arguments import check_names, names_in
 from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 from zoo.lm.model import LanguageModel
-from zoo.performance.bench_calls import OPS, BenchCall, Draw
+from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.bench_report import Report, complaint, show
+from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import bench_decode, timed
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
 from zoo.performance.learner import TimedLearner
@@ -57,10 +56,8 @@ def kernels(
     (`disable_recompute`).
 
     Args:
-        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, folder: As for `bench kernels`.
-        decays: Log decays per channel in the table, any of gentle (about 5 % a step), initial (softplus decays before
-            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops, and the
-            picture, have gentle decays.
+        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
+            kernels`.
         libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
 
     Raises:
@@ -70,10 +67,6 @@ def kernels(
         libraries = names_in(libraries)
         check_names("libraries", libraries or [""], peers.LIBRARIES)
     names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
-    kinds = list(dict.fromkeys(names_in(decays)))
-    check_names("decays", kinds or [""], DECAYS)
-    if kinds != [GENTLE] and not MODELS.keys() & {*names}:
-        raise UserError(f"decays: none of the ops has decays per channel; those that have are {', '.join(MODELS)}")
     peers.require_for(names, pick_device(device), libraries)
     return bench_kernels(
         ops=ops,
@@ -85,14 +78,10 @@ def kernels(
         window_size=window_size,
         seconds=seconds,
         key_heads=key_heads,
+        decays=decays,
         folder=folder,
         others=partial(checked, libraries),
-        log_decays={kind: partial(_drawn, kind) for kind in kinds},
     )
-
-
-def _drawn(kind: str, op: str, size: tuple[int, int, int, int], draw: Draw) -> Tensor:
-    return log_decays(kind, MODELS[op], size, draw)
 
 
 def checked(

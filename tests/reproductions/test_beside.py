@@ -114,24 +114,11 @@ def test_libraries_can_be_chosen(tmp_path: Path):
         beside.kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
     with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
         beside.kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
-    with pytest.raises(UserError, match="decays: none of the ops has decays per channel; those that have are kda, "):
-        beside.kernels(**options, decays="recorded", folder=str(tmp_path))
     for kind in (["kernels"], ["training", "--config", "gla.yaml"], ["decode", "--config", "gla.yaml"]):
         with pytest.raises(UserError, match="device: flash-linear-attention needs a CUDA device"):
             beside.main([*kind, "--device=cpu"])
     with pytest.raises(UserError, match="did you mean 'kernels'"):
         beside.main(["kernel"])
-
-
-def test_rows_of_chosen_decays(tmp_path: Path):
-    options = {"lengths": [], "device": "cpu", "libraries": "sdpa", "seconds": 0.01, "folder": str(tmp_path)}
-    report = beside.kernels("kda,delta_rule", [(1, 2, 40, 16)], decays="initial,recorded", **options)
-    assert not report.failed
-    assert [(row["op"], row["decays"]) for row in report.rows] == [
-        *(("kda", "initial"), ("kda", "recorded"), ("delta_rule", None))
-    ]
-    with pytest.raises(UserError, match=r"decays: 'recorde' is not one of gentle, .*did you mean 'recorded'"):
-        beside.kernels("kda", decays="recorde", **options)
 
 
 NAIVE = {  # of FLA, in PyTorch, with the arguments of its kernels; that of Comba reads the state after it decays

@@ -12,13 +12,11 @@ from torch import Tensor
 import kernels
 from kernels.core.backend import Op as KernelOp
 from zoo.performance.accuracy import Gate
+from zoo.performance.decays import GENTLE, MODELS, log_decays
 from zoo.performance.device import DTYPES
 from zoo.performance.op_calls import Tensors, differentiated, learned_inputs, op_of
 
 SLICE = 331  # number of tokens to compare with the loop; not a whole number of chunks
-PER_CHANNEL = ("kda", "gated_deltanet2", "linear_channel")  # ops whose log decays per channel can be chosen
-Draw = Callable[..., Tensor]  # sizes → standard normal numbers
-LogDecays = Callable[[str, tuple[int, int, int, int], Draw], Tensor]  # op of PER_CHANNEL, B, T, H and K → [B,T,H,K]
 CHUNKWISE = 1e-4  # largest difference between the chunkwise form and the loop, both in fp32
 
 
@@ -105,15 +103,11 @@ OPS = {
 }
 
 
-def gentle(op: str, size: tuple[int, int, int, int], draw: Draw) -> Tensor:
-    """Log decays of about 5 % a step."""
-    return F.logsigmoid(draw(*size)) / 16
-
-
 class BenchCall:
     """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
 
-    The delta rule may have fewer heads of queries and keys than of values, `key_heads`.
+    The delta rule may have fewer heads of queries and keys than of values, `key_heads`. `decays` is one of
+    `decays.KINDS`, for decays per channel.
 
     Raises:
         UserError: The op does not have the backend on this device.
@@ -128,9 +122,10 @@ class BenchCall:
         backend: str,
         window: int,
         key_heads: int | None = None,
-        log_decays: LogDecays = gentle,
+        decays: str = GENTLE,
     ):
         self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
+        self.decays = decays
         self.window = window if name == "window_attention" else None
         self.key_heads = shape.H if key_heads is None else key_heads
         generator = torch.Generator(device).manual_seed(0)
@@ -138,7 +133,7 @@ class BenchCall:
         def draw(*size: int) -> Tensor:
             return torch.randn(size, device=device, generator=generator)
 
-        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads, log_decays)
+        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads, decays)
         self.do = draw(shape.B, shape.T, shape.H, shape.D).to(DTYPES[dtype])
         self.learned = learned_inputs(self.inputs)
         with kernels.backend(backend):
@@ -241,7 +236,9 @@ class BenchCall:
         return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
 
 
-def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Draw, key_heads: int, log_decays: LogDecays) -> Tensors:
+def _inputs(
+    name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int, decays: str
+) -> Tensors:
     """Random inputs of an op; the state stays bounded."""
     (B, H, T, D), op = shape, OPS[name]
     rows = op.steps * T
@@ -257,7 +254,7 @@ def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Draw, key_heads: 
     if op.decay == "constant":
         tensors["log_decay"] = -0.1 * torch.arange(1, H + 1, device=v.device) / H
     elif op.decay == "channel":
-        tensors["log_decay"] = log_decays(name, (B, T, H, D), draw)
+        tensors["log_decay"] = log_decays(decays, MODELS[name], (B, T, H, D), draw)
     else:
         tensors["log_decay"] = F.logsigmoid(draw(B, T, H)) / 16
     if op.call is gated_deltanet2:

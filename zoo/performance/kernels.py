@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor
 from kernels import UserError
 from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import new_figure, progress_bar
-from zoo.performance.bench_calls import OPS, PER_CHANNEL, BenchCall, LogDecays, Shape, gentle
+from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
+from zoo.performance.decays import GENTLE, KINDS, MODELS
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import TimedCall, as_graph, medians
@@ -33,7 +34,7 @@ GENERAL_ON_GPU = [
 ON_CPU = [(1, 4, 1024, 64)]
 LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
 LENGTHS_ON_CPU = [256, 512, 1024, 2048]
-OURS, GENTLE, FIRST_CALL = "ours", "gentle", "first call of"
+OURS, FIRST_CALL = "ours", "first call of"
 Call = Callable[[Tensors], Tensor]  # inputs → outputs [B,T,H,D]
 # A case, and what announces its first calls → other implementations to time in alternation, and rows for the table
 Others = Callable[[BenchCall, Callable[[str], None]], tuple[dict[str, Call], dict[str, dict[str, Any]]]]
@@ -143,9 +144,9 @@ def bench_kernels(
     window_size: int | None = None,
     seconds: float = 0.8,
     key_heads: int | None = None,
+    decays: list[str] | str = GENTLE,
     folder: str = "runs/bench-kernels",
     others: Others | None = None,
-    log_decays: Mapping[str, LogDecays] | None = None,
 ) -> Report:
     """Time the ops, forward and with their backward pass, after checking their results.
 
@@ -163,10 +164,11 @@ def bench_kernels(
             the sequences is full attention.
         seconds: Time to spend on each measurement.
         key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
+        decays: Log decays per channel in the table, any of gentle (about 5 % a step), initial (softplus decays before
+            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops, and the
+            picture, have gentle decays.
         folder: The folder of bench.json and bench.png.
         others: In Python, other implementations to time in the rows of the table.
-        log_decays: In Python, log decays per channel by name, each for a row of the table; null for gentle ones, of
-            about 5 % a step, which other ops and the picture have in any case.
 
     Raises:
         UserError: An argument is invalid.
@@ -175,7 +177,10 @@ def bench_kernels(
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
     check_names("ops", names or [""], OPS)
-    drawn = {GENTLE: gentle, **(log_decays or {})}
+    kinds = list(dict.fromkeys(names_in(decays)))
+    check_names("decays", kinds or [""], KINDS)
+    if kinds != [GENTLE] and not MODELS.keys() & {*names}:
+        raise UserError(f"decays: none of the ops has decays per channel; those that have are {', '.join(MODELS)}")
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
@@ -193,7 +198,7 @@ def bench_kernels(
         (name, Shape(*shape), kind)
         for name in names
         for shape in (_default_shapes(name, on_gpu) if shapes is None else shapes)
-        for kind in (log_decays if log_decays and name in PER_CHANNEL else [GENTLE])
+        for kind in (kinds if name in MODELS else [GENTLE])
     ]
     if lengths is None:
         lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
@@ -209,13 +214,13 @@ def bench_kernels(
     report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": others is not None})
     measurements = list(dict.fromkeys([*table, *curve]))
     for name, shape, kind in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
-        says = f"{name} {'×'.join(map(str, shape))}{f', {kind} decays' if name in PER_CHANNEL else ''}"
+        says = f"{name} {'×'.join(map(str, shape))}{f', {kind} decays' if name in MODELS else ''}"
         bar.set_postfix_str(says)
         row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
-        row["decays"] = kind if name in PER_CHANNEL else None
+        row["decays"] = kind if name in MODELS else None
         row["in_table"], row["in_curve"] = ((name, shape, kind) in rows for rows in (table, curve))
         try:
-            case = BenchCall(name, shape, precision, where, backend, window, key_heads, drawn[kind])
+            case = BenchCall(name, shape, precision, where, backend, window, key_heads, kind)
             row |= measured(case, seconds, others if row["in_table"] else None, partial(_announce, bar, says))
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"

@@ -1,6 +1,7 @@
-"""Log decays per channel to time ops with: gentle ones, those at the start of training, bounded and recorded ones."""
+"""Log decays per channel for benchmarks: gentle ones, those at the start of training, bounded and recorded ones."""
 
 import json
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zoo.performance.bench_calls import Draw
-
 RECORDED = Path(__file__).with_name("recorded_decays.json")
 # the fractions of all log decays of a layer whose quantiles are recorded; the smallest are the steepest
 SHARES = (0.0, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, *(n / 20 for n in range(1, 20)), 0.97, 0.99, 1.0)
@@ -18,6 +17,7 @@ GENTLE = "gentle"
 KINDS = (GENTLE, "initial", "bounded", "recorded")
 # op → the model whose recorded decays it gets
 MODELS = {"kda": "kda", "gated_deltanet2": "gated_deltanet2", "linear_channel": "gla"}
+Draw = Callable[..., Tensor]  # sizes → standard normal numbers
 
 
 def log_decays(kind: str, model: str, size: tuple[int, int, int, int], draw: Draw) -> Tensor:
