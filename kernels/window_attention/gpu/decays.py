@@ -69,7 +69,7 @@ def differentiate_decays(
     dlog_decay,  # [B,T,H]
     T, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The decay of a token gets the sum over its segment, from the token on, of what queries minus keys get."""
+    """Write the gradient of each decay: of_queries − of_keys, summed from its token to the end of its segment."""
     row = tl.program_id(0).to(tl.int64)
     log_decay += row // H * T * H + row % H
     dlog_decay += row // H * T * H + row % H

@@ -1,9 +1,10 @@
 """Attention with log decays and its gradients, in blocks of queries and keys as in FlashAttention-2.
 
 A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer and a
-remainder in [0, 1), whose differences have all digits, however large F is. In blocks that need a mask, that is how the
-score of each pair is computed. In all others, keys are older than a token `base`, and queries are not: F_base − F_j is
-a number of each key, and F_i − F_base is one of each query, which is left out of its scores and of their maximum.
+remainder in [0, 1), both in fp32, so that differences keep all digits while |F| ≤ 2^24. Blocks that need a mask take
+these differences for each pair. In all others, no key is later than a token `base`, and no query is earlier:
+F_base − F_j is a number of each key, and F_i − F_base one of each query, which is left out of its scores and of their
+maximum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,7 +17,7 @@ from ...gpu.tiles import LOG2E, exp2, pair_of
 
 @triton.jit
 def load_tokens(x, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr):
-    """[ROWS,D] of the tokens from `start` on. MASKED: zeros from token T on, which others do not reach."""
+    """Load [ROWS,D] from token `start` on. With MASKED, tokens from T on are zeros; other calls may not reach them."""
     r, c = tl.arange(0, ROWS), tl.arange(0, D)
     at = x + tl.cast(start, tl.int64) * stride + (r[:, None] * stride + c[None, :])
     if MASKED:
@@ -67,7 +68,7 @@ def by_queries(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a block of queries; if `do` is there, their gradients instead."""
+    """Write the outputs of a block of queries or, if `do` is not None, the gradients of these queries."""
     blocks = tl.cdiv(T, QUERIES)
     block, head = pair_of(blocks)
     start = (blocks - 1 - block) * QUERIES  # blocks with the most keys run first
@@ -146,7 +147,7 @@ def by_queries(
 
 @triton.jit
 def queries_that_see(tokens, key, T):
-    """The end of the queries whose first key is not behind this one."""
+    """Return the end of the queries that see a key: no first key is earlier than that of an earlier query."""
     low, high = tl.where(first_key(tokens, T - 1) <= key, T, key + 1), T
     while low < high:
         middle = (low + high) // 2
@@ -164,7 +165,7 @@ def by_keys(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values, from all of their query heads."""
+    """Write the gradients of a block of keys and values, summed over the query heads that share them."""
     SHARED: tl.constexpr = H // R
     block, shared = pair_of(tl.cdiv(T, KEYS))
     start = block * KEYS
