@@ -105,6 +105,16 @@ def test_against_the_loop(sizes: dict[str, Any], options: dict[str, Any]):
 
 @interpreted
 @pytest.mark.slow
+def test_gentle_decays_after_a_sum_of_millions():
+    a = inputs(1300, H=1)
+    a["log_decay"][:, :1240] = -9_999  # 2^24 in log2 after 1,164 tokens
+    actual, exact = results("triton", a), results("chunk", {key: x.double() for key, x in a.items()})
+    for key, expected in exact.items():
+        assert (actual[key].double() - expected).norm() <= 1e-3 * expected.norm(), key
+
+
+@interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("architecture", [HOPPER, OTHER])
 def test_every_launch(architecture: int, size: int, monkeypatch: pytest.MonkeyPatch):

@@ -1,8 +1,8 @@
 """Attention with log decays and its gradients, in blocks of queries and keys as in FlashAttention-2.
 
-A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer and a
-remainder in [0, 1), both in fp32, so that differences keep all digits while |F| ≤ 2^24. Blocks that need a mask take
-these differences for each pair. In all others, no key is later than a token `base`, and no query is earlier:
+A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer of
+32 bits and a remainder in [0, 1), so that differences keep all digits. Blocks that need a mask take these differences
+for each pair. In all others, no key is later than a token `base`, and no query is earlier:
 F_base − F_j is a number of each key, and F_i − F_base one of each query, which is left out of its scores and of their
 maximum.
 """
@@ -49,8 +49,14 @@ def first_key(tokens, t):
 
 
 @triton.jit
+def integer(x):
+    """The integer whose bits a table has."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def masked_scores(scaled, i, first, whole_i, rest_i, j, whole_j, rest_j):
-    decayed = scaled + ((whole_i - whole_j) + (rest_i - rest_j))
+    decayed = scaled + ((whole_i - whole_j).to(tl.float32) + (rest_i - rest_j))
     return tl.where((j <= i) & (j >= first), decayed, float("-inf"))
 
 
@@ -79,9 +85,9 @@ def by_queries(
     at_values = (b * H + h) * V
     tokens += 4 * row
     query = load_tokens(q + b * qt + h * D, start, qt, T, QUERIES, D, True, DTYPE)
-    whole, rest, earliest, _t = load_four(tokens, t, T, QUERIES)
-    base = tl.load(tokens + start * 4)
-    since = (whole - base) + rest
+    bits, rest, earliest, _t = load_four(tokens, t, T, QUERIES)
+    whole, base = integer(bits), integer(tl.load(tokens + start * 4))
+    since = (whole - base).to(tl.float32) + rest
     earliest = tl.where(t < T, earliest.to(tl.int32), T)
     # keys from `begin` on are seen by some query, those from `full` to `start` by all of them
     begin = first_key(tokens, start) // KEYS * KEYS
@@ -98,7 +104,7 @@ def by_queries(
         output = load_tokens(o + at_values, start, H * V, T, QUERIES, V, True, tl.float32)
         delta = tl.sum(output * doutput.to(tl.float32), 1)
         of_queries += (row + t) * 4
-        tl.store(of_queries, whole, mask=t < T)
+        tl.store(of_queries, bits, mask=t < T)
         tl.store(of_queries + 1, rest - most, mask=t < T)
         tl.store(of_queries + 2, earliest.to(tl.float32), mask=t < T)
         tl.store(of_queries + 3, delta, mask=t < T)
@@ -116,7 +122,8 @@ def by_queries(
             j = at + tl.arange(0, KEYS)
             key = load_tokens(k, at, kt, T, KEYS, D, MASKED, DTYPE)
             value = load_tokens(v, at, vt, T, KEYS, V, MASKED, DTYPE)
-            whole_j, rest_j, _first_j, _j = load_four(tokens, j, T, KEYS)
+            bits_j, rest_j, _first_j, _j = load_four(tokens, j, T, KEYS)
+            whole_j = integer(bits_j)
             s = tl.dot(query, tl.trans(key)) * (scale * LOG2E)
             if MASKED:
                 s = masked_scores(
@@ -124,7 +131,7 @@ def by_queries(
                     rest_j[None, :],
                 )  # fmt: skip
             else:
-                s += ((base - whole_j) - rest_j)[None, :]
+                s += ((base - whole_j).to(tl.float32) - rest_j)[None, :]
             if do is None:
                 larger = tl.maximum(most, tl.max(s, 1))
                 finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has not seen any key yet
@@ -178,9 +185,9 @@ def by_keys(
     for r in tl.range(0, R):
         h = g * R + r
         row = b * H + h.to(tl.int64) * T
-        whole, rest, _first_j, _j = load_four(tokens + row * 4, j, T, KEYS)
-        base = tl.load(tokens + (row + last) * 4)
-        since = (base - whole) - rest
+        bits, rest, _first_j, _j = load_four(tokens + row * 4, j, T, KEYS)
+        whole, base = integer(bits), integer(tl.load(tokens + (row + last) * 4))
+        since = (base - whole).to(tl.float32) - rest
         # queries to `full` see all keys of the block, those to `end` see some
         full = tl.maximum(stop, queries_that_see(tokens + row * 4, start, T) // QUERIES * QUERIES)
         end = queries_that_see(tokens + row * 4, last, T)
@@ -195,7 +202,8 @@ def by_keys(
                 t = at + tl.arange(0, QUERIES)
                 query = load_tokens(q + b * qt + h * D, at, qt, T, QUERIES, D, MASKED, DTYPE)
                 doutput = load_tokens(do + (b * H + h) * V, at, H * V, T, QUERIES, V, MASKED, DTYPE)
-                whole_i, rest_i, earliest, delta = load_four(of_queries + row * 4, t, T, QUERIES)
+                bits_i, rest_i, earliest, delta = load_four(of_queries + row * 4, t, T, QUERIES)
+                whole_i = integer(bits_i)
                 s = tl.dot(key, tl.trans(query)) * (scale * LOG2E)
                 if MASKED:
                     earliest = tl.where(t < T, earliest.to(tl.int32), T)
@@ -204,7 +212,7 @@ def by_keys(
                         whole[:, None], rest[:, None],
                     )  # fmt: skip
                 else:
-                    s = (s + since[:, None]) + ((whole_i - base) + rest_i)[None, :]
+                    s = (s + since[:, None]) + ((whole_i - base).to(tl.float32) + rest_i)[None, :]
                 p = exp2(s)
                 dvalue = tl.dot(p.to(DTYPE), doutput, dvalue)
                 ds = p * (tl.dot(value, tl.trans(doutput)) - delta[None, :])
