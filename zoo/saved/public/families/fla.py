@@ -11,12 +11,12 @@ from zoo.saved.public.families.fla_layout import (
     taps_of,
 )
 from zoo.saved.public.family import Config, Spec, component, refusal
-from zoo.saved.public.tensors import Shared, rows
+from zoo.saved.public.tensors import Rows, Shared
 
 # the same where both have different names; the alias is the first one's name without `fuse_norm`
 _NORM_OF_GATED = (
-    rows(f"{MIXER}g_norm_swish_gate.weight", f"{OUR_MIXER}o_norm.weight", aliases=[f"{MIXER}g_norm.weight"]),
-    rows(f"{MIXER}g_norm.weight", f"{OUR_MIXER}o_norm.norm.weight"),
+    Rows(f"{MIXER}g_norm_swish_gate.weight", (f"{OUR_MIXER}o_norm.weight",), aliases=(f"{MIXER}g_norm.weight",)),
+    Rows(f"{MIXER}g_norm.weight", (f"{OUR_MIXER}o_norm.norm.weight",)),
 )
 
 

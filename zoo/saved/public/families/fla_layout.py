@@ -6,7 +6,7 @@ from typing import Any
 
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla_attention
-from zoo.saved.public.families.llama import MLP
+from zoo.saved.public.families.llama import ATTENTION, MLP
 from zoo.saved.public.family import TIED, Config, Family, Spec, keys_of, mlp_size, model_of, words
 from zoo.saved.public.tensors import LAYER, OUR_LAYER, Rows, Rule, around_layers, table
 
@@ -66,7 +66,7 @@ def family(theirs: Mixer) -> Family:
         of_mixer = {**_keys_of(mixer, model.hidden_size, theirs.keys), **theirs.to_theirs(mixer)}
         return {**around, "attn": fla_attention.keys_of(model), **of_mixer}
 
-    of_mixer = table({**fla_attention.TENSORS, **theirs.tensors}, MIXER, OUR_MIXER)
+    of_mixer = table({**ATTENTION, **theirs.tensors}, MIXER, OUR_MIXER)
     return Family(
         name=f"fla_{theirs.name}",
         target="fla",

@@ -5,7 +5,8 @@ from typing import Any
 from mixers import Mamba2, SoftmaxAttention
 from zoo.lm import MLPLayer, SquaredReLU
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.families.bamba import FULL, LINEAR, attention_keys, in_mixers, renamed_kinds
+from zoo.saved.public.families.bamba import FULL, LINEAR, in_mixers, renamed_kinds
+from zoo.saved.public.families.llama import attention_keys
 from zoo.saved.public.families.mamba import NO_LIMIT, Mamba2Keys
 from zoo.saved.public.family import (
     TIED,
