@@ -18,7 +18,7 @@ class PublicFolder:
     """The files of a public folder, each read once and never through a link that leaves the folder."""
 
     def __init__(self, path: Path):
-        self.path, self.config_file = path, path / CONFIG
+        self.path, self.config_file = path, path if path.is_file() else path / CONFIG
         self._configs: dict[str, dict[str, Any]] = {}
 
     def config(self, name: str = CONFIG) -> dict[str, Any]:
@@ -34,10 +34,6 @@ class PublicFolder:
     @cached_property
     def weights(self) -> Weights:
         """The weights; a UserError if they are missing or damaged, or in other pickles than `pytorch_model.bin`."""
-        return self._tensors
-
-    @cached_property
-    def _tensors(self) -> TensorFiles | PickledTensors:
         if has_tensor_files(self.path):
             for file in [*self.path.glob("*.safetensors"), self.path / INDEX]:
                 check_inside(file, self.path)
@@ -49,7 +45,7 @@ class PublicFolder:
     @property
     def files(self) -> list[Path]:
         """The files with the weights."""
-        return self._tensors.files
+        return self.weights.files if isinstance(self.weights, TensorFiles | PickledTensors) else [self.path]
 
     def text(self, name: str) -> str:
         """The contents of a text file."""

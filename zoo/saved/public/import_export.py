@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jsonargparse import Namespace
 from torch import nn
 
 from kernels import UserError
@@ -36,12 +35,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Imported(NamedTuple):
-    """A public folder in our terms: the `model` config, weights under our names, and the files that hold them."""
+    """A public folder in our terms: the `model` config, and weights under our names."""
 
     model: dict[str, Any]
-    parsed: Namespace
     weights: Weights
-    files: list[Path]
 
 
 def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
@@ -61,15 +58,14 @@ def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
     theirs = folder.weights
     try:
-        parsed = parse_model({"model": model})
-        ours = from_config(parsed, "meta")
+        ours = on_meta(model)
     except UserError as error:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
         raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
     weights = TensorMap(family, ours).as_ours(theirs, path)
     _warn_of_norms(ours, weights, path)
-    return Imported(model, parsed, weights, folder.files)
+    return Imported(model, weights)
 
 
 def described(config: dict[str, Any], ignore: Collection[str] = ()) -> list[tuple[str, str, str]]:
