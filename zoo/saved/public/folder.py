@@ -24,7 +24,17 @@ class PublicFolder:
     def config(self, name: str = CONFIG) -> dict[str, Any]:
         """The contents of a JSON file; a UserError if it is missing or not a JSON object."""
         if name not in self._configs:
-            self._configs[name] = _read_object(self.path / name, self.path)
+            file = self.path / name
+            check_inside(file, self.path)
+            try:
+                contents = json.loads(file.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                message = " ".join(str(error).split())
+                raise UserError(f"checkpoint: {file} cannot be read as JSON: {message}.") from None
+            if not isinstance(contents, dict):
+                raise UserError(f"checkpoint: {file} holds no JSON object.")
+            check_plain(contents, f"checkpoint: {file}")
+            self._configs[name] = contents
         return self._configs[name]
 
     def has(self, name: str) -> bool:
@@ -55,15 +65,3 @@ class PublicFolder:
             return file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"checkpoint: {file} cannot be read as text ({error}).") from None
-
-
-def _read_object(file: Path, folder: Path) -> dict[str, Any]:
-    check_inside(file, folder)
-    try:
-        contents = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"checkpoint: {file} cannot be read as JSON: {' '.join(str(error).split())}.") from None
-    if not isinstance(contents, dict):
-        raise UserError(f"checkpoint: {file} holds no JSON object.")
-    check_plain(contents, f"checkpoint: {file}")
-    return contents

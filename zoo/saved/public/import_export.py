@@ -185,13 +185,8 @@ def layouts(model: LanguageModel) -> list[str]:
 
 
 def _layout(model: LanguageModel, family: Family) -> tuple[dict[str, Any], TensorMap]:
-    """The config.json and the tensors of a model in a family's layout; a UserError if it cannot hold the model."""
+    """The config.json and the tensors of a model in a family's layout; a UserError if it reads as another model."""
     config = family.write(model)
-    return config, TensorMap(family, _reread(model, family, config))
-
-
-def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> LanguageModel:
-    """The model that a public config describes; a UserError unless it is the one that the config was written for."""
     try:
         reread = on_meta(family.read(config))
     except UserError as error:
@@ -200,7 +195,7 @@ def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> Lan
         one_eps = " (it has one eps for all norms: train with model.norm_eps equal to the mixers')"
         advice = one_eps if ".eps is " in mismatch else ""
         raise UserError(f"to: {family.name} cannot hold this model: {mismatch}{advice}.")
-    return reread
+    return config, TensorMap(family, reread)
 
 
 def on_meta(model: dict[str, Any]) -> LanguageModel:

@@ -14,7 +14,6 @@ from zoo.saved.public.family import (
     Config,
     Family,
     Spec,
-    component,
     experts,
     keys_of,
     mlp_size,
@@ -55,16 +54,7 @@ def _stack(config: Config, kinds: Sequence[str], rotary: Spec | None, **attentio
         "linear_attention": _MAMBA2.mixer(
             {**config, "mamba_d_head": head}, config["rms_norm_eps"], expand=config["mamba_expand"]
         ),
-        "full_attention": component(
-            FULL,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            qk={"map": rotary},
-            bias=config["attention_bias"],
-            output_bias=config["attention_bias"],
-            **attention,
-        ),
+        "full_attention": llama.attention(config, rotary, **attention),
     }
     return pattern_of(kinds, {kind: (KINDS[kind], mixer) for kind, mixer in mixers.items()})
 

@@ -99,7 +99,7 @@ def _deltanet_keys(mixer: Any) -> dict[str, Any]:
     return {"qk_activation": next(theirs for theirs, each in _ACTIVATIONS.items() if each == ours)}
 
 
-_DECAY = {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"}
+_SHARED = {**convolutions(q="q", k="k", v="v"), "A_log": "decay.A_log", "dt_bias": "decay.dt_bias", **OUTPUT_NORM}
 _LOW_RANKS = {
     **{f"{x}_proj.0.weight": f"in_proj.{x}.weight" for x in "fg"},
     "f_proj.1.weight": "decay_up.weight",
@@ -115,7 +115,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, allow_neg_eigval=False),
         fixed=dict(output_gate_activation=("swish", "silu")),
         to_ours=_gated_deltanet,
-        tensors={**projections("qkvgab"), **_DECAY, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvgab"), **_SHARED},
     ),
     Mixer(
         "deltanet",
@@ -127,7 +127,7 @@ _MIXERS = (
         fixed=dict(use_beta=(True,), qk_norm=("l2",), use_output_norm=(True,)),
         to_ours=_deltanet,
         to_theirs=_deltanet_keys,
-        tensors={**projections("qkvgb"), **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvgb"), **_SHARED},
     ),
     Mixer(
         "kda",
@@ -137,7 +137,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, safe_gate=False, lower_bound=None),
         to_ours=_kda,
         to_theirs=_kda_keys,
-        tensors={**projections("qkvb"), **_DECAY, **_LOW_RANKS, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvb"), **_LOW_RANKS, **_SHARED},
     ),
     Mixer(
         "comba",
@@ -148,14 +148,7 @@ _MIXERS = (
         harmless="use_output_correction use_inner_decay",  # which the model does not hand to its layers
         to_ours=_comba,
         to_theirs=lambda mixer: {"correction_factor": mixer.correction},
-        tensors={
-            **projections("qkvgab"),
-            **_DECAY,
-            "decay": "feedback",
-            "D": "D",
-            **convolutions(q="q", k="k", v="v"),
-            **OUTPUT_NORM,
-        },
+        tensors={**projections("qkvgab"), "decay": "feedback", "D": "D", **_SHARED},
     ),
     Mixer(
         "gated_deltaproduct",
@@ -166,7 +159,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, use_forget_gate=False, allow_neg_eigval=False, num_householder=1),
         to_ours=_gated_deltaproduct,
         to_theirs=lambda mixer: dict(use_forget_gate=mixer.decay is not None, num_householder=mixer.steps),
-        tensors={**projections("qkvgab"), **_DECAY, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvgab"), **_SHARED},
     ),
 )
 

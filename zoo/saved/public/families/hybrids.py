@@ -48,19 +48,10 @@ _GATES = _in_mixer(_LINEAR, {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"}
 
 def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_norm: bool = False) -> dict[str, Any]:
     """Our `model` config, for their keys and further arguments of both mixers."""
-    taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]
-    if taps < 1:
+    if (taps := config["linear_conv_kernel_dim"]) < 1:
         raise refusal("linear_conv_kernel_dim", taps, "1 or more")
     mixers = {
-        "full_attention": component(
-            _FULL,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            qk={"map": rotary_map(config)},
-            bias=bias,
-            output_bias=bias,
-            **full,
-        ),
+        "full_attention": llama.attention(config, rotary_map(config), **full),
         "linear_attention": component(
             _LINEAR,
             num_heads=config["linear_num_value_heads"],
@@ -134,16 +125,17 @@ _QWEN_LAYER: tuple[Rows, ...] = (
     *table(llama.MLP),
     *_GATED_QUERIES,
     *_in_mixer(_FULL, {theirs: ours for theirs, ours in llama.ATTENTION.items() if not theirs.startswith("q_proj.")}),
-    in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
     *_GATES,
-    *_in_mixer(_LINEAR, {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}),
+    *_in_mixer(
+        _LINEAR,
+        {
+            "in_proj_qkv.weight": " ".join(f"in_proj.{x}.weight" for x in "qkv"),
+            **{f"in_proj_{theirs}.weight": f"in_proj.{ours}.weight" for theirs, ours in ("zg", "aa", "bb")},
+            "conv1d.weight": " ".join(f"{x}_features.weight" for x in "qkv"),
+            **{"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"},
+        },
+    ),
 )
-
-
-def _projection(theirs: str, streams: str) -> Rows:
-    """One projection of the Gated DeltaNet that holds several of our streams."""
-    ours = (f"mixer.in_proj.{stream}.weight" for stream in streams)
-    return in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, of=_LINEAR)
 
 
 def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -164,7 +156,7 @@ def _qwen(config: Config) -> dict[str, Any]:
     model = _model(
         config,
         linear={"output": component("GatedRMSNorm", eps=eps)},
-        full={"head_dim": config["head_dim"], "qk_norm": norm, "gate": "channel"},
+        full={"qk_norm": norm, "gate": "channel"},
     )
     return {**model, "norm": "ZeroCentredRMSNorm"}
 
@@ -229,14 +221,7 @@ FAMILIES = (
         to_ours=_qwen,
         to_theirs=lambda model: _keys_of(model, partial=True),
         tensors=_with_prefix("model.language_model.", llama.TENSORS),
-        layer_tensors=_with_prefix(
-            "model.language_model.",
-            (
-                *_QWEN_LAYER,
-                _projection("qkv", "qkv"),
-                *(_projection(theirs, ours) for theirs, ours in ("zg", "aa", "bb")),
-            ),
-        ),
+        layer_tensors=_with_prefix("model.language_model.", _QWEN_LAYER),
         ignored=(r"^mtp\.", r"^model\.visual\."),
         part="text_config",
     ),

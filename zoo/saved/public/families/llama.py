@@ -47,14 +47,19 @@ def _attention(config: Config, mixer: str, **arguments: Any) -> Spec:
     if turning is None:
         raise refusal("rope_theta", None, "a number")
     del turning["init_args"]["fraction"]
-    return component(
-        mixer,
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        qk={"map": turning},
-        **arguments,
-    )
+    return attention(config, turning, mixer, **arguments)
+
+
+def attention(config: Config, rotary: Spec | None, mixer: str = "SoftmaxAttention", **arguments: Any) -> Spec:
+    """Our attention for the keys that all families call the same; `arguments` are further ones of ours."""
+    bias = config.get("attention_bias", False)
+    shared = {
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": config.get("head_dim"),
+        **{"qk": {"map": rotary}, "bias": bias, "output_bias": bias},
+    }
+    return component(mixer, **{**shared, **arguments})
 
 
 def _model(config: Config, stack: Spec) -> dict[str, Any]:
@@ -123,11 +128,6 @@ def _family(
     )
 
 
-def _llama(config: Config) -> dict[str, Any]:
-    bias = config["attention_bias"]
-    return _uniform(config, "SoftmaxAttention", bias=bias, output_bias=bias)
-
-
 def _mistral(config: Config) -> dict[str, Any]:
     if config["sliding_window"] is None:
         return _uniform(config, "SoftmaxAttention")
@@ -142,8 +142,7 @@ def _qwen2(config: Config) -> dict[str, Any]:
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
-    bias, norm = config["attention_bias"], component("RMSNorm", eps=config["rms_norm_eps"])
-    return _with_windows(config, bias=bias, output_bias=bias, qk_norm=norm)
+    return _with_windows(config, qk_norm=component("RMSNorm", eps=config["rms_norm_eps"]))
 
 
 def _with_windows(config: Config, **arguments: Any) -> dict[str, Any]:
@@ -187,7 +186,7 @@ FAMILIES = (
         "Llama",
         keys={"attention_bias": False},
         fixed={"mlp_bias": (False,)},
-        to_ours=_llama,
+        to_ours=lambda config: _uniform(config, "SoftmaxAttention"),
     ),
     _family(
         "Mistral",
