@@ -51,7 +51,7 @@ def _attention(config: Config, mixer: str, **arguments: Any) -> Spec:
 
 
 def attention(config: Config, rotary: Spec | None, mixer: str = "SoftmaxAttention", **arguments: Any) -> Spec:
-    """Our attention for the keys that all families call the same; `arguments` are further ones of ours."""
+    """Return our attention for the keys that all families call the same; `arguments` are added to its arguments."""
     bias = config.get("attention_bias", False)
     shared = {
         "num_heads": config["num_attention_heads"],
@@ -80,7 +80,7 @@ def _keys_of(model: LanguageModel) -> dict[str, Any]:
 
 
 def attention_keys(full: SoftmaxAttention | None) -> dict[str, Any]:
-    """Their keys for our attention, except those of positions; none without it."""
+    """Return the keys for our attention, except those of positions; none without attention."""
     if full is None:
         return {}
     return {
