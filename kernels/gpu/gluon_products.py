@@ -99,7 +99,7 @@ def products(
             i = step % AHEAD
             mbarrier.wait(full.index(i), (step // AHEAD) & 1)
             if PAIR:
-                left, right = a_s.index(i), b_s.index(2 * i + GROUP)
+                right, left = b_s.index(2 * i + GROUP), a_s.index(i)
             else:
                 left, right = a_s.index(2 * i + GROUP), b_s.index(i)
             if A_TURNED:
