@@ -22,8 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..core.allocation import aligned
 from .gluon_tiles import SHARED, SHARED_LAYOUT, barrier, done
 
-BLOCK, STEP = 128, 64  # rows and columns of the product of one group, and terms of a step of the sum
-WIDTH, INNER = gl.constexpr(BLOCK), gl.constexpr(STEP)
+SIDE, STEP = 128, 64  # rows and columns of the product of one group, and terms of a step of the sum
+WIDTH, INNER = gl.constexpr(SIDE), gl.constexpr(STEP)
 AHEAD = gl.constexpr(3)  # buffers of each ring
 STRIP = gl.constexpr(16)  # rows of a tile that a consumer has in registers at a time
 PRODUCT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
@@ -33,11 +33,11 @@ UNIT = 8  # numbers in 16 bytes
 
 @gluon.jit
 def place(tile, across, down=None):
-    """Row and column of a tile, in tiles, and its part of the sum, if there are parts with `down` rows of tiles."""
-    row, part = tile // across, 0
+    """Row and column of a tile, in tiles, and its part of the sum, if `down` rows of tiles repeat for each part."""
+    part = 0
     if down is not None:
-        row, part = row % down, row // down
-    return row, tile % across, part
+        tile, part = tile % (down * across), tile // (down * across)
+    return tile // across, tile % across, part
 
 
 @gluon.jit
@@ -77,7 +77,7 @@ def copies(
 
 
 @gluon.jit
-def store_part(y, sums, row, column, part, M, N: gl.constexpr):
+def store_part(y, M, N: gl.constexpr, sums, row, column, part):
     """Store what one group has of a part of a tile, in fp32."""
     rows = row + gl.arange(0, WIDTH, gl.SliceLayout(1, PRODUCT))
     columns = column + gl.arange(0, WIDTH, gl.SliceLayout(0, PRODUCT))
@@ -87,7 +87,7 @@ def store_part(y, sums, row, column, part, M, N: gl.constexpr):
 
 @gluon.jit
 def products(
-    parts, M, N, a_s, b_s, tiles_s, full, empty, ready, free, tiles, across, down, steps,
+    parts, a_s, b_s, tiles_s, full, empty, ready, free, tiles, across, down, steps,
     GROUP: gl.constexpr, A_TURNED: gl.constexpr, B_TURNED: gl.constexpr, PAIR: gl.constexpr,
 ):  # fmt: skip
     """Compute one of the two products of a tile, or one half of its rows, which is stored in `parts`, if given."""
@@ -116,7 +116,7 @@ def products(
         done(empty.index((step + AHEAD - 1) % AHEAD))
         if parts is not None:
             row, column, part = place(tile, across, down)
-            store_part(parts, sums, (2 * row + GROUP) * WIDTH, column * WIDTH, part, M, N)
+            store_part(*parts, sums, (2 * row + GROUP) * WIDTH, column * WIDTH, part)
         else:
             mbarrier.wait(free, phase ^ 1)
             tiles_s.index(GROUP).store(sums.to(gl.bfloat16))
@@ -132,8 +132,8 @@ def consume(consumer: gl.constexpr, tiles_s, ready, free, tiles, outputs):
 
 @gluon.jit
 def product(
-    consumer: gl.constexpr,  # called with the two tiles, the barriers `ready` and `free`, and what follows
-    outputs,  # further arguments of the consumer
+    consumer: gl.constexpr,  # called with the buffers of a tile, the barriers `ready` and `free`, `tiles` and `outputs`
+    outputs,
     a,  # descriptor of [M,K], or turned of [K,M]
     b,  # descriptor of [K,N], or turned of [N,K]
     tiles,
@@ -142,10 +142,8 @@ def product(
     A_TURNED: gl.constexpr,
     B_TURNED: gl.constexpr,
     PAIR: gl.constexpr = 0,
-    down=None,  # tiles in a column, if the sum has parts
-    parts=None,  # [parts,M,N] in fp32, which the groups store instead of handing tiles over
-    M=None,
-    N: gl.constexpr = None,
+    down=None,  # tiles in a column, if the sum may have parts
+    parts=None,  # [parts,M,N] in fp32, M and N, if the groups store their sums instead of handing them over
 ):
     """Run the groups of warps."""
     A: gl.constexpr = AHEAD if PAIR else 2 * AHEAD  # left and right blocks of a step together are three
@@ -166,11 +164,11 @@ def product(
     # fmt: off
     gl.warp_specialize(
         [
-            (products, (parts, M, N, a_s, b_s, tiles_s, full, empty, ready, free, tiles, across, down, steps,
+            (products, (parts, a_s, b_s, tiles_s, full, empty, ready, free, tiles, across, down, steps,
                         0, A_TURNED, B_TURNED, PAIR)),
-            (products, (parts, M, N, a_s, b_s, tiles_s, full, empty, ready, free, tiles, across, down, steps,
+            (products, (parts, a_s, b_s, tiles_s, full, empty, ready, free, tiles, across, down, steps,
                         1, A_TURNED, B_TURNED, PAIR)),
-            (consume, (consumer, tiles_s, ready, free, tiles, outputs)),
+            (consume, (consumer, tiles_s, ready, free, tiles if parts is None else 0, outputs)),
             (copies, (a, b, a_s, b_s, full, empty, tiles, across, down, steps, A_TURNED, B_TURNED, PAIR)),
         ],
         [4, 4, 1],

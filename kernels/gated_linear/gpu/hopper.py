@@ -5,8 +5,8 @@
 
 The backward pass also recomputes h, unless it was kept. Each product is rounded to bf16, as in memory.
 
-Groups of warps share the work as `gpu/gluon_products.py` describes, so that the elementwise part of a tile overlaps with
-the product of the next one. A tile is 128 columns of gate and the same columns of up, or 256 rows and 128 columns of dh:
+Groups of warps share the work as in `gpu/gluon_products.py`, so that the elementwise part of a tile overlaps with the
+product of the next one. A tile is 128 columns of gate and the same columns of up, or 256 rows and 128 columns of dh:
 
     results     activation(gate) ⊙ up; store gate, up and h (forward)
     gradients   read gate and up ahead of dh; store their gradients and h (backward)
@@ -20,7 +20,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...gpu.device import multiprocessors
-from ...gpu.gluon_products import BLOCK, INNER, ROWS, STEP, STRIP, WIDTH, described, fitting, place, product
+from ...gpu.gluon_products import INNER, ROWS, SIDE, STEP, STRIP, WIDTH, described, fitting, product
 from ...gpu.gluon_tiles import at_tile, done
 from ...gpu.launch import enqueue
 
@@ -144,7 +144,7 @@ def fused_forward(x: Tensor, weight: Tensor, gate_up: Tensor | None, h: Tensor, 
     Gate and up are written to gate_up [M,2·I], if given.
     """
     (M, K), I = x.shape, h.shape[1]
-    factors = (described(fitting(each, False), BLOCK, STEP) for each in (x, weight))
+    factors = (described(fitting(each, False), SIDE, STEP) for each in (x, weight))
     enqueue(gated_product, multiprocessors(h.device), h, *factors, gate_up, M, K=K, I=I, SILU=silu)
 
 
@@ -154,6 +154,6 @@ def fused_backward(gate_up: Tensor, dy: Tensor, weight: Tensor, h: Tensor | None
     The gated product is written to h [M,I], if given.
     """
     (M, K), I = dy.shape, weight.shape[1]
-    factors = described(fitting(dy, False), BLOCK, STEP), described(fitting(weight, False), STEP, BLOCK)
+    factors = described(fitting(dy, False), SIDE, STEP), described(fitting(weight, False), STEP, SIDE)
     programs = multiprocessors(gate_up.device)
     enqueue(gated_gradients, programs, gate_up, *factors, h, dgate_up, M, K=K, I=I, SILU=silu)

@@ -1,6 +1,6 @@
 """Matrix products in Gluon whose order of sums does not depend on the number of rows (Hopper, bf16).
 
-Groups of warps share the work as `gpu/gluon_products.py` describes; `results` stores the tiles in bf16.
+Groups of warps share the work as in `gpu/gluon_products.py`; `results` stores the tiles in bf16.
 
 A product with few tiles, as the gradient of a weight is, may be divided along the sum: its parts are stored in fp32 by
 the groups that compute them, and added in order.
@@ -18,25 +18,25 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from ...core.allocation import new
 from ...gpu.device import multiprocessors
-from ...gpu.gluon_products import BLOCK, ROWS, STEP, STRIP, WIDTH, described, fitting, place, product, turned
+from ...gpu.gluon_products import ROWS, SIDE, STEP, STRIP, WIDTH, described, fitting, place, product, turned
 from ...gpu.gluon_tiles import at_tile, done
 from ...gpu.launch import cdiv, enqueue
 
 MOST_PARTS, LEAST_STEPS = 8, 16  # into which a sum is divided, and steps of a part
 STORED = 12  # steps that take as long as storing a tile of a part and reading it again, by a bandwidth of 4 TB/s
-ADDED = 1024  # numbers of the result in a program that adds parts
+BLOCK = 1024  # numbers of the result in a program that adds parts
 
 
 @gluon.jit
 def results(tiles_s, ready, free, tiles, outputs):
-    """Store the tiles."""
-    y, M, across, y_row, N = outputs
+    """Store the tiles, unless the groups that compute them do."""
+    y, M, across, down, y_row, N = outputs
     STRIPS: gl.constexpr = WIDTH // STRIP
     r = gl.expand_dims(gl.arange(0, STRIP, gl.SliceLayout(1, ROWS)), 1)
     c = gl.expand_dims(gl.arange(0, WIDTH, gl.SliceLayout(0, ROWS)), 0)
     phase = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        first, column, _ = place(tile, across)
+        first, column, _ = place(tile, across, down)
         n = column * WIDTH
         mbarrier.wait(ready, phase)
         for strip in gl.static_range(2 * STRIPS):
@@ -47,11 +47,6 @@ def results(tiles_s, ready, free, tiles, outputs):
             inside = (row + r < M) & (n + c < N)
             gl.store(at_tile(y, row, n, y_row, ROWS, STRIP, WIDTH), part, mask=inside)
         phase ^= 1
-
-
-@gluon.jit
-def nothing(tiles_s, ready, free, tiles, outputs):
-    """Leave the tiles to the groups that compute them."""
 
 
 @gluon.jit(do_not_specialize=["M", "steps", "parts"])
@@ -70,10 +65,8 @@ def product_tiles(
 ):
     down, across = gl.cdiv(M, 2 * WIDTH), (N + WIDTH - 1) // WIDTH
     tiles = down * across * parts
-    if DIVIDED:
-        product(nothing, (), a, b, tiles, across, steps, A_TURNED, B_TURNED, 0, down, y, M, N)
-    else:
-        product(results, (y, M, across, y_row, N), a, b, tiles, across, steps, A_TURNED, B_TURNED)
+    outputs, divided = (y, M, across, down, y_row, N), (y, M, N) if DIVIDED else None
+    product(results, outputs, a, b, tiles, across, steps, A_TURNED, B_TURNED, 0, down, divided)
 
 
 @triton.jit
@@ -88,7 +81,7 @@ def add_tiles(parts, y, size, count, y_row, N, BLOCK: tl.constexpr):
 def add_parts(parts: Tensor, y: Tensor) -> None:
     """Write the sum of parts [S,M,N] in fp32 to y [M,N], added in order."""
     count, _, N = parts.shape
-    enqueue(add_tiles, cdiv(y.numel(), ADDED), *(parts, y, y.numel(), count, y.stride(0), N), BLOCK=ADDED)
+    enqueue(add_tiles, cdiv(y.numel(), BLOCK), *(parts, y, y.numel(), count, y.stride(0), N), BLOCK=BLOCK)
 
 
 def parts_of(tiles: int, steps: int, programs: int) -> int:
@@ -110,11 +103,11 @@ def multiply(a: Tensor, b: Tensor, y: Tensor, *, divide: bool) -> None:
         divide: Whether the sum may have a number of parts that depends on all sizes.
     """
     (M, K), N = a.shape, b.shape[1]
-    programs, steps, tiles = multiprocessors(y.device), cdiv(K, STEP), cdiv(M, 2 * BLOCK) * cdiv(N, BLOCK)
+    programs, steps, tiles = multiprocessors(y.device), cdiv(K, STEP), cdiv(M, 2 * SIDE) * cdiv(N, SIDE)
     parts = parts_of(tiles, steps, programs) if divide else 1
     to = y if parts == 1 else new(y, parts, M, N, dtype=torch.float32)
     a, b = fitting(a, divide), fitting(b, not divide)
-    factors = described(a, BLOCK, STEP), described(b, STEP, BLOCK)
+    factors = described(a, SIDE, STEP), described(b, STEP, SIDE)
     enqueue(
         product_tiles,
         min(programs, tiles * parts),
