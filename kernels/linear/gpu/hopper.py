@@ -1,9 +1,8 @@
 """Matrix products in Gluon whose order of sums does not depend on the number of rows (Hopper, bf16).
 
-Groups of warps share the work as in `gpu/gluon_products.py`; `results` stores the tiles in bf16.
-
-A product with few tiles, as the gradient of a weight is, may be divided along the sum: its parts are stored in fp32 by
-the groups that compute them, and added in order.
+Groups of warps share the work as in `gpu/gluon_products.py`; `results` stores the tiles in bf16. A product with few
+tiles, as the gradient of a weight is, may be divided along the sum: its parts are stored in fp32 by the groups that
+compute them, and added in order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
