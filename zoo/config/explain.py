@@ -21,10 +21,6 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _OF_RUNS, _OF_SWEEPS = ("model", "data", "trainer"), ("base", "axes")
 
 
-def _classes(name: str, base: type) -> set[type]:
-    return {cls for cls in subclasses(base) | {base} if cls.__name__ == name}
-
-
 def unknown(key: str, group: str, keys: Iterable[str]) -> str:
     """The sentence for a key that does not exist.
 
@@ -126,7 +122,7 @@ def wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> str
 def _wrong_name(bases: list[type], name: str, key: str, words: list[str]) -> str:
     """As `wrong_class`, but for a name without a module."""
     base = bases[0]
-    if len(classes := _classes(name, base)) > 1:
+    if len(classes := {cls for cls in subclasses(base) | {base} if cls.__name__ == name}) > 1:
         paths = ", ".join(sorted(f"{cls.__module__}.{cls.__name__}" for cls in classes))
         return f"{key}: {name} is the name of several classes; write one of {paths}"
     fitting = sorted(
