@@ -89,7 +89,7 @@ class Shared:
         return Shared(self.tensor.narrow(dim, start, length))
 
     def reshape(self, shape: list[int]) -> "Shared":
-        """The same in another shape."""
+        """Return a view of the same memory in another shape."""
         return Shared(self.tensor.reshape(shape))
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
