@@ -15,6 +15,7 @@ from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, barrier, last_steps, o
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
+LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 SCALE, UNSCALED = gl.constexpr(2.0**15), gl.constexpr(2.0**-30)  # of a factor; of products of two
 OCTETS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
 COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 64
@@ -83,14 +84,20 @@ def exp2(x):
 
 
 @gluon.jit
-def load_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
-    """Decays e^g [64, 64] of rows, 1 for those that are not the first step of a token."""
+def load_log_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
+    """Log2 decays [64, 64] of rows, 0 for those that are not the first step of a token."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
     mask = r < stop - start
     if STEPS > 1:
         mask = mask & ((start + r) % STEPS == 0)
     g = gl.load(addresses(log_decay, start, column, stride, OCTETS, STEPS), mask=mask, other=0.0)
-    return exp2(g.to(gl.float32) * LOG2E)
+    return gl.maximum(g.to(gl.float32) * LOG2E, LEAST)
+
+
+@gluon.jit
+def load_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
+    """Decays e^g [64, 64] of rows, 1 for those that are not the first step of a token."""
+    return exp2(load_log_decays(log_decay, start, column, stop, stride, STEPS))
 
 
 @gluon.jit

@@ -32,6 +32,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ...gpu.gluon_exponents import (
+    allocate_middles,
+    apart,
+    exponent_after,
+    exponent_before,
+    power,
+    times,
+    whole_and_rest,
+)
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
@@ -55,21 +64,10 @@ from ...gpu.gluon_tiles import (
     segment_of,
     store_rows,
 )
-from .hopper_vector_halves import (
-    apart,
-    exponent_after,
-    exponent_before,
-    gradients_by_halves,
-    lower_triangle,
-    power,
-    scores_by_halves,
-    times,
-    whole_and_rest,
-)
+from .hopper_vector_halves import gradients_by_halves, lower_triangle, scores_by_halves
 from .hopper_vector_sums import (
     LEAST,
     LOG2E,
-    allocate_middles,
     allocate_points,
     at_end,
     at_start,

@@ -12,8 +12,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ....gpu.gluon_exponents import (
+    SAFE,
+    allocate_middles,
+    apart,
+    either,
+    exponent_after,
+    exponent_before,
+    exponent_either,
+    first_halves,
+    near_marks,
+    plus,
+    square,
+    store_all_middles,
+    times,
+    whole_and_rest,
+)
+from ....gpu.gluon_exponents import middles as middles_of_level
 from ....gpu.gluon_halves import (
-    LINE,
+    LEAST,
     LOG2E,
     OCTETS,
     UNSCALED,
@@ -22,9 +39,12 @@ from ....gpu.gluon_halves import (
     columns,
     copy_rows,
     copy_square,
+    exp2,
     from_start,
+    in_blocks,
     is_second,
     load_decays,
+    load_log_decays,
     of_chunk,
     rows,
     separated,
@@ -33,10 +53,11 @@ from ....gpu.gluon_halves import (
     store_rows,
     to_end,
 )
-from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, barrier
+from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, barrier, distance
 
-LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+EIGHTS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [1, 8], [1, 0]))  # every warp has all of [8, 64]
 
 
 @gluon.jit
@@ -56,6 +77,54 @@ def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.con
     elif ERASE:
         A = a_s.load(LAYOUT).to(gl.float32)
     return A
+
+
+@gluon.jit
+def store_middle_marks(middles, ends_s):
+    """Store the reference points for the sums of the decays of blocks of 8 tokens.
+
+    Returns:
+        The sum of all decays of a chunk [64], and whether a channel is too steep for one reference in 16 tokens.
+    """
+    g = ends_s.load(EIGHTS)
+    store_all_middles(middles, gl.associative_scan(g, 0, plus))
+    return gl.sum(g, 0), gl.min(gl.min(g, 0), 0) < -SAFE
+
+
+@gluon.jit
+def products_of_level(tiles, middles, one, other, LEVEL: gl.constexpr, BEFORE: gl.constexpr):
+    """Return the products of queries and of erase keys with keys, for pairs that a level separates."""
+    read, written, erased, n, before = tiles
+    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
+    first = first_halves(LEVEL, PAIRS)
+    marks = middles_of_level(n, first, middles, LEVEL, PAIRS)
+    e = exponent_either(n, marks, first)
+    one.store(times(either(read, written, first), e))
+    if BEFORE:
+        e = exponent_either(gl.where(first == 0, before, n), marks, first)
+    other.store(times(either(erased, written, first), e))
+    fence_async_shared()
+    barrier()
+    of_q, of_a = square(one, zeros), square(other, zeros)
+    of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
+    return of_q, of_a
+
+
+@gluon.jit
+def products_nearby(tiles, middles, one, other, earlier):
+    """Return the products for pairs in blocks of 16 tokens, with one reference point in the middle of each block."""
+    read, written, erased, n, before = tiles
+    zeros = gl.zeros([64, 64], gl.float32, PAIRS)
+    mark = near_marks(n, middles, False, PAIRS)
+    one.store(times(read, exponent_after(n, mark)))
+    other.store(times(erased, exponent_after(before, mark)))
+    earlier.store(times(written, exponent_before(n, near_marks(n, middles, True, PAIRS))))
+    fence_async_shared()
+    barrier()
+    of_q = warpgroup_mma(one, earlier.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    of_a = warpgroup_mma(other, earlier.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
+    return of_q, of_a
 
 
 @gluon.jit
@@ -88,12 +157,14 @@ def pair_products(
     HEADS: gl.constexpr = M // R  # of q and k
     head = ((m // (E * R)) * E + m % E) * K
     ERASE: gl.constexpr = erase is not None
+    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, OCTETS)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
-    decays_s = gl.allocate_shared_memory(gl.float16, [12 if BEFORE else 6, 64, 64], SHARED)
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [3 if ERASE or BEFORE else 2, 64, 64], SHARED)
-    totals_s = gl.allocate_shared_memory(gl.float32, [512], FLAT)
+    a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    exponents_s = gl.allocate_shared_memory(gl.int16, [2 if BEFORE else 1, 64, 64], SHARED)
+    factors_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8, 64], LINES)
+    middles = allocate_middles(64)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     P, L = zeros, zeros
     for block in range(K // 64):
@@ -104,47 +175,56 @@ def pair_products(
         if ERASE:
             copy_rows(a_s, erase, token, column, stop, M * K)
         async_copy.commit_group()
-        decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
-        until, after, past = store_factors(decays_s, totals_s, decay, BEFORE)
+        g = load_log_decays(log_decay, token, column, stop, M * K, STEPS)
+        b = gl.associative_scan(g, 0, plus)
+        ends_s.store(gl.sum(in_blocks(g, 8), 1))
         async_copy.wait_group(0)
+        barrier()
+        last, steep = store_middle_marks(middles, ends_s)
+        last = gl.convert_layout(last, OF_CHANNELS)
+        gl.store(total + (tile * K + block * 64 + gl.arange(0, 64, OF_CHANNELS)), exp2(last))
+        n, rest = whole_and_rest(b)
+        factor = exp2(rest)
+        start = gl.zeros([64, 64], gl.int16, OCTETS) + 127  # of the chunk, as a reference point
+        read = (q_s.load(OCTETS).to(gl.float32) * (factor * scale)).to(gl.bfloat16)
+        q_s.store(read)
+        store_rows(read_q, token, column, stop, M * K, times(read, exponent_after(n, start)), STEPS)
+        Kk = k_s.load(OCTETS).to(gl.float32)
+        store_rows(keep, token, column, stop, M * K, Kk * exp2(gl.expand_dims(last, 0) - b))
+        A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS)
+        k_s.store((Kk * exp2(-rest)).to(gl.bfloat16))
+        exponents_s.index(0).store(n)
+        if BEFORE:
+            n, rest = whole_and_rest(b - g)
+            factor = exp2(rest)
+            exponents_s.index(1).store(n)
+        if beta is not None:
+            A = A * strength(beta, token, stop, m, M, OCTETS)
+        erased = (A * factor).to(gl.bfloat16)
+        a_s.store(erased)
+        store_rows(read_a, token, column, stop, M * K, times(erased, exponent_after(n, start)))
         fence_async_shared()
         barrier()
-        # the pairs of a token with itself, which do not decay
-        itself = warpgroup_mma(q_s, k_s.permute((1, 0)), P, is_async=True)
-        entering = from_start(until, totals_s)
-        store_rows(read_q, token, column, stop, M * K, q_s.load(OCTETS).to(gl.float32) * (entering * scale), STEPS)
-        Kk = k_s.load(OCTETS).to(gl.float32)
-        store_rows(keep, token, column, stop, M * K, Kk * to_end(after, totals_s))
-        if BEFORE:
-            entering = from_start(past, totals_s)
-        if beta is not None:
-            entering = entering * strength(beta, token, stop, m, M, OCTETS)
-        store_rows(read_a, token, column, stop, M * K, as_read(k_s, a_s, ERASE, PRODUCT, OCTETS) * entering)
-        P = gl.where(rows() == columns(), warpgroup_mma_wait(0, deps=[itself]), P)
-        for level in range(6):
-            factor = decays_s.index(level).load(PAIRS).to(gl.float32)
-            barrier()
-            factors_s.index(0).store((k_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
-            factors_s.index(1).store((q_s.load(PAIRS).to(gl.float32) * factor).to(gl.bfloat16))
-            if BEFORE:
-                factor = decays_s.index(6 + level).load(PAIRS).to(gl.float32)
-            if ERASE or BEFORE:
-                factors_s.index(2).store((as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * factor).to(gl.bfloat16))
-            fence_async_shared()
-            barrier()
-            earlier = factors_s.index(0).permute((1, 0))
-            of_q = warpgroup_mma(factors_s.index(1), earlier, P, is_async=True)
-            of_a = warpgroup_mma(factors_s.index(2 if ERASE or BEFORE else 0), earlier, L, is_async=True)
-            of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
-            here = separated(level) & (columns() < rows())
-            P, L = gl.where(here, of_q, P), gl.where(here, of_a, L)
-        of_keys = tile * K + block * 64 + gl.arange(0, 64, LINE)
-        gl.store(total + of_keys, of_chunk(totals_s, LINE))
-    if beta is not None:
-        L = L * strength(beta, token, stop, m, M, PAIRS)
-    gl.store(addresses(products, tile * 64, 0, 64, PAIRS), L * UNSCALED)
-    P = P * gl.where(rows() == columns(), scale, scale * UNSCALED)
-    gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), P)
+        n = exponents_s.index(0).load(PAIRS)
+        before = exponents_s.index(1).load(PAIRS) if BEFORE else n
+        inside = q_s.load(PAIRS), k_s.load(PAIRS), a_s.load(PAIRS), n, before
+        of_q, of_a = products_of_level(inside, middles, factors_s.index(0), factors_s.index(1), 0, BEFORE)
+        next_q, next_a = products_of_level(inside, middles, factors_s.index(2), factors_s.index(3), 1, BEFORE)
+        of_q, of_a = gl.where(apart() >= 32, of_q, next_q), gl.where(apart() >= 32, of_a, next_a)
+        if steep:
+            for level in gl.static_range(2, 6):
+                one, other = factors_s.index(level % 2 * 2), factors_s.index(level % 2 * 2 + 1)
+                next_q, next_a = products_of_level(inside, middles, one, other, level, BEFORE)
+                here = apart() >= (32 >> (level - 1))
+                of_q, of_a = gl.where(here, of_q, next_q), gl.where(here, of_a, next_a)
+            itself = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            of_q = gl.where(apart() == 0, warpgroup_mma_wait(0, deps=[itself]), of_q)
+        else:
+            next_q, next_a = products_nearby(inside, middles, factors_s.index(0), factors_s.index(1), k_s)
+            of_q, of_a = gl.where(apart() >= 16, of_q, next_q), gl.where(apart() >= 16, of_a, next_a)
+        P, L = P + of_q, L + of_a
+    gl.store(addresses(products, tile * 64, 0, 64, PAIRS), gl.where(distance() > 0, L, 0.0))
+    gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), gl.where(distance() >= 0, P, 0.0))
 
 
 @gluon.jit
