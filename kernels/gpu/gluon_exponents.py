@@ -14,36 +14,33 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from .gluon_tiles import OF_COLUMNS, OF_ROWS, opaque
 
 SAFE = gl.constexpr(100.0)  # largest exponent, in log2, of a factor around one reference
-BLOCK_MARKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
 def allocate_middles(K: gl.constexpr):
-    """Allocate memory for 128 + m and 127 − m, for whole numbers m near the sums up to the middle of blocks of 64, 32
-    and 16 tokens.
+    """Allocate memory for whole numbers near the sums up to the middle of blocks of 64, 32 and 16 tokens.
+
+    Each level has a row of them for each block of 16 tokens.
     """
-    chunk = gl.allocate_shared_memory(gl.int16, [1, 2, K], BLOCK_MARKS)
-    halves = gl.allocate_shared_memory(gl.int16, [2, 2, K], BLOCK_MARKS)
-    quarters = gl.allocate_shared_memory(gl.int16, [4, 2, K], BLOCK_MARKS)
-    return chunk, halves, quarters
+    return gl.allocate_shared_memory(gl.int16, [3, 4, K], LINES)
 
 
 @gluon.jit
-def store_middles(marks, b, LEVEL: gl.constexpr):
-    BLOCKS: gl.constexpr = 1 << LEVEL
-    x = gl.reshape(b, [BLOCKS, 8 // BLOCKS, b.shape[1]])
-    LAYOUT: gl.constexpr = x.type.layout
-    eighth = gl.arange(0, 8 // BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    middle = gl.expand_dims(gl.expand_dims(eighth, 0), 2) == 4 // BLOCKS - 1
-    m = gl.sum(gl.where(middle, x, 0.0), 1)
-    marks.store(gl.permute(gl.join(128.0 + m, 127.0 - m).to(gl.int16), (0, 2, 1)))
+def store_middles(middles, b, LAYOUT: gl.constexpr):
+    """Store what `allocate_middles` allocates.
 
-
-@gluon.jit
-def store_all_middles(middles, b):
-    """Store what `allocate_middles` allocates, for the sums b [8,K] up to the end of each block of 8 tokens."""
+    Args:
+        middles: That memory.
+        b: Sums of decays up to the end of each block of 8 tokens [8,K].
+        LAYOUT: Layout of [8,4,K] in which b is broadcast without exchanges.
+    """
+    n = gl.expand_dims(gl.convert_layout(whole_and_rest(b)[0], gl.SliceLayout(1, LAYOUT)), 1).to(gl.int32)
+    eighth = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
+    quarter = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     for level in gl.static_range(3):
-        store_middles(middles[level], gl.floor(b), level)
+        middle = (quarter * 2 >> (3 - level) << (3 - level)) + ((4 >> level) - 1)
+        middles.index(level).store(gl.sum(gl.where(eighth == middle, n, 0), 0).to(gl.int16))
 
 
 @gluon.jit
@@ -104,46 +101,37 @@ def either(q, k, first):
 
 
 @gluon.jit
-def mark_in_eights(n, first, LEVEL: gl.constexpr):
-    """Return the marks of `middles` for blocks of at most 8 tokens, which are in lanes of one warp."""
-    if LEVEL == 3:
-        asm: gl.constexpr = (
-            "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 12, 0x031f, 0xffffffff; xor.b32 $0, $0, m; "
-            "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
-        )
-    elif LEVEL == 4:
-        asm: gl.constexpr = (  # type: ignore[no-redef]
-            "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 4, 0x131f, 0xffffffff; xor.b32 $0, $0, m; "
-            "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
-        )
-    else:
-        asm: gl.constexpr = (  # type: ignore[no-redef]
-            "{.reg .b32 m; not.b32 m, $2; shfl.sync.idx.b32 $0, $1, 0, 0x1b1f, 0xffffffff; xor.b32 $0, $0, m; "
-            "mov.b32 m, 0x00800080; add.s16x2 $0, $0, m;}"
-        )
-    return gl.inline_asm_elementwise(asm, "=&r,r,r", [n, first], dtype=gl.int16, is_pure=True, pack=2)
+def mark_of(m, first):
+    """Return 127 − m for `exponent_either`, or where `first` is −1 rather than 0, 128 + m."""
+    asm: gl.constexpr = "{.reg .b32 z; not.b32 z, $2; xor.b32 $0, $1, z; mov.b32 z, 0x00800080; add.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=&r,r,r", [m, first], dtype=gl.int16, is_pure=True, pack=2)
 
 
 @gluon.jit
-def first_halves(LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+def middle_inside(n, level):
+    """Return n in the middle of each token's block of a level from 3 on, whose tokens are in lanes of one warp."""
+    LAYOUT: gl.constexpr = n.type.layout
+    zero = gl.zeros(n.shape, gl.int16, LAYOUT)
+    lane = zero + gl.where(level == 3, 12, gl.where(level == 4, 4, 0)).to(gl.int16)
+    kept = zero + gl.where(level == 3, 0x031F, gl.where(level == 4, 0x131F, 0x1B1F)).to(gl.int16)
+    asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, $3, 0xffffffff;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [n, lane, kept], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def first_halves(level, LAYOUT: gl.constexpr):
     """Return −1 for tokens in the first half of a block of a level and 0 for others, as a column."""
     r = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
-    return gl.expand_dims(((r >> (5 - LEVEL) & 1) - 1).to(gl.int16), 1)
+    return gl.expand_dims(((r >> (5 - level) & 1) - 1).to(gl.int16), 1)
 
 
 @gluon.jit
-def middles(n, first, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return 128 + m for tokens of first halves and 127 − m for others, m being n in the middle of a token's block."""
-    if LEVEL > 2:
-        at = mark_in_eights(n, first, LEVEL)
-    else:
-        BLOCKS: gl.constexpr = 1 << LEVEL
-        K: gl.constexpr = n.shape[1]
-        x = gl.reshape(n, [BLOCKS, 2, 32 // BLOCKS, K])
-        HALVES: gl.constexpr = x.type.layout
-        at = repeated(gl.expand_dims(marks[LEVEL].load(gl.SliceLayout(2, HALVES)), 2), x)
-        at = gl.convert_layout(gl.reshape(at, [64, K]), LAYOUT)
-    return at
+def middle_across(n, middles, level):
+    """Return whole numbers near the sums up to the middle of each token's block of a level up to 2."""
+    LAYOUT: gl.constexpr = n.type.layout
+    x = gl.reshape(n, [4, 16, n.shape[1]])
+    row = middles.index(level).load(gl.SliceLayout(1, x.type.layout))
+    return gl.convert_layout(gl.reshape(repeated(gl.expand_dims(row, 1), x), n.shape), LAYOUT)
 
 
 @gluon.jit
@@ -153,23 +141,21 @@ def repeated(row, x):
 
 
 @gluon.jit
-def around_middle(queries, keys, n, marks, LEVEL: gl.constexpr, LAYOUT: gl.constexpr):
+def around_middle(queries, keys, n, middle, level):
     """Return queries of the second halves of blocks and keys of the first, times the decays between them and the
     boundary, and the exponents of these decays.
     """
-    first = first_halves(LEVEL, LAYOUT)
-    e = exponent_either(n, middles(n, first, marks, LEVEL, LAYOUT), first)
+    first = first_halves(level, n.type.layout)
+    e = exponent_either(n, mark_of(middle, first), first)
     return times(either(queries, keys, first), e), e
 
 
 @gluon.jit
-def near_marks(n, marks, FIRST: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the marks of the first or second halves of blocks of 16 tokens for all of their tokens."""
-    K: gl.constexpr = n.shape[1]
-    x = gl.reshape(n, [4, 16, K])
-    BLOCKS: gl.constexpr = x.type.layout
-    row = marks[2].slice(0 if FIRST else 1, 1, 1)
-    return gl.convert_layout(gl.reshape(repeated(row.load(BLOCKS), x), [64, K]), LAYOUT)
+def near_middle(queries, keys, n, middle):
+    """Return queries and keys times the decays between them and the middle of their block, and the exponents."""
+    zero = gl.zeros(n.shape, gl.int16, n.type.layout)
+    after, before = exponent_after(n, mark_of(middle, zero)), exponent_before(n, mark_of(middle, zero - 1))
+    return times(queries, after), times(keys, before), after, before
 
 
 @gluon.jit

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, barrier, last_steps, opaque
+from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, at_tile, barrier, last_steps, opaque
 
 LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
@@ -49,11 +49,7 @@ def separated(level):
 @gluon.jit
 def addresses(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, STEPS: gl.constexpr = 1):
     """Addresses of the tile [64, 64] that begins at a row and a column; `STEPS` rows share a row of x."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
-    if STEPS > 1:
-        return x + ((start + r) // STEPS).to(gl.int64) * stride + (column + c)
-    return x + (start.to(gl.int64) * stride + column) + (r * stride + c)
+    return at_tile(x, start, column, stride, LAYOUT, 64, 64, STEPS)
 
 
 @gluon.jit

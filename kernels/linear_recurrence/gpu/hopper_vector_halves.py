@@ -15,13 +15,22 @@ from ...gpu.gluon_exponents import (
     exponent_after,
     exponent_before,
     first_halves,
-    near_marks,
+    middle_across,
+    middle_inside,
+    near_middle,
     power,
     square,
     times,
 )
 from ...gpu.gluon_tiles import PAIRS, barrier, distance
 from .hopper_vector_sums import at_end, at_start
+
+
+@gluon.jit
+def of_half(queries, keys, n, middles, LEVEL: gl.constexpr):
+    """Return the factors of a level's product."""
+    middle = middle_inside(n, LEVEL) if LEVEL > 2 else middle_across(n, middles, LEVEL)
+    return around_middle(queries, keys, n, middle, LEVEL)[0]
 
 
 @gluon.jit
@@ -33,8 +42,8 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
     """
     pairs = gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
-    one.store(around_middle(queries, keys, n, marks, 0, LAYOUT)[0])
-    other.store(around_middle(queries, keys, n, marks, 1, LAYOUT)[0])
+    one.store(of_half(queries, keys, n, marks, 0))
+    other.store(of_half(queries, keys, n, marks, 1))
     fence_async_shared()
     barrier()
     A, A1 = square(one, pairs), square(other, pairs)
@@ -44,12 +53,13 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
     A = gl.where(apart() >= 32, A, A1)
     barrier()
     if steep == 1:
-        one.store(times(queries, exponent_after(n, near_marks(n, marks, False, LAYOUT))))
-        other.store(times(keys, exponent_before(n, near_marks(n, marks, True, LAYOUT))))
+        near = near_middle(queries, keys, n, middle_across(n, marks, 2))
+        one.store(near[0])
+        other.store(near[1])
     else:
         for pair in gl.static_range(2):
-            one.store(around_middle(queries, keys, n, marks, 2 * pair + 2, LAYOUT)[0])
-            other.store(around_middle(queries, keys, n, marks, 2 * pair + 3, LAYOUT)[0])
+            one.store(of_half(queries, keys, n, marks, 2 * pair + 2))
+            other.store(of_half(queries, keys, n, marks, 2 * pair + 3))
             fence_async_shared()
             barrier()
             A1, A2 = square(one, pairs), square(other, pairs)
@@ -66,35 +76,26 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
 
 
 @gluon.jit
-def at_level(D, LEVEL: gl.constexpr):
-    """Return D with zeros for pairs that another level separates."""
-    return gl.where(apart() >> (5 - LEVEL) == 1, D, gl.zeros([64, 64], gl.bfloat16, PAIRS))
-
-
-@gluon.jit
 def gradients_of_level(
-    read_s, written_s, exponents_s, marks, pairs_s, change_s, scores_s, tile_s, LEVEL: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    read_s, written_s, n, middle, pairs_s, change_s, scores_s, tile_s, dQ, dK, level, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Return the part of a level's pairs in the gradients of queries and keys, and put their scores into `scores_s`."""
-    n = exponents_s.load(LAYOUT)
-    tile, e = around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, marks, LEVEL, LAYOUT)
+    """Add the part of a level's pairs to the gradients of queries and keys, and put their scores into `scores_s`."""
+    tile, e = around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, middle, level)
     tile_s.store(tile)
-    change_s.store(at_level(pairs_s.load(PAIRS), LEVEL))
+    here = apart() >> (5 - level) == 1
+    change_s.store(gl.where(here, pairs_s.load(PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)))
     fence_async_shared()
     barrier()
     A = square(tile_s, gl.zeros([64, 64], gl.float32, PAIRS))
     channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
     change = warpgroup_mma(change_s, tile_s, channels, use_acc=False, is_async=True)
     A = warpgroup_mma_wait(1, deps=[A]).to(gl.bfloat16)
-    if LEVEL > 0:
-        A = gl.where(apart() >> (5 - LEVEL) == 1, A, scores_s.load(PAIRS))
-    scores_s.store(A)
+    scores_s.store(gl.where(here, A, scores_s.load(PAIRS)))
     change = warpgroup_mma_wait(0, deps=[change])
     barrier()
     change *= power(e)
-    second = first_halves(LEVEL, LAYOUT) == 0
-    return gl.where(second, change, 0.0), gl.where(second, 0.0, change)
+    first = gl.where(first_halves(level, LAYOUT) == 0, 0.0, 1.0)
+    return dQ + change * (1.0 - first), dK + change * first
 
 
 @gluon.jit
@@ -113,37 +114,36 @@ def gradients_by_halves(
     D = gl.where(distance() > 0, D, warpgroup_mma_wait(0, deps=[swapped]))
     barrier()
     pairs_s.store(D.to(gl.bfloat16))
-    inside = read_s, written_s, exponents_s, marks, pairs_s, scores_s, lower_s
-    dQ, dK = gradients_of_level(*inside, enter_s, 0, LAYOUT)
-    to_q, to_k = gradients_of_level(*inside, leave_s, 1, LAYOUT)
-    dQ += to_q
-    dK += to_k
+    room = pairs_s, scores_s, lower_s, enter_s
+    dQ = gl.zeros(exponents_s.load(LAYOUT).shape, gl.float32, LAYOUT)
+    dK = dQ
+    for level in range(1 + steep):
+        n = exponents_s.load(LAYOUT)
+        dQ, dK = gradients_of_level(read_s, written_s, n, middle_across(n, marks, level), *room, dQ, dK, level, LAYOUT)
     if steep == 1:
         n = exponents_s.load(LAYOUT)
         channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
-        of_queries = exponent_after(n, near_marks(n, marks, False, LAYOUT))
-        of_keys = exponent_before(n, near_marks(n, marks, True, LAYOUT))
-        enter_s.store(times(read_s.load(LAYOUT), of_queries))
-        leave_s.store(times(written_s.load(LAYOUT), of_keys))
+        near = near_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, middle_across(n, marks, 2))
+        enter_s.store(near[0])
+        leave_s.store(near[1])
         scores_s.store(gl.where((distance() > 0) & (apart() < 16), pairs_s.load(PAIRS), none))
         fence_async_shared()
         barrier()
-        near = warpgroup_mma(enter_s, leave_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        A = warpgroup_mma(enter_s, leave_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
         change = warpgroup_mma(scores_s, leave_s, channels, use_acc=False, is_async=True)
-        near = warpgroup_mma_wait(1, deps=[near]).to(gl.bfloat16)
-        lower_s.store(gl.where(apart() < 16, near, lower_s.load(PAIRS)))
+        A = warpgroup_mma_wait(1, deps=[A]).to(gl.bfloat16)
+        lower_s.store(gl.where(apart() < 16, A, lower_s.load(PAIRS)))
         change = warpgroup_mma_wait(0, deps=[change])
         barrier()
-        dQ += power(of_queries) * change
+        dQ += power(near[2]) * change
         change = warpgroup_mma(scores_s.permute((1, 0)), enter_s, channels, use_acc=False, is_async=True)
         change = warpgroup_mma_wait(0, deps=[change])
         barrier()
-        dK += power(of_keys) * change
+        dK += power(near[3]) * change
     else:
-        for level in gl.static_range(2, 6):
-            to_q, to_k = gradients_of_level(*inside, enter_s if level % 2 == 0 else leave_s, level, LAYOUT)
-            dQ += to_q
-            dK += to_k
+        for level in range(3, 6):
+            n = exponents_s.load(LAYOUT)
+            dQ, dK = gradients_of_level(read_s, written_s, n, middle_inside(n, level), *room, dQ, dK, level, LAYOUT)
         itself = warpgroup_mma(read_s, written_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
         itself = warpgroup_mma_wait(0, deps=[itself]).to(gl.bfloat16)
         lower_s.store(gl.where(apart() == 0, itself, lower_s.load(PAIRS)))

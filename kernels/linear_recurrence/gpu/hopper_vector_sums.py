@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_exponents import SAFE, plus, store_all_middles
+from ...gpu.gluon_exponents import SAFE, plus, store_middles
 from ...gpu.gluon_halves import store_parts
 from ...gpu.gluon_tiles import (
     COPY,
@@ -30,6 +30,7 @@ COPY_FEW_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0])
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
 LINE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 EIGHTS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [1, 0]))  # 8 numbers of a channel a thread
+OF_MIDDLES = gl.constexpr(gl.BlockedLayout([8, 4, 1], [1, 1, 32], [1, 1, 8], [2, 1, 0]))
 EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
@@ -147,7 +148,7 @@ def store_points(points, middles, ends):
     points[4].store((127.0 - enter).to(gl.int16))
     points[5].store((128.0 + leave).to(gl.int16))
     if middles is not None:
-        store_all_middles(middles, b)
+        store_middles(middles, b, OF_MIDDLES)
 
 
 @gluon.jit

@@ -16,19 +16,21 @@ from ....gpu.gluon_exponents import (
     SAFE,
     allocate_middles,
     apart,
+    around_middle,
     either,
     exponent_after,
-    exponent_before,
     exponent_either,
     first_halves,
-    near_marks,
+    mark_of,
+    middle_across,
+    middle_inside,
+    near_middle,
     plus,
     square,
-    store_all_middles,
+    store_middles,
     times,
     whole_and_rest,
 )
-from ....gpu.gluon_exponents import middles as middles_of_level
 from ....gpu.gluon_halves import (
     LEAST,
     LOG2E,
@@ -58,6 +60,7 @@ from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, barrie
 FACTORS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EIGHTS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [1, 8], [1, 0]))  # every warp has all of [8, 64]
+OF_MIDDLES = gl.constexpr(gl.BlockedLayout([8, 4, 2], [1, 1, 32], [1, 1, 8], [2, 1, 0]))
 
 
 @gluon.jit
@@ -80,51 +83,42 @@ def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.con
 
 
 @gluon.jit
-def store_middle_marks(middles, ends_s):
-    """Store the reference points for the sums of the decays of blocks of 8 tokens.
-
-    Returns:
-        The sum of all decays of a chunk [64], and whether a channel is too steep for one reference in 16 tokens.
-    """
-    g = ends_s.load(EIGHTS)
-    store_all_middles(middles, gl.associative_scan(g, 0, plus))
-    return gl.sum(g, 0), gl.min(gl.min(g, 0), 0) < -SAFE
-
-
-@gluon.jit
-def products_of_level(tiles, middles, one, other, LEVEL: gl.constexpr, BEFORE: gl.constexpr):
-    """Return the products of queries and of erase keys with keys, for pairs that a level separates."""
-    read, written, erased, n, before = tiles
+def products_of_level(inside, middle, one, other, of_q, of_a, level, BEFORE: gl.constexpr):
+    """Return the products of queries and of erase keys with keys, with those of a level for pairs that it separates."""
+    read, written, erased, n, before = inside
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
-    first = first_halves(LEVEL, PAIRS)
-    marks = middles_of_level(n, first, middles, LEVEL, PAIRS)
-    e = exponent_either(n, marks, first)
-    one.store(times(either(read, written, first), e))
+    tile, e = around_middle(read, written, n, middle, level)
+    one.store(tile)
+    first = first_halves(level, PAIRS)
     if BEFORE:
-        e = exponent_either(gl.where(first == 0, before, n), marks, first)
+        e = exponent_either(gl.where(first == 0, before, n), mark_of(middle, first), first)
     other.store(times(either(erased, written, first), e))
     fence_async_shared()
     barrier()
-    of_q, of_a = square(one, zeros), square(other, zeros)
-    of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
-    return of_q, of_a
+    next_q, next_a = square(one, zeros), square(other, zeros)
+    next_q, next_a = warpgroup_mma_wait(0, deps=[next_q, next_a])
+    barrier()
+    here = apart() >> (5 - level) == 1
+    return gl.where(here, next_q, of_q), gl.where(here, next_a, of_a)
 
 
 @gluon.jit
-def products_nearby(tiles, middles, one, other, earlier):
-    """Return the products for pairs in blocks of 16 tokens, with one reference point in the middle of each block."""
-    read, written, erased, n, before = tiles
+def products_nearby(inside, middle, one, other, earlier, of_q, of_a, BEFORE: gl.constexpr):
+    """Return such products with those of pairs in blocks of 16 tokens, for one reference point in each block."""
+    read, written, erased, n, before = inside
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
-    mark = near_marks(n, middles, False, PAIRS)
-    one.store(times(read, exponent_after(n, mark)))
-    other.store(times(erased, exponent_after(before, mark)))
-    earlier.store(times(written, exponent_before(n, near_marks(n, middles, True, PAIRS))))
+    read, written, after, _ = near_middle(read, written, n, middle)
+    one.store(read)
+    earlier.store(written)
+    if BEFORE:
+        after = near_middle(erased, erased, before, middle)[2]
+    other.store(times(erased, after))
     fence_async_shared()
     barrier()
-    of_q = warpgroup_mma(one, earlier.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    of_a = warpgroup_mma(other, earlier.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    of_q, of_a = warpgroup_mma_wait(0, deps=[of_q, of_a])
-    return of_q, of_a
+    next_q = warpgroup_mma(one, earlier.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    next_a = warpgroup_mma(other, earlier.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    next_q, next_a = warpgroup_mma_wait(0, deps=[next_q, next_a])
+    return gl.where(apart() < 16, next_q, of_q), gl.where(apart() < 16, next_a, of_a)
 
 
 @gluon.jit
@@ -162,7 +156,9 @@ def pair_products(
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     exponents_s = gl.allocate_shared_memory(gl.int16, [2 if BEFORE else 1, 64, 64], SHARED)
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [4, 64, 64], SHARED)
+    # separately, to avoid barriers between stores
+    one = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    other = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [8, 64], LINES)
     middles = allocate_middles(64)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
@@ -180,8 +176,10 @@ def pair_products(
         ends_s.store(gl.sum(in_blocks(g, 8), 1))
         async_copy.wait_group(0)
         barrier()
-        last, steep = store_middle_marks(middles, ends_s)
-        last = gl.convert_layout(last, OF_CHANNELS)
+        sums = ends_s.load(EIGHTS)
+        store_middles(middles, gl.associative_scan(sums, 0, plus), OF_MIDDLES)
+        last = gl.convert_layout(gl.sum(sums, 0), OF_CHANNELS)
+        steep = (gl.min(gl.min(sums, 0), 0) < -SAFE).to(gl.int32)  # whether one reference in 16 tokens does not do
         gl.store(total + (tile * K + block * 64 + gl.arange(0, 64, OF_CHANNELS)), exp2(last))
         n, rest = whole_and_rest(b)
         factor = exp2(rest)
@@ -208,20 +206,19 @@ def pair_products(
         n = exponents_s.index(0).load(PAIRS)
         before = exponents_s.index(1).load(PAIRS) if BEFORE else n
         inside = q_s.load(PAIRS), k_s.load(PAIRS), a_s.load(PAIRS), n, before
-        of_q, of_a = products_of_level(inside, middles, factors_s.index(0), factors_s.index(1), 0, BEFORE)
-        next_q, next_a = products_of_level(inside, middles, factors_s.index(2), factors_s.index(3), 1, BEFORE)
-        of_q, of_a = gl.where(apart() >= 32, of_q, next_q), gl.where(apart() >= 32, of_a, next_a)
-        if steep:
-            for level in gl.static_range(2, 6):
-                one, other = factors_s.index(level % 2 * 2), factors_s.index(level % 2 * 2 + 1)
-                next_q, next_a = products_of_level(inside, middles, one, other, level, BEFORE)
-                here = apart() >= (32 >> (level - 1))
-                of_q, of_a = gl.where(here, of_q, next_q), gl.where(here, of_a, next_a)
+        of_q, of_a = zeros, zeros
+        for level in range(2 + steep):
+            middle = middle_across(n, middles, level)
+            of_q, of_a = products_of_level(inside, middle, one, other, of_q, of_a, level, BEFORE)
+        if steep == 1:
+            for level in range(3, 6):
+                middle = middle_inside(n, level)
+                of_q, of_a = products_of_level(inside, middle, one, other, of_q, of_a, level, BEFORE)
             itself = warpgroup_mma(q_s, k_s.permute((1, 0)), zeros, use_acc=False, is_async=True)
             of_q = gl.where(apart() == 0, warpgroup_mma_wait(0, deps=[itself]), of_q)
         else:
-            next_q, next_a = products_nearby(inside, middles, factors_s.index(0), factors_s.index(1), k_s)
-            of_q, of_a = gl.where(apart() >= 16, of_q, next_q), gl.where(apart() >= 16, of_a, next_a)
+            middle = middle_across(n, middles, 2)
+            of_q, of_a = products_nearby(inside, middle, one, other, k_s, of_q, of_a, BEFORE)
         P, L = P + of_q, L + of_a
     gl.store(addresses(products, tile * 64, 0, 64, PAIRS), gl.where(distance() > 0, L, 0.0))
     gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), gl.where(distance() >= 0, P, 0.0))
