@@ -145,7 +145,8 @@ def around_middle(queries, keys, n, middle, level):
     """Return queries of the second halves of blocks and keys of the first, times the decays between them and the
     boundary, and the exponents of these decays.
     """
-    first = first_halves(level, n.type.layout)
+    LAYOUT: gl.constexpr = n.type.layout
+    first = first_halves(level, LAYOUT)
     e = exponent_either(n, mark_of(middle, first), first)
     return times(either(queries, keys, first), e), e
 
@@ -153,7 +154,8 @@ def around_middle(queries, keys, n, middle, level):
 @gluon.jit
 def near_middle(queries, keys, n, middle):
     """Return queries and keys times the decays between them and the middle of their block, and the exponents."""
-    zero = gl.zeros(n.shape, gl.int16, n.type.layout)
+    LAYOUT: gl.constexpr = n.type.layout
+    zero = gl.zeros(n.shape, gl.int16, LAYOUT)
     after, before = exponent_after(n, mark_of(middle, zero)), exponent_before(n, mark_of(middle, zero - 1))
     return times(queries, after), times(keys, before), after, before
 
