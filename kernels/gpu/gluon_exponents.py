@@ -94,6 +94,12 @@ def power(e):
 
 
 @gluon.jit
+def reciprocal(x):
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def either(q, k, first):
     """Return q, or k where `first` is −1 rather than 0."""
     asm: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xD8;"

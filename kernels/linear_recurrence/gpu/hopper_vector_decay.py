@@ -38,6 +38,7 @@ from ...gpu.gluon_exponents import (
     exponent_after,
     exponent_before,
     power,
+    reciprocal,
     times,
     whole_and_rest,
 )
@@ -322,12 +323,6 @@ def states(
 def of_tiles(a, b, c, d, i):
     """Return the i-th tile of each of four allocations."""
     return a.index(i), b.index(i), c.index(i), d.index(i)
-
-
-@gluon.jit
-def reciprocal(x):
-    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
-    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

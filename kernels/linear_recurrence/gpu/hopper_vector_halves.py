@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ...gpu.gluon_exponents import (
     apart,
     around_middle,
+    either,
     exponent_after,
     exponent_before,
     first_halves,
@@ -82,15 +83,15 @@ def gradients_of_level(
     """Add the part of a level's pairs to the gradients of queries and keys, and put their scores into `scores_s`."""
     tile, e = around_middle(read_s.load(LAYOUT), written_s.load(LAYOUT), n, middle, level)
     tile_s.store(tile)
-    here = apart() >> (5 - level) == 1
-    change_s.store(gl.where(here, pairs_s.load(PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)))
+    others = gl.where(apart() >> (5 - level) == 1, 0, -1).to(gl.int16)
+    change_s.store(either(pairs_s.load(PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS), others))
     fence_async_shared()
     barrier()
     A = square(tile_s, gl.zeros([64, 64], gl.float32, PAIRS))
     channels = gl.zeros([64, n.shape[1]], gl.float32, LAYOUT)
     change = warpgroup_mma(change_s, tile_s, channels, use_acc=False, is_async=True)
     A = warpgroup_mma_wait(1, deps=[A]).to(gl.bfloat16)
-    scores_s.store(gl.where(here, A, scores_s.load(PAIRS)))
+    scores_s.store(either(A, scores_s.load(PAIRS), others))
     change = warpgroup_mma_wait(0, deps=[change])
     barrier()
     change *= power(e)

@@ -26,6 +26,8 @@ from ....gpu.gluon_exponents import (
     middle_inside,
     near_middle,
     plus,
+    power,
+    reciprocal,
     square,
     store_middles,
     times,
@@ -35,29 +37,20 @@ from ....gpu.gluon_halves import (
     LEAST,
     LOG2E,
     OCTETS,
-    UNSCALED,
-    add_twice,
     addresses,
     columns,
     copy_rows,
     copy_square,
     exp2,
-    from_start,
     in_blocks,
-    is_second,
-    load_decays,
     load_log_decays,
-    of_chunk,
     rows,
-    separated,
-    store_factors,
-    store_parts,
     store_rows,
-    to_end,
+    truncated,
 )
 from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, barrier, distance
 
-FACTORS = gl.constexpr(gl.NVMMASharedLayout(128, 32, 2))
+OF_CHANNELS = gl.constexpr(gl.SliceLayout(0, OCTETS))
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EIGHTS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [1, 8], [1, 0]))  # every warp has all of [8, 64]
 OF_MIDDLES = gl.constexpr(gl.BlockedLayout([8, 4, 2], [1, 1, 32], [1, 1, 8], [2, 1, 0]))
@@ -80,6 +73,30 @@ def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.con
     elif ERASE:
         A = a_s.load(LAYOUT).to(gl.float32)
     return A
+
+
+@gluon.jit
+def sums_of_chunk(ends_s, middles, g):
+    """Store the reference points of log2 decays g in the layout `OCTETS`, once all copies have arrived.
+
+    Returns:
+        The sums of the decays up to each token, those of the chunk [64], and 1 if a channel is too steep for one
+        reference point in 16 tokens, else 0.
+    """
+    b = gl.associative_scan(g, 0, plus)
+    ends_s.store(gl.sum(in_blocks(g, 8), 1))
+    async_copy.wait_group(0)
+    barrier()
+    sums = ends_s.load(EIGHTS)
+    store_middles(middles, gl.associative_scan(sums, 0, plus), OF_MIDDLES)
+    steep = gl.min(gl.min(sums, 0), 0) < -SAFE
+    return b, gl.convert_layout(gl.sum(sums, 0), OF_CHANNELS), steep.to(gl.int32)
+
+
+@gluon.jit
+def at_start(LAYOUT: gl.constexpr):
+    """Return the reference point before the first token, for `exponent_after`."""
+    return gl.zeros([64, 64], gl.int16, LAYOUT) + 127
 
 
 @gluon.jit
@@ -151,7 +168,6 @@ def pair_products(
     HEADS: gl.constexpr = M // R  # of q and k
     head = ((m // (E * R)) * E + m % E) * K
     ERASE: gl.constexpr = erase is not None
-    OF_CHANNELS: gl.constexpr = gl.SliceLayout(0, OCTETS)
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
@@ -172,21 +188,13 @@ def pair_products(
             copy_rows(a_s, erase, token, column, stop, M * K)
         async_copy.commit_group()
         g = load_log_decays(log_decay, token, column, stop, M * K, STEPS)
-        b = gl.associative_scan(g, 0, plus)
-        ends_s.store(gl.sum(in_blocks(g, 8), 1))
-        async_copy.wait_group(0)
-        barrier()
-        sums = ends_s.load(EIGHTS)
-        store_middles(middles, gl.associative_scan(sums, 0, plus), OF_MIDDLES)
-        last = gl.convert_layout(gl.sum(sums, 0), OF_CHANNELS)
-        steep = (gl.min(gl.min(sums, 0), 0) < -SAFE).to(gl.int32)  # whether one reference in 16 tokens does not do
+        b, last, steep = sums_of_chunk(ends_s, middles, g)
         gl.store(total + (tile * K + block * 64 + gl.arange(0, 64, OF_CHANNELS)), exp2(last))
         n, rest = whole_and_rest(b)
         factor = exp2(rest)
-        start = gl.zeros([64, 64], gl.int16, OCTETS) + 127  # of the chunk, as a reference point
         read = (q_s.load(OCTETS).to(gl.float32) * (factor * scale)).to(gl.bfloat16)
         q_s.store(read)
-        store_rows(read_q, token, column, stop, M * K, times(read, exponent_after(n, start)), STEPS)
+        store_rows(read_q, token, column, stop, M * K, times(read, exponent_after(n, at_start(OCTETS))), STEPS)
         Kk = k_s.load(OCTETS).to(gl.float32)
         store_rows(keep, token, column, stop, M * K, Kk * exp2(gl.expand_dims(last, 0) - b))
         A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS)
@@ -200,7 +208,7 @@ def pair_products(
             A = A * strength(beta, token, stop, m, M, OCTETS)
         erased = (A * factor).to(gl.bfloat16)
         a_s.store(erased)
-        store_rows(read_a, token, column, stop, M * K, times(erased, exponent_after(n, start)))
+        store_rows(read_a, token, column, stop, M * K, times(erased, exponent_after(n, at_start(OCTETS))))
         fence_async_shared()
         barrier()
         n = exponents_s.index(0).load(PAIRS)
@@ -225,54 +233,58 @@ def pair_products(
 
 
 @gluon.jit
-def in_pairs(room, x):
-    """x in the layout `PAIRS`."""
+def gradients_of_level(inside, middle, room, dQ, dA, dK, level, BEFORE: gl.constexpr):
+    """Add what pairs that a level separates contribute to the gradients of queries, erase keys and keys."""
+    q_s, k_s, a_s, n, before = inside
+    of_q_s, of_a_s, pairs_q, pairs_a, kept_q, kept_a = room
+    zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
+    written = k_s.load(PAIRS)
+    tile, e = around_middle(q_s.load(PAIRS), written, n, middle, level)
+    of_q_s.store(tile)
+    first, e_a = first_halves(level, PAIRS), e
+    if BEFORE:
+        e_a = exponent_either(gl.where(first == 0, before, n), mark_of(middle, first), first)
+    of_a_s.store(times(either(a_s.load(PAIRS), written, first), e_a))
+    others = gl.where(apart() >> (5 - level) == 1, 0, -1).to(gl.int16)
+    kept_q.store(either(pairs_q.load(PAIRS), none, others))
+    kept_a.store(either(pairs_a.load(PAIRS), none, others))
+    fence_async_shared()
     barrier()
-    room.store(x)
+    to_q = warpgroup_mma(kept_q, of_q_s, zeros, use_acc=False, is_async=True)
+    to_a = warpgroup_mma(kept_a, of_a_s, zeros, use_acc=False, is_async=True)
+    to_q, to_a = warpgroup_mma_wait(0, deps=[to_q, to_a])
     barrier()
-    return room.load(PAIRS)
+    to_q *= power(e)
+    to_a *= power(e_a)
+    second = gl.where(first == 0, 1.0, 0.0)
+    return dQ + to_q * second, dA + to_a * second, dK + (to_q + to_a) * (1.0 - second)
 
 
 @gluon.jit
-def with_pairs(
-    pairs_s, q_s, k_s, a_s, factors_s, decays_s, write, dX, dK, reach, by_erasing,
-    ERASING: gl.constexpr, ERASE: gl.constexpr, BEFORE: gl.constexpr, PRODUCT: gl.constexpr,
-):  # fmt: skip
-    """Add what pairs of tokens contribute to the gradients of queries or erase keys, of keys and of decays.
-
-    In `reach` the two parts of a pair cancel exactly for later decays, since both take the factors as the products take
-    them, rounded to bf16.
-    """
-    for level in range(6):
-        second = is_second(level)
-        factor = decays_s.index(level).load(PAIRS).to(gl.float32)
-        if ERASING:
-            X = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write
-            if BEFORE:
-                factor = gl.where(second, decays_s.index(6 + level).load(PAIRS).to(gl.float32), factor)
-        else:
-            X = q_s.load(PAIRS).to(gl.float32)
-        pairs = pairs_s.load(PAIRS)
-        X = gl.where(second, X, k_s.load(PAIRS).to(gl.float32))
-        barrier()
-        factors_s.index(1).store((X * factor).to(gl.bfloat16))
-        factors_s.index(0).store(gl.where(separated(level), pairs, gl.zeros([64, 64], gl.bfloat16, PAIRS)))
-        fence_async_shared()
-        barrier()
-        # rows of second halves from the product with the pairs, those of first halves from that with their transpose
-        other = gl.zeros([64, 64], gl.float32, PAIRS)
-        other = warpgroup_mma(factors_s.index(0), factors_s.index(1), other, use_acc=False, is_async=True)
-        other = warpgroup_mma(factors_s.index(0).permute((1, 0)), factors_s.index(1), other, is_async=True)
-        other = warpgroup_mma_wait(0, deps=[other])
-        of_second = gl.where(second, UNSCALED, 0.0)
-        past = factors_s.index(1).load(PAIRS).to(gl.float32) * other
-        reach = reach + past * gl.where(second, UNSCALED, -UNSCALED)
-        if ERASING and BEFORE:
-            by_erasing = by_erasing + past * of_second
-        other = other * factor
-        dX = dX + other * of_second
-        dK = dK + other * gl.where(second, 0.0, UNSCALED)
-    return dX, dK, reach, by_erasing
+def gradients_nearby(inside, middle, room, later_s, dQ, dA, dK, BEFORE: gl.constexpr):
+    """Add what pairs in blocks of 16 tokens contribute, for one reference point in each block."""
+    q_s, k_s, a_s, n, before = inside
+    of_q_s, of_a_s, pairs_q, pairs_a, kept_q, kept_a = room
+    zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
+    read, written, after, until = near_middle(q_s.load(PAIRS), k_s.load(PAIRS), n, middle)
+    of_q_s.store(read)
+    later_s.store(written)
+    after_a = after
+    if BEFORE:
+        after_a = exponent_after(before, mark_of(middle, gl.zeros([64, 64], gl.int16, PAIRS)))
+    of_a_s.store(times(a_s.load(PAIRS), after_a))
+    others = gl.where((apart() < 16) & (distance() > 0), 0, -1).to(gl.int16)
+    kept_q.store(either(pairs_q.load(PAIRS), none, others))
+    kept_a.store(either(pairs_a.load(PAIRS), none, others))
+    fence_async_shared()
+    barrier()
+    to_q = warpgroup_mma(kept_q, later_s, zeros, use_acc=False, is_async=True)
+    to_a = warpgroup_mma(kept_a, later_s, zeros, use_acc=False, is_async=True)
+    to_k = warpgroup_mma(kept_q.permute((1, 0)), of_q_s, zeros, use_acc=False, is_async=True)
+    to_k = warpgroup_mma(kept_a.permute((1, 0)), of_a_s, to_k, is_async=True)
+    to_q, to_a, to_k = warpgroup_mma_wait(0, deps=[to_q, to_a, to_k])
+    barrier()
+    return dQ + to_q * power(after), dA + to_a * power(after_a), dK + to_k * power(until)
 
 
 @gluon.jit
@@ -321,14 +333,20 @@ def gradients(
     q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
-    pairs_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    kept_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    totals_s = gl.allocate_shared_memory(gl.float32, [512], FLAT)
+    erased_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    exponents_s = gl.allocate_shared_memory(gl.int16, [2 if BEFORE else 1, 64, 64], SHARED)
+    rests_s = gl.allocate_shared_memory(gl.float16, [2 if BEFORE else 1, 64, 64], SHARED)
+    pairs_q = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    pairs_a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    ends_s = gl.allocate_shared_memory(gl.float32, [8, 64], LINES)
+    total_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
+    middles = allocate_middles(64)
     copy_rows(q_s, q, token, head, stop, HEADS * K, STEPS)
     copy_rows(k_s, k, token, head, stop, HEADS * K)
     if ERASE:
         copy_rows(a_s, erase, token, column, stop, M * K)
-    copy_square(pairs_s, dP, tile * 64, 0, 64)
+    copy_square(pairs_q, dP, tile * 64, 0, 64)
+    copy_square(pairs_a, dL, tile * 64, 0, 64)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     from_q, from_a, dK = zeros, zeros, zeros
     through = gl.zeros([64], gl.float32, OF_COLUMNS)
@@ -351,46 +369,77 @@ def gradients(
         through = through + gl.sum(S * dS, 0)
         from_q, from_a, dK = warpgroup_mma_wait(0, deps=[from_q, from_a, dK])
 
-    decays_s = gl.allocate_shared_memory(gl.float16, [12 if BEFORE else 6, 64, 64], SHARED)
-    decay = load_decays(log_decay, token, column, stop, M * K, STEPS)
-    until, after, past = store_factors(decays_s, totals_s, decay, BEFORE)
-    room = gl.allocate_shared_memory(gl.float32, [64, 64], FACTORS)
-    write = strength(beta, token, stop, m, M, PAIRS) if beta is not None else 1.0
-    entering = in_pairs(room, from_start(until, totals_s))
-    dQ = from_q * (entering * scale)
+    g = load_log_decays(log_decay, token, column, stop, M * K, STEPS)
+    b, last, steep = sums_of_chunk(ends_s, middles, g)
+    total_s.store(last)
+    n, rest = whole_and_rest(b)
+    factor = exp2(rest)
+    exponents_s.index(0).store(n)
+    rests_s.index(0).store(factor.to(gl.float16))
+    A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS)
+    q_s.store((q_s.load(OCTETS).to(gl.float32) * factor).to(gl.bfloat16))
+    k_s.store((k_s.load(OCTETS).to(gl.float32) * exp2(-rest)).to(gl.bfloat16))
     if BEFORE:
-        entering = in_pairs(room, from_start(past, totals_s))
-    dA = from_a * -entering
-    dK = dK * in_pairs(room, to_end(after, totals_s))
-    # the gradient of a decay is the sum of `reach` over its token and later ones, of `kept` over earlier ones, and
-    # `through`: sums without terms that cancel
-    kept_s.store((k_s.load(PAIRS).to(gl.float32) * dK).to(gl.bfloat16))
-    through = through * of_chunk(totals_s, OF_COLUMNS)
-    by_erasing = as_read(k_s, a_s, ERASE, PRODUCT, PAIRS) * write * dA
-    reach = q_s.load(PAIRS).to(gl.float32) * dQ + by_erasing
-    factors_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-    tiles = q_s, k_s, a_s, factors_s, decays_s, write
-    dQ, dK, reach, _ = with_pairs(pairs_s, *tiles, dQ, dK, reach, zeros, False, ERASE, BEFORE, PRODUCT)
+        n, rest = whole_and_rest(b - g)
+        factor = exp2(rest)
+        exponents_s.index(1).store(n)
+        rests_s.index(1).store(factor.to(gl.float16))
+    if beta is not None:
+        A = A * strength(beta, token, stop, m, M, OCTETS)
+    erased_s.store((A * factor).to(gl.bfloat16))
+    P = pairs_q.load(PAIRS) + pairs_q.permute((1, 0)).load(PAIRS)
+    L = pairs_a.load(PAIRS) + pairs_a.permute((1, 0)).load(PAIRS)
     barrier()
-    copy_square(pairs_s, dL, tile * 64, 0, 64)
-    async_copy.commit_group()
+    pairs_q.store(P)
+    pairs_a.store(L)
+    n = exponents_s.index(0).load(PAIRS)
+    before = exponents_s.index(1).load(PAIRS) if BEFORE else n
+    # The gradients are those of queries, keys and erase keys times the parts of their decays that are no powers of two.
+    dQ = from_q * (power(exponent_after(n, at_start(PAIRS))) * scale)
+    dA = from_a * -power(exponent_after(before, at_start(PAIRS)))
+    leaving = dK * exp2(gl.expand_dims(total_s.load(OF_COLUMNS), 0) - n.to(gl.float32))
+    through = through * exp2(total_s.load(OF_COLUMNS))
+    # separately, to avoid barriers between stores
+    of_q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    of_a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    later_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    kept_q = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    kept_a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    room = of_q_s, of_a_s, pairs_q, pairs_a, kept_q, kept_a
+    inside = q_s, k_s, erased_s, n, before
+    dK = zeros
+    for level in range(2 + steep):
+        dQ, dA, dK = gradients_of_level(inside, middle_across(n, middles, level), room, dQ, dA, dK, level, BEFORE)
+    if steep == 1:
+        for level in range(3, 6):
+            dQ, dA, dK = gradients_of_level(inside, middle_inside(n, level), room, dQ, dA, dK, level, BEFORE)
+    else:
+        dQ, dA, dK = gradients_nearby(inside, middle_across(n, middles, 2), room, later_s, dQ, dA, dK, BEFORE)
+    # The gradient of a decay is the sum of `reach` over its token and later ones, of what leaves over earlier ones, and
+    # `through`. In `reach` the two parts of a pair cancel exactly for later decays, since both take the factors as the
+    # products take them, rounded to bf16. A token paired with itself does not decay.
+    read, written = q_s.load(PAIRS).to(gl.float32), k_s.load(PAIRS).to(gl.float32)
+    by_erasing = erased_s.load(PAIRS).to(gl.float32) * dA
+    reach = read * dQ + by_erasing - written * dK
     r = gl.arange(0, 64, OF_ROWS)
     itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
-    store_rows(dq, token, column, stop, M * K, dQ + itself * k_s.load(PAIRS).to(gl.float32), STEPS)
-    dK = dK + itself * q_s.load(PAIRS).to(gl.float32)
-    async_copy.wait_group(0)
-    barrier()
-    dA, dK, reach, by_erasing = with_pairs(pairs_s, *tiles, dA, dK, reach, by_erasing, True, ERASE, BEFORE, PRODUCT)
+    rest = rests_s.index(0).load(PAIRS).to(gl.float32)
+    store_rows(dq, token, column, stop, M * K, (dQ + itself * written) * rest, STEPS)
+    dK = (dK + leaving + itself * read) * reciprocal(rest)
+    dA = dA * rests_s.index(1 if BEFORE else 0).load(PAIRS).to(gl.float32)
+    Kk = written * rest
     if dg is not None:
-        barrier()
-        ones_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
-        ones_s.index(0).store((columns() >= rows()).to(gl.bfloat16))
-        ones_s.index(1).store((columns() < rows()).to(gl.bfloat16))
-        store_parts(factors_s, reach)
+        later_s.store((written * leaving).to(gl.bfloat16))
+        kept_q.store((columns() >= rows()).to(gl.bfloat16))
+        kept_a.store((columns() < rows()).to(gl.bfloat16))
+        high = truncated(reach)
+        of_q_s.store(high.to(gl.bfloat16))
+        of_a_s.store((reach - high).to(gl.bfloat16))
         fence_async_shared()
         barrier()
-        sums = add_twice(ones_s.index(0), factors_s, zeros)
-        sums = warpgroup_mma(ones_s.index(1), kept_s, sums, is_async=True)
+        sums = warpgroup_mma(kept_q, of_a_s, zeros, use_acc=False, is_async=True)
+        sums = warpgroup_mma(kept_q, of_q_s, sums, is_async=True)
+        sums = warpgroup_mma(kept_a, later_s, sums, is_async=True)
         sums = warpgroup_mma_wait(0, deps=[sums]) + gl.expand_dims(through, 0)
         if BEFORE:
             sums = sums - by_erasing
@@ -401,14 +450,14 @@ def gradients(
         g = gl.load(at, mask=valid, other=0.0).to(gl.float32)
         sums = gl.where(g * LOG2E <= LEAST, 0.0, sums)  # nothing passes a reset
         gl.store(addresses(dg, token, column, M * K, PAIRS, STEPS), sums, mask=valid)
-    erased_by = a_s.load(PAIRS).to(gl.float32)
+    erased_by = a_s.load(PAIRS).to(gl.float32) if ERASE else Kk
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)
         gl.store(at, gl.sum(erased_by * dA, 1), mask=r < stop - token)
-        dA = dA * write
+        dA = dA * strength(beta, token, stop, m, M, PAIRS)
     if PRODUCT:
         dK = dK + dA * erased_by
-        dA = dA * k_s.load(PAIRS).to(gl.float32)
+        dA = dA * Kk
     if ERASE:
         store_rows(derase, token, column, stop, M * K, dA)
     else:
