@@ -415,7 +415,7 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
         ours = [each for each in sys.modules if each.startswith("kernels.")]
         for each in [each for each in ours if hasattr(sys.modules[each], "gluon")]:
             del sys.modules[each]  # imported for a GPU; the module may import it again
-        for each in (*(f"kernels.gpu.gluon_{part}" for part in ("tiles", "halves", "exponents", "products")), name):
+        for each in (*(f"kernels.gpu.gluon_{part}" for part in ("tiles", "halves", "products")), name):
             spec = importlib.util.find_spec(each)
             assert spec
             assert spec.loader

@@ -32,7 +32,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_exponents import (
+from ...gpu.gluon_halves import (
     allocate_middles,
     apart,
     exponent_after,

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_exponents import (
+from ...gpu.gluon_halves import (
     apart,
     around_middle,
     either,

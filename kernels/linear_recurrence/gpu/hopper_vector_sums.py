@@ -6,8 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_exponents import SAFE, plus, store_middles
-from ...gpu.gluon_halves import store_parts
+from ...gpu.gluon_halves import LEAST, LOG2E, SAFE, plus, store_middles, store_parts
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
@@ -22,8 +21,6 @@ from ...gpu.gluon_tiles import (
     reinterpret,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COPY_FEW_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # of 64 channels

@@ -12,15 +12,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from ....gpu.gluon_exponents import (
+from ....gpu.gluon_halves import (
+    LEAST,
+    LINES,
+    LOG2E,
+    OCTETS,
     SAFE,
     allocate_middles,
     apart,
     around_middle,
+    columns,
+    copy_rows,
+    copy_square,
     either,
+    exp2,
     exponent_after,
     exponent_either,
     first_halves,
+    in_blocks,
+    load_log_decays,
     mark_of,
     middle_across,
     middle_inside,
@@ -28,30 +38,17 @@ from ....gpu.gluon_exponents import (
     plus,
     power,
     reciprocal,
+    rows,
     square,
     store_middles,
+    store_rows,
     times,
+    truncated,
     whole_and_rest,
 )
-from ....gpu.gluon_halves import (
-    LEAST,
-    LOG2E,
-    OCTETS,
-    addresses,
-    columns,
-    copy_rows,
-    copy_square,
-    exp2,
-    in_blocks,
-    load_log_decays,
-    rows,
-    store_rows,
-    truncated,
-)
-from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, barrier, distance
+from ....gpu.gluon_tiles import FLAT, OF_COLUMNS, OF_ROWS, PAIRS, SHARED, at_tile, barrier, distance
 
 OF_CHANNELS = gl.constexpr(gl.SliceLayout(0, OCTETS))
-LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 EIGHTS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [1, 8], [1, 0]))  # every warp has all of [8, 64]
 OF_MIDDLES = gl.constexpr(gl.BlockedLayout([8, 4, 2], [1, 1, 32], [1, 1, 8], [2, 1, 0]))
 
@@ -228,8 +225,8 @@ def pair_products(
             middle = middle_across(n, middles, 2)
             of_q, of_a = products_nearby(inside, middle, one, other, k_s, of_q, of_a, BEFORE)
         P, L = P + of_q, L + of_a
-    gl.store(addresses(products, tile * 64, 0, 64, PAIRS), gl.where(distance() > 0, L, 0.0))
-    gl.store(addresses(products, (tiles + tile) * 64, 0, 64, PAIRS), gl.where(distance() >= 0, P, 0.0))
+    gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), gl.where(distance() > 0, L, 0.0))
+    gl.store(at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64), gl.where(distance() >= 0, P, 0.0))
 
 
 @gluon.jit
@@ -446,10 +443,10 @@ def gradients(
         valid = gl.expand_dims(r, 1) < stop - token
         if STEPS > 1:
             valid = valid & ((token + gl.expand_dims(r, 1)) % STEPS == 0)
-        at = addresses(log_decay, token, column, M * K, PAIRS, STEPS)
+        at = at_tile(log_decay, token, column, M * K, PAIRS, 64, 64, STEPS)
         g = gl.load(at, mask=valid, other=0.0).to(gl.float32)
         sums = gl.where(g * LOG2E <= LEAST, 0.0, sums)  # nothing passes a reset
-        gl.store(addresses(dg, token, column, M * K, PAIRS, STEPS), sums, mask=valid)
+        gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), sums, mask=valid)
     erased_by = a_s.load(PAIRS).to(gl.float32) if ERASE else Kk
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)
