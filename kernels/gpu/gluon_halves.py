@@ -18,6 +18,7 @@ LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 SAFE = gl.constexpr(100.0)  # largest exponent, in log2, of a factor around one reference
 OCTETS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # a warp has 8 tokens, a thread 2 channels
+WIDE_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 64 in fp32
 LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
@@ -63,14 +64,34 @@ def exp2(x):
 
 
 @gluon.jit
-def load_log_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
-    """Log2 decays [64, 64] of rows, 0 for those that are not the first step of a token."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
-    mask = r < stop - start
-    if STEPS > 1:
-        mask = mask & ((start + r) % STEPS == 0)
-    g = gl.load(at_tile(log_decay, start, column, stride, OCTETS, 64, 64, STEPS), mask=mask, other=0.0)
+def in_log2(g):
     return gl.maximum(g.to(gl.float32) * LOG2E, LEAST)
+
+
+@gluon.jit
+def first_steps(r, start, stop, STEPS: gl.constexpr):
+    """Return which rows r from `start` on are the first of the `STEPS` rows of a token, and before `stop`."""
+    valid = r < stop - start
+    if STEPS > 1:
+        valid = valid & ((start + r) % STEPS == 0)
+    return valid
+
+
+@gluon.jit
+def copy_decays(shared, x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
+    """Start to copy log decays [64, 64] in fp32 or bf16; 0 for rows that are not the first step of a token."""
+    LAYOUT: gl.constexpr = NARROW_COPY if x.dtype.element_ty == gl.bfloat16 else WIDE_COPY
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    at = at_tile(x, start, column, stride, LAYOUT, 64, 64, STEPS)
+    async_load(shared, at, mask=first_steps(r, start, stop, STEPS))
+
+
+@gluon.jit
+def load_log_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
+    """Load what `copy_decays` copies, in log2."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
+    at = at_tile(log_decay, start, column, stride, OCTETS, 64, 64, STEPS)
+    return in_log2(gl.load(at, mask=first_steps(r, start, stop, STEPS), other=0.0))
 
 
 @gluon.jit

@@ -15,13 +15,13 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ....gpu.gluon_halves import (
     LEAST,
     LINES,
-    LOG2E,
     OCTETS,
     SAFE,
     allocate_middles,
     apart,
     around_middle,
     columns,
+    copy_decays,
     copy_rows,
     copy_square,
     either,
@@ -29,7 +29,9 @@ from ....gpu.gluon_halves import (
     exponent_after,
     exponent_either,
     first_halves,
+    first_steps,
     in_blocks,
+    in_log2,
     load_log_decays,
     mark_of,
     middle_across,
@@ -74,7 +76,7 @@ def as_read(k_s, a_s, ERASE: gl.constexpr, PRODUCT: gl.constexpr, LAYOUT: gl.con
 
 @gluon.jit
 def sums_of_chunk(ends_s, middles, g):
-    """Store the reference points of log2 decays g in the layout `OCTETS`, once all copies have arrived.
+    """Store the reference points of log2 decays g in the layout `OCTETS`.
 
     Returns:
         The sums of the decays up to each token, those of the chunk [64], and 1 if a channel is too steep for one
@@ -82,7 +84,6 @@ def sums_of_chunk(ends_s, middles, g):
     """
     b = gl.associative_scan(g, 0, plus)
     ends_s.store(gl.sum(in_blocks(g, 8), 1))
-    async_copy.wait_group(0)
     barrier()
     sums = ends_s.load(EIGHTS)
     store_middles(middles, gl.associative_scan(sums, 0, plus), OF_MIDDLES)
@@ -136,6 +137,23 @@ def products_nearby(inside, middle, one, other, earlier, of_q, of_a, BEFORE: gl.
 
 
 @gluon.jit
+def bring(
+    q, k, erase, log_decay, q_s, k_s, a_s, decays_s, tile, block, chunks,
+    M: gl.constexpr, E: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr,
+):  # fmt: skip
+    """Start to copy a block of 64 keys of a chunk."""
+    token = gl.load(chunks + tile // M * 2)
+    stop = token + gl.load(chunks + tile // M * 2 + 1)
+    m, column = tile % M, tile % M * K + block * 64
+    head = ((m // (E * R)) * E + m % E) * K + block * 64
+    copy_rows(q_s, q, token, head, stop, M // R * K, STEPS)
+    copy_rows(k_s, k, token, head, stop, M // R * K)
+    if erase is not None:
+        copy_rows(a_s, erase, token, column, stop, M * K)
+    copy_decays(decays_s, log_decay, token, column, stop, M * K, STEPS)
+
+
+@gluon.jit
 def pair_products(
     q,
     k,
@@ -149,7 +167,8 @@ def pair_products(
     total,  # [chunks,M,K]
     chunks,
     scale,
-    tiles,  # chunks · M
+    pairs,  # of chunks and recurrences
+    tiles,  # M · the most chunks that there can be
     M: gl.constexpr,
     E: gl.constexpr,
     R: gl.constexpr,
@@ -158,16 +177,15 @@ def pair_products(
     BEFORE: gl.constexpr,
     PRODUCT: gl.constexpr,
 ):
-    chunk, m = gl.program_id(0) // M, gl.program_id(0) % M
-    tile = gl.program_id(0).to(gl.int64)
-    token = gl.load(chunks + chunk * 2)
-    stop = token + gl.load(chunks + chunk * 2 + 1)
-    HEADS: gl.constexpr = M // R  # of q and k
-    head = ((m // (E * R)) * E + m % E) * K
     ERASE: gl.constexpr = erase is not None
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    BLOCKS: gl.constexpr = K // 64
+    NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
+    # a program brings the tiles of the next step while it computes, unless its memory would then fill a multiprocessor
+    STAGES: gl.constexpr = 1 if BEFORE else 2
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], SHARED)
+    erase_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES if ERASE else 1, 64, 64], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.bfloat16 if NARROW else gl.float32, [STAGES, 64, 64], LINES)
     exponents_s = gl.allocate_shared_memory(gl.int16, [2 if BEFORE else 1, 64, 64], SHARED)
     # separately, to avoid barriers between stores
     one = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
@@ -176,15 +194,35 @@ def pair_products(
     middles = allocate_middles(64)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     P, L = zeros, zeros
-    for block in range(K // 64):
-        column = m * K + block * 64
-        barrier()
-        copy_rows(q_s, q, token, head + block * 64, stop, HEADS * K, STEPS)
-        copy_rows(k_s, k, token, head + block * 64, stop, HEADS * K)
-        if ERASE:
-            copy_rows(a_s, erase, token, column, stop, M * K)
+    count = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0)) * BLOCKS
+    if STAGES == 2:
+        first = queries_s.index(0), keys_s.index(0), erase_s.index(0), decays_s.index(0)
+        bring(q, k, erase, log_decay, *first, gl.program_id(0), 0, chunks, M, E, R, STEPS, K)
         async_copy.commit_group()
-        g = load_log_decays(log_decay, token, column, stop, M * K, STEPS)
+    for step in range(count):
+        place = gl.program_id(0) + step // BLOCKS * gl.num_programs(0)
+        tile, m, block = place.to(gl.int64), place % M, step % BLOCKS
+        token = gl.load(chunks + place // M * 2)
+        stop = token + gl.load(chunks + place // M * 2 + 1)
+        column = m * K + block * 64
+        i = step % STAGES
+        q_s, k_s, a_s = queries_s.index(i), keys_s.index(i), erase_s.index(i if ERASE else 0)
+        if STAGES == 1:
+            barrier()
+            bring(q, k, erase, log_decay, q_s, k_s, a_s, decays_s.index(0), place, block, chunks, M, E, R, STEPS, K)
+            async_copy.commit_group()
+        if beta is not None:
+            write = strength(beta, token, stop, m, M, OCTETS)
+        async_copy.wait_group(0)
+        barrier()
+        if STAGES == 2:
+            if step + 1 < count:
+                i = (step + 1) % 2
+                following = queries_s.index(i), keys_s.index(i), erase_s.index(i if ERASE else 0), decays_s.index(i)
+                next_place = gl.program_id(0) + (step + 1) // BLOCKS * gl.num_programs(0)
+                bring(q, k, erase, log_decay, *following, next_place, (step + 1) % BLOCKS, chunks, M, E, R, STEPS, K)
+            async_copy.commit_group()
+        g = in_log2(decays_s.index(step % STAGES).load(OCTETS))
         b, last, steep = sums_of_chunk(ends_s, middles, g)
         gl.store(total + (tile * K + block * 64 + gl.arange(0, 64, OF_CHANNELS)), exp2(last))
         n, rest = whole_and_rest(b)
@@ -202,7 +240,7 @@ def pair_products(
             factor = exp2(rest)
             exponents_s.index(1).store(n)
         if beta is not None:
-            A = A * strength(beta, token, stop, m, M, OCTETS)
+            A = A * write
         erased = (A * factor).to(gl.bfloat16)
         a_s.store(erased)
         store_rows(read_a, token, column, stop, M * K, times(erased, exponent_after(n, at_start(OCTETS))))
@@ -224,15 +262,19 @@ def pair_products(
         else:
             middle = middle_across(n, middles, 2)
             of_q, of_a = products_nearby(inside, middle, one, other, k_s, of_q, of_a, BEFORE)
-        P, L = P + of_q, L + of_a
-    gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), gl.where(distance() > 0, L, 0.0))
-    gl.store(at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64), gl.where(distance() >= 0, P, 0.0))
+        P, L = gl.where(block == 0, 0.0, P) + of_q, gl.where(block == 0, 0.0, L) + of_a
+        if block == BLOCKS - 1:
+            gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), gl.where(distance() > 0, L, 0.0))
+            at = at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64)
+            gl.store(at, gl.where(distance() >= 0, P, 0.0))
 
 
 @gluon.jit
-def gradients_of_level(inside, middle, room, dQ, dA, dK, level, BEFORE: gl.constexpr):
+def gradients_of_level(inside, middles, room, dQ, dA, dK, level, ACROSS: gl.constexpr, BEFORE: gl.constexpr):
     """Add what pairs that a level separates contribute to the gradients of queries, erase keys and keys."""
-    q_s, k_s, a_s, n, before = inside
+    q_s, k_s, a_s, exponents_s = inside  # loaded for each use: registers are short
+    n = exponents_s.index(0).load(PAIRS)
+    middle = middle_across(n, middles, level) if ACROSS else middle_inside(n, level)
     of_q_s, of_a_s, pairs_q, pairs_a, kept_q, kept_a = room
     zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
     written = k_s.load(PAIRS)
@@ -240,7 +282,8 @@ def gradients_of_level(inside, middle, room, dQ, dA, dK, level, BEFORE: gl.const
     of_q_s.store(tile)
     first, e_a = first_halves(level, PAIRS), e
     if BEFORE:
-        e_a = exponent_either(gl.where(first == 0, before, n), mark_of(middle, first), first)
+        n = gl.where(first == 0, exponents_s.index(1).load(PAIRS), n)
+        e_a = exponent_either(n, mark_of(middle, first), first)
     of_a_s.store(times(either(a_s.load(PAIRS), written, first), e_a))
     others = gl.where(apart() >> (5 - level) == 1, 0, -1).to(gl.int16)
     kept_q.store(either(pairs_q.load(PAIRS), none, others))
@@ -258,9 +301,11 @@ def gradients_of_level(inside, middle, room, dQ, dA, dK, level, BEFORE: gl.const
 
 
 @gluon.jit
-def gradients_nearby(inside, middle, room, later_s, dQ, dA, dK, BEFORE: gl.constexpr):
+def gradients_nearby(inside, middles, room, later_s, dQ, dA, dK, BEFORE: gl.constexpr):
     """Add what pairs in blocks of 16 tokens contribute, for one reference point in each block."""
-    q_s, k_s, a_s, n, before = inside
+    q_s, k_s, a_s, exponents_s = inside
+    n = exponents_s.index(0).load(PAIRS)
+    middle = middle_across(n, middles, 2)
     of_q_s, of_a_s, pairs_q, pairs_a, kept_q, kept_a = room
     zeros, none = gl.zeros([64, 64], gl.float32, PAIRS), gl.zeros([64, 64], gl.bfloat16, PAIRS)
     read, written, after, until = near_middle(q_s.load(PAIRS), k_s.load(PAIRS), n, middle)
@@ -268,7 +313,7 @@ def gradients_nearby(inside, middle, room, later_s, dQ, dA, dK, BEFORE: gl.const
     later_s.store(written)
     after_a = after
     if BEFORE:
-        after_a = exponent_after(before, mark_of(middle, gl.zeros([64, 64], gl.int16, PAIRS)))
+        after_a = exponent_after(exponents_s.index(1).load(PAIRS), mark_of(middle, gl.zeros([64, 64], gl.int16, PAIRS)))
     of_a_s.store(times(a_s.load(PAIRS), after_a))
     others = gl.where((apart() < 16) & (distance() > 0), 0, -1).to(gl.int16)
     kept_q.store(either(pairs_q.load(PAIRS), none, others))
@@ -282,6 +327,17 @@ def gradients_nearby(inside, middle, room, later_s, dQ, dA, dK, BEFORE: gl.const
     to_q, to_a, to_k = warpgroup_mma_wait(0, deps=[to_q, to_a, to_k])
     barrier()
     return dQ + to_q * power(after), dA + to_a * power(after_a), dK + to_k * power(until)
+
+
+@gluon.jit
+def five_tiles():
+    """Allocate five tiles, separately to avoid barriers between stores."""
+    a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    b = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    c = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    d = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    e = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    return a, b, c, d, e
 
 
 @gluon.jit
@@ -327,46 +383,55 @@ def gradients(
     head = ((m // (E * R)) * E + m % E) * K + block * 64
     column = m * K + block * 64
     ERASE: gl.constexpr = erase is not None
-    q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    k_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED) if ERASE else k_s
-    erased_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    PARTS: gl.constexpr = V // 64
+    FREE: gl.constexpr = PARTS % 2  # the set of tiles that the last part leaves alone
+    sets = five_tiles(), five_tiles()
+    q_s, k_s, pairs_q, pairs_a, a_s = sets[FREE]
+    erased_s, of_q_s, of_a_s, later_s, kept_q = sets[1 - FREE]
+    a_s = a_s if ERASE else k_s
     exponents_s = gl.allocate_shared_memory(gl.int16, [2 if BEFORE else 1, 64, 64], SHARED)
     rests_s = gl.allocate_shared_memory(gl.float16, [2 if BEFORE else 1, 64, 64], SHARED)
-    pairs_q = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    pairs_a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
+    kept_a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     ends_s = gl.allocate_shared_memory(gl.float32, [8, 64], LINES)
     total_s = gl.allocate_shared_memory(gl.float32, [64], FLAT)
     middles = allocate_middles(64)
-    copy_rows(q_s, q, token, head, stop, HEADS * K, STEPS)
-    copy_rows(k_s, k, token, head, stop, HEADS * K)
-    if ERASE:
-        copy_rows(a_s, erase, token, column, stop, M * K)
-    copy_square(pairs_q, dP, tile * 64, 0, 64)
-    copy_square(pairs_a, dL, tile * 64, 0, 64)
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
-    from_q, from_a, dK = zeros, zeros, zeros
-    through = gl.zeros([64], gl.float32, OF_COLUMNS)
-    values_s = gl.allocate_shared_memory(gl.bfloat16, [5, 64, 64], SHARED)
-    for values in range(0, V, 64):
-        barrier()
-        copy_square(values_s.index(0), states, tile * V + values, block * 64, K)
-        copy_square(values_s.index(1), dstates, tile * V + values, block * 64, K)
-        copy_rows(values_s.index(2), do, token, (m // E) * V + values, stop, VALUES * V, STEPS)
-        copy_rows(values_s.index(3), dr, token, m * V + values, stop, M * V)
-        copy_rows(values_s.index(4), u, token, m * V + values, stop, M * V)
-        async_copy.commit_group()
-        async_copy.wait_group(0)
-        fence_async_shared()
-        barrier()
-        from_q = warpgroup_mma(values_s.index(2), values_s.index(0), from_q, is_async=True)
-        from_a = warpgroup_mma(values_s.index(3), values_s.index(0), from_a, is_async=True)
-        dK = warpgroup_mma(values_s.index(4), values_s.index(1), dK, is_async=True)
-        S, dS = values_s.index(0).load(PAIRS).to(gl.float32), values_s.index(1).load(PAIRS).to(gl.float32)
-        through = through + gl.sum(S * dS, 0)
-        from_q, from_a, dK = warpgroup_mma_wait(0, deps=[from_q, from_a, dK])
-
+    from_q, from_a, dK, through = zeros, zeros, zeros, zeros
+    # what is read from memory only once is loaded early
+    r = gl.arange(0, 64, OF_ROWS)
+    itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
     g = load_log_decays(log_decay, token, column, stop, M * K, STEPS)
+    if beta is not None:
+        write, write_of_rows = strength(beta, token, stop, m, M, OCTETS), strength(beta, token, stop, m, M, PAIRS)
+    for part in gl.static_range(PARTS + 1):
+        if part < PARTS:
+            S, dS, dO, dR, U = sets[part % 2]
+            copy_square(S, states, tile * V + part * 64, block * 64, K)
+            copy_square(dS, dstates, tile * V + part * 64, block * 64, K)
+            copy_rows(dO, do, token, (m // E) * V + part * 64, stop, VALUES * V, STEPS)
+            copy_rows(dR, dr, token, m * V + part * 64, stop, M * V)
+            copy_rows(U, u, token, m * V + part * 64, stop, M * V)
+        else:
+            copy_rows(q_s, q, token, head, stop, HEADS * K, STEPS)
+            copy_rows(k_s, k, token, head, stop, HEADS * K)
+            copy_square(pairs_q, dP, tile * 64, 0, 64)
+            copy_square(pairs_a, dL, tile * 64, 0, 64)
+            if ERASE:
+                copy_rows(a_s, erase, token, column, stop, M * K)
+        async_copy.commit_group()
+        if part > 0:
+            S, dS, dO, dR, U = sets[(part - 1) % 2]
+            async_copy.wait_group(1)
+            fence_async_shared()
+            barrier()
+            from_q = warpgroup_mma(dO, S, from_q, is_async=True)
+            from_a = warpgroup_mma(dR, S, from_a, is_async=True)
+            dK = warpgroup_mma(U, dS, dK, is_async=True)
+            through = through + S.load(PAIRS).to(gl.float32) * dS.load(PAIRS).to(gl.float32)
+            from_q, from_a, dK = warpgroup_mma_wait(0, deps=[from_q, from_a, dK])
+            barrier()
+    async_copy.wait_group(0)
+    through = gl.sum(through, 0)
     b, last, steep = sums_of_chunk(ends_s, middles, g)
     total_s.store(last)
     n, rest = whole_and_rest(b)
@@ -382,7 +447,7 @@ def gradients(
         exponents_s.index(1).store(n)
         rests_s.index(1).store(factor.to(gl.float16))
     if beta is not None:
-        A = A * strength(beta, token, stop, m, M, OCTETS)
+        A = A * write
     erased_s.store((A * factor).to(gl.bfloat16))
     P = pairs_q.load(PAIRS) + pairs_q.permute((1, 0)).load(PAIRS)
     L = pairs_a.load(PAIRS) + pairs_a.permute((1, 0)).load(PAIRS)
@@ -396,30 +461,22 @@ def gradients(
     dA = from_a * -power(exponent_after(before, at_start(PAIRS)))
     leaving = dK * exp2(gl.expand_dims(total_s.load(OF_COLUMNS), 0) - n.to(gl.float32))
     through = through * exp2(total_s.load(OF_COLUMNS))
-    # separately, to avoid barriers between stores
-    of_q_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    of_a_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    later_s = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    kept_q = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
-    kept_a = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
     room = of_q_s, of_a_s, pairs_q, pairs_a, kept_q, kept_a
-    inside = q_s, k_s, erased_s, n, before
+    inside = q_s, k_s, erased_s, exponents_s
     dK = zeros
     for level in range(2 + steep):
-        dQ, dA, dK = gradients_of_level(inside, middle_across(n, middles, level), room, dQ, dA, dK, level, BEFORE)
+        dQ, dA, dK = gradients_of_level(inside, middles, room, dQ, dA, dK, level, True, BEFORE)
     if steep == 1:
         for level in range(3, 6):
-            dQ, dA, dK = gradients_of_level(inside, middle_inside(n, level), room, dQ, dA, dK, level, BEFORE)
+            dQ, dA, dK = gradients_of_level(inside, middles, room, dQ, dA, dK, level, False, BEFORE)
     else:
-        dQ, dA, dK = gradients_nearby(inside, middle_across(n, middles, 2), room, later_s, dQ, dA, dK, BEFORE)
+        dQ, dA, dK = gradients_nearby(inside, middles, room, later_s, dQ, dA, dK, BEFORE)
     # The gradient of a decay is the sum of `reach` over its token and later ones, of what leaves over earlier ones, and
     # `through`. In `reach` the two parts of a pair cancel exactly for later decays, since both take the factors as the
     # products take them, rounded to bf16. A token paired with itself does not decay.
     read, written = q_s.load(PAIRS).to(gl.float32), k_s.load(PAIRS).to(gl.float32)
     by_erasing = erased_s.load(PAIRS).to(gl.float32) * dA
     reach = read * dQ + by_erasing - written * dK
-    r = gl.arange(0, 64, OF_ROWS)
-    itself = gl.expand_dims(gl.load(diagonal + tile * 64 + r), 1)
     rest = rests_s.index(0).load(PAIRS).to(gl.float32)
     store_rows(dq, token, column, stop, M * K, (dQ + itself * written) * rest, STEPS)
     dK = (dK + leaving + itself * read) * reciprocal(rest)
@@ -440,18 +497,17 @@ def gradients(
         sums = warpgroup_mma_wait(0, deps=[sums]) + gl.expand_dims(through, 0)
         if BEFORE:
             sums = sums - by_erasing
-        valid = gl.expand_dims(r, 1) < stop - token
-        if STEPS > 1:
-            valid = valid & ((token + gl.expand_dims(r, 1)) % STEPS == 0)
-        at = at_tile(log_decay, token, column, M * K, PAIRS, 64, 64, STEPS)
-        g = gl.load(at, mask=valid, other=0.0).to(gl.float32)
-        sums = gl.where(g * LOG2E <= LEAST, 0.0, sums)  # nothing passes a reset
+        valid = first_steps(gl.expand_dims(r, 1), token, stop, STEPS)
         gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), sums, mask=valid)
+        if steep == 1:  # nothing passes a reset
+            at = at_tile(log_decay, token, column, M * K, PAIRS, 64, 64, STEPS)
+            resets = valid & (in_log2(gl.load(at, mask=valid, other=0.0)) <= LEAST)
+            gl.store(at_tile(dg, token, column, M * K, PAIRS, 64, 64, STEPS), zeros, mask=resets)
     erased_by = a_s.load(PAIRS).to(gl.float32) if ERASE else Kk
     if beta is not None:
         at = dbeta + (block.to(gl.int64) * total_rows * M + token.to(gl.int64) * M + m + r * M)
         gl.store(at, gl.sum(erased_by * dA, 1), mask=r < stop - token)
-        dA = dA * strength(beta, token, stop, m, M, PAIRS)
+        dA = dA * write_of_rows
     if PRODUCT:
         dK = dK + dA * erased_by
         dA = dA * Kk
