@@ -198,7 +198,7 @@ def outputs(
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
-        A = gl.where(apart() < gl.where(steep == 0, 64, gl.where(steep == 1, 16, 0)), A, by_halves)
+        A = gl.where(apart() < gl.where(steep == 0, 64, gl.where(steep == 1, 16, 1)), A, by_halves)
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()

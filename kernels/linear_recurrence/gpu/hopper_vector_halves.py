@@ -38,7 +38,8 @@ def of_half(queries, keys, n, middles, LEVEL: gl.constexpr):
 def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries_s, keys_s, LAYOUT: gl.constexpr):
     """Return the scores of a steep chunk; those of pairs whose key is later are arbitrary.
 
-    If `steep` is 1, the scores in blocks of 16 tokens are still to be computed, as the product of `one` and `other`.
+    The scores in blocks of 16 tokens, or if `steep` is 2 of tokens with themselves, are still to be computed, as the
+    product of `one` and `other`.
     Queries and keys for the state are stored in `queries_s` and `keys_s`, while products run.
     """
     pairs = gl.zeros([64, 64], gl.float32, PAIRS)
@@ -69,10 +70,6 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
             barrier()
         one.store(queries)
         other.store(keys)
-        fence_async_shared()
-        barrier()
-        itself = warpgroup_mma(one, other.permute((1, 0)), pairs, use_acc=False, is_async=True)
-        A = gl.where(apart() == 0, warpgroup_mma_wait(0, deps=[itself]), A)
     return A
 
 
