@@ -141,7 +141,7 @@ def bring(
     q, k, erase, log_decay, q_s, k_s, a_s, decays_s, tile, block, chunks,
     M: gl.constexpr, E: gl.constexpr, R: gl.constexpr, STEPS: gl.constexpr, K: gl.constexpr,
 ):  # fmt: skip
-    """Start to copy a block of 64 keys of a chunk."""
+    """Start to copy a block of 64 keys of a chunk; return its first token and one past its last."""
     token = gl.load(chunks + tile // M * 2)
     stop = token + gl.load(chunks + tile // M * 2 + 1)
     m, column = tile % M, tile % M * K + block * 64
@@ -151,6 +151,7 @@ def bring(
     if erase is not None:
         copy_rows(a_s, erase, token, column, stop, M * K)
     copy_decays(decays_s, log_decay, token, column, stop, M * K, STEPS)
+    return token, stop
 
 
 @gluon.jit
@@ -197,30 +198,31 @@ def pair_products(
     count = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0)) * BLOCKS
     if STAGES == 2:
         first = queries_s.index(0), keys_s.index(0), erase_s.index(0), decays_s.index(0)
-        bring(q, k, erase, log_decay, *first, gl.program_id(0), 0, chunks, M, E, R, STEPS, K)
+        token, stop = bring(q, k, erase, log_decay, *first, gl.program_id(0), 0, chunks, M, E, R, STEPS, K)
         async_copy.commit_group()
     for step in range(count):
         place = gl.program_id(0) + step // BLOCKS * gl.num_programs(0)
         tile, m, block = place.to(gl.int64), place % M, step % BLOCKS
-        token = gl.load(chunks + place // M * 2)
-        stop = token + gl.load(chunks + place // M * 2 + 1)
         column = m * K + block * 64
         i = step % STAGES
         q_s, k_s, a_s = queries_s.index(i), keys_s.index(i), erase_s.index(i if ERASE else 0)
         if STAGES == 1:
             barrier()
-            bring(q, k, erase, log_decay, q_s, k_s, a_s, decays_s.index(0), place, block, chunks, M, E, R, STEPS, K)
+            here = q_s, k_s, a_s, decays_s.index(0)
+            token, stop = bring(q, k, erase, log_decay, *here, place, block, chunks, M, E, R, STEPS, K)
             async_copy.commit_group()
         if beta is not None:
             write = strength(beta, token, stop, m, M, OCTETS)
         async_copy.wait_group(0)
         barrier()
+        first_token, end = token, stop
         if STAGES == 2:
             if step + 1 < count:
                 i = (step + 1) % 2
                 following = queries_s.index(i), keys_s.index(i), erase_s.index(i if ERASE else 0), decays_s.index(i)
-                next_place = gl.program_id(0) + (step + 1) // BLOCKS * gl.num_programs(0)
-                bring(q, k, erase, log_decay, *following, next_place, (step + 1) % BLOCKS, chunks, M, E, R, STEPS, K)
+                at = gl.program_id(0) + (step + 1) // BLOCKS * gl.num_programs(0)
+                part = (step + 1) % BLOCKS
+                token, stop = bring(q, k, erase, log_decay, *following, at, part, chunks, M, E, R, STEPS, K)
             async_copy.commit_group()
         g = in_log2(decays_s.index(step % STAGES).load(OCTETS))
         b, last, steep = sums_of_chunk(ends_s, middles, g)
@@ -229,9 +231,9 @@ def pair_products(
         factor = exp2(rest)
         read = (q_s.load(OCTETS).to(gl.float32) * (factor * scale)).to(gl.bfloat16)
         q_s.store(read)
-        store_rows(read_q, token, column, stop, M * K, times(read, exponent_after(n, at_start(OCTETS))), STEPS)
+        store_rows(read_q, first_token, column, end, M * K, times(read, exponent_after(n, at_start(OCTETS))), STEPS)
         Kk = k_s.load(OCTETS).to(gl.float32)
-        store_rows(keep, token, column, stop, M * K, Kk * exp2(gl.expand_dims(last, 0) - b))
+        store_rows(keep, first_token, column, end, M * K, Kk * exp2(gl.expand_dims(last, 0) - b))
         A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS)
         k_s.store((Kk * exp2(-rest)).to(gl.bfloat16))
         exponents_s.index(0).store(n)
@@ -243,7 +245,7 @@ def pair_products(
             A = A * write
         erased = (A * factor).to(gl.bfloat16)
         a_s.store(erased)
-        store_rows(read_a, token, column, stop, M * K, times(erased, exponent_after(n, at_start(OCTETS))))
+        store_rows(read_a, first_token, column, end, M * K, times(erased, exponent_after(n, at_start(OCTETS))))
         fence_async_shared()
         barrier()
         n = exponents_s.index(0).load(PAIRS)
@@ -265,8 +267,8 @@ def pair_products(
         P, L = gl.where(block == 0, 0.0, P) + of_q, gl.where(block == 0, 0.0, L) + of_a
         if block == BLOCKS - 1:
             gl.store(at_tile(products, tile * 64, 0, 64, PAIRS, 64, 64), gl.where(distance() > 0, L, 0.0))
-            at = at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64)
-            gl.store(at, gl.where(distance() >= 0, P, 0.0))
+            of_P = at_tile(products, (tiles + tile) * 64, 0, 64, PAIRS, 64, 64)
+            gl.store(of_P, gl.where(distance() >= 0, P, 0.0))
 
 
 @gluon.jit
