@@ -28,10 +28,15 @@ from .hopper_vector_sums import at_end, at_start
 
 
 @gluon.jit
-def of_half(queries, keys, n, middles, LEVEL: gl.constexpr):
-    """Return the factors of a level's product."""
-    middle = middle_inside(n, LEVEL) if LEVEL > 2 else middle_across(n, middles, LEVEL)
-    return around_middle(queries, keys, n, middle, LEVEL)[0]
+def with_level(A, queries, keys, n, middle, level, tile_s):
+    """Return scores with those of a level for pairs that no earlier level separates."""
+    tile_s.store(around_middle(queries, keys, n, middle, level)[0])
+    fence_async_shared()
+    barrier()
+    of_level = square(tile_s, gl.zeros([64, 64], gl.float32, PAIRS))
+    of_level = warpgroup_mma_wait(0, deps=[of_level])
+    barrier()
+    return gl.where(apart() >= (64 >> level), A, of_level)
 
 
 @gluon.jit
@@ -44,8 +49,8 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
     """
     pairs = gl.zeros([64, 64], gl.float32, PAIRS)
     barrier()
-    one.store(of_half(queries, keys, n, marks, 0))
-    other.store(of_half(queries, keys, n, marks, 1))
+    one.store(around_middle(queries, keys, n, middle_across(n, marks, 0), 0)[0])
+    other.store(around_middle(queries, keys, n, middle_across(n, marks, 1), 1)[0])
     fence_async_shared()
     barrier()
     A, A1 = square(one, pairs), square(other, pairs)
@@ -59,15 +64,9 @@ def scores_by_halves(queries, keys, n, points, marks, steep, one, other, queries
         one.store(near[0])
         other.store(near[1])
     else:
-        for pair in gl.static_range(2):
-            one.store(of_half(queries, keys, n, marks, 2 * pair + 2))
-            other.store(of_half(queries, keys, n, marks, 2 * pair + 3))
-            fence_async_shared()
-            barrier()
-            A1, A2 = square(one, pairs), square(other, pairs)
-            A1, A2 = warpgroup_mma_wait(0, deps=[A1, A2])
-            A = gl.where(apart() >= (16 >> 2 * pair), A, gl.where(apart() >= (8 >> 2 * pair), A1, A2))
-            barrier()
+        A = with_level(A, queries, keys, n, middle_across(n, marks, 2), 2, one)
+        for level in range(3, 6):
+            A = with_level(A, queries, keys, n, middle_inside(n, level), level, one)
         one.store(queries)
         other.store(keys)
     return A

@@ -181,12 +181,11 @@ def pair_products(
     ERASE: gl.constexpr = erase is not None
     BLOCKS: gl.constexpr = K // 64
     NARROW: gl.constexpr = log_decay.dtype.element_ty == gl.bfloat16
-    # a program brings the tiles of the next step while it computes, unless its memory would then fill a multiprocessor
-    STAGES: gl.constexpr = 1 if BEFORE else 2
-    queries_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], SHARED)
-    keys_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES, 64, 64], SHARED)
-    erase_s = gl.allocate_shared_memory(gl.bfloat16, [STAGES if ERASE else 1, 64, 64], SHARED)
-    decays_s = gl.allocate_shared_memory(gl.bfloat16 if NARROW else gl.float32, [STAGES, 64, 64], LINES)
+    # a program brings the tiles of the next step while it computes
+    queries_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    keys_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    erase_s = gl.allocate_shared_memory(gl.bfloat16, [2, 64, 64], SHARED)
+    decays_s = gl.allocate_shared_memory(gl.bfloat16 if NARROW else gl.float32, [2, 64, 64], LINES)
     exponents_s = gl.allocate_shared_memory(gl.int16, [2 if BEFORE else 1, 64, 64], SHARED)
     # separately, to avoid barriers between stores
     one = gl.allocate_shared_memory(gl.bfloat16, [64, 64], SHARED)
@@ -196,44 +195,37 @@ def pair_products(
     zeros = gl.zeros([64, 64], gl.float32, PAIRS)
     P, L = zeros, zeros
     count = gl.cdiv(pairs - gl.program_id(0), gl.num_programs(0)) * BLOCKS
-    if STAGES == 2:
-        first = queries_s.index(0), keys_s.index(0), erase_s.index(0), decays_s.index(0)
-        token, stop = bring(q, k, erase, log_decay, *first, gl.program_id(0), 0, chunks, M, E, R, STEPS, K)
-        async_copy.commit_group()
+    first = queries_s.index(0), keys_s.index(0), erase_s.index(0), decays_s.index(0)
+    next_token, next_stop = bring(q, k, erase, log_decay, *first, gl.program_id(0), 0, chunks, M, E, R, STEPS, K)
+    async_copy.commit_group()
     for step in range(count):
         place = gl.program_id(0) + step // BLOCKS * gl.num_programs(0)
         tile, m, block = place.to(gl.int64), place % M, step % BLOCKS
-        column = m * K + block * 64
-        i = step % STAGES
-        q_s, k_s, a_s = queries_s.index(i), keys_s.index(i), erase_s.index(i if ERASE else 0)
-        if STAGES == 1:
-            barrier()
-            here = q_s, k_s, a_s, decays_s.index(0)
-            token, stop = bring(q, k, erase, log_decay, *here, place, block, chunks, M, E, R, STEPS, K)
-            async_copy.commit_group()
+        token, stop, column = next_token, next_stop, m * K + block * 64
+        i, following = step % 2, (step + 1) % 2
+        q_s, k_s, a_s = queries_s.index(i), keys_s.index(i), erase_s.index(i)
         if beta is not None:
             write = strength(beta, token, stop, m, M, OCTETS)
         async_copy.wait_group(0)
         barrier()
-        first_token, end = token, stop
-        if STAGES == 2:
-            if step + 1 < count:
-                i = (step + 1) % 2
-                following = queries_s.index(i), keys_s.index(i), erase_s.index(i if ERASE else 0), decays_s.index(i)
-                at = gl.program_id(0) + (step + 1) // BLOCKS * gl.num_programs(0)
-                part = (step + 1) % BLOCKS
-                token, stop = bring(q, k, erase, log_decay, *following, at, part, chunks, M, E, R, STEPS, K)
-            async_copy.commit_group()
-        g = in_log2(decays_s.index(step % STAGES).load(OCTETS))
+        if step + 1 < count:
+            tiles_s = queries_s.index(following), keys_s.index(following), erase_s.index(following)
+            at = gl.program_id(0) + (step + 1) // BLOCKS * gl.num_programs(0)
+            part = (step + 1) % BLOCKS
+            next_token, next_stop = bring(
+                q, k, erase, log_decay, *tiles_s, decays_s.index(following), at, part, chunks, M, E, R, STEPS, K
+            )
+        async_copy.commit_group()
+        g = in_log2(decays_s.index(i).load(OCTETS))
         b, last, steep = sums_of_chunk(ends_s, middles, g)
         gl.store(total + (tile * K + block * 64 + gl.arange(0, 64, OF_CHANNELS)), exp2(last))
         n, rest = whole_and_rest(b)
         factor = exp2(rest)
         read = (q_s.load(OCTETS).to(gl.float32) * (factor * scale)).to(gl.bfloat16)
         q_s.store(read)
-        store_rows(read_q, first_token, column, end, M * K, times(read, exponent_after(n, at_start(OCTETS))), STEPS)
+        store_rows(read_q, token, column, stop, M * K, times(read, exponent_after(n, at_start(OCTETS))), STEPS)
         Kk = k_s.load(OCTETS).to(gl.float32)
-        store_rows(keep, first_token, column, end, M * K, Kk * exp2(gl.expand_dims(last, 0) - b))
+        store_rows(keep, token, column, stop, M * K, Kk * exp2(gl.expand_dims(last, 0) - b))
         A = as_read(k_s, a_s, ERASE, PRODUCT, OCTETS)
         k_s.store((Kk * exp2(-rest)).to(gl.bfloat16))
         exponents_s.index(0).store(n)
@@ -245,7 +237,7 @@ def pair_products(
             A = A * write
         erased = (A * factor).to(gl.bfloat16)
         a_s.store(erased)
-        store_rows(read_a, first_token, column, end, M * K, times(erased, exponent_after(n, at_start(OCTETS))))
+        store_rows(read_a, token, column, stop, M * K, times(erased, exponent_after(n, at_start(OCTETS))))
         fence_async_shared()
         barrier()
         n = exponents_s.index(0).load(PAIRS)

@@ -170,7 +170,7 @@ class GeneralDeltaRule(Plan):
         """Compute what `prepare` does except for the inverse, in Gluon."""
         from .hopper_chunks import pair_products  # the interpreter does without Gluon
 
-        programs = min(self._pairs, 2 * multiprocessors(self.device))  # which go from pair to pair
+        programs = min(self._pairs, multiprocessors(self.device))  # which go from pair to pair
         return self._over_tiles(pair_products, programs, self.scale, self._pairs, self.slots * self.M)
 
     @prepared
@@ -191,7 +191,7 @@ class GeneralDeltaRule(Plan):
     def _over_tiles(self, kernel: Any, programs: int, *numbers: Any, **constants: Any) -> LaunchSpec:
         options: dict[str, Any] = {"M": self.M, "E": self.E, "R": self.R, "STEPS": self.steps, "K": self.K, **constants}
         options |= {"BEFORE": self.before, "PRODUCT": self.product}
-        return LaunchSpec(kernel, programs, *numbers, **options, warps=8, registers=128)  # two on a multiprocessor
+        return LaunchSpec(kernel, programs, *numbers, **options, warps=8)
 
     @prepared
     def scalar_prepare(self) -> LaunchSpec:
