@@ -1,4 +1,4 @@
-"""The readout in one launch, and the gradients of all arguments in another, which recomputes the scores.
+"""The readout in one launch, and the gradients of all arguments in another of the same kernel.
 
 A program works on the heads of a group, whose queries and keys it loads once.
 """
@@ -19,7 +19,8 @@ from ...gpu.reductions import add_parts
 from ...gpu.rows import head_tile_of, load, rows_of
 from .. import Arguments
 
-TILE, WARPS = 2048, 8  # numbers of a head that a program holds at a time
+TILE = 2048  # numbers of a head that a program holds at a time
+WARPS, GRADIENT_WARPS = 4, 8  # of a program in the forward and in the backward pass
 
 
 @triton.jit
@@ -33,14 +34,6 @@ def input_gates(beta, first, rows, head, j, H: tl.constexpr, E: tl.constexpr, K:
     return gates
 
 
-@triton.jit
-def keys(q, k, first, rows, q_row, k_row, group, j, SIZE: tl.constexpr, ROWS: tl.constexpr):
-    """Queries and keys [ROWS,E·K] of a group, and the mask of those that exist."""
-    in_q, inside = head_tile_of(first, rows, q_row, group, j, SIZE, ROWS)
-    in_k, _ = head_tile_of(first, rows, k_row, group, j, SIZE, ROWS)
-    return load(q, in_q, inside), load(k, in_k, inside), inside
-
-
 @triton.jit(do_not_specialize=["rows"])
 def read(
     o,
@@ -52,54 +45,7 @@ def read(
     k_bias,
     D,
     gate,
-    y,
-    rows,
-    o_row,
-    q_row,
-    k_row,
-    v_row,
-    gate_row,
-    GROUPS: tl.constexpr,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,
-    K_BLOCK: tl.constexpr,
-    V_BLOCK: tl.constexpr,
-):
-    REPEATS: tl.constexpr = H // GROUPS
-    first, group = tl.program_id(0) // GROUPS * ROWS, tl.program_id(0) % GROUPS
-    c, j = tl.arange(0, V_BLOCK), tl.arange(0, K_BLOCK)
-    query, key, _ = keys(q, k, first, rows, q_row, k_row, group, j, E * K, ROWS)
-    for repeat in tl.range(0, REPEATS):
-        h = group * REPEATS + repeat
-        a = query + load(q_bias + h * (E * K), j, j < E * K)[None, :]
-        b = key + load(k_bias + h * (E * K), j, j < E * K)[None, :]
-        share = input_gates(beta, first, rows, h, j, H, E, K, ROWS)
-        own = (tl.sum(a * b * share, 1) + tl.load(D + h).to(tl.float32))[:, None]
-        in_o, inside = head_tile_of(first, rows, o_row, h, c, V, ROWS)
-        in_v, _ = head_tile_of(first, rows, v_row, h, c, V, ROWS)
-        result = load(o, in_o, inside) + own * load(v, in_v, inside)
-        if gate is not None:
-            in_gate, _ = head_tile_of(first, rows, gate_row, h, c, V, ROWS)
-            z = load(gate, in_gate, inside)
-            result *= z * tl.sigmoid(z)
-        dense, _ = head_tile_of(first, rows, H * V, h, c, V, ROWS)
-        tl.store(y + dense, result.to(y.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["rows"])
-def differentiate(
-    o,
-    q,
-    k,
-    v,
-    beta,
-    q_bias,
-    k_bias,
-    D,
-    gate,
+    y,  # like all below, None in the pass that does not need it
     dy,
     do,
     dq,
@@ -123,65 +69,77 @@ def differentiate(
     K_BLOCK: tl.constexpr,
     V_BLOCK: tl.constexpr,
 ):
+    """Write y, or the gradients if dy is given."""
     REPEATS: tl.constexpr = H // GROUPS
     BIASES: tl.constexpr = H * E * K
     tile, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
     first, c, j = tile * ROWS, tl.arange(0, V_BLOCK), tl.arange(0, K_BLOCK)
-    r = first + tl.arange(0, ROWS)
-    parts += tile.to(tl.int64) * (2 * BIASES + H)
-    query, key, channels = keys(q, k, first, rows, q_row, k_row, group, j, E * K, ROWS)
+    in_q, channels = head_tile_of(first, rows, q_row, group, j, E * K, ROWS)
+    in_k, channels = head_tile_of(first, rows, k_row, group, j, E * K, ROWS)
+    query, key = load(q, in_q, channels), load(k, in_k, channels)
     of_query, of_key = tl.zeros([ROWS, K_BLOCK], tl.float32), tl.zeros([ROWS, K_BLOCK], tl.float32)
     for repeat in tl.range(0, REPEATS):
         h = group * REPEATS + repeat
-        a = query + load(q_bias + h * (E * K), j, j < E * K)[None, :]
-        b = key + load(k_bias + h * (E * K), j, j < E * K)[None, :]
+        at = h * (E * K) + j
+        a, b = query + load(q_bias, at, j < E * K)[None, :], key + load(k_bias, at, j < E * K)[None, :]
         share = input_gates(beta, first, rows, h, j, H, E, K, ROWS)
         own = (tl.sum(a * b * share, 1) + tl.load(D + h).to(tl.float32))[:, None]
         dense, inside = head_tile_of(first, rows, H * V, h, c, V, ROWS)
-        in_v, _ = head_tile_of(first, rows, v_row, h, c, V, ROWS)
-        d, value = load(dy, dense, inside), load(v, in_v, inside)
+        in_o, inside = head_tile_of(first, rows, o_row, h, c, V, ROWS)
+        in_v, inside = head_tile_of(first, rows, v_row, h, c, V, ROWS)
+        value = load(v, in_v, inside)
         if gate is not None:
-            in_o, _ = head_tile_of(first, rows, o_row, h, c, V, ROWS)
-            in_gate, _ = head_tile_of(first, rows, gate_row, h, c, V, ROWS)
+            in_gate, inside = head_tile_of(first, rows, gate_row, h, c, V, ROWS)
             z = load(gate, in_gate, inside)
             opened = tl.sigmoid(z)
-            slope = opened * (1 + z * (1 - opened))
-            of_gate = d * (load(o, in_o, inside) + own * value) * slope
-            tl.store(dgate + dense, of_gate.to(dgate.dtype.element_ty), mask=inside)
-            d *= z * opened
-        tl.store(do + dense, d.to(do.dtype.element_ty), mask=inside)
-        tl.store(dv + dense, (d * own).to(dv.dtype.element_ty), mask=inside)
-        of_own = tl.sum(d * value, 1)
-        tl.store(parts + 2 * BIASES + h, tl.sum(of_own, 0))
-        for e in tl.static_range(E):
-            score = tl.sum(tl.where((j // K == e)[None, :], a * b, 0.0), 1)
-            at = r.to(tl.int64) * (H * E) + h * E + e
-            tl.store(dbeta + at, (of_own * score).to(dbeta.dtype.element_ty), mask=r < rows)
-        of_a, of_b = of_own[:, None] * share * b, of_own[:, None] * share * a
-        tl.store(parts + h * (E * K) + j, tl.sum(of_a, 0), mask=j < E * K)
-        tl.store(parts + BIASES + h * (E * K) + j, tl.sum(of_b, 0), mask=j < E * K)
-        of_query += of_a
-        of_key += of_b
-    at, _ = head_tile_of(first, rows, GROUPS * E * K, group, j, E * K, ROWS)
-    tl.store(dq + at, of_query.to(dq.dtype.element_ty), mask=channels)
-    tl.store(dk + at, of_key.to(dk.dtype.element_ty), mask=channels)
+        if dy is None:
+            result = load(o, in_o, inside) + own * value
+            if gate is not None:
+                result *= z * opened
+            tl.store(y + dense, result.to(y.dtype.element_ty), mask=inside)
+        else:
+            d = load(dy, dense, inside)
+            if gate is not None:
+                of_gate = d * (load(o, in_o, inside) + own * value) * opened * (1 + z * (1 - opened))
+                tl.store(dgate + dense, of_gate.to(dgate.dtype.element_ty), mask=inside)
+                d *= z * opened
+            tl.store(do + dense, d.to(do.dtype.element_ty), mask=inside)
+            tl.store(dv + dense, (d * own).to(dv.dtype.element_ty), mask=inside)
+            of_own, r = tl.sum(d * value, 1), first + tl.arange(0, ROWS)
+            for e in tl.static_range(E):
+                score = tl.sum(tl.where((j // K == e)[None, :], a * b, 0.0), 1)
+                gates = r.to(tl.int64) * (H * E) + h * E + e
+                tl.store(dbeta + gates, (of_own * score).to(dbeta.dtype.element_ty), mask=r < rows)
+            of_a, of_b = of_own[:, None] * share * b, of_own[:, None] * share * a
+            sums = parts + tile.to(tl.int64) * (2 * BIASES + H)
+            tl.store(sums + at, tl.sum(of_a, 0), mask=j < E * K)
+            tl.store(sums + BIASES + at, tl.sum(of_b, 0), mask=j < E * K)
+            tl.store(sums + 2 * BIASES + h, tl.sum(of_own, 0))
+            of_query += of_a
+            of_key += of_b
+    if dy is not None:
+        in_dq, channels = head_tile_of(first, rows, GROUPS * E * K, group, j, E * K, ROWS)
+        tl.store(dq + in_dq, of_query.to(dq.dtype.element_ty), mask=channels)
+        tl.store(dk + in_dq, of_key.to(dk.dtype.element_ty), mask=channels)
 
 
-def strided(args: Arguments) -> tuple[tuple[Tensor | None, ...], tuple[int, ...]]:
-    """The tensors that kernels read, the number of tokens, and the strides of rows."""
+def _launch(args: Arguments, *results: Tensor | None, warps: int) -> None:
+    """Launch the kernel with what it reads and writes after the arguments."""
     streams = [rows_of(x.flatten(2)) for x in args[:4]]
-    tensors, counts, strides = zip(*streams, strict=True)
+    tensors, (rows, *_), strides = zip(*streams, strict=True)
     gate, _, gate_row = (None, 0, 0) if args.gate is None else rows_of(args.gate.flatten(2))
-    return (*tensors, *(x.contiguous() for x in args[4:8]), gate), (counts[0], *strides, gate_row)
+    numbers, sizes = (rows, *strides, gate_row), {**constants(args), "warps": warps}
+    programs = sizes["GROUPS"] * cdiv(rows, sizes["ROWS"])
+    enqueue(read, programs, *tensors, *(x.contiguous() for x in args[4:8]), gate, *results, *numbers, **sizes)
 
 
 def constants(args: Arguments) -> dict[str, int]:
-    """The constants of both kernels."""
+    """The constants of both passes."""
     (H, V), K, E = args.o.shape[2:], args.q.shape[3], args.subheads
     blocks = {"K_BLOCK": next_power_of_2(E * K), "V_BLOCK": next_power_of_2(V)}
     rows = min(16, max(1, TILE // max(blocks.values())))
     sizes = {"GROUPS": args.q.shape[2] // E, "H": H, "E": E, "K": K, "V": V}
-    return {**sizes, "ROWS": rows, **blocks, "warps": WARPS}
+    return {**sizes, "ROWS": rows, **blocks}
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
@@ -189,22 +147,21 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
-    (y,), sizes, (tensors, numbers) = _empty(args), constants(args), strided(args)
-    enqueue(read, sizes["GROUPS"] * cdiv(numbers[0], sizes["ROWS"]), *tensors, y, *numbers, **sizes)
+    (y,) = _empty(args)
+    _launch(args, y, *[None] * 8, warps=WARPS)
     return (y,)
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    sizes, (tensors, numbers) = constants(args), strided(args)
-    streams = {name: new(getattr(args, name)) for name in ("o", "q", "k", "v", "beta")}
-    dgate, tiles = None if args.gate is None else new(args.gate), cdiv(numbers[0], sizes["ROWS"])
+    names = ("o", "q", "k", "v", "beta", "gate")
+    streams = {name: None if (x := getattr(args, name)) is None else new(x) for name in names}
     learned = {name: getattr(args, name) for name in ("q_bias", "k_bias", "D")}
     lengths = [x.numel() for x in learned.values()]
+    tiles = cdiv(dy.shape[0] * dy.shape[1], constants(args)["ROWS"])
     parts = new(dy, tiles, 1, sum(lengths), dtype=torch.float32)
-    results = (*streams.values(), dgate, parts)
-    enqueue(differentiate, tiles * sizes["GROUPS"], *tensors, dy.contiguous(), *results, *numbers, **sizes)
+    _launch(args, None, dy.contiguous(), *streams.values(), parts, warps=GRADIENT_WARPS)
     sums = zip(learned.items(), add_parts(parts, torch.float32).flatten().split(lengths), strict=True)
-    return {**streams, "gate": dgate, **{name: total.view(x.shape).to(x.dtype) for (name, x), total in sums}}
+    return {**streams, **{name: total.view(x.shape).to(x.dtype) for (name, x), total in sums}}
 
 
 forward = register("skip_readout", _compute, _differentiate, _empty)
