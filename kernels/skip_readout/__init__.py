@@ -117,17 +117,14 @@ def skip_readout(
     """
     if o.dim() != 4 or not o.shape[2] or not o.is_floating_point():
         raise ValueError(f"o: expected a floating [B,T,H,V] with at least one head, got {o.dtype} {tuple(o.shape)}")
-    outer, H = list(o.shape[:2]), o.shape[2]
-    heads, K = q_bias.shape if q_bias.dim() == 2 else (0, 0)
-    if not heads or heads % H:
-        raise ValueError(f"q_bias: expected [{H}·E,K], got shape {tuple(q_bias.shape)}")
+    (*outer, H, _), (heads, K) = o.shape, q_bias.shape
     keys = q.shape[2] if q.dim() == 4 else 0
-    if q.shape != (*outer, keys, K) or not keys or keys % (heads // H) or heads % keys:
-        raise ValueError(f"q: expected {outer} + [G·{heads // H}, {K}] with a divisor G of {H}, got {tuple(q.shape)}")
-    shapes = {"k": (k, q.shape), "v": (v, o.shape), "beta": (beta, (*outer, heads)), "k_bias": (k_bias, (heads, K))}
-    shapes |= {"D": (D, (H,))} | ({} if gate is None else {"gate": (gate, o.shape)})
-    for name, (x, shape) in shapes.items():
-        if x.shape != shape:
+    if not keys or heads % H or keys % (heads // H) or heads % keys:
+        raise ValueError(f"q: shape {tuple(q.shape)} does not fit {H} heads of o and {heads} heads of q_bias")
+    shapes = {"q": (*outer, keys, K), "k": (*outer, keys, K), "v": o.shape, "beta": (*outer, heads)}
+    shapes |= {"k_bias": (heads, K), "D": (H,), "gate": o.shape}
+    for (name, shape), x in zip(shapes.items(), (q, k, v, beta, k_bias, D, gate), strict=True):
+        if x is not None and x.shape != shape:
             raise ValueError(f"{name}: expected {list(shape)}, got shape {tuple(x.shape)}")
     args = (o, q, k, v, beta, q_bias, k_bias, D, gate)
     run = OP.choose(o, *args)

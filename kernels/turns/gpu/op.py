@@ -62,7 +62,9 @@ def sum_blocks(
     rates,
     steps,
     positions,
-    ends,  # [B,blocks,H,P]: of the tokens of a block since the last start of a sequence
+    dy,  # like dearlier, None for the sums of angles
+    dearlier,
+    ends,  # [B,blocks,H,P]: of a block, angles since the last start of a sequence, gradients up to its first end
     T,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -72,10 +74,15 @@ def sum_blocks(
 ):
     blocks = tl.cdiv(T, BLOCK)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    total = tl.zeros([HEADS, PAIRS], tl.int64)
+    total, in_first = tl.zeros([HEADS, PAIRS], ends.dtype.element_ty), True  # sequence of the block
     for t in tl.range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, T)):
-        _, units = angles_of(rates, steps, row * T + t, H, P, HEADS, PAIRS)
-        total = tl.where(starts(positions, t), 0, total) + units
+        if dy is None:
+            _, units = angles_of(rates, steps, row * T + t, H, P, HEADS, PAIRS)
+            total = tl.where(starts(positions, t), 0, total) + units
+        else:
+            in_first = in_first & ((t == block * BLOCK) | (starts(positions, t) == 0))
+            at, inside = places_of(row * T + t, H, P, HEADS, PAIRS)
+            total += load(dy, at, inside & in_first) + load(dearlier, at, inside & in_first)
     at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
     tl.store(ends + at, total, mask=inside)
 
@@ -162,30 +169,6 @@ def fraction(total):
 
 
 @triton.jit(do_not_specialize=["T"])
-def sum_gradients_of_blocks(
-    dy,
-    dearlier,
-    positions,
-    ends,  # [B,blocks,H,P]: of the tokens of a block up to the first end of a sequence
-    T,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    blocks = tl.cdiv(T, BLOCK)
-    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    total, in_first = tl.zeros([HEADS, PAIRS], tl.float32), True  # sequence of the block
-    for t in tl.range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, T)):
-        in_first = in_first & ((t == block * BLOCK) | (starts(positions, t) == 0))
-        at, inside = places_of(row * T + t, H, P, HEADS, PAIRS)
-        total += load(dy, at, inside & in_first) + load(dearlier, at, inside & in_first)
-    at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
-    tl.store(ends + at, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
 def differentiate(
     rates,
     steps,
@@ -244,11 +227,16 @@ def _plan(args: Arguments) -> Plan:
     return Plan(B, cdiv(T, BLOCK), positions, {**sizes, "warps": warps})
 
 
-def _scanned(ends: Tensor, plan: Plan, T: int, *, after: bool = False) -> Tensor:
-    """The sums of the tokens before each block of `ends` [B,blocks,H,P], or after it, in the same sequence."""
-    sums, channels, span = new(ends), ends.shape[2] * ends.shape[3], min(SPAN, next_power_of_2(plan.blocks))
-    sizes = {"CHANNELS": channels, "TILE": COLUMNS, "SPAN": span, "AFTER": after, "BLOCK": BLOCK}
-    enqueue(scan_blocks, plan.rows * cdiv(channels, COLUMNS), ends, plan.positions, sums, T, **sizes)
+def _sums(args: Arguments, plan: Plan, *gradients: Tensor | None) -> Tensor:
+    """The sums [B,blocks,H,P] of the angles before each block, or of the gradients after it, in the same sequence."""
+    angles = gradients[0] is None
+    (B, T, P), H, dtype = args.rates.shape, args.steps.shape[2], torch.int64 if angles else torch.float32
+    ends, sums = (new(args.rates, B, plan.blocks, H, P, dtype=dtype) for _ in range(2))
+    inputs = (args.rates.contiguous(), args.steps.contiguous(), plan.positions, *gradients)
+    enqueue(sum_blocks, B * plan.blocks, *inputs, ends, T, **plan.constants)
+    span = min(SPAN, next_power_of_2(plan.blocks))
+    sizes = {"CHANNELS": H * P, "TILE": COLUMNS, "SPAN": span, "AFTER": not angles, "BLOCK": BLOCK}
+    enqueue(scan_blocks, B * cdiv(H * P, COLUMNS), ends, plan.positions, sums, T, **sizes)
     return sums
 
 
@@ -259,12 +247,8 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     (y, earlier), plan, T = _empty(args), _plan(args), args.rates.shape[1]
-    rates, steps = args.rates.contiguous(), args.steps.contiguous()
-    ends = new(rates, plan.rows, plan.blocks, *y.shape[2:], dtype=torch.int64)
-    count = plan.rows * plan.blocks
-    enqueue(sum_blocks, count, rates, steps, plan.positions, ends, T, **plan.constants)
-    before = _scanned(ends, plan, T)
-    enqueue(sum_tokens, count, rates, steps, plan.positions, before, y, earlier, T, **plan.constants)
+    inputs = (args.rates.contiguous(), args.steps.contiguous(), plan.positions, _sums(args, plan, None, None))
+    enqueue(sum_tokens, plan.rows * plan.blocks, *inputs, y, earlier, T, **plan.constants)
     return y, earlier
 
 
@@ -273,13 +257,10 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor | None, dearlier: Te
     rates, steps = args.rates.contiguous(), args.steps.contiguous()
     arrived = dy if dy is not None else dearlier
     assert arrived is not None
-    dy, dearlier = (torch.zeros_like(arrived) if d is None else d.contiguous() for d in (dy, dearlier))
-    ends = new(rates, plan.rows, plan.blocks, *arrived.shape[2:], dtype=torch.float32)
-    count, gradients = plan.rows * plan.blocks, {"rates": new(rates), "steps": new(steps)}
-    enqueue(sum_gradients_of_blocks, count, dy, dearlier, plan.positions, ends, T, **plan.constants)
-    after = _scanned(ends, plan, T, after=True)
-    tensors = (rates, steps, plan.positions, dy, dearlier, after, *gradients.values())
-    enqueue(differentiate, count, *tensors, T, **plan.constants)
+    arriving = [torch.zeros_like(arrived) if d is None else d.contiguous() for d in (dy, dearlier)]
+    gradients = {"rates": new(rates), "steps": new(steps)}
+    tensors = (rates, steps, plan.positions, *arriving, _sums(args, plan, *arriving), *gradients.values())
+    enqueue(differentiate, plan.rows * plan.blocks, *tensors, T, **plan.constants)
     return gradients
 
 
