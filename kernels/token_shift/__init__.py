@@ -39,10 +39,12 @@ def starting(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
 
 def previous_tokens(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """The token before each token of x [B,T,…]: in front of each sequence that of `before` [N,…], by default zeros."""
-    if before is None:
-        before = x.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, *x.shape[2:])
     if cu_seqlens is None:  # one copy
-        return torch.cat([before[:, None].to(x.dtype), x[:, :-1]], 1)
+        first = x.new_zeros(len(x), 1, *x.shape[2:]) if before is None else before[:, None].to(x.dtype)
+        return torch.cat([first, x[:, :-1]], 1)
+    if before is None:
+        starts = (places(cu_seqlens, x.shape[1])[1] == 0).view(1, -1, *[1] * (x.dim() - 2))
+        return torch.where(starts, 0, x.roll(1, 1))
     starts, first = starting(x, before, cu_seqlens)
     return torch.where(starts, first, x.roll(1, 1))
 
