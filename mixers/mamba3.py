@@ -20,7 +20,7 @@ from .norm import GateOnly, Output, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .shift import check_sequences, recomputed_shift
+from .shift import check_sequences, recomputed_shift, shifted_beside
 
 
 class Trapezoid(KeepsFp32):
@@ -155,11 +155,11 @@ class Mamba3(LinearMixer):
         check_sequences(past[0], s.v, cu_seqlens)
         where = (cu_seqlens, context_parallel)
         angles, earlier, last_angles = cumulative_angles(rates, dt, past[0], *where)
+        k, last_k = recomputed_shift(s.k, past[1], *where)
+        v, value, last_v = shifted_beside(s.v, past[2], *where)
+        written, last_written = recomputed_shift(s.beta, past[3], *where)
         own = s.beta if self.q_gain is None else self.q_gain(s.beta[..., None])[..., 0]
-        skipped = (s.q, s.k, s.v, own)
-        (k, last_k), (v, last_v), (written, last_written) = (
-            recomputed_shift(x, before, *where) for x, before in zip((s.k, s.v, s.beta), past[1:], strict=True)
-        )
+        skipped = (s.q, s.k, value, own)
         q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
         q = q if self.q_gain is None else self.q_gain(q)
         k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # the first k is only a bias, but its v is 0

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from mixers.shift import recomputed_shift, shifted
+from mixers.shift import recomputed_shift, shifted, shifted_beside
 
 
 def test_whole_sequences():
@@ -18,6 +18,24 @@ def test_whole_sequences():
     alone, none = shifted(x, None, None)
     assert torch.equal(alone, before)
     assert none is None
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("bounds", [None, [0, 2, 2]])
+def test_a_stream_beside_its_previous_tokens(bounds: list[int] | None, length: int):
+    x = torch.randn(2 if bounds is None else 1, length, 3, dtype=torch.float64, requires_grad=True)
+    packed = None if bounds is None else torch.tensor([*bounds, length]).clamp(max=length)
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        previous, same, last = shifted_beside(x, None, packed, None)
+        assert last is None
+        return previous, same
+
+    previous, same = both(x)
+    assert torch.equal(previous, shifted(x, None, packed)[0])
+    assert torch.equal(same, x)
+    assert torch.autograd.gradcheck(both, (x,))
+    assert torch.autograd.gradgradcheck(both, (x,))
 
 
 @pytest.mark.parametrize("continued", [False, True])
