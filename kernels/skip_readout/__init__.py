@@ -1,4 +1,4 @@
-"""The readout of Mamba-3: the skip connection, what a token reads of its own write, and the output gate."""
+"""The readout of Mamba-3: the skip connection, what each token reads of the value it writes, and the output gate."""
 
 from typing import Any, NamedTuple
 
