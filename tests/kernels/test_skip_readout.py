@@ -56,6 +56,14 @@ class TestSkipReadout(OpContract):
             gradients.append(torch.autograd.grad(loss, [*leaves.values()]))
         assert all(map(torch.equal, *gradients))
 
+    @pytest.mark.parametrize("programs", [1, 10**6])
+    def test_heads_of_a_program_do_not_change_results(self, programs: int, monkeypatch: pytest.MonkeyPatch):
+        tensors = self.inputs(2, 19, 1, 5, 1, 8, 8)
+        expected = self.results(tensors, "triton")
+        monkeypatch.setattr("kernels.skip_readout.gpu.op.PROGRAMS", programs)
+        actual = self.results(tensors, "triton")
+        assert all(torch.equal(actual[name], x) for name, x in expected.items())
+
     def test_deterministic_mode_computes_each_token_alone(self):
         tensors = {name: x.double() for name, x in self.inputs(*self.some_sizes).items()}
         with kernels.deterministic():

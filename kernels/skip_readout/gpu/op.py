@@ -1,6 +1,6 @@
 """The readout in one launch, and the gradients of all arguments in another of the same kernel.
 
-A program works on the heads of a group, whose queries and keys it loads once.
+A program works on heads of one group, whose queries and keys it loads once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
+from ...gpu.device import multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.rows import head_tile_of, load, rows_of
@@ -21,6 +22,7 @@ from .. import Arguments
 
 TILE = 2048  # numbers of a head that a program holds at a time
 WARPS, GRADIENT_WARPS = 4, 8  # of a program in the forward and in the backward pass
+PROGRAMS = 4  # per multiprocessor in the forward pass, at least
 
 
 @triton.jit
@@ -34,7 +36,7 @@ def input_gates(beta, first, rows, head, j, H: tl.constexpr, E: tl.constexpr, K:
     return gates
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "heads"])
 def read(
     o,
     q,
@@ -55,6 +57,7 @@ def read(
     dgate,
     parts,  # [tiles,H·(2·E·K+1)]: gradients of q_bias, k_bias and D, to be summed
     rows,
+    heads,  # of a program; all of a group in the backward pass, which sums over them
     o_row,
     q_row,
     k_row,
@@ -72,13 +75,15 @@ def read(
     """Write y, or the gradients if dy is given."""
     REPEATS: tl.constexpr = H // GROUPS
     BIASES: tl.constexpr = H * E * K
-    tile, group = tl.program_id(0) // GROUPS, tl.program_id(0) % GROUPS
+    parts_of_group = tl.cdiv(REPEATS, heads)
+    begin, place = tl.program_id(0) % parts_of_group * heads, tl.program_id(0) // parts_of_group
+    tile, group = place // GROUPS, place % GROUPS
     first, c, j = tile * ROWS, tl.arange(0, V_BLOCK), tl.arange(0, K_BLOCK)
     in_q, channels = head_tile_of(first, rows, q_row, group, j, E * K, ROWS)
     in_k, channels = head_tile_of(first, rows, k_row, group, j, E * K, ROWS)
     query, key = load(q, in_q, channels), load(k, in_k, channels)
     of_query, of_key = tl.zeros([ROWS, K_BLOCK], tl.float32), tl.zeros([ROWS, K_BLOCK], tl.float32)
-    for repeat in tl.range(0, REPEATS):
+    for repeat in tl.range(begin, tl.minimum(begin + heads, REPEATS)):
         h = group * REPEATS + repeat
         at = h * (E * K) + j
         a, b = query + load(q_bias, at, j < E * K)[None, :], key + load(k_bias, at, j < E * K)[None, :]
@@ -128,9 +133,14 @@ def _launch(args: Arguments, *results: Tensor | None, warps: int) -> None:
     streams = [rows_of(x.flatten(2)) for x in args[:4]]
     tensors, (rows, *_), strides = zip(*streams, strict=True)
     gate, _, gate_row = (None, 0, 0) if args.gate is None else rows_of(args.gate.flatten(2))
-    numbers, sizes = (rows, *strides, gate_row), {**constants(args), "warps": warps}
-    programs = sizes["GROUPS"] * cdiv(rows, sizes["ROWS"])
-    enqueue(read, programs, *tensors, *(x.contiguous() for x in args[4:8]), gate, *results, *numbers, **sizes)
+    sizes = constants(args)
+    programs, heads = sizes["GROUPS"] * cdiv(rows, sizes["ROWS"]), sizes["H"] // sizes["GROUPS"]
+    if results[0] is not None:  # few tokens: several programs for a group
+        parts = min(heads, cdiv(PROGRAMS * multiprocessors(args.o.device), max(programs, 1)))
+        heads = cdiv(heads, parts)
+        programs *= cdiv(sizes["H"] // sizes["GROUPS"], heads)
+    inputs = (*tensors, *(x.contiguous() for x in args[4:8]), gate)
+    enqueue(read, programs, *inputs, *results, rows, heads, *strides, gate_row, **sizes, warps=warps)
 
 
 def constants(args: Arguments) -> dict[str, int]:
