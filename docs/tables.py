@@ -11,11 +11,11 @@ Each query there begins with a line `-- NAME: FILE` and reads the lines of a CSV
 `families` is that of public layouts, with the columns of `public_families`.
 `list` instead of `table` writes the first column as names in code style.
 
-Next to SQLite's functions there are `tex(formula)`, a formula in letters as LaTeX; `median`, an aggregate; `word(text,
-n)`, which returns number n, from 0, of several that spaces separate; and `pairs_at(level, pairs, accuracy, …)`, the
-pairs recalled with an accuracy of `level`. `formatted(form, number, …)` is `printf`, but null if a number is null.
-`field(rowid, pattern)` is the first value of a line in a column whose name matches the pattern, such as `peers.fla
-*.fwd_ms`; null if there is none.
+Next to SQLite's functions there are `tex(formula)`, a formula in letters as LaTeX; the aggregates `median`, and of
+proofs `errors(dtype, says)`; `word(text, n)`, which returns number n, from 0, of several that spaces separate; and
+`pairs_at(level, pairs, accuracy, …)`, the pairs recalled with an accuracy of `level`. `formatted(form, number, …)` is
+`printf`, but null if a number is null. `field(rowid, pattern)` is the first value of a line in a column whose name
+matches the pattern, such as `peers.fla *.fwd_ms`; null if there is none.
 """
 
 import csv
@@ -57,6 +57,25 @@ class Median:
     def finalize(self) -> float | None:
         """Return the median; null if there is no value."""
         return statistics.median(self.values) if self.values else None
+
+
+class Errors:
+    """The aggregate `errors` of SQL, of the columns dtype and says of proofs."""
+
+    def __init__(self) -> None:
+        self.largest = dict[str, float]()
+
+    def step(self, dtype: str, says: str | float) -> None:
+        """Add what a proof says: `exact`, an error, or two of them."""
+        error = max(0.0 if part == "exact" else float(part) for part in str(says).split(" / "))
+        self.largest[dtype] = max(self.largest.get(dtype, 0.0), error)
+
+    def finalize(self) -> str | None:
+        """Return the largest errors, fp32 / bf16, or `exact` for both; null if there is no proof."""
+        if not any(self.largest.values()):
+            return "exact" if self.largest else None
+        errors = [self.largest.get(dtype, 0.0) for dtype in ("fp32", "bf16")]
+        return " / ".join(f"{error:.0e}" if error else "exact" for error in errors)
 
 
 def _value(text: str) -> str | int | float | None:
@@ -159,6 +178,7 @@ def query(file: Path, sql: str) -> tuple[list[str], list[Sequence[object]]]:
             header, *lines = csv.reader(stream)
     base = sqlite3.connect(":memory:")
     base.create_aggregate("median", 1, Median)  # type: ignore[arg-type]  # typeshed wants an int of `finalize`
+    base.create_aggregate("errors", 2, Errors)  # type: ignore[arg-type]
     base.create_function("word", 2, lambda text, n: None if text is None else float(str(text).split()[n]))
     base.create_function("pairs_at", -1, _pairs)
     base.create_function("tex", 1, tex)

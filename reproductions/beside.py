@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from kernels import UserError
 from reproductions import peers
@@ -25,12 +25,13 @@ from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
 from zoo.performance.bench_report import Report, complaint, show
 from zoo.performance.decays import GENTLE
-from zoo.performance.decoding import bench_decode
+from zoo.performance.decoding import bench_decode, timed
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
-from zoo.performance.model import PRECISIONS
-from zoo.performance.steps import Steps
-from zoo.performance.training import bench_training
+from zoo.performance.learner import TimedLearner
+from zoo.performance.model import PRECISIONS, build, read, running
+from zoo.performance.training import bench_training, warmed
 from zoo.train.devices import pick_device
+from zoo.train.optim import Optimisation
 
 POSITION = 1024  # largest prefill of FLA's models; more is not needed, since their state has a constant size, too
 
@@ -136,13 +137,30 @@ def training(
         compile=compile,
         cuda_graph=cuda_graph,
         folder=folder,
-        other=_language_model,
+        other=_learner,
     )
 
 
-def _language_model(ours: LanguageModel, sizes: dict[str, Any], device: torch.device) -> tuple[str, nn.Module]:
-    peer = peers.language_model(ours, sizes, device)
-    return peer.name, peer.build()
+def _learner(
+    ours: LanguageModel, about: dict[str, Any], optim: Optimisation, tokens: Tensor, bar: Any
+) -> tuple[dict[str, Any], TimedLearner | None]:
+    """The row of FLA's model, and its learner after the first steps; None if it does not run."""
+    row: dict[str, Any] = {"model": "other"}
+    before, precision = torch.cuda.memory_allocated(tokens.device), about["precision"]
+    try:
+        peer = peers.language_model(ours, about["model"], tokens.device)
+        row["model"], model = peer.name, peer.build()
+        if precision.endswith("-true"):
+            model = model.to(PRECISIONS[precision])
+        learner = TimedLearner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
+        row["parameters"] = sum(p.numel() for p in model.parameters())
+        done = warmed(row, learner, bar, before)
+    except UserError:
+        raise
+    except Exception as error:  # errors of other libraries become remarks in the table
+        return row | {"note": complaint(error)}, None
+    row["ready_s"] = None  # the process was busy with our model before
+    return row, learner if done else None
 
 
 def decode(
@@ -163,8 +181,9 @@ def decode(
     Raises:
         UserError: An argument is invalid.
     """
-    peers.require(pick_device(device))
-    return bench_decode(
+    where = pick_device(device)
+    peers.require(where)
+    report = bench_decode(
         config,
         batch_sizes=batch_sizes,
         positions=positions,
@@ -173,18 +192,24 @@ def decode(
         device=device,
         seconds=seconds,
         folder=folder,
-        other=_steps,
     )
+    timed_in: str = report.about["precision"]
+    ours = build(read(config), timed_in, torch.device("meta"))
+    peer = peers.language_model(ours, report.about["model"], where)
+    theirs = cache(lambda: peer.build().to(PRECISIONS[timed_in]).eval())
+    for batch, position in dict.fromkeys((row["batch_size"], row["position"]) for row in report.rows):
+        row = {"model": peer.name, "batch_size": batch, "position": position, "how": "eager"}
+        with torch.no_grad(), running(timed_in, where):
+            try:
+                report.add(timed(row, seconds, partial(Peer, theirs, batch, position), where))
+            except Exception as error:  # errors of other libraries become remarks in the table
+                report.add(row | {"note": complaint(error)})
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return report
 
 
-def _steps(
-    ours: LanguageModel, sizes: dict[str, Any], device: torch.device, precision: str
-) -> tuple[str, Callable[[int, int], Steps]]:
-    peer = peers.language_model(ours, sizes, device)
-    return peer.name, partial(Peer, cache(lambda: peer.build().to(PRECISIONS[precision]).eval()))
-
-
-class Peer(Steps):
+class Peer:
     """Steps of a Hugging Face model with its key-value cache, after a prefill."""
 
     state_bytes = None

@@ -11,7 +11,7 @@ axis (or `--reference`), formed within a seed; the interval is the 95 % t interv
 cell has exactly one row, as `--chosen-on` leaves them. Lines with "in" are about the cells that have that level of
 another axis. A control takes part if it is the reference, with which each cell is then compared.
 
-`--beside` compares every cell with the cell that it names: differences are formed within a seed and a learning rate,
+`--beside=CELL` compares every other cell with this one: differences are formed within a seed and a learning rate,
 and averaged over the learning rates that both cells have. `--gate val_accuracy_by_task.pairs_4=0.95` leaves out runs
 that did not learn the task (`gates` of a sweep). `--where` chooses rows by their columns, and `--across` repeats all of
 it for each value of a column, over which `--picture` draws the means of the cells, with a dot for each seed.

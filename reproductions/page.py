@@ -313,7 +313,7 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
     Raises:
         UserError: A file is missing, is of no table or figure in papers.yaml, or has a wrong key or value.
     """
-    papers, expected_files = [], {folder / "papers.yaml", folder / "paper_tables.yaml"}
+    papers, expected_files = [], {folder / f"{name}.yaml" for name in ("listops", "paper_tables", "papers")}
     for name, contents in read_yaml(folder / "papers.yaml", "reproductions").items():
         listing = _built(Listing, contents, f"papers.yaml: {name}")
         files = {item: folder / name / _file_name(item) for item in listing.items}
@@ -324,8 +324,8 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
         }
         papers.append(Paper(name, listing, rows))
         expected_files |= {*files.values()}
-    sweeps = {*(folder / "sweeps").glob("*.yaml")}
-    if strange := sorted({*folder.rglob("*.yaml")} - expected_files - sweeps):
+    others = {file for name in ("scrolls", "sweeps") for file in (folder / name).glob("*.yaml")}
+    if strange := sorted({*folder.rglob("*.yaml")} - expected_files - others):
         raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
     return papers
 

@@ -13,7 +13,8 @@ import zoo
 from kernels import UserError
 from zoo.arguments import check_names, names_in
 from zoo.config.command_line import arguments_of
-from zoo.evaluation.task import Row
+from zoo.evaluation.task import Options, Row
+from zoo.evaluation.tasks import tasks_of
 from zoo.files.safe_yaml import read_yaml
 
 
@@ -79,7 +80,7 @@ def paper_tables(
             tasks,
             lengths=its_lengths,
             samples=its_samples,
-            data=data if any("/" in task for task in tasks) else None,
+            data=data if any("data" in task.uses for task in tasks_of(tasks, Options())) else None,
             output=output,
             device=device,
             trust=trust,

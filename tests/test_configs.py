@@ -30,7 +30,7 @@ from .shipped_configs import (
     slots,
 )
 
-SMALL = ("recall/", "image/", "lra/")  # tasks that two layers solve
+SMALL = ("recall/", "image/")  # tasks that two layers solve
 
 
 def test_they_are_found():

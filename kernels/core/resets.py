@@ -25,15 +25,15 @@ def sums(log_decay: Tensor, dim: int, dtype: torch.dtype, *, least: float | None
     readable = log_decay.is_cpu and log_decay.numel() > 0 and plain((log_decay,))
     resets = log_decay < least if readable and float(log_decay.detach().amin()) < least else None
     bounded = log_decay.clamp(min=least).to(dtype)  # whose gradient is 0 where it is bounded
-    return _cumulated(bounded, dim) if resets is None else _Sums.apply(bounded, resets, dim)
+    return cumulated(bounded, dim, is_deterministic()) if resets is None else _Sums.apply(bounded, resets, dim)
 
 
-def _cumulated(x: Tensor, dim: int) -> Tensor:
+def cumulated(x: Tensor, dim: int, deterministic: bool) -> Tensor:
     """x summed along an axis, inclusive, in deterministic mode in an order that depends on the length alone.
 
     On a GPU the order of PyTorch's sums depends on how many sums there are.
     """
-    if x.is_cpu or not is_deterministic():
+    if x.is_cpu or not deterministic:
         return x.cumsum(dim)
     step, size = 1, x.shape[dim]
     while step < size:

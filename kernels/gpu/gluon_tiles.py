@@ -152,6 +152,12 @@ def copy_tokens(
 
 
 @gluon.jit
+def copy_pairs(shared, x, tile, LAYOUT: gl.constexpr = NARROW_COPY):
+    """Start to copy a tile [64, 64] of pairs of tokens."""
+    async_load(shared, at_tile(x, tile * 64, 0, 64, LAYOUT, 64, 64))
+
+
+@gluon.jit
 def copy_state(shared, x, tile, wanted, K: gl.constexpr = 128):
     """Start to copy a state [K, 128], if it is wanted."""
     r = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, COPY)), 1)

@@ -13,7 +13,6 @@ from . import tiles
 MOST_INPUTS = 16384  # of the Triton kernels
 FEW_ROWS = 2  # for which they serve any weight
 MOST_ROWS, MOST_OUTPUTS = 64, 8192  # up to which they serve half precision; the others take cuBLAS
-UNIT = 8  # of which sizes are multiples where all tiles add in one order
 
 
 def reference(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -44,6 +43,7 @@ def _adds_alike(x: Tensor, weight: Tensor) -> bool:
     """Return whether tensor cores add in one order for the tiles of few rows and for those of many: on Hopper."""
     from ..gpu.device import HOPPER, capability  # only where there is Triton
     from ..gpu.tiles import INTERPRETED
+    from .gpu.tiles import UNIT
 
     sizes = all(size % UNIT == 0 for size in weight.shape)
     return sizes and x.dtype == torch.bfloat16 and capability(x.device) == HOPPER and not INTERPRETED

@@ -1,7 +1,7 @@
 """Window attention in deterministic mode: blocks of 64 queries, each against all keys that it may see, in PyTorch.
 
 The shapes of a block's products follow from its place in its sequence alone. So a row equals the row alone, and a call
-with a cache of a multiple of 64 keys equals the call without. On a GPU the rows are computed one by one, since the
+with a cache of a multiple of 64 keys equals the call without. On a GPU the products have fixed tiles, since the
 library's choice for a batch of products depends on their number, and scores are computed again in the backward pass.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..core.autocast import without_autocast
+from ..core.backend import same_backend
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import implementation, tiled_products
 from .arguments import Attention
@@ -27,7 +28,7 @@ def forward(a: Attention) -> Tensor:
         if a.documents is not None:
             spans = [slice(start, stop) for start, stop in a.documents.spans if stop > start]
             return torch.cat([_rows(a.part(slice(None), span, span)) for span in spans], 1)
-        if a.first_key is None:
+        if a.first_key is None or not len(a.q):
             return _rows(a)
         first = [max(0, start) for start in a.first_key.tolist()]
         rows = sorted(range(len(first)), key=first.__getitem__)
@@ -36,7 +37,7 @@ def forward(a: Attention) -> Tensor:
         if len(parts) == 1:
             return parts[0]
         places = torch.tensor(rows, dtype=torch.int64, device=a.q.device).argsort()
-        return torch.cat(parts)[places] if parts else a.v.new_zeros(0, *a.q.shape[1:3], a.v.shape[3])
+        return torch.cat(parts)[places]
 
 
 def _from(a: Attention, rows: list[int], first: int) -> Tensor:
@@ -66,9 +67,10 @@ def _scores(a: Attention, first: Tensor | None) -> Tensor:
     before = None if a.window_size is None else padded(a.window_size - 1)
     ahead = 0 if before is None else max(0, before - seen)  # padding in front, so that each block has its shape
     after = count * BLOCK - T
-    scored = partial(_scored, implementation(q))
-    if q.is_cuda and torch.is_grad_enabled():
-        scored = partial(checkpoint, scored, use_reentrant=False)
+    how = implementation(q)
+    scored = partial(_scored, how)
+    if (how == "triton" or q.is_cuda) and torch.is_grad_enabled():
+        scored = partial(checkpoint, scored, use_reentrant=False, context_fn=same_backend)
     q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, after)).unflatten(1, (heads, -1))
     k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, ahead, after)) for x in (k, v))
     outputs = []

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..core.autograd import plain
+from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
-from ..core.resets import sums
+from ..core.resets import cumulated, sums
 from .arguments import Attention
 
 UNIT = 8  # channels: fused kernels on a GPU need multiples
@@ -66,7 +67,7 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, decays: Tensor, resets: Tensor) -> Tensor:
         ctx.save_for_backward(resets)
-        ctx.dtype = decays.dtype
+        ctx.dtype, ctx.mode = decays.dtype, is_deterministic()  # the backward pass on a GPU runs in another thread
         return sums(decays, 1, torch.float64, least=LEAST)
 
     @staticmethod
@@ -74,7 +75,7 @@ class _Sums(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         (resets,) = ctx.saved_tensors
         size = gradient.shape[1]
-        to_end = F.pad(gradient.flip(1).cumsum(1).flip(1), (0, 0, 0, 1))
+        to_end = F.pad(cumulated(gradient.flip(1), 1, ctx.mode).flip(1), (0, 0, 0, 1))
         token = torch.arange(size, device=gradient.device)[:, None]
         resets = F.pad(torch.where(resets, token, size), (0, 0, 0, 1), value=size)
         following = resets.flip(1).cummin(1).values.flip(1)[:, 1:]  # the first reset after each token

@@ -234,60 +234,37 @@ from both group by model, place
 select fault, "found by" from rows where fault != 'none' and fault not like 'no fault%' order by fault
 
 -- proofs_cpu: reproductions/measured/proofs_cpu.csv
-with errors as (select case when kind = 'ops' then substr(subject, 1, instr(subject, ' (') - 1)
-    when subject like '%.yaml' then 'hybrids' else 'mixers' end as name, rowid as place, "check", dtype,
-    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind in ('ops', 'layers')),
-  largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
-    max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
-  cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
-    iif(fp32 = 0, 'exact', printf('%.0e', fp32)) || ' / ' || iif(bf16 = 0, 'exact', printf('%.0e', bf16)) end as cell
-    from largest)
-select name as "op",
-  max(case "check" when 'causal' then cell end) as "causal",
-  max(case "check" when 'rows' then cell end) as "rows",
-  max(case "check" when 'packed' then cell end) as "packed",
-  max(case "check" when 'invariant' then cell end) as "invariant",
-  max(case "check" when 'pieces' then cell end) as "pieces",
-  max(case "check" when 'gates' then cell end) as "gates",
-  max(case "check" when 'repeats' then cell end) as "repeats"
-from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
+select iif(kind = 'ops', substr(subject, 1, instr(subject, ' (') - 1), iif(subject like '%.yaml', 'hybrids', 'mixers')) as "op",
+  errors(dtype, says) filter (where "check" = 'causal') as "causal",
+  errors(dtype, says) filter (where "check" = 'rows') as "rows",
+  errors(dtype, says) filter (where "check" = 'packed') as "packed",
+  errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
+  errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
+  errors(dtype, says) filter (where "check" = 'gates') as "gates",
+  errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
+from rows where kind in ('ops', 'layers') group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
 -- proofs_h100: reproductions/measured/proofs_h100.csv
-with errors as (select substr(subject, 1, instr(subject, ' (') - 1) as name, rowid as place, "check", dtype,
-    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows where kind = 'ops'
-    and (subject like '%triton' or subject like 'window_attention%')),
-  largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
-    max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
-  cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
-    iif(fp32 = 0, 'exact', printf('%.0e', fp32)) || ' / ' || iif(bf16 = 0, 'exact', printf('%.0e', bf16)) end as cell
-    from largest)
-select name as "op",
-  max(case "check" when 'causal' then cell end) as "causal",
-  max(case "check" when 'rows' then cell end) as "rows",
-  max(case "check" when 'packed' then cell end) as "packed",
-  max(case "check" when 'invariant' then cell end) as "invariant",
-  max(case "check" when 'pieces' then cell end) as "pieces",
-  max(case "check" when 'gates' then cell end) as "gates",
-  max(case "check" when 'repeats' then cell end) as "repeats"
-from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
+select substr(subject, 1, instr(subject, ' (') - 1) as "op",
+  errors(dtype, says) filter (where "check" = 'causal') as "causal",
+  errors(dtype, says) filter (where "check" = 'rows') as "rows",
+  errors(dtype, says) filter (where "check" = 'packed') as "packed",
+  errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
+  errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
+  errors(dtype, says) filter (where "check" = 'gates') as "gates",
+  errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
+from rows where kind = 'ops' and (subject like '%triton' or subject like 'window_attention%') group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
 -- proofs_h200: reproductions/measured/proofs_h200.csv
-with errors as (select iif(subject like '%.yaml', 'hybrids', 'mixers') as name, rowid as place, "check", dtype,
-    max(cast(says as real), cast(substr(says, instr(says, '/') + 1) as real)) as error from rows),
-  largest as (select name, min(place) as place, "check", max(case dtype when 'fp32' then error end) as fp32,
-    max(case dtype when 'bf16' then error end) as bf16 from errors group by name, "check"),
-  cells as (select name, place, "check", case when max(fp32, bf16) = 0 then 'exact' else
-    iif(fp32 = 0, 'exact', printf('%.0e', fp32)) || ' / ' || iif(bf16 = 0, 'exact', printf('%.0e', bf16)) end as cell
-    from largest)
-select name as "op",
-  max(case "check" when 'causal' then cell end) as "causal",
-  max(case "check" when 'rows' then cell end) as "rows",
-  max(case "check" when 'packed' then cell end) as "packed",
-  max(case "check" when 'invariant' then cell end) as "invariant",
-  max(case "check" when 'pieces' then cell end) as "pieces",
-  max(case "check" when 'sampled' then cell end) as "sampled",
-  max(case "check" when 'repeats' then cell end) as "repeats"
-from cells group by name having sum(cell <> 'exact') > 0 order by min(place)
+select iif(subject like '%.yaml', 'hybrids', 'mixers') as "op",
+  errors(dtype, says) filter (where "check" = 'causal') as "causal",
+  errors(dtype, says) filter (where "check" = 'rows') as "rows",
+  errors(dtype, says) filter (where "check" = 'packed') as "packed",
+  errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
+  errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
+  errors(dtype, says) filter (where "check" = 'sampled') as "sampled",
+  errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
+from rows group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
 -- families: families
 select '`' || family || '`' as family, reads, writes, gguf as "GGUF", configs as "configs, logits compared" from rows

@@ -89,7 +89,7 @@ class Shared:
         return Shared(self.tensor.narrow(dim, start, length))
 
     def reshape(self, shape: list[int]) -> "Shared":
-        """The same in another shape."""
+        """Return a view of the same memory in another shape."""
         return Shared(self.tensor.reshape(shape))
 
     def permute(self, order: tuple[int, ...]) -> "Shared":
@@ -414,7 +414,7 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
         ours = [each for each in sys.modules if each.startswith("kernels.")]
         for each in [each for each in ours if hasattr(sys.modules[each], "gluon")]:
             del sys.modules[each]  # imported for a GPU; the module may import it again
-        for each in ("kernels.gpu.gluon_tiles", "kernels.gpu.gluon_halves", name):
+        for each in (*(f"kernels.gpu.gluon_{part}" for part in ("tiles", "halves", "products")), name):
             spec = importlib.util.find_spec(each)
             assert spec
             assert spec.loader

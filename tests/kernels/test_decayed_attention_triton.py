@@ -105,6 +105,16 @@ def test_against_the_loop(sizes: dict[str, Any], options: dict[str, Any]):
 
 @interpreted
 @pytest.mark.slow
+def test_gentle_decays_after_a_sum_of_millions():
+    a = inputs(1300, H=1)
+    a["log_decay"][:, :1240] = -9_999  # 2^24 in log2 after 1,164 tokens
+    actual, exact = results("triton", a), results("chunk", {key: x.double() for key, x in a.items()})
+    for key, expected in exact.items():
+        assert (actual[key].double() - expected).norm() <= 1e-3 * expected.norm(), key
+
+
+@interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("architecture", [HOPPER, OTHER])
 def test_every_launch(architecture: int, size: int, monkeypatch: pytest.MonkeyPatch):
@@ -171,7 +181,7 @@ def test_first_tokens_of_documents_have_no_gradient():
 @interpreted
 @pytest.mark.slow
 def test_static_documents_are_not_read_on_the_host(monkeypatch: pytest.MonkeyPatch):
-    """What a captured graph needs: tables that are filled again, and the bits of a call with the documents."""
+    """A captured graph fills its tables again. Its results have the bits of a call with the documents."""
     a, arriving = inputs(150), torch.randn(1, 150, 2, 16)
     there = static.static_copy(torch.tensor([0, 20, 70, 71, 150], dtype=torch.int32), 150)
     results("triton", a, arriving, cu_seqlens=there)
@@ -200,7 +210,7 @@ def test_it_compiles_as_one_graph():
 
 
 def test_its_launches_are_listed():
-    """Where nothing runs, as in `explain`."""
+    """A dry run, as `explain` makes one, lists the launches and runs none."""
     shapes = {"q": (8, 64), "k": (8, 64), "v": (8, 64), "log_decay": (8,)}
     a = {name: torch.empty(2, 4096, *shape, device="meta", requires_grad=True) for name, shape in shapes.items()}
     a |= {name: a[name].detach().bfloat16().requires_grad_() for name in "qkv"}

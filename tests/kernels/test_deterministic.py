@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels
 from kernels.core import elementwise
-from kernels.window_attention import aligned, candidates, reference
+from kernels.window_attention import aligned, candidates, decay, reference
 from kernels.window_attention.arguments import check
 from reproductions.proofs import ops
 from tests.kernels.places import PLACES
@@ -149,7 +149,11 @@ def test_attention_with_the_products_of_a_gpu(window: int | None, monkeypatch: p
     with kernels.deterministic():
         o = kernels.window_attention(*leaves, window_size=window)
         one = kernels.window_attention(*(x[1:2] for x in leaves), window_size=window)
-        gradients, of_one = (torch.autograd.grad(y.square().sum(), leaves) for y in (o, one))
+        gradients = torch.autograd.grad(o.square().sum(), leaves, retain_graph=True)
+        of_one = torch.autograd.grad(one.square().sum(), leaves)
+    # autograd's thread of a GPU is not in the mode, which what is recomputed there follows nevertheless
+    outside = torch.autograd.grad(o.square().sum(), leaves)
+    assert all(map(torch.equal, outside, gradients))
     assert torch.equal(one, o[1:2])
     assert all(torch.equal(x[1:2], y[1:2]) for x, y in zip(of_one, gradients, strict=True))
     expected = reference.forward(check(*leaves, window, None, None, None))
@@ -158,10 +162,47 @@ def test_attention_with_the_products_of_a_gpu(window: int | None, monkeypatch: p
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_attention_without_rows():
-    x, first = torch.zeros(0, 5, 1, 4), torch.zeros(0, dtype=torch.int64)
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("decays", [False, True])
+def test_gradients_of_attention_do_not_depend_on_the_batch(decays: bool, device: str):
+    leaves = [torch.randn(5, 130, heads, 16, device=device).requires_grad_() for heads in (4, 2, 2)]
+    if decays:
+        log_decay = -torch.rand(5, 130, 4, device=device)
+        leaves.append(log_decay.masked_fill(log_decay < -0.98, -torch.inf).requires_grad_())
+
+    def gradients(rows: slice) -> tuple[Tensor, ...]:
+        q, k, v, *rest = (x[rows] for x in leaves)
+        with kernels.deterministic():
+            o = kernels.window_attention(q, k, v, log_decay=rest[0] if rest else None)
+        return torch.autograd.grad(o.square().sum(), leaves)
+
+    for x, y in zip(gradients(slice(None)), gradients(slice(1, 2)), strict=True):
+        assert torch.equal(x[1], y[1])
+
+
+def test_gradients_of_decays_are_summed_in_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch):
+    modes = []
+
+    def cumulated(x: Tensor, dim: int, mode: bool) -> Tensor:
+        modes.append(mode)
+        return x.cumsum(dim)
+
+    monkeypatch.setattr(decay, "cumulated", cumulated)
+    x, log_decay = torch.randn(2, 9, 1, 4), -torch.rand(2, 9, 1)
+    log_decay[:, 3] = -torch.inf
+    log_decay.requires_grad_()
     with kernels.deterministic():
-        assert kernels.window_attention(x, x, x, first_key=first).shape == x.shape
+        o = kernels.window_attention(x, x, x, log_decay=log_decay)
+    torch.autograd.grad(o.sum(), log_decay)
+    assert modes == [True]
+
+
+def test_attention_without_rows():
+    x, first = torch.zeros(0, 5, 1, 4, requires_grad=True), torch.zeros(0, dtype=torch.int64)
+    with kernels.deterministic():
+        o = kernels.window_attention(x, x, x, first_key=first)
+    assert o.shape == x.shape
+    assert torch.autograd.grad(o.sum(), x)[0].shape == x.shape
 
 
 def test_a_closed_gate_without_a_lower_bound():

@@ -142,7 +142,7 @@ def test_mixers_with_proofs_and_comparisons():
         if row["kind"] == "layers" and row["check"] == "causal" and row["status"] == "passed"
     }
     assert proven >= {*causal}
-    assert says("README.md", "and are causal to the bit; all have [proofs]")
+    assert says("README.md", "and are causal to the bit. [GPU proofs](docs/proofs.md) cover all.")
     parity = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
     assert [name for name in causal if not re.search(rf"\b{name}\b", parity)] == []
 

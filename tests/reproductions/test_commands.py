@@ -51,4 +51,7 @@ def test_a_command_parses(line: str, command: Command, finished: Path, desk: Pat
     for folder in {argument.partition("/")[0] for argument in arguments if argument.endswith("/config.yaml")}:
         (desk / folder).mkdir()  # exported or grown by the command before
         shutil.copy(CONFIGS / "gla.yaml", desk / folder / "config.yaml")
+    for file in (argument for argument in arguments if argument.startswith("reproductions/")):
+        (desk / file).parent.mkdir(exist_ok=True)
+        shutil.copy(CONFIGS.parent / file, desk / file)
     check_parses(arguments, command, finished, tmp_path)

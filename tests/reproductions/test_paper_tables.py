@@ -14,7 +14,7 @@ from tests.commands import Command
 from tests.zoo.evaluation.lm_eval.conftest import Answering
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
 from zoo.evaluation.task import Options
-from zoo.evaluation.tasks import TASKS, tasks_of
+from zoo.evaluation.tasks import tasks_of
 from zoo.evaluation.tasks.needle_task import NeedleTask
 
 METRICS = sorted(
@@ -34,7 +34,7 @@ MISSING = ("codah", "dream")
 def test_only_tasks_that_exist_are_named(task: str, metric: str) -> None:
     prefix, slash, name = task.partition("/")
     if not slash:
-        assert prefix in TASKS
+        assert tasks_of([task], Options())
         return
     assert prefix == "lm_eval"
     name = name.partition("@")[0]
@@ -63,7 +63,8 @@ def test_the_grid_of_the_scaling_law_paper() -> None:
     """35 lengths up to 16k, of which 8 and 17 are below 4k and 8k, at 35 depths."""
     common, easy = evaluations(["scaling_laws/table4"])
     (both,) = evaluations(["scaling_laws/table12"])
-    assert (common[1], easy[0], both[0]) == (None, ["niah_easy"], ["niah_easy", "niah_standard"])
+    names = [f"reproductions.niah.Niah{mode}" for mode in ("Easy", "Standard")]
+    assert (common[1], easy[0], both[0]) == (None, names[:1], names)
     assert easy[1] == both[1]
     lengths = both[1]
     assert lengths is not None

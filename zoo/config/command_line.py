@@ -56,14 +56,6 @@ class Keys(NamedTuple):
     parser: type[ArgumentParser] = ArgumentParser
 
 
-class Arguments(NamedTuple):
-    """A split command line: named options, configs and overrides `key=value`, and plain arguments."""
-
-    options: list[str]
-    items: list[str]
-    plain: list[str]
-
-
 def arguments_of(
     function: Callable[..., Any],
     arguments: Sequence[str],
@@ -228,20 +220,21 @@ def _is_json_list(value: str) -> bool:
         return False
 
 
-def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[str]) -> Arguments:
-    split, rest = Arguments([], [], []), iter(arguments)
+def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[str]) -> tuple[list[str], ...]:
+    """Split a command line into named options, configs and overrides `key=value`, and plain arguments."""
+    options, items, plain, rest = list[str](), list[str](), list[str](), iter(arguments)
     for argument in rest:
         key, equals, value = argument.partition("=")
         name = key.removeprefix("--")
         name = next((ours for ours in LIGHTNINGS.get(name, ()) if ours in names), name)
         if key in PRINTING:
-            split.options.append(argument)
+            options.append(argument)
         elif re.match(r"-[A-Za-z_]", key) and key != "-c":
             raise UserError(f"{argument!r}: options start with two dashes, -{argument}")
         elif not key.startswith("-"):
-            split.plain.append(argument)
+            plain.append(argument)
         elif (option := name.replace("-", "_")) in flags and not equals:
-            split.options.append(f"--{option}=true")
+            options.append(f"--{option}=true")
         else:
             if not equals:
                 following = next(rest, None)
@@ -252,11 +245,11 @@ def _split(arguments: Sequence[str], flags: Collection[str], names: Collection[s
                 if is_override(f"--{value}"):  # a path with a "="
                     find_config(value)  # raises if it is mistyped
                     value = f"./{value}"
-                split.items.append(value)
+                items.append(value)
             elif option in names:
                 if option not in MAY_BE_EMPTY:
                     check_not_empty(option, value)
-                split.options.append(f"--{option}={value}")
+                options.append(f"--{option}={value}")
             else:
-                split.items.append(f"--{option}={value}")
-    return split
+                items.append(f"--{option}={value}")
+    return options, items, plain

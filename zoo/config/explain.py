@@ -21,10 +21,6 @@ _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: 
 _OF_RUNS, _OF_SWEEPS = ("model", "data", "trainer"), ("base", "axes")
 
 
-def _classes(name: str, base: type) -> set[type]:
-    return {cls for cls in subclasses(base) | {base} if cls.__name__ == name}
-
-
 def unknown(key: str, group: str, keys: Iterable[str]) -> str:
     """The sentence for a key that does not exist.
 
@@ -67,7 +63,7 @@ def wrong_value(key: str, hint: Any, value: Any) -> str:
     words = [*dict.fromkeys(str(word) for option in literals for word in get_args(option))]
     bases = [base for option in options if (base := component(option)) is not None]
     if bases and isinstance(path := value.get("class_path") if isinstance(value, dict) else value, str):
-        return _wrong_class(bases, path, key, words)
+        return wrong_class(bases, path, key, words)
     if bases and value == {}:
         return f"{key}: names no class; write --{key}=CLASS"
     if bases and isinstance(value, dict):
@@ -92,7 +88,7 @@ def _in_words(hint: Any) -> str:
     return "a list" if issubclass(origin, Iterable) else _with_article(origin.__name__)
 
 
-def _wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> str:
+def wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> str:
     """The sentence for a path that is not a class derived from one of `bases`, nor one of the words."""
     module, _, name = path.rpartition(".")
     needed = _with_article(bases[0].__name__)
@@ -124,9 +120,9 @@ def _wrong_class(bases: list[type], path: str, key: str, words: list[str]) -> st
 
 
 def _wrong_name(bases: list[type], name: str, key: str, words: list[str]) -> str:
-    """As `_wrong_class`, but for a name without a module."""
+    """As `wrong_class`, but for a name without a module."""
     base = bases[0]
-    if len(classes := _classes(name, base)) > 1:
+    if len(classes := {cls for cls in subclasses(base) | {base} if cls.__name__ == name}) > 1:
         paths = ", ".join(sorted(f"{cls.__module__}.{cls.__name__}" for cls in classes))
         return f"{key}: {name} is the name of several classes; write one of {paths}"
     fitting = sorted(

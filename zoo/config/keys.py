@@ -1,16 +1,53 @@
 """The top-level keys of a config. A table, since the classes behind some of them require Lightning to be imported."""
 
+import re
+from typing import Any, Literal
+
+from kernels import BACKENDS
+
+# key → its type, its default and its help; every other key is the class behind it (zoo/config/classes.py)
+SCALARS: dict[str, tuple[Any, Any, str]] = {
+    "seed_everything": (bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
+    "backend": (Literal[BACKENDS] | None, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
+    "deterministic_kernels": (
+        bool | None,
+        None,
+        "Whether a sequence has the same results in every batch, and a step in 1, 2, 4 … processes; null for "
+        "ZOO_DETERMINISTIC, or false.",
+    ),
+    "compile": (bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
+    "cuda_graph": (
+        bool | None,
+        None,
+        "Capture the training steps as CUDA graphs. Null: on a GPU, unless compile is true, context_parallel is above "
+        "1, or a hook from outside this project is called within a step.",
+    ),
+    "activation_checkpointing": (
+        int | None,
+        None,
+        "Recompute every N-th block in the backward pass, to save memory; 1: all.",
+    ),
+    "rows_per_device": (
+        int | None,
+        None,
+        "Rows of data.batch_size that a device computes at a time, at most; gradients of further rows are accumulated, "
+        "and trainer.val_check_interval counts steps.",
+    ),
+    "context_parallel": (
+        int,
+        1,
+        "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp.",
+    ),
+    "sequence_parts": (
+        int | None,
+        None,
+        "Parts into which deterministic mode divides each sequence, so that results are the same for every "
+        "context_parallel that divides it; null: one for each process.",
+    ),
+}
 # key → its first sentence in the help of a verb: that of the class behind it (zoo/config/classes.py), if it has one
 PURPOSES = {
-    "seed_everything": "Seed of all random numbers",
-    "backend": "Backend of the kernels in training",
-    "deterministic_kernels": "Whether a sequence has the same results in every batch",
-    "compile": "Whether to compile the blocks for the training steps",
-    "cuda_graph": "Whether to capture the training steps as CUDA graphs",
-    "activation_checkpointing": "Recompute every N-th block in the backward pass, to save memory",
-    "rows_per_device": "Rows that a device computes at a time; gradients of the others are accumulated",
-    "context_parallel": "Number of neighbouring processes that share each sequence",
-    "sequence_parts": "Number of parts into which deterministic mode divides each sequence",
+    **{key: re.split("[.:;] ", text)[0] for key, (_, _, text) in SCALARS.items()},
     "data": "The data module: TextData, or another class",
     "model": "A causal language model: embedding, blocks of a token mixer and an MLP, norm, head",
     "optim": ("The optimiser, AdamW unless another is named, with a warm-up and a schedule counted in optimiser steps"),

@@ -27,7 +27,7 @@ def of_data() -> tuple[type, ...]:
     """Return the data modules and tasks. Importing them imports Lightning, which takes longer than PyTorch."""
     from zoo import data
 
-    modules = (data.Images, data.ListOps, data.MarkovChain, data.MixedText, data.MQAR, data.TextData, data.TokenTasks)
+    modules = (data.Images, data.MarkovChain, data.MixedText, data.MQAR, data.TextData, data.TokenTasks)
     recall = (data.CompositionalRecall, data.ForgettingRecall, data.StackedRecall, data.InContextRecall)
     return *modules, data.Digits, *recall, data.Compression, data.Memorization, data.SelectiveCopy, data.WordProblem
 

@@ -7,15 +7,15 @@ module, `trainer` Lightning's Trainer; smaller ones configure the callbacks. Fil
 
 import functools
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 from jsonargparse import ArgumentParser, Namespace
 
 import mixers
-from kernels import BACKENDS, UserError
+from kernels import UserError
 from zoo.config.contradictions import check_overrides
 from zoo.config.jsonargparse_internals import take_no_files
-from zoo.config.keys import GROUPS, OF_LIGHTNING
+from zoo.config.keys import GROUPS, OF_LIGHTNING, SCALARS
 from zoo.config.merge import merged
 from zoo.config.overlays import Item, load_items
 from zoo.config.resolve import Group, Keys, Resolver, resolved
@@ -26,46 +26,6 @@ from zoo.train.optim import Optimisation
 
 MAX_SEED = (1 << 32) - 1  # NumPy's, and so Lightning's
 
-# key → its type, its default and its help; every other key is the class behind it (zoo/config/classes.py)
-_SCALARS: dict[str, tuple[Any, Any, str]] = {
-    "seed_everything": (bool | int, 0, "Seed of all random numbers: true draws a seed, false sets none."),
-    "backend": (Literal[BACKENDS] | None, None, "Backend of the kernels in training; null for ZOO_BACKEND, or auto."),
-    "deterministic_kernels": (
-        bool | None,
-        None,
-        "Whether a sequence has the same results in every batch, and a step in 1, 2, 4 … processes; null for "
-        "ZOO_DETERMINISTIC, or false.",
-    ),
-    "compile": (bool, False, "Compile the blocks for the training steps; requires a C++ compiler."),
-    "cuda_graph": (
-        bool | None,
-        None,
-        "Capture the training steps as CUDA graphs. Null: on a GPU, unless compile is true, context_parallel is above "
-        "1, or a hook from outside this project is called within a step.",
-    ),
-    "activation_checkpointing": (
-        int | None,
-        None,
-        "Recompute every N-th block in the backward pass, to save memory; 1: all.",
-    ),
-    "rows_per_device": (
-        int | None,
-        None,
-        "Rows of data.batch_size that a device computes at a time, at most; gradients of further rows are accumulated, "
-        "and trainer.val_check_interval counts steps.",
-    ),
-    "context_parallel": (
-        int,
-        1,
-        "Number of neighbouring processes that share each sequence; requires trainer.strategy=ddp.",
-    ),
-    "sequence_parts": (
-        int | None,
-        None,
-        "Parts into which deterministic mode divides each sequence, so that results are the same for every "
-        "context_parallel that divides it; null: one for each process.",
-    ),
-}
 # defaults of Lightning's Trainer that runs of this project have others for; they are counted in steps
 _OF_TRAINER = {"max_epochs": -1, "check_val_every_n_epoch": None, "log_every_n_steps": 10}
 
@@ -76,7 +36,7 @@ def run_keys(lightning: bool = True) -> Keys:
 
     (A config names further classes, which are looked up when it is read.)
     """
-    keys: dict[str, Parameter | Group] = {key: Parameter(kind, value) for key, (kind, value, _) in _SCALARS.items()}
+    keys: dict[str, Parameter | Group] = {key: Parameter(kind, value) for key, (kind, value, _) in SCALARS.items()}
     keys |= {"model": Group(LanguageModel), "optim": Group(Optimisation), "teacher": Group(Teacher)}
     if lightning:
         import lightning as L
@@ -100,20 +60,14 @@ def add_run_keys(parser: ArgumentParser) -> None:
 
     No value of a key is ever opened as a file: only `--config` names files.
     """
-    import lightning as L
-
-    from zoo.config.classes import CALLBACKS, CLASSES
-
-    for key, (kind, default, purpose) in _SCALARS.items():
-        parser.add_argument(f"--{key}", type=kind, default=default, help=purpose)
     settings: dict[str, Any] = {"fail_untyped": False, "instantiate": False}
-    parser.add_class_arguments(LanguageModel, "model", **settings)
-    parser.add_class_arguments(Optimisation, "optim", **settings)
-    parser.add_class_arguments(Teacher, "teacher", **settings)
-    parser.add_subclass_arguments(L.LightningDataModule, "data", required=True, **settings)
-    parser.add_class_arguments(CLASSES["trainer"], "trainer", **settings)
-    for key, callback in CALLBACKS.items():
-        parser.add_class_arguments(callback, key, **settings)
+    for key, entry in run_keys().items():
+        if isinstance(entry, Group):
+            parser.add_class_arguments(entry.cls, key, **settings)
+        elif key in SCALARS:
+            parser.add_argument(f"--{key}", type=entry.hint, default=entry.default, help=SCALARS[key][2])
+        else:
+            parser.add_subclass_arguments(entry.hint, key, required=True, **settings)
     take_no_files(parser)
     parser.set_defaults(
         {"data": vars(_default_data()), **{f"trainer.{key}": each for key, each in _OF_TRAINER.items()}}

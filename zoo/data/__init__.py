@@ -1,5 +1,5 @@
 """The data of a run: `TextData` (corpus → tokenizer → token shards → windows → loaders), `MixedText` from several
-sources, synthetic `MQAR`, `TokenTasks` and `MarkovChain`; and to classify, `Images` and synthetic `ListOps`."""
+sources, synthetic `MQAR`, `TokenTasks` and `MarkovChain`; and to classify, `Images`."""
 
 # ruff: noqa: F401 (type checkers see the imports, `__getattr__` makes them)
 
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from zoo.data.image.images import Images
     from zoo.data.loader import TrainLoader, ValidationLoader
     from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
-    from zoo.data.synthetic.listops import ListOps
     from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
     from zoo.data.synthetic.markov import MarkovChain
     from zoo.data.synthetic.mqar import MQAR
@@ -38,7 +37,6 @@ _LAZY = {
     "image.images": "Images",
     "loader": "TrainLoader ValidationLoader",
     "synthetic.associative": "CompositionalRecall ForgettingRecall StackedRecall",
-    "synthetic.listops": "ListOps",
     "synthetic.mad": "Compression InContextRecall Memorization SelectiveCopy",
     "synthetic.markov": "MarkovChain",
     "synthetic.mqar": "MQAR",

@@ -65,7 +65,8 @@ def evaluate(
     Args:
         checkpoint: Runs' folders, .ckpt files, exported folders or public ones that `convert` reads, also on the
             Hub (hf://owner/name): one, a list (on the command line, repeat it), or a pattern such as `runs/sweep/*`.
-        tasks: Names of tasks, as a list or separated by commas. `list` shows all of them.
+        tasks: Names of tasks, as a list or separated by commas. `list` shows all of them. Or dotted paths of your own
+            subclasses of `zoo.evaluation.task.Task`.
         lengths: Lengths in tokens; null for each task's own.
         samples: Samples per cell; null for each task's own.
         depths: Places of the needle, from 0 to 1, for a grid of depth and length; null: spread over all places.

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,11 @@ from zoo.display import progress_bar
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
-from zoo.performance.bench_report import Report, captioned, complaint, formatted, without
+from zoo.performance.bench_report import Report, captioned, formatted, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.steps import OurSteps, Steps
+from zoo.performance.steps import OurSteps
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
-
-# our model, the key `model` of its config, a device and a precision → the name of another model, and what prepares its
-# steps at a batch size and a position, which may be smaller
-Other = Callable[[LanguageModel, dict[str, Any], torch.device, str], tuple[str, Callable[[int, int], "Steps"]]]
 
 
 class DecodeReport(Report):
@@ -56,7 +51,6 @@ def bench_decode(
     device: str | None = None,
     seconds: float = 1.0,
     folder: str = "runs/bench-decode",
-    other: Other | None = None,
 ) -> Report:
     """Time a model's decoding steps, after checking them against a forward pass over all tokens.
 
@@ -73,7 +67,6 @@ def bench_decode(
         device: cpu or cuda; null for the GPU if available.
         seconds: Time to spend on each measurement.
         folder: The folder of bench.json.
-        other: In Python, another model, whose steps are timed after those of the first.
 
     Raises:
         UserError: An argument is invalid.
@@ -93,12 +86,10 @@ def bench_decode(
         "deterministic": kernels.is_deterministic(),
         "model": configs.to_dict(parsed)["model"],
         "precision": precision,
-        "peers": other is not None,
     }
     report = DecodeReport(Path(folder), about)
     model = models.build(parsed, precision, where).eval()
     gate = models.compared(model, precision, backend, models.continuing, models.at_once)
-    name_of_other, make = ("", None) if other is None else other(model, about["model"], where, precision)
     places = [(batch, position) for batch in batch_sizes for position in positions]
     for batch, position in progress_bar(places, desc="decode", unit=" places"):
         row = {"model": name, "batch_size": batch, "position": position, "gate": gate.record()}
@@ -108,10 +99,6 @@ def bench_decode(
         with torch.no_grad(), models.running(precision, where, backend):
             for measured in _measured(row, model, seconds):
                 report.add(measured)
-        if make is not None:
-            row = {"model": name_of_other, "batch_size": batch, "position": position, "how": "eager"}
-            with torch.no_grad(), models.running(precision, where):
-                report.add(_of_other(row, seconds, partial(make, batch, position), where))
         if where.type == "cuda":
             torch.cuda.empty_cache()
     return report
@@ -121,17 +108,18 @@ def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list
     """The rows of a batch size and position: eager and, on a GPU, a captured graph."""
     device = next(model.parameters()).device
     place = row["batch_size"], row["position"]
-    eager = _timed({**row, "how": "eager"}, seconds, lambda: OurSteps(model, *place), device)
+    eager = timed({**row, "how": "eager"}, seconds, lambda: OurSteps(model, *place), device)
     if device.type != "cuda" or "ms" not in eager:
         return [eager]
     try:
-        return [eager, _timed({**row, "how": "CUDA graph"}, seconds, lambda: _captured(model, *place), device)]
+        return [eager, timed({**row, "how": "CUDA graph"}, seconds, lambda: _captured(model, *place), device)]
     except RuntimeError as error:
         eager["note"] = f"no CUDA graph: {' '.join(str(error).split())[:120]}"
         return [eager]
 
 
-def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+def timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
+    """A row of batch size and position with the time of the steps that `make` prepares; a note if out of memory."""
     try:
         step = make()
         row["position"] = step.position
@@ -141,13 +129,6 @@ def _timed(row: dict[str, Any], seconds: float, make: Callable[[], Any], device:
     row["tokens_per_second"] = row["batch_size"] / row["ms"] * 1e3
     row["state_bytes"] = step.state_bytes
     return row
-
-
-def _of_other(row: dict[str, Any], seconds: float, make: Callable[[], Any], device: torch.device) -> dict[str, Any]:
-    try:
-        return _timed(row, seconds, make, device)
-    except Exception as error:  # errors of other libraries become remarks in the table
-        return {**row, "note": complaint(error)}
 
 
 def _captured(model: LanguageModel, batch_size: int, position: int) -> OurSteps:

@@ -1,6 +1,5 @@
 """Steps of decoding to time, from a random state at a position."""
 
-from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -15,21 +14,8 @@ from zoo.lm.model import LanguageModel
 from zoo.lm.states import growing
 
 
-class Steps(ABC):
-    """Steps of a model after some tokens, each fed with the likeliest token of the previous one."""
-
-    position: int
-    state_bytes: int | None
-
-    @abstractmethod
-    def __call__(self) -> None:
-        """Make a step."""
-
-
-class OurSteps(Steps):
-    """Steps of our model: eager, or on a GPU as CUDA graphs."""
-
-    state_bytes: int
+class OurSteps:
+    """Steps after some tokens, each fed with the likeliest token of the last: eager, or on a GPU as CUDA graphs."""
 
     def __init__(
         self, model: LanguageModel, batch_size: int, position: int, graphs: DecodingGraphs | None = None

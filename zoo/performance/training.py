@@ -2,13 +2,12 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 import kernels
 from kernels import UserError
@@ -16,7 +15,7 @@ from zoo import config as configs
 from zoo.display import progress_bar
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models
-from zoo.performance.bench_report import PATH, Report, captioned, complaint, formatted, path_of, without
+from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, without
 from zoo.performance.device import described, pick_backend
 from zoo.performance.learner import TimedLearner
 from zoo.performance.timing import process_age, synchronize
@@ -32,8 +31,9 @@ DOES_NOT_FIT = "does not fit into memory; fewer tokens in a step may"
 WARM_UP = 2  # steps after the first
 TURN = 4  # steps of a model in a row
 HEAT = 4.0  # seconds of load before timing, after which a GPU at its limit of power has slowed down
-# our model, its config without what is around, and a device → the name of another model, and the model in fp32
-Other = Callable[[LanguageModel, dict[str, Any], torch.device], tuple[str, nn.Module]]
+# our model, what the report is about, the optimiser, tokens [B,T] and the bar → the row of another model, and its
+# learner after `warmed`; None if it does not run
+Other = Callable[[LanguageModel, dict[str, Any], Optimisation, Tensor, Any], tuple[dict[str, Any], TimedLearner | None]]
 MOST_HEATING = 100  # steps of a model in that time; small models reach no such limit
 
 
@@ -126,7 +126,6 @@ def bench_training(
         "precision": precision,
         "compiled": compile,
         "cuda_graph": cuda_graph,
-        "peers": other is not None,
     }
     check_graph(cuda_graph, where)
     report = TrainingReport(Path(folder), about)
@@ -155,9 +154,9 @@ def bench_training(
             report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # without times
             return report
         if other is not None:
-            row = {"model": "other"}
+            row, peer = other(model, about, optim, tokens[:, :-1], bar)
             report.rows.append(row)
-            learners += _other(row, partial(other, model, about["model"], where), optim, precision, tokens[:, :-1], bar)
+            learners += [(row, peer)] if peer is not None else []
         timed(learners, steps, bar)
     for row, learner in learners:
         row |= learner.measured(batch_size * length)
@@ -209,32 +208,6 @@ def warmed(row: dict[str, Any], learner: TimedLearner, bar: Any, before: int = 0
     if on_gpu:
         learner.peak_gib = (torch.cuda.max_memory_allocated(learner.device) - before) / 2**30
     return True
-
-
-def _other(
-    row: dict[str, Any],
-    make: Callable[[], tuple[str, nn.Module]],
-    optim: Optimisation,
-    precision: str,
-    tokens: Tensor,
-    bar: Any,
-) -> list[tuple[dict[str, Any], TimedLearner]]:
-    """Another model with the interface of transformers, warmed up; nothing if it does not run."""
-    before = torch.cuda.memory_allocated(tokens.device)
-    try:
-        row["model"], model = make()
-        if precision.endswith("-true"):
-            model = model.to(models.PRECISIONS[precision])
-        learner = TimedLearner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
-        row["parameters"] = sum(p.numel() for p in model.parameters())
-        done = warmed(row, learner, bar, before)
-    except UserError:
-        raise
-    except Exception as error:  # errors of other libraries become remarks in the table
-        row["note"] = complaint(error)
-        return []
-    row["ready_s"] = None  # the process was busy with our model before
-    return [(row, learner)] if done else []
 
 
 def timed(learners: Sequence[tuple[dict[str, Any], TimedLearner]], steps: int, bar: Any, *, heat: float = HEAT) -> None:

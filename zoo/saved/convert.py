@@ -11,13 +11,12 @@ from zoo.checkpoints.signature import sign
 from zoo.checkpoints.tensor_files import SHARD_BYTES
 from zoo.files.output import CARD, Kind, check_output, check_shard_size
 from zoo.files.safe_yaml import dump_yaml
-from zoo.lm.model import LanguageModel
 from zoo.lm.size_table import mixer_names
 from zoo.saved.exported_folder import CONFIG, TOKENIZER, write_folder
 from zoo.saved.gguf.written import check_type, write_gguf
 from zoo.saved.model import SavedModel
 from zoo.saved.plan import rows_of, show_plan
-from zoo.saved.public.family import GGUF, Exported
+from zoo.saved.public.family import GGUF
 from zoo.saved.public.folder import CONFIG as PUBLIC_CONFIG
 from zoo.saved.public.import_export import described, exported
 from zoo.saved.public.tokenizer import stop_config, tokenizer_files
@@ -125,7 +124,15 @@ def convert(
     ends = {} if tokenizer is None else stop_config(tokenizer)
     texts = {PUBLIC_CONFIG: json.dumps({**public.config, **ends}, indent=2), **public.files}
     texts |= {} if tokenizer is None else tokenizer_files(tokenizer)
-    texts[CARD] = _model_card(folder.name, model, public)
+    texts[CARD] = _CARD.format(
+        tags=", ".join(dict.fromkeys(type(mixer).__name__ for mixer in model.mixers)),
+        name=folder.name,
+        layers=model.num_layers,
+        mixers=mixer_names(model),
+        parameters=model.num_parameters(),
+        layout=public.layout,
+        load=_LOAD[public.target].format(name=folder.name),
+    )
     if dry_run:
         return show_plan(folder, rows_of(public.weights), texts[PUBLIC_CONFIG])
     write_folder(folder, texts, public.weights, max_shard_size)
@@ -142,16 +149,3 @@ def _context_length(saved: SavedModel) -> int:
         arguments = data.get("init_args") if isinstance(data, Mapping) else None
         length = arguments.get("sequence_length") if isinstance(arguments, Mapping) else None
     return length if type(length) is int and length > 0 else _CONTEXT
-
-
-def _model_card(name: str, model: LanguageModel, public: Exported) -> str:
-    """The README.md of a model (on the meta device) in a folder of this name, as Hugging Face shows it."""
-    return _CARD.format(
-        tags=", ".join(dict.fromkeys(type(mixer).__name__ for mixer in model.mixers)),
-        name=name,
-        layers=model.num_layers,
-        mixers=mixer_names(model),
-        parameters=model.num_parameters(),
-        layout=public.layout,
-        load=_LOAD[public.target].format(name=name),
-    )

@@ -1,7 +1,6 @@
 """Exported folders: `config.yaml`, weights as safetensors, `tokenizer.json`; `hashes.json` lists the files."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,28 +116,21 @@ def write_folder(
         UserError: The folder is not writable.
     """
     try:
-        with _new_folder(folder) as partial:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True) as temporary:
+            partial = Path(temporary) / folder.name  # inside, as only its owner can read a temporary folder
+            partial.mkdir()
             for name, text in files.items():
                 (partial / name).write_bytes(text.encode())
             names = [*files, *write_tensor_files(weights, partial, max_bytes)]
             if hashed:
                 (partial / HASHES).write_bytes(hashes({name: partial / name for name in names}, signature))
+            sync_all(partial)
+            if folder.is_dir():
+                keep_others(folder, partial)
+                exchange_folders(partial, folder)  # the old one is removed with the temporary folder
+            else:
+                partial.rename(folder)
+                sync(folder.parent)
     except OSError as error:
         raise UserError(f"output: {folder} cannot be written: {error.strerror or error}") from error
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder next to `folder` that takes its name when the block ends without an error."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.", ignore_cleanup_errors=True) as temporary:
-        partial = Path(temporary) / folder.name  # inside, as only its owner can read a temporary folder
-        partial.mkdir()
-        yield partial
-        sync_all(partial)
-        if folder.is_dir():
-            keep_others(folder, partial)
-            exchange_folders(partial, folder)  # the old one is removed with the temporary folder
-        else:
-            partial.rename(folder)
-            sync(folder.parent)

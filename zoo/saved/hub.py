@@ -2,8 +2,7 @@
 
 import glob
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -69,17 +68,7 @@ def _indexed(index: Path, single: str, suffix: str = ".safetensors") -> list[str
 
 def _fetched(model: HubModel, names: Sequence[str]) -> Path:
     """The folder of a snapshot in the cache that has those of the files that the repository has."""
-    from huggingface_hub import snapshot_download
-
-    with hub_errors("checkpoint", model):
-        patterns = [glob.escape(name) for name in names]
-        return Path(snapshot_download(model.repo, revision=model.revision, allow_patterns=patterns))
-
-
-@contextmanager
-def hub_errors(option: str, model: HubModel) -> Iterator[None]:
-    """Turn errors of the Hub's client into a UserError of one sentence that begins with `option`."""
-    from huggingface_hub import constants, errors
+    from huggingface_hub import constants, errors, snapshot_download
 
     hub, cache = constants.ENDPOINT, constants.HF_HUB_CACHE
     page = f"{hub}/{model.repo}"
@@ -92,15 +81,16 @@ def hub_errors(option: str, model: HubModel) -> Iterator[None]:
         errors.LocalEntryNotFoundError: f"{hub} cannot be reached, and the cache {cache} does not hold all of {model}",
         errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set, so {hub} is not asked about {model.repo}",
     }
+    patterns = [glob.escape(name) for name in names]
     try:
-        yield
+        return Path(snapshot_download(model.repo, revision=model.revision, allow_patterns=patterns))
     except tuple(reasons) as error:
         reason = next(text for kind, text in reasons.items() if isinstance(error, kind))
-        raise UserError(f"{option}: {reason}") from None
+        raise UserError(f"checkpoint: {reason}") from None
     except errors.HfHubHTTPError as error:
-        raise UserError(f"{option}: {hub} refuses {model.repo}: {_first_line(error)}") from None
+        raise UserError(f"checkpoint: {hub} refuses {model.repo}: {_first_line(error)}") from None
     except errors.HTTPError as error:  # of the transport
-        raise UserError(f"{option}: {hub} cannot be reached ({_first_line(error)})") from None
+        raise UserError(f"checkpoint: {hub} cannot be reached ({_first_line(error)})") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -147,7 +147,8 @@ class SavedModel(ABC):
     @cached_property
     def parsed(self) -> Namespace:
         """The parsed `model_config`; only to be read."""
-        return self._parsed(self.model_config)
+        with self._named():
+            return parse_model({"model": self.model_config})
 
     def load(self, device: torch.device | str = "cpu") -> LanguageModel:
         """The trained model, in evaluation mode; a UserError as for `on_meta`, or if the device is invalid."""
@@ -164,10 +165,6 @@ class SavedModel(ABC):
         A UserError if it is not trusted, or the weights are damaged or of another model.
         """
         return self._described(self.parsed)
-
-    def _parsed(self, model_config: dict[str, Any]) -> Namespace:
-        with self._named():
-            return parse_model({"model": model_config})
 
     def _described(self, config: Namespace) -> tuple[LanguageModel, Weights]:
         """The model of a parsed config on the meta device, and its weights by the names of its state dict."""
@@ -368,17 +365,13 @@ class _Public(SavedModel):
     def config(self) -> dict[str, Any]:
         return {"model": self._imported.model}
 
-    def _parsed(self, model_config: dict[str, Any]) -> Namespace:
-        same = model_config == self._imported.model
-        return self._imported.parsed if same else super()._parsed(model_config)
-
     @property
     def weights(self) -> Weights:
         return self._imported.weights
 
     @property
     def files(self) -> list[Path]:
-        return self._imported.files
+        return self._folder.files
 
     @cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -1,21 +1,23 @@
 """`zoo.scaling.fit`: laws out of runs."""
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from rich.console import Console
 
 from kernels import UserError
 from mixers.arguments import check_sizes
 from zoo.arguments import check_names
 from zoo.display import SOON, new_console, progress_bar
-from zoo.files.output import check_no_others
 from zoo.files.sealed_json import read_sealed, write_sealed
 from zoo.scaling.curves import Curve
-from zoo.scaling.figures import PICTURES, alike, crossing_table, remarks, table, write_pictures
 from zoo.scaling.law import Law, as_row, crossings, fit_law
 from zoo.scaling.optima import METHODS, Method
-from zoo.scaling.runs import find_runs, mixed_kinds, one_rate, select, untrained
+from zoo.scaling.runs import Selection, find_runs, mixed_kinds, one_rate, select, untrained
+from zoo.scaling.tables import alike, crossing_table, remarks, table
 
 Counting = Literal["model", "6n"]
 FILE = "laws.json"
@@ -39,7 +41,7 @@ def fit(
             docs/scaling.md); on the command line as plain arguments.
         method: `envelope`: the lowest loss at each amount of compute; `isoflop`: parabolas over size at equal compute;
             `parametric`: E + A/N^α + B/D^β.
-        output: The folder for laws.json and pictures; null: `law` in the first folder, or next to the first table.
+        output: The folder for laws.json; null: `law` in the first folder, or next to the first table.
         flops: `model` counts the FLOPs that a model executes, `6n` six per token and parameter without embeddings.
         draws: Draws of the bootstrap over runs; 0: no intervals.
         seed: Seed of the draws.
@@ -50,19 +52,44 @@ def fit(
 
     Raises:
         UserError: A folder does not exist, a table is damaged, nothing can be fitted (the message says why), scipy is
-            not installed, or a file of the output is not one that this function wrote.
+            not installed, or the laws.json in the output is not one that this function wrote.
+    """
+    places = [runs] if isinstance(runs, str | Path) else list(runs)
+    first = Path(places[0])
+    folder = (first.parent if first.is_file() else first) / "law" if output is None else Path(output)
+    if (folder / FILE).exists():
+        read_sealed(folder / FILE, advice="delete it, or choose another output")
+    console = new_console(verbose)
+    laws, selection, failures = fitted(places, method, flops=flops, draws=draws, seed=seed, console=console)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = [as_row(law) | {"counting": flops} for law in laws]
+        crossed = crossings(laws)
+        said = [*failures, *mixed_kinds(selection.runs), *one_rate(selection), *remarks(laws), *alike(crossed)]
+        content = {"laws": rows, "crossings": [pair._asdict() for pair in crossed]}
+        write_sealed(folder / FILE, content | {"left_out": selection.left_out, "remarks": said})
+    except OSError as error:
+        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
+    tables = [table(laws), *([crossing_table(crossed)] if crossed else [])]
+    console.print(*tables, *said, sep="\n", highlight=False)
+    console.print(str(folder / FILE), style="dim", highlight=False)
+    return rows
+
+
+def fitted(
+    places: Sequence[str | Path], method: Method, *, flops: Counting, draws: int, seed: int, console: Console
+) -> tuple[list[Law], Selection, list[str]]:
+    """The laws of each mixer, the runs behind them, and why other mixers have none; `fit` describes the arguments.
+
+    Raises:
+        UserError: As for `fit`.
     """
     if importlib.util.find_spec("scipy") is None:
         raise UserError("scaling fit: needs scipy; pip install 'token-mixer-zoo[scaling]'")
-    places = [runs] if isinstance(runs, str | Path) else list(runs)
     check_names("method", [method], METHODS)
     check_names("flops", [flops], get_args(Counting))
     check_sizes({"draws": draws, "seed": seed}, least=0)
     selection = select(find_runs(places), untrained(places), single_losses=method == "parametric")
-    first = Path(places[0])
-    folder = (first.parent if first.is_file() else first) / "law" if output is None else Path(output)
-    _check_replaceable(folder)
-    console = new_console(verbose)
     for name, reason in selection.left_out.items():
         console.print(f"left out {name}: {reason}", style="dim", highlight=False)
     curves: dict[str, list[Curve]] = {}
@@ -72,7 +99,7 @@ def fit(
     laws: list[Law] = []
     failures = []
     for of_mixer in progress_bar(
-        curves.values(), desc="fitting", unit=" mixers", disable=not verbose, delay=SOON, leave=False
+        curves.values(), desc="fitting", unit=" mixers", disable=console.quiet, delay=SOON, leave=False
     ):
         try:
             laws.append(fit_law(of_mixer, method, draws, seed))
@@ -80,25 +107,4 @@ def fit(
             failures.append(str(error))
     if not laws:
         raise UserError("; ".join(failures))
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        rows = [as_row(law) | {"counting": flops} for law in laws]
-        crossed = crossings(laws)
-        said = [*failures, *mixed_kinds(selection.runs), *one_rate(selection), *remarks(laws), *alike(crossed)]
-        content = {"laws": rows, "crossings": [pair._asdict() for pair in crossed]}
-        write_sealed(folder / FILE, content | {"left_out": selection.left_out, "remarks": said})
-        pictures = write_pictures(laws, folder)
-    except OSError as error:
-        raise UserError(f"output: {folder} cannot be written to: {error.strerror}") from None
-    tables = [table(laws), *([crossing_table(crossed)] if crossed else [])]
-    console.print(*tables, *said, sep="\n", highlight=False)
-    console.print(f"{folder / FILE} {pictures[0]}", style="dim", highlight=False)
-    return rows
-
-
-def _check_replaceable(folder: Path) -> None:
-    """Raise a UserError if the folder has files with the names of the results that `fit` did not write."""
-    if (folder / FILE).exists():
-        read_sealed(folder / FILE, advice="delete it and the pictures in its folder, or choose another output")
-    else:
-        check_no_others([folder / name for name in PICTURES], "output", FILE)
+    return laws, selection, failures

@@ -32,13 +32,13 @@ from ...gpu.gluon_tiles import (
     async_load,
     at_tile,
     barrier,
+    copy_pairs,
     copy_state,
     copy_tokens,
     store_rows,
 )
 
 LEAST_BETA = gl.constexpr(2.0**-50)
-COPY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # rows of 64
 COPY_GATES = gl.constexpr(gl.BlockedLayout([1], [32], [8], [0]))
 # sums of halves of the columns of `QUADS`
 HALVES = gl.constexpr(
@@ -46,12 +46,6 @@ HALVES = gl.constexpr(
         [[8, 0]], [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0], [0, 1]], [], [64, 2]
     )
 )
-
-
-@gluon.jit
-def copy_pairs(shared, x, tile):
-    """Start to copy a tile [64, 64] of pairs of tokens."""
-    async_load(shared, at_tile(x, tile * 64, 0, 64, COPY_PAIRS, 64, 64))
 
 
 @gluon.jit

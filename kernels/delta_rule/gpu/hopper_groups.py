@@ -14,6 +14,7 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))  # rows o
 COPY_PAIRS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))  # rows of 64
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))  # values × channels of keys
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # values × tokens
+OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
 OF_STATE, OF_PAIRS = gl.constexpr(gl.DotOperandLayout(0, STATE, 2)), gl.constexpr(gl.DotOperandLayout(0, PAIRS, 2))
 
 
@@ -22,12 +23,6 @@ def copy_block(shared, x, token, column, stop, stride: gl.constexpr):
     """Start to copy a block [64, 64] of the values of a chunk; zeros from token `stop` on."""
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY_PAIRS)), 1)
     async_load(shared, at_tile(x, token, column, stride, COPY_PAIRS, 64, 64), mask=r < stop - token)
-
-
-@gluon.jit
-def copy_pairs(shared, x, tile):
-    """Start to copy a tile [64, 64] of pairs of tokens."""
-    async_load(shared, at_tile(x, tile * 64, 0, 64, COPY_PAIRS, 64, 64))
 
 
 @gluon.jit

@@ -19,15 +19,12 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ...gpu.gluon_tiles import FLAT, SHARED, at_tile, barrier, copy_tokens, reinterpret
+from .hopper_groups import COPY, OF_COLUMNS, OF_PAIRS, OF_ROWS, PAIRS
 
 LEAST_BETA = gl.constexpr(2.0**-50)  # as in prepare.py
 LOG2E = gl.constexpr(1.4426950408889634)
 LEAST = gl.constexpr(-152.0)  # as in tiles.py
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
 ONCE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all 64
-PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
-FACTOR = gl.constexpr(gl.DotOperandLayout(0, PAIRS, 2))
-OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
 # blocks of 16 tokens, one for each warp: as in PAIRS, a thread has 2 rows and of each 2 neighbours and 2 more
 BLOCKS = gl.constexpr(
     gl.DistributedLinearLayout(
@@ -109,12 +106,12 @@ def solved_blocks(N, diagonal):
 def merged(H, n_s, x_s, beta_of_rows, beta_of_columns, here):
     """H of blocks twice as large, from that of blocks whose neighbours are `here`; n_s has −N."""
     x_s.store((beta_of_rows * H).to(gl.float16))
-    Y = gl.convert_layout((H * beta_of_columns).to(gl.float16), FACTOR)
+    Y = gl.convert_layout((H * beta_of_columns).to(gl.float16), OF_PAIRS)
     fence_async_shared()
     P = gl.zeros([64, 64], gl.float32, PAIRS)
     P = warpgroup_mma(Y, n_s, P, use_acc=False, is_async=True)
     P = warpgroup_mma_wait(0, deps=[P])
-    P = gl.convert_layout(gl.where(here, P, 0.0).to(gl.float16), FACTOR)
+    P = gl.convert_layout(gl.where(here, P, 0.0).to(gl.float16), OF_PAIRS)
     H = warpgroup_mma(P, x_s, H, is_async=True)
     return warpgroup_mma_wait(0, deps=[H])
 

@@ -28,24 +28,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ...gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_tokens, done, reinterpret
+from ...gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_pairs, copy_tokens, done, reinterpret
 from .hopper_groups import (
     COPIERS,
     COPY,
     COPY_PAIRS,
+    OF_COLUMNS,
     OF_PAIRS,
+    OF_ROWS,
     OF_STATE,
     PAIRS,
     STATE,
     copy_block,
-    copy_pairs,
     in_state,
     write_block,
 )
 
 LATE = gl.constexpr(2)  # buffers of what the results alone read
 COPY_GATES = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))
-OF_ROWS, OF_COLUMNS = gl.constexpr(gl.SliceLayout(1, PAIRS)), gl.constexpr(gl.SliceLayout(0, PAIRS))
 
 
 @gluon.jit
@@ -80,7 +80,7 @@ def copies(
         for h in gl.static_range(CHAINS):
             at = (m // E) * V + column + h * 64
             copy_block(v_s.index(i * CHAINS + h), v, token, at, stop, M // E * V)
-        copy_pairs(inverse_s.index(i), inverse, tile)
+        copy_pairs(inverse_s.index(i), inverse, tile, COPY_PAIRS)
         async_load(gates_s.index(i), gates + (tile * 256 + gl.arange(0, 256, COPY_GATES)))
         async_copy.mbarrier_arrive(full.index(i), increment_count=False)
         if O:
@@ -88,7 +88,7 @@ def copies(
             mbarrier.wait(empty_late.index(i), ((c // LATE) & 1) ^ 1)
             copy_tokens(q_s.index(i), q, token, head, stop, keys * 128, COPY, STEPS)
             if SCORES:
-                copy_pairs(scores_s.index(i), scores, tile)
+                copy_pairs(scores_s.index(i), scores, tile, COPY_PAIRS)
             async_copy.mbarrier_arrive(full_late.index(i), increment_count=False)
 
 

@@ -9,7 +9,7 @@ from ...core.deterministic import is_deterministic
 from ...gpu.device import multiprocessors, runs_gluon
 from ...gpu.paths import KernelPath
 
-WIDTH, INNER = 128, 64  # columns of a tile, and channels of a step of the sum
+WIDTH = 128  # columns of a tile
 ROWS_FORWARD, ROWS_BACKWARD = WIDTH, 2 * WIDTH  # of a tile
 UNIT = 8  # numbers in bf16: TMA requires that rows begin at multiples of 16 bytes
 # In training on an H200, the kernels gained nothing with fewer tiles per multiprocessor, nothing forward with 2,048

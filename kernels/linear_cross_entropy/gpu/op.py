@@ -72,7 +72,7 @@ def _differentiate_losses(args: Rows, needed: Any, gradient: Tensor) -> Gradient
     dlogits = args.logits.clone()
     _softmax_loss(dlogits, args.labels, new(gradient, *gradient.shape), args.ignore_index, gradient=True)
     # not a number where a label is outside the vocabulary, as the loss is
-    return {"logits": dlogits.mul_(gradient[:, None].to(dlogits.dtype))}
+    return {"logits": dlogits.mul_(gradient[:, None])}
 
 
 losses_of_rows = register("losses_of_logits", _losses, _differentiate_losses, _empty_losses)

@@ -3,7 +3,7 @@
 A program walks through a block of a sequence: all of it if the batch and its channels are enough to fill a device.
 Forward: the states at the cuts between blocks, then all blocks in parallel; the states before all chunks are saved.
 Backward: the gradients of the states at the cuts, then all blocks in parallel. A sequence of a single chunk, such as a
-decoded token, takes one launch. There are no atomics: equal inputs give equal bits.
+decoded token, takes one launch. There are no atomics, so results repeat to the bit.
 """
 
 from typing import Any

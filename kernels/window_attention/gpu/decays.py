@@ -40,7 +40,7 @@ def load_decays(log_decay, positions, t, T, H: tl.constexpr):
 def sum_decays(
     log_decay,  # [B,T,H]
     positions,  # [T], of packed documents
-    tokens,  # [B,H,T,4]: integer and remainder of the sum F in log2 units, and the first key that a query sees
+    tokens,  # [B,H,T,4]: the sum F in log2 units, as bits of an integer and a remainder; the first key a query sees
     T, window, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -54,7 +54,8 @@ def sum_decays(
         total = before + tl.cumsum(g, 0)
         before += tl.sum(g, 0)
         integer = tl.floor(total)
-        tl.store(tokens + t * 4, integer.to(tl.float32), mask=t < T)
+        bits = tl.maximum(integer, -(2.0**31) + 1).to(tl.int32).to(tl.float32, bitcast=True)
+        tl.store(tokens + t * 4, bits, mask=t < T)
         tl.store(tokens + t * 4 + 1, (total - integer).to(tl.float32), mask=t < T)
         starts = tl.where(begins & (t < T), t, 0)
         seen = tl.maximum(tl.associative_scan(starts, 0, larger), start)
@@ -69,7 +70,7 @@ def differentiate_decays(
     dlog_decay,  # [B,T,H]
     T, H: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The decay of a token gets the sum over its segment, from the token on, of what queries minus keys get."""
+    """Write the gradient of each decay: of_queries − of_keys, summed from its token to the end of its segment."""
     row = tl.program_id(0).to(tl.int64)
     log_decay += row // H * T * H + row % H
     dlog_decay += row // H * T * H + row % H

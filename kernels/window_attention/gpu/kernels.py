@@ -1,9 +1,10 @@
 """Attention with log decays and its gradients, in blocks of queries and keys as in FlashAttention-2.
 
-A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer and a
-remainder in [0, 1), whose differences have all digits, however large F is. In blocks that need a mask, that is how the
-score of each pair is computed. In all others, keys are older than a token `base`, and queries are not: F_base − F_j is
-a number of each key, and F_i − F_base is one of each query, which is left out of its scores and of their maximum.
+A score is q_i·k_j·scale + F_i − F_j, where F sums the log decays, in log2 units. F is stored as an integer of
+32 bits and a remainder in [0, 1), so that differences keep all digits. Blocks that need a mask take these differences
+for each pair. In all others, no key is later than a token `base`, and no query is earlier:
+F_base − F_j is a number of each key, and F_i − F_base one of each query, which is left out of its scores and of their
+maximum.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -16,7 +17,7 @@ from ...gpu.tiles import LOG2E, exp2, pair_of
 
 @triton.jit
 def load_tokens(x, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr, DTYPE: tl.constexpr):
-    """[ROWS,D] of the tokens from `start` on. MASKED: zeros from token T on, which others do not reach."""
+    """Load [ROWS,D] from token `start` on. With MASKED, tokens from T on are zeros; other calls may not reach them."""
     r, c = tl.arange(0, ROWS), tl.arange(0, D)
     at = x + tl.cast(start, tl.int64) * stride + (r[:, None] * stride + c[None, :])
     if MASKED:
@@ -48,8 +49,14 @@ def first_key(tokens, t):
 
 
 @triton.jit
+def integer(x):
+    """The integer whose bits a table has."""
+    return x.to(tl.int32, bitcast=True)
+
+
+@triton.jit
 def masked_scores(scaled, i, first, whole_i, rest_i, j, whole_j, rest_j):
-    decayed = scaled + ((whole_i - whole_j) + (rest_i - rest_j))
+    decayed = scaled + ((whole_i - whole_j).to(tl.float32) + (rest_i - rest_j))
     return tl.where((j <= i) & (j >= first), decayed, float("-inf"))
 
 
@@ -67,7 +74,7 @@ def by_queries(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The outputs of a block of queries; if `do` is there, their gradients instead."""
+    """Write the outputs of a block of queries or, if `do` is not None, the gradients of these queries."""
     blocks = tl.cdiv(T, QUERIES)
     block, head = pair_of(blocks)
     start = (blocks - 1 - block) * QUERIES  # blocks with the most keys run first
@@ -78,9 +85,9 @@ def by_queries(
     at_values = (b * H + h) * V
     tokens += 4 * row
     query = load_tokens(q + b * qt + h * D, start, qt, T, QUERIES, D, True, DTYPE)
-    whole, rest, earliest, _t = load_four(tokens, t, T, QUERIES)
-    base = tl.load(tokens + start * 4)
-    since = (whole - base) + rest
+    bits, rest, earliest, _t = load_four(tokens, t, T, QUERIES)
+    whole, base = integer(bits), integer(tl.load(tokens + start * 4))
+    since = (whole - base).to(tl.float32) + rest
     earliest = tl.where(t < T, earliest.to(tl.int32), T)
     # keys from `begin` on are seen by some query, those from `full` to `start` by all of them
     begin = first_key(tokens, start) // KEYS * KEYS
@@ -97,7 +104,7 @@ def by_queries(
         output = load_tokens(o + at_values, start, H * V, T, QUERIES, V, True, tl.float32)
         delta = tl.sum(output * doutput.to(tl.float32), 1)
         of_queries += (row + t) * 4
-        tl.store(of_queries, whole, mask=t < T)
+        tl.store(of_queries, bits, mask=t < T)
         tl.store(of_queries + 1, rest - most, mask=t < T)
         tl.store(of_queries + 2, earliest.to(tl.float32), mask=t < T)
         tl.store(of_queries + 3, delta, mask=t < T)
@@ -115,7 +122,8 @@ def by_queries(
             j = at + tl.arange(0, KEYS)
             key = load_tokens(k, at, kt, T, KEYS, D, MASKED, DTYPE)
             value = load_tokens(v, at, vt, T, KEYS, V, MASKED, DTYPE)
-            whole_j, rest_j, _first_j, _j = load_four(tokens, j, T, KEYS)
+            bits_j, rest_j, _first_j, _j = load_four(tokens, j, T, KEYS)
+            whole_j = integer(bits_j)
             s = tl.dot(query, tl.trans(key)) * (scale * LOG2E)
             if MASKED:
                 s = masked_scores(
@@ -123,7 +131,7 @@ def by_queries(
                     rest_j[None, :],
                 )  # fmt: skip
             else:
-                s += ((base - whole_j) - rest_j)[None, :]
+                s += ((base - whole_j).to(tl.float32) - rest_j)[None, :]
             if do is None:
                 larger = tl.maximum(most, tl.max(s, 1))
                 finite = tl.where(larger == float("-inf"), 0.0, larger)  # a query that has not seen any key yet
@@ -146,7 +154,7 @@ def by_queries(
 
 @triton.jit
 def queries_that_see(tokens, key, T):
-    """The end of the queries whose first key is not behind this one."""
+    """Return the end of the queries that see a key: no first key is earlier than that of an earlier query."""
     low, high = tl.where(first_key(tokens, T - 1) <= key, T, key + 1), T
     while low < high:
         middle = (low + high) // 2
@@ -164,7 +172,7 @@ def by_keys(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
     QUERIES: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values, from all of their query heads."""
+    """Write the gradients of a block of keys and values, summed over the query heads that share them."""
     SHARED: tl.constexpr = H // R
     block, shared = pair_of(tl.cdiv(T, KEYS))
     start = block * KEYS
@@ -177,9 +185,9 @@ def by_keys(
     for r in tl.range(0, R):
         h = g * R + r
         row = b * H + h.to(tl.int64) * T
-        whole, rest, _first_j, _j = load_four(tokens + row * 4, j, T, KEYS)
-        base = tl.load(tokens + (row + last) * 4)
-        since = (base - whole) - rest
+        bits, rest, _first_j, _j = load_four(tokens + row * 4, j, T, KEYS)
+        whole, base = integer(bits), integer(tl.load(tokens + (row + last) * 4))
+        since = (base - whole).to(tl.float32) - rest
         # queries to `full` see all keys of the block, those to `end` see some
         full = tl.maximum(stop, queries_that_see(tokens + row * 4, start, T) // QUERIES * QUERIES)
         end = queries_that_see(tokens + row * 4, last, T)
@@ -194,7 +202,8 @@ def by_keys(
                 t = at + tl.arange(0, QUERIES)
                 query = load_tokens(q + b * qt + h * D, at, qt, T, QUERIES, D, MASKED, DTYPE)
                 doutput = load_tokens(do + (b * H + h) * V, at, H * V, T, QUERIES, V, MASKED, DTYPE)
-                whole_i, rest_i, earliest, delta = load_four(of_queries + row * 4, t, T, QUERIES)
+                bits_i, rest_i, earliest, delta = load_four(of_queries + row * 4, t, T, QUERIES)
+                whole_i = integer(bits_i)
                 s = tl.dot(key, tl.trans(query)) * (scale * LOG2E)
                 if MASKED:
                     earliest = tl.where(t < T, earliest.to(tl.int32), T)
@@ -203,7 +212,7 @@ def by_keys(
                         whole[:, None], rest[:, None],
                     )  # fmt: skip
                 else:
-                    s = (s + since[:, None]) + ((whole_i - base) + rest_i)[None, :]
+                    s = (s + since[:, None]) + ((whole_i - base).to(tl.float32) + rest_i)[None, :]
                 p = exp2(s)
                 dvalue = tl.dot(p.to(DTYPE), doutput, dvalue)
                 ds = p * (tl.dot(value, tl.trans(doutput)) - delta[None, :])

@@ -1,6 +1,6 @@
 """Attention with log decays in Triton: one launch for their sums and one for the outputs; three for all gradients.
 
-There are no atomics: equal inputs give equal bits.
+There are no atomics, so results repeat to the bit.
 """
 
 from typing import Any, NamedTuple

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from kernels import UserError
+from reproductions.listops import ListOps
 from zoo.data import (
     MQAR,
     Images,
     InContextRecall,
-    ListOps,
     MarkovChain,
     MixedText,
     RecallTask,

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import Command
-from zoo.data import ListOps
+from reproductions.listops import ListOps
+from tests.commands import ROOT, Command
 
 SHORT = ("--trainer.max_steps=3", "--trainer.accelerator=cpu", "--model.num_layers=2", "--model.hidden_size=32")
 LISTS = ("--data.max_length=12", "--data.batch_size=8", "--data.validation_samples=40")
@@ -33,7 +33,7 @@ def test_patches_count_as_tokens_and_labels_have_no_position(command: Command, d
 
 @pytest.mark.slow
 def test_packed_lists_are_labelled_one_by_one(command: Command, desk: Path):
-    command("fit", "--config", "lra/listops.yaml", *SHORT, *LISTS, "--run", "lists").ok()
+    command("fit", "--config", str(ROOT / "reproductions/listops.yaml"), *SHORT, *LISTS, "--run", "lists").ok()
     row, data = results(desk / "runs/lists"), ListOps(4, 12, 4, 5, batch_size=8)
     order = data.train.order(range(24), seed=0)
     assert row["tokens_seen"] == sum(len(data.train.sample(int(index))[0]) for index in order)

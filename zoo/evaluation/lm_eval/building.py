@@ -32,21 +32,21 @@ HUB = "hub"  # as `data`: let lm-eval download
 THEIRS = Path(lm_eval.tasks.__file__).parent
 
 
-def names(name: str) -> list[str]:
-    """The tasks that a name of lm-eval refers to: one task, or the members of a group or tag.
+def names(name: str, folder: Path | None = None) -> list[str]:
+    """The tasks that a name of lm-eval refers to: one task, or the members of a group or tag, of a folder if given.
 
     Raises:
         UserError: lm-eval has no such name, or it is a group that changes its tasks.
     """
-    return list(_members(manager(name), name, name))
+    return list(_members(manager(name, folder=folder), name, name))
 
 
-def manager(name: str, metadata: dict[str, Any] | None = None) -> TaskManager:
-    """lm-eval's index of tasks, reduced to those that one task needs."""
+def manager(name: str, metadata: dict[str, Any] | None = None, folder: Path | None = None) -> TaskManager:
+    """lm-eval's index of tasks, reduced to those that one task needs, or those of a folder."""
     listed = PAPER_TASKS.get(name)
-    if listed is None and not name.startswith("ruler_"):
+    if folder is None and listed is None and not name.startswith("ruler_"):
         return _everything()
-    folder = THEIRS / "ruler" if listed is None else THEIRS / listed.folder if listed.folder else OWN
+    folder = folder or (THEIRS / "ruler" if listed is None else THEIRS / listed.folder if listed.folder else OWN)
     return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
 
 
@@ -72,7 +72,16 @@ def _members(index: TaskManager, name: str, group: str) -> Iterator[str]:
         yield name
 
 
-def build(name: str, data: str, file: str, seed: int, shots: int | None, metadata: dict[str, Any]) -> ConfigurableTask:
+def build(
+    name: str,
+    data: str,
+    file: str,
+    *,
+    seed: int,
+    shots: int | None,
+    metadata: dict[str, Any],
+    folder: Path | None = None,
+) -> ConfigurableTask:
     """One task of lm-eval, with its documents.
 
     Args:
@@ -82,6 +91,7 @@ def build(name: str, data: str, file: str, seed: int, shots: int | None, metadat
         seed: Of the examples in prompts, and of generated documents.
         shots: How many examples come before each question; None for the task's own number.
         metadata: What lm-eval passes to tasks that generate their documents.
+        folder: The folder that defines the task; None for lm-eval's own and those of `paper_tasks.csv`.
 
     Raises:
         UserError: The data is not there or does not fit, or the task cannot be done.
@@ -92,7 +102,7 @@ def build(name: str, data: str, file: str, seed: int, shots: int | None, metadat
     with quiet(), isolate_rng(), source:
         random.seed(seed)  # what generates documents draws from the global generators
         np.random.seed(seed)
-        task = _load(name, data, metadata)
+        task = _load(name, data, metadata, folder)
     if shots is not None:
         task.set_config(key="num_fewshot", value=shots)
     elif task.config.num_fewshot is None:
@@ -110,9 +120,9 @@ def build(name: str, data: str, file: str, seed: int, shots: int | None, metadat
     return task
 
 
-def _load(name: str, data: str, metadata: dict[str, Any]) -> ConfigurableTask:
+def _load(name: str, data: str, metadata: dict[str, Any], folder: Path | None) -> ConfigurableTask:
     try:
-        return manager(name, metadata).load([name])["tasks"][name]
+        return manager(name, metadata, folder).load([name])["tasks"][name]
     except UserError:
         raise
     except ImportError as error:

@@ -35,7 +35,8 @@ class LmEval(Task):
 
     version = 2
     tasks: ClassVar[str]  # lm-eval's name
-    shots: ClassVar[int | None]
+    shots: ClassVar[int | None] = None
+    folder: ClassVar[Path | None] = None  # with the configs of its tasks; None for those of lm-eval and of this project
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -54,7 +55,7 @@ class LmEval(Task):
 
         if subject.tokenizer is None:
             raise UserError(f"{self.name}: needs a tokenizer, and the model was trained without one")
-        members = names(self.tasks)
+        members = names(self.tasks, self.folder)
         cells = []
         for member in members:
             which: Cell = {} if members == [self.tasks] else {"subtask": member}
@@ -143,7 +144,8 @@ class LmEval(Task):
                 metadata = {"max_seq_lengths": file.rpartition("/")[2]}
             elif _is_ruler(name):
                 metadata = {"max_seq_lengths": [length], "tokenizer": folder}
-            task = build(name, data or "", file, self.options.seed, self.shots, metadata)
+            options: dict[str, Any] = {"seed": self.options.seed, "shots": self.shots, "folder": self.folder}
+            task = build(name, data or "", file, metadata=metadata, **options)
         if length is not None and name.removesuffix("_twice") in CLOZE:
             docs, readings = task.dataset["validation"], 2 if name.endswith("_twice") else 1
             cut = [shortened(doc, tokenizer, length, readings) for doc in docs]

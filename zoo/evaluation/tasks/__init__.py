@@ -1,25 +1,26 @@
-"""All tasks by name. A task is added by its file in this folder, and its line here."""
+"""All tasks by name. A task is added by its file in this folder, and its line here; any class is found by its path."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from rich.table import Table
 
 from kernels import Option, UserError
 from mixers import did_you_mean
+from zoo.config.explain import wrong_class
+from zoo.config.imports import import_object
 from zoo.display import new_table
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
 from zoo.evaluation.lm_eval.task import PREFIX, lm_eval_task
 from zoo.evaluation.task import Options, Task
 from zoo.evaluation.tasks.needles import MultiKey1, MultiKey2, PassKey, SingleNeedle1, SingleNeedle2, SingleNeedle3
-from zoo.evaluation.tasks.niah import NiahEasy, NiahStandard
 from zoo.evaluation.tasks.perplexity import Perplexity
 from zoo.evaluation.tasks.state_recall import StateRecall
 from zoo.evaluation.tasks.throughput import Decoding, Throughput
 from zoo.evaluation.tasks.token_tasks import TOKEN_TASKS
 
 _NEEDLES = (SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, PassKey)
-_RECALL = (NiahEasy, NiahStandard, StateRecall)
-_CLASSES: tuple[type[Task], ...] = (*_NEEDLES, *_RECALL, *TOKEN_TASKS, Perplexity, Decoding, Throughput)
+_CLASSES: tuple[type[Task], ...] = (*_NEEDLES, StateRecall, *TOKEN_TASKS, Perplexity, Decoding, Throughput)
 
 OF_SOME_TASKS = ("depths", "haystack", "data", "held_out")  # options
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
@@ -45,9 +46,21 @@ def _task_class(name: str) -> type[Task]:
         return TASKS[name]
     if name.startswith(PREFIX):
         return lm_eval_task(name)
+    if "." in name:
+        return _class_at(name)
     names = [*TASKS, *(PREFIX + task for task in PAPER_TASKS)]
     hint = did_you_mean(name, names) or f"; if it is one of lm-eval, write {PREFIX}{name}"
     raise UserError(f"tasks: {name!r} is not a task{hint} (", Option("tasks", "list"), " shows all of them)")
+
+
+def _class_at(path: str) -> type[Task]:
+    """The task at a dotted path, package.module.Class, which may be in the working folder."""
+    cls: object = None
+    with suppress(Exception):  # whatever is wrong is explained below
+        cls = import_object(path)
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise UserError(wrong_class([Task], path, "tasks", []))
+    return cls
 
 
 def task_table() -> Table:

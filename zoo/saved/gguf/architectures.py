@@ -78,11 +78,19 @@ class Architecture:
         """Return the metadata for the contents of config.json. A UserError if its graph computes something else."""
         floats = {key for key in self.keys if key.endswith(("_eps", "_epsilon", "_theta"))}
         shared = {name: float(config[key]) if key in floats else config[key] for key, name in self.keys.items()}
-        return {**shared, **self.metadata(config)}
+        try:
+            return {**shared, **self.metadata(config)}
+        except _Unfit as reason:
+            raise UserError(f"to: llama.cpp's {self.name} cannot hold this model: {reason}.") from None
+
+
+class _Unfit(Exception):
+    """A reason why an architecture cannot hold a model."""
 
 
 def _one_by_one(
-    order: Callable[[Config, str, Tensor], Tensor], change: Callable[[str], Change] = lambda name: SAME
+    order: Callable[[Config, str, Tensor], Tensor] = lambda config, name, tensor: tensor,
+    change: Callable[[str], Change] = lambda name: SAME,
 ) -> Callable[[Config, str], list[Stored]]:
     """Return the `tensors` of an architecture in which each public tensor has one counterpart."""
     return lambda config, name: [Stored(name, (name,), partial(order, config, name), change(name))]
@@ -90,10 +98,6 @@ def _one_by_one(
 
 def _rates(name: str) -> Change:
     return RATES if name.endswith(".A_log") else SAME
-
-
-def _refuse(architecture: str, reason: str) -> UserError:
-    return UserError(f"to: llama.cpp's {architecture} cannot hold this model: {reason}.")
 
 
 _SIZES = {"hidden_size": "embedding_length", "num_hidden_layers": "block_count"}
@@ -145,9 +149,9 @@ def _with_scaling(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
     return {"rope_scaling": scaling}
 
 
-def _no_llama3(architecture: str, config: Config) -> None:
+def _no_llama3(config: Config) -> None:
     if config["rope_parameters"]["rope_type"] == "llama3":
-        raise _refuse(architecture, "it has no positions scaled as in Llama 3.1")
+        raise _Unfit("it has no positions scaled as in Llama 3.1")
 
 
 _STATES = {"conv_kernel": "ssm.conv_kernel", "state_size": "ssm.state_size"}
@@ -158,13 +162,15 @@ _MAMBA2 = {**_RECURRENT, "num_heads": "ssm.time_step_rank", "n_groups": "ssm.gro
 
 def _recurrent(config: Config) -> dict[str, Value]:
     """The further metadata of Mamba and Mamba2."""
+    if not config["use_conv_bias"]:
+        raise _Unfit("its convolution has a bias, which this model lacks")
     width = config["expand"] * config["hidden_size"]
     return {"feed_forward_length": 0, "attention.head_count": 0, "ssm.inner_size": width}
 
 
 def _mistral(config: Config) -> dict[str, Value]:
     if (window := config["sliding_window"]) is not None:
-        raise _refuse("llama", f"its attention has no sliding window, and here one has {window} tokens")
+        raise _Unfit(f"its attention has no sliding window, and here one has {window} tokens")
     return _transformer(config)
 
 
@@ -212,30 +218,18 @@ def llama3_of(divisors: Tensor, base: float) -> dict[str, Any]:
 
 
 def _qwen2(config: Config) -> dict[str, Value]:
-    _no_llama3("qwen2", config)
+    _no_llama3(config)
     if config["use_sliding_window"]:
-        raise _refuse(
-            "qwen2", f"its attention has no sliding window, and here one has {config['sliding_window']} tokens"
-        )
+        raise _Unfit(f"its attention has no sliding window, and here one has {config['sliding_window']} tokens")
     width, model = config["num_attention_heads"] * config["head_dim"], config["hidden_size"]
     if width != model:
-        raise _refuse("qwen2", f"its heads together are as wide as the model, and here {width} and {model} channels")
+        raise _Unfit(f"its heads together are as wide as the model, and here {width} and {model} channels")
     return _transformer(config)
 
 
-def _unchanged(config: Config, name: str, tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _mamba(config: Config) -> dict[str, Value]:
-    _check_convolution("mamba", config)
     if config["expand"] != 2:
-        raise _refuse("mamba", f"its layers are twice as wide as the model, and expand is {config['expand']}")
-    return _recurrent(config)
-
-
-def _mamba2(config: Config) -> dict[str, Value]:
-    _check_convolution("mamba2", config)
+        raise _Unfit(f"its layers are twice as wide as the model, and expand is {config['expand']}")
     return _recurrent(config)
 
 
@@ -245,11 +239,6 @@ def _of_mamba(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
 
 def _of_mamba2(metadata: Metadata, names: Collection[str]) -> dict[str, Any]:
     return {**_of_mamba(metadata, names), "head_dim": metadata["ssm.inner_size"] // metadata["ssm.time_step_rank"]}
-
-
-def _check_convolution(architecture: str, config: Config) -> None:
-    if not config["use_conv_bias"]:
-        raise _refuse(architecture, "its convolution has a bias, which this model lacks")
 
 
 def _mamba_tensor(config: Config, name: str, tensor: Tensor) -> Tensor:
@@ -272,16 +261,15 @@ _QWEN35 = {**_TRANSFORMER, **_LINEAR, **_LINEAR_HEADS}
 def _qwen35(config: Config) -> dict[str, Value]:
     recurrent = [kind == "linear_attention" for kind in config["layer_types"]]
     if all(recurrent):  # it aborts while it allocates an empty cache
-        raise _refuse("qwen35", "it needs a layer of attention, and all are linear")
-    _no_llama3("qwen35", config)
+        raise _Unfit("it needs a layer of attention, and all are linear")
+    _no_llama3(config)
     if config["attention_bias"]:
-        raise _refuse("qwen35", "its attention has no biases")
+        raise _Unfit("its attention has no biases")
     sizes = {size: config[f"linear_{size}_head_dim"] for size in ("key", "value")}
     if any(recurrent) and sizes["key"] != sizes["value"]:
-        raise _refuse("qwen35", f"its keys and values have one size, and here {sizes['key']} and {sizes['value']}")
+        raise _Unfit(f"its keys and values have one size, and here {sizes['key']} and {sizes['value']}")
     if any(recurrent) and config["rms_norm_eps"] != _L2_EPS:
-        raise _refuse(
-            "qwen35",
+        raise _Unfit(
             f"it norms keys with the eps of all norms, which is {config['rms_norm_eps']:g} here instead of {_L2_EPS:g}",
         )
     return {
@@ -332,10 +320,9 @@ def _by_place(rows: Tensor, heads: int, groups: int) -> Tensor:
 def _rwkv7(config: Config) -> dict[str, Value]:
     head, eps = config["head_dim"], config["norm_eps"]
     if not config["norm_first"]:
-        raise _refuse("rwkv7", "it norms embeddings, and this model does not; train with model.embedding_norm")
+        raise _Unfit("it norms embeddings, and this model does not; train with model.embedding_norm")
     if head % _RWKV7_HEAD or not math.isclose(eps * head, _RWKV7_EPS):
-        raise _refuse(
-            "rwkv7",
+        raise _Unfit(
             f"its heads have a multiple of {_RWKV7_HEAD} channels and norms with an eps of {_RWKV7_EPS:g}, and here "
             f"they have {head} channels and {eps * head:g}",
         )
@@ -389,18 +376,15 @@ def _rwkv7_tensors(config: Config, name: str) -> list[Stored]:
 def _kimi(config: Config) -> dict[str, Value]:
     full = [kind == "full_attention" for kind in config["layer_types"]]
     if len(set(full)) == 1:  # it aborts while it allocates the state or cache that is missing
-        raise _refuse("kimi-linear", "it needs linear layers and attention layers, and here all are of one kind")
+        raise _Unfit("it needs linear layers and attention layers, and here all are of one kind")
     if config["rms_norm_eps"] != _L2_EPS:
-        raise _refuse(
-            "kimi-linear",
+        raise _Unfit(
             f"it norms keys and latents with the eps of all norms, which is {config['rms_norm_eps']:g} here instead of "
             f"{_L2_EPS:g}",
         )
     heads = config["num_attention_heads"]
     if config["linear_num_heads"] != heads:
-        raise _refuse(
-            "kimi-linear", f"all layers have one number of heads, and here {config['linear_num_heads']} and {heads}"
-        )
+        raise _Unfit(f"all layers have one number of heads, and here {config['linear_num_heads']} and {heads}")
     rank, shared, count = config["kv_lora_rank"], config["qk_rope_head_dim"], config["num_hidden_layers"]
     return {
         # it attends to latents, which all heads share; 0 makes a layer linear
@@ -457,9 +441,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "fla_rwkv7": Architecture("rwkv7", _RWKV7, _rwkv7, _rwkv7_tensors),
     "hf_llama": Architecture("llama", _TRANSFORMER, _transformer, _llama_tensors, _of_llama),
     "hf_mistral": Architecture("llama", _TRANSFORMER, _mistral, _llama_tensors, _of_llama),
-    "hf_qwen2": Architecture("qwen2", _TRANSFORMER, _qwen2, _one_by_one(_unchanged), _with_scaling),
+    "hf_qwen2": Architecture("qwen2", _TRANSFORMER, _qwen2, _one_by_one(), _with_scaling),
     "hf_mamba": Architecture("mamba", _MAMBA, _mamba, _one_by_one(_mamba_tensor, _rates), _of_mamba),
-    "hf_mamba2": Architecture("mamba2", _MAMBA2, _mamba2, _one_by_one(_mamba2_tensor, _rates), _of_mamba2),
+    "hf_mamba2": Architecture("mamba2", _MAMBA2, _recurrent, _one_by_one(_mamba2_tensor, _rates), _of_mamba2),
     "hf_qwen3_5": Architecture("qwen35", _QWEN35, _qwen35, _one_by_one(_qwen35_tensor, _qwen35_change), _of_qwen35),
     "hf_kimi_linear": Architecture("kimi-linear", _SIZES | _EPS | _HEADS | _KIMI, _kimi, _kimi_tensors, _of_kimi),
 }

@@ -38,7 +38,6 @@ class GgufFile(PublicFolder):
 
     def __init__(self, path: Path):
         super().__init__(path)
-        self.config_file = path
         gguf = library("checkpoint")
         try:
             reader = gguf.GGUFReader(path)
@@ -120,11 +119,6 @@ class GgufFile(PublicFolder):
     @cached_property
     def _tokenizer(self) -> str | None:
         return tokenizer_of(self._fields, str(self.path))
-
-    @property
-    def files(self) -> list[Path]:
-        """The file."""
-        return [self.path]
 
     @cached_property
     def weights(self) -> ComputedWeights:

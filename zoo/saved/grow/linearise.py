@@ -192,15 +192,14 @@ def _attention_layers(layers: Sequence[TokenMixer]) -> list[int]:
     """The layers of attention; a UserError if there are none, or what they are made of is not known."""
     attention = [layer for layer, mixer in enumerate(layers) if hasattr(mixer, "attention")]
     if not attention:
-        raise UserError(f"checkpoint: the model has no attention layers to replace; layer 0 is {_name(layers[0])}")
+        raise UserError(
+            f"checkpoint: the model has no attention layers to replace; layer 0 is a {type(layers[0]).__name__}"
+        )
     for layer in attention:
         if not layers[layer].head_maps():
-            raise UserError(f"checkpoint: layer {layer} is {_name(layers[layer])}, whose heads cannot be carried over")
+            name = type(layers[layer]).__name__
+            raise UserError(f"checkpoint: layer {layer} is a {name}, whose heads cannot be carried over")
     return attention
-
-
-def _name(mixer: TokenMixer) -> str:
-    return f"a {type(mixer).__name__}"
 
 
 def _number(keep: str | list[int], attention: int) -> int:

@@ -16,8 +16,14 @@ def replaced(stack: Spec, num_layers: int, change: Mapping[int, Callable[[Spec],
     Layers of one letter that become equal share a new letter. A UserError if the stack is of another
     class than these of the project, or has too many different mixers for the alphabet.
     """
-    arguments = dict(stack["init_args"])
-    pattern, mixers = _letters(stack["class_path"].rpartition(".")[2], arguments)
+    arguments, name = dict(stack["init_args"]), stack["class_path"].rpartition(".")[2]
+    if name == Pattern.__name__:
+        pattern, mixers = arguments.pop("pattern"), dict(arguments.pop("mixers"))
+    elif name in (Uniform.__name__, H1.__name__, H2.__name__):
+        mixers = dict(zip(string.ascii_uppercase, arguments.values(), strict=False))
+        pattern, arguments = "".join(mixers), {}
+    else:
+        raise UserError(f"stack: {name} is not Uniform, H1, H2 or Pattern, so its layers cannot be changed one by one")
     pattern = "".join(pattern[layer % len(pattern)] for layer in range(num_layers))
     spare = iter(sorted(set(string.ascii_letters) - set(pattern)))
     came_from: dict[str, str] = {}
@@ -40,14 +46,3 @@ def replaced(stack: Spec, num_layers: int, change: Mapping[int, Callable[[Spec],
         "class_path": f"{Pattern.__module__}.{Pattern.__qualname__}",
         "init_args": {**arguments, "pattern": "".join(written), "mixers": used},
     }
-
-
-def _letters(name: str, arguments: Spec) -> tuple[str, dict[str, Spec]]:
-    """The pattern and the mixers of a stack, taken out of its arguments."""
-    if name == Pattern.__name__:
-        return arguments.pop("pattern"), dict(arguments.pop("mixers"))
-    if name not in (Uniform.__name__, H1.__name__, H2.__name__):
-        raise UserError(f"stack: {name} is not Uniform, H1, H2 or Pattern, so its layers cannot be changed one by one")
-    mixers = dict(zip(string.ascii_uppercase, arguments.values(), strict=False))
-    arguments.clear()
-    return "".join(mixers), mixers

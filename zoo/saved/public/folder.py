@@ -18,13 +18,23 @@ class PublicFolder:
     """The files of a public folder, each read once and never through a link that leaves the folder."""
 
     def __init__(self, path: Path):
-        self.path, self.config_file = path, path / CONFIG
+        self.path, self.config_file = path, path if path.is_file() else path / CONFIG
         self._configs: dict[str, dict[str, Any]] = {}
 
     def config(self, name: str = CONFIG) -> dict[str, Any]:
         """The contents of a JSON file; a UserError if it is missing or not a JSON object."""
         if name not in self._configs:
-            self._configs[name] = _read_object(self.path / name, self.path)
+            file = self.path / name
+            check_inside(file, self.path)
+            try:
+                contents = json.loads(file.read_bytes())
+            except (OSError, ValueError, RecursionError) as error:
+                message = " ".join(str(error).split())
+                raise UserError(f"checkpoint: {file} cannot be read as JSON: {message}.") from None
+            if not isinstance(contents, dict):
+                raise UserError(f"checkpoint: {file} holds no JSON object.")
+            check_plain(contents, f"checkpoint: {file}")
+            self._configs[name] = contents
         return self._configs[name]
 
     def has(self, name: str) -> bool:
@@ -34,10 +44,6 @@ class PublicFolder:
     @cached_property
     def weights(self) -> Weights:
         """The weights; a UserError if they are missing or damaged, or in other pickles than `pytorch_model.bin`."""
-        return self._tensors
-
-    @cached_property
-    def _tensors(self) -> TensorFiles | PickledTensors:
         if has_tensor_files(self.path):
             for file in [*self.path.glob("*.safetensors"), self.path / INDEX]:
                 check_inside(file, self.path)
@@ -49,7 +55,7 @@ class PublicFolder:
     @property
     def files(self) -> list[Path]:
         """The files with the weights."""
-        return self._tensors.files
+        return self.weights.files if isinstance(self.weights, TensorFiles | PickledTensors) else [self.path]
 
     def text(self, name: str) -> str:
         """The contents of a text file."""
@@ -59,15 +65,3 @@ class PublicFolder:
             return file.read_text(encoding="utf-8")
         except (UnicodeDecodeError, OSError) as error:
             raise UserError(f"checkpoint: {file} cannot be read as text ({error}).") from None
-
-
-def _read_object(file: Path, folder: Path) -> dict[str, Any]:
-    check_inside(file, folder)
-    try:
-        contents = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"checkpoint: {file} cannot be read as JSON: {' '.join(str(error).split())}.") from None
-    if not isinstance(contents, dict):
-        raise UserError(f"checkpoint: {file} holds no JSON object.")
-    check_plain(contents, f"checkpoint: {file}")
-    return contents

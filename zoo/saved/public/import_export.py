@@ -9,7 +9,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jsonargparse import Namespace
 from torch import nn
 
 from kernels import UserError
@@ -36,12 +35,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Imported(NamedTuple):
-    """A public folder in our terms: the `model` config, weights under our names, and the files that hold them."""
+    """A public folder in our terms: the `model` config, and weights under our names."""
 
     model: dict[str, Any]
-    parsed: Namespace
     weights: Weights
-    files: list[Path]
 
 
 def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
@@ -61,15 +58,14 @@ def imported(folder: PublicFolder, ignore: Collection[str] = ()) -> Imported:
         raise UserError(f"checkpoint: {folder.config_file} has a value that no {family.name} has: {error}.") from None
     theirs = folder.weights
     try:
-        parsed = parse_model({"model": model})
-        ours = from_config(parsed, "meta")
+        ours = on_meta(model)
     except UserError as error:
         raise UserError(f"checkpoint: {path}, {error}") from None
     except (TypeError, ValueError, ZeroDivisionError, OverflowError, RuntimeError) as error:
         raise UserError(f"checkpoint: {folder.config_file} describes no {family.name}: {error}.") from None
     weights = TensorMap(family, ours).as_ours(theirs, path)
     _warn_of_norms(ours, weights, path)
-    return Imported(model, parsed, weights, folder.files)
+    return Imported(model, weights)
 
 
 def described(config: dict[str, Any], ignore: Collection[str] = ()) -> list[tuple[str, str, str]]:
@@ -189,13 +185,8 @@ def layouts(model: LanguageModel) -> list[str]:
 
 
 def _layout(model: LanguageModel, family: Family) -> tuple[dict[str, Any], TensorMap]:
-    """The config.json and the tensors of a model in a family's layout; a UserError if it cannot hold the model."""
+    """The config.json and the tensors of a model in a family's layout; a UserError if it reads as another model."""
     config = family.write(model)
-    return config, TensorMap(family, _reread(model, family, config))
-
-
-def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> LanguageModel:
-    """The model that a public config describes; a UserError unless it is the one that the config was written for."""
     try:
         reread = on_meta(family.read(config))
     except UserError as error:
@@ -204,7 +195,7 @@ def _reread(model: LanguageModel, family: Family, config: dict[str, Any]) -> Lan
         one_eps = " (it has one eps for all norms: train with model.norm_eps equal to the mixers')"
         advice = one_eps if ".eps is " in mismatch else ""
         raise UserError(f"to: {family.name} cannot hold this model: {mismatch}{advice}.")
-    return reread
+    return config, TensorMap(family, reread)
 
 
 def on_meta(model: dict[str, Any]) -> LanguageModel:

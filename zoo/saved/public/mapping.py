@@ -10,13 +10,14 @@ from torch import Tensor
 
 from kernels import UserError
 from zoo.checkpoints.tensor_files import Spec, Weights
+from zoo.display import short_list
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.family import Family
 from zoo.saved.public.tensors import ComputedWeights, Link, Place, Recut, Rule, Tied, origins, recut, renamed
 
 log = logging.getLogger(__name__)
 
-_MAX_NAMES = 5  # tensors in a message
+_listed = functools.partial(short_list, separator=", ")
 _Direction = tuple[tuple[str, ...], tuple[str, ...], Callable[[Sequence[Tensor]], Sequence[Tensor]]]
 
 
@@ -106,9 +107,3 @@ def _computed(links: Iterable[_Direction], sources: Weights, shapes: Mapping[str
         return convert([sources.tensor(origin).to(specs[name].dtype) for origin in origins])[i]
 
     return ComputedWeights(specs, read, {name: origins(sources, *link[1]) for name, (link, _) in places.items()})
-
-
-def _listed(names: list[str]) -> str:
-    """Several names, or the first of many."""
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -44,10 +43,6 @@ class RwkvFile(PublicFolder):
     A UserError if it holds anything else, or lacks tensors that the sizes of the model are read from.
     """
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.config_file = path
-
     @cached_property
     def _stored(self) -> dict[str, Tensor]:
         stored = read_weights(self.path)
@@ -87,11 +82,6 @@ class RwkvFile(PublicFolder):
         named = {_renamed(name): tensor for name, tensor in self._stored.items()}
         return TensorsInMemory({name: _as_stored_by_fla(name, tensor) for name, tensor in named.items()})
 
-    @property
-    def files(self) -> list[Path]:
-        """The file."""
-        return [self.path]
-
     def _shape(self, name: str) -> tuple[int, int]:
         """The shape of a matrix."""
         tensor = self._stored.get(name)
@@ -107,9 +97,7 @@ def _renamed(name: str) -> str:
         return _WHOLE.get(name, name)
     inside = match[2]
     for pattern, new in _IN_BLOCK.items():
-        inside, count = re.subn(pattern, new, inside)
-        if count:
-            break
+        inside = re.sub(pattern, new, inside)
     return f"model.layers.{match[1]}.{inside}"
 
 

@@ -154,18 +154,6 @@ class Recut:
 Rule = Rows | Stacked | Shared | Tied | Recut
 
 
-def rows(
-    theirs: str,
-    *ours: str,
-    per: str | None = None,
-    of: str | None = None,
-    aliases: Sequence[str] = (),
-    shape: tuple[int | str, ...] | None = None,
-) -> Rows:
-    """One public tensor that holds one or several of our tensors; see `Rows`."""
-    return Rows(theirs, ours, per, of, tuple(aliases), shape)
-
-
 LAYER, OUR_LAYER = "model.layers.{layer}.", "layers.{layer}."
 
 
@@ -173,14 +161,17 @@ def table(
     names: Mapping[str, str], theirs: str = LAYER, ours: str = OUR_LAYER, of: str | None = None
 ) -> tuple[Rows, ...]:
     """The rules of a layer's tensors (theirs → ours, several separated by spaces); the names are without prefixes."""
-    return tuple(rows(theirs + name, *(ours + part for part in parts.split()), of=of) for name, parts in names.items())
+    return tuple(
+        Rows(theirs + name, tuple(ours + part for part in parts.split()), of=of) for name, parts in names.items()
+    )
 
 
 def around_layers(embeddings: str, norm: str) -> tuple[Rule, ...]:
     """The rules of embeddings, the last norm, and the head, which may be tied to the embeddings."""
     head = "lm_head.weight"
     tied = Tied(head, embeddings, unless=head)
-    return rows(embeddings, "embeddings.weight"), rows(norm, "norm.weight"), rows(head, head), tied
+    named = {embeddings: "embeddings.weight", norm: "norm.weight", head: head}
+    return *table(named, "", ""), tied
 
 
 class ComputedWeights:

@@ -23,16 +23,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ....gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_tokens, done
+from ....gpu.gluon_tiles import FLAT, SHARED, async_load, at_tile, barrier, copy_pairs, copy_tokens, done
 from ..hopper_groups import (
     COPIERS,
     COPY,
+    COPY_PAIRS,
     OF_PAIRS,
     OF_STATE,
     PAIRS,
     STATE,
     copy_block,
-    copy_pairs,
     in_state,
     write_block,
 )
@@ -66,7 +66,7 @@ def copies(
         mbarrier.wait(empty.index(i), ((c // AHEAD) & 1) ^ 1)
         copy_tokens(a_s.index(i), read_a, token, m * 128, stop, M * 128, COPY)
         copy_block(v_s.index(i), v, token, (m // E) * V + column, stop, M // E * V)
-        copy_pairs(inverse_s.index(i), inverse, tile)
+        copy_pairs(inverse_s.index(i), inverse, tile, COPY_PAIRS)
         copy_tokens(k_s.index(i), keep, token, m * 128, stop, M * 128, COPY)
         async_load(total_s.index(i), total + (tile * 128 + gl.arange(0, 128, COPY_TOTAL)))
         async_copy.mbarrier_arrive(full.index(i), increment_count=False)
@@ -74,7 +74,7 @@ def copies(
             i = c % LATE
             mbarrier.wait(empty_late.index(i), ((c // LATE) & 1) ^ 1)
             copy_tokens(q_s.index(i), read_q, token, m * 128, stop, M * 128, COPY, STEPS)
-            copy_pairs(scores_s.index(i), scores, tile)
+            copy_pairs(scores_s.index(i), scores, tile, COPY_PAIRS)
             async_copy.mbarrier_arrive(full_late.index(i), increment_count=False)
 
 

@@ -12,15 +12,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ....gpu.gluon_halves import store_parts, truncated
 from ....gpu.gluon_tiles import SHARED, at_tile, barrier
-from ..hopper_prepare import BLOCKS, FACTOR, OF_COLUMNS, OF_ROWS, PAIRS, solved_blocks, store_pairs
+from ..hopper_groups import OF_COLUMNS, OF_PAIRS, OF_ROWS, PAIRS
+from ..hopper_prepare import BLOCKS, solved_blocks, store_pairs
 
 
 @gluon.jit
 def add_product(x, y_s, to):
     """Add x · y, where y was stored in two parts."""
     high = truncated(x)
-    low = gl.convert_layout((x - high).to(gl.bfloat16), FACTOR)
-    high = gl.convert_layout(high.to(gl.bfloat16), FACTOR)
+    low = gl.convert_layout((x - high).to(gl.bfloat16), OF_PAIRS)
+    high = gl.convert_layout(high.to(gl.bfloat16), OF_PAIRS)
     to = warpgroup_mma(low, y_s.index(0), to, is_async=True)
     to = warpgroup_mma(high, y_s.index(1), to, is_async=True)
     to = warpgroup_mma(high, y_s.index(0), to, is_async=True)

@@ -136,7 +136,10 @@ def test_a_run_on_images_from_elsewhere(command: Command, desk: Path):
         (("--model.inputs.channels=3",), "model.inputs: patches of 2 × 2 pixels with 3 channels have 12 values, but"),
         (("--model.inputs=null", "--model.vocab_size=9"), "inputs: null embeds tokens, but the data has numbers"),
         (("--data=TextData", "--model.inputs=null"), "model.head: Classifier labels whole sequences, but TextData has"),
-        (("--data=ListOps",), "model.inputs: patches of 2 × 2 pixels with 1 channels have 4 values, but the data has"),
+        (
+            ("--data=reproductions.listops.ListOps",),
+            "model.inputs: patches of 2 × 2 pixels with 1 channels have 4 values, but the data has",
+        ),
     ],
 )
 def test_parts_that_do_not_fit_are_named_in_one_sentence(options: tuple[str, ...], message: str, command: Command):

@@ -11,7 +11,9 @@ from tests.commands import Command
 @pytest.mark.slow
 def test_a_run_that_never_saw_a_needle_recalls_none(finished: Path, desk: Path, command: Command):
     run = ("evaluate", "--checkpoint", str(finished / "runs" / "done"), "--samples=2")
-    done = command(*run, "--tasks=s_niah_1,passkey,niah_easy", "--lengths=256,384", "--output=out").ok()
+    done = command(
+        *run, "--tasks=s_niah_1,passkey,reproductions.niah.NiahEasy", "--lengths=256,384", "--output=out"
+    ).ok()
     rows = [row for line in (desk / "out" / "rows.jsonl").read_text().splitlines() for row in json.loads(line)["rows"]]
     assert {row["value"] for row in rows} == {0}
     assert len(rows) == 2 * (1 + 1 + 35)
@@ -21,6 +23,8 @@ def test_a_run_that_never_saw_a_needle_recalls_none(finished: Path, desk: Path, 
     assert "passkey: a length of 8 tokens is too small" in refused.err
     assert len(refused.err.splitlines()) == 1
     assert command("evaluate", "--tasks=list").out.count("_niah_") == 5
+    absent = command(*run, "--tasks=reproductions.niah.Niah").refused()
+    assert absent.err == "error: tasks: the module 'reproductions.niah' has no 'Niah'; did you mean 'NiahEasy'?\n"
 
 
 @pytest.mark.slow

@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
+from reproductions.niah import NiahEasy, NiahStandard, consistency, niah_score, weight_map, weighted_accuracy
 from tests.zoo.evaluation.subjects import Guesser, Reader
 from zoo.data import Tokenizer
 from zoo.evaluation.task import Options
-from zoo.evaluation.tasks import TASKS
-from zoo.evaluation.tasks.niah import consistency, niah_score, weight_map, weighted_accuracy
 
 DEPTHS = 35
 
@@ -59,11 +58,11 @@ def test_what_table_12_prints_for_llama():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["niah_easy", "niah_standard"])
-def test_the_summary_is_of_the_whole_heatmap(name: str, tokenizers: dict[str, Tokenizer]):
+@pytest.mark.parametrize("kind", [NiahEasy, NiahStandard])
+def test_the_summary_is_of_the_whole_heatmap(kind: type[NiahEasy], tokenizers: dict[str, Tokenizer]):
     tokenizer = tokenizers["large"]
     for subject, expected in ((Reader(tokenizer), 1), (Guesser(tokenizer), 0)):
-        task = TASKS[name](Options(lengths=(200, 300)))
+        task = kind(Options(lengths=(200, 300)))
         rows = [row for cell in task.cells(subject) for row in task.run(subject, cell)]
         assert len({row["depth"] for row in rows}) == 35
         summary = {row["metric"]: row["value"] for row in task.summary(rows)}

@@ -6,7 +6,7 @@ from typing import Any
 from mixers import Mamba2, Rotary, SoftmaxAttention
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import llama
-from zoo.saved.public.families.hybrids import KINDS, biased, check_kinds, in_layer
+from zoo.saved.public.families.hybrids import KINDS, check_kinds, in_layer
 from zoo.saved.public.families.mamba import MAMBA2, NO_LIMIT, Mamba2Keys, expansion
 from zoo.saved.public.families.rotary import ROTARY_KEYS, rotary_keys, rotary_map
 from zoo.saved.public.family import (
@@ -14,7 +14,6 @@ from zoo.saved.public.family import (
     Config,
     Family,
     Spec,
-    component,
     experts,
     keys_of,
     mlp_size,
@@ -55,16 +54,7 @@ def _stack(config: Config, kinds: Sequence[str], rotary: Spec | None, **attentio
         "linear_attention": _MAMBA2.mixer(
             {**config, "mamba_d_head": head}, config["rms_norm_eps"], expand=config["mamba_expand"]
         ),
-        "full_attention": component(
-            FULL,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            qk={"map": rotary},
-            bias=config["attention_bias"],
-            output_bias=config["attention_bias"],
-            **attention,
-        ),
+        "full_attention": llama.attention(config, rotary, **attention),
     }
     return pattern_of(kinds, {kind: (KINDS[kind], mixer) for kind, mixer in mixers.items()})
 
@@ -79,27 +69,13 @@ def _keys_of(model: LanguageModel) -> dict[str, Any]:
     }
     if linear:
         keys |= _MAMBA2.keys(linear) | {"mamba_expand": expansion(linear.num_heads * linear.value_size, model)}
-    return keys | attention_keys(full)
-
-
-def attention_keys(full: SoftmaxAttention | None) -> dict[str, Any]:
-    """Their keys for our attention, except those of positions."""
-    if full is None:
-        return {}
-    return {
-        "num_attention_heads": full.num_heads,
-        "num_key_value_heads": full.num_kv_heads,
-        "head_dim": full.head_dim,
-        "attention_bias": full.o_proj.bias is not None,
-    }
+    return keys | llama.attention_keys(full)
 
 
 def in_mixers(linear: str, full: str) -> tuple[Rows, ...]:
     """The rules of tensors of Mamba2 and of attention, for the prefixes of their names."""
-    attention = {name: part for x in "qkv" for name, part in biased(f"{x}_proj", f"in_proj.{x}").items()}
-    attention |= biased("o_proj", "o_proj")
     ours = f"{OUR_LAYER}mixer."
-    return *table(MAMBA2, linear, ours, LINEAR), *table(attention, full, ours, FULL)
+    return *table(MAMBA2, linear, ours, LINEAR), *table(llama.ATTENTION, full, ours, FULL)
 
 
 _IN_MIXERS = in_mixers(f"{LAYER}mamba.", f"{LAYER}self_attn.")

@@ -1,26 +1,22 @@
 """The families of flash-linear-attention: GLA, HGRN2, RetNet, and those of the delta rule."""
 
-from typing import Any
-
 from zoo.saved.public.families import fla_delta
 from zoo.saved.public.families.fla_layout import (
     MIXER,
     OUR_MIXER,
     Mixer,
-    convolution_keys,
     convolutions,
     family,
     projections,
     taps_of,
-    widths,
 )
 from zoo.saved.public.family import Config, Spec, component, refusal
-from zoo.saved.public.tensors import Shared, rows
+from zoo.saved.public.tensors import Rows, Shared
 
 # the same where both have different names; the alias is the first one's name without `fuse_norm`
 _NORM_OF_GATED = (
-    rows(f"{MIXER}g_norm_swish_gate.weight", f"{OUR_MIXER}o_norm.weight", aliases=[f"{MIXER}g_norm.weight"]),
-    rows(f"{MIXER}g_norm.weight", f"{OUR_MIXER}o_norm.norm.weight"),
+    Rows(f"{MIXER}g_norm_swish_gate.weight", (f"{OUR_MIXER}o_norm.weight",), aliases=(f"{MIXER}g_norm.weight",)),
+    Rows(f"{MIXER}g_norm.weight", (f"{OUR_MIXER}o_norm.norm.weight",)),
 )
 
 
@@ -45,11 +41,6 @@ def _gla(config: Config) -> Spec:
     )
 
 
-def _gla_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    gate = {"num_heads": mixer.num_heads, "use_output_gate": mixer.o_norm.gated}
-    return {**gate, **widths(mixer, hidden_size), **convolution_keys(mixer.q_features.spec)}
-
-
 def _hgrn2(config: Config) -> Spec:
     size, heads, taps = config["expand_ratio"], config["num_heads"], taps_of(config)
     if size is None and heads is not None:
@@ -65,12 +56,6 @@ def _hgrn2(config: Config) -> Spec:
         lower_bounds="LowerBounds" if config["use_lower_bound"] else None,
         norm_eps=1e-5,  # of the norm before the output projection, whatever norm_eps says
     )
-
-
-def _hgrn2_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    sizes = {"num_heads": mixer.num_heads, "expand_ratio": mixer.key_size}
-    bounds = {"use_lower_bound": mixer.lower_bounds is not None}
-    return {**sizes, **bounds, **convolution_keys(mixer.q_features.spec)}
 
 
 def _retnet(config: Config) -> Spec:
@@ -91,11 +76,6 @@ def _retnet(config: Config) -> Spec:
     )
 
 
-def _retnet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    gate = {"num_heads": mixer.num_heads, "use_output_gate": mixer.o_norm.gated}
-    return {**gate, **widths(mixer, hidden_size)}
-
-
 _MIXERS = (
     Mixer(
         "gla",
@@ -105,7 +85,6 @@ _MIXERS = (
         | dict(use_short_conv=False, conv_size=4),
         fixed=dict(feature_map=(None,), clamp_min=(None,), elementwise_affine=(True,), use_gk=(True,), use_gv=(False,)),
         to_ours=_gla,
-        to_theirs=_gla_keys,
         norms=_NORM_OF_GATED,
         tensors={
             **projections("qkvg"),
@@ -122,7 +101,7 @@ _MIXERS = (
         keys=dict(num_heads=None, expand_ratio=128, use_short_conv=False, conv_size=4, use_lower_bound=True),
         fixed=dict(elementwise_affine=(True,)),
         to_ours=_hgrn2,
-        to_theirs=_hgrn2_keys,
+        to_theirs=lambda mixer: {"use_lower_bound": mixer.lower_bounds is not None},
         layer=-1,
         shared=(Shared("model.lower_bounds", "layers.{layer}.mixer.lower_bounds.weight"),),
         tensors={**projections("qfi"), "g_norm.weight": "g_norm.weight", **convolutions(q="q", f="k", i="v")},
@@ -135,7 +114,6 @@ _MIXERS = (
         fixed=dict(feature_map=(None,), elementwise_affine=(True,)),
         harmless="use_short_conv conv_size",  # which the model does not hand to its layers
         to_ours=_retnet,
-        to_theirs=_retnet_keys,
         norms=_NORM_OF_GATED,
         tensors=projections("qkvg"),
     ),

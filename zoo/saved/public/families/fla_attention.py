@@ -10,10 +10,6 @@ from zoo.lm.model import LanguageModel
 from zoo.saved.public.family import Config, Spec, check_kind, component, refusal, unknown_in
 
 MIXERS = frozenset({"SoftmaxAttention", "SlidingWindowAttention"})
-TENSORS: Mapping[str, str] = {
-    **{f"{x}_proj.{part}": f"in_proj.{x}.{part}" for x in "qkv" for part in ("weight", "bias")},
-    "o_proj.weight": "o_proj.weight",
-}
 _LINEAR, _FULL = "L", "".join(letter for letter in string.ascii_letters if letter != "L")  # letters of the pattern
 _REQUIRED = {"layers", "num_heads"}
 _OPTIONAL: Config = {"num_kv_heads": None, "qkv_bias": False, "window_size": None, "rope_theta": 10000.0}

@@ -6,12 +6,10 @@ from mixers import BoundedChannelDecay
 from zoo.saved.public.families.fla_layout import (
     OUTPUT_NORM,
     Mixer,
-    convolution_keys,
     convolutions,
     family,
     projections,
     taps_of,
-    widths,
 )
 from zoo.saved.public.family import Config, Spec, component, refusal
 
@@ -35,20 +33,9 @@ def _head_sizes(config: Config) -> dict[str, Any]:
     )
 
 
-def _head_keys(mixer: Any) -> dict[str, Any]:
-    """Their keys for what `_head_sizes` reads."""
-    heads = dict(num_heads=mixer.num_key_heads, num_v_heads=mixer.num_heads, head_dim=mixer.key_size)
-    return {**heads, "expand_v": mixer.value_size / mixer.key_size, **convolution_keys(mixer.q_features.spec)}
-
-
 def _gated_deltanet(config: Config) -> Spec:
     options = dict(output=_output_norm(config), allow_neg_eigval=config["allow_neg_eigval"])
     return component("GatedDeltaNet", **_head_sizes(config), **options)
-
-
-def _gated_deltanet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    options = dict(use_gate=mixer.o_norm.gated, allow_neg_eigval=mixer.beta.most == 2)
-    return {**_head_keys(mixer), **options}
 
 
 def _kda(config: Config) -> Spec:
@@ -62,10 +49,9 @@ def _kda(config: Config) -> Spec:
     return component("KDA", **_head_sizes(config), **options)
 
 
-def _kda_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
+def _kda_keys(mixer: Any) -> dict[str, Any]:
     bound = mixer.decay.lower_bound if isinstance(mixer.decay, BoundedChannelDecay) else None
-    gates = dict(lower_bound=bound, safe_gate=bound is not None, allow_neg_eigval=mixer.beta.most == 2)
-    return {**_head_keys(mixer), **gates}
+    return dict(lower_bound=bound, safe_gate=bound is not None)
 
 
 def _comba(config: Config) -> Spec:
@@ -73,11 +59,6 @@ def _comba(config: Config) -> Spec:
     sizes["qk"] = sizes["v"]  # q is corrected before its norm
     output = _output_norm(config, "use_output_gate", "mixers.SigmoidGatedRMSNorm")
     return component("Comba", **sizes, output=output, correction=config["correction_factor"], unit_feedback=True)
-
-
-def _comba_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    options = dict(use_output_gate=mixer.o_norm.gated, correction_factor=mixer.correction)
-    return {**_head_keys(mixer), **options}
 
 
 def _gated_deltaproduct(config: Config) -> Spec:
@@ -89,12 +70,6 @@ def _gated_deltaproduct(config: Config) -> Spec:
         output=_output_norm(config, "use_output_gate"),
         allow_neg_eigval=config["allow_neg_eigval"],
     )
-
-
-def _gated_deltaproduct_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    keys = {key: value for key, value in _head_keys(mixer).items() if key != "num_v_heads"}
-    gates = dict(use_output_gate=mixer.o_norm.gated, use_forget_gate=mixer.decay is not None)
-    return {**keys, **gates, "num_householder": mixer.steps, "allow_neg_eigval": mixer.beta.most == 2}
 
 
 # theirs → ours
@@ -119,15 +94,12 @@ def _deltanet(config: Config) -> Spec:
     return component("GatedDeltaNet", **arguments, value_dim=value_size, decay=None, output=_output_norm(config))
 
 
-def _deltanet_keys(mixer: Any, hidden_size: int) -> dict[str, Any]:
-    spec = mixer.q_features.spec
-    activation = next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == spec.activation)
-    options = dict(use_gate=getattr(mixer.o_norm, "gated", False), allow_neg_eigval=mixer.beta.most == 2)
-    streams = dict(qk_activation=activation, **convolution_keys(spec))
-    return {"num_heads": mixer.num_heads, **widths(mixer, hidden_size), **options, **streams}
+def _deltanet_keys(mixer: Any) -> dict[str, Any]:
+    ours = mixer.q_features.spec.activation
+    return {"qk_activation": next(theirs for theirs, each in _ACTIVATIONS.items() if each == ours)}
 
 
-_DECAY = {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"}
+_SHARED = {**convolutions(q="q", k="k", v="v"), "A_log": "decay.A_log", "dt_bias": "decay.dt_bias", **OUTPUT_NORM}
 _LOW_RANKS = {
     **{f"{x}_proj.0.weight": f"in_proj.{x}.weight" for x in "fg"},
     "f_proj.1.weight": "decay_up.weight",
@@ -143,8 +115,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, allow_neg_eigval=False),
         fixed=dict(output_gate_activation=("swish", "silu")),
         to_ours=_gated_deltanet,
-        to_theirs=_gated_deltanet_keys,
-        tensors={**projections("qkvgab"), **_DECAY, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvgab"), **_SHARED},
     ),
     Mixer(
         "deltanet",
@@ -156,7 +127,7 @@ _MIXERS = (
         fixed=dict(use_beta=(True,), qk_norm=("l2",), use_output_norm=(True,)),
         to_ours=_deltanet,
         to_theirs=_deltanet_keys,
-        tensors={**projections("qkvgb"), **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvgb"), **_SHARED},
     ),
     Mixer(
         "kda",
@@ -166,7 +137,7 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, safe_gate=False, lower_bound=None),
         to_ours=_kda,
         to_theirs=_kda_keys,
-        tensors={**projections("qkvb"), **_DECAY, **_LOW_RANKS, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        tensors={**projections("qkvb"), **_LOW_RANKS, **_SHARED},
     ),
     Mixer(
         "comba",
@@ -176,15 +147,8 @@ _MIXERS = (
         | dict(use_short_conv=True, conv_size=4, use_output_gate=True, correction_factor=1.0),
         harmless="use_output_correction use_inner_decay",  # which the model does not hand to its layers
         to_ours=_comba,
-        to_theirs=_comba_keys,
-        tensors={
-            **projections("qkvgab"),
-            **_DECAY,
-            "decay": "feedback",
-            "D": "D",
-            **convolutions(q="q", k="k", v="v"),
-            **OUTPUT_NORM,
-        },
+        to_theirs=lambda mixer: {"correction_factor": mixer.correction},
+        tensors={**projections("qkvgab"), "decay": "feedback", "D": "D", **_SHARED},
     ),
     Mixer(
         "gated_deltaproduct",
@@ -194,8 +158,8 @@ _MIXERS = (
         keys=dict(num_hidden_layers=21, num_heads=6, head_dim=256, expand_v=2.0, use_output_gate=True)
         | dict(use_short_conv=True, conv_size=4, use_forget_gate=False, allow_neg_eigval=False, num_householder=1),
         to_ours=_gated_deltaproduct,
-        to_theirs=_gated_deltaproduct_keys,
-        tensors={**projections("qkvgab"), **_DECAY, **convolutions(q="q", k="k", v="v"), **OUTPUT_NORM},
+        to_theirs=lambda mixer: dict(use_forget_gate=mixer.decay is not None, num_householder=mixer.steps),
+        tensors={**projections("qkvgab"), **_SHARED},
     ),
 )
 

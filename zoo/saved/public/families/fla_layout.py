@@ -4,10 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mixers import Features
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families import fla_attention
-from zoo.saved.public.families.llama import MLP
+from zoo.saved.public.families.llama import ATTENTION, MLP
 from zoo.saved.public.family import TIED, Config, Family, Spec, keys_of, mlp_size, model_of, words
 from zoo.saved.public.tensors import LAYER, OUR_LAYER, Rows, Rule, around_layers, table
 
@@ -31,7 +30,7 @@ class Mixer:
         mixers: Names of our mixers, separated by spaces.
         keys: Keys of its config → defaults.
         to_ours: Their keys → our mixer.
-        to_theirs: Our mixer, and the width of the model → their keys.
+        to_theirs: Our mixer → their keys that `_keys_of` does not know.
         tensors: Names in their mixer → in ours, several separated by spaces.
         model_type: None for `name`.
         fixed, harmless: As for `Family`.
@@ -44,8 +43,8 @@ class Mixer:
     mixers: str
     keys: Config
     to_ours: Callable[[Config], Spec]
-    to_theirs: Callable[[Any, int], dict[str, Any]]
     tensors: Mapping[str, str]
+    to_theirs: Callable[[Any], dict[str, Any]] = field(default=lambda mixer: {})
     model_type: str | None = None
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: str = ""
@@ -64,9 +63,10 @@ def family(theirs: Mixer) -> Family:
     def to_theirs(model: LanguageModel) -> dict[str, Any]:
         mixer = fla_attention.linear_mixers(model)[theirs.layer]
         around = {**keys_of(model, "norm_eps"), "intermediate_size": mlp_size(model)}
-        return {**around, "attn": fla_attention.keys_of(model), **theirs.to_theirs(mixer, model.hidden_size)}
+        of_mixer = {**_keys_of(mixer, model.hidden_size, theirs.keys), **theirs.to_theirs(mixer)}
+        return {**around, "attn": fla_attention.keys_of(model), **of_mixer}
 
-    of_mixer = table({**fla_attention.TENSORS, **theirs.tensors}, MIXER, OUR_MIXER)
+    of_mixer = table({**ATTENTION, **theirs.tensors}, MIXER, OUR_MIXER)
     return Family(
         name=f"fla_{theirs.name}",
         target="fla",
@@ -108,11 +108,17 @@ def taps_of(config: Config) -> int:
     return config["conv_size"] if config["use_short_conv"] else 0
 
 
-def convolution_keys(features: Features) -> dict[str, Any]:
-    return {"use_short_conv": features.conv > 0, "conv_size": features.conv or 4}
-
-
-def widths(mixer: Any, hidden_size: int) -> dict[str, float]:
-    """The widths of all keys and of all values, relative to that of the model."""
-    sizes = {"expand_k": mixer.key_size, "expand_v": mixer.value_size}
-    return {key: mixer.num_heads * size / hidden_size for key, size in sizes.items()}
+def _keys_of(mixer: Any, hidden_size: int, keys: Config) -> dict[str, Any]:
+    """Return those of `keys` that several mixers have, for ours in a model of this width."""
+    heads, taps = mixer.num_heads, mixer.q_features.spec.conv
+    gated, beta = getattr(getattr(mixer, "o_norm", None), "gated", False), getattr(mixer, "beta", None)
+    expand_k, expand_v = (heads * size / hidden_size for size in (mixer.key_size, mixer.value_size))
+    shared = {
+        **{"num_heads": mixer.num_key_heads, "num_v_heads": heads},
+        **{"head_dim": mixer.key_size, "expand_ratio": mixer.key_size, "expand_k": expand_k},
+        # relative to the width of the model, as that of keys, or to the size of a key
+        "expand_v": expand_v if "expand_k" in keys else mixer.value_size / mixer.key_size,
+        **{"use_short_conv": taps > 0, "conv_size": taps or 4, "use_gate": gated, "use_output_gate": gated},
+        "allow_neg_eigval": beta is not None and beta.most == 2,
+    }
+    return {key: value for key, value in shared.items() if key in keys}

@@ -1,7 +1,7 @@
 """Qwen3.5 and OLMo-Hybrid of transformers: hybrids of Gated DeltaNet and attention, without experts."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mixers import GatedDeltaNet, SoftmaxAttention
@@ -20,7 +20,7 @@ from zoo.saved.public.family import (
     refusal,
     words,
 )
-from zoo.saved.public.tensors import LAYER, OUR_LAYER, Recut, Rows, Rule, rows, table
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Recut, Rows, Rule, table
 
 _LINEAR, _FULL = "GatedDeltaNet", "SoftmaxAttention"
 KINDS = {"linear_attention": "L", "full_attention": "A"}
@@ -33,8 +33,8 @@ def in_layer(
     theirs: str, *ours: str, per: str | None = None, of: str | None = None, aliases: Sequence[str] = ()
 ) -> Rows:
     """The rule of a tensor of a layer, without what comes before in the names."""
-    aliases = [LAYER + alias for alias in aliases]
-    return rows(LAYER + theirs, *(OUR_LAYER + part for part in ours), per=per, of=of, aliases=aliases)
+    others = tuple(LAYER + alias for alias in aliases)
+    return Rows(LAYER + theirs, tuple(OUR_LAYER + part for part in ours), per=per, of=of, aliases=others)
 
 
 def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
@@ -43,38 +43,15 @@ def _in_mixer(of: str, names: Mapping[str, str]) -> tuple[Rows, ...]:
     return table(names, f"{LAYER}{place}.", f"{OUR_LAYER}mixer.", of)
 
 
-def biased(theirs: str, ours: str) -> dict[str, str]:
-    return {f"{theirs}.{part}": f"{ours}.{part}" for part in ("weight", "bias")}
-
-
-_ATTENTION = _in_mixer(
-    _FULL,
-    {
-        **biased("k_proj", "in_proj.k"),
-        **biased("v_proj", "in_proj.v"),
-        **biased("o_proj", "o_proj"),
-        "q_norm.weight": "q_norm.weight",
-        "k_norm.weight": "k_norm.weight",
-    },
-)
 _GATES = _in_mixer(_LINEAR, {"A_log": "decay.A_log", "dt_bias": "decay.dt_bias"})
 
 
 def _model(config: Config, linear: dict[str, Any], full: dict[str, Any], post_norm: bool = False) -> dict[str, Any]:
     """Our `model` config, for their keys and further arguments of both mixers."""
-    taps, bias = config["linear_conv_kernel_dim"], config["attention_bias"]
-    if taps < 1:
+    if (taps := config["linear_conv_kernel_dim"]) < 1:
         raise refusal("linear_conv_kernel_dim", taps, "1 or more")
     mixers = {
-        "full_attention": component(
-            _FULL,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            qk={"map": rotary_map(config)},
-            bias=bias,
-            output_bias=bias,
-            **full,
-        ),
+        "full_attention": llama.attention(config, rotary_map(config), **full),
         "linear_attention": component(
             _LINEAR,
             num_heads=config["linear_num_value_heads"],
@@ -109,10 +86,8 @@ def check_kinds(types: Any, count: int) -> None:
         raise refusal("layer_types", types, f"{' and '.join(KINDS)}, one of them for each of the {count} layers")
 
 
-def _keys_of(
-    model: LanguageModel, of_attention: Callable[[SoftmaxAttention], dict[str, Any]], without_tokens: bool = False
-) -> dict[str, Any]:
-    """Their keys; `of_attention` has those for our attention in which they differ."""
+def _keys_of(model: LanguageModel, partial: bool, without_tokens: bool = False) -> dict[str, Any]:
+    """Their keys; with `partial` also what says how much of a head turns."""
     full = next((mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)), None)
     linear = next((mixer for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)), None)
     types = ["full_attention" if isinstance(mixer, SoftmaxAttention) else "linear_attention" for mixer in model.mixers]
@@ -130,12 +105,7 @@ def _keys_of(
             "linear_conv_kernel_dim": linear.q_features.spec.conv,
         }
     if full:
-        keys |= {
-            "num_attention_heads": full.num_heads,
-            "num_key_value_heads": full.num_kv_heads,
-            "attention_bias": full.o_proj.bias is not None,
-            **of_attention(full),
-        }
+        keys |= llama.attention_keys(full) | rotary_keys(full.q_features.map, partial)
     return keys
 
 
@@ -154,17 +124,18 @@ _QWEN_LAYER: tuple[Rows, ...] = (
     *table(llama.NORMS),
     *table(llama.MLP),
     *_GATED_QUERIES,
-    *_ATTENTION,
-    in_layer("linear_attn.conv1d.weight", *(f"mixer.{x}_features.weight" for x in "qkv"), of=_LINEAR),
+    *_in_mixer(_FULL, {theirs: ours for theirs, ours in llama.ATTENTION.items() if not theirs.startswith("q_proj.")}),
     *_GATES,
-    *_in_mixer(_LINEAR, {"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"}),
+    *_in_mixer(
+        _LINEAR,
+        {
+            "in_proj_qkv.weight": " ".join(f"in_proj.{x}.weight" for x in "qkv"),
+            **{f"in_proj_{theirs}.weight": f"in_proj.{ours}.weight" for theirs, ours in ("zg", "aa", "bb")},
+            "conv1d.weight": " ".join(f"{x}_features.weight" for x in "qkv"),
+            **{"norm.weight": "o_norm.weight", "out_proj.weight": "o_proj.weight"},
+        },
+    ),
 )
-
-
-def _projection(theirs: str, streams: str) -> Rows:
-    """One projection of the Gated DeltaNet that holds several of our streams."""
-    ours = (f"mixer.in_proj.{stream}.weight" for stream in streams)
-    return in_layer(f"linear_attn.in_proj_{theirs}.weight", *ours, of=_LINEAR)
 
 
 def _with_prefix(prefix: str, rules: Iterable[Rule]) -> tuple[Rule, ...]:
@@ -185,16 +156,9 @@ def _qwen(config: Config) -> dict[str, Any]:
     model = _model(
         config,
         linear={"output": component("GatedRMSNorm", eps=eps)},
-        full={"head_dim": config["head_dim"], "qk_norm": norm, "gate": "channel"},
+        full={"qk_norm": norm, "gate": "channel"},
     )
     return {**model, "norm": "ZeroCentredRMSNorm"}
-
-
-def _qwen_keys(model: LanguageModel) -> dict[str, Any]:
-    def of_attention(full: SoftmaxAttention) -> dict[str, Any]:
-        return {"head_dim": full.head_dim, **rotary_keys(full.q_features.map, partial=True)}
-
-    return _keys_of(model, of_attention)
 
 
 # OLMo-Hybrid
@@ -225,7 +189,8 @@ def _olmo(config: Config) -> dict[str, Any]:
 
 
 def _olmo_keys(model: LanguageModel) -> dict[str, Any]:
-    keys = _keys_of(model, lambda full: rotary_keys(full.q_features.map), without_tokens=True)
+    keys = _keys_of(model, partial=False, without_tokens=True)
+    keys.pop("head_dim", None)  # which follows from the width
     betas = [mixer.beta.most for mixer in model.mixers if isinstance(mixer, GatedDeltaNet)]
     return {**keys, "linear_allow_neg_eigval": 2.0 in betas}
 
@@ -254,16 +219,9 @@ FAMILIES = (
         fixed={**llama.FIXED, "attn_output_gate": (True,)},
         harmless=llama.HARMLESS | words("mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings"),
         to_ours=_qwen,
-        to_theirs=_qwen_keys,
+        to_theirs=lambda model: _keys_of(model, partial=True),
         tensors=_with_prefix("model.language_model.", llama.TENSORS),
-        layer_tensors=_with_prefix(
-            "model.language_model.",
-            (
-                *_QWEN_LAYER,
-                _projection("qkv", "qkv"),
-                *(_projection(theirs, ours) for theirs, ours in ("zg", "aa", "bb")),
-            ),
-        ),
+        layer_tensors=_with_prefix("model.language_model.", _QWEN_LAYER),
         ignored=(r"^mtp\.", r"^model\.visual\."),
         part="text_config",
     ),
@@ -288,8 +246,7 @@ FAMILIES = (
             _olmo_norm("post_attention_layernorm", "mixer_norm", _FULL, "feedforward_layer_norm"),
             _olmo_norm("post_feedforward_layernorm", "mlp_norm", _FULL),
             *table(llama.MLP),
-            *_in_mixer(_FULL, biased("q_proj", "in_proj.q")),
-            *_ATTENTION,
+            *_in_mixer(_FULL, llama.ATTENTION),
             *_in_mixer(
                 _LINEAR,
                 {

@@ -22,7 +22,7 @@ from zoo.saved.public.family import (
     unknown_in,
     words,
 )
-from zoo.saved.public.tensors import LAYER, OUR_LAYER, rows, table
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Rows, table
 
 _LINEAR, _FULL = "KDA", "MultiheadLatentAttention"
 _KEYS: Config = (
@@ -151,8 +151,8 @@ _LAYER = (
     # transformers 5.23.0 also saves dense MLPs under the name of experts
     *(in_layer(theirs, ours, aliases=[f"block_sparse_moe{theirs[3:]}"]) for theirs, ours in llama.MLP.items()),
     *table({f"{theirs}.weight": f"{ours}.weight" for theirs, ours in _OF_KDA.items()}, _MIXER, _OURS, _LINEAR),
-    rows(f"{_MIXER}A_log", f"{_OURS}decay.A_log", of=_LINEAR, shape=(1, 1, -1, 1)),
-    rows(f"{_MIXER}dt_bias", f"{_OURS}decay.dt_bias", of=_LINEAR),
+    Rows(f"{_MIXER}A_log", (f"{_OURS}decay.A_log",), of=_LINEAR, shape=(1, 1, -1, 1)),
+    Rows(f"{_MIXER}dt_bias", (f"{_OURS}decay.dt_bias",), of=_LINEAR),
     *table(_OF_ATTENTION, _MIXER, _OURS, _FULL),
 )
 

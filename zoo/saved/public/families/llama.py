@@ -28,15 +28,14 @@ MLP = {
     "mlp.up_proj.weight": "mlp.in_proj.up.weight",
     "mlp.down_proj.weight": "mlp.down_proj.weight",
 }
-_BIASED = ("weight", "bias")
 NORMS = {"input_layernorm.weight": "mixer_norm.weight", "post_attention_layernorm.weight": "mlp_norm.weight"}
-_LAYER = {
-    **NORMS,
-    **MLP,
-    **{f"self_attn.{x}_proj.{part}": f"mixer.in_proj.{x}.{part}" for x in "qkv" for part in _BIASED},
-    **{f"self_attn.o_proj.{part}": f"mixer.o_proj.{part}" for part in _BIASED},
-    **{f"self_attn.{x}_norm.weight": f"mixer.{x}_norm.weight" for x in "qk"},
+# what a layer lacks of these does not count
+ATTENTION = {
+    **{f"{x}_proj.{part}": f"in_proj.{x}.{part}" for x in "qkv" for part in ("weight", "bias")},
+    **{f"o_proj.{part}": f"o_proj.{part}" for part in ("weight", "bias")},
+    **{f"{x}_norm.weight": f"{x}_norm.weight" for x in "qk"},
 }
+_LAYER = {**NORMS, **MLP, **{f"self_attn.{theirs}": f"mixer.{ours}" for theirs, ours in ATTENTION.items()}}
 FIXED: Mapping[str, tuple[Any, ...]] = {"hidden_act": ("silu", "swish")}
 # dropout is for training; `pretraining_tp` cuts products into parts that are the same
 HARMLESS = words("attention_dropout pretraining_tp")
@@ -48,14 +47,19 @@ def _attention(config: Config, mixer: str, **arguments: Any) -> Spec:
     if turning is None:
         raise refusal("rope_theta", None, "a number")
     del turning["init_args"]["fraction"]
-    return component(
-        mixer,
-        num_heads=config["num_attention_heads"],
-        num_kv_heads=config["num_key_value_heads"],
-        head_dim=config["head_dim"],
-        qk={"map": turning},
-        **arguments,
-    )
+    return attention(config, turning, mixer, **arguments)
+
+
+def attention(config: Config, rotary: Spec | None, mixer: str = "SoftmaxAttention", **arguments: Any) -> Spec:
+    """Return our attention for the keys that all families call the same; `arguments` are added to its arguments."""
+    bias = config.get("attention_bias", False)
+    shared = {
+        "num_heads": config["num_attention_heads"],
+        "num_kv_heads": config["num_key_value_heads"],
+        "head_dim": config.get("head_dim"),
+        **{"qk": {"map": rotary}, "bias": bias, "output_bias": bias},
+    }
+    return component(mixer, **{**shared, **arguments})
 
 
 def _model(config: Config, stack: Spec) -> dict[str, Any]:
@@ -69,15 +73,21 @@ def _uniform(config: Config, mixer: str, **arguments: Any) -> dict[str, Any]:
 
 
 def _keys_of(model: LanguageModel) -> dict[str, Any]:
-    """Their keys for all but biases and windows."""
+    """Their keys for all but windows."""
     mixer = _attentions(model)[0]
+    around = {**keys_of(model, "rms_norm_eps"), "intermediate_size": mlp_size(model) or 1}
+    return {**around, **attention_keys(mixer), **rotary_keys(mixer.q_features.map)}
+
+
+def attention_keys(full: SoftmaxAttention | None) -> dict[str, Any]:
+    """Return the keys for our attention, except those of positions; none without attention."""
+    if full is None:
+        return {}
     return {
-        **keys_of(model, "rms_norm_eps"),
-        "intermediate_size": mlp_size(model) or 1,
-        "num_attention_heads": mixer.num_heads,
-        "num_key_value_heads": mixer.num_kv_heads,
-        "head_dim": mixer.head_dim,
-        **rotary_keys(mixer.q_features.map),
+        "num_attention_heads": full.num_heads,
+        "num_key_value_heads": full.num_kv_heads,
+        "head_dim": full.head_dim,
+        "attention_bias": full.o_proj.bias is not None,
     }
 
 
@@ -89,40 +99,33 @@ def _family(
     name: str,
     keys: Config,
     to_ours: Callable[[Config], dict[str, Any]],
-    key: Callable[[LanguageModel], dict[str, Any]],
+    key: Callable[[LanguageModel], dict[str, Any]] = lambda model: {},
     mixers: str = "SoftmaxAttention",
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
-    harmless: str = "",
 ) -> Family:
     """A family like Llama; `key` are its own keys for our model."""
+    shared = {**ROTARY_KEYS, "partial_rotary_factor": None, "rms_norm_eps": 1e-6, TIED: False}
+    keys = {**_SIZES, **_HEADS, **shared, **keys}
+
+    def to_theirs(model: LanguageModel) -> dict[str, Any]:
+        theirs = {**_keys_of(model), **key(model)}
+        return {name: value for name, value in theirs.items() if name in keys}  # not all have `attention_bias`
+
     return Family(
         name=f"hf_{name.lower()}",
         target="huggingface",
         model_types=(name.lower(),),
         architecture=f"{name}ForCausalLM",
         mixers=words(mixers),
-        keys={
-            **_SIZES,
-            **_HEADS,
-            "rms_norm_eps": 1e-6,
-            TIED: False,
-            **ROTARY_KEYS,
-            "partial_rotary_factor": None,
-            **keys,
-        },
+        keys=keys,
         fixed={**FIXED, **(fixed or {})},
-        harmless=HARMLESS | words(harmless),
+        harmless=HARMLESS,
         ignored=(r"rotary_emb\.inv_freq$",),
         to_ours=to_ours,
-        to_theirs=lambda model: {**_keys_of(model), **key(model)},
+        to_theirs=to_theirs,
         tensors=TENSORS,
         layer_tensors=table(_LAYER),
     )
-
-
-def _llama(config: Config) -> dict[str, Any]:
-    bias = config["attention_bias"]
-    return _uniform(config, "SoftmaxAttention", bias=bias, output_bias=bias)
 
 
 def _mistral(config: Config) -> dict[str, Any]:
@@ -139,8 +142,7 @@ def _qwen2(config: Config) -> dict[str, Any]:
 
 
 def _qwen3(config: Config) -> dict[str, Any]:
-    bias, norm = config["attention_bias"], component("RMSNorm", eps=config["rms_norm_eps"])
-    return _with_windows(config, bias=bias, output_bias=bias, qk_norm=norm)
+    return _with_windows(config, qk_norm=component("RMSNorm", eps=config["rms_norm_eps"]))
 
 
 def _with_windows(config: Config, **arguments: Any) -> dict[str, Any]:
@@ -175,10 +177,6 @@ def _qwen2_keys(model: LanguageModel) -> dict[str, Any]:
     }
 
 
-def _qwen3_keys(model: LanguageModel) -> dict[str, Any]:
-    return {**_qwen2_keys(model), "attention_bias": _attentions(model)[0].o_proj.bias is not None}
-
-
 def _attentions(model: LanguageModel) -> list[SoftmaxAttention]:
     return [mixer for mixer in model.mixers if isinstance(mixer, SoftmaxAttention)]
 
@@ -188,8 +186,7 @@ FAMILIES = (
         "Llama",
         keys={"attention_bias": False},
         fixed={"mlp_bias": (False,)},
-        to_ours=_llama,
-        key=lambda model: {"attention_bias": _attentions(model)[0].o_proj.bias is not None},
+        to_ours=lambda config: _uniform(config, "SoftmaxAttention"),
     ),
     _family(
         "Mistral",
@@ -215,6 +212,6 @@ FAMILIES = (
         | {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": None}
         | {"max_position_embeddings": 32768, "attention_bias": False},
         to_ours=_qwen3,
-        key=_qwen3_keys,
+        key=_qwen2_keys,
     ),
 )

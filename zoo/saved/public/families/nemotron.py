@@ -5,7 +5,8 @@ from typing import Any
 from mixers import Mamba2, SoftmaxAttention
 from zoo.lm import MLPLayer, SquaredReLU
 from zoo.lm.model import LanguageModel
-from zoo.saved.public.families.bamba import FULL, LINEAR, attention_keys, in_mixers, renamed_kinds
+from zoo.saved.public.families.bamba import FULL, LINEAR, in_mixers, renamed_kinds
+from zoo.saved.public.families.llama import attention, attention_keys
 from zoo.saved.public.families.mamba import NO_LIMIT, Mamba2Keys
 from zoo.saved.public.family import (
     TIED,
@@ -36,13 +37,7 @@ def _to_ours(config: Config) -> dict[str, Any]:
     kinds, eps = _kinds_of(config), config["layer_norm_epsilon"]
     mixers = {
         "linear_attention": _MAMBA2.mixer(config, eps, num_heads=config["mamba_num_heads"]),
-        "full_attention": component(
-            FULL,
-            num_heads=config["num_attention_heads"],
-            num_kv_heads=config["num_key_value_heads"],
-            head_dim=config["head_dim"],
-            qk={"map": None},
-        ),
+        "full_attention": attention(config, rotary=None),
         "mlp": component(_MLP, mlp="SquaredReLU", intermediate_size=config["intermediate_size"]),
     }
     stack = pattern_of(kinds, {kind: (letter, mixers[kind]) for kind, (letter, _) in _KINDS.items()})

@@ -8,7 +8,7 @@ from zoo.lm import RWKV7ChannelMix
 from zoo.lm.model import LanguageModel
 from zoo.saved.public.families.fla_layout import HARMLESS
 from zoo.saved.public.family import TIED, Config, Family, component, keys_of, model_of, refusal
-from zoo.saved.public.tensors import LAYER, OUR_LAYER, Recut, Rule, Stacked, around_layers, rows, table
+from zoo.saved.public.tensors import LAYER, OUR_LAYER, Recut, Rows, Rule, Stacked, around_layers, table
 
 # theirs → factors of √hidden_size that a rank of null is made from, and whether it grows with the size of a head
 _RANKS: Mapping[str, tuple[float, bool]] = {
@@ -120,14 +120,14 @@ FAMILIES = (
         to_theirs=_to_theirs,
         tensors=(
             *around_layers("model.embeddings.weight", "model.norm.weight"),
-            rows("model.norm.bias", "norm.bias"),
-            *(rows(f"model.layers.0.pre_norm.{part}", f"embedding_norm.{part}") for part in _PARTS),
+            Rows("model.norm.bias", ("norm.bias",)),
+            *(Rows(f"model.layers.0.pre_norm.{part}", (f"embedding_norm.{part}",)) for part in _PARTS),
         ),
         layer_tensors=(
             *table(_NAMES),
             *_MIX,
-            rows(f"{LAYER}attn.r_k", f"{OUR_LAYER}mixer.r_k", shape=("num_heads", -1)),
-            *(rows(f"{LAYER}attn.g_norm.{part}", f"{OUR_LAYER}mixer.o_norm.{part}", shape=(-1,)) for part in _PARTS),
+            Rows(f"{LAYER}attn.r_k", (f"{OUR_LAYER}mixer.r_k",), shape=("num_heads", -1)),
+            *(Rows(f"{LAYER}attn.g_norm.{part}", (f"{OUR_LAYER}mixer.o_norm.{part}",), shape=(-1,)) for part in _PARTS),
         ),
     ),
 )

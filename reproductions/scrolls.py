@@ -1,4 +1,4 @@
-"""SCROLLS with lm-eval's prompts, scored without a download.
+"""SCROLLS with lm-eval's prompts, scored without a download: the task `reproductions.scrolls.Scrolls` of `evaluate`.
 
 lm-eval's own classes need a scoring script from the Hub, and a module that transformers 5 no longer has. F1 is SQuAD's,
 on words; ROUGE is that of `rouge_score`, with stemming; both take the best reference, and are means in percent.
@@ -6,6 +6,7 @@ on words; ROUGE is that of `rouge_score`, with stemming; both take the best refe
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -14,9 +15,20 @@ from lm_eval.api.task import ConfigurableTask
 from rouge_score.rouge_scorer import RougeScorer
 from torchmetrics.functional.text import squad
 
+from zoo.evaluation.lm_eval.task import LmEval
+
 Document = Mapping[str, Any]
 ROUGE = ("rouge1", "rouge2", "rougeL")
 VERDICTS = ["Not mentioned", "Entailment", "Contradiction"]
+
+
+class Scrolls(LmEval):
+    """The seven tasks, zero-shot; `scrolls/` has their configs."""
+
+    name = tasks = "scrolls"
+    measures = "SCROLLS: summaries and questions about long texts, by ROUGE, F1 and accuracy"
+    needs = "data: scrolls_qasper.jsonl and six more (tau/scrolls, validation)"
+    folder = Path(__file__).with_suffix("")
 
 
 def summaries(rows: datasets.Dataset) -> datasets.Dataset:

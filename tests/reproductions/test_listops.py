@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from kernels.errors import UserError
-from zoo.data import Batch, ListOps
-from zoo.data.synthetic.listops import WORDS
+from reproductions.listops import WORDS, ListOps
+from zoo.data import Batch
 
 SMALL = {"min_length": 5, "max_length": 40, "max_depth": 4, "max_args": 5, "batch_size": 4}
 
