@@ -8,7 +8,7 @@ from torch import Tensor, nn
 import kernels
 from kernels.core.elementwise import tanh
 from kernels.rotation import rotation
-from kernels.skip_readout import skip_readout
+from kernels.skip_readout import own_shares, skip_readout
 from kernels.trapezoid import trapezoid
 
 from .angles import cumulative_angles
@@ -159,11 +159,12 @@ class Mamba3(LinearMixer):
         v, value, last_v = shifted_beside(s.v, past[2], *where)
         written, last_written = recomputed_shift(s.beta, past[3], *where)
         own = s.beta if self.q_gain is None else self.q_gain(s.beta[..., None])[..., 0]
-        skipped = (s.q, s.k, value, own)
+        biases = dict(q_bias=self.q_bias, k_bias=self.k_bias, D=self.D)
+        shares = own_shares(s.q, s.k, own, **biases)
         q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
         q = q if self.q_gain is None else self.q_gain(q)
         k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # the first k is only a bias, but its v is 0
-        s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
+        s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, value, shares))
         return s, tuple(x for x in (last_angles, last_k, last_v, last_written) if x is not None)
 
     def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
@@ -177,8 +178,7 @@ class Mamba3(LinearMixer):
         return self.num_heads
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        z, skipped = s.gate
+        z, value, shares = s.gate
         fused = isinstance(self.output, GateOnly) and self.output.fused
-        weights = dict(q_bias=self.q_bias, k_bias=self.k_bias, D=self.D)
-        y = skip_readout(o, *skipped, **weights, gate=z if fused else None)
+        y = skip_readout(o, value, shares, z if fused else None)
         return self.out_proj((y if fused else self.output(y, z)).flatten(2))
