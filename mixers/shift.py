@@ -8,7 +8,7 @@ from torch import Tensor
 import kernels
 from kernels import UserError
 from kernels.core.recompute import remake
-from kernels.token_shift import previous_tokens
+from kernels.token_shift import moved, previous_tokens
 
 from .context_parallel import ContextParallel
 
@@ -96,7 +96,7 @@ def shifted_beside(
         previous, last = recomputed_shift(x, before, cu_seqlens, context_parallel)
         return previous, x, last
     previous, x = _Beside.apply(x)
-    return remake(previous, previous_tokens, x, None, None), x, None
+    return remake(previous, moved, x), x, None
 
 
 class _Beside(torch.autograd.Function):
@@ -104,7 +104,7 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-        return previous_tokens(x, None, None), x.view_as(x)
+        return moved(x), x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, of_previous: Tensor, of_x: Tensor) -> Tensor:

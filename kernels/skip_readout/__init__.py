@@ -1,4 +1,4 @@
-"""The readout of Mamba-3: the skip connection, what each token reads of the value it writes, and the output gate."""
+"""The readout of Mamba-2 and Mamba-3: the skip connection, and of the latter the write of a token itself and the gate."""
 
 from typing import Any, NamedTuple
 
@@ -55,7 +55,7 @@ class Arguments(NamedTuple):
 def composed(*args: Any) -> Tensor:
     """The formula in PyTorch, of the fields of `Arguments`."""
     a = Arguments(*args)
-    y = a.o + a.own.to(a.v.dtype)[..., None] * a.v
+    y = torch.addcmul(a.o, a.own.to(a.v.dtype)[..., None], a.v)
     if a.gate is None:
         return y
     factor = remake(silu(a.gate), silu, a.gate)
@@ -80,7 +80,7 @@ OP = Op("skip_readout", reference=reference, torch=composed, gpu="kernels.skip_r
 
 
 def skip_readout(o: Tensor, v: Tensor, own: Tensor, gate: Tensor | None = None) -> Tensor:
-    """(o + own ⊙ v) ⊙ SiLU(gate), the readout of Mamba-3 (arXiv 2603.15569), in one launch.
+    """(o + own ⊙ v) ⊙ SiLU(gate), the readout of Mamba-2 and Mamba-3 (arXiv 2405.21060, 2603.15569), in one launch.
 
     Inside `recomputing()`, the backward pass recomputes the result.
 

@@ -38,6 +38,14 @@ def test_a_stream_beside_its_previous_tokens(bounds: list[int] | None, length: i
     assert torch.autograd.gradgradcheck(both, (x,))
 
 
+@pytest.mark.gpu
+def test_columns_one_token_later_on_a_gpu():
+    x = torch.randn(3, 70, 200, device="cuda", dtype=torch.bfloat16)[..., 16:144].unflatten(2, (4, 32))
+    expected = F.pad(x, (0, 0, 0, 0, 1, -1))
+    assert torch.equal(shifted_beside(x, None, None, None)[0], expected)
+    assert torch.equal(shifted(x, None, None)[0], expected)
+
+
 @pytest.mark.parametrize("continued", [False, True])
 def test_packed_documents_are_what_each_is_alone(continued: bool):
     x, bounds = torch.randn(1, 9, 3), torch.tensor([0, 0, 4, 5, 9, 9])
