@@ -1,4 +1,4 @@
-"""The readout of Mamba-2 and Mamba-3: the skip connection, and of the latter the write of a token itself and the gate."""
+"""The readout of Mamba-2 and Mamba-3: skip connection, and of the latter a token's own write and the output gate."""
 
 from typing import Any, NamedTuple
 
