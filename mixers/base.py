@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
 from kernels.core.documents import places
@@ -436,8 +437,9 @@ class LinearMixer(TokenMixer):
         alone = s.v.shape[1] == 1 and cu_seqlens is None and context_parallel is None
         if state is not None and alone and (result := self.one_token(s, state)) is not None:
             return result
-        o, s, state = self._recurred(s, x, state, cu_seqlens, context_parallel, consume_state=True)
-        return self.readout(o, s), state
+        s, histories, position = self._featurise(s, x, state, cu_seqlens, context_parallel)
+        o, s, after = self._recurred(s, state, cu_seqlens, context_parallel, consume_state=True)
+        return self.readout(o, s), None if after is None else after._replace(histories=histories, position=position)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
         """y and the next state of a single token per sequence in fewer launches; None if there is no such way."""
@@ -446,15 +448,16 @@ class LinearMixer(TokenMixer):
     def _recurred(
         self,
         s: Streams,
-        x: Tensor,
         state: LinearState | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
         *,
         consume_state: bool,
+        return_state: bool = True,
     ) -> tuple[Tensor, Streams, LinearState | None]:
-        """Compute the arguments of `readout` for the projected streams s, and the next state."""
-        s, histories, position, carried = self._featurise(s, x, state, cu_seqlens, context_parallel)
+        """Compute the arguments of `readout` for featurised streams s, and the next matrix and `carried` of a state."""
+        past = None if state is None else state.carried
+        s, carried = self.carry(s, past, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,
             s.q,
@@ -462,13 +465,13 @@ class LinearMixer(TokenMixer):
             s.v,
             gates=self._gates_of_recurrence(s),
             initial_state=None if state is None else state.matrix,
-            return_state=state is not None,
+            return_state=state is not None and return_state,
             cu_seqlens=cu_seqlens,
             consume_state=consume_state,
             keep_states=self.keep_states,
             context_parallel=context_parallel,
         )
-        return o, s, None if matrix is None else LinearState(matrix, histories, position, carried)
+        return o, s, None if state is None or matrix is None else state._replace(matrix=matrix, carried=carried)
 
     @property
     def takes_chunks(self) -> bool:
@@ -476,14 +479,34 @@ class LinearMixer(TokenMixer):
         return (cls.forward, cls.mixed) == (LinearMixer.forward, LinearMixer.mixed)
 
     def _replayed(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk]:
-        """Project the newest tokens, run the recurrence over the chunk, and read out the newest tokens."""
-        expanded = x if self.q_expand is not None else None  # nothing else reads x again
-        (s, expanded), inputs = chunk.kept((self._projected(x), expanded))
-        whole = x if expanded is None else expanded
-        o, s, after = self._recurred(s, whole, chunk.state, None, None, consume_state=False)
-        if chunk.inputs is not None:
-            o, s = chunk.newest((o, s))
-        return self.readout(o, s), chunk._replace(state=after, inputs=inputs)
+        """Featurise the newest tokens, run the recurrence over the chunk, and read out the newest tokens.
+
+        The histories and the position of a chunk are those after its newest token.
+        """
+        s, state, first = self._projected(x), chunk.state, chunk.inputs is None
+        if first:
+            histories, position = (x.repeat_interleave(2, 0) for x in state.histories), state.position
+            before = LinearState(state.matrix, tuple(histories), position.repeat_interleave(2))
+            new, *live = self._featurise(*chunk.packed((s, x)), before, chunk.cu_seqlens, None)
+            memory, new, live = None, chunk.unpacked(new), tree_map(lambda x: x[::2].clone(), live)
+        else:
+            memory, live = chunk.inputs
+            before = LinearState(state.matrix, *live)
+            new, *following = self._featurise(s, x, before, None, None)
+            for old, following in zip(tree_leaves(live), tree_leaves(following)):
+                if following is not old:
+                    old.copy_(following)
+        # by default, only `readout` reads the gate
+        given = new.replace(gate=None) if type(self).carry is LinearMixer.carry else new
+        whole, memory = chunk.kept(given, memory)
+        o, read, after = self._recurred(whole, state, None, None, consume_state=False, return_state=chunk.ends)
+        if given.gate is None:
+            read = read.replace(gate=new.gate)
+        if not first:
+            own = {id(x): y for x, y in zip(tree_leaves(whole), tree_leaves(given), strict=True)}
+            o, read = chunk.newest(o), tree_map(lambda x: own[id(x)] if id(x) in own else chunk.newest(x), read)
+        after = None if after is None else after._replace(histories=live[0], position=live[1])
+        return self.readout(o, read), chunk._replace(state=after, inputs=(memory, live))
 
     def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)
@@ -519,8 +542,12 @@ class LinearMixer(TokenMixer):
         state: LinearState | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...], Tensor, Carried]:
-        """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them."""
+    ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
+        """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them.
+
+        Returns:
+            The streams, and the next histories and position of a state.
+        """
         q_product = k_product = None
         if self.q_expand is not None and self.k_expand is not None:
             q, q_product = self._expand(self.q_expand, s.q, x)
@@ -543,9 +570,7 @@ class LinearMixer(TokenMixer):
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = s.replace(**dict(zip(others, others_after, strict=True)))
         s = self._streams(self.gates(s), "gates") if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
-        past = None if state is None else state.carried
-        s, carried = self.carry(self.gained(s), past, cu_seqlens, context_parallel)
-        return s, histories, following, carried
+        return self.gained(s), histories, following
 
     def gained(self, s: Streams) -> Streams:
         """Scale the queries of grown subheads, after the gates, as a norm would cancel the factors."""
