@@ -220,6 +220,22 @@ def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.Mo
     agree(a)
 
 
+@interpreted
+@pytest.mark.parametrize("cut", [False, True])
+def test_final_states_are_left_out(cut: bool, monkeypatch: pytest.MonkeyPatch):
+    if cut:
+        monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3)
+    a = small(300 if cut else 66)
+    args = gpu_op.Arguments(
+        *(a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state")), None, 1, 1.0, gpu_op.NOTHING
+    )
+    outputs = gpu_op.compute(args._replace(final=False))
+    assert outputs.final_state is None
+    assert torch.equal(outputs.o, gpu_op.compute(args).o)
+    with kernels.backend("triton"):
+        assert torch.equal(kernels.delta_rule(**a)[0], kernels.delta_rule(**a, return_state=True)[0])
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
