@@ -481,32 +481,33 @@ class LinearMixer(TokenMixer):
     def _replayed(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk]:
         """Featurise the newest tokens, run the recurrence over the chunk, and read out the newest tokens.
 
-        The histories and the position of a chunk are those after its newest token.
+        The inputs of the chunk are the memory of streams, and the histories and the position after the newest tokens.
         """
-        s, state, first = self._projected(x), chunk.state, chunk.inputs is None
-        if first:
-            histories, position = (x.repeat_interleave(2, 0) for x in state.histories), state.position
-            before = LinearState(state.matrix, tuple(histories), position.repeat_interleave(2))
-            new, *live = self._featurise(*chunk.packed((s, x)), before, chunk.cu_seqlens, None)
-            memory, new, live = None, chunk.unpacked(new), tree_map(lambda x: x[::2].clone(), live)
+        s, before, memory = self._projected(x), chunk.state, None
+        if chunk.inputs is None:
+            histories, position = tree_map(lambda x: x.repeat_interleave(2, 0), (before.histories, before.position))
+            documents = before._replace(histories=histories, position=position)
+            (s, x), boundaries = chunk.packed((s, x)), chunk.cu_seqlens
+            s, histories, position = self._featurise(s, x, documents, boundaries, None)
+            s, after = chunk.unpacked(s), tree_map(lambda x: x[::2].clone(), (histories, position))
         else:
-            memory, live = chunk.inputs
-            before = LinearState(state.matrix, *live)
-            new, *following = self._featurise(s, x, before, None, None)
-            for old, following in zip(tree_leaves(live), tree_leaves(following)):
-                if following is not old:
-                    old.copy_(following)
+            memory, after = chunk.inputs
+            before = before._replace(histories=after[0], position=after[1])
+            s, histories, position = self._featurise(s, x, before, None, None)
+            for old, new in zip(tree_leaves(after), tree_leaves((histories, position)), strict=True):
+                if new is not old:
+                    old.copy_(new)
+        before = before._replace(histories=after[0], position=after[1])
         # by default, only `readout` reads the gate
-        given = new.replace(gate=None) if type(self).carry is LinearMixer.carry else new
-        whole, memory = chunk.kept(given, memory)
-        o, read, after = self._recurred(whole, state, None, None, consume_state=False, return_state=chunk.ends)
-        if given.gate is None:
-            read = read.replace(gate=new.gate)
-        if not first:
-            own = {id(x): y for x, y in zip(tree_leaves(whole), tree_leaves(given), strict=True)}
-            o, read = chunk.newest(o), tree_map(lambda x: own[id(x)] if id(x) in own else chunk.newest(x), read)
-        after = None if after is None else after._replace(histories=live[0], position=live[1])
-        return self.readout(o, read), chunk._replace(state=after, inputs=(memory, live))
+        gate = s.gate if type(self).carry is LinearMixer.carry else None
+        s = s if gate is None else s.replace(gate=None)
+        whole, memory = chunk.kept(s, memory)
+        o, read, state = self._recurred(whole, before, None, None, consume_state=False, return_state=chunk.ends)
+        if chunk.inputs is not None:
+            newest = {id(x): y for x, y in zip(tree_leaves(whole), tree_leaves(s), strict=True)}
+            o, read = chunk.newest(o), tree_map(lambda x: newest[id(x)] if id(x) in newest else chunk.newest(x), read)
+        read = read if gate is None else read.replace(gate=gate)
+        return self.readout(o, read), chunk._replace(state=state, inputs=(memory, after))
 
     def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)

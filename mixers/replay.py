@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+import kernels
 from kernels.core.chunking import CHUNK
 
 Memory = dict[int, Tensor]  # the streams of all tokens [B,nT,…] by their number, each in memory of its own
@@ -48,8 +49,8 @@ class Chunk(NamedTuple):
         else:
             # others are constants, which looked like a stream of all tokens
             streams = [i for i, x in memory.items() if whole[i].shape[1] * CHUNK == x.shape[1]]
-            for i in streams:
-                memory[i].view(B * CHUNK, -1).index_copy_(0, self.at, whole[i].reshape(B, -1))
+            rows = [memory[i].view(B * CHUNK, -1) for i in streams]
+            kernels.put_rows([whole[i].reshape(B, -1) for i in streams], rows, self.at)
         for i in streams:
             whole[i] = memory[i]
         leaves = iter(whole)

@@ -106,9 +106,7 @@ class ChunkDecoder:
             self._graphs.put_back(self._graph)
         self._graph = None
 
-    def _compute(
-        self, tokens: Tensor, last: Tensor, state: Any, inputs: Any, ends: bool = True
-    ) -> tuple[Tensor, Any]:
+    def _compute(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any, ends: bool = True) -> tuple[Tensor, Any]:
         x, chunks = self.model.last_hidden(tokens, _in_chunks(state, inputs, last, ends))
         return self.model.logits(x[:, 0]), _parts(chunks)[0]
 
@@ -123,17 +121,16 @@ class ChunkDecoder:
     def _advance(self) -> None:
         """Move the sequences whose chunk is full to the next one."""
         full = [row for row, count in enumerate(self._counts) if count == CHUNK]
-        if len(full) == len(self._counts) and self._graph is None:
-            self._state = self._after
-        else:
+        state = self._after
+        if len(full) < len(self._counts):
             rest = [row for row, count in enumerate(self._counts) if count < CHUNK]
             both = join_states([take_states(self._after, full), take_states(self._state, rest)])
             order = {row: place for place, row in enumerate([*full, *rest])}
             state = take_states(both, [order[row] for row in range(len(self._counts))])
-            if self._graph is None:
-                self._state = state
-            else:
-                overwrite(self._state, state)
+        if self._graph is None:
+            self._state = state
+        else:
+            overwrite(self._state, state)
         self._last[full] = -1
         self._counts = [count % CHUNK for count in self._counts]
 

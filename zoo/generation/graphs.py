@@ -116,9 +116,7 @@ class DecodingGraphs:
         self._kept.clear()
         self._failures.clear()
 
-    def _captured(
-        self, key: Hashable, inputs: Any, steps: Sequence[Callable[..., Any]], device: torch.device
-    ) -> Graph:
+    def _captured(self, key: Hashable, inputs: Any, steps: Sequence[Callable[..., Any]], device: torch.device) -> Graph:
         # inputs may consist of views, or of tensors that the caller still uses
         with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
             held = tree_map(_copy, inputs)

@@ -91,14 +91,15 @@ def run_forward(
         plan.forward(plan.cut, plan.V)(q, k, v, *chunks, *nothing, local, None, table)
         plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, has_transition, table)
         initial = cuts(plan, transition, has_transition, local, initial, reverse=False)
-    # with long keys, the state lies there; in segments, all of them are computed
+    # the state of long keys lies there, and segments are added up there
     final = plan.states() if wanted or plan.long or plan.cut else None
     u, states = saved = plan.empty(plan.kept[4:6]) if save else (None, None)
     if plan.in_gluon:
         plan.outputs(save)(aligned(q), aligned(k), aligned(v), *chunks[:3], initial, o, u, states, final, table)
     else:
         plan.forward(len(table), plan.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, None, table)
-    return final.index_select(0, plan.ends[1]) if plan.cut and wanted else final, (*saved, *of_segments)
+    final = None if final is None or not wanted else final.index_select(0, plan.ends[1]) if plan.cut else final
+    return final, (*saved, *of_segments)
 
 
 def gradients_of_ends(
@@ -240,7 +241,6 @@ def compute(args: Arguments) -> Outputs:
     chunks = prepared(plan, q, k, beta, args.log_decay, scores=scores)
     o = plan.new(plan.B, plan.T, plan.M, plan.V)
     final, along = run_forward(plan, q, k, v, chunks, args.initial_state, o, save=keep == ALL, wanted=args.final)
-    final = final if args.final else None
     kept = (*chunks, *along)[: KEPT[keep]]
     return Outputs(add_subheads(o, args.subheads), final, *kept, *[None] * (KEPT[ALL] - len(kept)))
 
