@@ -41,7 +41,6 @@ from .linear_kl import linear_kl
 from .linear_recurrence import linear_recurrence
 from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
-from .put_rows import put_rows
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .sigmoid_mix import sigmoid_mix
@@ -92,7 +91,6 @@ __all__ = [
     "linear_token_losses",
     "low_rank_forget_gate",
     "precondition",
-    "put_rows",
     "recomputing",
     "recurrence_flops",
     "rms_norm",

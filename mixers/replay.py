@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-import kernels
 from kernels.core.chunking import CHUNK
+from kernels.put_rows import put_rows
 
 Memory = dict[int, Tensor]  # the streams of all tokens [B,nT,…] by their number, each in memory of its own
 
@@ -50,7 +50,7 @@ class Chunk(NamedTuple):
             # others are constants, which looked like a stream of all tokens
             streams = [i for i, x in memory.items() if whole[i].shape[1] * CHUNK == x.shape[1]]
             rows = [memory[i].view(B * CHUNK, -1) for i in streams]
-            kernels.put_rows([whole[i].reshape(B, -1) for i in streams], rows, self.at)
+            put_rows([whole[i].reshape(B, -1) for i in streams], rows, self.at)
         for i in streams:
             whole[i] = memory[i]
         leaves = iter(whole)

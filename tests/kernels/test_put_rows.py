@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import kernels
+from kernels.put_rows import put_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -21,5 +22,5 @@ def test_rows_are_written_to_their_places(backend: str, count: int):
         rows, memories, expected = [*rows, wide], [*memories, memory.clone()], [*expected, memory]
         memory[at] = row
     with kernels.backend(backend):
-        kernels.put_rows(rows, memories, at)
+        put_rows(rows, memories, at)
     assert all(map(torch.equal, memories, expected))
