@@ -8,7 +8,7 @@ from .core.backend import Op
 
 
 def one_by_one(rows: Sequence[Tensor], memories: Sequence[Tensor], at: Tensor) -> None:
-    """The same in PyTorch, in a launch for each tensor."""
+    """Write them in PyTorch, which takes a launch for each tensor."""
     for x, memory in zip(rows, memories, strict=True):
         memory.index_copy_(0, at, x)
 

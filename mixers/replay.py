@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from kernels.core.chunking import CHUNK
 from kernels.put_rows import put_rows
 
-Memory = dict[int, Tensor]  # the streams of all tokens [B,nT,…] by their number, each in memory of its own
+Memory = dict[int, Tensor]  # the streams of all tokens [B,nT,…] by their number, contiguous
 
 
 class Chunk(NamedTuple):
