@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.chunking import CHUNK
-from mixers import GLA, Site, Streams
+from mixers import GLA, GatedDeltaProduct, Site, Streams, TokenMixer
 from mixers.replay import Chunk
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.generate import sample_tokens
@@ -102,9 +102,17 @@ class Odd(GLA):
         return super().readout(o * (mean + wide.sum(-1) + shift.sum())[..., None, None], s.replace(gate=gate))
 
 
+class ThreeSteps(GatedDeltaProduct):
+    """A number of steps that does not divide a chunk."""
+
+    def __init__(self, site: Site):
+        super().__init__(site, num_steps=3)
+
+
+@pytest.mark.parametrize("mixer", [Odd, ThreeSteps])
 @pytest.mark.parametrize("lengths", [(5,), (5, CHUNK - 1)])
-def test_all_kinds_of_streams(lengths: tuple[int, ...]):
-    lm = LanguageModel(Uniform(Odd), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2).eval()
+def test_all_kinds_of_streams(lengths: tuple[int, ...], mixer: type[TokenMixer]):
+    lm = LanguageModel(Uniform(mixer), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2).eval()
     prompts = [torch.arange(length) % 19 for length in lengths]
     with kernels.deterministic():
         drawn = [*sample_tokens(lm, prompts, max_new_tokens=4, seed=1)]
