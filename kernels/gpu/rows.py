@@ -86,12 +86,14 @@ PUT, WIDE = 6, 1024  # tensors of a launch, and elements of a row that are copie
 
 
 @triton.jit
-def put_row(x, memory, at, C: tl.constexpr, WIDE: tl.constexpr):
+def put_row(x, memory, at, PLACE: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    program = tl.program_id(0)
     if memory is not None:
-        row = tl.program_id(0).to(tl.int64)
-        for first in tl.static_range(0, C, WIDE):
-            c = first + tl.arange(0, WIDE)
-            tl.store(memory + tl.load(at + row) * C + c, tl.load(x + row * C + c, mask=c < C), mask=c < C)
+        if program % 6 == PLACE:
+            row = (program // 6).to(tl.int64)
+            for first in tl.static_range(0, C, WIDE):
+                c = first + tl.arange(0, WIDE)
+                tl.store(memory + tl.load(at + row) * C + c, tl.load(x + row * C + c, mask=c < C), mask=c < C)
 
 
 @triton.jit
@@ -100,12 +102,13 @@ def put(
     C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    put_row(x0, y0, at, C0, WIDE)
-    put_row(x1, y1, at, C1, WIDE)
-    put_row(x2, y2, at, C2, WIDE)
-    put_row(x3, y3, at, C3, WIDE)
-    put_row(x4, y4, at, C4, WIDE)
-    put_row(x5, y5, at, C5, WIDE)
+    """A program for each row of each of 6 tensors."""
+    put_row(x0, y0, at, 0, C0, WIDE)
+    put_row(x1, y1, at, 1, C1, WIDE)
+    put_row(x2, y2, at, 2, C2, WIDE)
+    put_row(x3, y3, at, 3, C3, WIDE)
+    put_row(x4, y4, at, 4, C4, WIDE)
+    put_row(x5, y5, at, 5, C5, WIDE)
 
 
 def put_rows(rows: Sequence[Tensor], memories: Sequence[Tensor], at: Tensor) -> None:
@@ -115,7 +118,7 @@ def put_rows(rows: Sequence[Tensor], memories: Sequence[Tensor], at: Tensor) -> 
         missing = PUT - len(pairs)
         tensors = [x for row, memory in pairs for x in (row.contiguous(), memory)] + [None, None] * missing
         widths = [row.shape[1] for row, _ in pairs] + [1] * missing
-        enqueue(put, len(at), at, *tensors, **{f"C{i}": width for i, width in enumerate(widths)}, WIDE=WIDE)
+        enqueue(put, PUT * len(at), at, *tensors, **{f"C{i}": width for i, width in enumerate(widths)}, WIDE=WIDE)
 
 
 def row_stride(x: Tensor) -> int:
