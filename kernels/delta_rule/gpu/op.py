@@ -204,7 +204,7 @@ class Arguments(NamedTuple):
     subheads: int
     scale: float
     keep: int  # what is saved for the gradients: NOTHING, CHUNKS or ALL
-    final: bool = True  # whether the final states are returned
+    final: bool = True  # whether the final states are returned; with gradients they are
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -310,5 +310,5 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor | None]:
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant(a)
     q, k, v = (x.float() if exact else x for x in (a.q, a.k, a.v))
     tensors = (q, k, v, a.beta, a.log_decay, a.initial_state, a.cu_seqlens)
-    o, final = delta_rule(*tensors, a.subheads, a.scale, keep, a.final)
+    o, final = delta_rule(*tensors, a.subheads, a.scale, keep, a.final or wanted)
     return o.to(a.v.dtype), final
