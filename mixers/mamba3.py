@@ -6,10 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import tanh
+from kernels.core.elementwise import sigmoid, softplus, tanh
 from kernels.rotation import rotation
 from kernels.skip_readout import own_shares, skip_readout
-from kernels.trapezoid import trapezoid
 
 from .angles import cumulative_angles
 from .arguments import check_numbers, check_sizes
@@ -21,6 +20,8 @@ from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .shift import check_sequences, recomputed_shift, shifted_beside
+
+SLOWEST = 1e-4  # smallest rate A
 
 
 class Trapezoid(KeepsFp32):
@@ -47,7 +48,10 @@ class Trapezoid(KeepsFp32):
 
     def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return log_decay −A·dt, dt and λ of raw a, r and w [B,T,size], each in that shape."""
-        return trapezoid(a, r, w, self.dt_bias)
+        a, r, w = map(kernels.at_least_fp32, (a, r, w))
+        dt = softplus(a + self.dt_bias)
+        rate = torch.where(r >= 0, 1 + r, 1 / (1 - r.clamp(max=0)))
+        return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
 
 
 @register(

@@ -1,1 +1,0 @@
-"""The implementation of `trapezoid` for GPUs."""
