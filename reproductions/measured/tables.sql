@@ -87,13 +87,24 @@ from (select min(rowid) as place, what, batch, how, avg(case mode when 'default'
   avg(case mode when 'deterministic' then cast(ms as real) end) as ms from rows group by what, batch, how) order by place
 
 -- on_policy_cpu: reproductions/measured/on_policy_cpu.csv
-select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode,
+select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds,
   printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
-  printf('%.2f', avg(case when cast(step as int) >= 140 then reward end)) as "reward at last",
+  printf('%.2f', avg(case when cast(step as int) >= steps - 10 then reward end)) as "at last",
   case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",
   case max(cast(largest_difference as real)) when 0 then '0' else printf('%.0e', max(cast(largest_difference as real))) end
     as "largest Δ log p"
-from rows group by precision, deterministic order by precision desc, deterministic desc
+from rows join (select policy_rate, count(distinct step) as steps from rows group by policy_rate) using (policy_rate)
+  group by policy_rate, precision, deterministic order by cast(policy_rate as real), precision desc, deterministic desc
+
+-- on_policy_h200: reproductions/measured/on_policy_h200.csv
+select printf('%.0e', policy_rate) as "rate", precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds,
+  printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
+  printf('%.2f', avg(case when cast(step as int) >= steps - 10 then reward end)) as "at last",
+  case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",
+  case max(cast(largest_difference as real)) when 0 then '0' else printf('%.0e', max(cast(largest_difference as real))) end
+    as "largest Δ log p"
+from rows join (select policy_rate, count(distinct step) as steps from rows group by policy_rate) using (policy_rate)
+  group by policy_rate, precision, deterministic order by cast(policy_rate as real), precision desc, deterministic desc
 
 -- scaling_h200: reproductions/measured/scaling_h200.csv
 select 'Gated DeltaNet ' || upper(model) as "tokens/s, part of four times one GPU",
@@ -244,27 +255,18 @@ select iif(kind = 'ops', substr(subject, 1, instr(subject, ' (') - 1), iif(subje
   errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
 from rows where kind in ('ops', 'layers') group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
--- proofs_h100: reproductions/measured/proofs_h100.csv
-select substr(subject, 1, instr(subject, ' (') - 1) as "op",
+-- proofs_h200: reproductions/measured/proofs_h200.csv
+select iif(kind = 'ops', substr(subject, 1, instr(subject, ' (') - 1), iif(subject like '%.yaml', 'hybrids', 'mixers')) as "op",
   errors(dtype, says) filter (where "check" = 'causal') as "causal",
   errors(dtype, says) filter (where "check" = 'rows') as "rows",
   errors(dtype, says) filter (where "check" = 'packed') as "packed",
   errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
+  errors(dtype, says) filter (where "check" = 'sampled') as "sampled",
   errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
   errors(dtype, says) filter (where "check" = 'gates') as "gates",
   errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
-from rows where kind = 'ops' and (subject like '%triton' or subject like 'window_attention%') group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
-
--- proofs_h200: reproductions/measured/proofs_h200.csv
-select iif(subject like '%.yaml', 'hybrids', 'mixers') as "op",
-  errors(dtype, says) filter (where "check" = 'causal') as "causal",
-  errors(dtype, says) filter (where "check" = 'rows') as "rows",
-  errors(dtype, says) filter (where "check" = 'packed') as "packed",
-  errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
-  errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
-  errors(dtype, says) filter (where "check" = 'sampled') as "sampled",
-  errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
-from rows group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
+from rows where kind = 'layers' or (kind = 'ops' and (subject like '%triton' or subject like 'window_attention%'))
+  group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
 -- families: families
 select '`' || family || '`' as family, reads, writes, gguf as "GGUF", configs as "configs, logits compared" from rows
