@@ -203,7 +203,7 @@ def test_the_forward_pass_in_gluon_step_by_step(form: str, options: dict[str, An
         ("beta", {"T": 70, "K": 128}),
         ("beta", {"T": 70, "V": 128, "read_before": True}),
         ("per channel", {"T": 130, "documents": [0, 0, 3, 67, 67, 130]}),
-        ("both", {"T": 70, "R": 2, "E": 2}),
+        ("both", {"T": 70, "R": 2, "E": 2, "V": 256}),
         ("erase", {"T": 30, "steps": 3, "read_before": True, "documents": [0, 0, 1, 30]}),
     ],
 )
@@ -233,14 +233,8 @@ def test_shared_memory_of_the_forward_pass_in_gluon():
 @pytest.mark.parametrize("read_before", [False, True])
 def test_shared_memory_of_the_chunks_in_gluon(kernel: str, product: bool, read_before: bool):
     names = ("log_decay", "beta", "products", "total", "diagonal", "dbeta", "dg")
-    types = {
-        **dict.fromkeys(names, "*fp32"),
-        "chunks": "*i32",
-        "tiles": "i32",
-        "pairs": "i32",
-        "total_rows": "i32",
-        "scale": "fp32",
-    }
+    numbers = dict.fromkeys(("tiles", "pairs", "places", "total_rows"), "i32")
+    types = {**dict.fromkeys(names, "*fp32"), **numbers, "chunks": "*i32", "scale": "fp32"}
     absent = ("beta", "dbeta") if product else ("erase", "derase")
     sizes = {"M": 16, "E": 1, "R": 1, "STEPS": 1, "K": 128, "BEFORE": read_before, "PRODUCT": product}
     fixed = {**sizes, absent[0]: None} | ({"V": 128, absent[1]: None} if kernel == "gradients" else {})
