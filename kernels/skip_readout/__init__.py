@@ -16,7 +16,7 @@ LARGEST = 4096  # the kernels hold whole heads in registers
 
 
 def own_shares(q: Tensor, k: Tensor, beta: Tensor, *, q_bias: Tensor, k_bias: Tensor, D: Tensor) -> Tensor:
-    """Σ β (q + q_bias)·(k + k_bias) + D over the E subheads of a head: the share of its own value that a token reads.
+    """Σ β (q + q_bias)·(k + k_bias) + D over the E subheads of a head: the share of the value at a token that the token reads.
 
     Args:
         q: Queries [B,T,G·E,K], before a rotation; the H/G heads of a group share them.
@@ -87,7 +87,7 @@ def skip_readout(o: Tensor, v: Tensor, own: Tensor, gate: Tensor | None = None) 
     Args:
         o: Output of the recurrence [B,T,H,V].
         v: Values [B,T,H,V].
-        own: Share of its own value that each head of a token reads [B,T,H]; see `own_shares`.
+        own: Share of the value at a token that each head of it reads [B,T,H]; see `own_shares`.
         gate: Gate before its activation [B,T,H,V]; None for none.
 
     Returns:

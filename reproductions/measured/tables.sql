@@ -31,7 +31,7 @@ select case model when 'gated_deltanet' then 'Gated DeltaNet' when 'gla' then 'G
   max(case size when '5M' then value end) as "5M", max(case size when '20M' then value end) as "20M",
   max(case size when '60M' then value end) as "60M", max(case size when '150M' then value end) as "150M",
   max(case size when '400M' then value end) as "400M", max(case size when '1.3B' then value end) as "1.3B"
-from shown group by model, tokens order by case model when 'gated_deltanet' then 0 when 'gla' then 1 when 'mamba2' then 2 when 'h2' then 3 else 4 end, tokens
+from shown where tokens <> 32768 group by model, tokens order by case model when 'gated_deltanet' then 0 when 'gla' then 1 when 'mamba2' then 2 when 'h2' then 3 else 4 end, tokens
 
 -- cost_over_size_peers_h100: reproductions/measured/cost_over_size_peers_h100.csv
 with of as (select *, case when model in ('fla', 'gated_deltanet') then 'Gated DeltaNet' else 'Transformer++, Llama' end as family,
@@ -187,18 +187,6 @@ select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as
   formatted('%.2f / %.2f', field(rowid, 'peers.cudnn*.fwd_ratio'),
     field(rowid, 'peers.cudnn*.fwd_bwd_ratio')) as "ratio of calls"
 from rows where job = 'full'
-
--- performance.window: reproductions/measured/performance_attention.csv
-select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as "(B, H, T, D)",
-  window_size as window,
-  formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as "this project, ms",
-  formatted('%.3f / %.3f', field(rowid, 'peers.flex_attention*.fwd_graph_ms'),
-    field(rowid, 'peers.flex_attention*.fwd_bwd_graph_ms')) as "FlexAttention, ms",
-  formatted('%.2f / %.2f', field(rowid, 'peers.flex_attention*.fwd_graph_ratio'),
-    field(rowid, 'peers.flex_attention*.fwd_bwd_graph_ratio')) as ratio,
-  formatted('%.2f / %.2f', field(rowid, 'peers.flex_attention*.fwd_ratio'),
-    field(rowid, 'peers.flex_attention*.fwd_bwd_ratio')) as "ratio of calls"
-from rows where job = 'window'
 
 -- performance.loss: reproductions/measured/performance_loss.csv
 select case implementation when 'ours' then 'this project' else 'PyTorch, all logits' end as loss,
@@ -361,8 +349,8 @@ select '`' || model || '.yaml`' as model, printf('%.0fM', parameters / 1e6) as p
   printf('%.2fM', state / 1e6) || iif(grows, ', and grows', '') as "numbers of state at 4,096 tokens",
   printf('%.2f', gflops) as "GFLOP a token",
   case when tokens_per_second then printf('%.0fk', tokens_per_second / 1e3) || iif(batch_size < 8, printf(' (%d)', batch_size), '') end
-  as "tokens/s in training"
-from rows order by tokens_per_second is null, tokens_per_second desc, grows, state
+  as "tokens/s in training", case when device like '%H100%' then 'H100' when device like '%H200%' then 'H200' end as card
+from rows order by tokens_per_second is null, card desc, tokens_per_second desc, grows, state
 
 -- newer_training_h100: reproductions/measured/newer_training_h100.csv
 with ours as (select *, row_number() over () as n from rows where model not like 'fla %'),
