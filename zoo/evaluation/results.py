@@ -127,7 +127,7 @@ def _stem(task: Task) -> str:
 
 
 def pictures(task: Task, rows: Sequence[Row]) -> "dict[str, Figure]":
-    """Name → picture: heatmaps over depth and length, curves over the task's axis or positions, and the task's own."""
+    """Name → picture: heatmaps over depth and length, and curves over the task's axis or positions."""
     stem = _stem(task)
     drawn = {}
     if any("depth" in row for row in rows):
@@ -139,7 +139,7 @@ def pictures(task: Task, rows: Sequence[Row]) -> "dict[str, Figure]":
     if longest is not None:
         by_position = [row for row in rows if "position" in row and row["length"] == longest]
         drawn[f"{stem}-position"] = curves(by_position, "position", f"{task.name}, {_number(longest)} tokens")
-    return drawn | task.pictures(rows)
+    return drawn
 
 
 def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
