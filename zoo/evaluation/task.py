@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from kernels import UserError
 from mixers.arguments import check_sizes
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 
 Cell = dict[str, Any]
 Row = dict[str, Any]
@@ -82,7 +82,7 @@ class Task(ABC):
         return ()
 
     @abstractmethod
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """The cells to measure, as plain values by name.
 
         Raises:
@@ -91,7 +91,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """Measure a cell.
 
         Returns:

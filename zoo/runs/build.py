@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
@@ -49,14 +49,6 @@ REPLACED: dict[type, str] = {
 }
 
 
-class Parts(NamedTuple):
-    """The parts of a run that do not depend on its trainer."""
-
-    model: LanguageModel
-    module: Pretraining
-    datamodule: L.LightningDataModule
-
-
 def seed(config: Namespace) -> None:
     """Seed all random numbers by `seed_everything`; for `true` a seed is drawn, and stored in the config."""
     if config.seed_everything is not False:
@@ -64,8 +56,10 @@ def seed(config: Namespace) -> None:
         config.seed_everything = L.seed_everything(number, workers=True, verbose=False)
 
 
-def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule], None] | None = None) -> Parts:
-    """Build the data and the model of a config, and set its `model.vocab_size`.
+def parts(
+    config: Namespace, links: Callable[[Namespace, L.LightningDataModule], None] | None = None
+) -> tuple[LanguageModel, Pretraining, L.LightningDataModule]:
+    """Build the model of a config, the module around it, and its data, and set its `model.vocab_size`.
 
     Args:
         config: A resolved config.
@@ -111,7 +105,7 @@ def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule],
         None if teacher is None else Distillation(configs.instantiate("teacher", config), teacher, model),
         config.sequence_parts,
     )
-    return Parts(model, module, datamodule)
+    return model, module, datamodule
 
 
 def _check_accelerator(trainer: Namespace) -> None:

@@ -31,13 +31,12 @@ from zoo.lm.model import LanguageModel
 from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
 from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
-from zoo.runs.folder import RUNS, claimed, find_run, folder_of, new_run, run_of
+from zoo.runs.folder import RUNS, claimed, find_run, folder_of, new_run, remove_empty, run_of
 from zoo.runs.forecast import forecast, show
 from zoo.runs.rows import check_rows, device_count, divide_step
 from zoo.saved.hub import ON_HUB, hub_model
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
-from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.history import read_history
 from zoo.train.module import Pretraining
@@ -129,7 +128,7 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
             if place is not None and "://" in place:
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
         if not (root_folder := Path(root).expanduser()).exists():
-            claims.callback(_remove_empty, root_folder)
+            claims.callback(remove_empty, root_folder)
         folder = new_run(*plan.name, Path(root))
     profiled, steps = config.trainer.profiler is not None, config.trainer.max_steps
     if profiled and plan.checkpoint is not None and 0 < steps <= Checkpoint(plan.checkpoint).step:
@@ -147,12 +146,6 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
     if trainer.num_nodes > 1 and trainer.is_global_zero:
         Console().print(f"waiting until the run has started on all {trainer.num_nodes} machines", style="dim")
     return Session(plan, folder, model, module, datamodule, trainer)
-
-
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty, as the one of all runs is whose only run did not start."""
-    with suppress(OSError):
-        folder.rmdir()
 
 
 def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
@@ -176,21 +169,6 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     if module.tokenizer is not None:
         session.model.writer = partial(write, tokenizer=module.tokenizer, graphs=DecodingGraphs())
     return session.folder, read_row(session.folder) or {}, session.model
-
-
-@quiet()
-def fit(
-    configs_and_overrides: Sequence[Item],
-    run: str | None,
-    resume: str | Path | None,
-    overwrite: bool,
-    trust: bool,
-    callbacks: Sequence[Callback],
-) -> tuple[Path, dict[str, Any], LanguageModel]:
-    """Train a model; returns the folder of the run, its results, and the model."""
-    plan = plan_fit(configs_and_overrides, run, resume, overwrite, trust)
-    with ExitStack() as claims:
-        return run_fit(build_fit(plan, callbacks, claims))
 
 
 def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any], LanguageModel]:
@@ -294,20 +272,6 @@ def run_prediction(session: Session) -> None:
     """Write the loss of every token to the file of the session's `Predictions`."""
     with session.explained() as arguments:
         session.trainer.predict(**arguments, return_predictions=False)
-
-
-@quiet()
-def predict(
-    configs_and_overrides: Sequence[Item],
-    checkpoint: str | Path | None,
-    output: str | Path,
-    trust: bool,
-    callbacks: Sequence[Callback],
-) -> Path:
-    """Write the loss of every token to a file, and return its path."""
-    plan = plan_evaluation("predict", configs_and_overrides, checkpoint, trust)
-    run_prediction(build_evaluation("predict", plan, [*callbacks, Predictions(output)]))
-    return Path(output)
 
 
 def _with_initial_model(items: Items, trust: bool) -> Items:

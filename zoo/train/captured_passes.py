@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core.documents import Documents
-from zoo.generation.cuda_graph import Recording, casts_not_cached
+from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.captured_memory import (
     MOST_SHAPES,
     CaptureAgreement,
@@ -68,7 +68,7 @@ class CapturedPasses:
         self,
         compute: Compute,
         parameters: Sequence[nn.Parameter],
-        recorder: Callable[[], Recording],
+        recorder: Callable[[], Recorder],
         agreement: CaptureAgreement,
         average: GradientAverage | None,
         *,
@@ -295,7 +295,7 @@ class CapturedForward:
         self,
         compute: Compute,
         parameters: Iterable[nn.Parameter],
-        recorder: Recording,
+        recorder: Recorder,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._compute, self._parameters, self._recorder, self._failed = compute, list(parameters), recorder, failed

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from zoo.data.text.needles import NUMBERS, PASSKEY, UUIDS
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needle_task import NeedleTask
 
@@ -75,7 +75,7 @@ class StateRecall(SingleNeedle3):
     measures = "the longest context in which a uuid is recalled, over the size of the state"
     default_lengths = tuple(range(512, 4097, 512))
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """The share of right answers, and the size of the state."""
         return [{**row, "state_size": subject.state_size(cell["length"])} for row in super().run(subject, cell)]
 
