@@ -32,8 +32,7 @@ from zoo.performance.device import described, pick_backend
 from zoo.performance.learner import TimedLearner
 from zoo.performance.training import DOES_NOT_FIT, WARM_UP, check_graph, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
-from zoo.train.cpu import use_processor
-from zoo.train.devices import pick_device
+from zoo.train.devices import pick_device, use_processor
 from zoo.train.module import best_precision
 
 MOST_LEFT = 1  # GiB

@@ -36,8 +36,7 @@ from zoo.performance.learner import TimedLearner
 from zoo.performance.model import build, check_options, compared, conditioned, learning, lowest_layers, mean_loss, read
 from zoo.performance.timing import synchronize
 from zoo.performance.training import DOES_NOT_FIT, timed, utilisation, warmed
-from zoo.train.cpu import use_processor
-from zoo.train.devices import pick_device
+from zoo.train.devices import pick_device, use_processor
 from zoo.train.module import best_precision
 
 

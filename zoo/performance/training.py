@@ -22,8 +22,7 @@ from zoo.performance.timing import process_age, synchronize
 from zoo.train.callbacks.compiled_ahead import compile_ahead
 from zoo.train.callbacks.compiled_blocks import compiled_blocks
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
-from zoo.train.cpu import use_processor
-from zoo.train.devices import peak_flops, pick_device
+from zoo.train.devices import peak_flops, pick_device, use_processor
 from zoo.train.module import best_precision
 from zoo.train.optim import Optimisation
 

@@ -32,7 +32,7 @@ from zoo.train.callbacks.kernel_backend import KernelBackend
 from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
-from zoo.train.cpu import use_processor
+from zoo.train.devices import use_processor
 from zoo.train.distillation import Distillation
 from zoo.train.lightning_internals import checkpoint_io
 from zoo.train.metrics_file import MetricsFile

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from zoo.config.overlays import Item
+from zoo.display import as_html
 from zoo.lm.model import LanguageModel
-from zoo.runs.notebook import as_html
 
 
 @dataclass(frozen=True)

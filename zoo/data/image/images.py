@@ -1,4 +1,4 @@
-"""Images to classify, as the data of a run."""
+"""Images to classify, as the data of a run; by default the digits of scikit-learn, which downloads nothing."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,15 +6,41 @@ from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from xxhash import xxh3_128
 
 from kernels.errors import UserError
-from zoo.data.image.digits import Digits
 from zoo.data.image.patches import PatchedImages, as_tensor
 from zoo.data.loader import ValidationLoader
 from zoo.data.order import random_bits
 from zoo.data.resumable import ResumableData, check_minimum
+
+
+class Digits(Dataset):
+    """1797 handwritten digits of 8 × 8 pixels, one channel from −1 to 1 (UCI ML, by way of scikit-learn).
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+
+    classes = tuple("0123456789")
+
+    def __init__(self) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise UserError('data.dataset: Digits needs scikit-learn: pip install "token-mixer-zoo[images]".') from None
+        pixels, self._labels = load_digits(return_X_y=True)  # pixels are 0 to 16
+        self._images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._images[index], int(self._labels[index])
+
 
 _SPLIT = 0x1A6E5  # of the hash that divides images, for all seeds the same
 _SAMPLED = 16  # images that stand for all of them in the identity of the data

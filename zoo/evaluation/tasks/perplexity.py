@@ -9,7 +9,7 @@ from torch import Tensor
 from kernels import UserError
 from zoo.data.batch import Batch
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.held_out import HELD_OUT, held_out_tokens
+from zoo.data.text.split import HELD_OUT, held_out_tokens
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task
