@@ -21,6 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
+from reproductions.pictured_report import PicturedReport
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import Keys, arguments_of
@@ -152,7 +153,7 @@ class Case(NamedTuple):
         return f"{self.model} E{self.factor}{f' {self.form}' if self.form else ''}"
 
 
-class ExpansionReport(Report):
+class ExpansionReport(PicturedReport):
     """Training with expanded states."""
 
     benchmark = "expansion"
@@ -374,7 +375,7 @@ OVER_LENGTH_SIZES = ("0.4b", "1.3b")
 LENGTHS = [2048, 4096, 8192, 16384]
 
 
-class LengthReport(Report):
+class LengthReport(PicturedReport):
     """Training over the length of sequences."""
 
     benchmark = "length"

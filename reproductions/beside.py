@@ -39,7 +39,6 @@ POSITION = 1024  # largest prefill of FLA's models; more is not needed, since th
 def kernels(
     ops: list[str] | str | None = None,
     shapes: list[tuple[int, int, int, int]] | None = None,
-    lengths: list[int] | None = None,
     dtype: str | None = None,
     backend: str | None = None,
     device: str | None = None,
@@ -56,7 +55,7 @@ def kernels(
     (`disable_recompute`).
 
     Args:
-        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
+        ops, shapes, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
             kernels`.
         libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
 
@@ -71,7 +70,6 @@ def kernels(
     return bench_kernels(
         ops=ops,
         shapes=shapes,
-        lengths=lengths,
         dtype=dtype,
         backend=backend,
         device=device,
