@@ -30,8 +30,7 @@ from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
 from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, show, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.learner import TimedLearner
-from zoo.performance.training import DOES_NOT_FIT, WARM_UP, check_graph, timed, warmed
+from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, check_graph, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
 from zoo.train.devices import pick_device, use_processor
 from zoo.train.module import best_precision

@@ -27,9 +27,8 @@ from zoo.performance.bench_report import Report, complaint, show
 from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import bench_decode, timed
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
-from zoo.performance.learner import TimedLearner
 from zoo.performance.model import PRECISIONS, build, read, running
-from zoo.performance.training import bench_training, warmed
+from zoo.performance.training import TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
 from zoo.train.optim import Optimisation
 

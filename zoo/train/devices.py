@@ -1,13 +1,17 @@
-"""Devices: choosing one, its peak FLOP/s and memory, and settings of the process that speed up training on a CPU."""
+"""Devices: choosing one, its peak FLOP/s and memory, copies of batches to it, and settings of the process that speed up
+training on a CPU.
+"""
 
 import ctypes
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from kernels import UserError
 from mixers import did_you_mean
+from zoo.data.batch import Batch
 
 # Dense bf16 FLOP/s of the tensor cores, bytes per second of the memory, and its GiB, from the data sheets; the first
 # key that is in the name of a device applies. (Lightning's `get_available_flops` looks for an H200 under names that no
@@ -146,3 +150,31 @@ def keep_memory() -> bool:
     library.free(block)
     library.mallopt(M_TOP_PAD, 2**17)
     return kept
+
+
+class CopyStream:
+    """Copies batches to a GPU while it still computes the previous step.
+
+    The host launches steps before the GPU can run them. A copy in the stream of the computation would start after all
+    of these steps, and the next one would wait for it; and the host would wait for them if the batch were not in
+    page-locked memory. In a separate stream a copy starts immediately.
+
+    Args:
+        device: Device of the copies. On a CPU, batches are copied without a stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copied(self, batch: Batch, move: Callable[[], Batch]) -> Batch:
+        """Return the result of `move`, which copies the batch; what is computed next waits for the copy."""
+        if self._stream is None or batch.tokens.device.type != "cpu":
+            return move()
+        with torch.cuda.stream(self._stream):
+            copy = move()
+        computation = torch.cuda.current_stream(self._stream.device)
+        computation.wait_stream(self._stream)
+        for x in copy:
+            if x is not None:
+                x.record_stream(computation)  # otherwise the next copy could get this memory before it is read
+        return copy

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 from kernels import UserError
 from zoo.data import Corpus
 from zoo.data.synthetic.recall import number_of
+from zoo.data.text.needle_documents import sentences
 from zoo.data.text.needles import KEYS, NOISE, Needle, Wording, draw_needles, mentions
-from zoo.data.text.sentences import sentences
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
