@@ -1,4 +1,7 @@
-"""Speed and memory over the length, for a fixed number of tokens: Figure 3 of Gated Delta Networks."""
+"""Speed and memory over the length, for a fixed number of tokens, as in Figure 3 of Gated Delta Networks.
+
+The task `reproductions.throughput.Throughput` of `evaluate`.
+"""
 
 import time
 from collections.abc import Callable
@@ -12,36 +15,12 @@ from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Row, Task
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
-from zoo.performance.steps import OurSteps
-from zoo.performance.timing import medians, synchronize
+from zoo.performance.timing import synchronize
 
 LENGTHS = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192, 16_384)}
 BUDGET = {"cpu": 2048, "cuda": 131_072}  # tokens in a batch
-DECODED_AFTER = (1024, 16_384, 65_536)  # tokens
 DECODED = 32  # tokens after the prompts
 SECONDS = 1.0  # at least, of repetitions
-
-
-class Decoding(Task):
-    """Milliseconds per token of one sequence that is decoded after some tokens, and the size of its state then.
-
-    The state is random, as in `bench decode`, so that no prompt has to be read.
-    """
-
-    name = "decoding"
-    measures = "time to decode a token of one sequence after a number of tokens, and the size of its state"
-
-    def cells(self, subject: LoadedModel) -> list[Cell]:
-        """One for each length."""
-        return [{"length": length} for length in self.options.lengths or DECODED_AFTER]
-
-    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
-        """Time steps after one length."""
-        with torch.no_grad(), torch.autocast(subject.device.type, torch.bfloat16, enabled=subject.bf16):
-            steps = OurSteps(subject.model, 1, cell["length"], subject.graphs)
-            ms = medians({"step": steps}, subject.device, SECONDS)["step"]
-        values = {"ms_per_token": ms, "state_mib": steps.state_bytes / 2**20}
-        return [{**cell, "metric": metric, "value": value} for metric, value in values.items()]
 
 
 class Throughput(Task):
