@@ -11,7 +11,7 @@ import pytest
 import zoo
 from kernels import UserError
 from tests.zoo.scaling.curves import ladder, write_run
-from zoo.scaling.published import CHINCHILLA
+from zoo.scaling.parametric import CHINCHILLA
 from zoo.scaling.run_table import OPTIONAL, REQUIRED, read_run_table
 from zoo.scaling.runs import find_runs, select
 from zoo.train.metrics_file import read_metrics
