@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core.documents import Documents
+from zoo.arguments import first_line
 from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.captured_memory import (
     MOST_SHAPES,
@@ -19,7 +20,6 @@ from zoo.train.captured_memory import (
     StaticInputs,
     addresses,
     eager,
-    one_line,
     packed_documents,
 )
 from zoo.train.optim import total_norm
@@ -335,7 +335,7 @@ class CapturedForward:
             except RuntimeError as error:
                 self._graphs.clear()
                 self._failed()
-                self.refused = one_line(error)
+                self.refused = first_line(error)
                 log.warning("cuda_graph: validation runs eagerly: %s", self.refused)
                 return None
         self._graphs.append((static, replay))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mixers import ContextParallel
+from zoo.arguments import first_line
 from zoo.generation.cuda_graph import Made, Recorder
 from zoo.train.adamw import AdamW
 from zoo.train.captured_memory import (
@@ -17,7 +18,6 @@ from zoo.train.captured_memory import (
     GradientAverage,
     addresses,
     eager,
-    one_line,
     packed_documents,
 )
 from zoo.train.captured_passes import CapturedPasses, norm
@@ -116,7 +116,7 @@ class CapturedStep:
         except RuntimeError as error:
             if self._agreement.must_raise(error):
                 raise
-            self._refuse(one_line(error))
+            self._refuse(first_line(error))
         for parameter, gradient, value in zip(parameters, attached, values, strict=True):
             parameter.grad = gradient
             if gradient is not None and value is not None:
@@ -292,5 +292,5 @@ class CapturedUpdate:
         try:
             return self._recorder().record(step)
         except RuntimeError as error:
-            self._refuse(one_line(error))
+            self._refuse(first_line(error))
             return None

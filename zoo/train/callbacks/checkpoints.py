@@ -1,6 +1,5 @@
 """When a run saves checkpoints, and how it stops: always between two optimiser steps."""
 
-import os
 import re
 import shutil
 import sys
@@ -22,6 +21,7 @@ from zoo.checkpoints.background import Background
 from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.checkpoints.zero_shards import SHARDS
 from zoo.files.atomic import atomic_link
+from zoo.files.output import make_folder
 from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import free_memory
@@ -124,13 +124,7 @@ class Checkpoints(RunCallback, Checkpoint):
         if stage != "fit" or trainer.fast_dev_run:
             return
         self._continued = Path()
-        folder = self._folder(trainer)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"checkpoints.folder: {folder} cannot be created: {error.strerror}.") from error
-        if not os.access(folder, os.W_OK):
-            raise UserError(f"checkpoints.folder: {folder} cannot be written to.")
+        make_folder(self._folder(trainer), "checkpoints.folder")
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2):
             possible, advice = strategy.sharded_checkpoints, ", or set the strategy's sharded_checkpoints to true"
