@@ -28,7 +28,6 @@ from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
-from zoo.train.callbacks.kernel_backend import KernelBackend
 from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
@@ -178,7 +177,7 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
     if arguments["enable_model_summary"] is False or any(isinstance(each, ModelSummary) for each in user_callbacks):
         ours = [callback for callback in ours if not isinstance(callback, Summary)]
     arguments["callbacks"] = [*user_callbacks, *ours]
-    return _trainer(arguments)
+    return _trainer(arguments, deterministic=bool(config.deterministic_kernels))
 
 
 def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
@@ -203,8 +202,6 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     built: list[Any] = [
         configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
     ]
-    if config.backend is not None or config.deterministic_kernels is not None:
-        built.append(KernelBackend(config.backend, config.deterministic_kernels))
     if config.compile:
         if config.deterministic_kernels:
             raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
@@ -230,7 +227,7 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     return arguments
 
 
-def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
+def _trainer(arguments: Mapping[str, Any], deterministic: bool = False) -> L.Trainer:
     try:
         trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # the Summary callback replaces it
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
@@ -242,8 +239,7 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
             "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_background to true instead"
         )
     if trainer.strategy.root_device.type == "cpu":
-        backends = [one for one in arguments["callbacks"] if isinstance(one, KernelBackend)]
-        use_processor(deterministic=is_deterministic() or any(one.deterministic for one in backends))
+        use_processor(deterministic=is_deterministic() or deterministic)
     install(trainer)
     return trainer
 

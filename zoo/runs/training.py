@@ -5,7 +5,7 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ from jsonargparse import Namespace
 from lightning.pytorch.callbacks import Callback
 from rich.console import Console
 
+import kernels
 from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, described, errors_about
@@ -153,7 +154,8 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     trainer, module, datamodule = session.trainer, session.module, session.datamodule
     with session.explained() as arguments:
         try:
-            trainer.fit(**arguments)
+            with _kernels_of(session.plan.config):
+                trainer.fit(**arguments)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             file = session.plan.checkpoint
             if isinstance(error, UserError) or not module.is_restoring or file is None or Checkpoint(file).is_trusted:
@@ -169,6 +171,20 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     if module.tokenizer is not None:
         session.model.writer = partial(write, tokenizer=module.tokenizer, graphs=DecodingGraphs())
     return session.folder, read_row(session.folder) or {}, session.model
+
+
+@contextmanager
+def _kernels_of(config: Namespace) -> Iterator[None]:
+    """Run the ops in the block on the backend and in the mode that a config names, or else in those in force.
+
+    Checkpoints can be continued in others.
+    """
+    mode = config.deterministic_kernels
+    with (
+        nullcontext() if config.backend is None else kernels.backend(config.backend),
+        nullcontext() if mode is None else kernels.deterministic(mode),
+    ):
+        yield
 
 
 def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any], LanguageModel]:
