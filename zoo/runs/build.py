@@ -9,7 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
@@ -28,7 +28,6 @@ from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
-from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
 from zoo.train.devices import use_processor
@@ -174,8 +173,6 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
         raise UserError("trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning_rate instead")
     if arguments["enable_checkpointing"] is False:
         ours = [callback for callback in ours if not isinstance(callback, Checkpoints)]
-    if arguments["enable_model_summary"] is False or any(isinstance(each, ModelSummary) for each in user_callbacks):
-        ours = [callback for callback in ours if not isinstance(callback, Summary)]
     arguments["callbacks"] = [*user_callbacks, *ours]
     return _trainer(arguments, deterministic=bool(config.deterministic_kernels))
 
@@ -229,7 +226,7 @@ def _arguments(config: Namespace) -> dict[str, Any]:
 
 def _trainer(arguments: Mapping[str, Any], deterministic: bool = False) -> L.Trainer:
     try:
-        trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # the Summary callback replaces it
+        trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # `run_fit` prints another
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         raise trainer_error(error) from None
     if (instead := REPLACED.get(type(trainer.strategy))) is not None:

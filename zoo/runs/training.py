@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import lightning as L
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelSummary
 from rich.console import Console
 
 import kernels
@@ -29,6 +29,7 @@ from zoo.data.resumable import ResumableData
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
+from zoo.lm.size_table import size_table
 from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
 from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
@@ -152,6 +153,9 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
 def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     """Train; returns the folder of the run, its results, and the model."""
     trainer, module, datamodule = session.trainer, session.module, session.datamodule
+    own_summary = any(isinstance(callback, ModelSummary) for callback in trainer.callbacks)
+    if trainer.is_global_zero and session.plan.config.trainer.enable_model_summary is not False and not own_summary:
+        Console().print(size_table(session.model, module.context_length or 1))
     with session.explained() as arguments:
         try:
             with _kernels_of(session.plan.config):
