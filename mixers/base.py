@@ -13,6 +13,7 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
 from kernels.core.documents import places
@@ -436,8 +437,9 @@ class LinearMixer(TokenMixer):
         alone = s.v.shape[1] == 1 and cu_seqlens is None and context_parallel is None
         if state is not None and alone and (result := self.one_token(s, state)) is not None:
             return result
-        o, s, state = self._recurred(s, x, state, cu_seqlens, context_parallel, consume_state=True)
-        return self.readout(o, s), state
+        s, histories, position = self._featurise(s, x, state, cu_seqlens, context_parallel)
+        o, s, after = self._recurred(s, state, cu_seqlens, context_parallel, consume_state=True)
+        return self.readout(o, s), None if after is None else after._replace(histories=histories, position=position)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
         """y and the next state of a single token per sequence in fewer launches; None if there is no such way."""
@@ -446,15 +448,16 @@ class LinearMixer(TokenMixer):
     def _recurred(
         self,
         s: Streams,
-        x: Tensor,
         state: LinearState | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
         *,
         consume_state: bool,
+        return_state: bool = True,
     ) -> tuple[Tensor, Streams, LinearState | None]:
-        """Compute the arguments of `readout` for the projected streams s, and the next state."""
-        s, histories, position, carried = self._featurise(s, x, state, cu_seqlens, context_parallel)
+        """Compute the arguments of `readout` for featurised streams s, and the next matrix and `carried` of a state."""
+        past = None if state is None else state.carried
+        s, carried = self.carry(s, past, cu_seqlens, context_parallel)
         o, matrix = run_recurrence(
             self.recurrence,
             s.q,
@@ -462,13 +465,13 @@ class LinearMixer(TokenMixer):
             s.v,
             gates=self._gates_of_recurrence(s),
             initial_state=None if state is None else state.matrix,
-            return_state=state is not None,
+            return_state=state is not None and return_state,
             cu_seqlens=cu_seqlens,
             consume_state=consume_state,
             keep_states=self.keep_states,
             context_parallel=context_parallel,
         )
-        return o, s, None if matrix is None else LinearState(matrix, histories, position, carried)
+        return o, s, None if state is None or matrix is None else state._replace(matrix=matrix, carried=carried)
 
     @property
     def takes_chunks(self) -> bool:
@@ -476,14 +479,35 @@ class LinearMixer(TokenMixer):
         return (cls.forward, cls.mixed) == (LinearMixer.forward, LinearMixer.mixed)
 
     def _replayed(self, x: Tensor, chunk: Chunk) -> tuple[Tensor, Chunk]:
-        """Project the newest tokens, run the recurrence over the chunk, and read out the newest tokens."""
-        expanded = x if self.q_expand is not None else None  # nothing else reads x again
-        (s, expanded), inputs = chunk.kept((self._projected(x), expanded))
-        whole = x if expanded is None else expanded
-        o, s, after = self._recurred(s, whole, chunk.state, None, None, consume_state=False)
+        """Featurise the newest tokens, run the recurrence over the chunk, and read out the newest tokens.
+
+        The inputs of the chunk are the memory of streams, and the histories and the position after the newest tokens.
+        """
+        s, before, memory = self._projected(x), chunk.state, None
+        if chunk.inputs is None:
+            histories, position = tree_map(lambda x: x.repeat_interleave(2, 0), (before.histories, before.position))
+            documents = before._replace(histories=histories, position=position)
+            (s, x), boundaries = chunk.packed((s, x)), chunk.cu_seqlens
+            s, histories, position = self._featurise(s, x, documents, boundaries, None)
+            s, after = chunk.unpacked(s), tree_map(lambda x: x[::2].clone(), (histories, position))
+        else:
+            memory, after = chunk.inputs
+            before = before._replace(histories=after[0], position=after[1])
+            s, histories, position = self._featurise(s, x, before, None, None)
+            for old, new in zip(tree_leaves(after), tree_leaves((histories, position)), strict=True):
+                if new is not old:
+                    old.copy_(new)
+        before = before._replace(histories=after[0], position=after[1])
+        # by default, only `readout` reads the gate
+        gate = s.gate if type(self).carry is LinearMixer.carry else None
+        s = s if gate is None else s.replace(gate=None)
+        whole, memory = chunk.kept(s, memory)
+        o, read, state = self._recurred(whole, before, None, None, consume_state=False, return_state=chunk.ends)
         if chunk.inputs is not None:
-            o, s = chunk.newest((o, s))
-        return self.readout(o, s), chunk._replace(state=after, inputs=inputs)
+            newest = {id(x): y for x, y in zip(tree_leaves(whole), tree_leaves(s), strict=True)}
+            o, read = chunk.newest(o), tree_map(lambda x: newest[id(x)] if id(x) in newest else chunk.newest(x), read)
+        read = read if gate is None else read.replace(gate=gate)
+        return self.readout(o, read), chunk._replace(state=state, inputs=(memory, after))
 
     def _gates_of_recurrence(self, s: Streams) -> dict[str, Any]:
         gates = dict(log_decay=s.log_decay, beta=s.beta, subheads=self.subheads, scale=self.scale)
@@ -519,8 +543,12 @@ class LinearMixer(TokenMixer):
         state: LinearState | None,
         cu_seqlens: Tensor | None,
         context_parallel: ContextParallel | None,
-    ) -> tuple[Streams, tuple[Tensor, ...], Tensor, Carried]:
-        """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them."""
+    ) -> tuple[Streams, tuple[Tensor, ...], Tensor]:
+        """Expand queries and keys, apply the features of each stream, compute the gates: the one place to fuse them.
+
+        Returns:
+            The streams, and the next histories and position of a state.
+        """
         q_product = k_product = None
         if self.q_expand is not None and self.k_expand is not None:
             q, q_product = self._expand(self.q_expand, s.q, x)
@@ -543,9 +571,7 @@ class LinearMixer(TokenMixer):
         s = s.replace(q=done[0], k=self.steps_of(done[1]), v=self.steps_of(done[2]))
         s = s.replace(**dict(zip(others, others_after, strict=True)))
         s = self._streams(self.gates(s), "gates") if gates is None else s.replace(log_decay=gates[0], beta=gates[1])
-        past = None if state is None else state.carried
-        s, carried = self.carry(self.gained(s), past, cu_seqlens, context_parallel)
-        return s, histories, following, carried
+        return self.gained(s), histories, following
 
     def gained(self, s: Streams) -> Streams:
         """Scale the queries of grown subheads, after the gates, as a norm would cancel the factors."""

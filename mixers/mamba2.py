@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.skip_readout import skip_readout
 
 from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, Site, Streams, checked_site
@@ -99,7 +100,7 @@ class Mamba2(LinearMixer):
         return s.replace(log_decay=log_decay, beta=dt)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        skipped = torch.addcmul(o, self.D[:, None].to(o.dtype), s.v)
+        skipped = skip_readout(o, s.v, self.D.expand(o.shape[:3]))
         return self.out_proj(self.norm(skipped.flatten(2), s.gate))
 
 

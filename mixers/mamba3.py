@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.autocast import without_autocast
 from kernels.core.elementwise import sigmoid, softplus, tanh
 from kernels.rotation import rotation
+from kernels.skip_readout import own_shares, skip_readout
 
 from .angles import cumulative_angles
 from .arguments import check_numbers, check_sizes
@@ -19,7 +19,7 @@ from .norm import GateOnly, Output, RMSNorm
 from .precision import KeepsFp32
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .shift import check_sequences, recomputed_shift
+from .shift import check_sequences, recomputed_shift, shifted_beside
 
 SLOWEST = 1e-4  # smallest rate A
 
@@ -52,13 +52,6 @@ class Trapezoid(KeepsFp32):
         dt = softplus(a + self.dt_bias)
         rate = torch.where(r >= 0, 1 + r, 1 / (1 - r.clamp(max=0)))
         return -rate.clamp(min=SLOWEST) * dt, dt, sigmoid(w)
-
-
-def _products(x: Tensor, biases: Tensor) -> Tensor:
-    """Products [B,T,G,R,E] of x [B,T,G,E,K] and the biases of heads [G,R,E,K], each alone in deterministic mode."""
-    if kernels.is_deterministic():
-        return (x[:, :, :, None] * biases).sum(-1)
-    return torch.einsum("btgek,grek->btgre", x, biases)
 
 
 @register(
@@ -166,25 +159,17 @@ class Mamba3(LinearMixer):
         check_sequences(past[0], s.v, cu_seqlens)
         where = (cu_seqlens, context_parallel)
         angles, earlier, last_angles = cumulative_angles(rates, dt, past[0], *where)
-        own = (s.beta * self._scores(s.q, s.k)).unflatten(-1, (self.num_heads, self.subheads)).sum(-1)
-        skipped = (own + self.D).to(s.v.dtype)[..., None] * s.v
-        (k, last_k), (v, last_v), (written, last_written) = (
-            recomputed_shift(x, before, *where) for x, before in zip((s.k, s.v, s.beta), past[1:], strict=True)
-        )
+        k, last_k = recomputed_shift(s.k, past[1], *where)
+        v, value, last_v = shifted_beside(s.v, past[2], *where)
+        written, last_written = recomputed_shift(s.beta, past[3], *where)
+        own = s.beta if self.q_gain is None else self.q_gain(s.beta[..., None])[..., 0]
+        biases = dict(q_bias=self.q_bias, k_bias=self.k_bias, D=self.D)
+        shares = own_shares(s.q, s.k, own, **biases)
         q = rotation(s.q, self.q_bias, angles, subheads=self.subheads)
         q = q if self.q_gain is None else self.q_gain(q)
         k = rotation(k, self.k_bias, earlier, subheads=self.subheads)  # the first k is only a bias, but its v is 0
-        s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, skipped))
+        s = s.replace(q=q, k=k, v=v, beta=s.log_decay.exp() * (written + rest), gate=(z, value, shares))
         return s, tuple(x for x in (last_angles, last_k, last_v, last_written) if x is not None)
-
-    def _scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """(q + q_bias)·(k + k_bias) of each head [B,T,H·E], which the rotation of both does not change."""
-        q, k = (kernels.at_least_fp32(x).unflatten(2, (self.num_key_heads, self.subheads)) for x in (q, k))
-        of_q, of_k = (x.unflatten(0, (self.num_key_heads, -1, self.subheads)) for x in (self.q_bias, self.k_bias))
-        with without_autocast(q.device):
-            crossed = _products(q, of_k) + _products(k, of_q)
-        scores = (crossed + (q * k).sum(-1)[:, :, :, None] + (of_q * of_k).sum(-1)).flatten(2)
-        return scores if self.q_gain is None else self.q_gain(scores[..., None])[..., 0]
 
     def init_carried(self, batch_size: int, device: torch.device | str, dtype: torch.dtype) -> Carried:
         gates = self.gate_heads
@@ -197,4 +182,7 @@ class Mamba3(LinearMixer):
         return self.num_heads
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
-        return self.out_proj(self.output(o + s.gate[1], s.gate[0]).flatten(2))
+        z, value, shares = s.gate
+        fused = isinstance(self.output, GateOnly) and self.output.fused
+        y = skip_readout(o, value, shares, z if fused else None)
+        return self.out_proj((y if fused else self.output(y, z)).flatten(2))

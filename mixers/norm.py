@@ -256,7 +256,7 @@ class NormOnly(Output):
         return self.norm(o)
 
 
-class GateOnly(Output):
+class GateOnly(Output, Fusable):
     """o · SiLU(gate) without a norm. Inside `recomputing()` the result is not saved by what follows.
 
     Args:

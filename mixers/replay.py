@@ -12,101 +12,79 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.core.chunking import CHUNK
+from kernels.put_rows import put_rows
 
-Columns = tuple[int, int, tuple[int, ...]]  # number of a stream; its offset and strides in a row of the memory
+Memory = dict[int, Tensor]  # the streams of all tokens [B,nT,…] by their number, contiguous
 
 
 class Chunk(NamedTuple):
     """In place of a state, where a layer is given only the newest token of each sequence.
 
     Args:
-        state: Before the chunk, after a multiple of `CHUNK` tokens. A layer returns the state after the chunk here.
-        inputs: What earlier calls have computed of each token alone, as `kept` returns it; None before the first call,
-            in which the layer is given all tokens of the chunk.
+        state: Before the chunk, after a multiple of `CHUNK` tokens. A layer returns the state after the chunk here; it
+            may return None without `ends`.
+        inputs: What earlier calls of the layer have computed, in tensors that it may overwrite; None before the first
+            call, in which the layer is given all tokens of the chunk.
         at: The place of the newest token of each sequence among all B · `CHUNK` tokens [B] int64.
+        ends: Whether the newest token of some sequence is the last of its chunk.
     """
 
     state: Any
-    inputs: dict[tuple[Columns, ...], Tensor] | None
+    inputs: Any
     at: Tensor
+    ends: bool = True
 
-    def kept(self, new: Any) -> tuple[Any, dict[tuple[Columns, ...], Tensor]]:
+    def kept(self, new: Any, memory: Memory | None) -> tuple[Any, Memory]:
         """The streams of all tokens, and the memory that holds them for the next call.
 
         Args:
-            new: A pytree of streams: tensors [B,T,…] of all tokens, T = `CHUNK`, or of the newest, T = 1. Others are
-                taken as they come. Columns of one tensor stay columns of one tensor, since kernels may take them
-                together.
+            new: A pytree of streams: tensors [B,nT,…] of n steps of each token, of all tokens without a memory, else of
+                the newest. Others are taken as they come.
+            memory: What the last call returned; None in the first one.
         """
-        if self.inputs is None:
-            return new, _memory(tree_leaves(new), len(self.at))
-        whole = list(tree_leaves(new))
-        for streams, memory in self.inputs.items():
+        whole, B = list(tree_leaves(new)), len(self.at)
+        if memory is None:
+            streams = [i for i, x in enumerate(whole) if _steps(x, B)]
+            memory = {i: whole[i].clone(memory_format=torch.contiguous_format) for i in streams}
+        else:
             # others are constants, which looked like a stream of all tokens
-            new_ones = [stream for stream in streams if whole[stream[0]].shape[:2] == (len(self.at), 1)]
-            row = _row([whole[number] for number, *_ in new_ones], new_ones, memory)
-            if row is not None:
-                memory.flatten(0, 1).index_copy_(0, self.at, row)
-            for number, offset, strides in new_ones:
-                part = whole[number]
-                shape = (*memory.shape[:2], *part.shape[2:])
-                view = memory.as_strided(shape, (*memory.stride()[:2], *strides), memory.storage_offset() + offset)
-                if row is None:
-                    view.flatten(0, 1).index_copy_(0, self.at, part[:, 0])
-                whole[number] = view
+            streams = [i for i, x in memory.items() if whole[i].shape[1] * CHUNK == x.shape[1]]
+            rows = [memory[i].view(B * CHUNK, -1) for i in streams]
+            put_rows([whole[i].reshape(B, -1) for i in streams], rows, self.at)
+        for i in streams:
+            whole[i] = memory[i]
         leaves = iter(whole)
-        return tree_map(lambda _: next(leaves), new), self.inputs
+        return tree_map(lambda _: next(leaves), new), memory
 
     def newest(self, whole: Any) -> Any:
-        """The streams of the newest tokens [B,1,…] of those of all [B,CHUNK,…], or of all steps of tokens."""
-        B = len(self.at)
+        """The streams of the newest tokens [B,n,…] of those of all [B,n·CHUNK,…]."""
 
         def part(x: Any) -> Any:
-            steps = x.shape[1] // CHUNK if isinstance(x, Tensor) and x.dim() > 1 else 0
-            if not steps or not _is_stream(x, B, steps * CHUNK):
+            if not (steps := _steps(x, len(self.at))):
                 return x
-            at = self.at
-            if steps > 1:
-                at = (at[:, None] * steps + torch.arange(steps, device=at.device)).flatten()
-            return x.flatten(0, 1).index_select(0, at).unflatten(0, (B, steps))
+            rows = x.reshape(len(self.at) * CHUNK, steps, *x.shape[2:])
+            return rows.index_select(0, self.at)
 
         return tree_map(part, whole)
 
+    @property
+    def cu_seqlens(self) -> Tensor:
+        """Boundaries [2B+1] of documents in one row: the tokens of a sequence up to its newest, and those after it."""
+        first = torch.arange(len(self.at) + 1, device=self.at.device) * CHUNK
+        return torch.cat([torch.stack([first[:-1], self.at + 1], 1).flatten(), first[-1:]])
 
-def _is_stream(x: Any, rows: int, tokens: int) -> bool:
-    return isinstance(x, Tensor) and not isinstance(x, nn.Parameter) and x.shape[:2] == (rows, tokens)
+    def packed(self, streams: Any) -> Any:
+        """[B,CHUNK,…] → [1,B·CHUNK,…]."""
+        return tree_map(lambda x: x.flatten(0, 1)[None] if _steps(x, len(self.at)) else x, streams)
 
-
-def _memory(leaves: list[Any], B: int) -> dict[tuple[Columns, ...], Tensor]:
-    """The memory of streams, and which of its columns each of them is."""
-    memories, streams = dict[tuple[int, ...], Tensor](), dict[tuple[int, ...], tuple[Columns, ...]]()
-    for number, x in enumerate(leaves):
-        if _is_stream(x, B, CHUNK):
-            if (memory := _rows(x)) is not None:
-                columns = number, int(x.storage_offset()), x.stride()[2:]
-            else:
-                memory = x.clone(memory_format=torch.contiguous_format)
-                columns = number, 0, memory.stride()[2:]
-            key = memory.data_ptr(), *memory.shape
-            memories.setdefault(key, memory)
-            streams[key] = (*streams.get(key, ()), columns)
-    return {streams[key]: memory for key, memory in memories.items()}
+    def unpacked(self, streams: Any) -> Any:
+        """[1,n·B·CHUNK,…] → [B,n·CHUNK,…]."""
+        B = len(self.at)
+        return tree_map(lambda x: x.unflatten(1, (B, -1))[0] if _steps(x, 1, B * CHUNK) else x, streams)
 
 
-def _rows(x: Tensor) -> Tensor | None:
-    """The memory of a stream x [B,T,…] as [B,T,width], if it is some columns of that, else None."""
-    B, T = x.shape[:2]
-    width, rest = divmod(x.untyped_storage().nbytes(), x.itemsize * B * T)
-    if rest or x.stride(0) != T * width or (T > 1 and x.stride(1) != width):
-        return None
-    return x.as_strided((B, T, width), (T * width, width, 1), 0)
-
-
-def _row(parts: list[Tensor], streams: list[Columns], memory: Tensor) -> Tensor | None:
-    """The newest rows [B,width] of a memory, if `parts` are its columns in one tensor [B,1,width], else None."""
-    whole = _rows(parts[0]) if parts else None
-    if whole is None or memory.dim() != 3 or whole.shape[2] != memory.shape[2]:
-        return None
-    places = [(x.untyped_storage().data_ptr(), int(x.storage_offset()), x.stride()[2:]) for x in parts]
-    here = whole.untyped_storage().data_ptr()
-    return whole[:, 0] if places == [(here, offset, strides) for _, offset, strides in streams] else None
+def _steps(x: Any, rows: int, tokens: int = CHUNK) -> int:
+    """The steps n of each token of a stream [rows,n·tokens,…]; 0 if x is not one."""
+    if not isinstance(x, Tensor) or isinstance(x, nn.Parameter) or x.dim() < 2 or len(x) != rows:
+        return 0
+    return 0 if x.shape[1] % tokens else x.shape[1] // tokens

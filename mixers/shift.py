@@ -1,12 +1,14 @@
 """Streams shifted by one token, within each sequence or document."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 import kernels
 from kernels import UserError
 from kernels.core.recompute import remake
-from kernels.token_shift import previous_tokens
+from kernels.token_shift import moved, previous_tokens
 
 from .context_parallel import ContextParallel
 
@@ -83,6 +85,35 @@ def recomputed_shift(
     if context_parallel is None:
         previous = remake(previous, lambda *args: shifted(*args)[0], x, before, cu_seqlens)
     return previous, last
+
+
+def shifted_beside(
+    x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Like `recomputed_shift`, with x between the results, to be used in place of x: one pass adds both gradients."""
+    plain = before is None and cu_seqlens is None and context_parallel is None
+    if not plain or torch.compiler.is_compiling():
+        previous, last = recomputed_shift(x, before, cu_seqlens, context_parallel)
+        return previous, x, last
+    previous, x = _Beside.apply(x)
+    return remake(previous, moved, x), x, None
+
+
+class _Beside(torch.autograd.Function):
+    """The previous tokens of whole sequences [B,T,…], and the tokens themselves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        return moved(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, of_previous: Tensor, of_x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():  # to be differentiated again
+            return of_x + torch.cat([of_previous[:, 1:], torch.zeros_like(of_previous[:, :1])], 1)
+        total = torch.empty_like(of_x)
+        torch.add(of_x[:, :-1], of_previous[:, 1:], out=total[:, :-1])
+        total[:, -1] = of_x[:, -1]
+        return total
 
 
 def mixed_with_previous(

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. python reproductions/on_policy.py --config=gdn_h1.yaml model.hidden_size=64 model.num_layers=2 \\
         model.num_heads=2  # ten minutes on a CPU
-    PYTHONPATH=. python reproductions/on_policy.py --numbers=12 --prompts=16 --learning_rate=1e-3 \\
-        --demonstrations=1200 --table=on_policy_h200.csv \\
-        --config=gdn_h1.yaml model.hidden_size=512 model.num_heads=4 model.num_layers=8  # 36M parameters, on a GPU
+    PYTHONPATH=. python reproductions/on_policy.py --numbers=12 --prompts=16 --learning_rate=1e-3 --policy_rate=1e-4 \\
+        --demonstrations=1200 --steps=100 --table=reproductions/measured/on_policy_h200.csv \\
+        --config=gdn_h1.yaml model.hidden_size=512 model.num_heads=4 model.num_layers=8  # on a GPU, three minutes
 
 The task is recall with arithmetic on the keys. A prompt gives each number x a random value v(x), in random order, and a
 first number; the answer is the chain x → v(x + 1), whose next number is always recalled for the last one plus one. The
@@ -22,6 +22,7 @@ import argparse
 import copy
 import time
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -40,7 +41,8 @@ from zoo.lm.model import LanguageModel
 
 GROUP, CLIP = 8, 0.2  # answers to a prompt; largest change of a probability's ratio
 MODES = [(precision, deterministic) for precision in ("fp32", "bf16") for deterministic in (True, False)]
-COLUMNS = ("precision", "deterministic", "seed", "step", "reward", "kl", "largest_difference", "seconds")
+KEY = ("policy_rate", "precision", "deterministic", "seed")  # of a run
+COLUMNS = (*KEY, "step", "reward", "kl", "largest_difference", "seconds")
 COLUMNS += ("numbers", "hops", "parameters", "device", "torch")
 
 
@@ -139,13 +141,18 @@ def improve(
 
 
 def draw(rows: Sequence[dict[str, str]], file: Path) -> None:
-    """Plot reward and difference over blocks of ten steps: the mean and the range of the seeds."""
-    figure = new_figure(10, 3.8)
+    """Plot reward and difference over blocks of ten steps: the mean and the range of the seeds, for each rate."""
     panels = {"reward": "share of the chain before a mistake", "largest_difference": "largest |Δ log-probability|"}
-    for place, (key, label) in enumerate(panels.items(), start=1):
-        axes = figure.add_subplot(1, 2, place, xlabel="step", ylabel=label)
+    rates = sorted({row["policy_rate"] for row in rows}, key=float)
+    figure = new_figure(10, 3.8 * len(rates))
+    for place, (rate, (key, label)) in enumerate(product(rates, panels.items()), start=1):
+        title = f"learning rate of GRPO {float(rate):.0e}"
+        axes = figure.add_subplot(len(rates), 2, place, xlabel="step", ylabel=label, title=title)
         for precision, deterministic in MODES:
-            here = [row for row in rows if (row["precision"], row["deterministic"]) == (precision, str(deterministic))]
+            run = (rate, precision, str(deterministic))
+            here = [row for row in rows if tuple(row[name] for name in KEY[:3]) == run]
+            if not here:
+                continue
             seeds, steps = sorted({row["seed"] for row in here}), sorted({int(row["step"]) // 10 * 10 for row in here})
             blocks = {(seed, step): list[float]() for seed in seeds for step in steps}
             for row in here:
@@ -156,8 +163,9 @@ def draw(rows: Sequence[dict[str, str]], file: Path) -> None:
             axes.plot(steps, [fmean(line) for line in lines], label=name, linestyle="-" if deterministic else "--")
             axes.fill_between(steps, [min(line) for line in lines], [max(line) for line in lines], alpha=0.15)
         axes.grid(alpha=0.3)
-    figure.axes[1].set_yscale("symlog", linthresh=1e-8)
-    figure.axes[0].legend(fontsize="small")
+        if key == "largest_difference":
+            axes.set_yscale("symlog", linthresh=1e-8)
+    figure.axes[-2].legend(fontsize="small")
     write_figure(figure, file)
 
 
@@ -168,11 +176,10 @@ def main(options: argparse.Namespace) -> None:
     for seed in options.seeds:
         model = None
         for precision, deterministic in MODES:
-            key = (precision, str(deterministic), str(seed))
-            if (
-                sum(tuple(map(str, (r["precision"], r["deterministic"], r["seed"]))) == key for r in rows)
-                == options.steps
-            ):
+            run = {"policy_rate": options.policy_rate, "precision": precision, "deterministic": deterministic}
+            key = tuple(map(str, (run | {"seed": seed}).values()))
+            others = [row for row in rows if tuple(str(row[name]) for name in KEY) != key]
+            if len(rows) - len(others) == options.steps:
                 continue
             if model is None:
                 torch.manual_seed(seed)
@@ -180,13 +187,8 @@ def main(options: argparse.Namespace) -> None:
                     *options.config, *options.overrides, f"model.vocab_size={task.vocab_size}", device=device
                 )
                 demonstrate(model, task, options, seed)
-            facts = {"precision": precision, "deterministic": deterministic, "seed": seed, "numbers": task.numbers}
-            facts |= {
-                "hops": task.hops,
-                "parameters": model.num_parameters(),
-                "device": name,
-                "torch": torch.__version__,
-            }
+            facts = run | {"seed": seed, "numbers": task.numbers, "hops": task.hops}
+            facts |= {"parameters": model.num_parameters(), "device": name, "torch": torch.__version__}
             policy, new = copy.deepcopy(model), []
             title = f"{precision}, {'deterministic' if deterministic else 'default'}, seed {seed}"
             with tqdm(total=options.steps, desc=title) as bar:
@@ -194,7 +196,7 @@ def main(options: argparse.Namespace) -> None:
                     new.append(facts | numbers)
                     bar.set_postfix({key: f"{numbers[key]:.3g}" for key in ("reward", "kl", "largest_difference")})
                     bar.update()
-            rows = [row for row in rows if tuple(str(row[key]) for key in COLUMNS[:3]) != key] + new
+            rows = others + new
             write_csv.write(rows, options.table, COLUMNS)
     draw(write_csv.read(options.table), options.picture or options.table.with_suffix(".png"))
 

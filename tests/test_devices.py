@@ -16,6 +16,7 @@ from .commands import sitting_at, start
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
 ACCELERATOR = "gpu"
+DDP = ("--trainer.strategy=ddp",)
 CAPTURED, EAGER = ("--config", "train/cuda_graph.yaml"), ("--cuda_graph=false",)
 SHORT = """
 model: {hidden_size: 128, num_heads: 2, num_layers: 3}
@@ -132,6 +133,25 @@ def alone(runs: Runs) -> list[float]:
 def test_two_gpus_train_as_one(way: str, alone: list[float], runs: Runs) -> None:
     assert runs.losses(way) == pytest.approx(alone, rel=1e-3)
     assert json.loads((runs.folder / "runs" / way / "results.json").read_text())["devices"] == 2
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_two_gpus_have_the_bits_of_one(precision: str, tmp_path: Path, shared_cache: Path) -> None:
+    """In deterministic mode, with rows on each GPU and with parts of each row."""
+    parts = ("--deterministic_kernels=true", "--rows_per_device=2", "--sequence_parts=2", *EAGER)
+    runs, processes = {"one": (), "ddp": DDP, "context_parallel": (*DDP, "--context_parallel=2")}, {}
+    for name, way in runs.items():
+        arguments = short(name, *parts, *way, f"--trainer.precision={precision}", devices=2 if way else 1)
+        processes[name] = started(tmp_path, shared_cache, *arguments)
+    for name, process in processes.items():
+        losses_of(process, tmp_path / "runs" / name)
+    rows = {name: read_metrics(tmp_path / "runs" / name / "metrics.jsonl") for name in runs}
+    for key in ("train_loss", "gradient_norm"):
+        values = {name: [row[key] for row in rows[name] if key in row] for name in runs}
+        assert len(set(values["one"])) == 8
+        assert values["ddp"] == values["one"], key
+        assert values["context_parallel"] == values["one"], key
 
 
 @pytest.mark.multi_gpu

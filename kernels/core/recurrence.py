@@ -41,6 +41,7 @@ class Recurrences:
     erase: Tensor | None = None  # [B,nT,H·E,K]; k by default
     read_before: bool = False  # whether the erase key reads the state before it decays
     steps: int = 1
+    final: bool = True  # whether the final states are needed
 
     @property
     def differentiated(self) -> bool:

@@ -150,6 +150,7 @@ def delta_rule(
         read_before=read_before,
         steps=steps,
     )
+    a.final = return_state
     o, state = op_of(a)(q, a)
     return o, state if return_state else None
 

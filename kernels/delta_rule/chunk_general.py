@@ -20,6 +20,7 @@ from torch import Tensor
 from ..core.autocast import without_autocast
 from ..core.autograd import once
 from ..core.chunking import CHUNK, Chunking, Run, scan, scan_stacked
+from ..core.deterministic import is_deterministic
 from ..core.pair_decays import PairDecays
 from ..core.recurrence import Recurrences, at_least_fp32
 from .chunk import each_chunk, flat_runs, unit_lower_inverse
@@ -28,7 +29,9 @@ from .chunk import each_chunk, flat_runs, unit_lower_inverse
 def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,T,H,V] and the final states [N,H·E,K,V]."""
     with without_autocast(a.v.device):
-        c = Chunking(a, max(1, CHUNK // a.steps))
+        size = max(1, CHUNK // a.steps)
+        # in deterministic mode, a chunk also ends where decoding continues, which is at multiples of CHUNK tokens
+        c = Chunking(a, 1 << size.bit_length() - 1 if is_deterministic() else size)
         G, R, E = a.groups, a.repeats, a.subheads
         k, v = _rows(c, a.k, G, 1, E), _rows(c, a.v, G, R, 1)
         erase = k if a.erase is None else _rows(c, a.erase, G, R, E)

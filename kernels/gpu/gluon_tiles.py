@@ -16,6 +16,7 @@ COPY = gl.constexpr(gl.BlockedLayout([1, 8], [2, 16], [8, 1], [1, 0]))  # 16 byt
 ROWS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 64, 16]))  # tokens × channels
 PAIRS = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 2], [16, 32, 16]))  # tokens × tokens
 STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 128, 16]))
+NARROW_STATE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [8, 1], [16, 64, 16]))  # of 64 value channels
 # As `ROWS`, but each thread has 4 (`QUADS`) or 8 (`OCTETS`) neighbouring columns. Eight take half as many stores, but
 # Triton exchanges them through shared memory. Which of them is faster depends on the kernel.
 QUADS = gl.constexpr(
@@ -85,11 +86,13 @@ def key_head_of(n, groups, SUBHEADS: gl.constexpr):
 
 
 @gluon.jit
-def in_states(state, n, heads: gl.constexpr, LAYOUT: gl.constexpr = STATE, K: gl.constexpr = 128):
-    """Offsets of one state [K,128] among states [·,heads,K,128]."""
-    row, column = gl.arange(0, K, gl.SliceLayout(1, LAYOUT)), gl.arange(0, 128, gl.SliceLayout(0, LAYOUT))
-    offsets = gl.expand_dims(row * 128, 1) + gl.expand_dims(column, 0)
-    return offsets + (state.to(gl.int64) * heads + n) * (K * 128)
+def in_states(
+    state, n, heads: gl.constexpr, LAYOUT: gl.constexpr = STATE, K: gl.constexpr = 128, V: gl.constexpr = 128
+):
+    """Offsets of one state [K,V] among states [·,heads,K,V]."""
+    row, column = gl.arange(0, K, gl.SliceLayout(1, LAYOUT)), gl.arange(0, V, gl.SliceLayout(0, LAYOUT))
+    offsets = gl.expand_dims(row * V, 1) + gl.expand_dims(column, 0)
+    return offsets + (state.to(gl.int64) * heads + n) * (K * V)
 
 
 @gluon.jit
@@ -158,10 +161,10 @@ def copy_pairs(shared, x, tile, LAYOUT: gl.constexpr = NARROW_COPY):
 
 
 @gluon.jit
-def copy_state(shared, x, tile, wanted, K: gl.constexpr = 128):
-    """Start to copy a state [K, 128], if it is wanted."""
-    r = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, COPY)), 1)
-    async_load(shared, at_tile(x, tile * K, 0, 128, COPY, K, 128), mask=(r >= 0) & wanted)
+def copy_state(shared, x, tile, wanted, K: gl.constexpr = 128, V: gl.constexpr = 128, LAYOUT: gl.constexpr = COPY):
+    """Start to copy a state [K, V], if it is wanted."""
+    r = gl.expand_dims(gl.arange(0, K, gl.SliceLayout(1, LAYOUT)), 1)
+    async_load(shared, at_tile(x, tile * K, 0, V, LAYOUT, K, V), mask=(r >= 0) & wanted)
 
 
 @gluon.jit

@@ -2,6 +2,8 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -78,6 +80,45 @@ def copy_rows(x: Tensor, y: Tensor) -> None:
     tile = {"C": C, "ROWS": max(1, COPIED // block), "BLOCK": block}
     if rows:
         enqueue(copy_tile, cdiv(rows, tile["ROWS"]), x, y, rows, x_row, row_stride(y), **tile)
+
+
+PUT, WIDE = 6, 1024  # tensors of a launch, and elements of a row that are copied together
+
+
+@triton.jit
+def put_row(x, memory, at, PLACE: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    program = tl.program_id(0)
+    if memory is not None:  # noqa: SIM102 - known when it is compiled
+        if program % 6 == PLACE:
+            row = (program // 6).to(tl.int64)
+            for first in tl.static_range(0, C, WIDE):
+                c = first + tl.arange(0, WIDE)
+                tl.store(memory + tl.load(at + row) * C + c, tl.load(x + row * C + c, mask=c < C), mask=c < C)
+
+
+@triton.jit
+def put(
+    at, x0, y0, x1, y1, x2, y2, x3, y3, x4, y4, x5, y5,
+    C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    """A program for each row of each of 6 tensors."""
+    put_row(x0, y0, at, 0, C0, WIDE)
+    put_row(x1, y1, at, 1, C1, WIDE)
+    put_row(x2, y2, at, 2, C2, WIDE)
+    put_row(x3, y3, at, 3, C3, WIDE)
+    put_row(x4, y4, at, 4, C4, WIDE)
+    put_row(x5, y5, at, 5, C5, WIDE)
+
+
+def put_rows(rows: Sequence[Tensor], memories: Sequence[Tensor], at: Tensor) -> None:
+    """Write rows [B,C] of each tensor to the places `at` [B] of a contiguous memory [N,C]."""
+    for first in range(0, len(rows) if len(at) else 0, PUT):
+        pairs = list(zip(rows, memories, strict=True))[first : first + PUT]
+        missing = PUT - len(pairs)
+        tensors = [x for row, memory in pairs for x in (row.contiguous(), memory)] + [None, None] * missing
+        widths = [row.shape[1] for row, _ in pairs] + [1] * missing
+        enqueue(put, PUT * len(at), at, *tensors, **{f"C{i}": width for i, width in enumerate(widths)}, WIDE=WIDE)
 
 
 def row_stride(x: Tensor) -> int:

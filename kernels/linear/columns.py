@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import plain
-from ..core.backend import backend_name
+from ..core.backend import backend_name, loaded
+
+LARGE = 2**22  # numbers from which on parts are copied one by one
 
 
 def split_columns(y: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
@@ -77,7 +79,15 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         first = gradients[0]
-        if torch.is_grad_enabled() or columns_of(gradients, first.dim() - 1) != ctx.starts:
-            return torch.cat(gradients, -1), None  # which can be differentiated again
+        if torch.is_grad_enabled():  # which can be differentiated again
+            return torch.cat(gradients, -1), None
         shape = (*first.shape[:-1], sum(g.shape[-1] for g in gradients))
-        return first.as_strided(shape, contiguous_strides(shape)), None
+        if columns_of(gradients, first.dim() - 1) == ctx.starts:
+            return first.as_strided(shape, contiguous_strides(shape)), None
+        if not first.is_cuda or math.prod(shape) < LARGE or any(g.dtype != first.dtype for g in gradients):
+            return torch.cat(gradients, -1), None
+        joined = first.new_empty(shape)
+        copy = loaded("kernels.gpu.rows:copy_rows")  # PyTorch moves few bytes at a time
+        for place, gradient in zip(joined.split([g.shape[-1] for g in gradients], -1), gradients, strict=True):
+            copy(gradient, place)
+        return joined, None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..core.autograd import plain
-from ..core.backend import Op
+from ..core.backend import Op, loaded
 from ..core.documents import documents, places
 from ..core.recompute import remake
 from ..core.recurrence import at_least_fp32
@@ -39,12 +39,26 @@ def starting(x: Tensor, before: Tensor, cu_seqlens: Tensor | None) -> tuple[Tens
 
 def previous_tokens(x: Tensor, before: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
     """The token before each token of x [B,T,…]: in front of each sequence that of `before` [N,…], by default zeros."""
-    if before is None:
-        before = x.new_zeros(len(x) if cu_seqlens is None else len(cu_seqlens) - 1, *x.shape[2:])
     if cu_seqlens is None:  # one copy
-        return torch.cat([before[:, None].to(x.dtype), x[:, :-1]], 1)
+        first = x.new_zeros(len(x), 1, *x.shape[2:]) if before is None else before[:, None].to(x.dtype)
+        return torch.cat([first, x[:, :-1]], 1)
+    if before is None:
+        starts = (places(cu_seqlens, x.shape[1])[1] == 0).view(1, -1, *[1] * (x.dim() - 2))
+        return torch.where(starts, 0, x.roll(1, 1))
     starts, first = starting(x, before, cu_seqlens)
     return torch.where(starts, first, x.roll(1, 1))
+
+
+def moved(x: Tensor) -> Tensor:
+    """`previous_tokens` of whole sequences without a state, for code without gradients."""
+    rows = x.flatten(2)
+    whole = rows.stride(2) == 1 and rows.stride(0) == rows.shape[1] * rows.stride(1)
+    if not (x.is_cuda and x.numel() and whole):
+        return previous_tokens(x, None, None)
+    y = x.new_empty(x.shape)  # a launch that copies all rows to the next places, though those are of other sequences
+    loaded("kernels.gpu.rows:copy_rows")(rows.flatten(0, 1)[:-1], y.flatten(2).flatten(0, 1)[1:])
+    y[:, 0] = 0
+    return y
 
 
 def reference(

@@ -15,11 +15,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ..core.autocast import without_autocast
 from ..core.backend import same_backend
+from ..core.expansion import expanded
 from ..core.recurrence import at_least_fp32
 from ..linear.tiles import implementation, tiled_products
 from .arguments import Attention
 from .chunk import BLOCK, padded
-from .decay import first_keys, widened
+from .decay import first_keys, summed
 
 
 def forward(a: Attention) -> Tensor:
@@ -53,14 +54,13 @@ def _from(a: Attention, rows: list[int], first: int) -> Tensor:
 
 def _rows(a: Attention) -> Tensor:
     """o [B,T,H,V], where all keys are valid."""
-    if a.log_decay is not None:  # sums begin with the first valid key
-        first = first_keys(a.log_decay)[:, -a.q.shape[1] :]
-        return _scores(widened(a), first)[..., : a.v.shape[3]].to(a.v.dtype)
-    return _scores(a, None)
+    first = None if a.log_decay is None else first_keys(a.log_decay)[:, -a.q.shape[1] :]
+    total = None if a.log_decay is None else summed(a).transpose(1, 2)  # the sums begin with the first valid key
+    return _scores(a, first, total)
 
 
-def _scores(a: Attention, first: Tensor | None) -> Tensor:
-    """o [B,T,H,V] without log decays; `first` is the first key [B,T,H] that each query sees."""
+def _scores(a: Attention, first: Tensor | None, total: Tensor | None) -> Tensor:
+    """o [B,T,H,V], from the first key [B,T,H] that each query sees, and sums [B,H,S] of the log decays."""
     q, k, v = a.q, a.k, a.v
     (_, T, H, _), S, heads, dtype = q.shape, k.shape[1], k.shape[2], v.dtype
     count, seen = -(-T // BLOCK), S - T
@@ -73,6 +73,7 @@ def _scores(a: Attention, first: Tensor | None) -> Tensor:
         scored = partial(checkpoint, scored, use_reentrant=False, context_fn=same_backend)
     q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, after)).unflatten(1, (heads, -1))
     k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, ahead, after)) for x in (k, v))
+    total = None if total is None else F.pad(total, (ahead, after)).unflatten(1, (heads, -1))  # [B,Hkv,R,S]
     outputs = []
     for n in range(count):
         stop = ahead + seen + (n + 1) * BLOCK
@@ -88,13 +89,21 @@ def _scores(a: Attention, first: Tensor | None) -> Tensor:
             seen_from = seen_from.mT.unflatten(1, (heads, -1)).flatten(2, 3)  # [B,Hkv,R·BLOCK]
             hidden = hidden | (key < seen_from[..., None])
         block = q[..., n * BLOCK : (n + 1) * BLOCK, :].flatten(2, 3)  # [B,Hkv,R·BLOCK,D]
-        o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden)
+        sums = () if total is None else (total[..., stop - BLOCK : stop], total[..., start:stop])
+        o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden, *sums)
         outputs.append(o.unflatten(2, (-1, BLOCK)))
     return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T].transpose(1, 2).to(dtype)
 
 
-def _scored(how: str, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    return _times(torch.softmax(_times(q, k.mT, how).masked_fill(hidden, -torch.inf), -1), v, how)
+def _scored(how: str, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *sums: Tensor) -> Tensor:
+    """o [B,Hkv,R·BLOCK,V]; `sums` of the log decays are those of the queries [B,Hkv,R,BLOCK] and keys [B,Hkv,R,S]."""
+    scores = _times(q, k.mT, how)
+    if sums:
+        of_queries, of_keys = sums[0][..., None], sums[1][..., None, :]
+        pairs = torch.broadcast_shapes(of_queries.shape, of_keys.shape)
+        between = expanded(of_queries, pairs) - expanded(of_keys, pairs)
+        scores = scores + between.to(scores.dtype).flatten(2, 3)
+    return _times(torch.softmax(scores.masked_fill(hidden, -torch.inf), -1), v, how)
 
 
 def _times(a: Tensor, b: Tensor, how: str) -> Tensor:

@@ -31,7 +31,7 @@ select case model when 'gated_deltanet' then 'Gated DeltaNet' when 'gla' then 'G
   max(case size when '5M' then value end) as "5M", max(case size when '20M' then value end) as "20M",
   max(case size when '60M' then value end) as "60M", max(case size when '150M' then value end) as "150M",
   max(case size when '400M' then value end) as "400M", max(case size when '1.3B' then value end) as "1.3B"
-from shown group by model, tokens order by case model when 'gated_deltanet' then 0 when 'gla' then 1 when 'mamba2' then 2 when 'h2' then 3 else 4 end, tokens
+from shown where tokens <> 32768 group by model, tokens order by case model when 'gated_deltanet' then 0 when 'gla' then 1 when 'mamba2' then 2 when 'h2' then 3 else 4 end, tokens
 
 -- cost_over_size_peers_h100: reproductions/measured/cost_over_size_peers_h100.csv
 with of as (select *, case when model in ('fla', 'gated_deltanet') then 'Gated DeltaNet' else 'Transformer++, Llama' end as family,
@@ -87,13 +87,24 @@ from (select min(rowid) as place, what, batch, how, avg(case mode when 'default'
   avg(case mode when 'deterministic' then cast(ms as real) end) as ms from rows group by what, batch, how) order by place
 
 -- on_policy_cpu: reproductions/measured/on_policy_cpu.csv
-select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode,
+select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds,
   printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
-  printf('%.2f', avg(case when cast(step as int) >= 140 then reward end)) as "reward at last",
+  printf('%.2f', avg(case when cast(step as int) >= steps - 10 then reward end)) as "at last",
   case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",
   case max(cast(largest_difference as real)) when 0 then '0' else printf('%.0e', max(cast(largest_difference as real))) end
     as "largest Δ log p"
-from rows group by precision, deterministic order by precision desc, deterministic desc
+from rows join (select policy_rate, count(distinct step) as steps from rows group by policy_rate) using (policy_rate)
+  group by policy_rate, precision, deterministic order by cast(policy_rate as real), precision desc, deterministic desc
+
+-- on_policy_h200: reproductions/measured/on_policy_h200.csv
+select printf('%.0e', policy_rate) as "rate", precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds,
+  printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
+  printf('%.2f', avg(case when cast(step as int) >= steps - 10 then reward end)) as "at last",
+  case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",
+  case max(cast(largest_difference as real)) when 0 then '0' else printf('%.0e', max(cast(largest_difference as real))) end
+    as "largest Δ log p"
+from rows join (select policy_rate, count(distinct step) as steps from rows group by policy_rate) using (policy_rate)
+  group by policy_rate, precision, deterministic order by cast(policy_rate as real), precision desc, deterministic desc
 
 -- scaling_h200: reproductions/measured/scaling_h200.csv
 select 'Gated DeltaNet ' || upper(model) as "tokens/s, part of four times one GPU",
@@ -177,18 +188,6 @@ select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as
     field(rowid, 'peers.cudnn*.fwd_bwd_ratio')) as "ratio of calls"
 from rows where job = 'full'
 
--- performance.window: reproductions/measured/performance_attention.csv
-select printf('(%d, %d, %d, %d)', "shape.B", "shape.H", "shape.T", "shape.D") as "(B, H, T, D)",
-  window_size as window,
-  formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as "this project, ms",
-  formatted('%.3f / %.3f', field(rowid, 'peers.flex_attention*.fwd_graph_ms'),
-    field(rowid, 'peers.flex_attention*.fwd_bwd_graph_ms')) as "FlexAttention, ms",
-  formatted('%.2f / %.2f', field(rowid, 'peers.flex_attention*.fwd_graph_ratio'),
-    field(rowid, 'peers.flex_attention*.fwd_bwd_graph_ratio')) as ratio,
-  formatted('%.2f / %.2f', field(rowid, 'peers.flex_attention*.fwd_ratio'),
-    field(rowid, 'peers.flex_attention*.fwd_bwd_ratio')) as "ratio of calls"
-from rows where job = 'window'
-
 -- performance.loss: reproductions/measured/performance_loss.csv
 select case implementation when 'ours' then 'this project' else 'PyTorch, all logits' end as loss,
   printf('%d × %d, %d entries', tokens, hidden_size, vocab_size) as "tokens × width, vocabulary",
@@ -244,27 +243,18 @@ select iif(kind = 'ops', substr(subject, 1, instr(subject, ' (') - 1), iif(subje
   errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
 from rows where kind in ('ops', 'layers') group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
--- proofs_h100: reproductions/measured/proofs_h100.csv
-select substr(subject, 1, instr(subject, ' (') - 1) as "op",
+-- proofs_h200: reproductions/measured/proofs_h200.csv
+select iif(kind = 'ops', substr(subject, 1, instr(subject, ' (') - 1), iif(subject like '%.yaml', 'hybrids', 'mixers')) as "op",
   errors(dtype, says) filter (where "check" = 'causal') as "causal",
   errors(dtype, says) filter (where "check" = 'rows') as "rows",
   errors(dtype, says) filter (where "check" = 'packed') as "packed",
   errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
+  errors(dtype, says) filter (where "check" = 'sampled') as "sampled",
   errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
   errors(dtype, says) filter (where "check" = 'gates') as "gates",
   errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
-from rows where kind = 'ops' and (subject like '%triton' or subject like 'window_attention%') group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
-
--- proofs_h200: reproductions/measured/proofs_h200.csv
-select iif(subject like '%.yaml', 'hybrids', 'mixers') as "op",
-  errors(dtype, says) filter (where "check" = 'causal') as "causal",
-  errors(dtype, says) filter (where "check" = 'rows') as "rows",
-  errors(dtype, says) filter (where "check" = 'packed') as "packed",
-  errors(dtype, says) filter (where "check" = 'invariant') as "invariant",
-  errors(dtype, says) filter (where "check" = 'pieces') as "pieces",
-  errors(dtype, says) filter (where "check" = 'sampled') as "sampled",
-  errors(dtype, says) filter (where "check" = 'repeats') as "repeats"
-from rows group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
+from rows where kind = 'layers' or (kind = 'ops' and (subject like '%triton' or subject like 'window_attention%'))
+  group by 1 having errors(dtype, says) <> 'exact' order by min(rowid)
 
 -- families: families
 select '`' || family || '`' as family, reads, writes, gguf as "GGUF", configs as "configs, logits compared" from rows
@@ -359,8 +349,8 @@ select '`' || model || '.yaml`' as model, printf('%.0fM', parameters / 1e6) as p
   printf('%.2fM', state / 1e6) || iif(grows, ', and grows', '') as "numbers of state at 4,096 tokens",
   printf('%.2f', gflops) as "GFLOP a token",
   case when tokens_per_second then printf('%.0fk', tokens_per_second / 1e3) || iif(batch_size < 8, printf(' (%d)', batch_size), '') end
-  as "tokens/s in training"
-from rows order by tokens_per_second is null, tokens_per_second desc, grows, state
+  as "tokens/s in training", case when device like '%H100%' then 'H100' when device like '%H200%' then 'H200' end as card
+from rows order by tokens_per_second is null, card desc, tokens_per_second desc, grows, state
 
 -- newer_training_h100: reproductions/measured/newer_training_h100.csv
 with ours as (select *, row_number() over () as n from rows where model not like 'fla %'),

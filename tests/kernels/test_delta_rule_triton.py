@@ -220,6 +220,22 @@ def test_segments(gate: str, state: bool, K: int, V: int, monkeypatch: pytest.Mo
     agree(a)
 
 
+@interpreted
+@pytest.mark.parametrize("cut", [False, True])
+def test_final_states_are_left_out(cut: bool, monkeypatch: pytest.MonkeyPatch):
+    if cut:
+        monkeypatch.setattr(gpu_plan, "segments", lambda *passed: 3)
+    a = small(300 if cut else 66)
+    args = gpu_op.Arguments(
+        *(a[n] for n in ("q", "k", "v", "beta", "log_decay", "initial_state")), None, 1, 1.0, gpu_op.NOTHING
+    )
+    outputs = gpu_op.compute(args._replace(final=False))
+    assert outputs.final_state is None
+    assert torch.equal(outputs.o, gpu_op.compute(args).o)
+    with kernels.backend("triton"):
+        assert torch.equal(kernels.delta_rule(**a)[0], kernels.delta_rule(**a, return_state=True)[0])
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("length", [1.0, 1.5])
@@ -342,7 +358,8 @@ def test_what_the_kernels_cannot_take(change: dict[str, Any], reason: str):
 def test_the_ops_are_registered_properly():
     a = small(3)
     passed = [a[name].to(DEVICE).requires_grad_() for name in ("q", "k", "v", "beta", "log_decay", "initial_state")]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*passed, None, 1, 0.25, True, False))
+    for tensors, final in ((passed, True), ([x.detach() for x in passed], False)):
+        torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule, (*tensors, None, 1, 0.25, True, final, False))
     one = [x.detach() if x is passed[-1] else x.detach()[:, :1] for x in passed]
     torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule_step, (*one, 1, 0.25))
 

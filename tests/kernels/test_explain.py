@@ -40,6 +40,11 @@ CASES = {
         ["scalar_decay.head_gates", "sequential_pass.output_pass"],
         ["scalar_decay.head_gates", "hopper_scalar_decay.states", "hopper_scalar_decay.gradients"],
     ),
+    "linear_recurrence --gate head --V 64 --H 32": (  # Mamba-2's sizes
+        ["scores_in_pass", "hopper_scalar_decay"],
+        ["scalar_decay.head_gates", "sequential_pass.output_pass"],
+        ["scalar_decay.head_gates", "hopper_scalar_decay.states", "hopper_scalar_decay.gradients"],
+    ),
     "linear_recurrence --gate head --device A100 --K 64": (
         ["scores_in_pass", "scores_first"],
         ["scalar_decay.head_gates", "sequential_pass.output_pass"],

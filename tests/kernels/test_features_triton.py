@@ -329,12 +329,13 @@ def test_gates_beside_streams_that_are_launched_alone(rank: int):
 
 
 @interpreted
-def test_histories_that_may_be_written_are():
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_histories_that_may_be_written_are(deterministic: bool):
     arguments = streams([THREE[0], THREE[1], THREE[0]], 1, B=2)
     arguments[1]["history"] = (
         arguments[1]["history"].transpose(0, 1).contiguous().transpose(0, 1)
     )  # cannot be used as it lies
-    with torch.no_grad():
+    with torch.no_grad(), kernels.deterministic(deterministic):
         expected = together(arguments, "reference")
         own = [{**a, "history": a["history"].clone() if i == 0 else a["history"]} for i, a in enumerate(arguments)]
         kept = [a["history"].clone() for a in own]

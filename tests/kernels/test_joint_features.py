@@ -198,6 +198,15 @@ def test_split_columns(columns: list[int], whole: bool, copies: list[int]):
         assert torch.equal(part, wanted)
 
 
+@pytest.mark.gpu
+def test_large_gradients_of_columns_are_copied():
+    y = torch.randn(2**13, 528, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    widths = [256, 16, 256]
+    arriving = [torch.randn(2**13, width, device="cuda", dtype=torch.bfloat16) for width in widths]
+    (actual,) = torch.autograd.grad(kernels.split_columns(y * 1, widths), y, arriving)
+    assert torch.equal(actual, torch.cat(arriving, -1))
+
+
 def test_split_columns_under_a_compiler():
     y = torch.randn(2, 6).requires_grad_()
 

@@ -299,7 +299,7 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setitem(sys.modules, HEAD, interpreted(HEAD, "states", "gradients"))
     launch = gpu_plan.launch  # the others of these passes have none for so many channels in fp32
     monkeypatch.setattr(gpu_plan, "launch", lambda kernel, size, *where: launch(kernel, min(size, 64), *where))
-    monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate != "channel" and not case.beta))
+    monkeypatch.setattr(Case, "gluon", property(lambda case: case.gate != "channel"))
     monkeypatch.setattr(gpu_op, "largest", lambda op, dtype, device: 128)
     plan.of_rows.cache_clear()
     yield
@@ -318,6 +318,13 @@ ALL = [
     {"T": 140, "documents": [0, 0, 5, 138, 140]},
 ]
 LONG = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # a document of more than one block
+NARROW = [
+    {"T": 130, "V": 64, "decay": "mixed"},
+    {"T": 70, "V": 64, "beta": "random", "decay": "strong"},  # Mamba-2's sizes
+    {"T": 140, "V": 64, "beta": "random", "B": 2, "R": 2, "E": 2},
+    {"T": 140, "V": 64, "beta": "random", "documents": [0, 0, 5, 138, 140]},
+    {"T": 130, "beta": "random"},
+]
 
 
 @pytest.mark.slow
@@ -326,6 +333,9 @@ LONG = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # a document of more than o
     ("gate", "options"),
     [
         *((gate, options) for gate in OTHERS for options in ALL),
+        *(("head", options) for options in NARROW),
+        ("none", NARROW[1]),
+        ("constant", NARROW[2]),
         ("head", LONG),
         *(pytest.param(gate, LONG, marks=pytest.mark.nightly) for gate in ("none", "constant")),
     ],
@@ -383,7 +393,7 @@ def test_one_pass_is_for_what_fills_half_of_a_gpu(B: int, H: int, T: int, whole:
 
 
 STRIDES = ("q_token", "k_token", "v_token", "grad_token", "x_token", "y_token")
-FP32 = ("log_decay", "gates", "ends", "first", "last", "shrunk", "log_decay_grad")
+FP32 = ("log_decay", "gates", "ends", "first", "last", "shrunk", "log_decay_grad", "beta_grad")
 NUMBERS = dict.fromkeys(("q_head", "k_head", "v_head", "grad_head", "x_head", "y_head", "chunks", "groups"), "i32")
 
 
@@ -439,12 +449,14 @@ def test_sizes_of_the_one_pass(K: int, V: int, parts: int, path: str, monkeypatc
     ("kernel", "tokens", "fixed"),
     [
         ("states", STRIDES[1:3], {"first": None}),
-        ("gradients", STRIDES[:4], {"last": None, "first": None}),
-        ("gradients", STRIDES[:4], {"log_decay_grad": None}),
+        ("gradients", STRIDES[:4], {"last": None, "first": None, "beta_grad": None, "BETA": False}),
+        ("gradients", STRIDES[:4], {"log_decay_grad": None, "BETA": True}),
+        ("gradients", STRIDES[:4], {"first": None, "BETA": True}),
     ],
 )
-def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any]):
-    compiles(HEAD, kernel, tokens, fixed)
+@pytest.mark.parametrize("V", [64, 128])
+def test_other_decays_compile_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], V: int):
+    compiles(HEAD, kernel, tokens, {**fixed, "V": V})
 
 
 def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str, Any], decays: str = "*fp32") -> None:
@@ -478,6 +490,9 @@ HALF_KEYS: list[dict[str, Any]] = [
     ("gate", "rounded", "options"),
     [
         *((gate, False, options) for gate in OTHERS for options in ON_DEVICE),
+        *(("head", False, {**options, "V": 64, "beta": "random"}) for options in ON_DEVICE),
+        ("none", False, {"T": 1100, "V": 64}),
+        ("constant", False, {"T": 1100, "beta": "random", "G": 2}),
         *(("channel", rounded, options) for rounded in (False, True) for options in [*ON_DEVICE, *HALF_KEYS]),
     ],
 )
@@ -494,6 +509,17 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     for _ in range(20):  # no atomics: a difference would be a race
         repeated = run(a, backend="triton", subheads=E)
         assert all(torch.equal(first[name], repeated[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("V", [64, 128])
+@pytest.mark.parametrize("decay", ["strong", "resets"])
+def test_device_input_gates(V: int, decay: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
+    plan.of_rows.cache_clear()
+    a = small(1100, "head", G=2, V=V, beta="random", decay="mixed" if decay == "resets" else decay)
+    a = with_resets(a) if decay == "resets" else a
+    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
 
 
 @pytest.mark.gpu

@@ -43,6 +43,12 @@ def test_sums_are_exact_and_gradients_are_close(bounds: list[int] | None, backen
     torch.testing.assert_close(actual[2:], expected[2:], rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("bounds", PACKED)
+def test_blocks_that_are_added_up_in_several_turns(bounds: list[int] | None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kernels.turns.gpu.op.SPAN", 2)
+    test_sums_are_exact_and_gradients_are_close(bounds, "triton")
+
+
 @pytest.mark.parametrize("T", [1, 31, 32, 33])
 def test_short_sequences(T: int):
     inputs = inputs_of(2, T, 1, 4)

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 import kernels
 import mixers
-from mixers import Expanded, GatedRMSNorm, Mamba3, Site
+from mixers import Expanded, GatedRMSNorm, GateOnly, Mamba3, Site
 from mixers.angles import cumulative_angles
 from mixers.mamba3 import Trapezoid
 
 from .finite_differences import check_against_formula
 from .test_parity import shaken
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SITE = Site(hidden_size=32, num_heads=2)
 SMALL = partial(Mamba3, head_dim=16, state_dim=12, num_groups=2)
 Weights = Mapping[str, np.ndarray]
@@ -134,6 +135,35 @@ def test_gradients_of_recomputed_keys(bounds: list[int] | None):
     with kernels.recomputing():
         y = mixer(x, cu_seqlens=cu_seqlens)[0]
     assert all(torch.equal(one, other) for one, other in zip(gradients(y), expected, strict=True))
+
+
+class Doubled(GateOnly):
+    def forward(self, o: torch.Tensor, gate: torch.Tensor | None) -> torch.Tensor:
+        return 2 * super().forward(o, gate)
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("bounds", [None, [0, 5, 5, 37]])
+def test_kernels_compute_what_pytorch_does(bounds: list[int] | None, factor: int):
+    pytest.importorskip("triton")
+    mixer = shaken(Expanded(mixer=SMALL, factor=factor)(SITE)).to(DEVICE)
+    x = torch.randn(1, 37, 32, device=DEVICE, requires_grad=True)
+    cu_seqlens, results = None if bounds is None else torch.tensor(bounds, device=DEVICE), []
+    for backend in ("torch", "triton"):
+        with kernels.backend(backend), kernels.recomputing():
+            y = mixer(x, cu_seqlens=cu_seqlens)[0]
+        results.append((y, *torch.autograd.grad(y.square().sum(), [x, *mixer.parameters()])))
+    torch.testing.assert_close(*results, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_subclass_of_the_output_gate_is_called(backend: str):
+    pytest.importorskip("triton")
+    mixer, x = SMALL(SITE).to(DEVICE), torch.randn(1, 9, 32, device=DEVICE)
+    with kernels.backend(backend):
+        expected = 2 * mixer(x)[0]
+        mixer.output = Doubled(16)
+        torch.testing.assert_close(mixer(x)[0], expected)
 
 
 def test_the_first_values_and_sizes():

@@ -8,49 +8,42 @@ from torch import Tensor, nn
 
 import kernels
 from kernels.core.chunking import CHUNK
-from mixers import GLA, Site, Streams
+from mixers import GLA, GatedDeltaProduct, Site, Streams, TokenMixer
 from mixers.replay import Chunk
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 
-B, SIZES = 3, (8, 4, 1)
+B = 3
+LAST = torch.tensor([4, 63, 0])  # places of the newest tokens
 
 
-def columns(rows: Tensor) -> tuple[Tensor, ...]:
-    """A stream of heads, one of channels, and one per head, as a projection has them; and one that is alone."""
-    x, y, z = rows.split(SIZES, -1)
-    return x.unflatten(-1, (2, 4)), y, z, rows.flip(-1).clone()
-
-
-@pytest.mark.parametrize("whole_rows", [True, False])
-def test_streams_stay_columns_of_one_tensor(whole_rows: bool):
-    tokens = torch.randn(B, CHUNK, sum(SIZES))
-    last = torch.tensor([4, 63, 0])
-    at = torch.arange(B) * CHUNK + last
+@pytest.mark.parametrize("steps", [1, 2])
+def test_streams_of_all_tokens_are_kept(steps: int):
+    tokens, constant = torch.randn(B, CHUNK, steps, 3), torch.ones(2)
+    expected = tokens.flatten(1, 2)
+    chunk = Chunk(None, None, torch.arange(B) * CHUNK + LAST)
     given = tokens.clone()
-    given[range(B), last] = torch.nan
-    streams, inputs = Chunk(None, None, at).kept((columns(given), None, torch.ones(2)))
-    assert [len(numbers) for numbers in inputs] == [3, 1]
-    newest = columns(tokens[torch.arange(B), last][:, None].clone())
-    if not whole_rows:  # a kernel may return the newest token of each stream in memory of its own
-        newest = tuple(x.clone() for x in newest)
-    (streams, *others), again = Chunk(None, inputs, at).kept((newest, None, torch.ones(2)))
-    assert again is inputs
+    given[range(B), LAST] = torch.nan
+    _, memory = chunk.kept((given.flatten(1, 2), None, constant), None)
+    newest = tokens[range(B), LAST]
+    (stream, *others), again = chunk.kept((newest, None, constant), memory)
+    assert again is memory
     assert others[0] is None
-    for actual, expected in zip(streams, columns(tokens), strict=True):
-        assert torch.equal(actual, expected)
-    assert len({x.untyped_storage().data_ptr() for x in streams}) == 2
+    assert others[1] is constant
+    assert torch.equal(stream, expected)
+    assert torch.equal(chunk.newest(stream), newest)
+    assert chunk.newest(constant) is constant
 
 
-def test_the_newest_of_several_steps():
-    chunk = Chunk(None, {}, torch.tensor([0, CHUNK + 5]))
-    x = torch.arange(2 * 2 * CHUNK).view(2, 2 * CHUNK, 1)
-    constant = torch.ones(4)
-    newest, same = chunk.newest((x, constant))
-    assert newest.flatten().tolist() == [0, 1, 2 * CHUNK + 10, 2 * CHUNK + 11]
+def test_packed_sequences_end_with_their_newest_tokens():
+    chunk, x, constant = Chunk(None, None, torch.arange(B) * CHUNK + LAST), torch.randn(B, CHUNK, 2), torch.ones(2)
+    assert chunk.cu_seqlens.tolist() == [0, 5, 64, 128, 128, 129, 192]
+    row, same = chunk.packed((x, constant))
+    assert row.shape == (1, B * CHUNK, 2)
     assert same is constant
+    assert torch.equal(chunk.unpacked(row), x)
 
 
 def test_each_token_is_projected_once(monkeypatch: pytest.MonkeyPatch):
@@ -109,9 +102,17 @@ class Odd(GLA):
         return super().readout(o * (mean + wide.sum(-1) + shift.sum())[..., None, None], s.replace(gate=gate))
 
 
+class ThreeSteps(GatedDeltaProduct):
+    """A number of steps that does not divide a chunk."""
+
+    def __init__(self, site: Site):
+        super().__init__(site, num_steps=3)
+
+
+@pytest.mark.parametrize("mixer", [Odd, ThreeSteps])
 @pytest.mark.parametrize("lengths", [(5,), (5, CHUNK - 1)])
-def test_all_kinds_of_streams(lengths: tuple[int, ...]):
-    lm = LanguageModel(Uniform(Odd), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2).eval()
+def test_all_kinds_of_streams(lengths: tuple[int, ...], mixer: type[TokenMixer]):
+    lm = LanguageModel(Uniform(mixer), vocab_size=19, hidden_size=32, num_heads=2, num_layers=2).eval()
     prompts = [torch.arange(length) % 19 for length in lengths]
     with kernels.deterministic():
         drawn = [*sample_tokens(lm, prompts, max_new_tokens=4, seed=1)]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from mixers.shift import recomputed_shift, shifted
+from mixers.shift import recomputed_shift, shifted, shifted_beside
 
 
 def test_whole_sequences():
@@ -18,6 +18,32 @@ def test_whole_sequences():
     alone, none = shifted(x, None, None)
     assert torch.equal(alone, before)
     assert none is None
+
+
+@pytest.mark.parametrize("length", [1, 5])
+@pytest.mark.parametrize("bounds", [None, [0, 2, 2]])
+def test_a_stream_beside_its_previous_tokens(bounds: list[int] | None, length: int):
+    x = torch.randn(2 if bounds is None else 1, length, 3, dtype=torch.float64, requires_grad=True)
+    packed = None if bounds is None else torch.tensor([*bounds, length]).clamp(max=length)
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        previous, same, last = shifted_beside(x, None, packed, None)
+        assert last is None
+        return previous, same
+
+    previous, same = both(x)
+    assert torch.equal(previous, shifted(x, None, packed)[0])
+    assert torch.equal(same, x)
+    assert torch.autograd.gradcheck(both, (x,))
+    assert torch.autograd.gradgradcheck(both, (x,))
+
+
+@pytest.mark.gpu
+def test_columns_one_token_later_on_a_gpu():
+    x = torch.randn(3, 70, 200, device="cuda", dtype=torch.bfloat16)[..., 16:144].unflatten(2, (4, 32))
+    expected = F.pad(x, (0, 0, 0, 0, 1, -1))
+    assert torch.equal(shifted_beside(x, None, None, None)[0], expected)
+    assert torch.equal(shifted(x, None, None)[0], expected)
 
 
 @pytest.mark.parametrize("continued", [False, True])

@@ -1,7 +1,8 @@
 """Decoding in deterministic mode: every token has the logits, bit by bit, that training computes for it.
 
 The state stays at the last multiple of `CHUNK` tokens, and every call computes what follows in time, such as
-recurrences, for the chunk since then (`mixers/replay.py`); what is computed of each token alone is kept.
+recurrences, for the chunk since then (`mixers/replay.py`); what is computed of each token alone is kept. The state
+after the chunk is computed only where a chunk ends.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ class ChunkDecoder:
         model: A language model of the zoo.
         prompts: B vectors of tokens, which may differ in length.
         state: The state before them, after a multiple of `CHUNK` tokens; None for the beginning of a document.
-        graphs: The owner of the graph that a call is captured as, unless the state grows; None to call the model
-            directly.
+        graphs: The owner of the graphs that calls are captured as, with the state after the chunk and without it,
+            unless the state grows; None to call the model directly.
     """
 
     @torch.no_grad()
@@ -73,7 +74,8 @@ class ChunkDecoder:
     def __call__(self, tokens: Tensor | None = None) -> Tensor:
         """Tokens [B] int → logits [B,vocab] after them; None for those after the prompts."""
         if self._inputs is None:
-            hidden, after = self.model.last_hidden(self._chunk, _in_chunks(self._state, None, self._last))
+            chunks = _in_chunks(self._state, None, self._last, max(self._counts) == CHUNK)
+            hidden, after = self.model.last_hidden(self._chunk, chunks)
             self._after, self._inputs = _parts(after)
             del self._chunk
             if tokens is None:
@@ -84,17 +86,18 @@ class ChunkDecoder:
             self._advance()
         self._last += 1
         self._counts = [count + 1 for count in self._counts]
-        tokens = tokens[:, None].to(torch.int64)
+        tokens, ends = tokens[:, None].to(torch.int64), max(self._counts) == CHUNK
+        inputs = (tokens, self._last, self._state, self._inputs)
         if self._graphs is not None and self._graph is None and not self._eager:
-            self._graph = self._graphs.take(self.model, (tokens, self._last, self._state, self._inputs), self._constant)
+            self._graph = self._graphs.take(self.model, inputs, self._constant, self._inside)
             self._eager = self._graph is None
             if self._graph is not None:
                 self._tokens, self._last, self._state, self._inputs = self._graph.inputs
-        if self._graph is None:
-            logits, self._after = self._compute(tokens, self._last, self._state, self._inputs)
-        else:
+        if self._graph is not None:
             self._tokens.copy_(tokens)
-            logits, self._after = self._graph.replay()
+        if not ends:
+            return self._inside(*inputs) if self._graph is None else self._graph.others[0]()
+        logits, self._after = self._compute(*inputs) if self._graph is None else self._graph.replay()
         return logits
 
     def close(self) -> None:
@@ -103,9 +106,12 @@ class ChunkDecoder:
             self._graphs.put_back(self._graph)
         self._graph = None
 
-    def _compute(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any) -> tuple[Tensor, Any]:
-        x, chunks = self.model.last_hidden(tokens, _in_chunks(state, inputs, last))
+    def _compute(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any, ends: bool = True) -> tuple[Tensor, Any]:
+        x, chunks = self.model.last_hidden(tokens, _in_chunks(state, inputs, last, ends))
         return self.model.logits(x[:, 0]), _parts(chunks)[0]
+
+    def _inside(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any) -> Tensor:
+        return self._compute(tokens, last, state, inputs, False)[0]
 
     def _constant(self, tokens: Tensor, last: Tensor, state: Any, inputs: Any) -> tuple[Tensor, Any]:
         logits, after = self._compute(tokens, last, state, inputs)
@@ -115,28 +121,27 @@ class ChunkDecoder:
     def _advance(self) -> None:
         """Move the sequences whose chunk is full to the next one."""
         full = [row for row, count in enumerate(self._counts) if count == CHUNK]
-        if len(full) == len(self._counts) and self._graph is None:
-            self._state = self._after
-        else:
+        state = self._after
+        if len(full) < len(self._counts):
             rest = [row for row, count in enumerate(self._counts) if count < CHUNK]
             both = join_states([take_states(self._after, full), take_states(self._state, rest)])
             order = {row: place for place, row in enumerate([*full, *rest])}
             state = take_states(both, [order[row] for row in range(len(self._counts))])
-            if self._graph is None:
-                self._state = state
-            else:
-                overwrite(self._state, state)
+        if self._graph is None:
+            self._state = state
+        else:
+            overwrite(self._state, state)
         self._last[full] = -1
         self._counts = [count % CHUNK for count in self._counts]
 
 
-def _in_chunks(states: Any, inputs: Any, last: Tensor) -> Any:
+def _in_chunks(states: Any, inputs: Any, last: Tensor, ends: bool) -> Any:
     """The state of each layer, or of both parts of a layer, as that of a chunk."""
     inputs, at = inputs or [None] * len(states), torch.arange(len(last), device=last.device) * CHUNK + last
     return tuple(
-        LayerState(*(Chunk(part, kept and kept[i], at) for i, part in enumerate(state)))
+        LayerState(*(Chunk(part, kept and kept[i], at, ends) for i, part in enumerate(state)))
         if isinstance(state, LayerState)
-        else Chunk(state, kept, at)
+        else Chunk(state, kept, at, ends)
         for state, kept in zip(states, inputs, strict=True)
     )
 

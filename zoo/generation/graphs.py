@@ -1,8 +1,8 @@
 """Decoding steps as CUDA graphs, which later calls with the same shapes replay."""
 
 import logging
-from collections.abc import Callable, Hashable
-from functools import cache
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
@@ -28,6 +28,7 @@ class Graph(NamedTuple):
     key: Hashable
     inputs: Any  # the pytree of tensors that a replay reads
     replay: Callable[[], Any]  # returns the result, always in the same tensors
+    others: tuple[Callable[[], Any], ...] = ()  # replays of further steps
 
     @property
     def size(self) -> int:
@@ -61,13 +62,13 @@ class DecodingGraphs:
     def __reduce__(self) -> tuple[type, tuple[Any, ...]]:
         return type(self), (self.enabled,)  # a copy captures its own
 
-    def take(self, model: nn.Module, inputs: Any, step: Callable[..., Any]) -> Graph | None:
-        """Return a graph of `step(*inputs)` that holds a copy of these inputs, for the caller alone until `put_back`.
+    def take(self, model: nn.Module, inputs: Any, *steps: Callable[..., Any]) -> Graph | None:
+        """Return graphs of `step(*inputs)` that hold a copy of these inputs, for the caller alone until `put_back`.
 
         Args:
-            model: The model that `step` calls; it is not kept alive.
-            inputs: A tuple of tensors and states. The step may overwrite them, if their shapes and dtypes stay.
-            step: Depends on nothing but the model, the inputs and their shapes.
+            model: The model that each step calls; it is not kept alive.
+            inputs: A tuple of tensors and states. A step may overwrite them, if their shapes and dtypes stay.
+            steps: Depend on nothing but the model, the inputs and their shapes.
 
         Returns:
             The graph; None if the step is to run eagerly, for a reason that is logged once.
@@ -86,7 +87,7 @@ class DecodingGraphs:
         reason = self._failures.get(key)
         if reason is None:
             try:
-                return self._captured(key, inputs, step, device)
+                return self._captured(key, inputs, steps, device)
             except RuntimeError as error:
                 reason = str(error)
                 if not isinstance(error, torch.OutOfMemoryError):  # memory may be free next time
@@ -115,13 +116,14 @@ class DecodingGraphs:
         self._kept.clear()
         self._failures.clear()
 
-    def _captured(self, key: Hashable, inputs: Any, step: Callable[..., Any], device: torch.device) -> Graph:
+    def _captured(self, key: Hashable, inputs: Any, steps: Sequence[Callable[..., Any]], device: torch.device) -> Graph:
         # inputs may consist of views, or of tensors that the caller still uses
         with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
             held = tree_map(_copy, inputs)
-            replay = capture(lambda: step(*held), lambda: step(*held), device)
-            overwrite(held, inputs)  # the rehearsal, which compiles kernels, has changed them
-            return Graph(key, held, replay)
+            calls = [partial(step, *held) for step in steps]
+            replay, *others = [capture(call, call, device) for call in calls]
+            overwrite(held, inputs)  # rehearsals, which compile kernels, have changed them
+            return Graph(key, held, replay, tuple(others))
 
 
 def _obstacle(model: nn.Module, device: torch.device) -> str | None:

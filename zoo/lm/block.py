@@ -206,7 +206,7 @@ def mix_channels(
 
 def _replayed(layer: Callable[[Tensor, Any], tuple[Any, ...]], x: Tensor, chunk: Chunk) -> Any:
     """Call a layer with all tokens of a chunk; return y of those of x, the chunk after it, and what else it returns."""
-    whole, inputs = chunk.kept(x)
+    whole, inputs = chunk.kept(x, chunk.inputs)
     y, after, *rest = layer(whole, tree_map(torch.clone, chunk.state))
     return y if chunk.inputs is None else chunk.newest(y), chunk._replace(state=after, inputs=inputs), *rest
 

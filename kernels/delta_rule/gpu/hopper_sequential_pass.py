@@ -97,7 +97,7 @@ def chain(
     initial, final, k_s, v_s, inverse_s, gates_s, solve_s, before_s, w_s, u_s,
     full, empty, ready, free, ready_u, free_u, start, stop, column, state,
     V: gl.constexpr, H: gl.constexpr, CHAINS: gl.constexpr, AHEAD: gl.constexpr,
-    INITIAL: gl.constexpr, U: gl.constexpr, SCORES: gl.constexpr,
+    INITIAL: gl.constexpr, FINAL: gl.constexpr, U: gl.constexpr, SCORES: gl.constexpr,
 ):  # fmt: skip
     """Carry the state of the values of chain H."""
     offsets = in_state(column + H * 64, V)
@@ -148,7 +148,8 @@ def chain(
             done(ready_u)
         S = warpgroup_mma_wait(0, deps=[S])
         done(empty.index(i))
-    gl.store(final + state + offsets, S)
+    if FINAL:
+        gl.store(final + state + offsets, S)
 
 
 @gluon.jit
@@ -263,6 +264,7 @@ def scan_forward(
     STATES: gl.constexpr = states is not None
     SCORES: gl.constexpr = scores is not None
     INITIAL: gl.constexpr = initial is not None
+    FINAL: gl.constexpr = final is not None
 
     k_s = gl.allocate_shared_memory(gl.bfloat16, [AHEAD, 64, 128], SHARED)
     v_s = gl.allocate_shared_memory(gl.bfloat16, [AHEAD * CHAINS, 64, 64], SHARED)
@@ -305,7 +307,7 @@ def scan_forward(
                     (
                         initial, final, k_s, v_s, inverse_s, gates_s, solve_s, before_s, w_s, u_s,
                         full, empty, ready, free, ready_u, free_u, start, stop, column, state,
-                        V, 0, CHAINS, AHEAD, INITIAL, U, SCORES,
+                        V, 0, CHAINS, AHEAD, INITIAL, FINAL, U, SCORES,
                     ),
                 ),
                 (
@@ -313,7 +315,7 @@ def scan_forward(
                     (
                         initial, final, k_s, v_s, inverse_s, gates_s, solve_s, before_s, w_s, u_s,
                         full, empty, ready, free, ready_u, free_u, start, stop, column, state,
-                        V, 1, CHAINS, AHEAD, INITIAL, U, SCORES,
+                        V, 1, CHAINS, AHEAD, INITIAL, FINAL, U, SCORES,
                     ),
                 ),
                 (
@@ -344,7 +346,7 @@ def scan_forward(
                     (
                         initial, final, k_s, v_s, inverse_s, gates_s, solve_s, before_s, w_s, u_s,
                         full, empty, ready, free, ready_u, free_u, start, stop, column, state,
-                        V, 0, CHAINS, AHEAD, INITIAL, U, SCORES,
+                        V, 0, CHAINS, AHEAD, INITIAL, FINAL, U, SCORES,
                     ),
                 ),
                 (

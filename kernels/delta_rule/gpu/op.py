@@ -73,8 +73,9 @@ def run_forward(
     o: Tensor | None,
     *,
     save: bool,
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """The final states, and what the gradients need; writes the outputs of every recurrence to o [B,T,H·E,V], if given.
+    wanted: bool = True,
+) -> tuple[Tensor | None, tuple[Tensor | None, ...]]:
+    """The final states if `wanted`, and what the gradients need; writes all outputs to o [B,T,H·E,V], if given.
 
     What the gradients need are, with `save`, U and the states before all chunks, and in any case the transition of
     every segment, and for each segment 1, or 0 if its transition is zero.
@@ -90,13 +91,15 @@ def run_forward(
         plan.forward(plan.cut, plan.V)(q, k, v, *chunks, *nothing, local, None, table)
         plan.forward(plan.cut, plan.K)(q, k, None, *chunks, *nothing, transition, has_transition, table)
         initial = cuts(plan, transition, has_transition, local, initial, reverse=False)
-    final = plan.states()
+    # the state of long keys lies there, and segments are added up there
+    final = plan.states() if wanted or plan.long or plan.cut else None
     u, states = saved = plan.empty(plan.kept[4:6]) if save else (None, None)
     if plan.in_gluon:
         plan.outputs(save)(aligned(q), aligned(k), aligned(v), *chunks[:3], initial, o, u, states, final, table)
     else:
         plan.forward(len(table), plan.V)(q, k, v, *chunks[:3], None, initial, o, u, states, final, None, table)
-    return final.index_select(0, plan.ends[1]) if plan.cut else final, (*saved, *of_segments)
+    final = None if final is None or not wanted else final.index_select(0, plan.ends[1]) if plan.cut else final
+    return final, (*saved, *of_segments)
 
 
 def gradients_of_ends(
@@ -201,6 +204,7 @@ class Arguments(NamedTuple):
     subheads: int
     scale: float
     keep: int  # what is saved for the gradients: NOTHING, CHUNKS or ALL
+    final: bool = True  # whether the final states are returned; with gradients they are
 
     @property
     def sizes(self) -> tuple[Any, ...]:
@@ -218,7 +222,7 @@ class Outputs(NamedTuple):
     """Results of the op, and what `differentiate` would otherwise recompute: all, some or none of it."""
 
     o: Tensor
-    final_state: Tensor
+    final_state: Tensor | None
     inverse: Tensor | None
     scores: Tensor | None
     gates: Tensor | None
@@ -236,7 +240,7 @@ def compute(args: Arguments) -> Outputs:
     scores = not plan.scores_in_pass(kept=keep != NOTHING)
     chunks = prepared(plan, q, k, beta, args.log_decay, scores=scores)
     o = plan.new(plan.B, plan.T, plan.M, plan.V)
-    final, along = run_forward(plan, q, k, v, chunks, args.initial_state, o, save=keep == ALL)
+    final, along = run_forward(plan, q, k, v, chunks, args.initial_state, o, save=keep == ALL, wanted=args.final)
     kept = (*chunks, *along)[: KEPT[keep]]
     return Outputs(add_subheads(o, args.subheads), final, *kept, *[None] * (KEPT[ALL] - len(kept)))
 
@@ -278,7 +282,8 @@ def differentiate(
 def fake(args: Arguments) -> Outputs:
     """Empty tensors of the shapes and dtypes that `compute` returns."""
     plan = DeltaRule(*args.sizes)
-    return Outputs._make(plan.empty(plan.shapes(KEPT[args.keep])))
+    outputs = Outputs._make(plan.empty(plan.shapes(KEPT[args.keep])))
+    return outputs if args.final else outputs._replace(final_state=None)
 
 
 def unread(args: Arguments) -> Sequence[str]:
@@ -289,8 +294,8 @@ def unread(args: Arguments) -> Sequence[str]:
 delta_rule = register("delta_rule", compute, differentiate, fake, results=2, unread=unread)
 
 
-def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
-    """o [B,T,H,V] and the final states [N,H·E,K,V]."""
+def forward(a: Recurrences) -> tuple[Tensor, Tensor | None]:
+    """o [B,T,H,V], and the final states [N,H·E,K,V] if they are needed."""
     assert a.beta is not None
     if takes(ONE_TOKEN, a):
         return step.forward(a)
@@ -304,5 +309,6 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     # sum of contributions of either sign from all steps.
     exact = a.q.dtype == torch.float16 or a.q.shape[3] <= SHORT or learned_constant(a)
     q, k, v = (x.float() if exact else x for x in (a.q, a.k, a.v))
-    o, final = delta_rule(q, k, v, a.beta, a.log_decay, a.initial_state, a.cu_seqlens, a.subheads, a.scale, keep)
+    tensors = (q, k, v, a.beta, a.log_decay, a.initial_state, a.cu_seqlens)
+    o, final = delta_rule(*tensors, a.subheads, a.scale, keep, a.final or wanted)
     return o.to(a.v.dtype), final

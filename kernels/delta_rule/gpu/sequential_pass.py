@@ -138,7 +138,8 @@ def scan_forward(
         if states is not None:
             if c + 1 < chunks:
                 store_state(states + (tile + M) * (K * V), 0, column, K, V, BK, BV, before)
-    store_state(final + state, 0, column, K, V, BK, BV, S)
+    if final is not None:
+        store_state(final + state, 0, column, K, V, BK, BV, S)
 
 
 @triton.jit

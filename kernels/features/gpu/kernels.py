@@ -205,6 +205,7 @@ def forward(
     if tail is not None:
         if last == T:
             past = inputs_before(x, history, T, n, start, x_row, c, inside, C, W)
+            tl.debug_barrier()  # other threads may still have to read a history that is written next
             for j in tl.static_range(W - 1):
                 place = (row.to(tl.int64) * (W - 1) + j) * C + c
                 tl.store(tail + place, past[j].to(tail.dtype.element_ty), mask=inside)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ...core.allocation import new
-from ...core.autograd import Gradients, register
+from ...core.autograd import Gradients, plain, register
 from ...core.recompute import noted, remake
+from ...core.recurrence import writable
 from ...gpu.device import multiprocessors
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
 from ...gpu.reductions import add_parts
@@ -208,6 +209,9 @@ def forward(stream: FeatureStream) -> tuple[Tensor, Tensor | None]:
         return stream.x, continued(stream) if stream.return_history else None
     args = arguments(stream)
     if stream.return_history and stream.weight is not None and stream.cu_seqlens is None and not stream.differentiated:
+        past = stream.history
+        if stream.consume_history and stream.x.shape[1] == 1 and past is not None and writable(past) and plain(args):
+            return run(args, past), past
         return step(*args)
     y = recomputed(features(*args), args, stream.kept)
     return y, continued(stream) if stream.return_history else None

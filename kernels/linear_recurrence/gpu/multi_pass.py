@@ -90,8 +90,8 @@ class MultiPass(Call):
         plan, first = self.plan, saved.first
         dq, dk, dv = (plan.per_token(size) for size in (plan.K, plan.K, plan.V))
         if plan.path == "hopper_scalar_decay":
-            dg = self._hopper(dq, dk, dv, first, last, first_grad, wanted)
-            return InputGradients(dq, dk, add_subheads(dv, plan.subheads), dg)
+            gates = self._hopper(dq, dk, dv, first, last, first_grad, wanted)
+            return InputGradients(dq, dk, add_subheads(dv, plan.subheads), *gates)
         self.sequential_pass("dv", dv, last, first_grad)
         dv = add_subheads(dv, plan.subheads)
         if plan.channel:
@@ -111,17 +111,17 @@ class MultiPass(Call):
         last: Tensor | None,
         first_grad: Tensor | None,
         wanted: Wanted,
-    ) -> Tensor | None:
-        """Fill dq, dk and dv in Gluon, from the states before all chunks; return the gradient of log_decay."""
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Fill dq, dk and dv in Gluon, from the states before all chunks; return those of log_decay and beta."""
         plan, (k, v) = self.plan, (self.k, self.v)
         states = plan.new(plan.chunks, plan.heads, plan.K, plan.V)
         _hopper_states(plan)(k, v, self.gates, states, first, plan.layout.segments)
-        dg = plan.new(plan.B, plan.T, plan.heads, dtype=FP32) if wanted.log_decay else None
-        results = (dq, dk, dv, dg, last, None if plan.segmented else first_grad)
+        dg, dbeta = (plan.new(plan.B, plan.T, plan.heads, dtype=FP32) if want else None for want in wanted)
+        results = (dq, dk, dv, dg, dbeta, last, None if plan.segmented else first_grad)
         _hopper_gradients(plan)(self.q, k, v, self.grad, self.gates, states, *results, plan.layout.segments)
         if dg is not None and self.log_decay is not None:
             dg.masked_fill_(self.log_decay * LOG2E <= LEAST, 0)  # nothing passes a reset
-        return sum_over_tokens(plan, dg)
+        return sum_over_tokens(plan, dg), dbeta
 
     def _scalar_decay(
         self, dq: Tensor, dk: Tensor, first: Tensor | None, last: Tensor | None, wanted: Wanted
@@ -174,8 +174,8 @@ def _of_gates(plan: LinearRecurrence) -> dict[str, Any]:
 @prepared
 def _head_gates(plan: LinearRecurrence) -> LaunchSpec:
     """The gates, where passes compute the scores."""
-    numbers = plan.scale, plan.heads, plan.chunks
-    return LaunchSpec(head_gates, plan.chunks * plan.heads, *numbers, **_of_gates(plan), warps=1, checked=True)
+    numbers, how = (plan.scale, plan.heads, plan.chunks), {**_of_gates(plan), "KEEP": plan.gluon}
+    return LaunchSpec(head_gates, plan.chunks * plan.heads, *numbers, **how, warps=1, checked=True)
 
 
 @prepared
@@ -318,7 +318,7 @@ def _hopper_states(plan: LinearRecurrence) -> LaunchSpec:
     """The states before all chunks, for `_hopper_gradients`."""
     from .hopper_scalar_decay import states  # other devices do without Gluon
 
-    return in_gluon(plan, states, {"k": "k", "v": "v"})
+    return in_gluon(plan, states, {"k": "k", "v": "v"}, V=plan.V)
 
 
 @prepared
@@ -326,4 +326,4 @@ def _hopper_gradients(plan: LinearRecurrence) -> LaunchSpec:
     """All gradients, if decays are per head, constant or none."""
     from .hopper_scalar_decay import gradients
 
-    return in_gluon(plan, gradients, QKV_GRAD)
+    return in_gluon(plan, gradients, QKV_GRAD, V=plan.V, BETA=plan.sizes.beta)

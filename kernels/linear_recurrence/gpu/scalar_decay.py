@@ -45,7 +45,7 @@ def chunk_decays(log_decay, n, tokens, heads, valid, GATE: tl.constexpr, WIDE: t
 
 @triton.jit(do_not_specialize=["heads", "chunks"])
 def head_gates(
-    gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, SUMS, REST_OF_SUMS
+    gates,  # [heads,chunks,PARTS,64]: ENTER, LEAVE, TOTAL, SUMS, REST_OF_SUMS or, with KEEP, β in its place
     log_decay,  # [tokens,heads]
     beta,  # [tokens,heads]
     table,  # [chunks,2]: first token, tokens
@@ -55,6 +55,7 @@ def head_gates(
     PARTS: tl.constexpr,
     GATE: tl.constexpr,  # none, constant, head
     WIDE: tl.constexpr,  # sum decays in fp64
+    KEEP: tl.constexpr,
 ):
     """Everything that the passes need from the gates if they compute the scores themselves."""
     c, n = pair_of(chunks)
@@ -65,11 +66,15 @@ def head_gates(
     valid = r < count
     b, total, w = chunk_decays(log_decay, n, start + r, heads, valid, GATE, WIDE)
     high = b.to(tl.float32)
+    rest = (b - high).to(tl.float32)
     if beta is not None:
-        w *= tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
+        input_gate = tl.load(beta + (start + r) * heads + n, mask=valid, other=0.0)
+        w *= input_gate
+        if KEEP:
+            rest = input_gate
     tl.store(gates + TOTAL * CHUNK, total)
     tl.store(gates + SUMS * CHUNK + r, high)
-    tl.store(gates + REST_OF_SUMS * CHUNK + r, (b - high).to(tl.float32))
+    tl.store(gates + REST_OF_SUMS * CHUNK + r, rest)
     tl.store(gates + ENTER * CHUNK + r, exp2(high) * scale)
     tl.store(gates + LEAVE * CHUNK + r, w)
 

@@ -10,6 +10,7 @@ from ...gpu.paths import KernelPath, always
 
 GLUON_SIZE = 128  # channels of keys and of values that the kernels in Gluon are written for
 GLUON_KEYS = (64, GLUON_SIZE)  # channels of keys with a decay per channel
+GLUON_VALUES = (64, GLUON_SIZE)  # channels of values with other decays
 FEW_SLICES = 2
 
 
@@ -30,9 +31,10 @@ class Case(NamedTuple):
     @property
     def gluon(self) -> bool:
         """Return whether there are kernels in Gluon for these sizes."""
-        keys = GLUON_KEYS if self.gate == "channel" else (GLUON_SIZE,)
-        sizes = self.K in keys and self.V == GLUON_SIZE and self.dtype == torch.bfloat16 and not self.beta
-        return sizes and runs_gluon(self.device)
+        channel = self.gate == "channel"
+        keys, values = (GLUON_KEYS, (GLUON_SIZE,)) if channel else ((GLUON_SIZE,), GLUON_VALUES)
+        sizes = self.K in keys and self.V in values and self.dtype == torch.bfloat16
+        return sizes and not (channel and self.beta) and runs_gluon(self.device)
 
 
 ONE_TOKEN = KernelPath(
@@ -55,8 +57,8 @@ PATHS = (
     KernelPath(
         "hopper_scalar_decay",
         when=lambda case: case.backward and case.gluon and case.blocks >= multiprocessors(case.device) // 2,
-        why="backward on Hopper, K = V = 128, bf16, no β, enough programs for half of the GPU: one pass computes all "
-        "gradients",
+        why="backward on Hopper, K = 128, V = 64 or 128, bf16, enough programs for half of the GPU: one pass computes "
+        "all gradients",
     ),
     KernelPath(
         "scores_in_pass",

@@ -15,7 +15,7 @@ from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.rows import load
 
-TILE, WARPS = 2048, 8  # numbers of a head that a program holds at a time
+TILE, WARPS = 512, 1  # numbers of a head that a program holds at a time; sums over its rows stay within a warp
 TURN = tl.constexpr(6.283185307179586)
 
 

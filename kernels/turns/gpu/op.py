@@ -21,6 +21,7 @@ from ...gpu.rows import load
 from .. import GRID
 
 BLOCK = 32  # tokens that a program adds up, one after the other
+SPAN, COLUMNS = 128, 16  # blocks and channels that a program adds up at the same time
 PER_WARP, FEWEST_WARPS = 512, 4  # angles of a token
 UNIT = tl.constexpr(GRID)
 PART_OF_A_TURN = tl.constexpr(int(GRID) - 1)  # bits of a sum in units of 1 / GRID
@@ -61,7 +62,9 @@ def sum_blocks(
     rates,
     steps,
     positions,
-    ends,  # [B,blocks,H,P]: of the tokens of a block since the last start of a sequence
+    dy,  # like dearlier, None for the sums of angles
+    dearlier,
+    ends,  # [B,blocks,H,P]: of a block, angles since the last start of a sequence, gradients up to its first end
     T,
     H: tl.constexpr,
     P: tl.constexpr,
@@ -71,36 +74,64 @@ def sum_blocks(
 ):
     blocks = tl.cdiv(T, BLOCK)
     row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    total = tl.zeros([HEADS, PAIRS], tl.int64)
+    total, in_first = tl.zeros([HEADS, PAIRS], ends.dtype.element_ty), True  # sequence of the block
     for t in tl.range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, T)):
-        _, units = angles_of(rates, steps, row * T + t, H, P, HEADS, PAIRS)
-        total = tl.where(starts(positions, t), 0, total) + units
+        if dy is None:
+            _, units = angles_of(rates, steps, row * T + t, H, P, HEADS, PAIRS)
+            total = tl.where(starts(positions, t), 0, total) + units
+        else:
+            in_first = in_first & ((t == block * BLOCK) | (starts(positions, t) == 0))
+            at, inside = places_of(row * T + t, H, P, HEADS, PAIRS)
+            total += load(dy, at, inside & in_first) + load(dearlier, at, inside & in_first)
     at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
     tl.store(ends + at, total, mask=inside)
 
 
+@triton.jit
+def joined(keeps, total, next_keeps, following):
+    """Sums of two neighbours: the second one is of a new sequence unless it keeps the first one's total."""
+    return keeps & next_keeps, tl.where(next_keeps != 0, total, 0) + following
+
+
 @triton.jit(do_not_specialize=["T"])
-def sum_before(
-    ends,  # overwritten by the sum of the tokens of the sequence before each block
+def scan_blocks(
+    ends,  # [B,blocks,CHANNELS]: sums of blocks
     positions,
+    sums,  # [B,blocks,CHANNELS]: of the tokens of the sequence before each block, or after it
     T,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    TILE: tl.constexpr,
+    SPAN: tl.constexpr,  # blocks that are added up at a time
+    AFTER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    blocks, row = tl.cdiv(T, BLOCK), tl.program_id(0).to(tl.int64)
-    total = tl.zeros([HEADS, PAIRS], tl.int64)
-    for block in tl.range(0, blocks):
-        at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
-        end = tl.load(ends + at, mask=inside, other=0)
-        tl.store(ends + at, total, mask=inside)
-        within = False  # whether a sequence starts in the block
-        if positions is not None:
+    blocks, tiles = tl.cdiv(T, BLOCK), tl.cdiv(CHANNELS, TILE)
+    row, c = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    carry = tl.zeros([TILE], ends.dtype.element_ty)
+    for first in tl.range(0, blocks, SPAN):
+        i = first + tl.arange(0, SPAN)
+        block, place, exists = i - 1, i, (i > 0) & (i <= blocks)
+        if AFTER:
+            block, place = blocks - i, blocks - 1 - i
+        at, inside = (row * blocks + block)[:, None] * CHANNELS + c[None, :], (c < CHANNELS)[None, :]
+        x = tl.load(ends + at, mask=exists[:, None] & inside, other=0)
+        if positions is None:
+            total = tl.cumsum(x, 0) + carry[None, :]
+        else:
             last = tl.minimum(block * BLOCK + BLOCK, T) - 1
-            within = tl.load(positions + last) <= last - block * BLOCK
-        total = tl.where(within, 0, total) + end
+            place_of_last, keeps = tl.load(positions + last, mask=exists, other=T), exists
+            if AFTER:
+                begins = tl.load(positions + block * BLOCK, mask=exists, other=0) == 0
+                x = tl.where(begins[:, None], 0, x)
+                keeps = (place_of_last >= last - block * BLOCK) & (begins == 0)
+            else:
+                keeps = place_of_last > last - block * BLOCK
+            keeps = (keeps | (exists == 0)).to(tl.int32)[:, None] + tl.zeros([SPAN, TILE], tl.int32)
+            keeps, total = tl.associative_scan((keeps, x), 0, joined)
+            total += tl.where(keeps != 0, carry[None, :], 0)
+        stored = (row * blocks + place)[:, None] * CHANNELS + c[None, :]
+        tl.store(sums + stored, total, mask=(i < blocks)[:, None] & inside)
+        carry = tl.sum(tl.where((i == first + SPAN - 1)[:, None], total, 0), 0)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -135,56 +166,6 @@ def sum_tokens(
 def fraction(total):
     """The part of a turn of sums in units of 1 / GRID."""
     return ((total & PART_OF_A_TURN).to(tl.float64) / UNIT).to(tl.float32)
-
-
-@triton.jit(do_not_specialize=["T"])
-def sum_gradients_of_blocks(
-    dy,
-    dearlier,
-    positions,
-    ends,  # [B,blocks,H,P]: of the tokens of a block up to the first end of a sequence
-    T,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    blocks = tl.cdiv(T, BLOCK)
-    row, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    total, in_first = tl.zeros([HEADS, PAIRS], tl.float32), True  # sequence of the block
-    for t in tl.range(block * BLOCK, tl.minimum(block * BLOCK + BLOCK, T)):
-        in_first = in_first & ((t == block * BLOCK) | (starts(positions, t) == 0))
-        at, inside = places_of(row * T + t, H, P, HEADS, PAIRS)
-        total += load(dy, at, inside & in_first) + load(dearlier, at, inside & in_first)
-    at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
-    tl.store(ends + at, total, mask=inside)
-
-
-@triton.jit(do_not_specialize=["T"])
-def sum_gradients_after(
-    ends,  # overwritten by the sum of the tokens of the sequence after each block
-    positions,
-    T,
-    H: tl.constexpr,
-    P: tl.constexpr,
-    HEADS: tl.constexpr,
-    PAIRS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    blocks, row = tl.cdiv(T, BLOCK), tl.program_id(0).to(tl.int64)
-    total = tl.zeros([HEADS, PAIRS], tl.float32)
-    for i in tl.range(0, blocks):
-        block = blocks - 1 - i
-        at, inside = places_of(row * blocks + block, H, P, HEADS, PAIRS)
-        end = tl.load(ends + at, mask=inside, other=0.0)
-        tl.store(ends + at, total, mask=inside)
-        begins, stops = False, False  # whether a sequence starts at the first token of the block, and at a later one
-        if positions is not None:
-            last = tl.minimum(block * BLOCK + BLOCK, T) - 1
-            stops = tl.load(positions + last) < last - block * BLOCK
-            begins = tl.load(positions + block * BLOCK) == 0
-        total = tl.where(begins, 0.0, tl.where(stops, 0.0, total) + end)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -246,6 +227,19 @@ def _plan(args: Arguments) -> Plan:
     return Plan(B, cdiv(T, BLOCK), positions, {**sizes, "warps": warps})
 
 
+def _sums(args: Arguments, plan: Plan, *gradients: Tensor | None) -> Tensor:
+    """The sums [B,blocks,H,P] of the angles before each block, or of the gradients after it, in the same sequence."""
+    angles = gradients[0] is None
+    (B, T, P), H, dtype = args.rates.shape, args.steps.shape[2], torch.int64 if angles else torch.float32
+    ends, sums = (new(args.rates, B, plan.blocks, H, P, dtype=dtype) for _ in range(2))
+    inputs = (args.rates.contiguous(), args.steps.contiguous(), plan.positions, *gradients)
+    enqueue(sum_blocks, B * plan.blocks, *inputs, ends, T, **plan.constants)
+    span = min(SPAN, next_power_of_2(plan.blocks))
+    sizes = {"CHANNELS": H * P, "TILE": COLUMNS, "SPAN": span, "AFTER": not angles, "BLOCK": BLOCK}
+    enqueue(scan_blocks, B * cdiv(H * P, COLUMNS), ends, plan.positions, sums, T, **sizes)
+    return sums
+
+
 def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
     shape = (*args.steps.shape, args.rates.shape[2])
     return new(args.rates, *shape), new(args.rates, *shape)
@@ -253,12 +247,8 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     (y, earlier), plan, T = _empty(args), _plan(args), args.rates.shape[1]
-    rates, steps = args.rates.contiguous(), args.steps.contiguous()
-    ends = new(rates, plan.rows, plan.blocks, *y.shape[2:], dtype=torch.int64)
-    count = plan.rows * plan.blocks
-    enqueue(sum_blocks, count, rates, steps, plan.positions, ends, T, **plan.constants)
-    enqueue(sum_before, plan.rows, ends, plan.positions, T, **plan.constants)
-    enqueue(sum_tokens, count, rates, steps, plan.positions, ends, y, earlier, T, **plan.constants)
+    inputs = (args.rates.contiguous(), args.steps.contiguous(), plan.positions, _sums(args, plan, None, None))
+    enqueue(sum_tokens, plan.rows * plan.blocks, *inputs, y, earlier, T, **plan.constants)
     return y, earlier
 
 
@@ -267,13 +257,10 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor | None, dearlier: Te
     rates, steps = args.rates.contiguous(), args.steps.contiguous()
     arrived = dy if dy is not None else dearlier
     assert arrived is not None
-    dy, dearlier = (torch.zeros_like(arrived) if d is None else d.contiguous() for d in (dy, dearlier))
-    ends = new(rates, plan.rows, plan.blocks, *arrived.shape[2:], dtype=torch.float32)
-    count, gradients = plan.rows * plan.blocks, {"rates": new(rates), "steps": new(steps)}
-    enqueue(sum_gradients_of_blocks, count, dy, dearlier, plan.positions, ends, T, **plan.constants)
-    enqueue(sum_gradients_after, plan.rows, ends, plan.positions, T, **plan.constants)
-    tensors = (rates, steps, plan.positions, dy, dearlier, ends, *gradients.values())
-    enqueue(differentiate, count, *tensors, T, **plan.constants)
+    arriving = [torch.zeros_like(arrived) if d is None else d.contiguous() for d in (dy, dearlier)]
+    gradients = {"rates": new(rates), "steps": new(steps)}
+    tensors = (rates, steps, plan.positions, *arriving, _sums(args, plan, *arriving), *gradients.values())
+    enqueue(differentiate, plan.rows * plan.blocks, *tensors, T, **plan.constants)
     return gradients
 
 

@@ -1,0 +1,1 @@
+"""The implementation of `skip_readout` for GPUs."""
