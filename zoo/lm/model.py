@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from kernels import UserError, linear_cross_entropy, linear_kl, linear_token_losses
+from kernels import UserError, at_least_fp32, linear_cross_entropy, linear_kl, linear_token_losses
+from kernels.core.elementwise import soft_cap
 from kernels.linear.tiles import linear
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from mixers.arguments import check_numbers, check_sizes
@@ -68,6 +69,7 @@ class LanguageModel(nn.Module):
             SimpleRMSNorm (without a weight), LayerNorm (with a bias), or a subclass of Norm.
         norm_eps: Added inside the root of these norms.
         embedding_norm: Whether such a norm also follows the embeddings (RWKV).
+        logit_cap: Logits become logit_cap · tanh(logits / logit_cap), so none exceeds it; null for no bound.
         multipliers: Factors of embeddings, residual stream and logits, such as `{embedding: 12, residual: 0.22}`.
         initializer_range: Initial standard deviation of all linear and embedding weights.
         linear_initializer: How linear weights start: `normal`, as above, or `uniform`, PyTorch's default U(±inputs^-½).
@@ -104,6 +106,7 @@ class LanguageModel(nn.Module):
         norm: Callable[[int, float], Norm] = RMSNorm,
         norm_eps: float = 1e-6,
         embedding_norm: bool = False,
+        logit_cap: float | None = None,
         multipliers: Multipliers = Multipliers(),
         initializer_range: float = 0.02,
         linear_initializer: LinearInitializer = "normal",
@@ -122,11 +125,13 @@ class LanguageModel(nn.Module):
         sizes = {"vocab_size": vocab_size, "hidden_size": hidden_size, "num_heads": num_heads, "num_layers": num_layers}
         check_sizes({**sizes, "intermediate_size": intermediate_size, "window_size": window_size})
         check_numbers({"norm_eps": norm_eps, "initializer_range": initializer_range}, positive=False)
-        check_numbers({"nominal_size": nominal_size})
+        check_numbers({"nominal_size": nominal_size, "logit_cap": logit_cap})
+        if logit_cap is not None and head is not None:
+            raise UserError("logit_cap: bounds the logits of tokens, so it needs null as head")
         self.vocab_size = vocab_size or 0  # if it reads no tokens and predicts none
         self.config: dict[str, Any] | None = None
         self.writer: Callable[..., str | list[str]] | None = None
-        self.hidden_size, self.num_layers = hidden_size, num_layers
+        self.hidden_size, self.num_layers, self.logit_cap = hidden_size, num_layers, logit_cap
         self.initializer_range, self.linear_initializer = initializer_range, linear_initializer
         self.multipliers, self.scale_output_projections = multipliers, scale_output_projections
         if linear_initializer not in get_args(LinearInitializer):
@@ -263,7 +268,7 @@ class LanguageModel(nn.Module):
         """
         x, _ = self.last_hidden(tokens, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)
-        return linear_cross_entropy(x.flatten(0, 1), self._head.weight, labels.flatten())
+        return linear_cross_entropy(x.flatten(0, 1), self._head.weight, labels.flatten(), cap=self.logit_cap)
 
     def divergence(
         self,
@@ -289,6 +294,8 @@ class LanguageModel(nn.Module):
             teacher._head.weight,
             labels.flatten(),
             temperature=temperature,
+            cap=self.logit_cap,
+            teacher_cap=teacher.logit_cap,
         )
 
     def token_losses(
@@ -309,10 +316,14 @@ class LanguageModel(nn.Module):
         x, state = self.last_hidden(tokens, state, cu_seqlens=cu_seqlens, context_parallel=context_parallel)
         self._check_labels(labels, x)
         if every_token:
-            losses, correct = linear_token_losses(x.flatten(0, 1), self._head.weight, labels.flatten())
+            losses, correct = linear_token_losses(
+                x.flatten(0, 1), self._head.weight, labels.flatten(), cap=self.logit_cap
+            )
             return TokenLosses(losses.view(labels.shape), correct.view(labels.shape), state)
         labelled = labels != -100  # in questions with short answers, few are
-        label_losses, label_correct = linear_token_losses(x[labelled], self._head.weight, labels[labelled])
+        label_losses, label_correct = linear_token_losses(
+            x[labelled], self._head.weight, labels[labelled], cap=self.logit_cap
+        )
         losses, correct = label_losses.new_zeros(labels.shape), torch.zeros_like(labelled)
         losses[labelled], correct[labelled] = label_losses, label_correct
         return TokenLosses(losses, correct, state)
@@ -331,7 +342,8 @@ class LanguageModel(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The head: x […,hidden] of `last_hidden` → logits […,vocab_size], or those of a classifier's classes."""
         head = self._head
-        return head(x) if isinstance(head, nn.Linear) else linear(x, head.weight)
+        logits = head(x) if isinstance(head, nn.Linear) else linear(x, head.weight)
+        return logits if self.logit_cap is None else soft_cap(at_least_fp32(logits), self.logit_cap).to(logits.dtype)
 
     def last_hidden(
         self,

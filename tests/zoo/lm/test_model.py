@@ -114,11 +114,23 @@ def test_a_norm_of_embeddings(tokens: Tensor):
     torch.testing.assert_close(normed(tokens)[0], model(tokens)[0])
 
 
+@torch.no_grad()
+def test_a_cap_of_the_logits(tokens: Tensor):
+    model, capped = build(), build("model.logit_cap=0.25")
+    capped.load_state_dict(model.state_dict())
+    logits = model(tokens)[0]
+    assert logits.abs().max() > 0.25
+    torch.testing.assert_close(capped(tokens)[0], 0.25 * (4 * logits).tanh())
+    with pytest.raises(UserError, match=r"^logit_cap: -1.0 must be a finite number above 0"):
+        build("model.logit_cap=-1.0")
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("cap", ["null", "0.3"])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_its_loss_is_that_of_its_logits_bitwise(tied: bool, packed: bool):
-    model = build(f"model.tie_embeddings={str(tied).lower()}")
+def test_its_loss_is_that_of_its_logits_bitwise(tied: bool, packed: bool, cap: str):
+    model = build(f"model.tie_embeddings={str(tied).lower()}", f"model.logit_cap={cap}")
     bounds = torch.tensor([0, 4, LENGTH]) if packed else None
     tokens, labels = torch.randint(VOCAB, (2, 1 if packed else 2, LENGTH))
     labels[0, 3:6] = -100
