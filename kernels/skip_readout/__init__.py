@@ -16,7 +16,7 @@ LARGEST = 4096  # the kernels hold whole heads in registers
 
 
 def own_shares(q: Tensor, k: Tensor, beta: Tensor, *, q_bias: Tensor, k_bias: Tensor, D: Tensor) -> Tensor:
-    """Σ β (q + q_bias)·(k + k_bias) + D over the E subheads of a head: the share of the value at a token that the token reads.
+    """Σ β (q + q_bias)·(k + k_bias) + D over the E subheads of a head: how much of its value a token reads.
 
     Args:
         q: Queries [B,T,G·E,K], before a rotation; the H/G heads of a group share them.
@@ -55,10 +55,12 @@ class Arguments(NamedTuple):
 def composed(*args: Any) -> Tensor:
     """The formula in PyTorch, of the fields of `Arguments`."""
     a = Arguments(*args)
-    y = torch.addcmul(a.o, a.own.to(a.v.dtype)[..., None], a.v)
+    dtype = a.o.dtype
+    y = torch.addcmul(a.o, a.own.to(dtype)[..., None], a.v.to(dtype))
     if a.gate is None:
         return y
-    factor = remake(silu(a.gate), silu, a.gate)
+    gate = a.gate.to(dtype)
+    factor = remake(silu(gate), silu, gate)
     return remake(y * factor, torch.mul, y, factor)
 
 
