@@ -121,6 +121,12 @@ def input_of(x, b, j: tl.constexpr, n, N: tl.constexpr):
 
 
 @triton.jit
+def stepped(x, step, SCALED: tl.constexpr):
+    """x, or x times the step that −step is the log decay of."""
+    return -step * x if SCALED else x
+
+
+@triton.jit
 def sum_states(x):
     """The sums [DP, LD] over all states."""
     return tl.sum(tl.sum(x, 1), 1)
@@ -134,6 +140,7 @@ def walk(
     b,
     c,
     read,
+    skip,
     before,
     after,
     totals,
@@ -149,6 +156,7 @@ def walk(
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     REVERSE: tl.constexpr,
+    SCALED: tl.constexpr,  # whether inputs are scaled by the steps; not in reverse, where they are gradients
 ):
     """Walk through each block from the states `before` it, or zeros, with the next TOKENS tokens loaded ahead.
 
@@ -162,6 +170,7 @@ def walk(
     start, size, chunk = block_at(blocks, block)
     rates = load_states(rate, block * 0, d, n, D, N)
     weights = load_states(read, block * 0, d, n, D, N)
+    direct = load_row(skip, True, d, D) if skip is not None else None
     h = load_states(before, block, d, n, D, N)
     total = tl.zeros([DP, LD], tl.float32)
     ahead = load_steps(x, log_decay, b, c, start, size, 0, d, n, D, N, TOKENS, REVERSE)
@@ -177,7 +186,7 @@ def walk(
             step = bounded(gs[j])
             decay = decay_of(step, rates)
             if not REVERSE:
-                h = h * decay + input_of(xs[j], bs, j, n, N)
+                h = h * decay + input_of(stepped(xs[j], step, SCALED), bs, j, n, N)
             elif read is not None:
                 h = (h + weights * xs[j][:, None, None, :]) * decay
             else:
@@ -190,7 +199,10 @@ def walk(
                     out = h * cs[j][None, :, :, None]
                 else:
                     out = h
-                store_row(row + j * D, i + j < size, d, D, sum_states(out))
+                out = sum_states(out)
+                if skip is not None:
+                    out += direct * xs[j]
+                store_row(row + j * D, i + j < size, d, D, out)
     if after is not None:
         store_states(after, block, d, n, D, N, h)
     if totals is not None:

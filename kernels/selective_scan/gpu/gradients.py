@@ -8,6 +8,8 @@ of these, it runs forward again, with the states of these tokens in registers, a
     s_t = dh_t ⊙ e^{log_decay_t rate} h_{t−1}      dlog_decay_t = Σ_n s_t rate      drate = Σ_t s_t log_decay_t
     dh_{t−1} = dh_t ⊙ e^{log_decay_t rate}
 
+of inputs x, which are part of a product with −log_decay_t if they are scaled. A skip connection adds skip dy_t to dx_t.
+
 Sums over blocks of channels, or over blocks of tokens, are stored as partial sums, which are added in a fixed order.
 """
 
@@ -23,10 +25,12 @@ from .chunks import (
     bounded,
     decay_of,
     input_of,
+    load_row,
     load_states,
     load_steps,
     places,
     row_of,
+    stepped,
     store_row,
     store_states,
     sum_states,
@@ -47,6 +51,7 @@ def gradients(
     b,
     c,
     read,
+    skip,
     states,
     after,
     dy,
@@ -56,6 +61,7 @@ def gradients(
     drate,
     db,
     dc,
+    dskip,
     dinitial,
     blocks,
     tokens,
@@ -68,6 +74,7 @@ def gradients(
     LD: tl.constexpr,
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
+    SCALED: tl.constexpr,  # whether inputs are scaled by the steps
 ):
     block, column, d, n = places(tl.program_id(0), D, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
@@ -75,6 +82,8 @@ def gradients(
     weights = load_states(read, block * 0, d, n, D, N)
     dh = load_states(after, block, d, n, D, N)
     rate_sum, dread = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
+    if skip is not None:
+        direct, skip_sum = load_row(skip, True, d, D), tl.zeros([DP, LD], tl.float32)
     TILE: tl.constexpr = DP * NJ * LN * LD
     # numbers of one thread are contiguous: [LN, LD, DP, NJ]
     lane = tl.arange(0, LN)[:, None] * LD + tl.arange(0, LD)[None, :]
@@ -98,7 +107,8 @@ def gradients(
                 after_at = first + (i + 1) * TOKENS
                 ahead = load_steps(x, log_decay, b, None, start, stop, after_at, d, n, D, N, TOKENS, False)
                 for j in tl.static_range(TOKENS):
-                    h = h * decay_of(bounded(gs[j]), rates) + input_of(xs[j], bs, j, n, N)
+                    step = bounded(gs[j])
+                    h = h * decay_of(step, rates) + input_of(stepped(xs[j], step, SCALED), bs, j, n, N)
         tl.debug_barrier()
         for i in tl.range(0, groups):
             at = last - i * TOKENS
@@ -107,18 +117,20 @@ def gradients(
             dys, _, _, cs = back
             before_at = tl.maximum(at - TOKENS, 0)
             back = load_steps(dy, None, None, c, start, stop, before_at, d, n, D, N, TOKENS, False)
-            decays, decayed = (), ()
+            decays, decayed, inputs = (), (), ()
             for j in tl.static_range(TOKENS):
-                decays = decays + (decay_of(bounded(gs[j]), rates),)
+                step = bounded(gs[j])
+                decays = decays + (decay_of(step, rates),)
                 decayed = decayed + (h * decays[j],)
-                h = decayed[j] + input_of(xs[j], bs, j, n, N)
+                inputs = inputs + (stepped(xs[j], step, SCALED),)
+                h = decayed[j] + input_of(inputs[j], bs, j, n, N)
             row = start + at
             x_row, g_row = row_of(dx, row, D), row_of(dlog_decay, row, D)
             for j in tl.static_range(TOKENS - 1, -1, -1):
                 inside = at + j < stop
                 arriving = dys[j][:, None, None, :]
                 # the state of this token, and the gradient that arrives at it
-                seen = (decayed[j] + input_of(xs[j], bs, j, n, N)) * arriving
+                seen = (decayed[j] + input_of(inputs[j], bs, j, n, N)) * arriving
                 if read is not None:
                     dread += seen
                     dh += weights * arriving
@@ -129,18 +141,27 @@ def gradients(
                     dh += input_of(dys[j], (), j, n, N)
                 dinput = dh
                 if b is not None:
-                    written = sum_channels(dh * xs[j][:, None, None, :])
+                    written = sum_channels(dh * inputs[j][:, None, None, :])
                     store_row(row_of(db, partial + row, N) + j * N, inside, n, N, written)
                     dinput = dh * bs[j][None, :, :, None]
                 product = dh * decayed[j]
-                store_row(x_row + j * D, inside, d, D, sum_states(dinput))
-                store_row(g_row + j * D, inside, d, D, sum_states(product * rates))
-                rate_sum += product * bounded(gs[j])[:, None, None, :]
+                step, of_input, of_step = bounded(gs[j]), sum_states(dinput), sum_states(product * rates)
+                if SCALED:
+                    of_step -= of_input * xs[j]
+                of_input = stepped(of_input, step, SCALED)
+                if skip is not None:
+                    of_input += direct * dys[j]
+                    skip_sum += xs[j] * dys[j]
+                store_row(x_row + j * D, inside, d, D, of_input)
+                store_row(g_row + j * D, inside, d, D, of_step)
+                rate_sum += product * step[:, None, None, :]
                 dh *= decays[j]
         tl.debug_barrier()
     if drate is not None:
         store_states(drate, block, d, n, D, N, rate_sum)
     if read is not None:
         store_states(dc, block, d, n, D, N, dread)
+    if dskip is not None:
+        store_row(row_of(dskip, block, D), True, d, D, skip_sum)
     if dinitial is not None:
         store_states(dinitial, block, d, n, D, N, dh)
