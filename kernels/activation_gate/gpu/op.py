@@ -1,4 +1,4 @@
-"""The sigmoid of a gate, alone or times a stream, in Triton: one launch forward and one backward."""
+"""The activation of a gate, alone or times a stream, in Triton: one launch forward and one backward."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -25,21 +25,36 @@ def places(x_row, gate_row, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def multiply(gate, x, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
+def activated(gate, ACTIVATION: tl.constexpr):
+    """The activation, and its slope."""
+    if ACTIVATION == "relu2":
+        r = tl.where(gate < 0, 0.0, gate)  # NaN stays
+        return r * r, 2 * r
+    s = tl.sigmoid(gate)
+    if ACTIVATION == "silu":
+        return gate * s, s * (1 + gate * (1 - s))
+    return s, s * (1 - s)
+
+
+@triton.jit
+def multiply(gate, x, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
-    factor = largest * tl.sigmoid(load(gate, at_gate, inside))
+    factor, _ = activated(load(gate, at_gate, inside), ACTIVATION)
+    factor *= largest
     if x is not None:
         factor *= load(x, at, inside)
     tl.store(y + dense, factor.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def differentiate(gate, x, dy, dx, dgate, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr):
+def differentiate(
+    gate, x, dy, dx, dgate, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+):
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
-    share, d = tl.sigmoid(load(gate, at_gate, inside)), largest * load(dy, dense, inside)
-    slope = share * (1 - share)
+    factor, slope = activated(load(gate, at_gate, inside), ACTIVATION)
+    d = largest * load(dy, dense, inside)
     if x is not None:
-        tl.store(dx + dense, (d * share).to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + dense, (d * factor).to(dx.dtype.element_ty), mask=inside)
         d *= load(x, at, inside)
     tl.store(dgate + dense, (d * slope).to(dgate.dtype.element_ty), mask=inside)
 
@@ -47,6 +62,7 @@ def differentiate(gate, x, dy, dx, dgate, x_row, gate_row, largest, C: tl.conste
 class Arguments(NamedTuple):
     gate: Tensor  # […,C]
     x: Tensor | None  # […,C]
+    activation: str
     largest: float
 
 
@@ -55,7 +71,8 @@ def _launch(kernel: Any, args: Arguments, *dense: Tensor | None) -> None:
     x, _, x_row = (None, 0, 0) if args.x is None else rows_of(args.x)
     block = min(BLOCK, next_power_of_2(C))
     numbers = (x_row, gate_row, args.largest)
-    enqueue(kernel, rows * cdiv(C, block), gate, x, *dense, *numbers, C=C, BLOCK=block, warps=WARPS)
+    constants = {"C": C, "BLOCK": block, "ACTIVATION": args.activation, "warps": WARPS}
+    enqueue(kernel, rows * cdiv(C, block), gate, x, *dense, *numbers, **constants)
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
@@ -74,4 +91,4 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "gate": dgate}
 
 
-forward = register("sigmoid_gate", _compute, _differentiate, _empty)
+forward = register("activation_gate", _compute, _differentiate, _empty)
