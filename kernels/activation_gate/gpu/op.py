@@ -71,7 +71,7 @@ def _launch(kernel: Any, args: Arguments, *dense: Tensor | None) -> None:
     x, _, x_row = (None, 0, 0) if args.x is None else rows_of(args.x)
     block = min(BLOCK, next_power_of_2(C))
     numbers = (x_row, gate_row, args.largest)
-    constants = {"C": C, "BLOCK": block, "ACTIVATION": args.activation, "warps": WARPS}
+    constants: dict[str, Any] = {"C": C, "BLOCK": block, "ACTIVATION": args.activation, "warps": WARPS}
     enqueue(kernel, rows * cdiv(C, block), gate, x, *dense, *numbers, **constants)
 
 
