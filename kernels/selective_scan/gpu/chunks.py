@@ -107,17 +107,23 @@ def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
 
 
 @triton.jit
+def over_states(x):
+    """x [DP, LD] as [DP, 1, 1, LD], in the layout of `sum_states`: with another one, the compiler loads x twice."""
+    return x[:, None, :][:, None, :, :]
+
+
+@triton.jit
 def decay_of(log_decay, rate):
-    return exp2(log_decay[:, None, None, :] * (rate * LOG2E))
+    return exp2(over_states(log_decay) * (rate * LOG2E))
 
 
 @triton.jit
 def input_of(x, b, j: tl.constexpr, n, N: tl.constexpr):
     """x b_j, what is added to the states; without weights, b is empty, and they are ones."""
     if len(b) > 0:
-        return b[j][None, :, :, None] * x[:, None, None, :]
+        return b[j][None, :, :, None] * over_states(x)
     # states beyond N fill a tile, and are summed with the others where nothing reads them
-    return tl.where((n < N)[None, :, :, None], x[:, None, None, :], 0.0)
+    return tl.where((n < N)[None, :, :, None], over_states(x), 0.0)
 
 
 @triton.jit
@@ -188,7 +194,7 @@ def walk(
             if not REVERSE:
                 h = h * decay + input_of(stepped(xs[j], step, SCALED), bs, j, n, N)
             elif read is not None:
-                h = (h + weights * xs[j][:, None, None, :]) * decay
+                h = (h + weights * over_states(xs[j])) * decay
             else:
                 h = (h + input_of(xs[j], bs, j, n, N)) * decay
             total += step

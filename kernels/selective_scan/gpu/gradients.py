@@ -28,6 +28,7 @@ from .chunks import (
     load_row,
     load_states,
     load_steps,
+    over_states,
     places,
     row_of,
     stepped,
@@ -128,7 +129,7 @@ def gradients(
             x_row, g_row = row_of(dx, row, D), row_of(dlog_decay, row, D)
             for j in tl.static_range(TOKENS - 1, -1, -1):
                 inside = at + j < stop
-                arriving = dys[j][:, None, None, :]
+                arriving = over_states(dys[j])
                 # the state of this token, and the gradient that arrives at it
                 seen = (decayed[j] + input_of(inputs[j], bs, j, n, N)) * arriving
                 if read is not None:
@@ -141,7 +142,7 @@ def gradients(
                     dh += input_of(dys[j], (), j, n, N)
                 dinput = dh
                 if b is not None:
-                    written = sum_channels(dh * inputs[j][:, None, None, :])
+                    written = sum_channels(dh * over_states(inputs[j]))
                     store_row(row_of(db, partial + row, N) + j * N, inside, n, N, written)
                     dinput = dh * bs[j][None, :, :, None]
                 product = dh * decayed[j]
@@ -154,7 +155,7 @@ def gradients(
                     skip_sum += xs[j] * dys[j]
                 store_row(x_row + j * D, inside, d, D, of_input)
                 store_row(g_row + j * D, inside, d, D, of_step)
-                rate_sum += product * step[:, None, None, :]
+                rate_sum += product * over_states(step)
                 dh *= decays[j]
         tl.debug_barrier()
     if drate is not None:
