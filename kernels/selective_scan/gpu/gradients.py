@@ -39,9 +39,33 @@ from .chunks import (
 
 
 @triton.jit
-def sum_channels(x):
-    """The sums [NJ, LN] over all channels."""
-    return tl.sum(tl.sum(x, 0), 2)
+def fold(a, b, BIT: tl.constexpr):
+    """Sums over pairs of lanes, along the last axis: of a in the lanes without this bit, of b in the others."""
+    lane = tl.arange(0, a.shape[2])[None, None, :]
+    other, first = tl.broadcast_to(lane ^ BIT, a.shape), (lane & BIT) == 0
+    return tl.where(first, a, b) + tl.gather(tl.where(first, b, a), other, 2)
+
+
+@triton.jit
+def store_sums(parts, items, row, stop, n, stride, N: tl.constexpr, TOKENS: tl.constexpr):
+    """Store the sums over the lanes of items [NJ, LN, LD], TOKENS for each tensor, whose parts are `stride` apart.
+
+    Each exchange between lanes halves the number of items that a lane goes on with.
+    """
+    LD: tl.constexpr = items[0].shape[2]
+    FOLDS: tl.constexpr = LD if len(items) > LD else len(items)  # items that end up next to each other, in LD lanes
+    for level in tl.static_range(5):
+        if 1 << level < FOLDS:
+            folded = ()
+            for i in tl.static_range(len(items) // 2):
+                folded = folded + (fold(items[2 * i], items[2 * i + 1], 1 << level),)
+            items = folded
+    for i in tl.static_range(len(items)):
+        sums = tl.sum(tl.reshape(items[i], [n.shape[0], n.shape[1], LD // FOLDS, FOLDS]), 2)
+        item = i * FOLDS + tl.arange(0, FOLDS)[None, None, :]
+        token = row + item % TOKENS
+        at = item // TOKENS * stride + token * N + n[:, :, None]
+        tl.store(parts + at, sums, mask=(token < stop) & (n < N)[:, :, None])
 
 
 @triton.jit(do_not_specialize=["tokens", "marks"])
@@ -60,8 +84,8 @@ def gradients(
     dx,
     dlog_decay,
     drate,
-    db,
-    dc,
+    parts,  # [blocks of channels, b and c or one of them, tokens, N]: to be summed
+    dread,
     dskip,
     dinitial,
     blocks,
@@ -82,7 +106,7 @@ def gradients(
     rates = load_states(rate, block * 0, d, n, D, N)
     weights = load_states(read, block * 0, d, n, D, N)
     dh = load_states(after, block, d, n, D, N)
-    rate_sum, dread = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
+    rate_sum, read_sum = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
     if skip is not None:
         direct, skip_sum = load_row(skip, True, d, D), tl.zeros([DP, LD], tl.float32)
     TILE: tl.constexpr = DP * NJ * LN * LD
@@ -91,7 +115,9 @@ def gradients(
     own = tl.arange(0, DP)[:, None] * NJ + tl.arange(0, NJ)[None, :]
     scratch += tl.program_id(0).to(tl.int64) * marks * TILE
     tile = scratch + lane[None, None, :, :] * (DP * NJ) + own[:, :, None, None]
-    partial = column.to(tl.int64) * tokens
+    stride = tokens.to(tl.int64) * N
+    if parts is not None:
+        parts += column * stride * (2 if b is not None and c is not None else 1)
     chunks = tl.cdiv(size, CHUNK)
     for k in tl.range(0, chunks):
         first = (chunks - 1 - k) * CHUNK
@@ -127,23 +153,23 @@ def gradients(
                 h = decayed[j] + input_of(inputs[j], bs, j, n, N)
             row = start + at
             x_row, g_row = row_of(dx, row, D), row_of(dlog_decay, row, D)
+            of_b, of_c = (), ()
             for j in tl.static_range(TOKENS - 1, -1, -1):
                 inside = at + j < stop
                 arriving = over_states(dys[j])
                 # the state of this token, and the gradient that arrives at it
                 seen = (decayed[j] + input_of(inputs[j], bs, j, n, N)) * arriving
                 if read is not None:
-                    dread += seen
+                    read_sum += seen
                     dh += weights * arriving
                 elif c is not None:
-                    store_row(row_of(dc, partial + row, N) + j * N, inside, n, N, sum_channels(seen))
+                    of_c = (tl.sum(seen, 0),) + of_c
                     dh += cs[j][None, :, :, None] * arriving
                 else:
                     dh += input_of(dys[j], (), j, n, N)
                 dinput = dh
                 if b is not None:
-                    written = sum_channels(dh * over_states(inputs[j]))
-                    store_row(row_of(db, partial + row, N) + j * N, inside, n, N, written)
+                    of_b = (tl.sum(dh * over_states(inputs[j]), 0),) + of_b
                     dinput = dh * bs[j][None, :, :, None]
                 product = dh * decayed[j]
                 step, of_input, of_step = bounded(gs[j]), sum_states(dinput), sum_states(product * rates)
@@ -157,11 +183,13 @@ def gradients(
                 store_row(g_row + j * D, inside, d, D, of_step)
                 rate_sum += product * over_states(step)
                 dh *= decays[j]
+            if len(of_b + of_c) > 0:
+                store_sums(parts, of_b + of_c, row, start + stop, n, stride, N, TOKENS)
         tl.debug_barrier()
     if drate is not None:
         store_states(drate, block, d, n, D, N, rate_sum)
     if read is not None:
-        store_states(dc, block, d, n, D, N, dread)
+        store_states(dread, block, d, n, D, N, read_sum)
     if dskip is not None:
         store_row(row_of(dskip, block, D), True, d, D, skip_sum)
     if dinitial is not None:

@@ -6,6 +6,7 @@ Backward: the gradients of the states at the cuts, then all blocks in parallel. 
 decoded token, takes one launch. There are no atomics, so results repeat to the bit.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -150,13 +151,6 @@ def cuts(plan: SelectiveScan, reverse: bool, inputs: list[Any], *ends: Any) -> T
     return states
 
 
-def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts of blocks of channels [n,B,T,N], or of blocks of tokens [n,D,N] or [n,D]."""
-    if parts.dim() == 4:
-        return add_outer(parts, dtype)
-    return add_parts(parts.flatten(1)[:, None], dtype).view(parts.shape[1:])
-
-
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
     plan, (inputs, initial) = _plan_of(args), _inputs(args)
     y, final, states = plan.results()
@@ -179,17 +173,22 @@ def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | 
     scratch = plan.new(programs, plan.marks, channels, next_power_of_2(plan.N), dtype=torch.float32)
     dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
     drate = plan.states(plan.blocks) if needed.rate else None
-    db = None if b is None else plan.new(plan.columns, *b.shape, dtype=torch.float32)
-    dc = None
-    if c is not None:
-        dc = plan.states(plan.blocks) if c.dim() == 2 else plan.new(plan.columns, *c.shape, dtype=torch.float32)
+    summed = {name: z for name, z in {"b": b, "c": c}.items() if z is not None and z.dim() == 3}
+    shape = (plan.columns, len(summed), plan.B, plan.T, plan.N)
+    parts = plan.new(*shape, dtype=torch.float32) if summed else None
+    dread = plan.states(plan.blocks) if c is not None and c.dim() == 2 else None
     dskip = None if skip is None else plan.new(plan.blocks, plan.D, dtype=torch.float32)
-    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dskip, dinitial if plan.whole else None)
+    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, parts, dread, dskip, dinitial if plan.whole else None)
     plan.gradients()(*inputs, *tensors, plan.layout.blocks)
-    parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c), "skip": (dskip, skip)}
-    summed = {name: None if g is None or z is None else _sum(g, z.dtype) for name, (g, z) in parts.items()}
+    learned: dict[str, Tensor] = {}
+    if parts is not None:
+        sums = add_outer(parts, reduce(torch.promote_types, (z.dtype for z in summed.values()))).unbind()
+        learned = {name: g.to(z.dtype) for (name, z), g in zip(summed.items(), sums, strict=True)}
+    for name, z, of_blocks in (("rate", rate, drate), ("c", c, dread), ("skip", skip, dskip)):
+        if of_blocks is not None and z is not None:
+            learned[name] = add_parts(of_blocks.flatten(1)[:, None], z.dtype).view(z.shape)
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
-    return {"x": dx, "log_decay": dlog_decay, **summed, "initial_state": last}
+    return {"x": dx, "log_decay": dlog_decay, **learned, "initial_state": last}
 
 
 selective_scan = register(
