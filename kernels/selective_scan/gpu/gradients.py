@@ -137,9 +137,11 @@ def gradients(
                     step = bounded(gs[j])
                     h = h * decay_of(step, rates) + input_of(stepped(xs[j], step, SCALED), bs, j, n, N)
         tl.debug_barrier()
+        h_next = h  # loaded one group ahead
         for i in tl.range(0, groups):
             at = last - i * TOKENS
-            h = tl.load(tile + (groups - 1 - i) * TILE)
+            h = h_next
+            h_next = tl.load(tile + tl.maximum(groups - 2 - i, 0) * TILE)
             xs, gs, bs, _ = load_steps(x, log_decay, b, None, start, stop, at, d, n, D, N, TOKENS, False)
             dys, _, _, cs = back
             before_at = tl.maximum(at - TOKENS, 0)
