@@ -100,6 +100,9 @@ def erase_gates_backward(
     decay_row,
     rate_row,
     largest,
+    dkeys_row,
+    derase_row,
+    dwrite_row,
     M: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -121,15 +124,18 @@ def erase_gates_backward(
         du, da = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
         dkappa = tl.zeros([ROWS, BLOCK], tl.float32)
         if dkeys is not None:
-            g = load(dkeys, dense, inside)
+            from_keys, _ = head_tile_of(first, rows, dkeys_row, m, c, K, ROWS)
+            g = load(dkeys, from_keys, inside)
             du, da = g * (1 + (a - 1) * of_key), g * u * of_key
             scales += g * u * (a - 1)
         if dwrite is not None:
-            g = load(dwrite, dense, inside)
+            from_write, _ = head_tile_of(first, rows, dwrite_row, m, c, K, ROWS)
+            g = load(dwrite, from_write, inside)
             da += g * kappa
             dkappa = g * a
         if derase is not None:
-            dkappa += load(derase, dense, inside)
+            from_erase, _ = head_tile_of(first, rows, derase_row, m, c, K, ROWS)
+            dkappa += load(derase, from_erase, inside)
         along = tl.where(longer, tl.sum(dkappa * kappa, 1)[:, None], 0.0)
         dz = r * (dkappa - kappa * along)
         du += dz * of_erase
@@ -179,12 +185,16 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
     sizes, (tensors, rows, numbers) = constants(args.k), strided(args)
-    arriving = [None if g is None else g.contiguous() for g in gradients]
+    *of_keys, of_decay = gradients
+    # those of two steps per token are rows of wider tensors
+    rows_of_keys: list[Any] = [(None, 0, 0) if g is None else rows_of(g.flatten(-2)) for g in of_keys]
+    streams, _, strides = zip(*rows_of_keys, strict=True)
+    of_decay = None if of_decay is None else of_decay.contiguous()
     dk, ddecay, drate = new(args.k), new(args.decay), new(args.rate)
     count = walkers(rows, sizes["ROWS"], dk.device, PROGRAMS, sizes["M"])
     parts = new(dk, count, 1, 4 * args.k_k.numel(), dtype=torch.float32)
-    programs = count * sizes["M"]
-    enqueue(erase_gates_backward, programs, *tensors, *arriving, dk, ddecay, drate, parts, *numbers, **sizes)
+    every = (*tensors, *streams, of_decay, dk, ddecay, drate, parts)
+    enqueue(erase_gates_backward, count * sizes["M"], *every, *numbers, *strides, **sizes)
     names = Arguments._fields[3:7]
     sums = add_parts(parts, torch.float32).view(4, -1).unbind()
     learned = {name: x.to(getattr(args, name).dtype) for name, x in zip(names, sums, strict=True)}
