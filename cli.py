@@ -222,7 +222,7 @@ def _saved(folder: Path) -> str:
         return f"{folder}\nnext: fill in {folder}/README.md, which says how to load it"
     shown = shlex.quote(str(folder))
     if not (folder / "tokenizer.json").is_file():
-        return f"{folder}\nnext: python cli.py evaluate --checkpoint {shown} --tasks=throughput"
+        return f"{folder}\nnext: python cli.py evaluate --checkpoint {shown} --tasks=decoding"
     return f'{folder}\nnext: python cli.py generate --checkpoint {shown} --prompt "def "'
 
 

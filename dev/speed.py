@@ -32,7 +32,7 @@ TOLERANCE = 0.05
 SIZE, TURNS = 8192, 8  # of the matrices; products in a measurement
 ROUNDS = 3
 CONSOLE = Console(width=120)
-KERNEL = {"shapes": [(4, 16, 4096, 128)], "lengths": [], "dtype": "bf16", "device": "cuda", "seconds": 4.0}
+KERNEL = {"shapes": [(4, 16, 4096, 128)], "dtype": "bf16", "device": "cuda", "seconds": 4.0}
 MODEL = ("gated_deltanet.yaml", "size/400m.yaml")
 # with half of these tokens the step of the unexpanded model waits for the host, and its time varies by 10 %
 TRAINING = {"batch_size": 8, "length": 4096, "precision": "bf16-true", "device": "cuda", "steps": 12}

@@ -21,6 +21,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from kernels import UserError
+from reproductions.pictured_report import PicturedReport
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import Keys, arguments_of
@@ -29,11 +30,9 @@ from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
 from zoo.performance.bench_report import PATH, Report, captioned, formatted, path_of, show, without
 from zoo.performance.device import described, pick_backend
-from zoo.performance.learner import TimedLearner
-from zoo.performance.training import DOES_NOT_FIT, WARM_UP, check_graph, timed, warmed
+from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, check_graph, timed, warmed
 from zoo.train.callbacks.throughput import TRAINING_FLOPS
-from zoo.train.cpu import use_processor
-from zoo.train.devices import pick_device
+from zoo.train.devices import pick_device, use_processor
 from zoo.train.module import best_precision
 
 MOST_LEFT = 1  # GiB
@@ -153,7 +152,7 @@ class Case(NamedTuple):
         return f"{self.model} E{self.factor}{f' {self.form}' if self.form else ''}"
 
 
-class ExpansionReport(Report):
+class ExpansionReport(PicturedReport):
     """Training with expanded states."""
 
     benchmark = "expansion"
@@ -375,7 +374,7 @@ OVER_LENGTH_SIZES = ("0.4b", "1.3b")
 LENGTHS = [2048, 4096, 8192, 16384]
 
 
-class LengthReport(Report):
+class LengthReport(PicturedReport):
     """Training over the length of sequences."""
 
     benchmark = "length"

@@ -27,9 +27,8 @@ from zoo.performance.bench_report import Report, complaint, show
 from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import bench_decode, timed
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
-from zoo.performance.learner import TimedLearner
 from zoo.performance.model import PRECISIONS, build, read, running
-from zoo.performance.training import bench_training, warmed
+from zoo.performance.training import TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
 from zoo.train.optim import Optimisation
 
@@ -39,7 +38,6 @@ POSITION = 1024  # largest prefill of FLA's models; more is not needed, since th
 def kernels(
     ops: list[str] | str | None = None,
     shapes: list[tuple[int, int, int, int]] | None = None,
-    lengths: list[int] | None = None,
     dtype: str | None = None,
     backend: str | None = None,
     device: str | None = None,
@@ -56,7 +54,7 @@ def kernels(
     (`disable_recompute`).
 
     Args:
-        ops, shapes, lengths, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
+        ops, shapes, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
             kernels`.
         libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
 
@@ -71,7 +69,6 @@ def kernels(
     return bench_kernels(
         ops=ops,
         shapes=shapes,
-        lengths=lengths,
         dtype=dtype,
         backend=backend,
         device=device,

@@ -34,8 +34,7 @@ from zoo.lm.model import LanguageModel
 from zoo.performance import model as models_of
 from zoo.performance.decays import KINDS, RECORDED, SHARES, log_decays
 from zoo.performance.device import described
-from zoo.performance.learner import TimedLearner
-from zoo.performance.training import DOES_NOT_FIT, WARM_UP, timed, utilisation, warmed
+from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, timed, utilisation, warmed
 from zoo.train.devices import pick_device
 
 MEASURED = Path(__file__).parent / "measured" / "decays_training_h200.csv"

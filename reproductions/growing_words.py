@@ -7,7 +7,7 @@ import numpy as np
 
 from kernels.errors import UserError
 from zoo.data.batch import NO_LOSS
-from zoo.data.synthetic.draws import real
+from zoo.data.order import real
 from zoo.data.synthetic.task import Seeds
 from zoo.data.synthetic.word_problem import WordProblem
 

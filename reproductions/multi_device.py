@@ -30,6 +30,7 @@ from rich.table import Table
 from kernels import Option, UserError
 from mixers import did_you_mean
 from mixers.arguments import check_sizes
+from reproductions.pictured_report import PICTURE, PicturedReport
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import Keys, arguments_of
@@ -150,7 +151,7 @@ class Fit(NamedTuple):
     reference: str | None  # the run on one device whose losses it must match
 
 
-class ScalingReport(Report):
+class ScalingReport(PicturedReport):
     """Training on several devices."""
 
     benchmark = "scaling"
@@ -380,7 +381,7 @@ def _emptied(report: Report) -> Path:
         if other := next((path for path in sorted(runs.iterdir()) if not FITS.fullmatch(path.name)), None):
             raise UserError(f"folder: {other} is not a run of a benchmark; move it, or choose another folder")
         shutil.rmtree(runs)
-    (report.folder / "bench.png").unlink(missing_ok=True)
+    (report.folder / PICTURE).unlink(missing_ok=True)
     runs.mkdir(parents=True)
     report.write()
     return runs

@@ -6,7 +6,7 @@ from itertools import groupby
 import numpy as np
 
 from zoo.data.text.needles import EASY, STANDARD
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Row
 from zoo.evaluation.tasks.needle_task import NeedleTask
 
@@ -31,11 +31,11 @@ class NiahEasy(NeedleTask):
     default_samples = 1
     default_depths = tuple(np.linspace(0, 1, 35).round(6).tolist())
 
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """A cell for each length, with all depths."""
         return [{"length": length} for length in self.lengths(subject)]
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """The accuracy at each depth."""
         cells = [{**cell, **place} for place in self.places]
         right = self.answers(subject, [(deep, number) for deep in cells for number in range(self.samples)])

@@ -112,7 +112,7 @@ def _kernels(op: str, shapes: str | None, tiny: bool, *options: str) -> tuple[st
     shapes = "[[1,2,40,8]]" if tiny else shapes
     sizes = () if shapes is None else (f"--shapes={shapes}",)
     program = (BESIDE,) if any(option.startswith("--libraries") for option in options) else ("cli.py", "bench")
-    return (*program, "kernels", f"--ops=[{op}]", "--lengths=[]", *sizes, *options, *["--seconds=0.02"] * tiny)
+    return (*program, "kernels", f"--ops=[{op}]", *sizes, *options, *["--seconds=0.02"] * tiny)
 
 
 def performance(

@@ -15,8 +15,7 @@ from zoo.experiments import Sweep
 from zoo.experiments.commands import read_sweep
 from zoo.experiments.definition import Run
 from zoo.lm.size_table import parameters_without_embeddings
-from zoo.scaling.run_table import read_run_table
-from zoo.scaling.runs import find_runs, select
+from zoo.scaling.runs import find_runs, read_run_table, select
 
 from .command_lines import check_parses, with_tokenizer
 from .commands import ROOT, Command

@@ -96,7 +96,6 @@ PATHS = (
     ("data", "init_args", "shards"),
     ("data", "init_args", "tokenizer"),
     ("checkpoints", "folder"),
-    ("checkpoints", "resume_command"),
 )
 IN_RUN: dict[str, Change] = {
     "callback": put("trainer", "callbacks")([LAMBDA]),
@@ -131,7 +130,6 @@ IN_RUN: dict[str, Change] = {
     "callback of ours": put("samples", "prompts")([PROFILE]),
     "compile": put("compile")(PROFILE),
     "folder of checkpoints": put("checkpoints", "folder")("../../../canary"),
-    "command to type": put("checkpoints", "resume_command")("touch canary"),
     "option of a verb": put("output")("canary"),
     "more configs": put("config")(["evil.yaml"]),
     "dotted key": put("trainer.callbacks")([LAMBDA]),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from zoo.experiments import compare, sweep
     from zoo.experiments.linearise import linearise
     from zoo.inspection import inspect
-    from zoo.performance import bench
+    from zoo.performance.command import bench
     from zoo.performance.doctor import doctor
     from zoo.runs.generate import generate
     from zoo.saved.convert import convert
@@ -36,7 +36,7 @@ _LAZY = {
     "experiments": "compare sweep",
     "experiments.linearise": "linearise",
     "inspection": "inspect",
-    "performance": "bench",
+    "performance.command": "bench",
     "performance.doctor": "doctor",
     "runs.generate": "generate",
     "saved.convert": "convert",

@@ -1,5 +1,8 @@
-"""Tables, consoles and figures in the one style in which results are shown."""
+"""Tables, consoles and figures in the one style in which results are shown, also in notebooks."""
 
+import base64
+import html
+import io
 import sys
 import time
 from collections.abc import Collection, Iterable
@@ -7,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from tqdm.auto import tqdm  # bars of a notebook, where there is one
 
@@ -18,7 +21,12 @@ if TYPE_CHECKING:
 
 LOG_SECONDS = 30.0  # between the lines of a bar in a log file
 SOON = 2  # seconds until a bar is worth showing
+NOTEBOOK_WIDTH = 120  # columns of a table
 STEADY = 0  # the time left follows from the mean speed, so that a pause between steps does not count as a slow step
+_TABLE = (
+    "<pre style=\"white-space: pre; overflow-x: auto; line-height: 1.2; font-family: Menlo, 'DejaVu Sans Mono', "
+    'monospace">{code}</pre>'
+)
 
 
 def screen_text(text: str) -> str:
@@ -119,3 +127,17 @@ def short_list(items: Iterable[str], most: int = 5, separator: str = "; ") -> st
     """Return the first items in a line, and how many more there are."""
     items = list(items)
     return separator.join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+
+
+def as_html(table: RenderableType | None, picture: Path) -> str:
+    """Return a table and a PNG, as far as they exist, as HTML that needs no other file."""
+    parts = []
+    if table is not None:
+        console = Console(file=io.StringIO(), width=NOTEBOOK_WIDTH, record=True, force_jupyter=False)
+        console.print(table)
+        parts.append(console.export_html(inline_styles=True, code_format=_TABLE))
+    if picture.is_file():
+        data = base64.b64encode(picture.read_bytes()).decode()
+        name = html.escape(picture.stem.replace("_", " "))
+        parts.append(f'<img alt="{name}" style="max-width: 100%" src="data:image/png;base64,{data}">')
+    return "\n".join(parts)

@@ -1,8 +1,9 @@
 """Decays per channel between the tokens of a chunk, by halves (`halves.py`), in Gluon: Hopper, eight warps, bf16.
 
-Tiles have 64 tokens and 64 channels. A warp has a block of 8 tokens, a thread all 8 of 2 channels (layout `OCTETS`). So
-factors are products of decays inside a thread, without exponentials at each level, and only the totals of the eight
-blocks pass through shared memory.
+With b = n + x the sum of log2 decays from the start of the chunk and n the nearest whole number, a query has the factor
+2^x and a key 2^−x, rounded once. A reference point is a whole number and only changes exponents, by 2^(n − r) or
+2^(r − n), without rounding. So levels cost integer instructions on numbers of 16 bits, two in a register, and no choice
+of a reference point changes a bit.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -11,14 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 
-from .gluon_tiles import OF_COLUMNS, OF_ROWS, async_load, barrier, last_steps, opaque
+from .gluon_tiles import NARROW_COPY, OF_COLUMNS, OF_ROWS, async_load, at_tile, last_steps, opaque
 
-LEVELS = gl.constexpr(6)
 LOG2E = gl.constexpr(1.4426950408889634)
-SCALE, UNSCALED = gl.constexpr(2.0**15), gl.constexpr(2.0**-30)  # of a factor; of products of two
-OCTETS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))
-COPY = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 64
-LINE = gl.constexpr(gl.BlockedLayout([2], [32], [8], [0]))
+LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
+SAFE = gl.constexpr(100.0)  # largest exponent, in log2, of a factor around one reference
+OCTETS = gl.constexpr(gl.BlockedLayout([8, 2], [1, 32], [8, 1], [1, 0]))  # a warp has 8 tokens, a thread 2 channels
+WIDE_COPY = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # 16 bytes a thread, rows of 64 in fp32
+LINES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 
 
 @gluon.jit
@@ -34,38 +35,18 @@ def columns():
 
 
 @gluon.jit
-def is_second(level):
-    """Return whether each row, in the layout `PAIRS`, is in the second half of a block of this level."""
-    return (rows() & (32 >> level)) != 0
-
-
-@gluon.jit
-def separated(level):
-    """Return whether the tokens of each pair are in different halves of one block of this level."""
-    return ((rows() ^ columns()) >> (5 - level)) == 1
-
-
-@gluon.jit
-def addresses(x, start, column, stride: gl.constexpr, LAYOUT: gl.constexpr, STEPS: gl.constexpr = 1):
-    """Addresses of the tile [64, 64] that begins at a row and a column; `STEPS` rows share a row of x."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
-    c = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(0, LAYOUT)), 0)
-    if STEPS > 1:
-        return x + ((start + r) // STEPS).to(gl.int64) * stride + (column + c)
-    return x + (start.to(gl.int64) * stride + column) + (r * stride + c)
-
-
-@gluon.jit
 def copy_rows(shared, x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
     """Start to copy a tile [64, 64] of rows from `start` on, as `copy_tokens` does for 128 channels."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, COPY)), 1)
-    async_load(shared, addresses(x, start, column, stride, COPY, STEPS), mask=last_steps(r, start, stop, STEPS))
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, NARROW_COPY)), 1)
+    async_load(
+        shared, at_tile(x, start, column, stride, NARROW_COPY, 64, 64, STEPS), mask=last_steps(r, start, stop, STEPS)
+    )
 
 
 @gluon.jit
 def copy_square(shared, x, row, column, stride: gl.constexpr):
     """Start to copy a whole tile [64, 64]."""
-    async_load(shared, addresses(x, row, column, stride, COPY))
+    async_load(shared, at_tile(x, row, column, stride, NARROW_COPY, 64, 64))
 
 
 @gluon.jit
@@ -73,7 +54,7 @@ def store_rows(x, start, column, stop, stride: gl.constexpr, value, STEPS: gl.co
     """Store a tile [64, 64] in bf16; of `STEPS` rows per token, only the last."""
     tile = gl.convert_layout(value.to(gl.bfloat16), OCTETS)
     r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
-    gl.store(addresses(x, start, column, stride, OCTETS, STEPS), tile, mask=last_steps(r, start, stop, STEPS))
+    gl.store(at_tile(x, start, column, stride, OCTETS, 64, 64, STEPS), tile, mask=last_steps(r, start, stop, STEPS))
 
 
 @gluon.jit
@@ -83,19 +64,34 @@ def exp2(x):
 
 
 @gluon.jit
-def load_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
-    """Decays e^g [64, 64] of rows, 1 for those that are not the first step of a token."""
-    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
-    mask = r < stop - start
-    if STEPS > 1:
-        mask = mask & ((start + r) % STEPS == 0)
-    g = gl.load(addresses(log_decay, start, column, stride, OCTETS, STEPS), mask=mask, other=0.0)
-    return exp2(g.to(gl.float32) * LOG2E)
+def in_log2(g):
+    return gl.maximum(g.to(gl.float32) * LOG2E, LEAST)
 
 
 @gluon.jit
-def product(x, y):
-    return x * y
+def first_steps(r, start, stop, STEPS: gl.constexpr):
+    """Return which rows r from `start` on are the first of the `STEPS` rows of a token, and before `stop`."""
+    valid = r < stop - start
+    if STEPS > 1:
+        valid = valid & ((start + r) % STEPS == 0)
+    return valid
+
+
+@gluon.jit
+def copy_decays(shared, x, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr = 1):
+    """Start to copy log decays [64, 64] in fp32 or bf16; 0 for rows that are not the first step of a token."""
+    LAYOUT: gl.constexpr = NARROW_COPY if x.dtype.element_ty == gl.bfloat16 else WIDE_COPY
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
+    at = at_tile(x, start, column, stride, LAYOUT, 64, 64, STEPS)
+    async_load(shared, at, mask=first_steps(r, start, stop, STEPS))
+
+
+@gluon.jit
+def load_log_decays(log_decay, start, column, stop, stride: gl.constexpr, STEPS: gl.constexpr):
+    """Load what `copy_decays` copies, in log2."""
+    r = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, OCTETS)), 1)
+    at = at_tile(log_decay, start, column, stride, OCTETS, 64, 64, STEPS)
+    return in_log2(gl.load(at, mask=first_steps(r, start, stop, STEPS), other=0.0))
 
 
 @gluon.jit
@@ -113,176 +109,169 @@ def store_parts(shared, x, FIRST: gl.constexpr = 0):
 
 
 @gluon.jit
-def add_twice(ones, parts, sums, FIRST: gl.constexpr = 0):
-    """Start to add the product of ones and a tile that was stored in two parts."""
-    sums = warpgroup_mma(ones, parts.index(FIRST + 1), sums, is_async=True)
-    return warpgroup_mma(ones, parts.index(FIRST), sums, is_async=True)
-
-
-@gluon.jit
-def in_second(x, HALF: gl.constexpr):
-    """Return whether each row of blocks x [64 / (2 HALF), 2 HALF, 64] is in the second half."""
-    LAYOUT: gl.constexpr = x.type.layout
-    r = gl.arange(0, 2 * HALF, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    return gl.expand_dims(gl.expand_dims(r, 0), 2) >= HALF
-
-
-@gluon.jit
 def in_blocks(x, ROWS: gl.constexpr):
     return gl.reshape(x, [64 // ROWS, ROWS, 64])
 
 
 @gluon.jit
-def as_tile(x):
-    return gl.convert_layout(gl.reshape(x, [64, 64]), OCTETS)
+def allocate_middles(K: gl.constexpr):
+    """Allocate memory for whole numbers near the sums up to the middle of blocks of 64, 32 and 16 tokens.
+
+    Each level has a row of them for each block of 16 tokens.
+    """
+    return gl.allocate_shared_memory(gl.int16, [3, 4, K], LINES)
 
 
 @gluon.jit
-def factor_inside(until, after, HALF: gl.constexpr):
-    """Decays between each token and the boundary in its block of 2 · HALF tokens, at most 8.
+def store_middles(middles, b, LAYOUT: gl.constexpr):
+    """Store what `allocate_middles` allocates.
 
     Args:
-        until: Product of the decays from the start of a block of HALF tokens to each token.
-        after: From after it to the end of the block.
-        HALF: Tokens of half a block.
+        middles: That memory.
+        b: Sums of decays up to the end of each block of 8 tokens [8,K].
+        LAYOUT: Layout of [8,4,K] in which b is broadcast without exchanges.
     """
-    u = in_blocks(until, 2 * HALF)
-    return as_tile(gl.where(in_second(u, HALF), u, in_blocks(after, 2 * HALF)))
-
-
-@gluon.jit
-def at_row(x, ROW: gl.constexpr):
-    """Row ROW of blocks x [n, rows, 64], as [n, 1, 64]."""
-    LAYOUT: gl.constexpr = x.type.layout
-    r = gl.arange(0, x.shape[1], gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    here = gl.expand_dims(gl.expand_dims(r, 0), 2) == ROW
-    return gl.expand_dims(gl.reduce(gl.where(here, x, 1.0), 1, product), 1)
-
-
-@gluon.jit
-def doubled(until, after, HALF: gl.constexpr):
-    """`until` and `after` for blocks of 2 · HALF tokens."""
-    u, a = in_blocks(until, 2 * HALF), in_blocks(after, 2 * HALF)
-    second = in_second(u, HALF)
-    of_first, of_second = at_row(u, HALF - 1), at_row(u, 2 * HALF - 1)
-    return as_tile(gl.where(second, u * of_first, u)), as_tile(gl.where(second, a, a * of_second))
-
-
-@gluon.jit
-def doubled_before(past, until, HALF: gl.constexpr):
-    """Decays from the start of blocks of 2 · HALF tokens to before each token, from those of blocks of HALF tokens."""
-    x, u = in_blocks(past, 2 * HALF), in_blocks(until, 2 * HALF)
-    return as_tile(gl.where(in_second(u, HALF), x * at_row(u, HALF - 1), x))
-
-
-@gluon.jit
-def store_totals(totals, until):
-    """Store the decays of the eight blocks of 8 tokens, 64 numbers each, for `until` of such blocks."""
-    u = in_blocks(until, 8)
-    LAYOUT: gl.constexpr = u.type.layout
-    r = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    last = gl.where(gl.expand_dims(gl.expand_dims(r, 0), 2) == 7, u, 1.0)
-    totals.store(gl.convert_layout(gl.reshape(gl.reduce(last, 1, product), [512]), LINE))
-
-
-@gluon.jit
-def total_of(totals, BLOCK: gl.constexpr, LAYOUT: gl.constexpr):
-    """The product of the decays of a block of 8 tokens [1, 64]."""
-    return gl.expand_dims(totals.slice(BLOCK * 64, 64).load(gl.SliceLayout(0, LAYOUT)), 0)
-
-
-@gluon.jit
-def across(totals, tile, FROM: gl.constexpr, TO: gl.constexpr):
-    """Per block of 8 tokens, the decays of the blocks between it and the boundary before block (FROM + TO) / 2.
-
-    Only for blocks from FROM to TO; others have 1. With FROM = TO, all blocks before each block; with TO < FROM, after.
-    """
-    blocks = in_blocks(tile, 8)
-    LAYOUT: gl.constexpr = gl.SliceLayout(1, blocks.type.layout)
-    w = gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, LAYOUT)), 1)
-    decays = gl.zeros([8, 64], gl.float32, LAYOUT) + 1.0
-    for block in gl.static_range(8):
-        t = total_of(totals, block, LAYOUT)
-        if FROM == TO:
-            decays *= gl.where(w > block, t, 1.0)
-        elif TO < FROM:
-            decays *= gl.where(w < block, t, 1.0)
-        elif block >= FROM and block < TO:
-            if block < (FROM + TO) // 2:
-                decays *= gl.where((w >= FROM) & (w < block), t, 1.0)
-            else:
-                decays *= gl.where((w > block) & (w < TO), t, 1.0)
-    return gl.expand_dims(decays, 1)
-
-
-@gluon.jit
-def from_start(until, totals):
-    """Decays from the start of the chunk to each token, for `until` of blocks of 8."""
-    return as_tile(in_blocks(until, 8) * across(totals, until, 0, 0))
-
-
-@gluon.jit
-def to_end(after, totals):
-    """Decays from after each token to the end of the chunk."""
-    return as_tile(in_blocks(after, 8) * across(totals, after, 8, 0))
-
-
-@gluon.jit
-def of_chunk(totals, LAYOUT: gl.constexpr):
-    """The decays of the whole chunk [64]."""
-    decay = totals.slice(0, 64).load(LAYOUT)
-    for block in gl.static_range(1, 8):
-        decay = decay * totals.slice(block * 64, 64).load(LAYOUT)
-    return decay
-
-
-@gluon.jit
-def factor_across(until, after, totals, LEVEL: gl.constexpr):
-    """Decays between each token and the boundary in its block, for levels 0 to 2.
-
-    `until` and `after` are those of blocks of 8 tokens.
-    """
-    HALF: gl.constexpr = 4 >> LEVEL  # blocks of 8 in half a block
-    u = in_blocks(until, 8)
-    LAYOUT: gl.constexpr = u.type.layout
-    w = gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    second = (gl.expand_dims(gl.expand_dims(w, 1), 2) & HALF) != 0
-    nearest = gl.where(second, u, in_blocks(after, 8))
-    if LEVEL == 0:
-        nearest = nearest * across(totals, until, 0, 8)
-    elif LEVEL == 1:
-        nearest = nearest * (across(totals, until, 0, 4) * across(totals, until, 4, 8))
-    return as_tile(nearest)
-
-
-@gluon.jit
-def store_factors(factors, totals, decay, BEFORE: gl.constexpr):
-    """Store `SCALE` times the decays between each token and the boundary in its block, for all levels.
-
-    Factors are at most 1: with this scale, fp16 keeps eleven digits down to 2^−29, and the last one at 2^−39.
-
-    Args:
-        factors: Six tiles in fp16, the first of which is that of level 0; with `BEFORE` six more, in which tokens of
-            second halves leave out their own decay.
-        totals: 512 numbers in shared memory.
-        decay: Decays of the tokens.
-        BEFORE: Whether erase keys read the state before it decays.
-
-    Returns:
-        Decays from the start of blocks of 8 tokens to each token, from after it to the end, and to before it.
-    """
-    ones = gl.zeros([64, 64], gl.float32, OCTETS) + 1.0
-    until, after, past = decay, ones, ones
-    for exponent in gl.static_range(3):
-        factors.index(5 - exponent).store((factor_inside(until, after, 1 << exponent) * SCALE).to(gl.float16))
-        if BEFORE:
-            factors.index(11 - exponent).store((factor_inside(past, after, 1 << exponent) * SCALE).to(gl.float16))
-            past = doubled_before(past, until, 1 << exponent)
-        until, after = doubled(until, after, 1 << exponent)
-    store_totals(totals, until)
-    barrier()
+    n = gl.expand_dims(gl.convert_layout(whole_and_rest(b)[0], gl.SliceLayout(1, LAYOUT)), 1).to(gl.int32)
+    eighth = gl.expand_dims(gl.expand_dims(gl.arange(0, 8, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))), 1), 2)
+    quarter = gl.expand_dims(gl.expand_dims(gl.arange(0, 4, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT))), 0), 2)
     for level in gl.static_range(3):
-        factors.index(level).store((factor_across(until, after, totals, level) * SCALE).to(gl.float16))
-        if BEFORE:
-            factors.index(6 + level).store((factor_across(past, after, totals, level) * SCALE).to(gl.float16))
-    return until, after, past
+        middle = (quarter * 2 >> (3 - level) << (3 - level)) + ((4 >> level) - 1)
+        middles.index(level).store(gl.sum(gl.where(eighth == middle, n, 0), 0).to(gl.int16))
+
+
+@gluon.jit
+def plus(x, y):
+    return x + y
+
+
+@gluon.jit
+def whole_and_rest(b):
+    """Return the nearest whole number in 16 bits, and the rest in fp32."""
+    asm: gl.constexpr = (
+        "{.reg .b32 x, y; add.rn.f32 x, $3, 0f4B400000; add.rn.f32 y, $4, 0f4B400000; prmt.b32 $0, x, y, 0x5410; "
+        "sub.rn.f32 x, x, 0f4B400000; sub.rn.f32 y, y, 0f4B400000; sub.rn.f32 $1, $3, x; sub.rn.f32 $2, $4, y;}"
+    )
+    return gl.inline_asm_elementwise(asm, "=&r,=&r,=&r,r,r", [b], dtype=(gl.int16, gl.float32), is_pure=True, pack=2)
+
+
+@gluon.jit
+def exponent_after(n, mark):
+    """Return n − r + 127 for mark = 127 − r, or 0 if it is negative."""
+    asm: gl.constexpr = "{.reg .b32 z; mov.b32 z, 0; add.s16x2 $0, $1, $2; max.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [n, mark], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def exponent_before(n, mark):
+    """Return r − n + 127 for mark = 128 + r, or 0 if it is negative."""
+    asm: gl.constexpr = "{.reg .b32 e, z; mov.b32 z, 0; not.b32 e, $1; add.s16x2 $0, e, $2; max.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [n, mark], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def exponent_either(n, mark, first):
+    """Return `exponent_after`, or where `first` is −1 rather than 0, `exponent_before`."""
+    asm: gl.constexpr = "{.reg .b32 e, z; mov.b32 z, 0; xor.b32 e, $1, $3; add.s16x2 $0, e, $2; max.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [n, mark, first], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def times(x, e):
+    """Return 2^(e − 127) x in bf16, exactly unless it is too small, and 0 for e = 0."""
+    asm: gl.constexpr = "{.reg .b32 y; shl.b32 y, $2, 7; mul.rn.bf16x2 $0, $1, y;}"
+    return gl.inline_asm_elementwise(asm, "=r,r,r", [x, e], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def power(e):
+    """Return 2^(e − 127) in fp32, and 0 for e = 0."""
+    asm: gl.constexpr = "{.reg .b32 y; and.b32 y, $2, 0xffff0000; shl.b32 $0, $2, 23; shl.b32 $1, y, 7;}"
+    return gl.inline_asm_elementwise(asm, "=&r,=r,r", [e], dtype=gl.float32, is_pure=True, pack=2)
+
+
+@gluon.jit
+def reciprocal(x):
+    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
+    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def either(q, k, first):
+    """Return q, or k where `first` is −1 rather than 0."""
+    asm: gl.constexpr = "lop3.b32 $0, $1, $2, $3, 0xD8;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [q, k, first], dtype=gl.bfloat16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def mark_of(m, first):
+    """Return 127 − m for `exponent_either`, or where `first` is −1 rather than 0, 128 + m."""
+    asm: gl.constexpr = "{.reg .b32 z; not.b32 z, $2; xor.b32 $0, $1, z; mov.b32 z, 0x00800080; add.s16x2 $0, $0, z;}"
+    return gl.inline_asm_elementwise(asm, "=&r,r,r", [m, first], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def middle_inside(n, level):
+    """Return n in the middle of each token's block of a level from 3 on, whose tokens are in lanes of one warp."""
+    LAYOUT: gl.constexpr = n.type.layout
+    zero = gl.zeros(n.shape, gl.int16, LAYOUT)
+    lane = zero + gl.where(level == 3, 12, gl.where(level == 4, 4, 0)).to(gl.int16)
+    kept = zero + gl.where(level == 3, 0x031F, gl.where(level == 4, 0x131F, 0x1B1F)).to(gl.int16)
+    asm: gl.constexpr = "shfl.sync.idx.b32 $0, $1, $2, $3, 0xffffffff;"
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r", [n, lane, kept], dtype=gl.int16, is_pure=True, pack=2)
+
+
+@gluon.jit
+def first_halves(level, LAYOUT: gl.constexpr):
+    """Return −1 for tokens in the first half of a block of a level and 0 for others, as a column."""
+    r = opaque(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)))
+    return gl.expand_dims(((r >> (5 - level) & 1) - 1).to(gl.int16), 1)
+
+
+@gluon.jit
+def middle_across(n, middles, level):
+    """Return whole numbers near the sums up to the middle of each token's block of a level up to 2."""
+    LAYOUT: gl.constexpr = n.type.layout
+    x = gl.reshape(n, [4, 16, n.shape[1]])
+    row = middles.index(level).load(gl.SliceLayout(1, x.type.layout))
+    return gl.convert_layout(gl.reshape(repeated(gl.expand_dims(row, 1), x), n.shape), LAYOUT)
+
+
+@gluon.jit
+def repeated(row, x):
+    """Return rows broadcast to the shape of x."""
+    return gl.where(x == x, row, row)
+
+
+@gluon.jit
+def around_middle(queries, keys, n, middle, level):
+    """Return queries of the second halves of blocks and keys of the first, times the decays between them and the
+    boundary, and the exponents of these decays.
+    """
+    LAYOUT: gl.constexpr = n.type.layout
+    first = first_halves(level, LAYOUT)
+    e = exponent_either(n, mark_of(middle, first), first)
+    return times(either(queries, keys, first), e), e
+
+
+@gluon.jit
+def near_middle(queries, keys, n, middle):
+    """Return queries and keys times the decays between them and the middle of their block, and the exponents."""
+    LAYOUT: gl.constexpr = n.type.layout
+    zero = gl.zeros(n.shape, gl.int16, LAYOUT)
+    after, before = exponent_after(n, mark_of(middle, zero)), exponent_before(n, mark_of(middle, zero - 1))
+    return times(queries, after), times(keys, before), after, before
+
+
+@gluon.jit
+def apart():
+    """Return the exclusive or of the numbers of both tokens of each pair.
+
+    It is at least n and below 2n, for a power of two n, if the tokens are in different halves of a block of 2n.
+    """
+    return gl.expand_dims(opaque(gl.arange(0, 64, OF_ROWS)), 1) ^ gl.expand_dims(gl.arange(0, 64, OF_COLUMNS), 0)
+
+
+@gluon.jit
+def square(tile, zeros):
+    """Start to multiply a tile with its transpose."""
+    return warpgroup_mma(tile, tile.permute((1, 0)), zeros, use_acc=False, is_async=True)

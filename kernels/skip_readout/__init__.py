@@ -16,7 +16,7 @@ LARGEST = 4096  # the kernels hold whole heads in registers
 
 
 def own_shares(q: Tensor, k: Tensor, beta: Tensor, *, q_bias: Tensor, k_bias: Tensor, D: Tensor) -> Tensor:
-    """Σ β (q + q_bias)·(k + k_bias) + D over the E subheads of a head: the share of the value at a token that the token reads.
+    """Σ β (q + q_bias)·(k + k_bias) + D over the E subheads of a head: how much of its value a token reads.
 
     Args:
         q: Queries [B,T,G·E,K], before a rotation; the H/G heads of a group share them.

@@ -266,11 +266,8 @@ def in_lanes(instructions: str, *arguments: Tensor) -> Tensor:
 
 def of_exponents(asm: str, dtype: torch.dtype, x: Tensor, *others: Tensor) -> Tensor:
     """Exponents of 2 with the bias of fp32, what they are made of, or powers of two."""
-    if "shfl" in asm:
-        (first,) = others
-        lane, form = (int(operand, 0) for operand in asm.split("shfl")[1].replace(",", " ").split()[3:5])
-        row, kept = torch.arange(len(x)), form >> 10  # bits of the number of the row itself that stay
-        return (x[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)] ^ ~first) + 128
+    if "0x00800080" in asm:
+        return (x ^ ~others[0]) + 128
     if "lop3" in asm:
         return torch.where(others[1] == 0, x, others[0])
     if "max.s16x2" in asm:
@@ -288,6 +285,10 @@ def in_line(asm: str, names: str, arguments: list[Tensor], **options: Any) -> An
         return x.round().to(torch.int16), x - x.round()
     if "s16x2" in asm or "shl" in asm or "lop3" in asm:
         return of_exponents(asm, options["dtype"], *arguments)
+    if "shfl" in asm and x.dtype == torch.int16:
+        lane, form = (int(each.flatten()[0]) for each in others)
+        row, kept = torch.arange(len(x)), form >> 10  # bits of the number of the row itself that stay
+        return x[(row & ~7) | (row & kept) | (lane >> 2 & ~kept)]
     if "shfl" in asm:
         return in_lanes(asm, *arguments)
     if asm.startswith("ex2"):

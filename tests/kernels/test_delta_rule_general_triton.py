@@ -232,7 +232,14 @@ def test_shared_memory_of_the_forward_pass_in_gluon():
 @pytest.mark.parametrize("kernel", ["pair_products", "gradients"])
 def test_two_programs_of_the_chunks_in_gluon_share_a_multiprocessor(kernel: str, product: bool):
     names = ("log_decay", "beta", "products", "total", "diagonal", "dbeta", "dg")
-    types = {**dict.fromkeys(names, "*fp32"), "chunks": "*i32", "tiles": "i32", "total_rows": "i32", "scale": "fp32"}
+    types = {
+        **dict.fromkeys(names, "*fp32"),
+        "chunks": "*i32",
+        "tiles": "i32",
+        "pairs": "i32",
+        "total_rows": "i32",
+        "scale": "fp32",
+    }
     absent = ("beta", "dbeta") if product else ("erase", "derase")
     sizes = {"M": 16, "E": 1, "R": 1, "STEPS": 1, "K": 128, "BEFORE": False, "PRODUCT": product}
     fixed = {**sizes, absent[0]: None} | ({"V": 128, absent[1]: None} if kernel == "gradients" else {})

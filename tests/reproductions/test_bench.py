@@ -18,6 +18,14 @@ def record(folder: Path) -> dict:
     return json.loads((folder / "bench.json").read_text())
 
 
+def test_a_picture_of_somebody_else_is_kept(tmp_path: Path):
+    (tmp_path / "bench.png").write_text("a park")
+    message = r"folder: .*bench\.png exists, but the folder has no bench\.json, so it is not replaced"
+    with pytest.raises(UserError, match=message):
+        bench.LengthReport(tmp_path, {})
+    assert (tmp_path / "bench.png").read_text() == "a park"
+
+
 @pytest.mark.slow
 def test_expansion_beside_the_same_model(desk: Path):
     options = [*SMALL, "--factors=[1,2]", "--batch_size=1", "--length=20", "--steps=2", "--folder=found"]

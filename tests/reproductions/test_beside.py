@@ -109,7 +109,7 @@ def test_libraries_can_be_chosen(tmp_path: Path):
     assert rows["cudnn"] == {"note": "does not compute this call on this machine"}
     assert "fwd_ratio" in rows["sdpa causal"]
     assert {*rows} == {"cudnn", "sdpa causal"}
-    options = {"ops": "window_attention", "shapes": [(1, 2, 40, 8)], "lengths": []}
+    options = {"ops": "window_attention", "shapes": [(1, 2, 40, 8)]}
     with pytest.raises(UserError, match=r"libraries: 'cuddn' is not one of fla, .*did you mean 'cudnn'"):
         beside.kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
     with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
@@ -212,7 +212,7 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
 
     monkeypatch.setattr(peers, "require_for", lambda ops, device, libraries: None)
     monkeypatch.setattr(peers, "kernel_peers", refused)
-    report = beside.kernels("kda", [(1, 1, 40, 8)], [], seconds=0.01, folder=str(tmp_path))
+    report = beside.kernels("kda", [(1, 1, 40, 8)], seconds=0.01, folder=str(tmp_path))
     table = report.table()
     assert not report.failed
     said = capsys.readouterr().err

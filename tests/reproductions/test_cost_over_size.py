@@ -14,9 +14,8 @@ from kernels import UserError
 from reproductions import cost_over_size as cost
 from tests.zoo.train.test_captured_step import Repeated
 from zoo import config as configs
-from zoo.performance.learner import TimedLearner
 from zoo.performance.model import build, mean_loss, read
-from zoo.performance.training import DOES_NOT_FIT
+from zoo.performance.training import DOES_NOT_FIT, TimedLearner
 from zoo.train.captured_step import CapturedStep
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import pytest
 
 from reproductions import long_documents
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.held_out import held_out_tokens
+from zoo.data.text.split import held_out_tokens
 from zoo.data.text.tokenizer import train_tokenizer
 
 LENGTH = 200

@@ -8,7 +8,7 @@ import pytest
 from kernels import UserError
 from reproductions.scaling_figure import draw
 from tests.zoo.scaling.curves import write_run
-from zoo.scaling.published import CHINCHILLA
+from zoo.scaling.parametric import CHINCHILLA
 
 pytest.importorskip("scipy")
 

@@ -13,13 +13,13 @@ from jsonargparse import ArgumentParser, Namespace
 
 import mixers
 from kernels import UserError
-from zoo.config.contradictions import check_overrides
 from zoo.config.jsonargparse_internals import take_no_files
 from zoo.config.keys import GROUPS, OF_LIGHTNING, SCALARS
 from zoo.config.merge import merged
-from zoo.config.overlays import Item, load_items
+from zoo.config.overlays import NULL, Item, load_items
 from zoo.config.resolve import Group, Keys, Resolver, resolved
 from zoo.config.signatures import Parameter
+from zoo.data.text.corpus import BUILT_IN  # text that comes with Python, which can be cut
 from zoo.lm.model import LanguageModel
 from zoo.train.distillation import Teacher
 from zoo.train.optim import Optimisation
@@ -150,3 +150,32 @@ def known_keys(items: Iterable[str | Mapping[str, Any]], lightning: bool = True)
     resolver = Resolver(keys)
     resolver.all(_merged(items, keys, () if lightning else OF_LIGHTNING))
     return resolver.names
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """Refuse overrides of one command of which one would have no effect.
+
+    A config may have what an override makes useless: most set a `data.vocab_size`, and some command a tokenizer.
+
+    Args:
+        overrides: Overrides `key=value`.
+
+    Raises:
+        UserError: Two of them contradict each other.
+    """
+    values = {}
+    for item in overrides:
+        key, _, value = item.partition("=")
+        values[key.replace(".init_args.", ".")] = value
+    values = {key: value for key, value in values.items() if value not in NULL}
+    if "data.tokenizer" in values and "data.vocab_size" in values:
+        raise UserError(
+            f"data.vocab_size: {values['data.vocab_size']} is the size of a tokenizer that is trained, but "
+            f"data.tokenizer={values['data.tokenizer']} is one that is loaded; leave one of them out"
+        )
+    path = values.get("data.path", BUILT_IN[0])
+    if "data.max_characters" in values and not path.startswith(BUILT_IN):
+        raise UserError(
+            f"data.max_characters: {values['data.max_characters']} is the size of text that comes with Python, but "
+            f"data.path={path} are your own files, which are never cut; leave it out"
+        )

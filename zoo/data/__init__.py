@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zoo.data.batch import NO_LOSS, Batch
     from zoo.data.contract import as_batch
-    from zoo.data.image.digits import Digits
-    from zoo.data.image.images import Images
+    from zoo.data.image.images import Digits, Images
     from zoo.data.loader import TrainLoader, ValidationLoader
     from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
     from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
@@ -33,8 +32,7 @@ if TYPE_CHECKING:
 _LAZY = {
     "batch": "NO_LOSS Batch",
     "contract": "as_batch",
-    "image.digits": "Digits",
-    "image.images": "Images",
+    "image.images": "Digits Images",
     "loader": "TrainLoader ValidationLoader",
     "synthetic.associative": "CompositionalRecall ForgettingRecall StackedRecall",
     "synthetic.mad": "Compression InContextRecall Memorization SelectiveCopy",

@@ -1,11 +1,11 @@
-"""The model under evaluation: `Subject`, as tasks see it, and `LoadedModel`, a saved one."""
+"""A saved model under evaluation."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,46 +41,16 @@ class TokenScores(NamedTuple):
     correct: Tensor
 
 
-class Subject(Protocol):
-    """A model under evaluation; tests put oracles in its place.
-
-    `tokenizer` is None if it was trained without text, `context_length` if the length of training sequences is unknown.
-    """
-
-    name: str
-    tokenizer: Tokenizer | None
-    context_length: int | None
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens."""
-        ...
-
-    def continuations(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> list[list[int]]:
-        """The likeliest next tokens after each prompt, up to the end of the document."""
-        ...
-
-    def log_likelihoods(self, requests: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[Scored]:
-        """Return the log likelihood of each continuation, given its context of at least one token."""
-        ...
-
-    def label_scores(self, batch: Batch) -> TokenScores:
-        """The loss of each label of a batch."""
-        ...
-
-    def state_size(self, length: int) -> float:
-        """Elements of its state after `length` tokens of one sequence."""
-        ...
-
-
 @dataclass
 class LoadedModel:
-    """A language model under evaluation (`Subject`), in evaluation mode.
+    """A language model under evaluation, in evaluation mode.
 
     Prompts are sorted by length and read in batches; long ones in pieces with the state carried on, so that memory does
     not grow with the length, except for the state itself.
 
     Args:
+        tokenizer: None if it was trained without text.
+        context_length: None if the length of training sequences is unknown.
         batch_tokens: Tokens in a batch of sequences; None for 16,384 on a CPU and 262,144 on a GPU.
         bf16: Whether to compute under autocast to bf16.
         identity: What tells this model from others: hashes of checkpoint and config, sizes.

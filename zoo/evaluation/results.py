@@ -127,7 +127,7 @@ def _stem(task: Task) -> str:
 
 
 def pictures(task: Task, rows: Sequence[Row]) -> "dict[str, Figure]":
-    """Name → picture: heatmaps over depth and length, curves over the task's axis or positions, and the task's own."""
+    """Name → picture: heatmaps over depth and length, and curves over the task's axis or positions."""
     stem = _stem(task)
     drawn = {}
     if any("depth" in row for row in rows):
@@ -139,7 +139,7 @@ def pictures(task: Task, rows: Sequence[Row]) -> "dict[str, Figure]":
     if longest is not None:
         by_position = [row for row in rows if "position" in row and row["length"] == longest]
         drawn[f"{stem}-position"] = curves(by_position, "position", f"{task.name}, {_number(longest)} tokens")
-    return drawn | task.pictures(rows)
+    return drawn
 
 
 def curves(rows: Sequence[Row], axis: str, title: str) -> "Figure":
@@ -189,7 +189,7 @@ def _panels(panels: Sequence[tuple[str, str, Sequence[Row]]], title: str) -> "Fi
                 artist.set_transform(offset_copy(panel.transData, picture, x=shift, units="points"))
         panel.margins(x=0.1)
         _scale(panel, _values(rows, axis), axis)
-        panel.set(ylabel=_unit(metric), title=heading)
+        panel.set(ylabel=UNITS.get(metric, metric.replace("_", " ")), title=heading)
         if is_fraction(metric):
             panel.set_ylim(-0.03, 1.03)
         elif metric.endswith(("_per_second", "_gib", "_mib", "_per_token")):
@@ -234,7 +234,7 @@ def heatmaps(task: Task, rows: Sequence[Row]) -> "Figure":
     for panel in panels[:, 0]:
         panel.set_ylabel("depth of the needle")
     if image is not None:
-        picture.colorbar(image, ax=list(panels.flat), label=_unit(rows[0]["metric"]))
+        picture.colorbar(image, ax=list(panels.flat), label=rows[0]["metric"].replace("_", " "))
     picture.suptitle(task.name)
     return picture
 
@@ -253,16 +253,6 @@ def _scale(panel: "Axes", values: Sequence[float], axis: str) -> None:
     if len(values) <= 8:
         panel.set_xticks(values)
     panel.xaxis.set_major_formatter(lambda value, _: _number(value))
-
-
-def _unit(metric: str) -> str:
-    if metric in UNITS:
-        return UNITS[metric]
-    if metric.endswith("_peak_gib"):
-        return f"{metric.removesuffix('_peak_gib')}: peak memory (GiB)"
-    if metric.endswith("_tokens_per_second"):
-        return f"{metric.removesuffix('_tokens_per_second')} (tokens/s)"
-    return metric.replace("_", " ")
 
 
 def _values(rows: Iterable[Row], name: str) -> list[Any]:

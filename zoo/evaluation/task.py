@@ -5,14 +5,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from kernels import UserError
 from mixers.arguments import check_sizes
-from zoo.evaluation.loaded import Subject
-
-if TYPE_CHECKING:  # matplotlib is imported where a figure is made
-    from matplotlib.figure import Figure
+from zoo.evaluation.loaded import LoadedModel
 
 Cell = dict[str, Any]
 Row = dict[str, Any]
@@ -85,7 +82,7 @@ class Task(ABC):
         return ()
 
     @abstractmethod
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """The cells to measure, as plain values by name.
 
         Raises:
@@ -94,7 +91,7 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """Measure a cell.
 
         Returns:
@@ -109,10 +106,6 @@ class Task(ABC):
     def summary(self, rows: Sequence[Row]) -> list[Row]:
         """Rows that follow from the rows of all cells of one model; none by default."""
         return []
-
-    def pictures(self, rows: Sequence[Row]) -> "dict[str, Figure]":
-        """Pictures of the rows of all models, by name, in addition to those that every task has; none by default."""
-        return {}
 
 
 def proportion(correct: int, count: int) -> Row:

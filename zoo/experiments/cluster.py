@@ -4,7 +4,6 @@ import os
 import re
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
     Args:
         runner: Has the folder of the runs and the command that starts them.
         runs: The runs of the sweep.
-        cluster: submitit's name of the executor: `slurm`, or `local` for processes on this machine.
+        cluster: submitit's name of the executor: `slurm`, or in tests `local`.
         options: submitit's parameters, such as `{"slurm_partition": "gpu", "gpus_per_node": 1, "timeout_min": 120}`.
 
     Raises:
@@ -53,7 +52,7 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
                 continue
             if run.name in earlier and cluster in classes:
                 job = classes[cluster](logs, earlier[run.name])
-                if not _has_ended(job):
+                if not job.done():
                     jobs[run.name] = job
                     continue
                 if result(runner.folder / run.name) is not None:  # it has ended in the meantime
@@ -67,7 +66,7 @@ def run_on_cluster(runner: Runner, runs: Sequence[Run], cluster: str, options: d
             waiting = set(jobs)
             while waiting:
                 time.sleep(POLL_SECONDS)
-                ended = {name for name in waiting if _has_ended(jobs[name])}
+                ended = {name for name in waiting if jobs[name].done()}
                 waiting -= ended
                 bar.update(len(ended))
     return [
@@ -85,20 +84,3 @@ def _recorded(file: Path) -> dict[str, str]:
         if not isinstance(job, str) or not re.fullmatch(r"\d+(_\d+)?", job):  # also part of the names of files
             raise UserError(f"{file} is damaged (the job of {run} is {job!r}); {advice}.")
     return jobs
-
-
-def _has_ended(job: Any) -> bool:
-    """Return whether a job has ended.
-
-    submitit reports every local job that it has no process object for as ended, so the process is looked for.
-    """
-    if job.state != "NO PROCESS AND NO RESULT":
-        return bool(job.done())
-    process = int(job.job_id)
-    with suppress(ChildProcessError):  # an ended child exists until it is waited for
-        os.waitpid(process, os.WNOHANG)
-    try:
-        os.kill(process, 0)
-    except OSError as error:
-        return isinstance(error, ProcessLookupError)
-    return False

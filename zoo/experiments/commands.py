@@ -21,14 +21,13 @@ from zoo.config.merge import merged
 from zoo.config.overlays import Item, first_name, is_override, load_config, load_items
 from zoo.config.resolve import built_arguments, resolved
 from zoo.config.signatures import parameters
-from zoo.display import new_figure, new_table, short_list, write_figure
+from zoo.display import as_html, new_figure, new_table, short_list, write_figure
 from zoo.experiments import results
 from zoo.experiments.cluster import run_on_cluster
 from zoo.experiments.definition import Run, Sweep
 from zoo.experiments.runner import COMMAND, Runner, failed, result
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
-from zoo.runs.notebook import as_html
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import BITS, rank, vocabularies_differ
 

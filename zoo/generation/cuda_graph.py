@@ -2,22 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 Made = TypeVar("Made")
-
-
-class Recording(Protocol):
-    """The interface of a `Recorder`."""
-
-    def rehearse(self, work: Callable[[], Made]) -> Made:
-        """Run work that is required before a capture."""
-
-    def record(self, step: Callable[[], Made]) -> Callable[[], Made]:
-        """Capture a step; all its replays write to the same tensors."""
 
 
 class Recorder:

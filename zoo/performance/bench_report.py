@@ -1,4 +1,4 @@
-"""The report of a benchmark: a table for the terminal, bench.json and, where there is a curve, bench.png."""
+"""The report of a benchmark: a table for the terminal, and bench.json."""
 
 import json
 from collections.abc import Iterable
@@ -6,22 +6,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from matplotlib.figure import Figure
 from rich.table import Table
 
 from kernels import UserError
-from zoo.display import new_console, new_table, write_figure
+from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
-from zoo.files.output import check_no_others, check_record
+from zoo.files.output import check_record
 
 PATH = "path: the implementations that ran, triton, torch or reference"
 
-FILE, PICTURE = "bench.json", "bench.png"
+FILE = "bench.json"
 
 
 @dataclass
 class Report:
-    """The rows of one benchmark; each benchmark has a subclass with its table and picture.
+    """The rows of one benchmark; each benchmark has a subclass with its table.
 
     Args:
         folder: The folder to write to.
@@ -29,7 +28,7 @@ class Report:
         rows: One row per measurement.
 
     Raises:
-        UserError: The folder is a file, or has a bench.json or bench.png that no benchmark wrote.
+        UserError: The folder is a file, or has a bench.json that no benchmark wrote.
     """
 
     benchmark: ClassVar[str]  # kernels, training and so on
@@ -43,8 +42,6 @@ class Report:
             raise UserError(f"folder: {self.folder} is a file")
         if (file := self.folder / FILE).exists():
             check_record(file, ("kind", "device", "rows"), "folder", "a benchmark")
-        else:
-            check_no_others([self.folder / PICTURE], "folder", FILE)
 
     @property
     def failed(self) -> bool:
@@ -54,26 +51,17 @@ class Report:
     def add(self, row: dict[str, Any]) -> None:
         """Append a row and write bench.json, so that a benchmark that is interrupted keeps its rows."""
         self.rows.append(row)
-        self._write_rows()
+        Report.write(self)  # without what subclasses draw of all rows
 
-    def _write_rows(self) -> None:
+    def write(self) -> None:
+        """Write bench.json."""
         record = {"kind": self.benchmark, **self.about, "rows": self.rows}
         with atomic_write(self.folder / FILE) as file:
             file.write(json.dumps(record, indent=1, allow_nan=False).encode())
 
-    def write(self) -> None:
-        """Write bench.json and bench.png."""
-        self._write_rows()
-        if (picture := self.picture()) is not None:
-            write_figure(picture, self.folder / PICTURE)
-
     def table(self) -> Table:
         """The table for the terminal."""
         raise NotImplementedError
-
-    def picture(self) -> Figure | None:
-        """Return the contents of bench.png; None without a curve."""
-        return None
 
     def new_table(self, columns: Iterable[str]) -> Table:
         """An empty table with device, versions and precision above it."""

@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from rich.table import Table
 from torch import Tensor
 
 from kernels import UserError
 from zoo.arguments import check_above_0, check_names, names_in
-from zoo.display import new_figure, progress_bar
+from zoo.display import progress_bar
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
 from zoo.performance.decays import GENTLE, KINDS, MODELS
@@ -32,8 +30,6 @@ GENERAL_ON_GPU = [
     (8, 32, 4096, 128),
 ]  # delta rules that are not Gated DeltaNet
 ON_CPU = [(1, 4, 1024, 64)]
-LENGTHS_ON_GPU = [1 << n for n in (10, 12, 14, 16)]
-LENGTHS_ON_CPU = [256, 512, 1024, 2048]
 OURS, FIRST_CALL = "ours", "first call of"
 Call = Callable[[Tensors], Tensor]  # inputs → outputs [B,T,H,D]
 # A case, and what announces its first calls → other implementations to time in alternation, and rows for the table
@@ -69,7 +65,7 @@ class KernelReport(Report):
             head = [name, "×".join(map(str, row["shape"].values()))]
             if "fwd_ms" not in row:
                 without(table, remarks, head, row)
-            elif row["in_table"]:
+            else:
                 table.add_row(
                     *head,
                     row["implementation"],
@@ -88,33 +84,6 @@ class KernelReport(Report):
                     ]
                     table.add_row(f"  {name}", _deviation(peer["errors"]), "", *_times(peer, suffixes), "", "", *ratios)
         return captioned(table, remarks)
-
-    def picture(self) -> Figure | None:
-        """A plot of forward and backward time over length, one line per op; None without measurements over lengths."""
-        rows = [row for row in self.rows if row.get("in_curve") and "fwd_bwd_ms" in row]
-        if not rows:
-            return None
-        picture = new_figure(7, 4.5)
-        B, H, _, D = rows[0]["shape"].values()
-        axes = picture.add_subplot(
-            xlabel="tokens",
-            ylabel="forward + backward, ms",
-            xscale="log",
-            yscale="log",
-            title=f"B = {B}, H = {H}, D = {D}, {self.about['dtype']}, {self.about['device']}",
-        )
-        lengths = sorted({row["shape"]["T"] for row in rows})
-        for op in dict.fromkeys(row["op"] for row in rows):
-            line = sorted((row["shape"]["T"], row["fwd_bwd_ms"]) for row in rows if row["op"] == op)
-            axes.plot([T for T, _ in line], [ms for _, ms in line], marker=".", label=op)
-        axes.set_xticks(lengths, [f"{T // 1024}k" if T % 1024 == 0 else str(T) for T in lengths])
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize="small")
-        axes.title.set_fontsize("small")
-        return picture
 
 
 def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
@@ -137,7 +106,6 @@ def _deviation(errors: dict[str, float | None]) -> str:
 def bench_kernels(
     ops: list[str] | str | None = None,
     shapes: list[tuple[int, int, int, int]] | None = None,
-    lengths: list[int] | None = None,
     dtype: str | None = None,
     backend: str | None = None,
     device: str | None = None,
@@ -154,9 +122,7 @@ def bench_kernels(
         ops: Any of delta_rule (as Gated DeltaNet calls it), kda, kda_with_gates (from pre-activations, with norms),
             gated_deltanet2, comba, gated_deltaproduct (two steps), linear_head, linear_channel, linear_constant (named
             after their decays), window_attention and forgetting_attention; all by default.
-        shapes: [B, H, T, D] of the table: batch, heads, tokens and key size; null for defaults of the device.
-        lengths: T of the picture, at the B, H and D of the last shape; [] for no picture, null for defaults of the
-            device.
+        shapes: [B, H, T, D]: batch, heads, tokens and key size; null for defaults of the device.
         dtype: bf16, fp16 or fp32; null for bf16 on a GPU and fp32 on a CPU.
         backend: Backend of the kernels: auto, triton, torch or reference; null for ZOO_BACKEND, or auto.
         device: cpu or cuda; null for the GPU if available.
@@ -164,11 +130,11 @@ def bench_kernels(
             the sequences is full attention.
         seconds: Time to spend on each measurement.
         key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
-        decays: Log decays per channel in the table, any of gentle (about 5 % a step), initial (softplus decays before
-            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops, and the
-            picture, have gentle decays.
-        folder: The folder of bench.json and bench.png.
-        others: In Python, other implementations to time in the rows of the table.
+        decays: Log decays per channel, any of gentle (about 5 % a step), initial (softplus decays before
+            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops have
+            gentle decays.
+        folder: The folder of bench.json.
+        others: In Python, other implementations to time next to each.
 
     Raises:
         UserError: An argument is invalid.
@@ -187,7 +153,6 @@ def bench_kernels(
     check_above_0("seconds", seconds)
     sizes_by_name: dict[str, Sequence[Sequence[int]]] = {
         "shapes": shapes or [],
-        "lengths": [lengths or []],
         "window_size": [[window]],
         "key_heads": [[] if key_heads is None else [key_heads]],
     }
@@ -200,28 +165,20 @@ def bench_kernels(
         for shape in (_default_shapes(name, on_gpu) if shapes is None else shapes)
         for kind in (kinds if name in MODELS else [GENTLE])
     ]
-    if lengths is None:
-        lengths = LENGTHS_ON_GPU if on_gpu else LENGTHS_ON_CPU
-    base = Shape(*(shapes or (ON_GPU if on_gpu else ON_CPU))[-1])
-    curve = [(name, base._replace(T=length), GENTLE) for name in names for length in lengths]
-    if key_heads is not None and (
-        names != ["delta_rule"] or any(shape.H % key_heads for _, shape, _ in [*table, *curve])
-    ):
+    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape, _ in table)):
         raise UserError(f"key_heads: {key_heads} is for --ops=delta_rule alone, and must divide H of all shapes")
 
     for name in names:  # reports a missing backend before any measurement
-        BenchCall(name, Shape(1, 1, 1, base.D), precision, where, backend, window)
+        BenchCall(name, table[0][1]._replace(B=1, H=1, T=1), precision, where, backend, window)
     report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": others is not None})
-    measurements = list(dict.fromkeys([*table, *curve]))
-    for name, shape, kind in (bar := progress_bar(measurements, desc="kernels", unit=" calls")):
+    for name, shape, kind in (bar := progress_bar(list(dict.fromkeys(table)), desc="kernels", unit=" calls")):
         says = f"{name} {'×'.join(map(str, shape))}{f', {kind} decays' if name in MODELS else ''}"
         bar.set_postfix_str(says)
         row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
         row["decays"] = kind if name in MODELS else None
-        row["in_table"], row["in_curve"] = ((name, shape, kind) in rows for rows in (table, curve))
         try:
             case = BenchCall(name, shape, precision, where, backend, window, key_heads, kind)
-            row |= measured(case, seconds, others if row["in_table"] else None, partial(_announce, bar, says))
+            row |= measured(case, seconds, others, partial(_announce, bar, says))
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"
         case = None  # type: ignore[assignment]

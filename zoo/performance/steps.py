@@ -34,11 +34,6 @@ class OurSteps:
         self.tokens = self.decoder(self.tokens).argmax(-1)
 
 
-def grows(model: LanguageModel) -> bool:
-    """Return whether any tensor of the model's state grows with each token."""
-    return any(growing(model, _after_a_token(model, 1)))
-
-
 def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
     """A random state with the size and the dtypes it has after `position` tokens."""
     state = _after_a_token(model, batch_size)

@@ -4,12 +4,12 @@ import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lightning as L
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback, LearningRateFinder, ModelSummary, ProgressBar
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ProgressBar
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins import AsyncCheckpointIO
 from lightning.pytorch.strategies import DeepSpeedStrategy, ModelParallelStrategy
@@ -28,11 +28,9 @@ from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks
-from zoo.train.callbacks.kernel_backend import KernelBackend
-from zoo.train.callbacks.model_summary import Summary
 from zoo.train.callbacks.progress_bar import Progress
 from zoo.train.callbacks.run_callback import run_callbacks
-from zoo.train.cpu import use_processor
+from zoo.train.devices import use_processor
 from zoo.train.distillation import Distillation
 from zoo.train.lightning_internals import checkpoint_io
 from zoo.train.metrics_file import MetricsFile
@@ -49,14 +47,6 @@ REPLACED: dict[type, str] = {
 }
 
 
-class Parts(NamedTuple):
-    """The parts of a run that do not depend on its trainer."""
-
-    model: LanguageModel
-    module: Pretraining
-    datamodule: L.LightningDataModule
-
-
 def seed(config: Namespace) -> None:
     """Seed all random numbers by `seed_everything`; for `true` a seed is drawn, and stored in the config."""
     if config.seed_everything is not False:
@@ -64,8 +54,10 @@ def seed(config: Namespace) -> None:
         config.seed_everything = L.seed_everything(number, workers=True, verbose=False)
 
 
-def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule], None] | None = None) -> Parts:
-    """Build the data and the model of a config, and set its `model.vocab_size`.
+def parts(
+    config: Namespace, links: Callable[[Namespace, L.LightningDataModule], None] | None = None
+) -> tuple[LanguageModel, Pretraining, L.LightningDataModule]:
+    """Build the model of a config, the module around it, and its data, and set its `model.vocab_size`.
 
     Args:
         config: A resolved config.
@@ -111,7 +103,7 @@ def parts(config: Namespace, links: Callable[[Namespace, L.LightningDataModule],
         None if teacher is None else Distillation(configs.instantiate("teacher", config), teacher, model),
         config.sequence_parts,
     )
-    return Parts(model, module, datamodule)
+    return model, module, datamodule
 
 
 def _check_accelerator(trainer: Namespace) -> None:
@@ -181,10 +173,8 @@ def fitting_trainer(config: Namespace, folder: Path, callbacks: Sequence[Callbac
         raise UserError("trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning_rate instead")
     if arguments["enable_checkpointing"] is False:
         ours = [callback for callback in ours if not isinstance(callback, Checkpoints)]
-    if arguments["enable_model_summary"] is False or any(isinstance(each, ModelSummary) for each in user_callbacks):
-        ours = [callback for callback in ours if not isinstance(callback, Summary)]
     arguments["callbacks"] = [*user_callbacks, *ours]
-    return _trainer(arguments)
+    return _trainer(arguments, deterministic=bool(config.deterministic_kernels))
 
 
 def evaluating_trainer(limit: str, config: Namespace, folder: Path, callbacks: Sequence[Callback]) -> L.Trainer:
@@ -209,8 +199,6 @@ def _run_callbacks(config: Namespace) -> list[Callback]:
     built: list[Any] = [
         configs.instantiate(cls.key, config) if cls.key is not None else cls() for cls in run_callbacks()
     ]
-    if config.backend is not None or config.deterministic_kernels is not None:
-        built.append(KernelBackend(config.backend, config.deterministic_kernels))
     if config.compile:
         if config.deterministic_kernels:
             raise UserError("deterministic_kernels: true does not cover compiled code; set compile to false")
@@ -236,9 +224,9 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     return arguments
 
 
-def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
+def _trainer(arguments: Mapping[str, Any], deterministic: bool = False) -> L.Trainer:
     try:
-        trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # the Summary callback replaces it
+        trainer = L.Trainer(**{**arguments, "enable_model_summary": False})  # `run_fit` prints another
     except (MisconfigurationException, ValueError, TypeError, ImportError) as error:
         raise trainer_error(error) from None
     if (instead := REPLACED.get(type(trainer.strategy))) is not None:
@@ -248,8 +236,7 @@ def _trainer(arguments: Mapping[str, Any]) -> L.Trainer:
             "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_background to true instead"
         )
     if trainer.strategy.root_device.type == "cpu":
-        backends = [one for one in arguments["callbacks"] if isinstance(one, KernelBackend)]
-        use_processor(deterministic=is_deterministic() or any(one.deterministic for one in backends))
+        use_processor(deterministic=is_deterministic() or deterministic)
     install(trainer)
     return trainer
 

@@ -19,11 +19,11 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from kernels import UserError
 from zoo.config import KEYS, add_run_keys, to_dict
 from zoo.config.command_line import PRINT_CONFIG, SKIP_DEFAULT, Keys, arguments_of, printing
-from zoo.config.defaults import without_defaults
 from zoo.config.jsonargparse_internals import link_targets, take_no_files
 from zoo.config.merge import merged
 from zoo.config.overlays import load_items
 from zoo.config.parser import parse
+from zoo.config.serialise import without_defaults
 from zoo.files.safe_yaml import dump_yaml, parse_yaml
 from zoo.runs import fit as functions
 from zoo.runs import training

@@ -5,13 +5,14 @@ the types of their arguments, which the command line reads, cannot be Lightning'
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zoo.config.overlays import Item
+from zoo.display import as_html
 from zoo.lm.model import LanguageModel
-from zoo.runs.notebook import as_html
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ def fit(
     """
     from zoo.runs import training
 
-    if dry_run or on is not None:
-        return Result(
-            *training.dry_run(training.plan_fit(configs_and_overrides, run, resume, overwrite, trust), dry_run, on)
-        )
-    return Result(*training.fit(configs_and_overrides, run, resume, overwrite, trust, callbacks))
+    with training.quiet(), ExitStack() as claims:
+        plan = training.plan_fit(configs_and_overrides, run, resume, overwrite, trust)
+        if dry_run or on is not None:
+            return Result(*training.dry_run(plan, dry_run, on))
+        return Result(*training.run_fit(training.build_fit(plan, callbacks, claims)))
 
 
 def validate(
@@ -145,5 +146,9 @@ def predict(
         UserError: As for `validate`, or the file cannot be written.
     """
     from zoo.runs import training
+    from zoo.train.callbacks.predictions import Predictions
 
-    return training.predict(configs_and_overrides, checkpoint, output, trust, callbacks)
+    with training.quiet():
+        plan = training.plan_evaluation("predict", configs_and_overrides, checkpoint, trust)
+        training.run_prediction(training.build_evaluation("predict", plan, [*callbacks, Predictions(output)]))
+    return Path(output)

@@ -147,7 +147,7 @@ def _put_back(folder: Path) -> None:
             if _WRITTEN_BY_A_RUN.fullmatch(name.as_posix()):
                 (folder / name).unlink()
         if _is_folder(part):
-            _remove_empty(part)
+            remove_empty(part)
     (folder / REPLACED).rename(folder / MOVING)  # from here on, nothing is removed
     _move_back(folder)
     log.warning("run: the new run trained no batch, so the run in %s is as before", folder)
@@ -235,10 +235,10 @@ def claimed(folder: Path, new: bool, overwrite: bool = False) -> Iterator[Callab
             if alone or not locked:  # the run did not start
                 (folder / LOCK).unlink()
                 if new:
-                    _remove_empty(folder)
+                    remove_empty(folder)
 
 
-def _remove_empty(folder: Path) -> None:
+def remove_empty(folder: Path) -> None:
     """Remove a folder and those in it, as far as they are empty."""
     for path in (*sorted(folder.rglob("*"), reverse=True), folder):
         with suppress(OSError):

@@ -5,7 +5,7 @@ import logging
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,9 +13,10 @@ from typing import Any, Literal
 
 import lightning as L
 from jsonargparse import Namespace
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import Callback, ModelSummary
 from rich.console import Console
 
+import kernels
 from kernels import Option, UserError
 from zoo import config as configs
 from zoo.arguments import check_not_empty, described, errors_about
@@ -28,16 +29,16 @@ from zoo.data.resumable import ResumableData
 from zoo.generation.generate import write
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
+from zoo.lm.size_table import size_table
 from zoo.runs.build import evaluating_trainer, fitting_trainer, parts
 from zoo.runs.cautions import cautions
 from zoo.runs.errors import FirstBatch, errors_explained, quiet
-from zoo.runs.folder import RUNS, claimed, find_run, folder_of, new_run, run_of
+from zoo.runs.folder import RUNS, claimed, find_run, folder_of, new_run, remove_empty, run_of
 from zoo.runs.forecast import forecast, show
 from zoo.runs.rows import check_rows, device_count, divide_step
 from zoo.saved.hub import ON_HUB, hub_model
 from zoo.saved.model import Checkpoint, SavedModel, checkpoint_of
 from zoo.saved.trust import not_trusted
-from zoo.train.callbacks.predictions import Predictions
 from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.history import read_history
 from zoo.train.module import Pretraining
@@ -129,7 +130,7 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
             if place is not None and "://" in place:
                 raise UserError(f"{key}: {place} is a URL, but runs are written to local folders")
         if not (root_folder := Path(root).expanduser()).exists():
-            claims.callback(_remove_empty, root_folder)
+            claims.callback(remove_empty, root_folder)
         folder = new_run(*plan.name, Path(root))
     profiled, steps = config.trainer.profiler is not None, config.trainer.max_steps
     if profiled and plan.checkpoint is not None and 0 < steps <= Checkpoint(plan.checkpoint).step:
@@ -149,18 +150,16 @@ def build_fit(plan: Plan, callbacks: Sequence[Callback], claims: ExitStack, link
     return Session(plan, folder, model, module, datamodule, trainer)
 
 
-def _remove_empty(folder: Path) -> None:
-    """Remove a folder if it is empty, as the one of all runs is whose only run did not start."""
-    with suppress(OSError):
-        folder.rmdir()
-
-
 def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     """Train; returns the folder of the run, its results, and the model."""
     trainer, module, datamodule = session.trainer, session.module, session.datamodule
+    own_summary = any(isinstance(callback, ModelSummary) for callback in trainer.callbacks)
+    if trainer.is_global_zero and session.plan.config.trainer.enable_model_summary is not False and not own_summary:
+        Console().print(size_table(session.model, module.context_length or 1))
     with session.explained() as arguments:
         try:
-            trainer.fit(**arguments)
+            with _kernels_of(session.plan.config):
+                trainer.fit(**arguments)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
             file = session.plan.checkpoint
             if isinstance(error, UserError) or not module.is_restoring or file is None or Checkpoint(file).is_trusted:
@@ -178,19 +177,18 @@ def run_fit(session: Session) -> tuple[Path, dict[str, Any], LanguageModel]:
     return session.folder, read_row(session.folder) or {}, session.model
 
 
-@quiet()
-def fit(
-    configs_and_overrides: Sequence[Item],
-    run: str | None,
-    resume: str | Path | None,
-    overwrite: bool,
-    trust: bool,
-    callbacks: Sequence[Callback],
-) -> tuple[Path, dict[str, Any], LanguageModel]:
-    """Train a model; returns the folder of the run, its results, and the model."""
-    plan = plan_fit(configs_and_overrides, run, resume, overwrite, trust)
-    with ExitStack() as claims:
-        return run_fit(build_fit(plan, callbacks, claims))
+@contextmanager
+def _kernels_of(config: Namespace) -> Iterator[None]:
+    """Run the ops in the block on the backend and in the mode that a config names, or else in those in force.
+
+    Checkpoints can be continued in others.
+    """
+    mode = config.deterministic_kernels
+    with (
+        nullcontext() if config.backend is None else kernels.backend(config.backend),
+        nullcontext() if mode is None else kernels.deterministic(mode),
+    ):
+        yield
 
 
 def dry_run(plan: Plan, dry: bool, on: str | None) -> tuple[Path, dict[str, Any], LanguageModel]:
@@ -294,20 +292,6 @@ def run_prediction(session: Session) -> None:
     """Write the loss of every token to the file of the session's `Predictions`."""
     with session.explained() as arguments:
         session.trainer.predict(**arguments, return_predictions=False)
-
-
-@quiet()
-def predict(
-    configs_and_overrides: Sequence[Item],
-    checkpoint: str | Path | None,
-    output: str | Path,
-    trust: bool,
-    callbacks: Sequence[Callback],
-) -> Path:
-    """Write the loss of every token to a file, and return its path."""
-    plan = plan_evaluation("predict", configs_and_overrides, checkpoint, trust)
-    run_prediction(build_evaluation("predict", plan, [*callbacks, Predictions(output)]))
-    return Path(output)
 
 
 def _with_initial_model(items: Items, trust: bool) -> Items:

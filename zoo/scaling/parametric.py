@@ -54,6 +54,12 @@ class Parametric(NamedTuple):
         return Laws(PowerLaw(falling, -self.alpha * a, self.E), size, tokens)
 
 
+# where N includes embeddings: the constants in arXiv 2203.15556, and those refitted by arXiv 2404.10102
+CHINCHILLA = Parametric(E=1.69, A=406.4, B=410.7, alpha=0.3392, beta=0.2849)
+CHINCHILLA_REPLICATED = Parametric(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
+CHINCHILLA_FLOPS = 6.0  # per parameter and token
+
+
 class Points(NamedTuple):
     """Points of training curves, N, D and L, each [P]."""
 

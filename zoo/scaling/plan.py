@@ -9,16 +9,19 @@ import numpy as np
 import torch
 
 from kernels import UserError
-from zoo.arguments import check_above_0, names_in
+from mixers import did_you_mean
+from zoo.arguments import check_above_0, errors_about, names_in
 from zoo.config.build import from_config, instantiate
 from zoo.config.find import find_config
 from zoo.config.parser import read
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
 from zoo.files.safe_yaml import dump_yaml
+from zoo.files.sealed_json import read_sealed
 from zoo.lm.size_table import parameters_without_embeddings
 from zoo.scaling.optima import LEAST_SIZES, Laws
-from zoo.scaling.published import law_named
+from zoo.scaling.parametric import CHINCHILLA, CHINCHILLA_FLOPS, CHINCHILLA_REPLICATED
+from zoo.scaling.power import PowerLaw
 from zoo.train.devices import peak_flops
 
 HEAD_SIZE = 64  # of all mixers, so that a size has hidden_size/64 heads
@@ -28,6 +31,7 @@ MOST_SIZES = 20
 LEAST_STEPS = 200
 WARMUP = 0.02  # of the steps
 RATES = (0.5, 2.0)  # times the rule's learning rate, at the smallest and the largest size
+PUBLISHED = {"chinchilla": CHINCHILLA, "chinchilla_replicated": CHINCHILLA_REPLICATED}
 
 
 class Shape(NamedTuple):
@@ -132,8 +136,8 @@ def plan(
         mfu: The fraction of the device's peak that training reaches, such as `bench training` measures.
         peak: The device's peak in FLOP/s; null for that of the GPU at hand.
         sizes: Sizes of each mixer, 4 to 20.
-        law: Which sizes and numbers of tokens are best: chinchilla, chinchilla_replicated, llama, tnl, hgrn2,
-            cosformer2, or the path of a laws.json, whose first law counts.
+        law: Which sizes and numbers of tokens are best: chinchilla, chinchilla_replicated, or the path of a laws.json,
+            whose first law counts.
         output: The folder to make.
         overlays: Configs and overrides for all runs, such as those of the data, as a list or separated by commas.
         batch_size: Sequences in a step, unless an overlay says otherwise.
@@ -183,6 +187,29 @@ def plan(
     if verbose:
         _show(made, flops, law, None if hours is None else hours / spent)
     return made
+
+
+def law_named(name: str) -> Laws:
+    """A published law by its name, or the first one of a `laws.json`, for C in FLOPs.
+
+    Raises:
+        UserError: The name is neither a law nor a file, or the file is damaged.
+    """
+    if name in PUBLISHED:
+        return PUBLISHED[name].laws(CHINCHILLA_FLOPS)
+    if not Path(name).is_file():
+        hint = did_you_mean(name, PUBLISHED)
+        raise UserError(f"law: {name!r} is neither a file nor one of {', '.join(PUBLISHED)}{hint}")
+    with errors_about("law"):
+        content = read_sealed(name, advice="name a laws.json that scaling fit wrote")
+        if not content.get("laws"):
+            raise UserError(f"{name} is not a laws.json of scaling fit")
+    row = content["laws"][0]
+    parts = (
+        PowerLaw(row[f"{part}_coefficient"], row[f"{part}_exponent"], row.get(f"{part}_offset", 0.0))
+        for part in Laws._fields
+    )
+    return Laws(*parts)
 
 
 def _ladder(

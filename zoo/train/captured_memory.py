@@ -12,6 +12,7 @@ from kernels import UserError
 from kernels.core.documents import Documents, documents
 from kernels.core.static_documents import StaticDocuments, static_copy, static_documents
 from mixers import ContextParallel
+from zoo.arguments import first_line
 from zoo.generation.cuda_graph import Made
 
 Compute = Callable[..., tuple[Tensor, ...]]
@@ -241,7 +242,7 @@ class CaptureAgreement:
         try:
             result = step()
         except Exception as error:  # whatever it is, the other processes must not wait for this one
-            reason = self._sharing.first_reason(one_line(error))
+            reason = self._sharing.first_reason(first_line(error))
             if isinstance(error, RuntimeError) and reason is not None:
                 raise Refused(reason) from None
             raise
@@ -261,8 +262,3 @@ class CaptureAgreement:
             for answers in self._sharing.gathered(documents.answers()):
                 documents.require(answers)
         self._shapes.append(_AgreedShape(shape_of(static.inputs), static.documents, {first}))
-
-
-def one_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return str(error).strip().partition("\n")[0]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core.documents import Documents
-from zoo.generation.cuda_graph import Recording, casts_not_cached
+from zoo.arguments import first_line
+from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.captured_memory import (
     MOST_SHAPES,
     CaptureAgreement,
@@ -19,7 +20,6 @@ from zoo.train.captured_memory import (
     StaticInputs,
     addresses,
     eager,
-    one_line,
     packed_documents,
 )
 from zoo.train.optim import total_norm
@@ -68,7 +68,7 @@ class CapturedPasses:
         self,
         compute: Compute,
         parameters: Sequence[nn.Parameter],
-        recorder: Callable[[], Recording],
+        recorder: Callable[[], Recorder],
         agreement: CaptureAgreement,
         average: GradientAverage | None,
         *,
@@ -295,7 +295,7 @@ class CapturedForward:
         self,
         compute: Compute,
         parameters: Iterable[nn.Parameter],
-        recorder: Recording,
+        recorder: Recorder,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
         self._compute, self._parameters, self._recorder, self._failed = compute, list(parameters), recorder, failed
@@ -335,7 +335,7 @@ class CapturedForward:
             except RuntimeError as error:
                 self._graphs.clear()
                 self._failed()
-                self.refused = one_line(error)
+                self.refused = first_line(error)
                 log.warning("cuda_graph: validation runs eagerly: %s", self.refused)
                 return None
         self._graphs.append((static, replay))

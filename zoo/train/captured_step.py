@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mixers import ContextParallel
-from zoo.generation.cuda_graph import Made, Recorder, Recording
+from zoo.arguments import first_line
+from zoo.generation.cuda_graph import Made, Recorder
 from zoo.train.adamw import AdamW
 from zoo.train.captured_memory import (
     MOST_SHAPES,
@@ -17,7 +18,6 @@ from zoo.train.captured_memory import (
     GradientAverage,
     addresses,
     eager,
-    one_line,
     packed_documents,
 )
 from zoo.train.captured_passes import CapturedPasses, norm
@@ -59,7 +59,7 @@ class CapturedStep:
         self,
         compute: Compute,
         parameters: Iterable[nn.Parameter],
-        recorder: Recording | None = None,
+        recorder: Recorder | None = None,
         average: GradientAverage | None = None,
         sharing: ContextParallel | None = None,
         *,
@@ -84,7 +84,7 @@ class CapturedStep:
         )
         self._update.restart(self._passes, same_parameters=memory == before)
 
-    def _recorder(self) -> Recording:
+    def _recorder(self) -> Recorder:
         """Return what captures the parts; CUDA graphs by default, on the device that the parameters have now."""
         if self._own_recorder is None:
             self._own_recorder = Recorder(self._passes.parameters[0].device)
@@ -116,7 +116,7 @@ class CapturedStep:
         except RuntimeError as error:
             if self._agreement.must_raise(error):
                 raise
-            self._refuse(one_line(error))
+            self._refuse(first_line(error))
         for parameter, gradient, value in zip(parameters, attached, values, strict=True):
             parameter.grad = gradient
             if gradient is not None and value is not None:
@@ -180,7 +180,7 @@ class CapturedUpdate:
     """
 
     def __init__(
-        self, recorder: Callable[[], Recording], average: GradientAverage | None, refuse: Callable[[str], None]
+        self, recorder: Callable[[], Recorder], average: GradientAverage | None, refuse: Callable[[str], None]
     ) -> None:
         self._recorder, self._average, self._refuse = recorder, average, refuse
         self._exchanges = 0  # the first one is eager: it connects the processes
@@ -292,5 +292,5 @@ class CapturedUpdate:
         try:
             return self._recorder().record(step)
         except RuntimeError as error:
-            self._refuse(one_line(error))
+            self._refuse(first_line(error))
             return None

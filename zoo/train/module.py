@@ -39,7 +39,7 @@ from zoo.lm.mlp import ChannelMixer
 from zoo.train.agreement import check_same
 from zoo.train.captured_passes import CapturedForward
 from zoo.train.captured_step import CapturedStep
-from zoo.train.copy_stream import CopyStream
+from zoo.train.devices import CopyStream
 from zoo.train.distillation import Distillation, check_match
 from zoo.train.history import Change, differences
 from zoo.train.lightning_internals import (

@@ -32,6 +32,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ...gpu.gluon_halves import (
+    allocate_middles,
+    apart,
+    exponent_after,
+    exponent_before,
+    power,
+    reciprocal,
+    times,
+    whole_and_rest,
+)
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
@@ -55,21 +65,10 @@ from ...gpu.gluon_tiles import (
     segment_of,
     store_rows,
 )
-from .hopper_vector_halves import (
-    apart,
-    exponent_after,
-    exponent_before,
-    gradients_by_halves,
-    lower_triangle,
-    power,
-    scores_by_halves,
-    times,
-    whole_and_rest,
-)
+from .hopper_vector_halves import gradients_by_halves, lower_triangle, scores_by_halves
 from .hopper_vector_sums import (
     LEAST,
     LOG2E,
-    allocate_middles,
     allocate_points,
     at_end,
     at_start,
@@ -199,7 +198,7 @@ def outputs(
         O = warpgroup_mma(queries, state_s, rows, use_acc=False, is_async=True)
         S = warpgroup_mma(keys.permute((1, 0)), values, S, is_async=True)
         A = warpgroup_mma_wait(2, deps=[A])
-        A = gl.where(apart() < gl.where(steep == 0, 64, gl.where(steep == 1, 16, 0)), A, by_halves)
+        A = gl.where(apart() < gl.where(steep == 0, 64, gl.where(steep == 1, 16, 1)), A, by_halves)
         scores_s.store(gl.where(lower, A, 0.0).to(gl.bfloat16))
         fence_async_shared()
         barrier()
@@ -324,12 +323,6 @@ def states(
 def of_tiles(a, b, c, d, i):
     """Return the i-th tile of each of four allocations."""
     return a.index(i), b.index(i), c.index(i), d.index(i)
-
-
-@gluon.jit
-def reciprocal(x):
-    asm: gl.constexpr = "rcp.approx.ftz.f32 $0, $1;"
-    return gl.inline_asm_elementwise(asm, "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
-from ...gpu.gluon_halves import store_parts
+from ...gpu.gluon_halves import LEAST, LOG2E, SAFE, plus, store_middles, store_parts
 from ...gpu.gluon_tiles import (
     COPY,
     FLAT,
@@ -21,16 +21,13 @@ from ...gpu.gluon_tiles import (
     reinterpret,
 )
 
-LOG2E = gl.constexpr(1.4426950408889634)
-LEAST = gl.constexpr(-152.0)  # as in `tiles.py`
 LEAST_NARROW = gl.constexpr(-106.0)  # the same for decays in bf16, which stay natural logarithms until they are summed
-SAFE = gl.constexpr(100.0)  # largest exponent, in log2, of a factor around one reference
 COPY_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 COPY_FEW_DECAYS = gl.constexpr(gl.BlockedLayout([1, 4], [2, 16], [8, 1], [1, 0]))  # of 64 channels
 COLUMNS = gl.constexpr(gl.BlockedLayout([32, 1], [1, 32], [2, 4], [0, 1]))  # half a column a thread
-BLOCK_MARKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [8, 1], [1, 0]))
 EIGHTS = gl.constexpr(gl.BlockedLayout([8, 1], [1, 32], [1, 8], [1, 0]))  # 8 numbers of a channel a thread
+OF_MIDDLES = gl.constexpr(gl.BlockedLayout([8, 4, 1], [1, 1, 32], [1, 1, 8], [2, 1, 0]))
 EACH_WARP = gl.constexpr(gl.BlockedLayout([4], [32], [8], [0]))  # 128 numbers in every warp
 
 
@@ -114,11 +111,6 @@ def waited(b, NARROW: gl.constexpr):
 
 
 @gluon.jit
-def plus(x, y):
-    return x + y
-
-
-@gluon.jit
 def allocate_points(K: gl.constexpr):
     """Allocate memory for the reference points of a chunk, separately to avoid barriers between stores.
 
@@ -134,17 +126,6 @@ def allocate_points(K: gl.constexpr):
     entering = gl.allocate_shared_memory(gl.int16, [K], FLAT)
     leaving = gl.allocate_shared_memory(gl.int16, [K], FLAT)
     return enter, within, leave, steep, entering, leaving
-
-
-@gluon.jit
-def allocate_middles(K: gl.constexpr):
-    """Allocate memory for 128 + m and 127 − m, for whole numbers m near the sums up to the middle of blocks of 64, 32
-    and 16 tokens.
-    """
-    chunk = gl.allocate_shared_memory(gl.int16, [1, 2, K], BLOCK_MARKS)
-    halves = gl.allocate_shared_memory(gl.int16, [2, 2, K], BLOCK_MARKS)
-    quarters = gl.allocate_shared_memory(gl.int16, [4, 2, K], BLOCK_MARKS)
-    return chunk, halves, quarters
 
 
 @gluon.jit
@@ -164,19 +145,7 @@ def store_points(points, middles, ends):
     points[4].store((127.0 - enter).to(gl.int16))
     points[5].store((128.0 + leave).to(gl.int16))
     if middles is not None:
-        for level in gl.static_range(3):
-            store_middles(middles[level], gl.floor(b), level)
-
-
-@gluon.jit
-def store_middles(marks, b, LEVEL: gl.constexpr):
-    BLOCKS: gl.constexpr = 1 << LEVEL
-    x = gl.reshape(b, [BLOCKS, 8 // BLOCKS, b.shape[1]])
-    LAYOUT: gl.constexpr = x.type.layout
-    eighth = gl.arange(0, 8 // BLOCKS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    middle = gl.expand_dims(gl.expand_dims(eighth, 0), 2) == 4 // BLOCKS - 1
-    m = gl.sum(gl.where(middle, x, 0.0), 1)
-    marks.store(gl.permute(gl.join(128.0 + m, 127.0 - m).to(gl.int16), (0, 2, 1)))
+        store_middles(middles, b, OF_MIDDLES)
 
 
 @gluon.jit

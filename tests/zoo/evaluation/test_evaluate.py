@@ -266,7 +266,7 @@ def test_rows_of_somebody_else_are_kept(tmp_path: Path, content: str) -> None:
 @pytest.mark.parametrize(
     ("tasks", "options", "message"),
     [
-        (["throughput"], {"haystack": "/no/such/file"}, r"haystack: none of the tasks uses it \(throughput\)"),
+        (["decoding"], {"haystack": "/no/such/file"}, r"haystack: none of the tasks uses it \(decoding\)"),
         (["s_niah_1", "passkey"], {"haystack": "a.txt"}, r"haystack: none .* \(s_niah_1, passkey\); leave it out"),
         (["perplexity"], {"depths": (0.5,)}, "depths: none of the tasks uses it"),
         (["perplexity"], {"data": "benchmarks/"}, "data: none of the tasks uses it"),
@@ -350,10 +350,9 @@ def test_two_processes_do_not_write_to_one_folder(done: str, desk: Path) -> None
 
 @pytest.mark.slow
 def test_throughput(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zoo.evaluation.tasks.throughput.SECONDS", 0.05)
-    rows = zoo.evaluate(
-        done, "throughput", lengths=[16, 32], device="cpu", batch_tokens=64, verbose=False, output="speed"
-    )
+    monkeypatch.setattr("reproductions.throughput.SECONDS", 0.05)
+    task = "reproductions.throughput.Throughput"
+    rows = zoo.evaluate(done, task, lengths=[16, 32], device="cpu", batch_tokens=64, verbose=False, output="speed")
     kinds = ["training_tokens_per_second", "prefill_tokens_per_second", "decode_tokens_per_second"]
     assert [(row["length"], row["batch_size"], row["metric"]) for row in rows] == [
         (length, 64 // length, kind) for length in (16, 32) for kind in kinds
@@ -366,7 +365,7 @@ def test_throughput(done: str, desk: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_an_overview_of_models_and_tasks(
     done: str, command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zoo.evaluation.tasks.throughput.SECONDS", 0.05)
+    monkeypatch.setattr("zoo.evaluation.tasks.decoding.SECONDS", 0.05)
     shutil.copytree(done, "other")
     shown = command(
         *("evaluate", "--checkpoint", done, "--checkpoint=other", "--tasks=perplexity,decoding"),

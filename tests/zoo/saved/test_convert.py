@@ -36,7 +36,7 @@ def test_a_public_folder_becomes_one_of_ours(command: Command, desk: Path):
     for folder in ("ours", "theirs"):
         done = command("generate", "--checkpoint", folder, "--prompt", "a", "--max_new_tokens=4", "--temperature=0")
         assert done.code == 0, done.err
-    command("evaluate", "--checkpoint", "ours", "--tasks=throughput", "--lengths=[32]", "--samples=1").ok()
+    command("evaluate", "--checkpoint", "ours", "--tasks=decoding", "--lengths=[32]", "--samples=1").ok()
 
 
 @pytest.mark.slow
@@ -71,7 +71,7 @@ def test_what_comes_next_is_said(command: Command, desk: Path):
     ]
     write(desk / "plain", tokenizer=False)
     done = command("convert", "--checkpoint", "plain", "--output", "b")
-    assert done.out.splitlines() == ["b", "next: python cli.py evaluate --checkpoint b --tasks=throughput"]
+    assert done.out.splitlines() == ["b", "next: python cli.py evaluate --checkpoint b --tasks=decoding"]
     done = command("convert", "--checkpoint", "my models/a", "--to=fla", "--output", "back")
     assert done.out.splitlines() == ["back", "next: fill in back/README.md, which says how to load it"]
     assert "from_pretrained" in (desk / "back" / "README.md").read_text()

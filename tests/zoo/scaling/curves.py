@@ -9,8 +9,7 @@ import numpy as np
 
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.curves import Curve
-from zoo.scaling.parametric import Parametric
-from zoo.scaling.published import CHINCHILLA
+from zoo.scaling.parametric import CHINCHILLA, Parametric
 
 SIZES = tuple(np.geomspace(1e7, 3e9, 6))
 DENSE = tuple(np.geomspace(1e6, 1e10, 33))

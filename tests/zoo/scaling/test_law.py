@@ -8,9 +8,8 @@ from tests.zoo.scaling.curves import DENSE, SIZES, ladder
 from zoo.scaling.curves import PF_DAY
 from zoo.scaling.law import crossing, fit_law
 from zoo.scaling.optima import envelope, isoflop, offset
-from zoo.scaling.parametric import Parametric
+from zoo.scaling.parametric import CHINCHILLA, CHINCHILLA_REPLICATED, Parametric
 from zoo.scaling.power import PowerLaw, fit_falling_power_with_offset, fit_power
-from zoo.scaling.published import CHINCHILLA, CHINCHILLA_REPLICATED, LINEAR
 
 pytest.importorskip("scipy")
 PURE = Parametric(E=0.0, A=20.0, B=20.0, alpha=0.1, beta=0.1)  # its optimal loss is a power law
@@ -70,25 +69,7 @@ def test_what_cannot_be_fitted_says_why():
         fit_law(ladder(CHINCHILLA, np.geomspace(1e10, 1e12, 6), tokens=(1e7, 3e9)), "parametric")
 
 
-def test_table_3_of_the_paper():
-    """arXiv 2406.16690: losses at 1 and 100 PF-days, LLaMA's model for 179 of them, and where others cross it."""
-    losses = {name: [round(float(law.loss(days * PF_DAY)), 3) for days in (1, 100)] for name, law in LINEAR.items()}
-    assert losses == {
-        "llama": [3.709, 2.568],
-        "tnl": [3.539, 2.485],
-        "hgrn2": [3.479, 2.459],
-        "cosformer2": [3.588, 2.533],
-    }
-    assert float(LINEAR["llama"].size(179 * PF_DAY)) == pytest.approx(7.31e9, rel=0.005)
-    assert float(LINEAR["llama"].tokens(179 * PF_DAY)) == pytest.approx(361e9, rel=0.005)
-    crossings = {"tnl": 5.97e6, "hgrn2": 1.50e6, "cosformer2": 2690}
-    for name, days in crossings.items():
-        at = crossing(LINEAR["llama"], LINEAR[name], (1e-3 * PF_DAY, 1e9 * PF_DAY))
-        assert at / PF_DAY == pytest.approx(days, rel=0.02)
-    sums = {name: round(law.balance, 4) for name, law in LINEAR.items()}
-    assert sums == {"llama": 1.222, "tnl": 1.1154, "hgrn2": 1.0927, "cosformer2": 1.1045}
-
-
 def test_laws_that_do_not_cross():
-    assert crossing(LINEAR["llama"], LINEAR["hgrn2"], (PF_DAY, 10 * PF_DAY)) is None
+    one, other = CHINCHILLA.laws(6.0), CHINCHILLA._replace(E=2.0).laws(6.0)
+    assert crossing(one, other, (PF_DAY, 10 * PF_DAY)) is None
     assert PowerLaw(2.0, -1.0, 1.0)(2.0) == 2.0

@@ -6,8 +6,15 @@ import pytest
 from kernels import UserError
 from tests.zoo.scaling.curves import SIZES, ladder
 from zoo.scaling.law import fit_law
-from zoo.scaling.parametric import HUBER, Parametric, fit_parametric, points_of
-from zoo.scaling.published import CHINCHILLA, CHINCHILLA_FLOPS, CHINCHILLA_REPLICATED
+from zoo.scaling.parametric import (
+    CHINCHILLA,
+    CHINCHILLA_FLOPS,
+    CHINCHILLA_REPLICATED,
+    HUBER,
+    Parametric,
+    fit_parametric,
+    points_of,
+)
 
 pytest.importorskip("scipy")
 PUBLISHED = {"hoffmann": CHINCHILLA, "replication": CHINCHILLA_REPLICATED}

@@ -11,9 +11,8 @@ import pytest
 import zoo
 from kernels import UserError
 from tests.zoo.scaling.curves import ladder, write_run
-from zoo.scaling.published import CHINCHILLA
-from zoo.scaling.run_table import OPTIONAL, REQUIRED, read_run_table
-from zoo.scaling.runs import find_runs, select
+from zoo.scaling.parametric import CHINCHILLA
+from zoo.scaling.runs import OPTIONAL, REQUIRED, find_runs, read_run_table, select
 from zoo.train.metrics_file import read_metrics
 
 ROW = ("a", "GLA", "1e6", "6e6", "1e8 2e8", "3.5 3.25")

@@ -14,7 +14,7 @@ from kernels import UserError
 from tests.zoo.scaling.curves import write_run
 from zoo.files.sealed_json import write_sealed
 from zoo.scaling.law import crossing
-from zoo.scaling.published import CHINCHILLA
+from zoo.scaling.parametric import CHINCHILLA
 
 pytest.importorskip("scipy")
 SIZES = np.geomspace(1e8, 1e10, 6)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from zoo.data.batch import Batch
-from zoo.train.copy_stream import CopyStream
+from zoo.train.devices import CopyStream
 
 
 def tokens(number: int, device: str = "cpu") -> torch.Tensor:

@@ -7,13 +7,13 @@ import sys
 import pytest
 import torch
 
-from zoo.train.cpu import fast_products, keep_memory
+from zoo.train.devices import fast_products, keep_memory
 
 SIZE = 2**24
 FIELDS = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
 PROGRAM = f"""
 import ctypes
-from zoo.train.cpu import keep_memory
+from zoo.train.devices import keep_memory
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in {FIELDS.split()}]

@@ -1,20 +1,100 @@
-"""Images to classify, as the data of a run."""
+"""Images to classify, as sequences of patches, and as the data of a run; by default the digits of scikit-learn, which
+downloads nothing.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, cast
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 from xxhash import xxh3_128
 
 from kernels.errors import UserError
-from zoo.data.image.digits import Digits
-from zoo.data.image.patches import PatchedImages, as_tensor
+from zoo.data.batch import Batch
 from zoo.data.loader import ValidationLoader
-from zoo.data.order import random_bits
+from zoo.data.order import random_bits, shuffled
 from zoo.data.resumable import ResumableData, check_minimum
+
+
+def as_tensor(image: Any) -> Tensor:
+    """An image as float32 [channels,height,width]; bytes 0 … 255 become −1 … 1, other numbers stay as they are.
+
+    Args:
+        image: A PIL image or array [height,width] or [height,width,channels], or a tensor [channels,height,width].
+    """
+    if not isinstance(image, Tensor):
+        image = torch.from_numpy(np.array(image))  # a copy, since the array may be read-only
+        image = image[None] if image.dim() == 2 else image.movedim(-1, 0)
+    return image.float() / 127.5 - 1 if image.dtype == torch.uint8 else image.float()
+
+
+def patches(image: Tensor, size: int) -> Tensor:
+    """[channels,height,width] → [height/size · width/size, channels·size·size], row by row."""
+    channels = image.shape[0]
+    grid = image.unfold(1, size, size).unfold(2, size, size)  # [channels,rows,columns,size,size]
+    return grid.permute(1, 2, 0, 3, 4).reshape(-1, channels * size * size)
+
+
+class PatchedImages:
+    """Some of the images of a data set, all of one shape, as sequences of patches with one label each."""
+
+    def __init__(self, dataset: Dataset, indices: np.ndarray, patch_size: int, shape: tuple[int, ...]) -> None:
+        self.dataset, self.indices, self.patch_size, self.shape = dataset, indices, patch_size, shape
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def order(self, positions: np.ndarray, seed: int) -> np.ndarray:
+        """A new permutation for each pass."""
+        return shuffled(positions, len(self), seed)
+
+    def batch(self, indices: Sequence[int]) -> Batch:
+        """The images with these numbers, `[B, T, values]`, and their labels `[B, 1]`.
+
+        Raises:
+            UserError: An image has another shape than the first one.
+        """
+        sequences, labels = [], []
+        for index in self.indices[list(indices)].tolist():
+            image, label = self.dataset[index]
+            image = as_tensor(image)
+            if image.shape != self.shape:
+                raise UserError(
+                    f"data.dataset: image {index} has the shape {tuple(image.shape)} and the first one {self.shape}; "
+                    "all must have the same."
+                )
+            sequences.append(patches(image, self.patch_size))
+            labels.append([int(label)])
+        return Batch(torch.stack(sequences), torch.tensor(labels))
+
+
+class Digits(Dataset):
+    """1797 handwritten digits of 8 × 8 pixels, one channel from −1 to 1 (UCI ML, by way of scikit-learn).
+
+    Raises:
+        UserError: scikit-learn is not installed.
+    """
+
+    classes = tuple("0123456789")
+
+    def __init__(self) -> None:
+        try:
+            from sklearn.datasets import load_digits
+        except ImportError:
+            raise UserError('data.dataset: Digits needs scikit-learn: pip install "token-mixer-zoo[images]".') from None
+        pixels, self._labels = load_digits(return_X_y=True)  # pixels are 0 to 16
+        self._images = torch.from_numpy(pixels).float().view(-1, 1, 8, 8) / 8 - 1
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return self._images[index], int(self._labels[index])
+
 
 _SPLIT = 0x1A6E5  # of the hash that divides images, for all seeds the same
 _SAMPLED = 16  # images that stand for all of them in the identity of the data

@@ -11,7 +11,7 @@ import numpy as np
 from kernels.errors import UserError
 from mixers.arguments import check_numbers, check_sizes
 from zoo.data.batch import NO_LOSS
-from zoo.data.synthetic.draws import distinct, slots, whole
+from zoo.data.order import distinct, slots, whole
 from zoo.data.synthetic.task import Seeds, TokenTask
 
 

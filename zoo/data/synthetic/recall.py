@@ -10,8 +10,7 @@ import torch
 
 from zoo.data.batch import NO_LOSS, Batch
 from zoo.data.loader import SampleSet
-from zoo.data.order import shuffled
-from zoo.data.synthetic.draws import distinct, slots, whole
+from zoo.data.order import distinct, shuffled, slots, whole
 
 PASS = 100_000  # samples after which an endless stream counts as one epoch; nothing else depends on it
 _ROUND = 1000  # batches over which the tasks of an endless stream are in proportion to their weights

@@ -9,7 +9,7 @@ import numpy as np
 
 from kernels.errors import UserError
 from mixers.arguments import check_sizes
-from zoo.data.synthetic.draws import whole
+from zoo.data.order import whole
 from zoo.data.synthetic.task import Seeds, TokenTask
 
 Group = Literal["parity", "S3", "A5"]

@@ -15,8 +15,8 @@ from zoo.data.text import needle_documents
 from zoo.data.text.documents import Document, Tokens
 from zoo.data.text.embedded import DOCUMENTATION, PARTS, Named, embedded_files, embedded_texts
 from zoo.data.text.files import CODE, DAMAGED, READ, Listing, TextFile, find_files
+from zoo.data.text.needle_documents import sentences
 from zoo.data.text.records import BYTE_ORDER_MARK, DATASETS, Records
-from zoo.data.text.sentences import sentences
 from zoo.data.text.token_files import SUFFIXES as TOKEN_SUFFIXES
 from zoo.data.text.token_files import token_documents
 

@@ -1,9 +1,13 @@
-"""Documents that train recall: needles in text, in noise and among other needles, with questions and answers."""
+"""Sentences of running text, and documents that train recall: needles in text, in noise and among other needles, with
+questions and answers.
+"""
 
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 from zoo.data.synthetic.recall import number_of
 from zoo.data.text.needles import (
@@ -19,6 +23,25 @@ from zoo.data.text.needles import (
     draw_needles,
     mentions,
 )
+
+LONGEST_SENTENCE = 300  # characters; a longer piece without a full stop is cut between words
+_PARAGRAPHS = re.compile(r"\n\s*\n")
+_ENDS = re.compile(r"(?<=[.!?])\s+(?=[A-Z\"'(“])")
+_NO_PROSE = re.compile(r"^[ \t]|[*=+~^_|-]{4,}", re.MULTILINE)  # indented lines, underlines, rulers and tables
+
+
+def sentences(documents: Iterable[str]) -> Iterator[str]:
+    """Yield the sentences of documents in order, each on one line of at most 300 characters.
+
+    Paragraphs end at blank lines. Those with indented lines, underlines or rulers (code, lists, headings, tables) are
+    left out.
+    """
+    for document in documents:
+        for paragraph in _PARAGRAPHS.split(document):
+            if not _NO_PROSE.search(paragraph.strip("\n")):
+                for sentence in _ENDS.split(" ".join(paragraph.split())):
+                    yield from textwrap.wrap(sentence, LONGEST_SENTENCE, break_on_hyphens=False)
+
 
 FORMAT = 1  # of the documents; goes up when they change
 SHORTEST = 200  # characters of haystack

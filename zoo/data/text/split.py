@@ -9,6 +9,7 @@ from typing import Literal, overload
 from kernels.errors import UserError
 from zoo.data.text.corpus import Corpus
 from zoo.data.text.documents import Document, Tokens
+from zoo.data.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -106,3 +107,19 @@ def content_hash(text: Document) -> int:
     """The 64-bit hash that decides the split of a document."""
     content = text.encode() if isinstance(text, str) else text.content()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest())
+
+
+HELD_OUT = 0.05  # TextData's default, so that the embedded text is what such a run was not trained on
+
+
+def held_out_tokens(corpus: Corpus, tokenizer: Tokenizer, fraction: float = HELD_OUT) -> Iterator[int]:
+    """Yield the tokens of the validation split of a text, or of all text if its fraction is 1.
+
+    Each document ends by its end token.
+    """
+    split = SplitByContent(corpus, fraction if fraction < 1 else None)
+    for text in corpus.texts():
+        for part, held_out in split(text):
+            if part == "validation":
+                yield from [*([] if tokenizer.bos_id is None else [tokenizer.bos_id]), *tokenizer.encode(held_out)]
+                yield tokenizer.eos_id

@@ -18,7 +18,6 @@ from kernels.errors import UserError
 from mixers import did_you_mean
 from zoo.data.text.cache import build_once, cache_folder
 from zoo.data.text.documents import Document, Tokens
-from zoo.data.text.token_bytes import token_bytes
 from zoo.files.atomic import atomic_write
 from zoo.files.sealed_json import read_sealed, write_sealed
 
@@ -403,3 +402,32 @@ def _without_long_words(piece: str) -> Iterator[str]:
         start = run.end()
     if start < len(piece):
         yield piece[start:]
+
+
+_BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # a token of tokenizers with byte fallback
+
+
+def token_bytes(tokenizer: tokenizers.Tokenizer) -> np.ndarray:
+    """Return the bytes of each token's text, int64 `[vocab_size]`; special tokens, and ids of no token, have none.
+
+    Losses of different tokenizers can be compared by them.
+
+    Tokens of a byte-level vocabulary may be parts of a character. Where a decoder removes the space that a tokenizer
+    puts before a text, the first token of each document counts one byte too many.
+    """
+    vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+    added = tokenizer.get_added_tokens_decoder()
+    byte_level = "ByteLevel" in json.dumps(json.loads(tokenizer.to_str())["decoder"])
+    sizes = np.zeros(max(vocabulary.values()) + 1, np.int64)
+    first = min(vocabulary.values())  # decoded before each token, since decoders treat the start of a text differently
+    before = len(tokenizer.decode([first], skip_special_tokens=False).encode())
+    for token, number in vocabulary.items():
+        if number in added:
+            sizes[number] = 0 if added[number].special else len(token.encode())
+        elif byte_level:
+            sizes[number] = len(token)  # a character for each byte
+        elif _BYTE.fullmatch(token):
+            sizes[number] = 1
+        else:
+            sizes[number] = len(tokenizer.decode([first, number], skip_special_tokens=False).encode()) - before
+    return sizes

@@ -11,7 +11,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from kernels import UserError
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class SubjectLM(TemplateLM):
         UserError: The subject has no tokenizer, or `max_length` is below 2.
     """
 
-    def __init__(self, subject: Subject, max_length: int | None = None) -> None:
+    def __init__(self, subject: LoadedModel, max_length: int | None = None) -> None:
         super().__init__()
         if subject.tokenizer is None:
             raise UserError("lm_eval: the model was trained without a tokenizer, so it cannot read lm-eval's tasks")

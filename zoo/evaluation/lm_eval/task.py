@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from kernels import UserError
 from zoo.evaluation.lm_eval.cloze import shortened
 from zoo.evaluation.lm_eval.paper_tasks import BABILONG, CLOZE, PAPER_TASKS, RULER
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.files.hashing import file_digest
 
@@ -49,7 +49,7 @@ class LmEval(Task):
     def uses(self) -> tuple[str, ...]:
         return ("data",)
 
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """A cell for each task and length. Every task is built once, so that missing or odd data is reported first."""
         from zoo.evaluation.lm_eval.building import names
 
@@ -67,7 +67,7 @@ class LmEval(Task):
             self._build(subject, cell)
         return cells
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """A row for each metric."""
         from lm_eval.evaluator import evaluate
 
@@ -127,7 +127,7 @@ class LmEval(Task):
             raise UserError(f"lengths: BABILong has no {length}; its lengths are {lengths} (0 if left out)")
         return f"{name}/{BABILONG_LENGTHS[length]}"
 
-    def _build(self, subject: Subject, cell: Cell) -> "ConfigurableTask":
+    def _build(self, subject: LoadedModel, cell: Cell) -> "ConfigurableTask":
         from zoo.evaluation.lm_eval.building import HUB, build, tokenizer_folder
 
         name, length, tokenizer = cell.get("subtask", self.tasks), cell.get("length"), subject.tokenizer

@@ -13,14 +13,12 @@ from zoo.display import new_table
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
 from zoo.evaluation.lm_eval.task import PREFIX, lm_eval_task
 from zoo.evaluation.task import Options, Task
-from zoo.evaluation.tasks.needles import MultiKey1, MultiKey2, PassKey, SingleNeedle1, SingleNeedle2, SingleNeedle3
+from zoo.evaluation.tasks.decoding import Decoding
+from zoo.evaluation.tasks.needles import NEEDLE_TASKS
 from zoo.evaluation.tasks.perplexity import Perplexity
-from zoo.evaluation.tasks.state_recall import StateRecall
-from zoo.evaluation.tasks.throughput import Decoding, Throughput
 from zoo.evaluation.tasks.token_tasks import TOKEN_TASKS
 
-_NEEDLES = (SingleNeedle1, SingleNeedle2, SingleNeedle3, MultiKey1, MultiKey2, PassKey)
-_CLASSES: tuple[type[Task], ...] = (*_NEEDLES, StateRecall, *TOKEN_TASKS, Perplexity, Decoding, Throughput)
+_CLASSES: tuple[type[Task], ...] = (*NEEDLE_TASKS, *TOKEN_TASKS, Perplexity, Decoding)
 
 OF_SOME_TASKS = ("depths", "haystack", "data", "held_out")  # options
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}

@@ -8,10 +8,10 @@ from typing import ClassVar, Literal
 from kernels import UserError
 from zoo.data import Corpus
 from zoo.data.synthetic.recall import number_of
+from zoo.data.text.needle_documents import sentences
 from zoo.data.text.needles import KEYS, NOISE, Needle, Wording, draw_needles, mentions
-from zoo.data.text.sentences import sentences
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.evaluation.tasks.haystack import Haystack, Placed
 
@@ -59,7 +59,7 @@ class NeedleTask(Task):
     def uses(self) -> tuple[str, ...]:
         return ("depths", "haystack") if self.text == "text" else ("depths",)
 
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """A cell for each length, or for each length and depth.
 
         Raises:
@@ -67,7 +67,7 @@ class NeedleTask(Task):
         """
         return [{"length": length, **place} for length in self.lengths(subject) for place in self.places]
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """The share of right answers."""
         return [self.accuracy(cell, self.answers(subject, [(cell, number) for number in range(self.samples)]))]
 
@@ -75,7 +75,7 @@ class NeedleTask(Task):
         """The row of a cell."""
         return {**cell, "metric": "accuracy", **proportion(sum(right), len(right))}
 
-    def lengths(self, subject: Subject) -> list[int]:
+    def lengths(self, subject: LoadedModel) -> list[int]:
         """The lengths to evaluate, once it is known that they are possible."""
         tokenizer = self._tokenizer(subject)
         if self.text == "text":
@@ -102,7 +102,7 @@ class NeedleTask(Task):
                 )
         return list(self.options.lengths)
 
-    def answers(self, subject: Subject, samples: Sequence[tuple[Cell, int]]) -> list[bool]:
+    def answers(self, subject: LoadedModel, samples: Sequence[tuple[Cell, int]]) -> list[bool]:
         """Return whether the answer to each sample, a cell and a number, is right."""
         tokenizer, right = self._tokenizer(subject), []
         for first in range(0, len(samples), _PROMPTS):
@@ -167,7 +167,7 @@ class NeedleTask(Task):
                 raise UserError(f"{corpus} has no sentences, only indented lines, headings or tables.")
         return self._sentences
 
-    def _tokenizer(self, subject: Subject) -> Tokenizer:
+    def _tokenizer(self, subject: LoadedModel) -> Tokenizer:
         if subject.tokenizer is None:
             raise UserError(f"{self.name}: {subject.name} was saved without a tokenizer; it cannot read questions")
         return subject.tokenizer

@@ -9,9 +9,9 @@ from torch import Tensor
 from kernels import UserError
 from zoo.data.batch import Batch
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.held_out import HELD_OUT, held_out_tokens
+from zoo.data.text.split import HELD_OUT, held_out_tokens
 from zoo.data.text.tokenizer import Tokenizer
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -44,7 +44,7 @@ class Perplexity(Task):
     def uses(self) -> tuple[str, ...]:
         return ("haystack", "held_out")
 
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """One for each length."""
         if subject.tokenizer is None:
             raise UserError(f"{self.name}: {subject.name} was saved without a tokenizer; it cannot read text")
@@ -59,7 +59,7 @@ class Perplexity(Task):
         share = {} if self.options.held_out is None else {"held_out": self.options.held_out}
         return [{"length": length, "tokens": samples * longest, **share} for length in self.lengths]
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """The perplexity of the windows of one length, and their loss by position."""
         assert subject.tokenizer is not None
         length = cell["length"]

@@ -14,7 +14,7 @@ from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall
 from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.recall import Recall, RecallTask
 from zoo.data.synthetic.task import TokenSamples, TokenTask
-from zoo.evaluation.loaded import Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 
 SAMPLES = 200
@@ -51,7 +51,7 @@ class TokenEvaluation(Task):
         """The cells of sequences of up to `length` tokens, of which there is at least one."""
         return [{"length": length}]
 
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """All sizes of the lengths that the user named; of the task's own lengths, those that the vocabulary allows."""
         cells = [cell for length in self.options.lengths or self.default_lengths for cell in self.sizes(length)]
         misfits = [self.task(cell).misfit(subject.vocab_size) for cell in cells]
@@ -66,7 +66,7 @@ class TokenEvaluation(Task):
         """The samples of a cell."""
         return TokenSamples(self.task(cell), self.number, vocab_size, self.options.seed, SPLIT)
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """The accuracy over all labelled tokens of a cell."""
         samples, correct, count = self.samples(cell, subject.vocab_size), 0, 0
         rows = max(1, AT_ONCE // cell["length"])

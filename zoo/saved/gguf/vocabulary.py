@@ -2,11 +2,13 @@
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from kernels import UserError
-from zoo.data.text.byte_level import byte_level_bpe
 from zoo.data.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -31,7 +33,7 @@ _PRE_TOKENIZERS = {
     ((_QWEN2,), False): "qwen2",
     ((_QWEN35,), False): "qwen35",
 }
-_KINDS = {1: "NORMAL", 3: "CONTROL", 4: "USER_DEFINED"}  # of tokens that text can become
+NORMAL, CONTROL, ADDED, UNUSED = 1, 3, 4, 5  # kinds of tokens; text can become all but the last
 
 
 def tokenizer_of(fields: Mapping[str, Any], source: str) -> str | None:
@@ -54,62 +56,55 @@ def _tokenizer(fields: Mapping[str, Any], steps: Sequence[str], ignore_merges: b
     bos = fields["bos_token_id"] if fields.get("add_bos_token") else None
     if bos is not None and not 0 <= bos < len(fields["tokens"]):
         raise ValueError(f"bos_token_id is {bos}")
-    kinds = {text: _KINDS.get(kind) for text, kind in zip(fields["tokens"], fields["token_type"], strict=True)}
+    kinds = dict(zip(fields["tokens"], fields["token_type"], strict=True))
     return byte_level_bpe(
-        {text: i for i, text in enumerate(fields["tokens"]) if kinds[text]},
+        {text: i for i, text in enumerate(fields["tokens"]) if kinds[text] in (NORMAL, CONTROL, ADDED)},
         fields["merges"],
         steps=[None if step == _DIGITS else step for step in steps if step != _GPT2],
         regex=_GPT2 in steps,
         ignore_merges=ignore_merges,
-        special_tokens=[text for text, kind in kinds.items() if kind == "CONTROL"],
-        added_tokens=[text for text, kind in kinds.items() if kind == "USER_DEFINED"],
+        special_tokens=[text for text, kind in kinds.items() if kind == CONTROL],
+        added_tokens=[text for text, kind in kinds.items() if kind == ADDED],
         bos_token=None if bos is None else fields["tokens"][bos],
     ).to_str()
 
 
-class Vocabulary(NamedTuple):
-    """The vocabulary of a GGUF file.
-
-    Attributes:
-        pre_tokenizer: llama.cpp's name of the rules that divide a text before merges.
-        tokens: The text of each id; ids without a token have a text that no input matches.
-        kinds: What each token is, by the names of `gguf.TokenType`.
-        merges: The merges, each as two pieces and a space between them.
-        eos_id: The id that ends a document.
-        bos_id: The id at the start of each document, or None.
-        turn_id: Another id that ends what a model writes, or None.
-    """
-
-    pre_tokenizer: str
-    tokens: list[str]
-    kinds: list[str]
-    merges: list[str]
-    eos_id: int
-    bos_id: int | None
-    turn_id: int | None
-
-
-def vocabulary(tokenizer: Tokenizer, size: int) -> Vocabulary:
-    """Return the vocabulary of a tokenizer, padded to the `size` of a model's embeddings.
+def fields_of(tokenizer: Tokenizer | None, size: int) -> dict[str, Any]:
+    """Return the fields of a tokenizer in a GGUF file: its vocabulary, padded to the `size` of a model's embeddings.
 
     A UserError if no pre-tokenizer of llama.cpp has the tokenizer's rules, or it has tokens beyond `size`.
     """
+    if tokenizer is None:
+        return {"tokenizer.ggml.model": "none"}
     content = json.loads(tokenizer.to_json())
     name = _pre_tokenizer(content)
     if tokenizer.vocab_size > size:
         raise UserError(f"to: the tokenizer has {tokenizer.vocab_size} tokens, and the model {size}.")
-    tokens, kinds = [f"unused {i}" for i in range(size)], ["UNUSED"] * size  # with a space, which byte-level text lacks
+    tokens, kinds = [f"unused {i}" for i in range(size)], [UNUSED] * size  # with a space, which byte-level text lacks
     for token, i in content["model"]["vocab"].items():
-        tokens[i], kinds[i] = token, "NORMAL"
+        tokens[i], kinds[i] = token, NORMAL
     for added in content["added_tokens"]:
         if not added["special"] and (changes := [key for key in ("lstrip", "rstrip", "single_word") if added[key]]):
             raise _refusal(f"the added token {added['content']!r} has {changes[0]}")
-        tokens[added["id"]], kinds[added["id"]] = added["content"], "CONTROL" if added["special"] else "USER_DEFINED"
+        tokens[added["id"]], kinds[added["id"]] = added["content"], CONTROL if added["special"] else ADDED
     turns = tokenizer.stop_ids[1:]
     if len(turns) > 1:
         log.warning("GGUF holds one more token at which generation stops, %r; others are left out.", tokens[turns[0]])
-    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]]
-    return Vocabulary(name, tokens, kinds, merges, tokenizer.eos_id, tokenizer.bos_id, next(iter(turns), None))
+    fields: dict[str, Any] = {
+        "model": "gpt2",
+        "pre": name,
+        "tokens": tokens,
+        "token_type": kinds,
+        "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]],
+        "eos_token_id": tokenizer.eos_id,
+        # llama.cpp wants one; documents of ours come after the end of the one before
+        "bos_token_id": tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id,
+        "add_bos_token": tokenizer.bos_id is not None,
+        "add_eos_token": False,
+    }
+    if turns:
+        fields["eot_token_id"] = turns[0]
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
 def _pre_tokenizer(content: dict[str, Any]) -> str:
@@ -154,3 +149,47 @@ def _step(part: dict[str, Any]) -> str:
 
 def _refusal(reason: str) -> UserError:
     return UserError(f"to: no pre-tokenizer of llama.cpp equals that of this tokenizer: {reason}.")
+
+
+def byte_level_bpe(
+    vocabulary: Mapping[str, int],
+    merges: Iterable[str],
+    *,
+    steps: Sequence[str | None],
+    regex: bool,
+    ignore_merges: bool = False,
+    special_tokens: Sequence[str] = (),
+    added_tokens: Sequence[str] = (),
+    bos_token: str | None = None,
+) -> tokenizers.Tokenizer:
+    """Return a tokenizer of the `tokenizers` library.
+
+    Args:
+        vocabulary: Text of bytes as characters → id, with special and added tokens.
+        merges: Two pieces each, with a space between them.
+        steps: Regular expressions of the pieces that text is divided into, one after another; None is one digit.
+        regex: Whether to divide text by the expression of GPT-2 at last.
+        ignore_merges: Whether words of the vocabulary are taken without merges.
+        special_tokens: Tokens that only code writes into a text.
+        added_tokens: Other tokens that are found before text is divided.
+        bos_token: The token before each text, if any.
+    """
+    pairs = [(first, second) for first, _, second in (merge.partition(" ") for merge in merges)]
+    made = tokenizers.Tokenizer(models.BPE(dict(vocabulary), pairs, ignore_merges=ignore_merges))
+    parts: list[Any] = [
+        pre_tokenizers.Digits(individual_digits=True)
+        if step is None
+        else pre_tokenizers.Split(tokenizers.Regex(step), "isolated")
+        for step in steps
+    ]
+    made.pre_tokenizer = pre_tokenizers.Sequence(
+        [*parts, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex)]
+    )
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(special_tokens))
+    made.add_tokens(list(added_tokens))
+    if bos_token is not None:
+        made.post_processor = processors.TemplateProcessing(
+            f"{bos_token} $A", special_tokens=[(bos_token, vocabulary[bos_token])]
+        )
+    return made

@@ -18,7 +18,7 @@ from zoo.data.text.tokenizer import Tokenizer
 from zoo.files.atomic import atomic_write
 from zoo.lm.model import LanguageModel
 from zoo.saved.gguf.architectures import ARCHITECTURES, Stored, Value
-from zoo.saved.gguf.vocabulary import vocabulary
+from zoo.saved.gguf.vocabulary import fields_of
 from zoo.saved.plan import Row, row
 from zoo.saved.public.families import FAMILIES
 from zoo.saved.public.family import GGUF
@@ -76,7 +76,8 @@ def write_gguf(
     writer.add_name(file.stem)
     for key, value in {**metadata, "context_length": context_length, "vocab_size": model.vocab_size}.items():
         _add(writer, f"{architecture.name}.{key}", value)
-    _add_tokenizer(writer, tokenizer, model.vocab_size)
+    for key, value in fields_of(tokenizer, model.vocab_size).items():
+        _add(writer, key, value)
     specs = public.weights.specs
     tensors: list[tuple[Stored, Any]] = []  # with their types
     rows: list[Row] = []
@@ -158,27 +159,10 @@ def _add(writer: Any, key: str, value: Value) -> None:
         writer.add_float32(key, value)
     elif isinstance(value, str):
         writer.add_string(key, value)
+    elif isinstance(value, bool):
+        writer.add_bool(key, value)
     else:
         writer.add_uint32(key, value)
-
-
-def _add_tokenizer(writer: Any, tokenizer: Tokenizer | None, size: int) -> None:
-    if tokenizer is None:
-        writer.add_tokenizer_model("none")
-        return
-    words = vocabulary(tokenizer, size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(words.pre_tokenizer)
-    writer.add_token_list(words.tokens)
-    writer.add_token_types([library().TokenType[kind] for kind in words.kinds])
-    writer.add_token_merges(words.merges)
-    writer.add_eos_token_id(words.eos_id)
-    # llama.cpp wants one; documents of ours come after the end of the one before
-    writer.add_bos_token_id(words.eos_id if words.bos_id is None else words.bos_id)
-    writer.add_add_bos_token(words.bos_id is not None)
-    writer.add_add_eos_token(False)
-    if words.turn_id is not None:
-        writer.add_eot_token_id(words.turn_id)
 
 
 def library(option: str = "to") -> ModuleType:

@@ -20,7 +20,7 @@ from zoo.checkpoints.tensor_files import Spec
 from zoo.config import from_config, parse_model, to_dict
 from zoo.config.signatures import settable
 from zoo.data.text.corpus import Corpus
-from zoo.data.text.held_out import held_out_tokens
+from zoo.data.text.split import held_out_tokens
 from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import progress_bar
 from zoo.files.safe_yaml import dump_yaml

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels import UserError, recomputing, same_backend
 from mixers.context_parallel import exchanged_once
-from zoo.train.callbacks.training_forward import Forward, TrainingForward
+from zoo.train.callbacks.run_callback import Forward, TrainingForward
 
 
 class CheckpointedBlocks(TrainingForward):

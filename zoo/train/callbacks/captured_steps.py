@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from kernels import is_deterministic
 from mixers import ContextParallel
 from zoo.data.batch import Batch
-from zoo.generation.cuda_graph import Recorder, Recording, hooked_module, no_graphs
+from zoo.generation.cuda_graph import Recorder, hooked_module, no_graphs
 from zoo.lm.classifier import Classifier
 from zoo.train.adamw import AdamW
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
@@ -53,7 +53,7 @@ class CapturedSteps(Callback):
 
     order = 97  # after callbacks that replace the forward functions of blocks, and those that compile kernels
 
-    def __init__(self, recorder: Recording | None = None, *, automatic: bool = False) -> None:
+    def __init__(self, recorder: Recorder | None = None, *, automatic: bool = False) -> None:
         self._recorder, self._automatic = recorder, automatic
 
     def on_train_start(self, trainer: L.Trainer, pl_module: Any) -> None:

@@ -1,6 +1,5 @@
 """When a run saves checkpoints, and how it stops: always between two optimiser steps."""
 
-import os
 import re
 import shutil
 import sys
@@ -22,6 +21,7 @@ from zoo.checkpoints.background import Background
 from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.checkpoints.zero_shards import SHARDS
 from zoo.files.atomic import atomic_link
+from zoo.files.output import make_folder
 from zoo.train.callbacks.loss_guard import Diverged
 from zoo.train.callbacks.run_callback import RunCallback
 from zoo.train.devices import free_memory
@@ -53,7 +53,6 @@ class Checkpoints(RunCallback, Checkpoint):
             The next checkpoint and the end of the run wait for the write, and raise if it failed. Null does so on a
             GPU if the copy fits into half of the free host memory. FSDP2 needs its `sharded_checkpoints` for it.
         folder: Folder of the checkpoints, inside the run's folder.
-        resume_command: The command that continues the run, shown to the user; `{run}` is the run's folder.
 
     Raises:
         UserError: An argument is out of range.
@@ -70,7 +69,6 @@ class Checkpoints(RunCallback, Checkpoint):
         keep_last: int | None = None,
         in_background: bool | None = None,
         folder: str = "checkpoints",
-        resume_command: str = "python cli.py fit --resume {run}",
     ) -> None:
         super().__init__()
         counts = {"every_n_steps": every_n_steps, "keep_every_n_steps": keep_every_n_steps, "keep_last": keep_last}
@@ -88,7 +86,7 @@ class Checkpoints(RunCallback, Checkpoint):
             raise UserError(f"checkpoints.folder: {folder!r} is not inside the run's folder; name a relative folder.")
         self.every_n_steps, self.every_n_minutes = every_n_steps, every_n_minutes
         self.keep_every_n_steps, self.keep_last = keep_every_n_steps, keep_last
-        self.in_background, self.folder, self.resume_command = in_background, folder, resume_command
+        self.in_background, self.folder = in_background, folder
         self.best_model_path = ""  # Lightning reads this attribute for `ckpt_path="best"`
         self.best_model_score: float | None = None
         self._best_step = -1
@@ -126,13 +124,7 @@ class Checkpoints(RunCallback, Checkpoint):
         if stage != "fit" or trainer.fast_dev_run:
             return
         self._continued = Path()
-        folder = self._folder(trainer)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"checkpoints.folder: {folder} cannot be created: {error.strerror}.") from error
-        if not os.access(folder, os.W_OK):
-            raise UserError(f"checkpoints.folder: {folder} cannot be written to.")
+        make_folder(self._folder(trainer), "checkpoints.folder")
         strategy = trainer.strategy
         if isinstance(strategy, FSDP2):
             possible, advice = strategy.sharded_checkpoints, ", or set the strategy's sharded_checkpoints to true"
@@ -291,7 +283,7 @@ class Checkpoints(RunCallback, Checkpoint):
             self._save(trainer)
         self._wait()
         if trainer.is_global_zero and self._saved_step:
-            command = self.resume_command.format(run=trainer.default_root_dir)
+            command = f"python cli.py fit --resume {trainer.default_root_dir}"
             _print(f"Stopped; step {self._saved_step} is saved in {self._folder(trainer)}. Continue with: {command}")
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

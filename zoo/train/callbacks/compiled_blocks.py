@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kernels import UserError
-from zoo.train.callbacks.training_forward import Forward, TrainingForward
+from zoo.train.callbacks.run_callback import Forward, TrainingForward
 
 
 def compiled_blocks(

@@ -24,6 +24,7 @@ from zoo.train.history import Change, read_history
 log = logging.getLogger(__name__)
 
 MAX_UNREAD = 100
+SMOOTHING = 0.6  # weight of the past in the smoothed training loss
 
 
 class LossCurve(RunCallback):
@@ -33,7 +34,6 @@ class LossCurve(RunCallback):
 
     Args:
         every_n_steps: Record the training loss every N steps.
-        smoothing: Weight of the past in the smoothed training loss.
 
     Raises:
         UserError: An argument is out of range.
@@ -42,14 +42,10 @@ class LossCurve(RunCallback):
     key = "loss_curve"
     order = 140
 
-    def __init__(self, every_n_steps: int = 10, smoothing: float = 0.6) -> None:
-        if every_n_steps < 1 or not 0 <= smoothing < 1:
-            raise UserError(
-                f"loss_curve: every_n_steps is {every_n_steps} and smoothing {smoothing}; they must be at least 1, and "
-                "from 0 to below 1."
-            )
+    def __init__(self, every_n_steps: int = 10) -> None:
+        if every_n_steps < 1:
+            raise UserError(f"loss_curve: every_n_steps is {every_n_steps}; it must be at least 1.")
         self.every_n_steps = every_n_steps
-        self.smoothing = smoothing
         self.training: list[tuple[int, float]] = []  # tokens, nats
         self.validation: list[tuple[int, float]] = []
         self._unread: list[tuple[int, Tensor]] = []  # training losses that a GPU may not have computed yet
@@ -127,7 +123,7 @@ class LossCurve(RunCallback):
             if len(tokens) > 1:  # a line needs two points
                 axes.plot(tokens, losses, color="tab:blue", alpha=0.25, linewidth=1, label="training")
             marker, label = (None, "training, smoothed") if len(tokens) > 1 else ("o", "training")
-            axes.plot(tokens, _smooth(losses, self.smoothing), color="tab:blue", marker=marker, label=label)
+            axes.plot(tokens, _smooth(losses, SMOOTHING), color="tab:blue", marker=marker, label=label)
         if self.validation:
             axes.plot(*zip(*self.validation, strict=True), color="tab:orange", marker="o", label="validation")
         if baseline is not None:

@@ -33,22 +33,20 @@ from zoo.train.results import read_row, result_table
 
 log = logging.getLogger(__name__)
 
+# validation batches on which the loss is measured with the outputs of all mixers set to zero: how much they matter
+ZEROED_BATCHES = 4
+
 
 class ResultRow(RunCallback):
     """Writes `results.json`, the results of a run in one row, and prints a short table.
 
     Losses are in nats per token; `val_bits_per_byte` is in bits per byte of the text. `status` is `complete`,
     `interrupted` (Ctrl-C, SIGTERM) or `failed`.
-
-    Args:
-        zeroed_batches: Validation batches on which to measure the loss with the outputs of all mixers set to zero,
-            which shows how much they matter; 0 measures nothing.
     """
 
     order = 180  # last, when all metrics are final
 
-    def __init__(self, zeroed_batches: int = 4) -> None:
-        self.zeroed_batches = zeroed_batches
+    def __init__(self) -> None:
         self._row: dict[str, Any] | None = None
         self._parameters = self._without_embeddings = 0
         self._earlier_seconds = 0.0  # of the process or processes that this one resumes
@@ -142,13 +140,13 @@ class ResultRow(RunCallback):
 
     def _mixers_loss(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """The loss on the first validation batches, as is and with the mixers' outputs zeroed."""
-        if not self.zeroed_batches or trainer.val_dataloaders is None:
+        if trainer.val_dataloaders is None:
             return {}
         training = pl_module.training
         pl_module.eval()
         totals, count = [0.0, 0.0], 0
         loaders = trainer.val_dataloaders
-        for loaded in islice(loaders[0] if isinstance(loaders, list | tuple) else loaders, self.zeroed_batches):
+        for loaded in islice(loaders[0] if isinstance(loaders, list | tuple) else loaders, ZEROED_BATCHES):
             batch: Batch = trainer.strategy.batch_to_device(loaded)
             count += int((batch.labels != NO_LOSS).sum())
             for index, mixers in enumerate((nullcontext(), pl_module.model.without_mixers())):

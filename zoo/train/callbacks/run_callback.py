@@ -1,13 +1,15 @@
-"""The base class of this project's callbacks, and their discovery."""
+"""The base classes of this project's callbacks, and their discovery."""
 
 import importlib
 import pkgutil
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 
 class RunCallback(Callback):
@@ -39,3 +41,33 @@ def run_callbacks() -> tuple[type[RunCallback], ...]:
         if isinstance(value, type) and issubclass(value, RunCallback) and value.__module__ == module.__name__
     }
     return tuple(sorted(classes - {RunCallback}, key=lambda cls: cls.order))
+
+
+Forward = Callable[..., Any]
+
+
+class TrainingForward(Callback):
+    """Replaces the forward functions of blocks during training steps, and only then.
+
+    Several of them compose: each wraps the forward functions that the callbacks before it installed. Validation,
+    sampling and checkpoints see the original blocks.
+
+    Attributes:
+        order: As in `RunCallback`.
+    """
+
+    order: ClassVar[int]
+
+    def replaced(self, model: Any) -> Iterable[tuple[nn.Module, Forward]]:
+        """Blocks of the language model, each with the function that replaces its `forward`."""
+        raise NotImplementedError
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for block, forward in self.replaced(pl_module.model):
+            block.forward = forward
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
+        for block in pl_module.model.layers:
+            block.__dict__.pop("forward", None)
+
+    on_exception = on_train_batch_end

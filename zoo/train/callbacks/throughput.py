@@ -1,4 +1,4 @@
-"""The speed of a run."""
+"""The speed of a run, and the memory that it needs."""
 
 import time
 from collections import deque
@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 
 from zoo.train.callbacks.run_callback import RunCallback
-from zoo.train.devices import peak_flops
+from zoo.train.devices import peak_flops, peak_memory
 
 TRAINING_FLOPS = 3  # per forward FLOP: the backward pass computes two products for each product of the forward pass
 
@@ -16,6 +16,9 @@ class Throughput(RunCallback):
     """Logs tokens per second, seconds per step, model FLOPs utilisation if the peak is known, and the time left.
 
     Time spent in validation does not count. FLOPs are those of the model (3 × forward), without recomputation.
+
+    `peak_memory_gib` is the peak memory of the run's first process so far: on a GPU that allocated by PyTorch, on a CPU
+    the resident memory of the process (not on Windows).
 
     Args:
         window: Steps to average over, 1 or more.
@@ -61,6 +64,9 @@ class Throughput(RunCallback):
                 self._flops_per_token = TRAINING_FLOPS * pl_module.model.flops(length) / length
             used = self._flops_per_token * tokens_per_second / trainer.world_size
             self.log("mfu", used / peak, prog_bar=True)
+        interval = trainer.log_every_n_steps
+        if interval and step % interval == 0 and (peak := peak_memory(pl_module.device)) is not None:
+            self.log("peak_memory_gib", peak / 2**30)
 
     def _mark(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._marks.append((time.perf_counter() - self._paused, pl_module.tokens_seen, trainer.global_step))

@@ -199,6 +199,9 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     beta, erase, product = erasing(a)
     erase = None if erase is None else erase.to(dtype)
     keep = a.differentiated and a.keep_states
-    first = (q, k, v, beta, erase, a.log_decay, a.initial_state, a.cu_seqlens)
+    g = a.log_decay
+    if g is not None and g.dim() == 4 and g.dtype != torch.bfloat16:  # kernels copy decays of 2 or 4 bytes
+        g = g.float()
+    first = (q, k, v, beta, erase, g, a.initial_state, a.cu_seqlens)
     o, final = delta_rule(*first, a.subheads, a.scale, a.read_before, product, keep)
     return o.to(a.v.dtype), final

@@ -170,7 +170,8 @@ class GeneralDeltaRule(Plan):
         """Compute what `prepare` does except for the inverse, in Gluon."""
         from .hopper_chunks import pair_products  # the interpreter does without Gluon
 
-        return self._over_tiles(pair_products, self._pairs, self.scale, self.slots * self.M)
+        programs = min(self._pairs, 2 * multiprocessors(self.device))  # which go from pair to pair
+        return self._over_tiles(pair_products, programs, self.scale, self._pairs, self.slots * self.M)
 
     @prepared
     def solve_pairs(self) -> LaunchSpec:

@@ -3,7 +3,7 @@
 import pytest
 from tokenizers import Tokenizer, pre_tokenizers
 
-from zoo.data.text.byte_level import byte_level_bpe
+from zoo.saved.gguf.vocabulary import byte_level_bpe
 
 BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
 WORDS = ["11", "ab", "abc"]

@@ -13,7 +13,7 @@ from tests.zoo.data.contract import on_rank, some
 from zoo import config as configs
 from zoo.data import Batch, Corpus, MixedText, Source, TextData
 from zoo.data.order import interleaved
-from zoo.data.text.blend import Blend, BlendedText
+from zoo.data.text.mixed_text import Blend, BlendedText
 
 
 @pytest.fixture

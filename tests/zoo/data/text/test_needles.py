@@ -9,8 +9,8 @@ import pytest
 from kernels import UserError
 from zoo import config as configs
 from zoo.data import Corpus, MixedText, Source
+from zoo.data.text.needle_documents import LONGEST_SENTENCE, sentences
 from zoo.data.text.needles import KEYS, draw_needles
-from zoo.data.text.sentences import LONGEST, sentences
 
 
 def some(number: int, path: str = "synthetic:needles") -> list[str]:
@@ -109,5 +109,5 @@ def test_sentences_are_prose_on_one_line():
     text = "Title\n*****\n\nOne is\nhere. Two (or so)! Was it 3.5 or e.g. four?\n\n   code()\n\n" + "word " * 100
     found = list(sentences([text]))
     assert found[:3] == ["One is here.", "Two (or so)!", "Was it 3.5 or e.g. four?"]
-    assert max(map(len, found)) <= LONGEST
+    assert max(map(len, found)) <= LONGEST_SENTENCE
     assert " ".join(found[3:]) == ("word " * 100).strip()

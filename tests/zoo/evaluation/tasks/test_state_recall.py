@@ -1,14 +1,12 @@
-"""The longest context that a model recalls, and its trend over the state."""
+"""The longest context that a model recalls."""
 
 from collections.abc import Sequence
-
-import pytest
 
 from tests.zoo.evaluation.subjects import Reader
 from zoo.data import Tokenizer
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS
-from zoo.evaluation.tasks.state_recall import longest_context, trend
+from zoo.evaluation.tasks.needles import longest_context
 
 
 def test_the_longest_context_ends_where_recall_first_drops():
@@ -20,17 +18,6 @@ def test_the_longest_context_ends_where_recall_first_drops():
         512,
         0,
     ]
-
-
-def test_a_line_over_the_size_of_the_state():
-    line = trend([(100, 600), (200, 1100), (400, 2100)])
-    assert line is not None
-    assert (line.slope, line.intercept, line.r_squared) == pytest.approx((5, 100, 1))
-    scattered = trend([(1, 0), (2, 10), (3, 0), (4, 10)])
-    assert scattered is not None
-    assert (scattered.slope, scattered.intercept, scattered.r_squared) == pytest.approx((2, 0, 0.2))
-    assert trend([(100, 600), (100, 700)]) is None
-    assert trend([]) is None
 
 
 def test_a_model_that_remembers_its_last_tokens_recalls_short_contexts(tokenizers: dict[str, Tokenizer]):

@@ -13,7 +13,7 @@ from torch import Tensor
 import zoo
 from kernels import UserError
 from zoo.data.text.tokenizer import Tokenizer as Ours
-from zoo.saved.gguf.vocabulary import vocabulary
+from zoo.saved.gguf.vocabulary import fields_of
 
 from . import models
 from .models import CASES, QWEN2, TEXT, VOCABULARY, byte_level, divided, exported, split, tokenizers
@@ -458,7 +458,7 @@ def test_without_a_tokenizer(tmp_path: Path):
 
 
 def name_of(tokenizer: Tokenizer) -> str:
-    return vocabulary(Ours(tokenizer), VOCABULARY).pre_tokenizer
+    return fields_of(Ours(tokenizer), VOCABULARY)["tokenizer.ggml.pre"]
 
 
 def test_pre_tokenizers_with_a_name():
@@ -492,7 +492,7 @@ def test_pre_tokenizers_without_one():
 
 def test_a_tokenizer_larger_than_the_model():
     with pytest.raises(UserError, match=r"the tokenizer has \d+ tokens, and the model 280"):
-        vocabulary(Ours(byte_level()), 280)
+        fields_of(Ours(byte_level()), 280)
 
 
 def test_composed_characters_are_left_to_the_user(caplog: pytest.LogCaptureFixture):

@@ -8,8 +8,8 @@ import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
 from tests.zoo.tiny import Batches, LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
-from zoo.train.callbacks.peak_memory import PeakMemory
 from zoo.train.callbacks.step_times import PARTS, StepTimes
+from zoo.train.callbacks.throughput import Throughput
 from zoo.train.devices import peak_memory
 from zoo.train.metrics_file import read_metrics
 
@@ -124,7 +124,7 @@ def test_nothing_is_logged_before_the_device_has_done_a_step(tmp_path, monkeypat
 
 def test_nothing_else_changes(tmp_path):
     profiler, losses = SimpleProfiler(), []
-    for name, callbacks in (("with", [StepTimes(), PeakMemory()]), ("without", [])):
+    for name, callbacks in (("with", [StepTimes(), Throughput()]), ("without", [])):
         log = LossLog()
         L.seed_everything(5, verbose=False)
         run = trainer(tmp_path / name, [*callbacks, log], profiler=profiler)
@@ -140,7 +140,7 @@ def test_memory(tmp_path):
     if peak_memory(torch.device("cpu")) is None:
         pytest.skip("nobody counts it here")
     before = peak_memory(torch.device("cpu"))
-    trainer(tmp_path, [PeakMemory()], max_steps=6, log_every_n_steps=2).fit(
+    trainer(tmp_path, [Throughput()], max_steps=6, log_every_n_steps=2).fit(
         pretraining(), ResumableLoader(40), validation_loader()
     )
     found = [row["peak_memory_gib"] for row in read_metrics(tmp_path / "metrics.jsonl") if "peak_memory_gib" in row]
@@ -163,7 +163,7 @@ def test_on_a_gpu_the_parts_are_seconds_of_the_gpu(tmp_path):
             pl_module.model.register_forward_hook(lambda *_: torch.cuda._sleep(cycles))
 
     run = trainer(
-        tmp_path, [StepTimes(), Sleep(), PeakMemory()], 30, accelerator="gpu", devices=1, val_check_interval=100
+        tmp_path, [StepTimes(), Sleep(), Throughput()], 30, accelerator="gpu", devices=1, val_check_interval=100
     )
     run.fit(pretraining(), ResumableLoader(40), validation_loader())
     found = rows(tmp_path)

@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
+import lightning as L
 import pytest
 import torch
 
 import kernels
 import zoo
 from tests.commands import Command
-from zoo.train.callbacks import kernel_backend
 
 SMALL = (
     "gla.yaml",
@@ -42,17 +42,15 @@ def test_a_run_has_its_backend(desk: Path):
 
 
 @pytest.mark.slow
-def test_a_run_has_its_mode(desk: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_run_has_its_mode(desk: Path):
     seen = []
-    forward = kernel_backend.KernelBackend.setup
 
-    def noted(self, *args, **options):
-        forward(self, *args, **options)
-        seen.append(kernels.is_deterministic())
+    class Noted(L.Callback):
+        def on_train_start(self, *_):
+            seen.append(kernels.is_deterministic())
 
-    monkeypatch.setattr(kernel_backend.KernelBackend, "setup", noted)
-    zoo.fit(*SMALL, "deterministic_kernels=true", "trainer.max_steps=1")
-    assert {*seen} == {True}
+    zoo.fit(*SMALL, "deterministic_kernels=true", "trainer.max_steps=1", callbacks=[Noted()])
+    assert seen == [True]
     assert not kernels.is_deterministic()
 
 

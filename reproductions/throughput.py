@@ -1,4 +1,7 @@
-"""Speed and memory over the length, for a fixed number of tokens: Figure 3 of Gated Delta Networks."""
+"""Speed and memory over the length, for a fixed number of tokens, as in Figure 3 of Gated Delta Networks.
+
+The task `reproductions.throughput.Throughput` of `evaluate`.
+"""
 
 import time
 from collections.abc import Callable
@@ -8,42 +11,16 @@ import torch
 from torch.utils._pytree import tree_map
 
 from kernels import UserError
-from zoo.evaluation.loaded import LoadedModel, Subject
+from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Row, Task
 from zoo.generation.decoder import Decoder
 from zoo.generation.read import read
-from zoo.performance.steps import OurSteps
-from zoo.performance.timing import medians, synchronize
+from zoo.performance.timing import synchronize
 
 LENGTHS = {"cpu": (256, 512, 1024), "cuda": (2048, 4096, 8192, 16_384)}
 BUDGET = {"cpu": 2048, "cuda": 131_072}  # tokens in a batch
-DECODED_AFTER = (1024, 16_384, 65_536)  # tokens
 DECODED = 32  # tokens after the prompts
 SECONDS = 1.0  # at least, of repetitions
-
-
-class Decoding(Task):
-    """Milliseconds per token of one sequence that is decoded after some tokens, and the size of its state then.
-
-    The state is random, as in `bench decode`, so that no prompt has to be read.
-    """
-
-    name = "decoding"
-    measures = "time to decode a token of one sequence after a number of tokens, and the size of its state"
-
-    def cells(self, subject: Subject) -> list[Cell]:
-        """One for each length."""
-        _check_ours(self, subject)
-        return [{"length": length} for length in self.options.lengths or DECODED_AFTER]
-
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
-        """Time steps after one length."""
-        assert isinstance(subject, LoadedModel)
-        with torch.no_grad(), torch.autocast(subject.device.type, torch.bfloat16, enabled=subject.bf16):
-            steps = OurSteps(subject.model, 1, cell["length"], subject.graphs)
-            ms = medians({"step": steps}, subject.device, SECONDS)["step"]
-        values = {"ms_per_token": ms, "state_mib": steps.state_bytes / 2**20}
-        return [{**cell, "metric": metric, "value": value} for metric, value in values.items()]
 
 
 class Throughput(Task):
@@ -57,9 +34,8 @@ class Throughput(Task):
     name = "throughput"
     measures = "tokens per second in training, prefill and decoding over the length, and memory on a GPU"
 
-    def cells(self, subject: Subject) -> list[Cell]:
+    def cells(self, subject: LoadedModel) -> list[Cell]:
         """One for each length."""
-        subject = _check_ours(self, subject)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         budget = BUDGET[device] if subject.batch_tokens is None else subject.batch_tokens
         lengths = self.options.lengths or LENGTHS[device]
@@ -67,9 +43,8 @@ class Throughput(Task):
             raise UserError(f"lengths: {max(lengths)} is more than the {budget} tokens of a batch; raise batch_tokens")
         return [{"length": length, "batch_size": budget // length} for length in lengths]
 
-    def run(self, subject: Subject, cell: Cell) -> list[Row]:
+    def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
         """Time a batch of one length."""
-        assert isinstance(subject, LoadedModel)
         model, device = subject.model, subject.device
         size = cell["batch_size"], cell["length"]
         generator = torch.Generator().manual_seed(self.options.seed)
@@ -98,13 +73,6 @@ class Throughput(Task):
                 decoder.close()
 
             return rows + _measured(cell, "decode", decode, DECODED * len(tokens), device)
-
-
-def _check_ours(task: Task, subject: Subject) -> LoadedModel:
-    """Return a subject that is a model of this project; a UserError for others."""
-    if not isinstance(subject, LoadedModel):
-        raise UserError(f"{task.name}: {subject.name} is not a model of this project")
-    return subject
 
 
 def _measured(cell: Cell, name: str, call: Callable[[], object], tokens: int, device: torch.device) -> list[Row]:
