@@ -124,18 +124,15 @@ def erase_gates_backward(
         du, da = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
         dkappa = tl.zeros([ROWS, BLOCK], tl.float32)
         if dkeys is not None:
-            from_keys, _ = head_tile_of(first, rows, dkeys_row, m, c, K, ROWS)
-            g = load(dkeys, from_keys, inside)
+            g = load(dkeys, head_tile_of(first, rows, dkeys_row, m, c, K, ROWS)[0], inside)
             du, da = g * (1 + (a - 1) * of_key), g * u * of_key
             scales += g * u * (a - 1)
         if dwrite is not None:
-            from_write, _ = head_tile_of(first, rows, dwrite_row, m, c, K, ROWS)
-            g = load(dwrite, from_write, inside)
+            g = load(dwrite, head_tile_of(first, rows, dwrite_row, m, c, K, ROWS)[0], inside)
             da += g * kappa
             dkappa = g * a
         if derase is not None:
-            from_erase, _ = head_tile_of(first, rows, derase_row, m, c, K, ROWS)
-            dkappa += load(derase, from_erase, inside)
+            dkappa += load(derase, head_tile_of(first, rows, derase_row, m, c, K, ROWS)[0], inside)
         along = tl.where(longer, tl.sum(dkappa * kappa, 1)[:, None], 0.0)
         dz = r * (dkappa - kappa * along)
         du += dz * of_erase
@@ -185,11 +182,10 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
     sizes, (tensors, rows, numbers) = constants(args.k), strided(args)
-    *of_keys, of_decay = gradients
     # those of two steps per token are rows of wider tensors
-    rows_of_keys: list[Any] = [(None, 0, 0) if g is None else rows_of(g.flatten(-2)) for g in of_keys]
-    streams, _, strides = zip(*rows_of_keys, strict=True)
-    of_decay = None if of_decay is None else of_decay.contiguous()
+    arriving: list[Any] = [(None, 0, 0) if g is None else rows_of(g.flatten(-2)) for g in gradients[:3]]
+    streams, _, strides = zip(*arriving, strict=True)
+    of_decay = None if gradients[3] is None else gradients[3].contiguous()
     dk, ddecay, drate = new(args.k), new(args.decay), new(args.rate)
     count = walkers(rows, sizes["ROWS"], dk.device, PROGRAMS, sizes["M"])
     parts = new(dk, count, 1, 4 * args.k_k.numel(), dtype=torch.float32)
