@@ -1,1 +1,1 @@
-"""The implementation of `sigmoid_gate` for GPUs."""
+"""The implementation of `activation_gate` for GPUs."""
