@@ -2,6 +2,7 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -11,7 +12,8 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...gpu.rows import load, rows_of
+from ...gpu.rows import load, row_stride, rows_of
+from ...gpu.tiles import activated
 
 BLOCK, WARPS = 1024, 4
 
@@ -22,18 +24,6 @@ def places(x_row, gate_row, C: tl.constexpr, BLOCK: tl.constexpr):
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     row, c = (tl.program_id(0) // BLOCKS).to(tl.int64), tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     return row * x_row + c, row * gate_row + c, row * C + c, c < C
-
-
-@triton.jit
-def activated(gate, ACTIVATION: tl.constexpr):
-    """The activation, and its slope."""
-    if ACTIVATION == "relu2":
-        r = tl.where(gate < 0, 0.0, gate)  # NaN stays
-        return r * r, 2 * r
-    s = tl.sigmoid(gate)
-    if ACTIVATION == "silu":
-        return gate * s, s * (1 + gate * (1 - s))
-    return s, s * (1 - s)
 
 
 @triton.jit
@@ -48,15 +38,32 @@ def multiply(gate, x, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def differentiate(
-    gate, x, dy, dx, dgate, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
+    gate,
+    x,
+    dy,
+    y,  # computed again, unless it is None
+    dx,
+    dgate,
+    x_row,
+    gate_row,
+    largest,
+    dx_row,
+    dgate_row,
+    C: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
+    to_x, to_gate, _, _ = places(dx_row, dgate_row, C, BLOCK)
     factor, slope = activated(load(gate, at_gate, inside), ACTIVATION)
     d = largest * load(dy, dense, inside)
     if x is not None:
-        tl.store(dx + dense, (d * factor).to(dx.dtype.element_ty), mask=inside)
-        d *= load(x, at, inside)
-    tl.store(dgate + dense, (d * slope).to(dgate.dtype.element_ty), mask=inside)
+        value = load(x, at, inside)
+        if y is not None:
+            tl.store(y + dense, (largest * factor * value).to(y.dtype.element_ty), mask=inside)
+        tl.store(dx + to_x, (d * factor).to(dx.dtype.element_ty), mask=inside)
+        d *= value
+    tl.store(dgate + to_gate, (d * slope).to(dgate.dtype.element_ty), mask=inside)
 
 
 class Arguments(NamedTuple):
@@ -66,13 +73,24 @@ class Arguments(NamedTuple):
     largest: float
 
 
-def _launch(kernel: Any, args: Arguments, *dense: Tensor | None) -> None:
+def _launch(kernel: Any, args: Arguments, *written: Tensor | None, strides: Sequence[int] = ()) -> None:
     (gate, rows, gate_row), C = rows_of(args.gate), args.gate.shape[-1]
     x, _, x_row = (None, 0, 0) if args.x is None else rows_of(args.x)
     block = min(BLOCK, next_power_of_2(C))
-    numbers = (x_row, gate_row, args.largest)
+    numbers = (x_row, gate_row, args.largest, *strides)
     constants: dict[str, Any] = {"C": C, "BLOCK": block, "ACTIVATION": args.activation, "warps": WARPS}
-    enqueue(kernel, rows * cdiv(C, block), gate, x, *dense, *numbers, **constants)
+    enqueue(kernel, rows * cdiv(C, block), gate, x, *written, *numbers, **constants)
+
+
+def compute(args: Arguments, y: Tensor) -> None:
+    """Write the result to y, which is contiguous."""
+    _launch(multiply, args, y)
+
+
+def compute_gradients(args: Arguments, dy: Tensor, y: Tensor | None, dx: Tensor | None, dgate: Tensor) -> None:
+    """Write the gradients for dy to dx and dgate, whose rows may be apart, and the result to y unless it is None."""
+    strides = [0 if g is None else row_stride(g) for g in (dx, dgate)]
+    _launch(differentiate, args, dy, y, dx, dgate, strides=strides)
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
@@ -81,13 +99,13 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor]:
     (y,) = _empty(args)
-    _launch(multiply, args, y)
+    compute(args, y)
     return (y,)
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     dx, dgate = None if args.x is None else new(args.x), new(args.gate)
-    _launch(differentiate, args, dy.contiguous(), dx, dgate)
+    compute_gradients(args, dy.contiguous(), None, dx, dgate)
     return {"x": dx, "gate": dgate}
 
 

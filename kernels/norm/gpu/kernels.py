@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...gpu.overlap import prefetch, wait
 from ...gpu.rows import load
-from ...gpu.tiles import sigmoid
+from ...gpu.tiles import activated
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def forward(
         u = both.to(tl.float32)  # as if the sum were read back
     if GATE != "none":
         g = load(gate, outer * gate_outer + within, inside)
-        opened = g * sigmoid(g) if ACTIVATION == "silu" else sigmoid(g)
+        opened, _ = activated(g, ACTIVATION)
     if GATE == "first":
         u *= opened
     if bias is not None:
@@ -111,11 +111,7 @@ def backward(
         u, dh = load(x, outer * x_outer + within, inside), load(dy, dense, inside)
         if GATE != "none":
             g = load(gate, outer * gate_outer + within, inside)
-            s = sigmoid(g)
-            if ACTIVATION == "silu":
-                opened, slope = g * s, s * (1 + g * (1 - s))
-            else:
-                opened, slope = s, s * (1 - s)
+            opened, slope = activated(g, ACTIVATION)
         if GATE == "first":
             ungated = u
             u *= opened
