@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("none", "last", "first", "sigmoid last", "sigmoid first")
-LAYER = "layer norm"  # in place of a gate
+LAYER = "layer norm"  # not a gate
 Arguments = dict[str, Tensor]
 
 # what is small and quick there would be a compilation each on a device

@@ -50,7 +50,7 @@ def fold(a, b, BIT: tl.constexpr):
 def store_sums(parts, items, row, stop, n, stride, N: tl.constexpr, TOKENS: tl.constexpr):
     """Store the sums over the lanes of items [NJ, LN, LD], TOKENS for each tensor, whose parts are `stride` apart.
 
-    Each exchange between lanes halves the number of items that a lane goes on with.
+    Each exchange between lanes halves the number of items that a lane holds.
     """
     LD: tl.constexpr = items[0].shape[2]
     FOLDS: tl.constexpr = LD if len(items) > LD else len(items)  # items that end up next to each other, in LD lanes

@@ -108,7 +108,7 @@ def differentiate(
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
     plan = args.plan
-    # what is not read has a single element, which is not to be copied to as many as its shape has
+    # tensors that are not read hold a single element; `contiguous` would expand it
     args = args._replace(**{name: getattr(args, name).as_strided((1,), (1,)) for name in unread(args)}).contiguous()
     if not args.keep:
         residuals = tuple(run_forward(args, outputs=False, save=True)[2])
