@@ -69,7 +69,7 @@ class Chunk(NamedTuple):
 
     @property
     def cu_seqlens(self) -> Tensor:
-        """Boundaries [2B+1] of documents in one row: the tokens of a sequence up to its newest, and those after it."""
+        """Boundaries [2B+1] of documents in one row, the tokens of a sequence up to its newest, and those after it."""
         first = torch.arange(len(self.at) + 1, device=self.at.device) * CHUNK
         return torch.cat([torch.stack([first[:-1], self.at + 1], 1).flatten(), first[-1:]])
 

@@ -55,10 +55,12 @@ class Arguments(NamedTuple):
 def composed(*args: Any) -> Tensor:
     """The formula in PyTorch, of the fields of `Arguments`."""
     a = Arguments(*args)
-    y = torch.addcmul(a.o, a.own.to(a.v.dtype)[..., None], a.v)
+    dtype = a.o.dtype
+    y = torch.addcmul(a.o, a.own.to(dtype)[..., None], a.v.to(dtype))
     if a.gate is None:
         return y
-    factor = remake(silu(a.gate), silu, a.gate)
+    gate = a.gate.to(dtype)
+    factor = remake(silu(gate), silu, gate)
     return remake(y * factor, torch.mul, y, factor)
 
 

@@ -65,19 +65,22 @@ def _scores(a: Attention, first: Tensor | None, total: Tensor | None) -> Tensor:
     (_, T, H, _), S, heads, dtype = q.shape, k.shape[1], k.shape[2], v.dtype
     count, seen = -(-T // BLOCK), S - T
     before = None if a.window_size is None else padded(a.window_size - 1)
-    ahead = 0 if before is None else max(0, before - seen)  # padding in front, so that each block has its shape
+    # a block has its shape wherever it is cut out: a full cache lacks the keys that whole blocks have in front
+    ahead = 0 if before is None or seen + 1 != a.window_size else before - seen
     after = count * BLOCK - T
     how = implementation(q)
     scored = partial(_scored, how)
     if (how == "triton" or q.is_cuda) and torch.is_grad_enabled():
         scored = partial(checkpoint, scored, use_reentrant=False, context_fn=same_backend)
     q = F.pad((at_least_fp32(q) * a.scale).transpose(1, 2), (0, 0, 0, after)).unflatten(1, (heads, -1))
+    V = v.shape[3]
+    v = F.pad(v, (0, 1)) if V == 1 else v  # a product with one column is another routine, which depends on the batch
     k, v = (F.pad(at_least_fp32(x).transpose(1, 2), (0, 0, ahead, after)) for x in (k, v))
     total = None if total is None else F.pad(total, (ahead, after)).unflatten(1, (heads, -1))  # [B,Hkv,R,S]
     outputs = []
     for n in range(count):
         stop = ahead + seen + (n + 1) * BLOCK
-        start = 0 if before is None else stop - BLOCK - before
+        start = 0 if before is None else max(0, stop - BLOCK - before)
         key = torch.arange(start - ahead, stop - ahead, device=q.device)
         query = torch.arange(seen + n * BLOCK, seen + (n + 1) * BLOCK, device=q.device)[:, None]
         hidden = (key > query) | (key < 0)
@@ -92,7 +95,7 @@ def _scores(a: Attention, first: Tensor | None, total: Tensor | None) -> Tensor:
         sums = () if total is None else (total[..., stop - BLOCK : stop], total[..., start:stop])
         o = scored(block, k[:, :, start:stop], v[:, :, start:stop], hidden, *sums)
         outputs.append(o.unflatten(2, (-1, BLOCK)))
-    return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T].transpose(1, 2).to(dtype)
+    return torch.cat(outputs, 3).flatten(1, 2)[:, :, :T, :V].transpose(1, 2).to(dtype)
 
 
 def _scored(how: str, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, *sums: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ from (select min(rowid) as place, what, batch, how, avg(case mode when 'default'
   avg(case mode when 'deterministic' then cast(ms as real) end) as ms from rows group by what, batch, how) order by place
 
 -- on_policy_cpu: reproductions/measured/on_policy_cpu.csv
-select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds,
+select precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds, steps,
   printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
   printf('%.2f', avg(case when cast(step as int) >= steps - 10 then reward end)) as "at last",
   case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",
@@ -97,7 +97,7 @@ from rows join (select policy_rate, count(distinct step) as steps from rows grou
   group by policy_rate, precision, deterministic order by cast(policy_rate as real), precision desc, deterministic desc
 
 -- on_policy_h200: reproductions/measured/on_policy_h200.csv
-select printf('%.0e', policy_rate) as "rate", precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds,
+select printf('%.0e', policy_rate) as "rate", precision, case deterministic when 'True' then 'deterministic' else 'default' end as mode, count(distinct seed) as seeds, steps,
   printf('%.2f', avg(case when cast(step as int) < 10 then reward end)) as "reward at first",
   printf('%.2f', avg(case when cast(step as int) >= steps - 10 then reward end)) as "at last",
   case max(cast(kl as real)) when 0 then '0' else printf('%.0e', max(cast(kl as real))) end as "largest KL",

@@ -262,3 +262,33 @@ def test_long_rows_and_pieces_on_a_gpu(op: str, gate: str, dtype: torch.dtype):
             outputs.append(piece)
         assert torch.equal(torch.cat(outputs, 1), o)
         assert torch.equal(state, last)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("window", [100, 130, 200, 256])
+def test_documents_shorter_than_a_window(window: int, device: str):
+    """Blocks have the shapes of the document alone, although the row of all of them is longer than the window."""
+    bounds, streams = [0, 200, 230, 430], [torch.randn(1, 430, 2, 16, device=device) for _ in range(4)]
+
+    def results(start: int, stop: int, packed: torch.Tensor | None) -> list[torch.Tensor]:
+        *inputs, do = (x[:, start:stop].detach().requires_grad_() for x in streams)
+        with kernels.deterministic():
+            o = kernels.window_attention(*inputs, window_size=window, cu_seqlens=packed)
+            return [o, *torch.autograd.grad(o, inputs, do)]
+
+    whole = results(0, 430, torch.tensor(bounds, dtype=torch.int32, device=device))
+    for start, stop in zip(bounds, bounds[1:], strict=False):
+        alone = results(start, stop, None)
+        assert all(torch.equal(x[:, start:stop], y) for x, y in zip(whole, alone, strict=True))
+
+
+@pytest.mark.parametrize("decaying", [False, True])
+def test_values_of_one_channel_in_a_batch(decaying: bool):
+    q, k, v = torch.randn(5, 70, 1, 8), torch.randn(5, 70, 1, 8), torch.randn(5, 70, 1, 1)
+    log_decay = -torch.rand(5, 70, 1) if decaying else None
+    with kernels.deterministic():
+        o = kernels.window_attention(q, k, v, log_decay=log_decay)
+        for row in range(5):
+            one = slice(row, row + 1)
+            decays = None if log_decay is None else log_decay[one]
+            assert torch.equal(kernels.window_attention(q[one], k[one], v[one], log_decay=decays), o[one])

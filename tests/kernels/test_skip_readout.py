@@ -59,6 +59,13 @@ def test_by_the_formula(backend: str):
     torch.testing.assert_close(y, (a["o"] + a["own"][..., None] * a["v"]) * F.silu(a["gate"]))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_dtype_is_that_of_o(backend: str):
+    a = inputs(2, 3, 2, 5)
+    with kernels.backend(backend):
+        assert skip_readout(**a | {"o": a["o"].bfloat16()}).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize(("G", "H", "E"), [(1, 1, 1), (2, 6, 1), (1, 2, 3), (2, 4, 2)])
 def test_shares_by_the_formula(G: int, H: int, E: int, deterministic: bool):
