@@ -93,9 +93,8 @@ def shifted_beside(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Like `recomputed_shift`, with x between the results, to be used in place of x: one pass adds both gradients."""
     plain = before is None and cu_seqlens is None and context_parallel is None
-    if (
-        not plain or torch.compiler.is_compiling() or backend_name() == "reference"
-    ):  # which has all kinds of derivatives
+    # neither a compiler nor all kinds of derivatives, which the reference has, can pass through `_Beside`
+    if not plain or torch.compiler.is_compiling() or backend_name() == "reference":
         previous, last = recomputed_shift(x, before, cu_seqlens, context_parallel)
         return previous, x, last
     previous, x = _Beside.apply(x)

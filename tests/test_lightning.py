@@ -28,6 +28,7 @@ REFUSED = {
     "strategy=zoo.train.fsdp2.FSDP2": "trainer.strategy: zoo.train.fsdp2.FSDP2 is a class; write --trainer.strategy.cl",
     f"strategy.class_path={STRATEGIES}.ModelParallelStrategy": "trainer.strategy: ModelParallelStrategy is not "
     "possible here; use zoo.train.fsdp2.FSDP2, as train/fsdp.yaml does",
+    "strategy=ddp_spawn_find_unused_parameters_true": "trainer.strategy: ddp_spawn_find_unused_parameters_true is not ",
     "strategy=deepspeed": "trainer.strategy: DeepSpeedStrategy is not possible here; use zoo.train.zero.Zero, as ",
     "plugins=AsyncCheckpointIO": "trainer.plugins: AsyncCheckpointIO is not possible here; set checkpoints.in_backgr",
     "callbacks+=LearningRateFinder": "trainer.callbacks: LearningRateFinder is not possible here; sweep optim.learning",

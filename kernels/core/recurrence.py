@@ -109,6 +109,7 @@ def check(
     erase: Tensor | None = None,
     read_before: bool = False,
     steps: int = 1,
+    final: bool = True,
 ) -> Recurrences:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
 
@@ -157,7 +158,7 @@ def check(
     else:
         check_scale(scale)
     result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    result.erase, result.read_before, result.steps = erase, read_before, steps
+    result.erase, result.read_before, result.steps, result.final = erase, read_before, steps, final
     result.consume_state = consume_state and not result.differentiated and writable(initial_state)
     result.keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing

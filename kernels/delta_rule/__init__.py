@@ -149,8 +149,8 @@ def delta_rule(
         erase=erase,
         read_before=read_before,
         steps=steps,
+        final=return_state,
     )
-    a.final = return_state
     o, state = op_of(a)(q, a)
     return o, state if return_state else None
 

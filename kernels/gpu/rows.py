@@ -82,15 +82,16 @@ def copy_rows(x: Tensor, y: Tensor) -> None:
         enqueue(copy_tile, cdiv(rows, tile["ROWS"]), x, y, rows, x_row, row_stride(y), **tile)
 
 
-PUT, WIDE = 6, 1024  # tensors of a launch, and elements of a row that are copied together
+PUT = tl.constexpr(6)  # tensors of a launch of `put`
+WIDE = 1024  # elements of a row that are copied together
 
 
 @triton.jit
 def put_row(x, memory, at, PLACE: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
     program = tl.program_id(0)
     if memory is not None:  # noqa: SIM102 - known when it is compiled
-        if program % 6 == PLACE:
-            row = (program // 6).to(tl.int64)
+        if program % PUT == PLACE:
+            row = (program // PUT).to(tl.int64)
             for first in tl.static_range(0, C, WIDE):
                 c = first + tl.arange(0, WIDE)
                 tl.store(memory + tl.load(at + row) * C + c, tl.load(x + row * C + c, mask=c < C), mask=c < C)
@@ -102,7 +103,7 @@ def put(
     C0: tl.constexpr, C1: tl.constexpr, C2: tl.constexpr, C3: tl.constexpr, C4: tl.constexpr, C5: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program for each row of each of 6 tensors."""
+    """A program for each row of each of `PUT` tensors."""
     put_row(x0, y0, at, 0, C0, WIDE)
     put_row(x1, y1, at, 1, C1, WIDE)
     put_row(x2, y2, at, 2, C2, WIDE)
@@ -113,12 +114,13 @@ def put(
 
 def put_rows(rows: Sequence[Tensor], memories: Sequence[Tensor], at: Tensor) -> None:
     """Write rows [B,C] of each tensor to the places `at` [B] of a contiguous memory [N,C]."""
-    for first in range(0, len(rows) if len(at) else 0, PUT):
-        pairs = list(zip(rows, memories, strict=True))[first : first + PUT]
-        missing = PUT - len(pairs)
+    every = list(zip(rows, memories, strict=True)) if len(at) else []
+    for first in range(0, len(every), PUT.value):
+        pairs = every[first : first + PUT.value]
+        missing = PUT.value - len(pairs)
         tensors = [x for row, memory in pairs for x in (row.contiguous(), memory)] + [None, None] * missing
         widths = [row.shape[1] for row, _ in pairs] + [1] * missing
-        enqueue(put, PUT * len(at), at, *tensors, **{f"C{i}": width for i, width in enumerate(widths)}, WIDE=WIDE)
+        enqueue(put, PUT.value * len(at), at, *tensors, **{f"C{i}": width for i, width in enumerate(widths)}, WIDE=WIDE)
 
 
 def row_stride(x: Tensor) -> int:

@@ -17,8 +17,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from kernels import UserError
-from reproductions.proofs.jobs import EXPLAINED, ORDER, TITLES, Job, by_kind, jobs, proved
+from reproductions.proofs.jobs import CHECKS, EXPLAINED, ORDER, TITLES, Job, by_kind, jobs, proved
 from reproductions.proofs.workers import Done
+from zoo.arguments import names_in
 from zoo.config.command_line import arguments_of
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
@@ -36,6 +37,7 @@ def proofs(
     output: str | None = None,
     peers: bool = False,
     only: str | None = None,
+    checks: list[str] | str | None = None,
     time_limit: float = LIMIT_S,
 ) -> dict[str, list[Finding]]:
     """Examine causality, packed documents, rows of a batch, pieces, gradients of extreme gates, memory and runs.
@@ -45,6 +47,7 @@ def proofs(
         output: A JSON file for all findings, which is written after each op.
         peers: Whether to examine also ops of transformers in PyTorch and, on a GPU, of flash-linear-attention.
         only: A part of the names of what to examine, such as delta_rule; null for everything.
+        checks: The properties to examine, such as invariant,sampled,processes; null for all.
         time_limit: Seconds for each op, layer or peer on a GPU; what takes longer is stopped, and fails.
 
     Returns:
@@ -58,12 +61,13 @@ def proofs(
     if output is not None:
         check_record(Path(output), ("device", "passed", "finished"), "output", "the proofs")
     place, start, finished = pick_device(device), monotonic(), False
-    every, console = jobs(place, peers, only), new_console()
+    every, console = jobs(place, peers, only, CHECKS if checks is None else names_in(checks)), new_console()
     by_job: dict[Job, list[Finding]] = {}
     try:
         for number, done in enumerate(proved(place, every, time_limit), 1):
             by_job[done.job] = done.results
-            console.print(f"{number}/{len(every)} {escape(_line(done))}", highlight=False, soft_wrap=True)
+            if done.results:  # of the chosen checks, perhaps none applies
+                console.print(f"{number}/{len(every)} {escape(_line(done))}", highlight=False, soft_wrap=True)
             if output is not None:
                 _write(Path(output), place, by_kind(every, by_job), False, monotonic() - start)
         finished = True

@@ -1,7 +1,7 @@
 """What is to be proved on a device, and the processes that do it."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import torch
 from kernels import UserError
 from reproductions.proofs import layers, ops, peers, runs
 from reproductions.proofs.workers import Done, side_by_side
+from zoo.arguments import check_names
 from zoo.performance.doctor import Finding, Status
 
 EXPLAINED = """\
@@ -31,6 +32,7 @@ resumed: a continued run has the losses of one that was not stopped
 processes: in deterministic mode, two processes that share rows or sequences have the losses and weights of one
 """
 ORDER = [line.partition(":")[0] for line in EXPLAINED.splitlines()[1:]]
+CHECKS = tuple(check for check in ORDER if check != "finished")
 TITLES = {"ops": "op, backend, dtype", "peers": "op of another library", "layers": "mixer or model", "runs": "run"}
 MOST = 16  # processes; each needs half a GiB of the GPU's memory
 LONGEST_FIRST = ("runs", "peers", "layers", "ops")
@@ -42,42 +44,54 @@ class Job(NamedTuple):
     kind: str  # ops | layers | peers | runs
     number: int  # among those of its kind
     name: str
+    checks: tuple[str, ...] = CHECKS  # those to make, as far as they apply
 
 
-def jobs(device: torch.device, with_peers: bool = False, only: str | None = None) -> list[Job]:
-    """Everything to prove on a device, or that part of it whose names contain a text.
+def jobs(
+    device: torch.device, with_peers: bool = False, only: str | None = None, checks: Sequence[str] = CHECKS
+) -> list[Job]:
+    """Everything to prove on a device, or the part of it whose names contain a text and that has one of the properties.
 
     Raises:
-        UserError: There are to be peers, and none runs here; or no name contains the text.
+        UserError: There are to be peers, and none runs here; no name contains the text; or a check does not exist, or
+            applies to nothing that is chosen.
     """
-    names = {
-        "ops": [subject.name for subject in ops.subjects(device)],
-        "layers": [*map(", ".join, layers.layers(device))],
+    check_names("checks", checks or [""], CHECKS)
+    names: dict[str, list[tuple[str, Collection[str]]]] = {  # with the properties
+        "ops": [(subject.name, ops.proofs(subject)) for subject in ops.subjects(device)],
+        "layers": [(", ".join(layer), layers.PROOFS) for layer in layers.layers(device)],
     }
     if with_peers:
-        names["peers"] = peers.names(device)
+        names["peers"] = [(name, CHECKS) for name in peers.names(device)]
         if not names["peers"]:
             raise UserError(
                 "peers: neither transformers nor, on a GPU, flash-linear-attention is installed; leave --peers out"
             )
-    names["runs"] = [runs.NAME]
-    every = [Job(kind, number, name) for kind, group in names.items() for number, name in enumerate(group)]
-    chosen = [job for job in every if only is None or only in job.name]
+    names["runs"] = [(runs.NAME, runs.PROOFS)]
+    every = [
+        (Job(kind, number, name, tuple(checks)), properties)
+        for kind, group in names.items()
+        for number, (name, properties) in enumerate(group)
+    ]
+    named = [each for each in every if only is None or only in each[0].name]
+    if not named:
+        raise UserError(f"only: {only!r} is not in the name of an op, a layer or a run, such as {every[0][0].name!r}")
+    chosen = [job for job, properties in named if any(check in properties for check in checks)]
     if not chosen:
-        raise UserError(f"only: {only!r} is not in the name of an op, a layer or a run, such as {every[0].name!r}")
+        raise UserError(f"checks: {', '.join(checks)} applies to nothing with {only!r} in its name")
     return chosen
 
 
 def prove(job: Job, device: torch.device) -> Iterator[Finding]:
     """The findings of one job."""
     if job.kind == "layers":
-        yield from layers.prove(*[*layers.layers(device)][job.number], device)
+        yield from layers.prove(*[*layers.layers(device)][job.number], device, job.checks)
     elif job.kind == "runs":
-        yield from runs.prove()
+        yield from runs.prove(job.checks)
     elif job.kind == "peers":
-        yield from peers.prove(device, job.number)
+        yield from peers.prove(device, job.number, job.checks)
     else:
-        yield from ops.prove(ops.subject(device, job.number))
+        yield from ops.prove(ops.subject(device, job.number), job.checks)
     if device.type == "cuda":
         torch.cuda.synchronize()  # raises what a kernel left behind: the next job needs a new process
 

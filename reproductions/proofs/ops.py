@@ -116,10 +116,11 @@ def subject(device: torch.device, number: int) -> Subject:
     return next(islice(subjects(device), number, None))
 
 
-def prove(subject: Subject) -> Iterator[Finding]:
-    """The findings about a subject; what does not apply to it is left out."""
+def prove(subject: Subject, checks: Collection[str] | None = None) -> Iterator[Finding]:
+    """The findings about a subject, of all checks or some; what does not apply to it is left out."""
     for check, proof in proofs(subject).items():
-        yield attempted(subject.name, check, partial(proof, subject))
+        if checks is None or check in checks:
+            yield attempted(subject.name, check, partial(proof, subject))
 
 
 def proofs(subject: Subject) -> dict[str, Proof]:

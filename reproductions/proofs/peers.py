@@ -1,6 +1,6 @@
 """Ops of other libraries that are examined likewise: flash-linear-attention (FLA), and transformers' PyTorch paths."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 import torch
@@ -40,7 +40,7 @@ def subject(device: torch.device, number: int) -> Subject:
     return Subject(case.on(device, DTYPES[dtype]), peer.label, dtype)
 
 
-def prove(device: torch.device, number: int) -> Iterator[Finding]:
+def prove(device: torch.device, number: int, checks: Collection[str] | None = None) -> Iterator[Finding]:
     """The findings about a peer. They are noted, not failed: nobody here promises them."""
     try:
         here = subject(device, number)
@@ -49,7 +49,7 @@ def prove(device: torch.device, number: int) -> Iterator[Finding]:
             names(device)[number], "finished", "noted", f"{type(error).__name__}: {' '.join(str(error).split())}", {}
         )
         return
-    for finding in ops.prove(here):
+    for finding in ops.prove(here, checks):
         if finding.status == "failed":
             change = finding.numbers.get("change")
             says = f"{change:.0e}" if finding.check in ("rows", "packed") and change is not None else finding.says

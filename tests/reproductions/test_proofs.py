@@ -239,9 +239,22 @@ def test_what_was_found_before_ctrl_c_is_kept(desk: Path, monkeypatch: pytest.Mo
     assert {each["check"] for each in record["proofs of ops"]} >= {"causal", "memory"}
 
 
+def test_chosen_checks(desk: Path):
+    groups = program.proofs("cpu", only="GLA, fp32", checks="sampled,processes,invariant")
+    assert [each.check for each in groups["layers"]] == ["invariant", "sampled"]
+    assert {job.kind for job in jobs(CPU, checks=["processes"])} == {"runs"}
+    assert {job.kind for job in jobs(CPU, checks=["gates"])} == {"ops"}
+    assert {"rms_norm" in job.name for job in jobs(CPU, checks=["gates"])} == {False}
+    assert len({job.kind for job in jobs(CPU, checks=["processes", "invariant"])}) == 3
+
+
 def test_mistakes(desk: Path):
     with pytest.raises(UserError, match="only: 'GLAA' is not in the name of an op, a layer or a run"):
         program.main(["--device=cpu", "--only=GLAA"])
+    with pytest.raises(UserError, match=r"checks: 'smapled' is not one of causal, .*; did you mean 'sampled'"):
+        program.main(["--device=cpu", "--checks=smapled"])
+    with pytest.raises(UserError, match="checks: processes applies to nothing with 'GLA' in its name"):
+        program.main(["--device=cpu", "--only=GLA", "--checks=processes"])
     Path("proofs.json").write_text("{}")
     with pytest.raises(UserError, match=r"output: proofs\.json exists and is not a record of the proofs"):
         program.main(["--device=cpu", "--output=proofs.json"])

@@ -56,6 +56,8 @@ def check_trainer(trainer: Namespace) -> None:
             raise UserError(
                 f"trainer.strategy: {strategy} is unknown{hint or '; such as ddp, or an overlay of train/'}"
             )
+        if "spawn" in strategy:  # a run, with its queues and open files, cannot be sent to another process
+            raise UserError(f"trainer.strategy: {strategy} is not possible here; use {strategy.replace('_spawn', '')}")
 
 
 def check_training(trainer: Namespace) -> None:

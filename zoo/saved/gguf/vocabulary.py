@@ -97,7 +97,7 @@ def fields_of(tokenizer: Tokenizer | None, size: int) -> dict[str, Any]:
         "token_type": kinds,
         "merges": [merge if isinstance(merge, str) else " ".join(merge) for merge in content["model"]["merges"]],
         "eos_token_id": tokenizer.eos_id,
-        # llama.cpp wants one; documents of ours come after the end of the one before
+        # llama.cpp requires this token; in our data, a document follows the end token of the previous one
         "bos_token_id": tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id,
         "add_bos_token": tokenizer.bos_id is not None,
         "add_eos_token": False,
