@@ -534,13 +534,16 @@ def run_selective_scan(
     b: Tensor | None = None,
     c: Tensor | None = None,
     *,
+    skip: Tensor | None = None,
+    scale_inputs: bool = False,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
     context_parallel: ContextParallel | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`kernels.selective_scan`, with its arguments, over whole sequences or a part of each."""
-    scan = partial(kernels.selective_scan, x, log_decay, rate, b, c, cu_seqlens=cu_seqlens)
+    settings: dict[str, Any] = {"skip": skip, "scale_inputs": scale_inputs, "cu_seqlens": cu_seqlens}
+    scan = partial(kernels.selective_scan, x, log_decay, rate, b, c, **settings)
     if context_parallel is None:
         return scan(initial_state=initial_state, return_state=return_state)
     context_parallel.check(initial_state, cu_seqlens)
@@ -553,4 +556,4 @@ def run_selective_scan(
         assert last is not None
         return y, last
 
-    return context_parallel.continued(continued, zeros, [x, log_decay, rate, b, c]), None
+    return context_parallel.continued(continued, zeros, [x, log_decay, rate, b, c, skip]), None

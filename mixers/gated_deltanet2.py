@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 import kernels
-from kernels.sigmoid_gate import sigmoid_gate
+from kernels.activation_gate import activation_gate
 
 from .arguments import size_or
 from .base import LinearMixer, Site, Streams, checked_site
@@ -102,8 +102,8 @@ class GatedDeltaNet2(LinearMixer):
         assert s.beta is not None
         assert s.erase is not None
         log_decay = self.to_value_heads(self.decay(s.log_decay))
-        erase = sigmoid_gate(s.erase, largest=self.erase.most).view(s.k.shape).to(s.k.dtype)
-        v = sigmoid_gate(s.beta, s.v.flatten(2)).view(s.v.shape)
+        erase = activation_gate(s.erase, largest=self.erase.most).view(s.k.shape).to(s.k.dtype)
+        v = activation_gate(s.beta, s.v.flatten(2)).view(s.v.shape)
         return s.replace(v=v, log_decay=log_decay, beta=self.to_value_heads(erase), erase=None)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import silu
+from kernels.activation_gate import activation_gate
 
 from .arguments import check_sizes, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
 from .context_parallel import ContextParallel, run_selective_scan
-from .features import FeaturePath, Features
-from .projection import Linear, OutputProjection, Projection
+from .features import FeaturePath, Features, together
+from .projection import OutputProjection, Projection
 from .registry import register
 from .state import History
 
@@ -25,8 +25,11 @@ class MambaState(NamedTuple):
     histories: tuple[History, ...]  # last conv inputs [S,W−1,D]
 
 
-class StepProjection(Linear):
-    """dt [...,rank] → [...,width], initially U(±rank^-½) as published, whatever the model's initialisation."""
+class StepProjection(nn.Linear):
+    """−softplus(W x + bias), minus the steps dt [...,width] of x [...,rank].
+
+    W is initially U(±rank^-½) as published, whatever the model's initialisation.
+    """
 
     def __init__(self, rank: int, width: int):
         super().__init__(rank, width, bias=False)
@@ -34,6 +37,9 @@ class StepProjection(Linear):
     def reset_parameters(self) -> None:
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
+        return kernels.low_rank_forget_gate(-x, self.weight, -bias)  # log σ(−a) = −softplus(a)
 
 
 @register(
@@ -100,24 +106,26 @@ class Mamba1(TokenMixer):
         u, z = self.in_proj(checked_input(x, self.in_proj.in_features))
         no_positions = u.new_zeros(0, dtype=torch.int64)
         history = None if state is None else state.histories[0]
-        features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens, context_parallel)
+        ((features, history),), _, (z,) = together(
+            [self.x_features], [u.unsqueeze(-1)], [history], no_positions, cu_seqlens, context_parallel, others=[z]
+        )
         u = features.squeeze(-1)
         dt, b, c = self.x_proj(u)
-        # at rate 1: those of the states are an argument of the scan
-        log_decay, dt = kernels.discretise(self.dt_proj(dt), torch.zeros_like(self.dt_bias), self.dt_bias)
         y, h = run_selective_scan(
-            dt * u,
-            log_decay,
+            u,
+            self.dt_proj(dt, self.dt_bias),
             kernels.at_least_fp32(self.A_log).exp(),
             b,
             c,
+            skip=self.D,
+            scale_inputs=True,
             initial_state=None if state is None else state.h,
             return_state=state is not None,
             cu_seqlens=cu_seqlens,
             context_parallel=context_parallel,
         )
-        y = (y + self.D * u).to(x.dtype) * silu(z)
-        return self.out_proj(y), None if h is None or history is None else MambaState(h, (history,))
+        y = self.out_proj(activation_gate(z, y, activation="silu"))
+        return y, None if h is None or history is None else MambaState(h, (history,))
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

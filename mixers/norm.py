@@ -3,13 +3,12 @@
 from typing import ClassVar, overload
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
 from kernels.core.elementwise import silu
 from kernels.core.recompute import remake
-from kernels.norm import dtype_of
+from kernels.norm import add_layer_norm, layer_norm
 
 from .arguments import check_numbers, check_sizes
 from .fusion import Fusable
@@ -131,12 +130,10 @@ class LayerNorm(Norm):
         nn.init.zeros_(self.bias)
 
     def normed(self, x: Tensor) -> Tensor:
-        args = (kernels.at_least_fp32(x), self.weight, self.bias, self.eps, dtype_of(x))
-        return remake(_layer_norm(*args), _layer_norm, *args)
+        return layer_norm(x, self.weight, self.bias, self.eps)
 
-
-def _layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
+    def added(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        return add_layer_norm(x, y, self.weight, self.bias, self.eps)
 
 
 class HeadNorm(KeepsFp32):

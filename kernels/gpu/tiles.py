@@ -49,6 +49,20 @@ def sigmoid(x):
 
 
 @triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """The activation of x in fp32 (sigmoid, silu, relu2 or identity), and its slope."""
+    if ACTIVATION == "identity":
+        return x, tl.full(x.shape, 1.0, tl.float32)
+    if ACTIVATION == "relu2":
+        r = tl.where(x < 0, 0.0, x)  # NaN stays
+        return r * r, 2 * r
+    s = sigmoid(x)
+    if ACTIVATION == "silu":
+        return x * s, s * (1 + x * (1 - s))
+    return s, s * (1 - s)
+
+
+@triton.jit
 def log1p_exp(x):
     """log(1 + e) with e = e^−|x|, to a relative error of 3e-7, however small.
 

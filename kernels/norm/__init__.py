@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation, alone and with an output gate."""
+"""Root-mean-square normalisation, alone and with an output gate, and LayerNorm."""
 
 from typing import Any, Literal, NamedTuple
 
@@ -18,13 +18,14 @@ def _limits(x: Tensor, *rest: Any) -> str | None:
     return None if x.shape[-1] <= LARGEST else f"which takes rows of at most {LARGEST}"
 
 
-def _separately(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def _separately(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     total = x + y
-    return total, rms_norm(total, weight, eps)
+    return total, _run(OP, total, None, weight, bias, eps)
 
 
 GPU = "kernels.norm.gpu.op:forward"
 OP = Op("rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
+LAYER = Op("layer_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
 GATED = Op("gated_rms_norm", reference=reference, torch=forward, gpu=GPU, limits=_limits)
 ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernels.norm.gpu.op:added")
 
@@ -52,7 +53,20 @@ def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tens
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    return _run(OP, x, None, weight, eps)
+    return _run(OP, x, None, weight, None, eps)
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
+    """(x − mean x) / √(var x + eps) · weight + bias over the last axis (arXiv 1607.06450).
+
+    `bias` is [D]; the rest is as for `rms_norm`.
+    """
+    return _run(LAYER, x, None, weight, bias, eps)
+
+
+def add_layer_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """x + y and layer_norm(x + y, weight, bias, eps); arguments and results are as for `add_rms_norm`."""
+    return _add(x, y, weight, bias, eps)
 
 
 def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
@@ -70,11 +84,15 @@ def add_rms_norm(x: Tensor, y: Tensor, weight: Tensor | None = None, eps: float 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
+    return _add(x, y, weight, None, eps)
+
+
+def _add(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     if y.shape != x.shape:
         raise ValueError(f"y: expected the shape of x, {tuple(x.shape)}, got {tuple(y.shape)}")
-    _check(x, weight)
+    _check(x, weight, bias)
     fits = x.shape[-1] <= LARGEST and torch.promote_types(x.dtype, y.dtype) == x.dtype
-    total, h = (ADDED.choose(x) if fits and plain((x, y, weight)) else _separately)(x, y, weight, eps)
+    total, h = (ADDED.choose(x) if fits and plain((x, y, weight, bias)) else _separately)(x, y, weight, bias, eps)
     return total, h
 
 
@@ -107,7 +125,7 @@ def gated_rms_norm(
         raise ValueError(f"gate: expected the shape of x, {tuple(x.shape)}, got {tuple(gate.shape)}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    return _run(GATED, x, gate, weight, eps, gate_first, activation)
+    return _run(GATED, x, gate, weight, None, eps, gate_first, activation)
 
 
 def _run(
@@ -115,21 +133,23 @@ def _run(
     x: Tensor,
     gate: Tensor | None,
     weight: Tensor | None,
+    bias: Tensor | None,
     eps: float,
     gate_first: bool = False,
     activation: str = "silu",
 ) -> Tensor:
-    _check(x, weight)
-    args = (x, gate, weight, eps, gate_first, activation, dtype_of(x))
+    _check(x, weight, bias)
+    args = (x, gate, weight, bias, eps, gate_first, activation, dtype_of(x))
     run = op.choose(x, *args)
     return remake(run(*args), run, *args)
 
 
-def _check(x: Tensor, weight: Tensor | None) -> None:
+def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> None:
     if not x.dim() or not x.is_floating_point():
         raise ValueError(f"x: expected a floating […,D], got {x.dtype} {tuple(x.shape)}")
-    if weight is not None and weight.shape != x.shape[-1:]:
-        raise ValueError(f"weight: expected [{x.shape[-1]}], got shape {tuple(weight.shape)}")
+    for name, z in (("weight", weight), ("bias", bias)):
+        if z is not None and z.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(z.shape)}")
 
 
 def dtype_of(x: Tensor) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation in PyTorch, in at least fp32: as a composition of ops, and by its formula."""
+"""RMS normalisation and LayerNorm in PyTorch, in at least fp32: as a composition of ops, and by their formula."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ class Arguments(NamedTuple):
     x: Tensor  # […,D]
     gate: Tensor | None  # like x
     weight: Tensor | None  # [D]
+    bias: Tensor | None  # [D] of a LayerNorm; None for a norm without a mean
     eps: float
     gate_first: bool
     activation: str  # of the gate
@@ -27,13 +28,15 @@ class Arguments(NamedTuple):
 
 def forward(*args: Any) -> Tensor:
     """The norm in the shape of x, of the fields of `Arguments`."""
-    x, gate, weight, eps, gate_first, activation, dtype = Arguments(*args)
+    x, gate, weight, bias, eps, gate_first, activation, dtype = Arguments(*args)
     wide = torch.promote_types(x.dtype, torch.float32)
     widened, opened = x.to(wide), None if gate is None else ACTIVATIONS[activation](gate.to(wide))
     if opened is not None and gate_first:
         widened = widened * opened
     weight = None if weight is None else weight.to(wide)
-    if widened.is_cpu and plain((widened, weight)):
+    if bias is not None:
+        y = F.layer_norm(widened, x.shape[-1:], weight, bias.to(wide), eps)
+    elif widened.is_cpu and plain((widened, weight)):
         y = _Norm.apply(widened, weight, eps)
     else:
         y = F.rms_norm(widened, x.shape[-1:], weight, eps)
@@ -71,16 +74,20 @@ class _Norm(torch.autograd.Function):
 
 def reference(*args: Any) -> Tensor:
     """The formula, of the fields of `Arguments`."""
-    x, gate, weight, eps, gate_first, activation, dtype = Arguments(*args)
+    x, gate, weight, bias, eps, gate_first, activation, dtype = Arguments(*args)
     y, opened = at_least_fp32(x), None
     if gate is not None:
         opened = at_least_fp32(gate).sigmoid()
         opened = opened * at_least_fp32(gate) if activation == "silu" else opened
     if opened is not None and gate_first:
         y = y * opened
+    if bias is not None:
+        y = y - y.mean(-1, keepdim=True)
     y = y / (y.square().mean(-1, keepdim=True) + eps).sqrt()
     if weight is not None:
         y = y * at_least_fp32(weight)
+    if bias is not None:
+        y = y + at_least_fp32(bias)
     if opened is not None and not gate_first:
         y = y * opened
     return y.to(dtype)

@@ -1,4 +1,4 @@
-"""h_t = exp(g_t·r) h_{t−1} + b_t x_t, y_t = c_t·h_t, diagonal: Mamba1, and HGRN1 with one state per channel."""
+"""h_t = exp(g_t·r) h_{t−1} + b_t x_t, y_t = c_t·h_t + s x_t, diagonal: Mamba1, and HGRN1 with a state per channel."""
 
 from torch import Tensor
 
@@ -16,11 +16,15 @@ def selective_scan(
     b: Tensor | None = None,
     c: Tensor | None = None,
     *,
+    skip: Tensor | None = None,
+    scale_inputs: bool = False,
     initial_state: Tensor | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Run h_t[d,n] = exp(log_decay_t[d]·rate[d,n]) h_{t−1}[d,n] + b_t[n] x_t[d], read y_t[d] = Σ_n c_t[n] h_t[d,n].
+
+    With `skip`, skip[d] x_t[d] is added to y_t[d] before it is rounded.
 
     Letters: B batch, T time, D channels, N states per channel, S sequences (B, or the documents of `cu_seqlens`).
 
@@ -32,6 +36,9 @@ def selective_scan(
             ones are refused on a CPU, undefined elsewhere.
         b: Input weights [B,T,N], or None for ones.
         c: Output weights [B,T,N], or [D,N] if they are constant over time, or None for ones.
+        skip: Weight of the skip connection [D]; None for no such connection.
+        scale_inputs: Whether −log_decay_t[d] x_t[d] is written instead of x_t[d], as in Mamba, whose steps are
+            −log_decay. The skip connection reads x_t[d] as before.
         initial_state: h_0 [S,D,N]; zeros by default.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries [S+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.
@@ -42,6 +49,6 @@ def selective_scan(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    a = check(x, log_decay, rate, b, c, initial_state, cu_seqlens)
+    a = check(x, log_decay, rate, b, c, initial_state, skip, cu_seqlens, scale_inputs)
     y, state = OP(x, a)
     return y, state if return_state else None

@@ -20,7 +20,9 @@ class Scan(NamedTuple):
     b: Tensor | None  # [B,T,N]
     c: Tensor | None  # [B,T,N] | [D,N]
     initial_state: Tensor | None  # [S,D,N], S sequences
+    skip: Tensor | None  # [D]
     cu_seqlens: Tensor | None  # [S+1]
+    scale_inputs: bool
 
     @property
     def documents(self) -> Documents | None:
@@ -52,14 +54,17 @@ def check(
     b: Tensor | None,
     c: Tensor | None,
     initial_state: Tensor | None,
+    skip: Tensor | None,
     cu_seqlens: Tensor | None,
+    scale_inputs: bool,
 ) -> Scan:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
 
     Raises:
         ValueError: An argument does not fit the others.
     """
-    check_tensors(x=x, log_decay=log_decay, rate=rate, b=b, c=c, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    named = dict(x=x, log_decay=log_decay, rate=rate, b=b, c=c, initial_state=initial_state, skip=skip)
+    check_tensors(**named, cu_seqlens=cu_seqlens)
     if x.dim() != 3 or x.shape[1] < 1:
         raise ValueError(f"x: expected [B,T,D] with T ≥ 1, got shape {tuple(x.shape)}")
     B, T, D = x.shape
@@ -73,7 +78,8 @@ def check(
         raise ValueError(f"b: expected [{B},{T},{N}], got shape {tuple(b.shape)}")
     if c is not None and tuple(c.shape) not in ((B, T, N), (D, N)):
         raise ValueError(f"c: expected [{B},{T},{N}] or [{D},{N}], got shape {tuple(c.shape)}")
-    named = dict(x=x, log_decay=log_decay, rate=rate, b=b, c=c, initial_state=initial_state)
+    if skip is not None and skip.shape != (D,):
+        raise ValueError(f"skip: expected [{D}], got shape {tuple(skip.shape)}")
     for name, tensor in named.items():
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name}: expected a floating dtype, got {tensor.dtype}")
@@ -84,7 +90,7 @@ def check(
     check_decay(log_decay)
     if T > 1:  # as in `check_decay`
         check_not_negative("rate", rate)
-    scan = Scan(x, log_decay, rate, b, c, initial_state, cu_seqlens)
+    scan = Scan(x, log_decay, rate, b, c, initial_state, skip, cu_seqlens, scale_inputs)
     if initial_state is not None and tuple(initial_state.shape) != scan.state_shape:
         raise ValueError(f"initial_state: expected {scan.state_shape}, got shape {tuple(initial_state.shape)}")
     return scan

@@ -23,9 +23,10 @@ def forward(a: Scan) -> tuple[Tensor, Tensor]:
         rate = at_least_fp32(a.rate)
         constant = at_least_fp32(a.c) if a.c is not None and a.c.dim() == 2 else None
         # unbound, not indexed: the gradient of every index would be a tensor of the full size
+        inputs, decays = at_least_fp32(a.x), a.decays
         steps = zip(
-            at_least_fp32(a.x).unbind(1),
-            a.decays.unbind(1),
+            (-decays * inputs if a.scale_inputs else inputs).unbind(1),
+            decays.unbind(1),
             _unbound(a.b),
             _unbound(None if constant is not None else a.c),
             strict=False,
@@ -39,7 +40,10 @@ def forward(a: Scan) -> tuple[Tensor, Tensor]:
                 h = torch.addcmul(added, (log_decay.unsqueeze(-1) * rate).exp(), h)
                 outputs.append(_read(h, c, constant))
             finals.append(h)
-        return torch.stack(outputs, 1).to(a.x.dtype), torch.cat(finals)
+        y = torch.stack(outputs, 1)
+        if a.skip is not None:
+            y = torch.addcmul(y, at_least_fp32(a.skip), inputs)
+        return y.to(a.x.dtype), torch.cat(finals)
 
 
 def _unbound(x: Tensor | None) -> Iterator[Tensor | None]:
@@ -58,7 +62,9 @@ def _read(h: Tensor, c: Tensor | None, constant: Tensor | None) -> Tensor:
 
 def reference(a: Scan) -> tuple[Tensor, Tensor]:
     """The loop over time as the papers have it."""
-    x, log_decay = at_least_fp32(a.x).unsqueeze(-1), a.decays.unsqueeze(-1) * at_least_fp32(a.rate)
+    x, log_decay = at_least_fp32(a.x), a.decays.unsqueeze(-1) * at_least_fp32(a.rate)
+    skipped = 0 if a.skip is None else at_least_fp32(a.skip) * x
+    x = (-a.decays * x if a.scale_inputs else x).unsqueeze(-1)
     added = x.expand_as(log_decay) if a.b is None else x * at_least_fp32(a.b).unsqueeze(2)
     c = at_least_fp32(log_decay.new_ones(1, 1) if a.c is None else a.c)
     c = (c if c.dim() == 2 else c.unsqueeze(2)).expand(*a.x.shape[:2], -1, -1)
@@ -70,4 +76,4 @@ def reference(a: Scan) -> tuple[Tensor, Tensor]:
             h = log_decay[:, t].exp() * h + added[:, t]
             outputs.append((h * c[:, t]).sum(-1))
         finals.append(h)
-    return torch.stack(outputs, 1).to(a.x.dtype), torch.cat(finals)
+    return (torch.stack(outputs, 1) + skipped).to(a.x.dtype), torch.cat(finals)

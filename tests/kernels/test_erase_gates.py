@@ -54,6 +54,17 @@ class TestEraseGates(SeveralResults):
         assert all(x.isfinite().all() for x in actual.values())
 
 
+def test_gradients_that_are_rows_of_a_wider_tensor():
+    a, actual = inputs(2, 5, 3, 4), []
+    arriving = torch.randn(2, 5, 3, 3, 4, device=DEVICE)
+    for backend in ("triton", "reference"):
+        leaves = {name: x.clone().requires_grad_() for name, x in a.items()}
+        with kernels.backend(backend):
+            pairs = torch.stack(erase_gates(**leaves, largest=0.6)[:3], 2)
+        actual.append(torch.autograd.grad(pairs, [*leaves.values()], arriving, materialize_grads=True))
+    torch.testing.assert_close(*actual, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_by_the_formulas(backend: str):
     a = {name: x.double() for name, x in inputs(2, 5, 3, 4).items()}

@@ -238,7 +238,8 @@ def dry(*, gpu: Gpu, M: int, D: int, I: int, O: int, dtype: torch.dtype):
     return [launch.name.removeprefix("gated_linear.") for launch in record.launches], record.paths
 
 
-FUSED, SEPARATE = ["hopper.gated_product", "hopper.gated_gradients"], ["op.multiply", "op.differentiate_product"]
+FUSED = ["hopper.gated_product", "hopper.gated_gradients"]
+SEPARATE = ["activation_gate.op.multiply", "activation_gate.op.differentiate"]
 
 
 @without_a_gpu

@@ -114,6 +114,22 @@ def test_gradients_are_written_where_the_columns_lie(T: int, options: dict[str, 
     agree(actual, expected, 1e-5)
 
 
+def test_one_stream_and_another_column(copies: list[int]):
+    """As in Mamba1: the convolved input, and the output gate."""
+    taps, wide, actual = torch.randn(16, 1, 4, device=device), torch.randn(2, 9, 32, device=device), []
+    for backend in ("triton", "reference"):
+        y = wide.clone().requires_grad_()
+        with kernels.backend(backend):
+            x, gate = kernels.split_columns(y * 1, [16, 16])
+            stream = kernels.FeatureStream(x.unsqueeze(-1), taps.requires_grad_(), activation="silu")
+            ((x, _),), _, (gate,) = kernels.features_of_columns([stream], others=[gate])
+        if backend == "triton":
+            copies.clear()
+        actual.append(torch.autograd.grad((x.squeeze(-1) * gate.sin()).sum(), [y, taps]))
+        assert backend == "reference" or not copies
+    torch.testing.assert_close(*actual, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_in_front_of_products(dtype: torch.dtype, recompute: bool, copies: list[int]):

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.norm import add_layer_norm, layer_norm
 
 
 def by_hand(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -34,6 +35,18 @@ def test_gated_rms_norm(activation: str, gate_first: bool, weighted: bool, backe
     with kernels.backend(backend):
         y = kernels.gated_rms_norm(x, gate, weight, 0.1, gate_first=gate_first, activation=activation)
     torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_layer_norm(backend: str):
+    x, y = torch.randn(2, 2, 3, 7, dtype=torch.float64)
+    weight, bias = torch.randn(2, 7, dtype=torch.float64)
+    centred = x - x.mean(-1, keepdim=True)
+    with kernels.backend(backend):
+        torch.testing.assert_close(layer_norm(x, weight, bias, 0.1), by_hand(centred, weight, 0.1) + bias)
+        total, normed = add_layer_norm(x, y, weight, bias, 0.1)
+        torch.testing.assert_close(total, x + y)
+        torch.testing.assert_close(normed, layer_norm(x + y, weight, bias, 0.1))
 
 
 @pytest.mark.parametrize("gate_first", [True, False])
@@ -89,6 +102,8 @@ def test_errors_name_the_argument():
         kernels.rms_norm(x, torch.ones(1))
     with pytest.raises(ValueError, match=r"^weight: "):
         kernels.gated_rms_norm(x, x, torch.ones(2, 8))
+    with pytest.raises(ValueError, match=r"^bias: expected \[8\]"):
+        layer_norm(x, torch.ones(8), torch.ones(7))
     with pytest.raises(ValueError, match=r"^gate: "):
         kernels.gated_rms_norm(x, x[0])
     with pytest.raises(ValueError, match=r"^activation: 'tanh' is not one of silu, sigmoid$"):

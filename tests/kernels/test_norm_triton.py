@@ -1,4 +1,4 @@
-"""The Triton kernels of RMS normalisation: small cases in the interpreter, real sizes on a device."""
+"""The Triton kernels of RMS normalisation and LayerNorm: small cases in the interpreter, real sizes on a device."""
 
 from typing import Any
 
@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.norm import add_layer_norm, layer_norm
 
 pytest.importorskip("triton")
 from kernels.norm.gpu import op as gpu_op
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("none", "last", "first", "sigmoid last", "sigmoid first")
+LAYER = "layer norm"  # not a gate
 Arguments = dict[str, Tensor]
 
 # what is small and quick there would be a compilation each on a device
@@ -23,10 +25,12 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:
     a = {"x": torch.randn(shape)}
-    if gate != "none":
+    if gate not in ("none", LAYER):
         a["gate"] = torch.randn(shape)
     if weight:
         a["weight"] = torch.randn(shape[-1])
+    if gate == LAYER:
+        a["bias"] = torch.randn(shape[-1])
     return a
 
 
@@ -38,7 +42,9 @@ def results(a: Arguments, backend: str, gate: str = "last", eps: float = 1e-5) -
     """y and the gradients of all arguments."""
     leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
     with kernels.backend(backend):
-        if gate == "none":
+        if gate == LAYER:
+            y = layer_norm(**leaves, eps=eps)
+        elif gate == "none":
             y = kernels.rms_norm(**leaves, eps=eps)
         else:
             y = kernels.gated_rms_norm(**leaves, eps=eps, **how(gate))
@@ -68,6 +74,14 @@ def agree(
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_gates(gate: str, weight: bool, eps: float):
     agree(inputs(2, 3, 7, gate=gate, weight=weight), gate=gate, eps=eps)
+
+
+@interpreted
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 7), (3, 1025), (30, 64)])
+def test_layer_norm(shape: tuple[int, ...]):
+    a = inputs(*shape, gate=LAYER)
+    a["x"] += 3
+    agree(a, gate=LAYER, gradient=2e-5)
 
 
 @pytest.mark.slow
@@ -103,11 +117,11 @@ def test_only_short_kernels_start_early():
 
 
 @interpreted
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", [*GATES, LAYER])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision(dtype: torch.dtype, gate: str):
     a = inputs(4, 9, 64, gate=gate)
-    agree({name: x if name == "weight" else x.to(dtype) for name, x in a.items()}, 5e-3, 1e-2, gate=gate)
+    agree({name: x if name in ("weight", "bias") else x.to(dtype) for name, x in a.items()}, 5e-3, 1e-2, gate=gate)
 
 
 @interpreted
@@ -162,7 +176,8 @@ def test_what_the_kernels_cannot_take():
 @pytest.mark.slow
 def test_the_op_is_registered_properly():
     x, gate, weight = (p.to(DEVICE).requires_grad_() for p in inputs(2, 3, 8).values())
-    for arguments in ((x, gate, weight), (x, None, None)):
+    bias = weight.detach().clone().requires_grad_()
+    for arguments in ((x, gate, weight, None), (x, None, None, None), (x, None, weight, bias)):
         for options in ((True, "silu"), (False, "sigmoid")):
             torch.library.opcheck(
                 torch.ops.token_mixer_zoo.rms_norm, (*arguments, 1e-5, *options, torch.float32, False)
@@ -202,20 +217,22 @@ def test_real_sizes(shape: tuple[int, ...], gate: str, dtype: torch.dtype):
         assert all(torch.equal(repeated[name], actual[name]) for name in actual)
 
 
-def added(dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "both") -> dict[str, dict[str, Tensor]]:
-    """The sum, its norm, and all gradients, on Triton and in fp32."""
+def added(
+    dtype: torch.dtype, other: torch.dtype, *shape: int, through: str = "both", layer: bool = False
+) -> dict[str, dict[str, Tensor]]:
+    """The sum, its norm (LayerNorm with `layer`), and all gradients, on Triton and in fp32."""
     actual = {}
-    x, y, weight = torch.randn(shape).to(dtype), torch.randn(shape).to(other), torch.randn(shape[-1])
+    x, y, learned = torch.randn(shape).to(dtype), torch.randn(shape).to(other), torch.randn(1 + layer, shape[-1])
     weights = torch.randn(2, *shape).bfloat16()
     for backend in ("triton", "reference"):
         kind = None if backend == "triton" else torch.float32
-        leaves = [z.to(DEVICE, kind or z.dtype).requires_grad_() for z in (x, y, weight)]
+        leaves = [z.to(DEVICE, kind or z.dtype).requires_grad_() for z in (x, y, *learned)]
         with kernels.backend(backend):
-            total, h = kernels.add_rms_norm(*leaves, 1e-5)
+            total, h = (add_layer_norm if layer else kernels.add_rms_norm)(*leaves, 1e-5)
         results = {"both": (total, h), "sum": (total,), "norm": (h,)}[through]
         loss = sum((w.to(DEVICE) * r.float()).sum() for w, r in zip(weights, results, strict=False))
         gradients = torch.autograd.grad(loss, leaves, materialize_grads=True)
-        names = ("total", "h", "x", "y", "weight")
+        names = ("total", "h", "x", "y", "weight", "bias")[: 2 + len(leaves)]
         actual[backend] = dict(zip(names, (total.detach(), h.detach(), *gradients), strict=True))
     return actual
 
@@ -228,6 +245,14 @@ def test_with_an_addition(shape: tuple[int, ...], through: str):
     actual = added(torch.float32, torch.float32, *shape, through=through)
     for name, x in actual["reference"].items():
         torch.testing.assert_close(actual["triton"][name], x, atol=1e-5, rtol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("through", ["both", "sum", "norm"])
+def test_layer_norm_with_an_addition(through: str):
+    actual = added(torch.float32, torch.float32, 2, 5, 64, through=through, layer=True)
+    for name, x in actual["reference"].items():
+        torch.testing.assert_close(actual["triton"][name], x, atol=2e-5, rtol=1e-5)
 
 
 @interpreted
@@ -253,10 +278,11 @@ def test_with_an_addition_in_a_chain():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("layer", [True, False])
 @pytest.mark.parametrize("other", [torch.bfloat16, torch.float32])
-def test_with_an_addition_on_device(other: torch.dtype):
+def test_with_an_addition_on_device(other: torch.dtype, layer: bool):
     # the residual stream in fp32 or bf16, what is added in bf16
-    found = added(other, torch.bfloat16, 4, 1000, 1024)
+    found = added(other, torch.bfloat16, 4, 1000, 1024, layer=layer)
     for name, x in found["reference"].items():
         error = float((found["triton"][name].double() - x.double()).norm() / x.double().norm())
         assert error <= (5e-3 if name in ("total", "h") else 1e-2), f"{name}: {error:.2g}"

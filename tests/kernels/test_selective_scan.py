@@ -24,6 +24,7 @@ def inputs(
     B: int = 2,
     D: int = 4,
     state: bool = True,
+    skip: bool = False,
     documents: list[int] | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> dict[str, Tensor]:
@@ -36,6 +37,8 @@ def inputs(
         actual["b"] = torch.randn(B, T, N)
     if c != "ones":
         actual["c"] = torch.randn((B, T, N) if c == "each step" else (D, N))
+    if skip:
+        actual["skip"] = torch.randn(D)
     if state:
         actual["initial_state"] = torch.randn(B if documents is None else len(documents) - 1, D, N)
     actual = {name: x.to(dtype) for name, x in actual.items()}
@@ -87,6 +90,38 @@ def test_defaults_are_ones(backend: str):
     ones = {"rate": torch.ones(4, 1), "b": torch.ones(2, 6, 1), "c": torch.ones(4, 1)}
     with kernels.backend(backend):
         torch.testing.assert_close(kernels.selective_scan(**a, **{n: x.double() for n, x in ones.items()})[0], y)
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch"])
+@pytest.mark.parametrize("documents", [None, [0, 3, 3, 9]])
+def test_scaled_inputs_and_a_skip_connection(documents: list[int] | None, backend: str):
+    a = inputs(9, skip=True, documents=documents)
+    with kernels.backend(backend):
+        y, state = kernels.selective_scan(**a, scale_inputs=True, return_state=True)
+        skipped = a.pop("skip") * a["x"]
+        a["x"] = -a["log_decay"] * a["x"]
+        expected, expected_state = kernels.selective_scan(**a, return_state=True)
+    torch.testing.assert_close(y, expected + skipped)
+    torch.testing.assert_close(state, expected_state)
+
+
+def test_in_bf16_the_skip_is_added_before_rounding():
+    """Where skip and recurrence almost cancel, two roundings to bf16 would leave nothing of the sum."""
+    a = inputs(1, state=False, dtype=torch.float32)
+    a["x"] = a["x"].bfloat16()
+    read = kernels.selective_scan(**{**a, "x": a["x"].float()})[0]
+    skip = (-0.99 * read[0, 0] / a["x"][0, 0]).float()
+    y, _ = kernels.selective_scan(**a, skip=skip)
+    torch.testing.assert_close(y[0].float(), (read + skip * a["x"])[0], rtol=2**-8, atol=0)
+
+
+@pytest.mark.pairwise
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("c", READ_OUTS)
+@pytest.mark.parametrize("length", [1, 17])
+def test_gradients_of_a_skip_connection(length: int, c: str, scaled: bool):
+    a = inputs(length, c=c, skip=True)
+    assert_same(run(a, scale_inputs=scaled), run(a, backend="reference", scale_inputs=scaled))
 
 
 @pytest.mark.pairwise
@@ -156,6 +191,8 @@ def test_one_argument_in_fp64(name: str, c: str):
         ("c", shorter(1)),
         ("c", lambda x: x[0]),  # [T,N] is not [D,N]
         ("c", lambda x: x.long()),
+        ("skip", shorter(0)),
+        ("skip", lambda x: x.long()),
         ("initial_state", shorter(0)),
         ("initial_state", lambda x: x.mT),
         ("initial_state", lambda x: x.long()),
@@ -163,7 +200,7 @@ def test_one_argument_in_fp64(name: str, c: str):
     ],
 )
 def test_errors_name_the_argument(name: str, change):
-    a = inputs(10)
+    a = inputs(10, skip=True)
     kernels.selective_scan(**a)  # right as they are
     a[name] = change(a.get(name))
     with pytest.raises(ValueError, match=rf"^{name}: "):

@@ -18,7 +18,7 @@ from kernels.selective_scan.gpu import op as gpu_op
 pytestmark = pytest.mark.usefixtures("poison")
 
 PACKED = [0, 0, 3, 20, 20, 20, 37, 53, 53]  # empty at the start, inside and at the end; one full chunk
-ARGUMENTS = ("x", "log_decay", "rate", "b", "c", "initial_state")
+ARGUMENTS = ("x", "log_decay", "rate", "b", "c", "initial_state", "skip")
 run = partial(results, kernels.selective_scan)
 small = partial(inputs, B=1, dtype=torch.float32)
 
@@ -97,7 +97,7 @@ def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest
     ],
 )
 def test_plan_of_long_and_short_sequences(shape: tuple[int, ...], N: int, blocks: int, tokens: int):
-    plan = gpu_op.SelectiveScan(torch.Size(shape), N, None, torch.float32, torch.device("cpu"))
+    plan = gpu_op.SelectiveScan(torch.Size(shape), N, False, None, torch.float32, torch.device("cpu"))
     assert (plan.per_row, plan.tokens, plan.whole) == (blocks, tokens, blocks == 1)
 
 
@@ -121,6 +121,15 @@ def test_several_blocks_of_channels(c: str, short_chunks: None):
 def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):
     agree(small(18, rate=False, b=b, c=c, state=False))
     agree(small(18, N=3, b=b, c=c))  # the block of states is larger
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("scaled", "skip", "c"), [(True, True, "each step"), (True, False, "ones"), (False, True, "ones")]
+)
+def test_scaled_inputs_and_a_skip_connection(scaled: bool, skip: bool, c: str, short_chunks: None):
+    agree(small(18, skip=skip, c=c, D=9), scale_inputs=scaled)
 
 
 @pytest.mark.slow
@@ -162,7 +171,7 @@ def test_half_precision(dtype: torch.dtype, tolerance: float, short_chunks: None
 @interpreted
 @pytest.mark.parametrize("name", ARGUMENTS[1:])
 def test_one_argument_in_fp64(name: str):
-    a = small(3)
+    a = small(3, skip=True)
     a[name] = a[name].double()
     actual, expected = run(a, backend="triton"), run(a)
     assert actual[f"gradient of {name}"].dtype == torch.float64
@@ -193,9 +202,9 @@ def test_whole_is_pieces(short_chunks: None):
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 18])
 def test_the_op_is_registered_properly(length: int, short_chunks: None):
-    a = small(length)
+    a = small(length, skip=True)
     arguments = [a[name].to(DEVICE).requires_grad_() for name in ARGUMENTS]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*arguments, None, False))
+    torch.library.opcheck(torch.ops.token_mixer_zoo.selective_scan, (*arguments, None, True, False))
 
 
 def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> dict[str, Tensor]:
@@ -219,7 +228,7 @@ def agree_on_device(a: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tenso
 @pytest.mark.parametrize(
     "options",
     [
-        {"T": 2048, "B": 2, "D": 2048, "N": 16},
+        {"T": 2048, "B": 2, "D": 2048, "N": 16, "skip": True},
         {"T": 2048, "B": 2, "D": 1000, "N": 64, "decay": "mixed"},
         {"T": 1000, "B": 2, "D": 1024, "rate": False, "b": False, "c": "ones"},  # HGRN
         {"T": 1000, "B": 2, "D": 1024, "N": 16, "b": False, "c": "constant"},

@@ -2,12 +2,14 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.activation_gate import activation_gate
 from kernels.core.recompute import remake
 from mixers import ContextParallel, OutputProjection, Projection, Site, TokenMixer, remembered
 from mixers.arguments import check_sizes, size_or
@@ -92,8 +94,10 @@ class SquaredReLU(ChannelMixer):
 
 def squared_relu(x: Tensor) -> Tensor:
     """Return relu(x)², which a GPU computes again in the backward pass."""
-    opened = x.relu()
-    return remake(opened.square(), torch.square, opened)
+    return remake(_squared_relu(x), _squared_relu, x)
+
+
+_squared_relu = partial(activation_gate, activation="relu2")
 
 
 class MLPLayer(TokenMixer):

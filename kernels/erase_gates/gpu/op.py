@@ -100,6 +100,9 @@ def erase_gates_backward(
     decay_row,
     rate_row,
     largest,
+    dkeys_row,
+    derase_row,
+    dwrite_row,
     M: tl.constexpr,
     K: tl.constexpr,
     ROWS: tl.constexpr,
@@ -121,15 +124,15 @@ def erase_gates_backward(
         du, da = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
         dkappa = tl.zeros([ROWS, BLOCK], tl.float32)
         if dkeys is not None:
-            g = load(dkeys, dense, inside)
+            g = load(dkeys, head_tile_of(first, rows, dkeys_row, m, c, K, ROWS)[0], inside)
             du, da = g * (1 + (a - 1) * of_key), g * u * of_key
             scales += g * u * (a - 1)
         if dwrite is not None:
-            g = load(dwrite, dense, inside)
+            g = load(dwrite, head_tile_of(first, rows, dwrite_row, m, c, K, ROWS)[0], inside)
             da += g * kappa
             dkappa = g * a
         if derase is not None:
-            dkappa += load(derase, dense, inside)
+            dkappa += load(derase, head_tile_of(first, rows, derase_row, m, c, K, ROWS)[0], inside)
         along = tl.where(longer, tl.sum(dkappa * kappa, 1)[:, None], 0.0)
         dz = r * (dkappa - kappa * along)
         du += dz * of_erase
@@ -179,12 +182,15 @@ def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _differentiate(args: Arguments, needed: Any, *gradients: Tensor | None) -> Gradients:
     sizes, (tensors, rows, numbers) = constants(args.k), strided(args)
-    arriving = [None if g is None else g.contiguous() for g in gradients]
+    # those of two steps per token are rows of wider tensors
+    arriving: list[Any] = [(None, 0, 0) if g is None else rows_of(g.flatten(-2)) for g in gradients[:3]]
+    streams, _, strides = zip(*arriving, strict=True)
+    of_decay = None if gradients[3] is None else gradients[3].contiguous()
     dk, ddecay, drate = new(args.k), new(args.decay), new(args.rate)
     count = walkers(rows, sizes["ROWS"], dk.device, PROGRAMS, sizes["M"])
     parts = new(dk, count, 1, 4 * args.k_k.numel(), dtype=torch.float32)
-    programs = count * sizes["M"]
-    enqueue(erase_gates_backward, programs, *tensors, *arriving, dk, ddecay, drate, parts, *numbers, **sizes)
+    every = (*tensors, *streams, of_decay, dk, ddecay, drate, parts)
+    enqueue(erase_gates_backward, count * sizes["M"], *every, *numbers, *strides, **sizes)
     names = Arguments._fields[3:7]
     sums = add_parts(parts, torch.float32).view(4, -1).unbind()
     learned = {name: x.to(getattr(args, name).dtype) for name, x in zip(names, sums, strict=True)}

@@ -36,7 +36,7 @@ def run(
     if not any(fused):
         if token.fits(inputs, gates):
             return *token.forward(inputs, gates), list(others)
-        if len(inputs) > 1 and joint.fits(inputs, gates):
+        if (len(inputs) > 1 or others) and joint.fits(inputs, gates):
             return joint.forward(inputs, gates, others)
     forwards = [expanded.forward if one else op.forward for one in fused]
     return [forward(stream) for forward, stream in zip(forwards, inputs, strict=True)], None, list(others)

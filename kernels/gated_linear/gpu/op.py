@@ -8,56 +8,18 @@ On Hopper, `hopper.py` fuses the launch of the backward pass with the product in
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from ...activation_gate.gpu import op as gates
 from ...core.allocation import new
 from ...core.autocast import autocast_dtype, without_autocast
 from ...core.autograd import Gradients, register
 from ...core.recompute import keeping
-from ...gpu.launch import cdiv, enqueue
 from ...gpu.paths import takes
-from ...gpu.rows import load
 from ...linear import tiles
 from ...linear.gpu import op as few
 from .. import composition
 from .select import FUSED, Case
-
-BLOCK, WARPS = 1024, 4
-
-
-@triton.jit
-def places(SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Offsets of a program's part of a row, in rows of SIZE and in rows of 2·SIZE, and its mask."""
-    BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
-    row, c = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
-    return row.to(tl.int64) * SIZE + c, row.to(tl.int64) * (2 * SIZE) + c, c < SIZE
-
-
-@triton.jit
-def multiply(gate_up, h, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    at, at_gate, inside = places(SIZE, BLOCK)
-    gate, up = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside)
-    if SILU:
-        gate *= tl.sigmoid(gate)
-    tl.store(h + at, (gate * up).to(h.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def differentiate_product(gate_up, dh, h, dgate_up, SIZE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradients of gate and up, and unless it was kept the product, recomputed."""
-    at, at_gate, inside = places(SIZE, BLOCK)
-    gate, up, d = load(gate_up, at_gate, inside), load(gate_up, at_gate + SIZE, inside), load(dh, at, inside)
-    opened, dgate = gate, d * up
-    if SILU:
-        s = tl.sigmoid(gate)
-        opened = gate * s
-        dgate *= s * (1 + gate * (1 - s))
-    if h is not None:
-        tl.store(h + at, (opened * up).to(h.dtype.element_ty), mask=inside)
-    tl.store(dgate_up + at_gate, dgate.to(dgate_up.dtype.element_ty), mask=inside)
-    tl.store(dgate_up + at_gate + SIZE, (d * opened).to(dgate_up.dtype.element_ty), mask=inside)
 
 
 class Arguments(NamedTuple):
@@ -75,11 +37,11 @@ def matmul(a: Tensor, b: Tensor, *, divide: bool = False) -> Tensor:
 def _compute(args: Arguments) -> tuple[Tensor, Tensor]:
     """y […,O], and the product […,I], empty unless it is to be kept."""
     gate_up, weight, activation, keep = args
-    (*outer, both), size = gate_up.shape, weight.shape[1]
+    (*outer, _), size = gate_up.shape, weight.shape[1]
     with without_autocast(gate_up.device):
         h = new(gate_up, *outer, size)
-        programs = gate_up.numel() // max(both, 1) * cdiv(size, BLOCK)
-        enqueue(multiply, programs, gate_up, h, SIZE=size, SILU=activation == "silu", BLOCK=BLOCK, warps=WARPS)
+        gate, up = gate_up.chunk(2, -1)
+        gates.compute(gates.Arguments(gate, up, activation, 1.0), h)
         y = matmul(h.view(-1, size), weight.T).view(*outer, len(weight))
         return y, h if keep else new(gate_up, 0)
 
@@ -91,17 +53,16 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor]:
 
 def _through_product(args: Arguments, dy: Tensor, h: Tensor | None) -> Tensor:
     """Return the gradients of gate and up for those of y [M,O]; the gated product is written to h [M,I], if given."""
-    gate_up, weight, silu = args.gate_up, args.weight, args.activation == "silu"
+    gate_up, weight = args.gate_up, args.weight
     dgate_up, (O, size) = new(gate_up, *gate_up.shape), weight.shape
     case = Case((gate_up, dy), rows=len(dy), inner=O, size=size, backward=True)
     if takes(FUSED, case):
         from .hopper import fused_backward  # imported on first use: other GPUs do not need Gluon
 
-        fused_backward(gate_up, dy, weight.to(dy.dtype), h, dgate_up, silu)
+        fused_backward(gate_up, dy, weight.to(dy.dtype), h, dgate_up, args.activation == "silu")
         return dgate_up
-    programs, constants = len(dy) * cdiv(size, BLOCK), {"SIZE": size, "SILU": silu, "BLOCK": BLOCK}
-    dh = matmul(dy, weight)
-    enqueue(differentiate_product, programs, gate_up, dh, h, dgate_up, **constants, warps=WARPS)
+    (gate, up), (dgate, dup) = gate_up.chunk(2, -1), dgate_up.chunk(2, -1)
+    gates.compute_gradients(gates.Arguments(gate, up, args.activation, 1.0), matmul(dy, weight), h, dup, dgate)
     return dgate_up
 
 

@@ -1,4 +1,4 @@
-"""RMS normalisation with an optional gate: tiles of whole rows, everything in fp32 between one load and one store."""
+"""RMS normalisation with an optional gate, and LayerNorm: whole rows, in fp32 between one load and one store."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from ...gpu.overlap import prefetch, wait
 from ...gpu.rows import load
-from ...gpu.tiles import sigmoid
+from ...gpu.tiles import activated
 
 
 @triton.jit
@@ -23,11 +23,18 @@ def inverse_root(u, eps, D: tl.constexpr):
     return tl.rsqrt(tl.sum(u * u, 1) / D + eps)[:, None]
 
 
+@triton.jit
+def centred(u, inside, D: tl.constexpr):
+    """u minus the mean of every row."""
+    return tl.where(inside, u - (tl.sum(u, 1) / D)[:, None], 0.0)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def forward(
     x,  # [outer, INNER, D], like gate: rows of INNER · D contiguous numbers
     gate,
     weight,  # [D]
+    bias,  # [D] of a LayerNorm
     added,  # [rows, D]
     y,  # [rows, D]
     total,  # [rows, D]: x + added
@@ -57,12 +64,16 @@ def forward(
         u = both.to(tl.float32)  # as if the sum were read back
     if GATE != "none":
         g = load(gate, outer * gate_outer + within, inside)
-        opened = g * sigmoid(g) if ACTIVATION == "silu" else sigmoid(g)
+        opened, _ = activated(g, ACTIVATION)
     if GATE == "first":
         u *= opened
+    if bias is not None:
+        u = centred(u, inside, D)
     h = u * inverse_root(u, eps, D)
     if weight is not None:
         h *= scale
+    if bias is not None:
+        h += load(bias, c, c < D)[None, :]
     if GATE == "last":
         h *= opened
     tl.store(y + dense, h.to(y.dtype.element_ty), mask=inside)
@@ -73,11 +84,12 @@ def backward(
     x,  # [outer, INNER, D], like gate
     gate,
     weight,
+    bias,
     dy,  # [rows, D]
     dtotal,  # [rows, D]: another gradient of x, to be added
     dx,  # [rows, D], like dgate
     dgate,
-    dweight,  # [programs, D]: to be summed over the programs
+    dweight,  # [programs, D], or with a bias [programs, 2·D], its gradients last: to be summed over the programs
     rows,
     x_outer,
     gate_outer,
@@ -93,20 +105,19 @@ def backward(
     c = tl.arange(0, BLOCK)
     if weight is not None:
         scale = load(weight, c, c < D)[None, :]
-        parts = tl.zeros([ROWS, BLOCK], tl.float32)
+        parts, bias_parts = tl.zeros([ROWS, BLOCK], tl.float32), tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS, num_stages=STAGES):
         outer, within, dense, inside = tile_of(first, rows, INNER, D, ROWS, BLOCK)
         u, dh = load(x, outer * x_outer + within, inside), load(dy, dense, inside)
         if GATE != "none":
             g = load(gate, outer * gate_outer + within, inside)
-            s = sigmoid(g)
-            if ACTIVATION == "silu":
-                opened, slope = g * s, s * (1 + g * (1 - s))
-            else:
-                opened, slope = s, s * (1 - s)
+            opened, slope = activated(g, ACTIVATION)
         if GATE == "first":
             ungated = u
             u *= opened
+        if bias is not None:
+            u = centred(u, inside, D)
+            bias_parts += dh
         r = inverse_root(u, eps, D)
         h = u * r
         if GATE == "last":
@@ -115,6 +126,8 @@ def backward(
         if weight is not None:
             parts += dh * h
             dh *= scale
+        if bias is not None:  # the sum below stays the same, since the sum of h is 0
+            dh -= (tl.sum(dh, 1) / D)[:, None]
         du = r * (dh - h * (tl.sum(dh * h, 1) / D)[:, None])
         if GATE == "last" and weight is not None:
             dopened *= scale
@@ -127,4 +140,7 @@ def backward(
         if GATE != "none":
             tl.store(dgate + dense, (dopened * slope).to(dgate.dtype.element_ty), mask=inside)
     if weight is not None:
-        tl.store(dweight + tl.program_id(0) * D + c, tl.sum(parts, 0), mask=c < D)
+        at = dweight + tl.program_id(0) * (D if bias is None else 2 * D) + c
+        tl.store(at, tl.sum(parts, 0), mask=c < D)
+        if bias is not None:
+            tl.store(at + D, tl.sum(bias_parts, 0), mask=c < D)

@@ -1,4 +1,4 @@
-"""RMS normalisation in Triton: one launch forward and one backward, which saves only the arguments."""
+"""RMS normalisation and LayerNorm in Triton: one launch forward and one backward, which saves only the arguments."""
 
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -91,33 +91,35 @@ def sizes(args: Arguments) -> tuple[int, int, int, str, str]:
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
-    x, gate, weight, eps, *_, dtype = args
+    x, gate, weight, bias, eps, *_, dtype = args
     y = new(x, dtype=dtype)
-    weight = None if weight is None else weight.contiguous()
+    weight, bias = (None if z is None else z.contiguous() for z in (weight, bias))
     (x, outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
-    launch(None, *sizes(args), outer, gate_outer, eps)(x, gate, weight, None, y, None)
+    launch(None, *sizes(args), outer, gate_outer, eps)(x, gate, weight, bias, None, y, None)
     return (y,)
 
 
 def differentiate_rows(
     args: Arguments, dy: Tensor, dtotal: Tensor | None = None
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of x (with `dtotal` added), of the gate and of the weight."""
-    x, gate, weight, eps, *_ = args
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of x (with `dtotal` added), of the gate, of the weight and of the bias."""
+    x, gate, weight, bias, eps, *_ = args
     dtotal = None if dtotal is None else dtotal.contiguous()
     weight = None if weight is None else weight.contiguous()
     dx, dgate = new(x), None if gate is None else new(gate)
     (x, x_outer), (gate, gate_outer) = strided(x), (None, 0) if gate is None else strided(gate)
     widest = 0 if gate is None else max(each.element_size() for each in (x, gate, dy))
     queue = launch(x.device, *sizes(args), x_outer, gate_outer, eps, widest=widest)
-    parts = None if weight is None else new(x, queue.programs, 1, x.shape[-1], dtype=torch.float32)
-    queue(x, gate, weight, dy.contiguous(), dtotal, dx, dgate, parts)
-    dweight = None if parts is None or weight is None else add_parts(parts, weight.dtype).view(weight.shape)
-    return dx, dgate, dweight
+    learned = [z for z in (weight, bias) if z is not None]
+    parts = new(x, queue.programs, 1, len(learned) * x.shape[-1], dtype=torch.float32) if learned else None
+    queue(x, gate, weight, bias, dy.contiguous(), dtotal, dx, dgate, parts)
+    sums = [] if parts is None else add_parts(parts, learned[0].dtype).view(len(learned), -1).unbind()
+    dweight, dbias, *_ = *(total.to(z.dtype) for total, z in zip(sums, learned, strict=True)), None, None
+    return dx, dgate, dweight, dbias
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    return dict(zip(("x", "gate", "weight"), differentiate_rows(args, dy), strict=True))
+    return dict(zip(("x", "gate", "weight", "bias"), differentiate_rows(args, dy), strict=True))
 
 
 forward = register("rms_norm", _compute, _differentiate, lambda args: (new(args.x, dtype=args.dtype),))
@@ -131,29 +133,30 @@ class Added(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype
+        ctx: Any, x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
         rows, total, h = x.numel() // max(x.shape[-1], 1), new(x), new(x, dtype=dtype)
         queue = launch(None, rows, 1, x.shape[-1], "none", "silu", x.shape[-1], 0, eps)
-        queue(x.contiguous(), None, None if weight is None else weight.contiguous(), y.contiguous(), h, total)
+        learned = (None if z is None else z.contiguous() for z in (weight, bias))
+        queue(x.contiguous(), None, *learned, y.contiguous(), h, total)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(total, weight)
+        ctx.save_for_backward(total, weight, bias)
         ctx.eps, ctx.other = eps, y.dtype
         return total, h
 
     @staticmethod
     @once
     def backward(ctx: Any, dtotal: Tensor | None, dh: Tensor | None) -> tuple[Tensor | None, ...]:
-        total, weight = ctx.saved_tensors
+        total, weight, bias = ctx.saved_tensors
         if dh is None:
-            return dtotal, None if dtotal is None else dtotal.to(ctx.other), None, None, None
-        args = Arguments(total, None, weight, ctx.eps, gate_first=False, activation="silu", dtype=dh.dtype)
-        dx, _, dweight = differentiate_rows(args, dh, dtotal)
-        return dx, dx.to(ctx.other), dweight, None, None
+            return dtotal, None if dtotal is None else dtotal.to(ctx.other), None, None, None, None
+        args = Arguments(total, None, weight, bias, ctx.eps, gate_first=False, activation="silu", dtype=dh.dtype)
+        dx, _, dweight, dbias = differentiate_rows(args, dh, dtotal)
+        return dx, dx.to(ctx.other), dweight, dbias, None, None
 
 
-def added(x: Tensor, y: Tensor, weight: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+def added(x: Tensor, y: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
     """The sum and its norm in one launch."""
     dtype = dtype_of(x)
-    total, h = Added.apply(x, y, weight, eps, dtype)
-    return total, remake(h, forward, total, None, weight, eps, False, "silu", dtype)
+    total, h = Added.apply(x, y, weight, bias, eps, dtype)
+    return total, remake(h, forward, total, None, weight, bias, eps, False, "silu", dtype)

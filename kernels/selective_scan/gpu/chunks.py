@@ -107,17 +107,29 @@ def store_states(x, row, d, n, D: tl.constexpr, N: tl.constexpr, value):
 
 
 @triton.jit
+def over_states(x):
+    """x [DP, LD] as [DP, 1, 1, LD], in the layout of `sum_states`: with another one, the compiler loads x twice."""
+    return x[:, None, :][:, None, :, :]
+
+
+@triton.jit
 def decay_of(log_decay, rate):
-    return exp2(log_decay[:, None, None, :] * (rate * LOG2E))
+    return exp2(over_states(log_decay) * (rate * LOG2E))
 
 
 @triton.jit
 def input_of(x, b, j: tl.constexpr, n, N: tl.constexpr):
     """x b_j, what is added to the states; without weights, b is empty, and they are ones."""
     if len(b) > 0:
-        return b[j][None, :, :, None] * x[:, None, None, :]
+        return b[j][None, :, :, None] * over_states(x)
     # states beyond N fill a tile, and are summed with the others where nothing reads them
-    return tl.where((n < N)[None, :, :, None], x[:, None, None, :], 0.0)
+    return tl.where((n < N)[None, :, :, None], over_states(x), 0.0)
+
+
+@triton.jit
+def stepped(x, step, SCALED: tl.constexpr):
+    """x, or x times the step that −step is the log decay of."""
+    return -step * x if SCALED else x
 
 
 @triton.jit
@@ -134,6 +146,7 @@ def walk(
     b,
     c,
     read,
+    skip,
     before,
     after,
     totals,
@@ -149,6 +162,7 @@ def walk(
     CHUNK: tl.constexpr,
     TOKENS: tl.constexpr,
     REVERSE: tl.constexpr,
+    SCALED: tl.constexpr,  # whether inputs are scaled by the steps; not in reverse, where they are gradients
 ):
     """Walk through each block from the states `before` it, or zeros, with the next TOKENS tokens loaded ahead.
 
@@ -162,6 +176,7 @@ def walk(
     start, size, chunk = block_at(blocks, block)
     rates = load_states(rate, block * 0, d, n, D, N)
     weights = load_states(read, block * 0, d, n, D, N)
+    direct = load_row(skip, True, d, D) if skip is not None else None
     h = load_states(before, block, d, n, D, N)
     total = tl.zeros([DP, LD], tl.float32)
     ahead = load_steps(x, log_decay, b, c, start, size, 0, d, n, D, N, TOKENS, REVERSE)
@@ -177,9 +192,9 @@ def walk(
             step = bounded(gs[j])
             decay = decay_of(step, rates)
             if not REVERSE:
-                h = h * decay + input_of(xs[j], bs, j, n, N)
+                h = h * decay + input_of(stepped(xs[j], step, SCALED), bs, j, n, N)
             elif read is not None:
-                h = (h + weights * xs[j][:, None, None, :]) * decay
+                h = (h + weights * over_states(xs[j])) * decay
             else:
                 h = (h + input_of(xs[j], bs, j, n, N)) * decay
             total += step
@@ -190,7 +205,10 @@ def walk(
                     out = h * cs[j][None, :, :, None]
                 else:
                     out = h
-                store_row(row + j * D, i + j < size, d, D, sum_states(out))
+                out = sum_states(out)
+                if skip is not None:
+                    out += direct * xs[j]
+                store_row(row + j * D, i + j < size, d, D, out)
     if after is not None:
         store_states(after, block, d, n, D, N, h)
     if totals is not None:

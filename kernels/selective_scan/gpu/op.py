@@ -6,6 +6,7 @@ Backward: the gradients of the states at the cuts, then all blocks in parallel. 
 decoded token, takes one launch. There are no atomics, so results repeat to the bit.
 """
 
+from functools import reduce
 from typing import Any
 
 import torch
@@ -35,13 +36,14 @@ class SelectiveScan(Plan):
     Args:
         shape: Shape of x [B,T,D].
         states: States N per channel.
+        scaled: Whether inputs are scaled by the steps.
         documents: Number of documents packed into one row; None without packing.
         x: Dtype and device of x.
     """
 
-    def __init__(self, shape: torch.Size, states: int, documents: int | None, *x: Any):
+    def __init__(self, shape: torch.Size, states: int, scaled: bool, documents: int | None, *x: Any):
         super().__init__(*x)
-        (self.B, self.T, self.D), self.N = shape, states
+        (self.B, self.T, self.D), self.N, self.scaled = shape, states, scaled
         # channels and states of a tile, in registers and in lanes; see `chunks.py`
         padded = next_power_of_2(states)
         LN = min(max(4, padded // 16), padded, LANES)
@@ -94,7 +96,7 @@ class SelectiveScan(Plan):
     @prepared
     def walk(self, reverse: bool) -> LaunchSpec:
         """Through each block from the state before it, or in reverse from the gradient after it."""
-        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=self.tokens, REVERSE=reverse)
+        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=self.tokens, REVERSE=reverse, SCALED=self.scaled)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
@@ -110,13 +112,14 @@ class SelectiveScan(Plan):
     def gradients(self) -> LaunchSpec:
         """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
         numbers = self.B * self.T, self.marks
-        return self._prepared(gradients, self.blocks, *numbers, CHUNK=CHUNK, TOKENS=GRADIENT_TOKENS)
+        constants = {"CHUNK": CHUNK, "TOKENS": GRADIENT_TOKENS, "SCALED": self.scaled}
+        return self._prepared(gradients, self.blocks, *numbers, **constants)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
     """The arguments of the plan."""
     documents = None if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
-    return a.x.shape, a.rate.shape[1], documents, a.x.dtype, a.x.device
+    return a.x.shape, a.rate.shape[1], a.scale_inputs, documents, a.x.dtype, a.x.device
 
 
 def _plan_of(a: Scan) -> SelectiveScan:
@@ -128,9 +131,9 @@ def _dense(*tensors: Tensor | None) -> list[Any]:
 
 
 def _inputs(a: Scan) -> tuple[list[Any], Tensor | None]:
-    """x, log_decay, rate, b, and c twice: per token and constant, one of which is None; and the initial state."""
-    *inputs, c, initial = _dense(*a[:6])
-    return [*inputs, *((None, c) if c is not None and c.dim() == 2 else (c, None))], initial
+    """x, log_decay, rate, b, c twice, per token and constant, one of which is None, and skip; and the initial state."""
+    *inputs, c, initial, skip = _dense(*a[:7])
+    return [*inputs, *((None, c) if c is not None and c.dim() == 2 else (c, None)), skip], initial
 
 
 def cuts(plan: SelectiveScan, reverse: bool, inputs: list[Any], *ends: Any) -> Tensor:
@@ -148,44 +151,44 @@ def cuts(plan: SelectiveScan, reverse: bool, inputs: list[Any], *ends: Any) -> T
     return states
 
 
-def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts of blocks of channels [n,B,T,N], or of blocks of tokens [n,D,N] and rows of zeros."""
-    if parts.dim() == 4:
-        return add_outer(parts, dtype)
-    return add_parts(parts.flatten(1)[:, None], dtype).view(parts.shape[1:])
-
-
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
     plan, (inputs, initial) = _plan_of(args), _inputs(args)
     y, final, states = plan.results()
-    before = initial if plan.whole else cuts(plan, False, [*inputs[:4], None, None], initial, final)
+    before = initial if plan.whole else cuts(plan, False, [*inputs[:4], None, None, None], initial, final)
     ends = final if plan.whole else None, None, None if plan.short else states
     plan.walk(False)(*inputs, before, *ends, y, plan.layout.blocks)
     return y, final, states
 
 
 def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
-    plan, (x, log_decay, rate, b, c, initial_state, _), (inputs, initial) = _plan_of(args), args, _inputs(args)
+    plan, (x, log_decay, rate, b, c, initial_state, skip, *_) = _plan_of(args), args
+    inputs, initial = _inputs(args)
     dy, dfinal = _dense(torch.zeros_like(x) if dy is None else dy, dfinal)
     dinitial = plan.states(plan.S)
     first, after = initial if plan.short else states, dfinal
     if not plan.whole:
-        _, g, r, _, each, constant = inputs
-        after = cuts(plan, True, [dy, g, r, each, None, constant], dfinal, dinitial)
+        _, g, r, _, each, constant, _ = inputs
+        after = cuts(plan, True, [dy, g, r, each, None, constant, None], dfinal, dinitial)
     programs, channels = plan.blocks * plan.columns, plan.tile["DP"] * plan.tile["LD"]
     scratch = plan.new(programs, plan.marks, channels, next_power_of_2(plan.N), dtype=torch.float32)
     dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
     drate = plan.states(plan.blocks) if needed.rate else None
-    db = None if b is None else plan.new(plan.columns, *b.shape, dtype=torch.float32)
-    dc = None
-    if c is not None:
-        dc = plan.states(plan.blocks) if c.dim() == 2 else plan.new(plan.columns, *c.shape, dtype=torch.float32)
-    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
+    summed = {name: z for name, z in {"b": b, "c": c}.items() if z is not None and z.dim() == 3}
+    shape = (plan.columns, len(summed), plan.B, plan.T, plan.N)
+    parts = plan.new(*shape, dtype=torch.float32) if summed else None
+    dread = plan.states(plan.blocks) if c is not None and c.dim() == 2 else None
+    dskip = None if skip is None else plan.new(plan.blocks, plan.D, dtype=torch.float32)
+    tensors = (first, after, dy, scratch, dx, dlog_decay, drate, parts, dread, dskip, dinitial if plan.whole else None)
     plan.gradients()(*inputs, *tensors, plan.layout.blocks)
-    parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c)}
-    summed = {name: None if g is None or z is None else _sum(g, z.dtype) for name, (g, z) in parts.items()}
+    learned: dict[str, Tensor] = {}
+    if parts is not None:
+        sums = add_outer(parts, reduce(torch.promote_types, (z.dtype for z in summed.values()))).unbind()
+        learned = {name: g.to(z.dtype) for (name, z), g in zip(summed.items(), sums, strict=True)}
+    for name, z, of_blocks in (("rate", rate, drate), ("c", c, dread), ("skip", skip, dskip)):
+        if of_blocks is not None and z is not None:
+            learned[name] = add_parts(of_blocks.flatten(1)[:, None], z.dtype).view(z.shape)
     last = None if initial_state is None else dinitial.to(initial_state.dtype)
-    return {"x": dx, "log_decay": dlog_decay, **summed, "initial_state": last}
+    return {"x": dx, "log_decay": dlog_decay, **learned, "initial_state": last}
 
 
 selective_scan = register(
@@ -196,5 +199,5 @@ selective_scan = register(
 def forward(a: Scan) -> tuple[Tensor, Tensor]:
     """y [B,T,D] and the final states [S,D,N]."""
     # fp64 arguments with an x of lower precision: the kernels compute in fp32
-    others = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a[1:6])
-    return selective_scan(a.x, *others, a.cu_seqlens)
+    others = (None if z is None else z.float() if z.dtype == torch.float64 else z for z in a[1:7])
+    return selective_scan(a.x, *others, a.cu_seqlens, a.scale_inputs)

@@ -107,7 +107,9 @@ def differentiate(
     args: Arguments, needed: Any, do: Tensor | None, dfinal: Tensor | None, *residuals: Tensor
 ) -> Gradients:
     """The gradients of all tensors but `cu_seqlens`."""
-    plan, args = args.plan, args.contiguous()
+    plan = args.plan
+    # tensors that are not read hold a single element; `contiguous` would expand it
+    args = args._replace(**{name: getattr(args, name).as_strided((1,), (1,)) for name in unread(args)}).contiguous()
     if not args.keep:
         residuals = tuple(run_forward(args, outputs=False, save=True)[2])
     *chunks, u, states = residuals

@@ -1,0 +1,1 @@
+"""The implementation of `activation_gate` for GPUs."""
