@@ -22,11 +22,13 @@ row, although it depends on later tokens. Exponents are numbers of 16 bits, two 
 A program has a whole state [K,128], K = 64 or 128, in the registers of eight warps. Sums of decays from the start of a
 chunk are products with the lower triangle of ones: of decays in bf16 as they are, of those in fp32 in two parts of 8
 bits. The states S' before all chunks, which the gradients need, are stored with the outputs or computed again. In the
-gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for the last time.
+gradient pass, the loads of a chunk are issued as soon as the chunk before has read a buffer for the last time. Loops
+over chunks compute what all chunks share in each of them again (`disable_licm`), where it would not fit in registers.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -151,7 +153,7 @@ def outputs(
         copy_keys(keys_s.index(0), k, start, 0, stop, k_token, K)
         copy_tokens(values_s.index(0), v, start, 0, stop, v_token)
     async_copy.commit_group()
-    for i in range(count):
+    for i in tl.range(count, disable_licm=True):
         token = start + i * 64
         stage, following = i % 2, (i + 1) % 2
         queries, keys, values = queries_s.index(stage), keys_s.index(stage), values_s.index(stage)
@@ -270,7 +272,7 @@ def states(
         copy_keys(x_s.index(0), x, token, 0, stop, x_token, K)
         copy_tokens(y_s.index(0), y, token, 0, stop, y_token)
     async_copy.commit_group()
-    for i in range(count):
+    for i in tl.range(count, disable_licm=True):
         c = count - 1 - i if REVERSE else i
         token = start + (c - 1 if REVERSE else c + 1) * 64  # of the chunk after this one, in either direction
         xs, ys, decays = x_s.index(i % 2), y_s.index(i % 2), decays_s.index(i % 2)
@@ -422,7 +424,7 @@ def gradients(
         copy_keys(queries_s, q, token, 0, stop, q_token, K)
         copy_keys(keys_s, k, token, 0, stop, k_token, K)
         async_copy.commit_group()
-    for i in range(count):
+    for i in tl.range(count, disable_licm=True):
         c = count - 1 - i
         zero = opaque(c * 0)  # addresses are computed again, rather than kept in registers for all chunks
         queries_s, keys_s, values_s, grad_s = of_tiles(queries_m, keys_m, values_m, grad_m, zero)
