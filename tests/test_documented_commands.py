@@ -88,6 +88,9 @@ def test_it_parses(
         elif word.endswith("/config.yaml") and not Path(word).exists():
             (desk / word).parent.mkdir()
             shutil.copy(CONFIGS / "gla.yaml", desk / word)
+        elif word.startswith("reproductions/"):
+            (desk / word).parent.mkdir()
+            shutil.copy(ROOT / word, desk / word)
     (Path.cwd() / "corpus").mkdir(exist_ok=True)
     (Path.cwd() / "corpus" / "text.txt").write_text("a text of the reader's own\n" * 1000)
     check_parses(words, command, finished, tmp_path)
