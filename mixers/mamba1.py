@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import kernels
-from kernels.core.elementwise import silu, softplus
+from kernels.core.elementwise import silu
 
 from .arguments import check_sizes, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
@@ -103,10 +103,11 @@ class Mamba1(TokenMixer):
         features, history = self.x_features(u.unsqueeze(-1), history, no_positions, cu_seqlens, context_parallel)
         u = features.squeeze(-1)
         dt, b, c = self.x_proj(u)
-        dt = softplus(kernels.at_least_fp32(self.dt_proj(dt)) + kernels.at_least_fp32(self.dt_bias))
+        # at rate 1: those of the states are an argument of the scan
+        log_decay, dt = kernels.discretise(self.dt_proj(dt), torch.zeros_like(self.dt_bias), self.dt_bias)
         y, h = run_selective_scan(
             dt * u,
-            -dt,
+            log_decay,
             kernels.at_least_fp32(self.A_log).exp(),
             b,
             c,

@@ -29,9 +29,10 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the inte
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Chunks of 16 tokens, in parts of 4."""
-    monkeypatch.setattr(gpu_op, "SHORT", 16)
-    monkeypatch.setattr(gpu_op, "PART", 4)
+    """Chunks of 8 tokens, two or more in a block, and two blocks or more."""
+    monkeypatch.setattr(gpu_op, "CHUNK", 8)
+    monkeypatch.setattr(gpu_op, "STATES", 1 << 20)
+    monkeypatch.setattr(gpu_op, "BLOCKS", 2)
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:
@@ -69,8 +70,42 @@ def test_a_batch_without_rows(c: str):
 
 @pytest.mark.slow
 @interpreted
-def test_chunks_and_parts_as_they_are():
+def test_chunks_and_blocks_as_they_are():
     agree(small(67))
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize(
+    ("N", "D", "c"), [(1, 70, "ones"), (2, 40, "each step"), (16, 40, "constant"), (16, 34, "each step")]
+)
+def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(gpu_op, "CHUNK", 8)
+    monkeypatch.setattr(gpu_op, "STATES", 1)
+    agree(small(19, B=2, N=N, D=D, c=c))
+
+
+@pytest.mark.parametrize(
+    ("shape", "N", "blocks", "tokens"),
+    [
+        ((8, 4096, 2048), 16, 1, 8),  # enough programs without cuts
+        ((16, 4096, 2048), 16, 1, 4),  # so many that registers limit them
+        ((1, 32768, 2048), 16, 32, 4),
+        ((8, 4096, 1024), 1, 64, 8),
+        ((1, 65536, 256), 1, 128, 8),
+        ((1, 1, 2048), 16, 1, 1),
+    ],
+)
+def test_plan_of_long_and_short_sequences(shape: tuple[int, ...], N: int, blocks: int, tokens: int):
+    plan = gpu_op.SelectiveScan(torch.Size(shape), N, None, torch.float32, torch.device("cpu"))
+    assert (plan.per_row, plan.tokens, plan.whole) == (blocks, tokens, blocks == 1)
+
+
+@pytest.mark.slow
+@interpreted
+@pytest.mark.parametrize("N", [2, 4, 64, 200])
+def test_every_shape_of_a_tile(N: int, short_chunks: None):
+    agree(small(18, N=N, D=9))
 
 
 @pytest.mark.slow

@@ -1,24 +1,42 @@
-"""The gradients of the selective scan in Triton, chunk by chunk, from the states and their gradients at the cuts.
+"""The gradients of the selective scan in Triton, block by block, from the states before all chunks.
 
-Running backward in time needs the states of a chunk in reverse, and undoing a decay would amplify rounding errors. So a
-program first runs forward through its chunk and stores the state before every `PART` tokens; then, part by part from
-the last, it runs forward again, storing all states of the part, and then backward:
+Running backward in time needs the states in reverse, and undoing a decay would amplify rounding errors. So a program,
+chunk by chunk from the last, first runs forward and stores the state before every TOKENS tokens; then, from the last
+of these, it runs forward again, with the states of these tokens in registers, and then backward:
 
     dh_t += c_t dy_t      dc_t = Σ_d dy_t h_t      dx_t = Σ_n dh_t b_t      db_t = Σ_d dh_t x_t
     s_t = dh_t ⊙ e^{log_decay_t rate} h_{t−1}      dlog_decay_t = Σ_n s_t rate      drate = Σ_t s_t log_decay_t
     dh_{t−1} = dh_t ⊙ e^{log_decay_t rate}
 
-Sums over blocks of channels, or over chunks, are stored as partial sums, which are added in a fixed order.
+Sums over blocks of channels, or over blocks of tokens, are stored as partial sums, which are added in a fixed order.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
-# ruff: noqa: SIM108
+# tuples grow in loops that the compiler unrolls
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, var-annotated"
+# ruff: noqa: RUF005
 
 import triton
 import triton.language as tl
 
-from ...gpu.tiles import chunk_at
-from .chunks import advance, load_decay, load_states, load_token, store_states, store_token
+from .chunks import (
+    block_at,
+    bounded,
+    decay_of,
+    input_of,
+    load_states,
+    load_steps,
+    places,
+    row_of,
+    store_row,
+    store_states,
+    sum_states,
+)
+
+
+@triton.jit
+def sum_channels(x):
+    """The sums [NJ, LN] over all channels."""
+    return tl.sum(tl.sum(x, 0), 2)
 
 
 @triton.jit(do_not_specialize=["tokens", "marks"])
@@ -28,6 +46,7 @@ def gradients(
     rate,
     b,
     c,
+    read,
     states,
     after,
     dy,
@@ -38,88 +57,90 @@ def gradients(
     db,
     dc,
     dinitial,
-    chunks,
+    blocks,
     tokens,
     marks,
     D: tl.constexpr,
     N: tl.constexpr,
-    BD: tl.constexpr,
-    BN: tl.constexpr,
-    PART: tl.constexpr,
-    READ: tl.constexpr,
+    DP: tl.constexpr,
+    NJ: tl.constexpr,
+    LN: tl.constexpr,
+    LD: tl.constexpr,
+    CHUNK: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (D + BD - 1) // BD
-    chunk, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
-    d, n = block * BD + tl.arange(0, BD), tl.arange(0, BN)
-    start, stop = chunk_at(chunks, chunk)
-    rates = load_states(rate, chunk * 0, d, n, D, N)
-    if READ == "constant":
-        read = load_states(c, chunk * 0, d, n, D, N)
-        dread = tl.zeros([BN, BD], tl.float32)
-    if states is not None:
-        h = load_states(states, chunk, d, n, D, N)
-    else:
-        h = tl.zeros([BN, BD], tl.float32)
-    # the states of one part, then the first state of every part
-    tile = n[:, None] * BD + tl.arange(0, BD)[None, :]
-    scratch += tl.program_id(0).to(tl.int64) * ((PART + marks) * (BN * BD))
-    parts = tl.cdiv(stop - start, PART)
-    for i in tl.range(0, stop - start):
-        if i % PART == 0:
-            tl.store(scratch + (PART + i // PART) * (BN * BD) + tile, h)
-        token = start + i
-        decay = tl.exp(load_decay(log_decay, token, d, D)[None, :] * rates)
-        h = advance(h, load_token(x, token, d, D), decay, b, token, n, N)
-
-    if after is not None:
-        dh = load_states(after, chunk, d, n, D, N)
-    else:
-        dh = tl.zeros([BN, BD], tl.float32)
-    if drate is not None:
-        rate_sum = tl.zeros([BN, BD], tl.float32)
-    partial = block.to(tl.int64) * tokens
-    for i in tl.range(0, parts):
-        part = parts - 1 - i
-        first = start + part * PART
-        size = tl.minimum(PART, stop - first)
+    block, column, d, n = places(tl.program_id(0), D, DP, NJ, LN, LD)
+    start, size, chunk = block_at(blocks, block)
+    rates = load_states(rate, block * 0, d, n, D, N)
+    weights = load_states(read, block * 0, d, n, D, N)
+    dh = load_states(after, block, d, n, D, N)
+    rate_sum, dread = tl.zeros([DP, NJ, LN, LD], tl.float32), tl.zeros([DP, NJ, LN, LD], tl.float32)
+    TILE: tl.constexpr = DP * NJ * LN * LD
+    # numbers of one thread are contiguous: [LN, LD, DP, NJ]
+    lane = tl.arange(0, LN)[:, None] * LD + tl.arange(0, LD)[None, :]
+    own = tl.arange(0, DP)[:, None] * NJ + tl.arange(0, NJ)[None, :]
+    scratch += tl.program_id(0).to(tl.int64) * marks * TILE
+    tile = scratch + lane[None, None, :, :] * (DP * NJ) + own[:, :, None, None]
+    partial = column.to(tl.int64) * tokens
+    chunks = tl.cdiv(size, CHUNK)
+    for k in tl.range(0, chunks):
+        first = (chunks - 1 - k) * CHUNK
+        stop = tl.minimum(first + CHUNK, size)
+        groups = tl.cdiv(stop - first, TOKENS)
+        last = first + (groups - 1) * TOKENS
+        h = load_states(states, chunk + chunks - 1 - k, d, n, D, N)
+        ahead = load_steps(x, log_decay, b, None, start, stop, first, d, n, D, N, TOKENS, False)
+        back = load_steps(dy, None, None, c, start, stop, last, d, n, D, N, TOKENS, False)
+        for i in tl.range(0, groups):
+            tl.store(tile + i * TILE, h)
+            if i + 1 < groups:
+                xs, gs, bs, _ = ahead
+                after_at = first + (i + 1) * TOKENS
+                ahead = load_steps(x, log_decay, b, None, start, stop, after_at, d, n, D, N, TOKENS, False)
+                for j in tl.static_range(TOKENS):
+                    h = h * decay_of(bounded(gs[j]), rates) + input_of(xs[j], bs, j, n, N)
         tl.debug_barrier()
-        h = tl.load(scratch + (PART + part) * (BN * BD) + tile)
-        for j in tl.range(0, size):
-            tl.store(scratch + j * (BN * BD) + tile, h)
-            decay = tl.exp(load_decay(log_decay, first + j, d, D)[None, :] * rates)
-            h = advance(h, load_token(x, first + j, d, D), decay, b, first + j, n, N)
+        for i in tl.range(0, groups):
+            at = last - i * TOKENS
+            h = tl.load(tile + (groups - 1 - i) * TILE)
+            xs, gs, bs, _ = load_steps(x, log_decay, b, None, start, stop, at, d, n, D, N, TOKENS, False)
+            dys, _, _, cs = back
+            before_at = tl.maximum(at - TOKENS, 0)
+            back = load_steps(dy, None, None, c, start, stop, before_at, d, n, D, N, TOKENS, False)
+            decays, decayed = (), ()
+            for j in tl.static_range(TOKENS):
+                decays = decays + (decay_of(bounded(gs[j]), rates),)
+                decayed = decayed + (h * decays[j],)
+                h = decayed[j] + input_of(xs[j], bs, j, n, N)
+            row = start + at
+            x_row, g_row = row_of(dx, row, D), row_of(dlog_decay, row, D)
+            for j in tl.static_range(TOKENS - 1, -1, -1):
+                inside = at + j < stop
+                arriving = dys[j][:, None, None, :]
+                # the state of this token, and the gradient that arrives at it
+                seen = (decayed[j] + input_of(xs[j], bs, j, n, N)) * arriving
+                if read is not None:
+                    dread += seen
+                    dh += weights * arriving
+                elif c is not None:
+                    store_row(row_of(dc, partial + row, N) + j * N, inside, n, N, sum_channels(seen))
+                    dh += cs[j][None, :, :, None] * arriving
+                else:
+                    dh += input_of(dys[j], (), j, n, N)
+                dinput = dh
+                if b is not None:
+                    written = sum_channels(dh * xs[j][:, None, None, :])
+                    store_row(row_of(db, partial + row, N) + j * N, inside, n, N, written)
+                    dinput = dh * bs[j][None, :, :, None]
+                product = dh * decayed[j]
+                store_row(x_row + j * D, inside, d, D, sum_states(dinput))
+                store_row(g_row + j * D, inside, d, D, sum_states(product * rates))
+                rate_sum += product * bounded(gs[j])[:, None, None, :]
+                dh *= decays[j]
         tl.debug_barrier()
-        for j in tl.range(0, size):
-            token = first + size - 1 - j
-            step = load_decay(log_decay, token, d, D)
-            added = load_token(x, token, d, D)
-            arriving = load_token(dy, token, d, D)
-            decayed = tl.load(scratch + (size - 1 - j) * (BN * BD) + tile)
-            decay = tl.exp(step[None, :] * rates)
-            decayed *= decay
-            # the state of this token, and the gradient that arrives at it
-            if READ == "constant":
-                dread += advance(decayed, added, 1.0, b, token, n, N) * arriving[None, :]
-                dh += read * arriving[None, :]
-            elif READ == "each":
-                seen = advance(decayed, added, 1.0, b, token, n, N) * arriving[None, :]
-                store_token(dc, partial + token, n, N, tl.sum(seen, 1))
-                dh += load_token(c, token, n, N)[:, None] * arriving[None, :]
-            else:
-                dh += tl.where((n < N)[:, None], arriving[None, :], 0.0)
-            if b is not None:
-                store_token(dx, token, d, D, tl.sum(dh * load_token(b, token, n, N)[:, None], 0))
-                store_token(db, partial + token, n, N, tl.sum(dh * added[None, :], 1))
-            else:
-                store_token(dx, token, d, D, tl.sum(dh, 0))
-            product = dh * decayed
-            store_token(dlog_decay, token, d, D, tl.sum(product * rates, 0))
-            if drate is not None:
-                rate_sum += product * step[None, :]
-            dh *= decay
     if drate is not None:
-        store_states(drate, chunk, d, n, D, N, rate_sum)
-    if READ == "constant":
-        store_states(dc, chunk, d, n, D, N, dread)
+        store_states(drate, block, d, n, D, N, rate_sum)
+    if read is not None:
+        store_states(dc, block, d, n, D, N, dread)
     if dinitial is not None:
-        store_states(dinitial, chunk, d, n, D, N, dh)
+        store_states(dinitial, block, d, n, D, N, dh)

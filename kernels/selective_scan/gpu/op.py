@@ -1,8 +1,9 @@
 """The selective scan in Triton: which kernels run, in which order, on which tensors.
 
-Forward: the states at the cuts between chunks, which are all that is saved, then all chunks in parallel. Backward: the
-gradients of these states, then all chunks in parallel. A sequence of a single chunk, such as a decoded token, takes one
-launch. There are no atomics: equal inputs give equal bits.
+A program walks through a block of a sequence: all of it if the batch and its channels are enough to fill a device.
+Forward: the states at the cuts between blocks, then all blocks in parallel; the states before all chunks are saved.
+Backward: the gradients of the states at the cuts, then all blocks in parallel. A sequence of a single chunk, such as a
+decoded token, takes one launch. There are no atomics: equal inputs give equal bits.
 """
 
 from typing import Any
@@ -20,11 +21,12 @@ from ..arguments import Scan
 from .chunks import combine, walk
 from .gradients import gradients
 
-SHORT, LONG = 64, 256  # tokens per chunk
-FROM = 8192  # tokens from which even long chunks are enough to fill a device, and short ones are slow to combine
-PART = 16  # tokens whose states are in memory together while their gradients are computed
-CHANNELS = 64  # most channels whose states one warp holds
-ELEMENTS, GRADIENT_ELEMENTS = 1024, 512  # per tile of states; the gradients need several tiles together
+CHUNK = 64  # tokens per saved state
+STATES = 16384  # programs, times up to 16 states per channel, that fill a device
+FEW = 1056  # programs that an H200 runs together even if each thread of them has 255 registers
+BLOCKS = 128  # most blocks of a sequence that are combined quickly
+TOKENS, GRADIENT_TOKENS = 4, 4  # tokens that are loaded together; twice as many by few or small programs that walk
+LANES = 32  # threads of a program
 
 
 class SelectiveScan(Plan):
@@ -33,134 +35,153 @@ class SelectiveScan(Plan):
     Args:
         shape: Shape of x [B,T,D].
         states: States N per channel.
-        read: What c is: ones, constant or each (one per token).
         documents: Number of documents packed into one row; None without packing.
         x: Dtype and device of x.
     """
 
-    def __init__(self, shape: torch.Size, states: int, read: str, documents: int | None, *x: Any):
+    def __init__(self, shape: torch.Size, states: int, documents: int | None, *x: Any):
         super().__init__(*x)
-        (self.B, self.T, self.D), self.N, self.read = shape, states, read
-        self.length = SHORT if self.T < FROM or self.deterministic else LONG
-        self.per_row = -(-self.T // self.length)
-        # every sequence is a single chunk; not in deterministic mode, since states that are combined round differently
+        (self.B, self.T, self.D), self.N = shape, states
+        # channels and states of a tile, in registers and in lanes; see `chunks.py`
+        padded = next_power_of_2(states)
+        LN = min(max(4, padded // 16), padded, LANES)
+        NJ, LD = padded // LN, LANES // LN
+        self.tile = {"DP": 2 if NJ <= 8 and LD <= 8 else 1, "NJ": NJ, "LN": LN, "LD": LD}
+        self.columns = cdiv(self.D, self.tile["DP"] * LD)  # blocks of channels, one per program
+        self.length = CHUNK if self.deterministic else self._length()
+        self.per_row = cdiv(self.T, self.length)
+        # every sequence is a single block; not in deterministic mode, since states that are combined round differently
         self.whole = documents is None and self.per_row == 1 and not self.deterministic
+        self.short = self.whole and self.T <= CHUNK  # every sequence is a single chunk
         self.S = self.B if documents is None else documents
-        self.slots = self.B * self.per_row if documents is None else self.T // self.length + documents
+        self.slots = self.B * cdiv(self.T, CHUNK) if documents is None else self.T // CHUNK + documents
+
+    def _length(self) -> int:
+        """Tokens per block: whole sequences if their programs fill a device, since cuts require a second walk.
+
+        Otherwise sequences are cut for four times as many programs, which is faster than for just enough of them.
+        """
+        states = max(1, self.B * self.columns) * min(next_power_of_2(self.N), 16)
+        count = 1 if states >= STATES else min(cdiv(4 * STATES, states), BLOCKS)
+        return cdiv(cdiv(self.T, count), CHUNK) * CHUNK
 
     def place(self, packed: Documents | None) -> None:
         longest = self.per_row * self.length
-        self.layout = layout(packed, self.B, self.T, self.length, self.length, longest, self.device)
-        self.chunks = self.layout.chunks.shape[0]
+        self.layout = layout(packed, self.B, self.T, CHUNK, self.length, longest, self.device)
+        self.blocks = self.layout.blocks.shape[0]
 
     def results(self) -> tuple[Tensor, Tensor, Tensor]:
         """Uninitialised y, final states, and states before all chunks (none if every sequence is one chunk)."""
         y, final = self.new(self.B, self.T, self.D), self.states(self.S)
-        return y, final, self.states(0 if self.whole else self.slots)
+        return y, final, self.states(0 if self.short else self.slots)
 
     def states(self, count: int) -> Tensor:
         return self.new(count, self.D, self.N, dtype=torch.float32)
 
-    def tile(self, elements: int) -> tuple[int, int]:
-        states = next_power_of_2(self.N)
-        return max(1, min(CHANNELS, elements // states)), states
-
-    def _prepared(self, kernel: Any, rows: int, elements: int, *numbers: int, **constants: Any) -> LaunchSpec:
+    def _prepared(self, kernel: Any, rows: int, *numbers: int, **constants: Any) -> LaunchSpec:
         """One program per row of states and block of channels."""
-        BD, BN = self.tile(elements)
-        sizes: dict[str, Any] = {"D": self.D, "N": self.N, "BD": BD, "BN": BN}
-        return LaunchSpec(kernel, rows * cdiv(self.D, BD), *numbers, **sizes, **constants, warps=1)
+        sizes: dict[str, Any] = {"D": self.D, "N": self.N, **self.tile}
+        return LaunchSpec(kernel, rows * self.columns, *numbers, **sizes, **constants, warps=1)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that programs load together as they walk. In deterministic mode they depend on N alone."""
+        if self.whole and self.T == 1:
+            return 1
+        few = not self.deterministic and self.B * self.per_row * self.columns <= FEW
+        return 2 * TOKENS if few or self.N < 16 else TOKENS
 
     @prepared
     def walk(self, reverse: bool) -> LaunchSpec:
-        """Through each chunk from the state before it, or in reverse from the gradient after it."""
-        return self._prepared(walk, self.chunks, ELEMENTS, READ=self.read, REVERSE=reverse)
+        """Through each block from the state before it, or in reverse from the gradient after it."""
+        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=self.tokens, REVERSE=reverse)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:
-        """From what each chunk adds to the states before all chunks, or in reverse the gradients after them."""
-        return self._prepared(combine, self.S, ELEMENTS, self.length, REVERSE=reverse)
+        """From what each block adds to the states before all blocks, or in reverse the gradients after them."""
+        return self._prepared(combine, self.S, self.length, REVERSE=reverse)
 
     @property
     def marks(self) -> int:
-        return cdiv(self.length, PART)
+        """States of a chunk that a program stores to compute gradients: one before every few tokens."""
+        return cdiv(min(self.T, CHUNK), GRADIENT_TOKENS)
 
     @prepared
     def gradients(self) -> LaunchSpec:
-        """The gradients of all tensors, from the states before all chunks and the gradients after them."""
+        """The gradients of all tensors, from the states before all chunks and the gradients after all blocks."""
         numbers = self.B * self.T, self.marks
-        return self._prepared(gradients, self.chunks, GRADIENT_ELEMENTS, *numbers, PART=PART, READ=self.read)
+        return self._prepared(gradients, self.blocks, *numbers, CHUNK=CHUNK, TOKENS=GRADIENT_TOKENS)
 
 
 def sizes(a: Scan) -> tuple[Any, ...]:
     """The arguments of the plan."""
-    read = "ones" if a.c is None else "constant" if a.c.dim() == 2 else "each"
     documents = None if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
-    return a.x.shape, a.rate.shape[1], read, documents, a.x.dtype, a.x.device
+    return a.x.shape, a.rate.shape[1], documents, a.x.dtype, a.x.device
 
 
 def _plan_of(a: Scan) -> SelectiveScan:
     return SelectiveScan.of(a.cu_seqlens, a.x.shape[1], *sizes(a))
 
 
-def cuts(plan: SelectiveScan, reverse: bool, x: Tensor, arguments: list[Any], states: Tensor, *ends: Any) -> None:
-    """Fill the states before all chunks and the final states, or in reverse the gradients after chunks and of h_0.
-
-    Args:
-        plan: Sizes and launches.
-        reverse: Whether it is about the gradients.
-        x: Inputs, or in reverse the gradients of the outputs.
-        arguments: log_decay, rate, b and c.
-        states: Filled with the states at the cuts.
-        ends: The states at the first end, or None, and those at the other end, which are filled.
-    """
-    totals = plan.new(plan.chunks, plan.D, dtype=torch.float32)
-    plan.walk(reverse)(x, *arguments, None, states, totals, None, plan.layout.chunks)
-    plan.combine(reverse)(arguments[1], states, totals, *ends, plan.layout.segments)
-
-
 def _dense(*tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.contiguous() for x in tensors]
 
 
+def _inputs(a: Scan) -> tuple[list[Any], Tensor | None]:
+    """x, log_decay, rate, b, and c twice: per token and constant, one of which is None; and the initial state."""
+    *inputs, c, initial = _dense(*a[:6])
+    return [*inputs, *((None, c) if c is not None and c.dim() == 2 else (c, None))], initial
+
+
+def cuts(plan: SelectiveScan, reverse: bool, inputs: list[Any], *ends: Any) -> Tensor:
+    """Return the states before all blocks, or in reverse the gradients after them.
+
+    Args:
+        plan: Sizes and launches.
+        reverse: Whether it is about the gradients.
+        inputs: What the kernel reads of each token, and constants.
+        ends: The states at the first end, or None, and those at the other end, which are filled.
+    """
+    states, totals = plan.states(plan.blocks), plan.new(plan.blocks, plan.D, dtype=torch.float32)
+    plan.walk(reverse)(*inputs, None, states, totals, None, None, plan.layout.blocks)
+    plan.combine(reverse)(inputs[2], states, totals, *ends, plan.layout.segments)
+    return states
+
+
 def _sum(parts: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum of the parts of blocks of channels [n,B,T,N], or of chunks [n,D,N], to which zeros may be appended."""
+    """The sum of the parts of blocks of channels [n,B,T,N], or of blocks of tokens [n,D,N] and rows of zeros."""
     if parts.dim() == 4:
         return add_outer(parts, dtype)
     return add_parts(parts.flatten(1)[:, None], dtype).view(parts.shape[1:])
 
 
 def _compute(args: Scan) -> tuple[Tensor, Tensor, Tensor]:
-    plan = _plan_of(args)
-    x, *arguments, initial = _dense(*args[:6])
+    plan, (inputs, initial) = _plan_of(args), _inputs(args)
     y, final, states = plan.results()
-    if plan.whole:
-        plan.walk(False)(x, *arguments, initial, final, None, y, plan.layout.chunks)
-    else:
-        cuts(plan, False, x, arguments, states, initial, final)
-        plan.walk(False)(x, *arguments, states, None, None, y, plan.layout.chunks)
+    before = initial if plan.whole else cuts(plan, False, [*inputs[:4], None, None], initial, final)
+    ends = final if plan.whole else None, None, None if plan.short else states
+    plan.walk(False)(*inputs, before, *ends, y, plan.layout.blocks)
     return y, final, states
 
 
 def _differentiate(args: Scan, needed: Any, dy: Tensor | None, dfinal: Tensor | None, states: Tensor) -> Gradients:
-    plan, (_, log_decay, rate, b, c, initial_state, _) = _plan_of(args), args
-    x, *arguments, initial, dy, dfinal = _dense(*args[:6], dy, dfinal)
-    dy = torch.zeros_like(x) if dy is None else dy
+    plan, (x, log_decay, rate, b, c, initial_state, _), (inputs, initial) = _plan_of(args), args, _inputs(args)
+    dy, dfinal = _dense(torch.zeros_like(x) if dy is None else dy, dfinal)
     dinitial = plan.states(plan.S)
-    first, after = (initial, dfinal) if plan.whole else (states, plan.states(plan.chunks))
+    first, after = initial if plan.short else states, dfinal
     if not plan.whole:
-        cuts(plan, True, dy, arguments, after, dfinal, dinitial)
-    BD, BN = plan.tile(GRADIENT_ELEMENTS)
-    blocks = cdiv(plan.D, BD)
-    scratch = plan.new(plan.chunks * blocks, PART + plan.marks, BN, BD, dtype=torch.float32)
+        _, g, r, _, each, constant = inputs
+        after = cuts(plan, True, [dy, g, r, each, None, constant], dfinal, dinitial)
+    programs, channels = plan.blocks * plan.columns, plan.tile["DP"] * plan.tile["LD"]
+    scratch = plan.new(programs, plan.marks, channels, next_power_of_2(plan.N), dtype=torch.float32)
     dx, dlog_decay = plan.new(*x.shape), plan.new(*log_decay.shape, dtype=log_decay.dtype)
-    drate = plan.states(plan.chunks) if needed.rate else None
-    db = None if b is None else plan.new(blocks, *b.shape, dtype=torch.float32)
+    drate = plan.states(plan.blocks) if needed.rate else None
+    db = None if b is None else plan.new(plan.columns, *b.shape, dtype=torch.float32)
     dc = None
     if c is not None:
-        dc = plan.states(plan.chunks) if c.dim() == 2 else plan.new(blocks, *c.shape, dtype=torch.float32)
+        dc = plan.states(plan.blocks) if c.dim() == 2 else plan.new(plan.columns, *c.shape, dtype=torch.float32)
     tensors = (first, after, dy, scratch, dx, dlog_decay, drate, db, dc, dinitial if plan.whole else None)
-    plan.gradients()(x, *arguments, *tensors, plan.layout.chunks)
+    plan.gradients()(*inputs, *tensors, plan.layout.blocks)
     parts = {"rate": (drate, rate), "b": (db, b), "c": (dc, c)}
     summed = {name: None if g is None or z is None else _sum(g, z.dtype) for name, (g, z) in parts.items()}
     last = None if initial_state is None else dinitial.to(initial_state.dtype)

@@ -164,7 +164,7 @@ def test_a_plan_of_the_delta_rule_does_not_depend_on_the_batch(name: str):
 def test_plans_of_both_modes_are_cached_separately():
     from kernels.selective_scan.gpu.op import SelectiveScan
 
-    sizes = (torch.Size((1, 64, 8)), 4, "each", None, torch.float32, torch.device("cpu"))
+    sizes = (torch.Size((1, 64, 8)), 4, None, torch.float32, torch.device("cpu"))
     with kernels.deterministic():
         assert not SelectiveScan.of(None, 64, *sizes).whole
     assert SelectiveScan.of(None, 64, *sizes).whole

@@ -92,7 +92,7 @@ def test_documents_and_their_tables_go_with_the_boundaries(plan: type[Plan]):
     sizes: dict[type[Plan], tuple] = {
         LinearRecurrence: (shape, stride, stride, shape, stride, bf16, device, "head", True, 1.0, 1, False, False),
         DeltaRule: (shape, shape, 1, 1.0, bf16, device, 2),
-        SelectiveScan: (shape[:3], 4, "each", 2, bf16, device),
+        SelectiveScan: (shape[:3], 4, 2, bf16, device),
     }
     boundaries = torch.tensor([0, 30, 100])
     actual = weakref.ref(plan.of(boundaries, 100, *sizes[plan]))
