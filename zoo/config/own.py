@@ -28,8 +28,8 @@ def of_data() -> tuple[type, ...]:
     from zoo import data
 
     modules = (data.Images, data.MarkovChain, data.MixedText, data.MQAR, data.TextData, data.TokenTasks)
-    recall = (data.CompositionalRecall, data.ForgettingRecall, data.StackedRecall, data.InContextRecall)
-    return *modules, data.Digits, *recall, data.Compression, data.Memorization, data.SelectiveCopy, data.WordProblem
+    tasks = (data.CompositionalRecall, data.ForgettingRecall, data.StackedRecall, data.WordProblem)
+    return *modules, data.Digits, *tasks
 
 
 def own_component(name: str) -> type | None:

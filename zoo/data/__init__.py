@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from zoo.data.image.images import Digits, Images
     from zoo.data.loader import TrainLoader, ValidationLoader
     from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
-    from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
     from zoo.data.synthetic.markov import MarkovChain
     from zoo.data.synthetic.mqar import MQAR
     from zoo.data.synthetic.recall import RecallTask
@@ -35,7 +34,6 @@ _LAZY = {
     "image.images": "Digits Images",
     "loader": "TrainLoader ValidationLoader",
     "synthetic.associative": "CompositionalRecall ForgettingRecall StackedRecall",
-    "synthetic.mad": "Compression InContextRecall Memorization SelectiveCopy",
     "synthetic.markov": "MarkovChain",
     "synthetic.mqar": "MQAR",
     "synthetic.recall": "RecallTask",

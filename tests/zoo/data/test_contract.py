@@ -8,14 +8,13 @@ import torch
 
 from kernels import UserError
 from reproductions.listops import ListOps
+from reproductions.mad import InContextRecall, SelectiveCopy
 from zoo.data import (
     MQAR,
     Images,
-    InContextRecall,
     MarkovChain,
     MixedText,
     RecallTask,
-    SelectiveCopy,
     Source,
     TextData,
     TokenTasks,

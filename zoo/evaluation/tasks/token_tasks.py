@@ -1,4 +1,4 @@
-"""Tasks made of tokens without text: associative recall in variants, and MAD's (arXiv 2403.17844).
+"""Tasks made of tokens without text: associative recall in variants.
 
 A model is trained on such tokens first (`configs/recall`), and is then tested on what it has learned, in any size. The
 vocabulary of the task is the model's. Samples are of a split of their own, so that none was trained on.
@@ -11,7 +11,6 @@ from typing import ClassVar
 from kernels import UserError
 from zoo.data.loader import SampleSet
 from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
-from zoo.data.synthetic.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from zoo.data.synthetic.recall import Recall, RecallTask
 from zoo.data.synthetic.task import TokenSamples, TokenTask
 from zoo.evaluation.loaded import LoadedModel
@@ -152,67 +151,4 @@ class ForgettingTask(PairsEvaluation):
         return ForgettingRecall(cell["length"], cell["pairs"], updates=cell["pairs"] // 2)
 
 
-class MadRecall(TokenEvaluation):
-    """In-context recall (`zoo.data.InContextRecall`) with all keys of the vocabulary."""
-
-    name = "mad_recall"
-    measures = "MAD: values of keys that came before"
-    data, shortest, default_lengths = InContextRecall, 4, (64, 128, 256)
-
-
-class MadFuzzy(TokenEvaluation):
-    """Fuzzy recall (`zoo.data.InContextRecall` with motifs), as in recall/mad_fuzzy.yaml."""
-
-    name = "mad_fuzzy"
-    measures = "MAD: the same with keys and values of one to three tokens"
-    data, shortest, default_lengths = partial(InContextRecall, pairs=4, motif=3), 12, (64, 128, 256)
-
-
-class MadNoisy(TokenEvaluation):
-    """Noisy recall (`zoo.data.InContextRecall` with noise), as in recall/mad_noisy.yaml."""
-
-    name = "mad_noisy"
-    measures = "MAD: the same with a fifth of noise, in 16 tokens on top of the vocabulary"
-    data, shortest, default_lengths = partial(InContextRecall, noise=0.2), 4, (64, 128, 256)
-
-
-class MadCopy(TokenEvaluation):
-    """Selective copying (`zoo.data.SelectiveCopy`) of 16 tokens, whatever the length."""
-
-    name = "mad_copy"
-    measures = "MAD: 16 tokens among blanks, in their order"
-    data, shortest, default_lengths = partial(SelectiveCopy, copied=16), 32, (128, 256, 512)
-
-
-class MadCompression(TokenEvaluation):
-    """Compression (`zoo.data.Compression`) of about half of the length, asked of the model itself."""
-
-    name = "mad_compression"
-    measures = "MAD: each of the tokens before, by its place"
-    shortest, default_lengths = 3, (17, 33, 65)
-
-    def task(self, cell: Cell) -> TokenTask:
-        """The data's task of a cell."""
-        return Compression((cell["length"] - 1) // 2)
-
-    def sizes(self, length: int) -> list[Cell]:
-        """An odd length: the tokens, the end, and as many places."""
-        return [{"length": length - 1 + length % 2}]
-
-
-class MadMemorization(TokenEvaluation):
-    """Memorisation (`zoo.data.Memorization`), with the seed that the facts were trained with."""
-
-    name = "mad_memorization"
-    measures = "MAD: facts learned by heart; --seed must be the data.seed of the training"
-    data, shortest, default_lengths = Memorization, 2, (32,)
-
-    def sizes(self, length: int) -> list[Cell]:
-        """An even length."""
-        return [{"length": length - length % 2}]
-
-
-TOKEN_TASKS: tuple[type[Task], ...] = (
-    *(MqarTask, StackedTask, CompositionalTask, ForgettingTask),
-    *(MadRecall, MadFuzzy, MadNoisy, MadCopy, MadCompression, MadMemorization),
-)
+TOKEN_TASKS: tuple[type[Task], ...] = (MqarTask, StackedTask, CompositionalTask, ForgettingTask)

@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from kernels import UserError
+from reproductions.mad import Compression, InContextRecall, Memorization, SelectiveCopy
 from tests.commands import Command
 from tests.zoo.data.contract import some
 from tests.zoo.data.synthetic import oracles
+from zoo.config import CONFIGS
 from zoo.data import (
     Batch,
     CompositionalRecall,
-    Compression,
     ForgettingRecall,
-    InContextRecall,
-    Memorization,
-    SelectiveCopy,
     StackedRecall,
     TokenTask,
     TokenTasks,
@@ -209,13 +207,14 @@ def test_a_vocabulary_that_is_too_small_is_named(task: TokenTask, vocab_size: in
         TokenTasks([task], vocab_size)
 
 
+MAD = CONFIGS.parent / "reproductions" / "mad_tasks"
 FIT = ("fit", "--config", "recall/mqar.yaml", "--trainer.accelerator=cpu", "--data.validation_samples=20")
 SHORT = ("--data.batch_size=4", "--optim.warmup_steps=1", "--trainer.max_steps=2", "--trainer.val_check_interval=2")
 
 
 @pytest.mark.slow
 def test_the_command_line(command: Command, desk):
-    command(*FIT, "--config", "recall/mad_fuzzy.yaml", *SHORT, "--run", "fuzzy").ok()
+    command(*FIT, "--config", f"{MAD}/fuzzy.yaml", *SHORT, "--run", "fuzzy").ok()
     row = json.loads((desk / "runs" / "fuzzy" / "results.json").read_text())
     assert list(row["val_accuracy_by_task"]) == ["length_128_pairs_4_motif_3"]
     validated = command("validate", "--checkpoint", "runs/fuzzy")
@@ -225,10 +224,10 @@ def test_the_command_line(command: Command, desk):
 
 def test_mistakes_are_told_in_one_sentence(command: Command):
     for wrong, said in {
-        "[{class_path: SelectivCopy}]": "'SelectivCopy' is not a known TokenTask; did you mean 'SelectiveCopy'?",
-        "[{class_path: Compression, init_args: {compresed: 3}}]": "did you mean 'compressed'?",
-        "[{class_path: Compression, init_args: {compressed: 0}}]": "compressed: 0 must be at least 1",
+        "[{class_path: StackdRecall}]": "'StackdRecall' is not a known TokenTask; did you mean 'StackedRecall'?",
+        "[{class_path: StackedRecall, init_args: {pars: 3}}]": "did you mean 'pairs'?",
+        "[{class_path: StackedRecall, init_args: {pairs: 0}}]": "pairs: 0 must be at least 1",
     }.items():
-        done = command(*FIT, "--config", "recall/mad_copy.yaml", f"--data.tasks={wrong}")
+        done = command(*FIT, "--config", "recall/mqar_stacked.yaml", f"--data.tasks={wrong}")
         assert (done.code, len(done.err.splitlines())) == (2, 1)
         assert said in done.err

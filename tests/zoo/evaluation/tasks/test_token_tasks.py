@@ -7,12 +7,16 @@ import pytest
 import torch
 
 from kernels import UserError
+from reproductions import mad
+from reproductions.mad import Memorization
 from tests.commands import Command
 from tests.zoo.data.synthetic import oracles
-from zoo.data import MQAR, Batch, Memorization, RecallTask, TokenTasks
+from zoo.data import MQAR, Batch, RecallTask, TokenTasks
 from zoo.evaluation.loaded import Scored, TokenScores
 from zoo.evaluation.task import Cell, Options, Task
 from zoo.evaluation.tasks import TASKS
+
+MAD = {task.name: task for task in mad.TASKS}
 
 # name → vocabulary, and what solves it; that of recall depends on the pairs
 NAMES = {
@@ -88,7 +92,7 @@ def guessing(vocab_size: int) -> Answering:
 
 
 def made(name: str, **options: object) -> Task:
-    return TASKS[name](Options(**{"samples": 20, **options}))
+    return (TASKS | MAD)[name](Options(**{"samples": 20, **options}))
 
 
 @pytest.mark.slow
@@ -177,7 +181,7 @@ def test_sizes_that_the_user_named_must_fit_the_vocabulary():
 
 def test_shortest_lengths_are_possible():
     for name, vocab_size in NAMES.items():
-        shortest = TASKS[name].shortest  # type: ignore[attr-defined]
+        shortest = (TASKS | MAD)[name].shortest  # type: ignore[attr-defined]
         task = made(name, lengths=(shortest,), samples=200)
         (cell, *_) = task.cells(guessing(vocab_size))
         assert task.run(guessing(vocab_size), cell)

@@ -1,10 +1,14 @@
 """The synthetic tasks of MAD (arXiv 2403.17844): recall in context, selective copying, compression, memorisation.
 
+    python cli.py fit --config recall/mqar.yaml --config reproductions/mad_tasks/copy.yaml --run=copy
+    python cli.py evaluate --checkpoint=runs/copy --tasks=reproductions.mad.MadCopy
+
 Sizes are those of the authors' code (16 tokens, sequences of 128, 256 for copying, 32 for compression, 256 tokens for
 memorisation; motifs of up to 3 tokens; 20 % of noise in 16 tokens). What a docstring calls inferred is our reading.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +17,8 @@ from mixers.arguments import check_sizes
 from zoo.data.batch import NO_LOSS
 from zoo.data.order import distinct, real, whole
 from zoo.data.synthetic.task import Seeds, TokenTask
+from zoo.evaluation.task import Cell, Task
+from zoo.evaluation.tasks.token_tasks import TokenEvaluation
 
 _ABSENT = -1  # in place of tokens that a shorter unit lacks
 
@@ -243,3 +249,66 @@ class Memorization(TokenTask):
         labels = np.full_like(tokens, NO_LOSS)
         tokens[:, ::2], labels[:, 1::2] = keys + 1, facts[keys]
         return tokens, labels
+
+
+class MadRecall(TokenEvaluation):
+    """In-context recall (`InContextRecall`) with all keys of the vocabulary."""
+
+    name = "mad_recall"
+    measures = "MAD: values of keys that came before"
+    data, shortest, default_lengths = InContextRecall, 4, (64, 128, 256)
+
+
+class MadFuzzy(TokenEvaluation):
+    """Fuzzy recall (`InContextRecall` with motifs), as in mad_tasks/fuzzy.yaml."""
+
+    name = "mad_fuzzy"
+    measures = "MAD: the same with keys and values of one to three tokens"
+    data, shortest, default_lengths = partial(InContextRecall, pairs=4, motif=3), 12, (64, 128, 256)
+
+
+class MadNoisy(TokenEvaluation):
+    """Noisy recall (`InContextRecall` with noise), as in mad_tasks/noisy.yaml."""
+
+    name = "mad_noisy"
+    measures = "MAD: the same with a fifth of noise, in 16 tokens on top of the vocabulary"
+    data, shortest, default_lengths = partial(InContextRecall, noise=0.2), 4, (64, 128, 256)
+
+
+class MadCopy(TokenEvaluation):
+    """Selective copying (`SelectiveCopy`) of 16 tokens, whatever the length."""
+
+    name = "mad_copy"
+    measures = "MAD: 16 tokens among blanks, in their order"
+    data, shortest, default_lengths = partial(SelectiveCopy, copied=16), 32, (128, 256, 512)
+
+
+class MadCompression(TokenEvaluation):
+    """Compression (`Compression`) of about half of the length, asked of the model itself."""
+
+    name = "mad_compression"
+    measures = "MAD: each of the tokens before, by its place"
+    shortest, default_lengths = 3, (17, 33, 65)
+
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
+        return Compression((cell["length"] - 1) // 2)
+
+    def sizes(self, length: int) -> list[Cell]:
+        """An odd length: the tokens, the end, and as many places."""
+        return [{"length": length - 1 + length % 2}]
+
+
+class MadMemorization(TokenEvaluation):
+    """Memorisation (`Memorization`), with the seed that the facts were trained with."""
+
+    name = "mad_memorization"
+    measures = "MAD: facts learned by heart; --seed must be the data.seed of the training"
+    data, shortest, default_lengths = Memorization, 2, (32,)
+
+    def sizes(self, length: int) -> list[Cell]:
+        """An even length."""
+        return [{"length": length - length % 2}]
+
+
+TASKS: tuple[type[Task], ...] = (MadRecall, MadFuzzy, MadNoisy, MadCopy, MadCompression, MadMemorization)
