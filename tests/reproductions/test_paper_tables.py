@@ -87,7 +87,7 @@ def test_evaluate_is_called_for_each_group(monkeypatch: pytest.MonkeyPatch) -> N
     assert [(tasks, options["lengths"]) for _, tasks, options in calls] == [
         (["s_niah_1", "s_niah_2"], [1024, 2048, 4096, 8192]),
         (["s_niah_3"], [1024, 2048, 4096]),
-        (["lm_eval/fda", "lm_eval/swde", "lm_eval/squad_cloze"], [2048]),
+        ([f"reproductions.cloze.{name}" for name in ("Fda", "Swde", "SquadCloze")], [2048]),
     ]
     assert all(checkpoint == ["runs/a", "runs/b"] for checkpoint, *_ in calls)
 
@@ -99,7 +99,7 @@ def test_a_table_that_no_paper_has() -> None:
 
 def test_the_list_of_tasks_has_those_of_the_papers(command: Command) -> None:
     actual = command("evaluate", "--tasks=list").ok()
-    assert all(name in actual.out for name in ("lm_eval/piqa", "lm_eval/nq_cloze_twice", "lm_eval/NAME"))
+    assert all(name in actual.out for name in ("lm_eval/piqa", "lm_eval/niah_single_1", "lm_eval/NAME"))
     assert "data: piqa.jsonl (baber/piqa, validation)" in actual.out
 
 

@@ -27,7 +27,6 @@ from zoo.data import Tokenizer
 from zoo.evaluation.lm_eval.local_data import reading_from
 from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS
 
-OWN = Path(__file__).parent / "tasks"
 HUB = "hub"  # as `data`: let lm-eval download
 THEIRS = Path(lm_eval.tasks.__file__).parent
 
@@ -46,7 +45,7 @@ def manager(name: str, metadata: dict[str, Any] | None = None, folder: Path | No
     listed = PAPER_TASKS.get(name)
     if folder is None and listed is None and not name.startswith("ruler_"):
         return _everything()
-    folder = folder or (THEIRS / "ruler" if listed is None else THEIRS / listed.folder if listed.folder else OWN)
+    folder = folder or THEIRS / ("ruler" if listed is None else listed.folder)
     return TaskManager(include_path=folder, include_defaults=False, metadata=metadata)
 
 
@@ -91,7 +90,7 @@ def build(
         seed: Of the examples in prompts, and of generated documents.
         shots: How many examples come before each question; None for the task's own number.
         metadata: What lm-eval passes to tasks that generate their documents.
-        folder: The folder that defines the task; None for lm-eval's own and those of `paper_tasks.csv`.
+        folder: The folder that defines the task; None for lm-eval's own.
 
     Raises:
         UserError: The data is not there or does not fit, or the task cannot be done.

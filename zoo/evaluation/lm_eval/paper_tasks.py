@@ -14,7 +14,7 @@ class Listed(NamedTuple):
     Attributes:
         measures: What it measures, in one phrase.
         source: The public data set and its split; "" if the task generates its data.
-        folder: The folder of lm-eval's tasks that defines it; "" for the zoo's own.
+        folder: The folder of lm-eval's tasks that defines it.
         file: The data's file or folder, without its suffix; None if it is called like the task.
     """
 
@@ -33,12 +33,5 @@ def _groups() -> dict[str, dict[str, Listed]]:
 
 
 _GROUPS = _groups()
-CLOZE, RULER, BABILONG = (_GROUPS[name] for name in ("cloze", "ruler", "babilong"))
-_TWICE = {
-    f"{name}_twice": task._replace(
-        measures=f"{task.measures}, prompt given twice (Just Read Twice)", folder="", file=task.file or name
-    )
-    for name, task in CLOZE.items()
-}
-_GROUPS["cloze"] = CLOZE | _TWICE
+RULER, BABILONG = _GROUPS["ruler"], _GROUPS["babilong"]
 PAPER_TASKS = {name: task for group in _GROUPS.values() for name, task in group.items()}

@@ -7,8 +7,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernels import UserError
-from zoo.evaluation.lm_eval.cloze import shortened
-from zoo.evaluation.lm_eval.paper_tasks import BABILONG, CLOZE, PAPER_TASKS, RULER
+from zoo.evaluation.lm_eval.paper_tasks import BABILONG, PAPER_TASKS, RULER
 from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.files.hashing import file_digest
@@ -26,8 +25,8 @@ class LmEval(Task):
     """A task, a group or a tag of lm-eval; see `lm_eval_task`.
 
     `lengths` are the tokens that the model reads of a prompt and its answer. RULER generates prompts of each length,
-    4096 unless one is chosen; BABILong has data of each; the recall-intensive questions get the part of their document
-    around the answer; and every other prompt that is longer loses its beginning. Without `lengths`, prompts stay whole.
+    4096 unless one is chosen; BABILong has data of each; and every other prompt that is longer loses its beginning.
+    Without `lengths`, prompts stay whole.
 
     Raises:
         UserError: lm-eval is not installed.
@@ -36,7 +35,9 @@ class LmEval(Task):
     version = 2
     tasks: ClassVar[str]  # lm-eval's name
     shots: ClassVar[int | None] = None
-    folder: ClassVar[Path | None] = None  # with the configs of its tasks; None for those of lm-eval and of this project
+    folder: ClassVar[Path | None] = None  # with the configs of its tasks; None for those of lm-eval
+    source: ClassVar[str] = "its data set"  # the public data set; `paper_tasks.csv` has those of its tasks
+    file: ClassVar[str | None] = None  # of the data, without its suffix, if it is not called like the task
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -64,7 +65,7 @@ class LmEval(Task):
                 which | ({} if length is None else {"length": length}) for length in self.options.lengths or default
             ]
         for cell in cells:
-            self._build(subject, cell)
+            self.build(subject, cell)
         return cells
 
     def run(self, subject: LoadedModel, cell: Cell) -> list[Row]:
@@ -74,7 +75,7 @@ class LmEval(Task):
         from zoo.evaluation.lm_eval.building import quiet
         from zoo.evaluation.lm_eval.model import SubjectLM
 
-        name, task = cell.get("subtask", self.tasks), self._build(subject, cell)
+        name, task = cell.get("subtask", self.tasks), self.build(subject, cell)
         ruler = _is_ruler(name)
         max_length = None if ruler or name in BABILONG else cell.get("length")
         with quiet():
@@ -121,13 +122,18 @@ class LmEval(Task):
         name, length = cell.get("subtask", self.tasks), cell.get("length")
         listed = PAPER_TASKS.get(name)
         if name not in BABILONG:
-            return (listed and listed.file) or name
+            return self.file or (listed and listed.file) or name
         if length not in BABILONG_LENGTHS:  # it has other documents for each
             lengths = ", ".join(map(str, BABILONG_LENGTHS))
             raise UserError(f"lengths: BABILong has no {length}; its lengths are {lengths} (0 if left out)")
         return f"{name}/{BABILONG_LENGTHS[length]}"
 
-    def _build(self, subject: LoadedModel, cell: Cell) -> "ConfigurableTask":
+    def build(self, subject: LoadedModel, cell: Cell) -> "ConfigurableTask":
+        """Return lm-eval's task of a cell, with its documents.
+
+        Raises:
+            UserError: Its data is missing or does not fit.
+        """
         from zoo.evaluation.lm_eval.building import HUB, build, tokenizer_folder
 
         name, length, tokenizer = cell.get("subtask", self.tasks), cell.get("length"), subject.tokenizer
@@ -136,7 +142,7 @@ class LmEval(Task):
         if data is None and (listed is None or listed.source):
             raise UserError(
                 f"data: {self.name} needs a folder with {file}.jsonl, which holds "
-                f"{listed.source if listed else 'its data set'}; or data={HUB}, which lets lm-eval download it"
+                f"{listed.source if listed else self.source}; or data={HUB}, which lets lm-eval download it"
             )
         with tokenizer_folder(tokenizer) as folder:
             metadata: dict[str, Any] = {}
@@ -145,12 +151,7 @@ class LmEval(Task):
             elif _is_ruler(name):
                 metadata = {"max_seq_lengths": [length], "tokenizer": folder}
             options: dict[str, Any] = {"seed": self.options.seed, "shots": self.shots, "folder": self.folder}
-            task = build(name, data or "", file, metadata=metadata, **options)
-        if length is not None and name.removesuffix("_twice") in CLOZE:
-            docs, readings = task.dataset["validation"], 2 if name.endswith("_twice") else 1
-            cut = [shortened(doc, tokenizer, length, readings) for doc in docs]
-            task.dataset["validation"] = type(docs).from_list(cut)
-        return task
+            return build(name, data or "", file, metadata=metadata, **options)
 
 
 def _is_ruler(name: str) -> bool:

@@ -12,67 +12,17 @@ import zoo
 from kernels import UserError
 from tests.zoo.evaluation.lm_eval.conftest import Answering
 from zoo.data import Tokenizer
-from zoo.evaluation.lm_eval.paper_tasks import CLOZE, PAPER_TASKS, RULER
+from zoo.evaluation.lm_eval.paper_tasks import PAPER_TASKS, RULER
 from zoo.evaluation.lm_eval.task import lm_eval_task
 from zoo.evaluation.task import Options, Row
 
 Write = Callable[..., Path]
 PIQA = {"goal": "Open a jar", "sol1": "Turn the lid", "sol2": "Smash it", "label": 0}
-FILLER = "The file is long and says little of use. " * 20
-CLOZE_DOCUMENTS = {
-    "fda": {"text": f"{FILLER}Size: Forty-Two mm. {FILLER}Size:", "key": "Size", "value": "forty-two"},
-    "swde": {"text": f"{FILLER}Size: Forty-Two mm. {FILLER}Size:", "key": "Size", "value": "forty-two"},
-    "squad_cloze": {
-        "context": f"{FILLER}It measures forty-two. {FILLER}",
-        "question": "How large is it?",
-        "text": f"{FILLER}It measures forty-two. {FILLER} It measures",
-        "value": "forty-two",
-    },
-}
-APART = {
-    "context": f"[PAR] {FILLER}It measures forty-two. {FILLER}",
-    "question": "It measures",
-    "answers": ["42", "Forty-Two"],
-}
-CLOZE_DOCUMENTS |= dict.fromkeys(("triviaqa_cloze", "nq_cloze", "drop_cloze"), APART)
 
 
 def run(name: str, subject: Answering, folder: Path | str | None, **options: object) -> list[Row]:
     task = lm_eval_task(name)(Options(data=folder and str(folder), **options))
     return [row for cell in task.cells(subject) for row in task.run(subject, cell)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLOZE)
-@pytest.mark.parametrize("twice", [False, True])
-def test_cloze_questions(name: str, twice: bool, data: Write) -> None:
-    folder = data(f"{PAPER_TASKS[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
-    reads, guesses = Answering(lambda prompt: " FORTY-TWO or so\nforty"), Answering(lambda prompt: " 41\nforty-two")
-    for subject, value in ((reads, 1), (guesses, 0)):
-        (row,) = run(f"{name}{'_twice' * twice}", subject, folder)
-        assert (row["metric"], row["value"], row["count"]) == ("contains", value, 1)
-    (prompt,) = reads.prompts
-    assert prompt.lower().count("forty-two") == prompt.count(FILLER.strip()) / 2 == 1 + twice
-    assert prompt.endswith(("Size:", "It measures"))
-    assert "[PAR]" not in prompt
-    if twice:
-        half = len(prompt) // 2
-        assert prompt == f"{prompt[:half]}\n{prompt[:half]}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CLOZE)
-def test_documents_are_cut_around_the_answer(name: str, data: Write, tokenizer: Tokenizer) -> None:
-    folder = data(f"{PAPER_TASKS[name].file or name}.jsonl", CLOZE_DOCUMENTS[name])
-    for variant in (name, f"{name}_twice"):
-        subject = Answering(lambda prompt: "forty-two")
-        subject.tokenizer = tokenizer
-        (row,) = run(variant, subject, folder, lengths=(300,))
-        assert row["length"] == 300
-        (prompt,) = subject.prompts
-        assert 200 < len(tokenizer.encode(prompt)) <= 300 - 48
-        assert prompt.lower().count("forty-two") == 1 + variant.endswith("_twice")
-        assert prompt.endswith(("Size:", "It measures"))
 
 
 @pytest.mark.slow
@@ -127,7 +77,6 @@ def test_samples_and_parquet(data: Write) -> None:
          "; it must hold baber/piqa"),
         ("fda", "data: there is no {0}/fda.jsonl (nor .parquet, .json, nor a folder fda with a file for each split)"
          "; it must hold hazyresearch/based-fda (default)"),
-        ("nq_cloze_twice", "data: there is no {0}/nq_cloze.jsonl "),
         ("babilong_qa1", "data: there is no {0}/babilong_qa1/0k.jsonl "),
         ("arc_easy", "data: there is no {0}/arc_easy/test.jsonl (nor .parquet, .json); it must hold the split test of "
          "allenai/ai2_arc (ARC-Easy)"),

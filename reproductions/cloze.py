@@ -1,4 +1,9 @@
-"""Questions about a document as a sentence to complete, as in arXiv 2402.18668 and 2407.05483.
+"""Recall from documents, with the question as a sentence to complete (arXiv 2402.18668): tasks of `evaluate`.
+
+    python cli.py evaluate --checkpoint=runs/gdn --tasks=reproductions.cloze.SquadCloze --data=FOLDER --lengths=[2048]
+
+`…Twice` gives the prompt twice, as in Just Read Twice (arXiv 2407.05483). With a length, the document is cut around the
+first occurrence of the answer, as in the authors' code.
 
 The data sets come in two forms: `text` ends with the question (FDA, SWDE, SQuAD), or `context` and `question` are apart
 (TriviaQA, Natural Questions, DROP).
@@ -6,9 +11,16 @@ The data sets come in two forms: `text` ends with the question (FDA, SWDE, SQuAD
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from zoo.data import Tokenizer
+from zoo.evaluation.lm_eval.task import LmEval
+from zoo.evaluation.loaded import LoadedModel
+from zoo.evaluation.task import Cell
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import ConfigurableTask
 
 NEW_TOKENS = 48  # of an answer
 _MARKS = re.compile(r"\[(?:PAR|DOC|TLE)\]")  # where TriviaQA joined paragraphs, documents and titles
@@ -83,3 +95,44 @@ def shortened(doc: Document, tokenizer: Tokenizer, length: int, readings: int = 
     if "text" in doc:
         return {**doc, "text": f"{passage.strip()} {question}", "context": ""}
     return {**doc, "context": passage}
+
+
+class Cloze(LmEval):
+    """One task of `cloze/`, or of lm-eval, whose documents are cut around the answer if there is a length."""
+
+    folder: ClassVar[Path | None] = Path(__file__).with_suffix("")
+    readings: ClassVar[int] = 1  # how often the prompt is given
+
+    def build(self, subject: LoadedModel, cell: Cell) -> "ConfigurableTask":
+        """Return lm-eval's task of a cell, with documents of its length."""
+        task = super().build(subject, cell)
+        if (length := cell.get("length")) is not None:
+            docs = task.dataset["validation"]
+            cut = [shortened(doc, subject.tokenizer, length, self.readings) for doc in docs]
+            task.dataset["validation"] = type(docs).from_list(cut)
+        return task
+
+
+def _tasks(
+    name: str, measures: str, source: str, *, file: str | None = None, folder: Path | None = Cloze.folder
+) -> tuple[type[Cloze], type[Cloze]]:
+    """The task that gives its prompt once, and the one that gives it twice."""
+    file = file or name
+    attributes = {
+        "source": f"{source}, validation",
+        "file": file,
+        "needs": f"data: {file}.jsonl ({source}, validation)",
+    }
+    once = {"name": name, "tasks": name, "measures": measures, "folder": folder}
+    twice = {"name": f"{name}_twice", "tasks": f"{name}_twice", "measures": f"{measures}, prompt given twice"}
+    return type("Cloze", (Cloze,), attributes | once), type("Cloze", (Cloze,), attributes | twice | {"readings": 2})
+
+
+Fda, FdaTwice = _tasks("fda", "values in reports of the FDA", "hazyresearch/based-fda (default)", folder=None)
+Swde, SwdeTwice = _tasks("swde", "values in web pages", "hazyresearch/based-swde-v2 (default)", folder=None)
+SquadCloze, SquadClozeTwice = _tasks(
+    "squad_cloze", "SQuAD in cloze form", "hazyresearch/based-squad (default)", file="squad_completion"
+)
+TriviaQaCloze, TriviaQaClozeTwice = _tasks("triviaqa_cloze", "TriviaQA in cloze form", "hazyresearch/based_triviaqa")
+NqCloze, NqClozeTwice = _tasks("nq_cloze", "Natural Questions in cloze form", "hazyresearch/based_nq_2048")
+DropCloze, DropClozeTwice = _tasks("drop_cloze", "DROP in cloze form", "hazyresearch/based_drop")
