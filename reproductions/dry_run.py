@@ -22,7 +22,7 @@ import torch
 
 import zoo
 from reproductions import write_csv
-from reproductions.multi_device import outcome
+from reproductions.multi_device import CALLBACKS, outcome
 from zoo.experiments.runner import COMMAND
 
 CONFIGS = ("qwen3_5", "gated_deltanet", "mamba2", "transformer", "kda_hybrid", "gdn_h2")
@@ -38,10 +38,15 @@ def measure(table: Path, config: str, gpus: Sequence[str], card: str, overrides:
     with LOCK:
         estimate = zoo.fit(*items, *overrides, dry_run=True, on=named).row
     short = ("--trainer.limit_val_batches=0", "--trainer.log_every_n_steps=1", f"--trainer.max_steps={STEPS}")
-    unsaved = "--trainer.callbacks+=reproductions.multi_device.Unsaved"
     with tempfile.TemporaryDirectory() as folder:
         run, log = Path(folder) / "run", Path(folder) / "run.log"
-        options = [*short, unsaved, *(f"--{override}" for override in overrides), "--run", run.as_posix()]
+        options = [
+            *short,
+            f"--trainer.callbacks+={CALLBACKS}",
+            *(f"--{override}" for override in overrides),
+            "--run",
+            run.as_posix(),
+        ]
         command = [*COMMAND, "fit", *(f"--config={name}" for name in items), *options]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         with log.open("wb") as stream:

@@ -31,6 +31,7 @@ from kernels import Option, UserError
 from mixers import did_you_mean
 from mixers.arguments import check_sizes
 from reproductions.pictured_report import PICTURE, PicturedReport
+from reproductions.step_times import PARTS
 from zoo import config as configs
 from zoo.arguments import check_names
 from zoo.config.command_line import Keys, arguments_of
@@ -40,7 +41,6 @@ from zoo.performance import model as models
 from zoo.performance.accuracy import Gate
 from zoo.performance.bench_report import Report, captioned, formatted, is_wrong, show, without
 from zoo.performance.device import described
-from zoo.train.callbacks.step_times import PARTS
 from zoo.train.metrics_file import read_metrics
 from zoo.train.module import best_precision
 from zoo.train.signals import sigterm_raises
@@ -127,6 +127,7 @@ def reason(log: Path, code: int) -> str:
 
 
 ONE = "one device"
+CALLBACKS = "[reproductions.multi_device.Unsaved, reproductions.step_times.StepTimes]"  # of each run
 WARM_UP = 4  # steps
 WINDOWS = 10  # windows of steps, over which the median is taken
 LIMITS = {"32-true": 1e-4}  # largest relative difference of two losses
@@ -275,7 +276,7 @@ def multi_device(
         "trainer.max_steps": WARM_UP + steps,
         "trainer.log_every_n_steps": interval,
         "trainer.limit_val_batches": 0,
-        "trainer.callbacks+": f"reproductions.multi_device.{Unsaved.__name__}",
+        "trainer.callbacks+": CALLBACKS,
         "loss_curve.every_n_steps": WARM_UP + steps,  # reading a loss waits for the device
     }
     plan = _plan(config, settings, chosen, devices, batch_size, parsed.trainer.accumulate_grad_batches, curves)

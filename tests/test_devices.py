@@ -77,7 +77,7 @@ def test_a_continued_run_is_the_whole_run(tmp_path: Path, shared_cache: Path) ->
 
 
 def test_all_that_surrounds_a_step(tmp_path: Path, shared_cache: Path) -> None:
-    """Compiled blocks, the profiler, times of the parts of a step; none changes the losses."""
+    """Compiled blocks, the profiler; neither changes the losses."""
     plain = fit(tmp_path, shared_cache, "plain", *short("plain"))
     overlays = ("--config", "train/compile.yaml", "--config", "train/profile.yaml")
     surrounded = fit(tmp_path, shared_cache, "all", *short("all", *overlays))
@@ -85,8 +85,7 @@ def test_all_that_surrounds_a_step(tmp_path: Path, shared_cache: Path) -> None:
     run = tmp_path / "runs" / "all"
     assert (run / "fit-profile.txt").is_file()
     actual = {name for row in read_metrics(run / "metrics.jsonl") for name in row}
-    parts = {f"seconds_{part}" for part in ("data", "forward", "backward", "optimizer", "other")}
-    assert parts | {"peak_memory_gib", "tokens_per_second", "gradient_norm"} <= actual
+    assert {"peak_memory_gib", "tokens_per_second", "gradient_norm"} <= actual
 
 
 def test_captured_steps_are_the_eager_ones(tmp_path: Path, shared_cache: Path) -> None:

@@ -14,10 +14,10 @@ import torch
 from kernels import UserError
 from reproductions import multi_device as fits
 from reproductions.multi_device import ScalingReport, largest_difference, multi_device
+from reproductions.step_times import PARTS
 from tests.commands import CLI, Command, Finished, sitting_at
 from tests.forked_python import forked_python
 from zoo.performance.bench_report import Report
-from zoo.train.callbacks.step_times import PARTS
 
 SIZES = ("model.vocab_size=32", "model.num_layers=1", "model.hidden_size=16", "model.num_heads=1")
 TINY = ["gated_deltanet.yaml", *SIZES]

@@ -10,6 +10,7 @@ import lightning as L
 import pytest
 import torch
 
+from reproductions.step_times import StepTimes
 from tests.zoo.tiny import LossLog, ResumableLoader, assert_same_parameters, trainer
 from zoo import config as configs
 from zoo.data.batch import Batch
@@ -17,7 +18,6 @@ from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
-from zoo.train.callbacks.step_times import StepTimes
 from zoo.train.callbacks.throughput import Throughput
 from zoo.train.captured_step import CapturedStep
 from zoo.train.module import Pretraining

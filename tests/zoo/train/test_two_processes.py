@@ -24,6 +24,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from kernels import UserError, documents
 from mixers import GLA, ContextParallel, GatedDeltaNet, Site
 from mixers.context_parallel import run_selective_scan
+from reproductions import step_times
+from reproductions.step_times import StepTimes
 from tests.zoo.tiny import (
     VOCAB,
     Batches,
@@ -44,12 +46,10 @@ from zoo.files.hashing import digest
 from zoo.lm import Uniform
 from zoo.lm.classifier import Classifier
 from zoo.train import agreement, shards
-from zoo.train.callbacks import step_times
 from zoo.train.callbacks.activation_checkpointing import CheckpointedBlocks
 from zoo.train.callbacks.captured_steps import CapturedSteps
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_guard import LossGuard
-from zoo.train.callbacks.step_times import StepTimes
 from zoo.train.captured_memory import GradientAverage
 from zoo.train.captured_step import CapturedStep
 from zoo.train.fsdp2 import FSDP2

@@ -34,7 +34,7 @@ from zoo.train.callbacks.result_row import ResultRow
 from zoo.train.callbacks.samples import Samples
 from zoo.train.callbacks.throughput import Throughput
 from zoo.train.callbacks.validations import Validations
-from zoo.train.devices import peak_flops
+from zoo.train.devices import peak_flops, peak_memory
 from zoo.train.metrics_file import MetricsFile, read_metrics
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
@@ -500,6 +500,20 @@ def test_throughput_reaches_the_metrics(tmp_path):
     assert rows[-1]["minutes_left"] == 0
     assert rows[5]["tokens_per_second"] * rows[5]["seconds_per_step"] == pytest.approx(64, rel=1e-4)
     assert "mfu" not in rows[5]  # nobody knows the peak of this machine
+
+
+def test_peak_memory_reaches_the_metrics(tmp_path):
+    if peak_memory(torch.device("cpu")) is None:
+        pytest.skip("nobody counts it here")
+    before = peak_memory(torch.device("cpu"))
+    trainer(tmp_path, [Throughput()], max_steps=6, log_every_n_steps=2).fit(pretraining(), Data())
+    found = [row["peak_memory_gib"] for row in read_metrics(tmp_path / "metrics.jsonl") if "peak_memory_gib" in row]
+    assert len(found) == 3
+    assert before / 2**30 <= found[0] <= found[-1]
+    assert 0.05 < found[-1] < 100
+    assert peak_memory(torch.device("meta")) is None
+    block = torch.ones(1 << 28, dtype=torch.uint8)  # 256 MiB, touched
+    assert peak_memory(torch.device("cpu")) >= len(block)
 
 
 def test_utilisation_where_the_peak_is_known(tmp_path, monkeypatch):

@@ -1,4 +1,7 @@
-"""Time of each part of a training step: waiting for data, forward, backward, other processes, optimiser."""
+"""Time of each part of a training step: waiting for data, forward, backward, other processes, optimiser.
+
+python cli.py fit --config gated_deltanet.yaml --trainer.callbacks+=reproductions.step_times.StepTimes
+"""
 
 import time
 from collections import deque
@@ -7,13 +10,13 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor
 from torch.autograd import Variable
 
 from kernels import is_deterministic
-from zoo.train.callbacks.run_callback import RunCallback
 
 PARTS = ("data", "forward", "backward", "optimizer", "other")
 
@@ -107,7 +110,7 @@ class _Batch(NamedTuple):
     computed: Mark | None  # when all local gradients were computed, if those of other processes are then waited for
 
 
-class StepTimes(RunCallback):
+class StepTimes(Callback):
     """Logs the mean seconds of each part of an optimiser step, over the steps since the last log.
 
     `seconds_forward`; `seconds_backward`, with the communication of gradients, most of which overlaps it;
@@ -122,9 +125,8 @@ class StepTimes(RunCallback):
     On a GPU these are seconds of the GPU, between events that are read once it has passed them: nothing synchronises,
     and the last steps may count towards the next log. Waiting for the loader counts only as far as the GPU waits too.
     The first step of a process, which compiles and allocates, does not count. All numbers are of the first process.
+    Callbacks of `trainer.callbacks` run before the project's own, whose time therefore counts towards `seconds_other`.
     """
-
-    order = 10  # first, so that the time of other callbacks does not count as part of the step
 
     def __init__(self) -> None:
         self._loader: LoaderClock | None = None

@@ -7,10 +7,9 @@ import pytest
 import torch
 from lightning.pytorch.profilers import SimpleProfiler
 
+from reproductions.step_times import PARTS, StepTimes
 from tests.zoo.tiny import Batches, LossLog, ResumableLoader, batch, pretraining, trainer, validation_loader
-from zoo.train.callbacks.step_times import PARTS, StepTimes
 from zoo.train.callbacks.throughput import Throughput
-from zoo.train.devices import peak_memory
 from zoo.train.metrics_file import read_metrics
 
 NAMES = [f"seconds_{part}" for part in PARTS]
@@ -67,7 +66,7 @@ def rows(folder):
 
 def test_each_part_has_its_time_and_validation_has_none(tmp_path, monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("zoo.train.callbacks.step_times.time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr("reproductions.step_times.time", SimpleNamespace(perf_counter=lambda: clock.now))
     run = trainer(tmp_path, [StepTimes(), Slow(clock)], max_steps=8)
     run.fit(pretraining(), SlowLoader(40, clock), validation_loader())
     found = rows(tmp_path)
@@ -98,7 +97,7 @@ def test_they_are_means_over_the_steps_between_two_rows(tmp_path, monkeypatch):
             assert end.query()
             return 1000 * (end.at - self.at)
 
-    monkeypatch.setattr("zoo.train.callbacks.step_times.mark", Event)
+    monkeypatch.setattr("reproductions.step_times.mark", Event)
     run = trainer(tmp_path, [StepTimes()], 9, log_every_n_steps=3, accumulate_grad_batches=2, val_check_interval=100)
     run.fit(pretraining(), ResumableLoader(40), validation_loader())
     found = rows(tmp_path)
@@ -117,7 +116,7 @@ def test_nothing_is_logged_before_the_device_has_done_a_step(tmp_path, monkeypat
         def query(self):
             return False
 
-    monkeypatch.setattr("zoo.train.callbacks.step_times.mark", Never)
+    monkeypatch.setattr("reproductions.step_times.mark", Never)
     trainer(tmp_path, [StepTimes()], max_steps=4).fit(pretraining(), ResumableLoader(40), validation_loader())
     assert not rows(tmp_path)
 
@@ -134,22 +133,6 @@ def test_nothing_else_changes(tmp_path):
     assert losses[0] == losses[1]
     asked = profiler.recorded_durations["[EpochLoop].train_dataloader_next"]
     assert len(asked) == 24  # in both runs: the profiler has heard of all of it
-
-
-def test_memory(tmp_path):
-    if peak_memory(torch.device("cpu")) is None:
-        pytest.skip("nobody counts it here")
-    before = peak_memory(torch.device("cpu"))
-    trainer(tmp_path, [Throughput()], max_steps=6, log_every_n_steps=2).fit(
-        pretraining(), ResumableLoader(40), validation_loader()
-    )
-    found = [row["peak_memory_gib"] for row in read_metrics(tmp_path / "metrics.jsonl") if "peak_memory_gib" in row]
-    assert len(found) == 3
-    assert before / 2**30 <= found[0] <= found[-1]
-    assert 0.05 < found[-1] < 100
-    assert peak_memory(torch.device("meta")) is None
-    block = torch.ones(1 << 28, dtype=torch.uint8)  # 256 MiB, touched
-    assert peak_memory(torch.device("cpu")) >= len(block)
 
 
 @pytest.mark.gpu
