@@ -324,7 +324,11 @@ def read_papers(folder: Path = FOLDER) -> list[Paper]:
         }
         papers.append(Paper(name, listing, rows))
         expected_files |= {*files.values()}
-    others = {file for name in ("cloze", "mad_tasks", "scrolls", "sweeps") for file in (folder / name).glob("*.yaml")}
+    others = {
+        file
+        for name in ("cloze", "mad_tasks", "mqar_variants", "scrolls", "sweeps")
+        for file in (folder / name).glob("*.yaml")
+    }
     if strange := sorted({*folder.rglob("*.yaml")} - expected_files - others):
         raise UserError(f"reproductions: {strange[0]} is of no table or figure in {folder / 'papers.yaml'}")
     return papers

@@ -113,13 +113,13 @@ def test_runs_are_evaluated_where_they_were_trained(
     }
     assert all(0 <= float(row["value"]) <= 1 for row in rows)
     others = [row | {"name": "another", "value": "0.5"} for row in rows]
-    write([*others, *(row | {"evaluation": "--tasks=mqar_stacked"} for row in rows)], second)
+    write([*others, *(row | {"evaluation": "--tasks=s_niah_1"} for row in rows)], second)
     monkeypatch.setattr(sys, "argv", [*arguments, f"--evaluate={evaluation}", "--delete"])
     sweep_rows.main()
     again = read(second)
     assert [row["evaluation"] for row in again if row["name"] == "another"] == [evaluation] * len(rows)
     ours = [row["evaluation"] for row in again if row["name"] != "another"]
-    assert sorted(ours) == sorted(["--tasks=mqar_stacked", evaluation] * len(rows))
+    assert sorted(ours) == sorted(["--tasks=s_niah_1", evaluation] * len(rows))
     assert not (folder / "heads=one,seed=0").exists()
     assert len(read(table)) == 1
     sweep_rows.main()

@@ -28,8 +28,7 @@ def of_data() -> tuple[type, ...]:
     from zoo import data
 
     modules = (data.Images, data.MarkovChain, data.MixedText, data.MQAR, data.TextData, data.TokenTasks)
-    tasks = (data.CompositionalRecall, data.ForgettingRecall, data.StackedRecall, data.WordProblem)
-    return *modules, data.Digits, *tasks
+    return *modules, data.Digits, data.WordProblem
 
 
 def own_component(name: str) -> type | None:

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from zoo.data.contract import as_batch
     from zoo.data.image.images import Digits, Images
     from zoo.data.loader import TrainLoader, ValidationLoader
-    from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
     from zoo.data.synthetic.markov import MarkovChain
     from zoo.data.synthetic.mqar import MQAR
     from zoo.data.synthetic.recall import RecallTask
@@ -33,7 +32,6 @@ _LAZY = {
     "contract": "as_batch",
     "image.images": "Digits Images",
     "loader": "TrainLoader ValidationLoader",
-    "synthetic.associative": "CompositionalRecall ForgettingRecall StackedRecall",
     "synthetic.markov": "MarkovChain",
     "synthetic.mqar": "MQAR",
     "synthetic.recall": "RecallTask",

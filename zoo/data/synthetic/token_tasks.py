@@ -16,7 +16,7 @@ from zoo.data.synthetic.task import Split, TokenSamples, TokenTask
 class TokenTasks(ResumableData):
     """One or more tasks made of tokens, generated during training, with the accuracy of each validation task.
 
-    `tasks: [{class_path: StackedRecall, init_args: {pairs: 64}}]`, with any `TokenTask` of this package or your own.
+    `tasks: [{class_path: WordProblem, init_args: {group: S3}}]`, with any `TokenTask` of this package or your own.
     It has no tokenizer and reads no files. Any batch can be generated directly, so a run can be resumed at any step
     with any number of devices.
 
@@ -36,7 +36,7 @@ class TokenTasks(ResumableData):
     """
 
     overfit_hint = "set data.train_samples to a small number"
-    example: ClassVar[str] = "{class_path: StackedRecall}"  # a task in the notation of a config
+    example: ClassVar[str] = "{class_path: WordProblem}"  # a task in the notation of a config
 
     tasks: Sequence[TokenTask]
     vocab_size: int = 16
@@ -67,7 +67,7 @@ class TokenTasks(ResumableData):
 
     @property
     def validation_names(self) -> list[str]:
-        """Names of the validation tasks, `pairs_8`, or `ForgettingRecall_pairs_8` with tasks of several classes."""
+        """Names of the validation tasks, `pairs_8`, or `MyTask_pairs_8` with tasks of several classes."""
         several = len({type(task) for task in self._validated}) > 1
         return [(f"{type(task).__name__}_" if several else "") + task.name for task in self._validated]
 

@@ -1,16 +1,14 @@
-"""Tasks made of tokens without text: associative recall in variants.
+"""Tasks made of tokens without text: associative recall.
 
 A model is trained on such tokens first (`configs/recall`), and is then tested on what it has learned, in any size. The
 vocabulary of the task is the model's. Samples are of a split of their own, so that none was trained on.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import ClassVar
 
 from kernels import UserError
 from zoo.data.loader import SampleSet
-from zoo.data.synthetic.associative import CompositionalRecall, ForgettingRecall, StackedRecall
 from zoo.data.synthetic.recall import Recall, RecallTask
 from zoo.data.synthetic.task import TokenSamples, TokenTask
 from zoo.evaluation.loaded import LoadedModel
@@ -46,6 +44,10 @@ class TokenEvaluation(Task):
         """The data's task of a cell."""
         return type(self).data(cell["length"])
 
+    def misfit(self, cell: Cell, vocab_size: int) -> str | None:
+        """Why a vocabulary is too small for a cell, to follow the size of the cell; None if it is not."""
+        return self.task(cell).misfit(vocab_size)
+
     def sizes(self, length: int) -> list[Cell]:
         """The cells of sequences of up to `length` tokens, of which there is at least one."""
         return [{"length": length}]
@@ -53,7 +55,7 @@ class TokenEvaluation(Task):
     def cells(self, subject: LoadedModel) -> list[Cell]:
         """All sizes of the lengths that the user named; of the task's own lengths, those that the vocabulary allows."""
         cells = [cell for length in self.options.lengths or self.default_lengths for cell in self.sizes(length)]
-        misfits = [self.task(cell).misfit(subject.vocab_size) for cell in cells]
+        misfits = [self.misfit(cell, subject.vocab_size) for cell in cells]
         fitting = [cell for cell, misfit in zip(cells, misfits, strict=True) if misfit is None]
         if len(fitting) < len(cells) and (self.options.lengths is not None or not fitting):
             cell, misfit = next((cell, misfit) for cell, misfit in zip(cells, misfits, strict=True) if misfit)
@@ -106,8 +108,12 @@ class MqarTask(PairsEvaluation):
 
     name = "mqar"
     measures = "recall of values by their keys, over the number of pairs"
-    data = partial(ForgettingRecall, updates=0)  # for what it needs; the samples are those of training
     per_pair, shortest = 4, 16
+
+    def misfit(self, cell: Cell, vocab_size: int) -> str | None:
+        """Half of the tokens are keys, half of them values."""
+        least = 2 * (cell["pairs"] + 1)
+        return f"needs an even number, at least {least}" if vocab_size % 2 or vocab_size < least else None
 
     def samples(self, cell: Cell, vocab_size: int) -> Recall:
         """As they are trained on."""
@@ -115,40 +121,4 @@ class MqarTask(PairsEvaluation):
         return Recall(task, self.number, vocab_size, True, 0.01, key)
 
 
-class StackedTask(PairsEvaluation):
-    """Pairs that are one token (`zoo.data.StackedRecall`), each named once, without fillers."""
-
-    name = "mqar_stacked"
-    measures = "recall where a key and its value are one token, over the number of pairs"
-    per_pair, shortest = 2, 8
-
-    def task(self, cell: Cell) -> TokenTask:
-        """The data's task of a cell."""
-        return StackedRecall(cell["pairs"])
-
-    def sizes(self, length: int) -> list[Cell]:
-        """The number of pairs says how long a sequence is."""
-        return [{"length": 2 * cell["pairs"], "pairs": cell["pairs"]} for cell in super().sizes(length)]
-
-
-class CompositionalTask(PairsEvaluation):
-    """Values of pairs of keys (`zoo.data.CompositionalRecall`), all combinations of as many first as second keys."""
-
-    name = "mqar_compositional"
-    measures = "recall of values by two keys together, over the number of their combinations"
-    data, per_pair, shortest, square = CompositionalRecall, 6, 24, True
-
-
-class ForgettingTask(PairsEvaluation):
-    """Keys of which half are written twice (`zoo.data.ForgettingRecall`)."""
-
-    name = "mqar_forgetting"
-    measures = "recall of the value that was written last, over the number of keys"
-    per_pair, shortest = 5, 20
-
-    def task(self, cell: Cell) -> TokenTask:
-        """The data's task of a cell."""
-        return ForgettingRecall(cell["length"], cell["pairs"], updates=cell["pairs"] // 2)
-
-
-TOKEN_TASKS: tuple[type[Task], ...] = (MqarTask, StackedTask, CompositionalTask, ForgettingTask)
+TOKEN_TASKS: tuple[type[Task], ...] = (MqarTask,)

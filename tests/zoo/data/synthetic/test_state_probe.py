@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mixers import Expanded, Features, GatedDeltaNet, Site
-from zoo.data import StackedRecall, TokenTasks
+from reproductions.mqar_variants import StackedRecall
+from zoo.data import TokenTasks
 
 KEYS = VALUES = 64
 WIDTH = 64

@@ -9,15 +9,13 @@ import torch
 
 from kernels import UserError
 from reproductions.mad import Compression, InContextRecall, Memorization, SelectiveCopy
+from reproductions.mqar_variants import CompositionalRecall, ForgettingRecall, StackedRecall
 from tests.commands import Command
 from tests.zoo.data.contract import some
 from tests.zoo.data.synthetic import oracles
 from zoo.config import CONFIGS
 from zoo.data import (
     Batch,
-    CompositionalRecall,
-    ForgettingRecall,
-    StackedRecall,
     TokenTask,
     TokenTasks,
     WordProblem,
@@ -224,10 +222,10 @@ def test_the_command_line(command: Command, desk):
 
 def test_mistakes_are_told_in_one_sentence(command: Command):
     for wrong, said in {
-        "[{class_path: StackdRecall}]": "'StackdRecall' is not a known TokenTask; did you mean 'StackedRecall'?",
-        "[{class_path: StackedRecall, init_args: {pars: 3}}]": "did you mean 'pairs'?",
-        "[{class_path: StackedRecall, init_args: {pairs: 0}}]": "pairs: 0 must be at least 1",
+        "[{class_path: WordProblm}]": "'WordProblm' is not a known TokenTask; did you mean 'WordProblem'?",
+        "[{class_path: WordProblem, init_args: {lenth: 3}}]": "did you mean 'length'?",
+        "[{class_path: WordProblem, init_args: {length: 0}}]": "length: 0 must be at least 1",
     }.items():
-        done = command(*FIT, "--config", "recall/mqar_stacked.yaml", f"--data.tasks={wrong}")
+        done = command(*FIT, "--config", "recall/state_tracking.yaml", f"--data.tasks={wrong}")
         assert (done.code, len(done.err.splitlines())) == (2, 1)
         assert said in done.err

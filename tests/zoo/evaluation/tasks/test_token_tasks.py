@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import UserError
-from reproductions import mad
+from reproductions import mad, mqar_variants
 from reproductions.mad import Memorization
 from tests.commands import Command
 from tests.zoo.data.synthetic import oracles
@@ -16,7 +16,7 @@ from zoo.evaluation.loaded import Scored, TokenScores
 from zoo.evaluation.task import Cell, Options, Task
 from zoo.evaluation.tasks import TASKS
 
-MAD = {task.name: task for task in mad.TASKS}
+OTHERS = {task.name: task for task in (*mad.TASKS, *mqar_variants.TASKS)}
 
 # name → vocabulary, and what solves it; that of recall depends on the pairs
 NAMES = {
@@ -92,7 +92,7 @@ def guessing(vocab_size: int) -> Answering:
 
 
 def made(name: str, **options: object) -> Task:
-    return (TASKS | MAD)[name](Options(**{"samples": 20, **options}))
+    return (TASKS | OTHERS)[name](Options(**{"samples": 20, **options}))
 
 
 @pytest.mark.slow
@@ -181,7 +181,7 @@ def test_sizes_that_the_user_named_must_fit_the_vocabulary():
 
 def test_shortest_lengths_are_possible():
     for name, vocab_size in NAMES.items():
-        shortest = (TASKS | MAD)[name].shortest  # type: ignore[attr-defined]
+        shortest = (TASKS | OTHERS)[name].shortest  # type: ignore[attr-defined]
         task = made(name, lengths=(shortest,), samples=200)
         (cell, *_) = task.cells(guessing(vocab_size))
         assert task.run(guessing(vocab_size), cell)
@@ -191,7 +191,13 @@ def test_shortest_lengths_are_possible():
 def test_a_model_that_was_trained_on_recall_is_measured_by_the_command(command: Command, desk):
     fit = ("fit", "--config", "recall/mqar.yaml", "--trainer.max_steps=2", "--data.validation_samples=8")
     command(*fit, "--optim.warmup_steps=1", "--trainer.val_check_interval=2", "--run", "small").ok()
-    done = command("evaluate", "--checkpoint", "runs/small", "--tasks=mqar,mqar_forgetting", "--samples=4").ok()
+    done = command(
+        "evaluate",
+        "--checkpoint",
+        "runs/small",
+        "--tasks=mqar,reproductions.mqar_variants.ForgettingTask",
+        "--samples=4",
+    ).ok()
     assert "recall of values by their keys" in done.out
     done = command("evaluate", "--checkpoint", "runs/small", "--tasks=mqar", "--lengths=[512]")
     assert (done.code, len(done.err.splitlines())) == (2, 1)

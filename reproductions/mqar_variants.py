@@ -1,6 +1,9 @@
 """Variants of multi-query associative recall as in zoology (arXiv 2312.04927): stacked, compositional and forgetting.
 
-The original is `Recall`. Where a definition differs from zoology's code, its docstring says so.
+    python cli.py fit --config recall/mqar.yaml --config reproductions/mqar_variants/forgetting.yaml --run=forgetting
+    python cli.py evaluate --checkpoint=runs/forgetting --tasks=reproductions.mqar_variants.ForgettingTask
+
+The original is `zoo.data.MQAR`. Where a definition differs from zoology's code, its docstring says so.
 """
 
 import math
@@ -13,6 +16,8 @@ from mixers.arguments import check_numbers, check_sizes
 from zoo.data.batch import NO_LOSS
 from zoo.data.order import distinct, slots, whole
 from zoo.data.synthetic.task import Seeds, TokenTask
+from zoo.evaluation.task import Cell, Task
+from zoo.evaluation.tasks.token_tasks import PairsEvaluation
 
 
 @dataclass(eq=False, repr=False)
@@ -204,3 +209,42 @@ class ForgettingRecall(Associative):
         np.put_along_axis(tokens, places, keys, axis=1)
         np.put_along_axis(labels, places, half + values, axis=1)
         return tokens, labels
+
+
+class StackedTask(PairsEvaluation):
+    """Pairs that are one token (`StackedRecall`), each named once, without fillers."""
+
+    name = "mqar_stacked"
+    measures = "recall where a key and its value are one token, over the number of pairs"
+    per_pair, shortest = 2, 8
+
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
+        return StackedRecall(cell["pairs"])
+
+    def sizes(self, length: int) -> list[Cell]:
+        """The number of pairs says how long a sequence is."""
+        return [{"length": 2 * cell["pairs"], "pairs": cell["pairs"]} for cell in super().sizes(length)]
+
+
+class CompositionalTask(PairsEvaluation):
+    """Values of pairs of keys (`CompositionalRecall`), all combinations of as many first as second keys."""
+
+    name = "mqar_compositional"
+    measures = "recall of values by two keys together, over the number of their combinations"
+    data, per_pair, shortest, square = CompositionalRecall, 6, 24, True
+
+
+class ForgettingTask(PairsEvaluation):
+    """Keys of which half are written twice (`ForgettingRecall`)."""
+
+    name = "mqar_forgetting"
+    measures = "recall of the value that was written last, over the number of keys"
+    per_pair, shortest = 5, 20
+
+    def task(self, cell: Cell) -> TokenTask:
+        """The data's task of a cell."""
+        return ForgettingRecall(cell["length"], cell["pairs"], updates=cell["pairs"] // 2)
+
+
+TASKS: tuple[type[Task], ...] = (StackedTask, CompositionalTask, ForgettingTask)
