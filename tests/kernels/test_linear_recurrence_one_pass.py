@@ -25,8 +25,10 @@ from kernels.linear_recurrence.gpu import plan as gpu_plan
 from kernels.linear_recurrence.gpu import select as gpu_select
 from kernels.linear_recurrence.gpu.call import Arguments
 from kernels.linear_recurrence.gpu.select import Case
+from kernels.value_decay_recurrence.gpu import op as exchanged
 
 from .test_linear_recurrence_triton import compare, short_segments
+from .test_value_decay_recurrence import inputs as inputs_of_exchanged
 
 __all__ = ["short_segments"]  # a fixture
 pytestmark = pytest.mark.usefixtures("poison")
@@ -93,6 +95,25 @@ def test_step_by_step(options: dict[str, Any], rounded: bool, gluon: None):
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
 def test_segments(documents: list[int] | None, K: int, gluon: None, short_segments: None):
     compare(small(320, documents=documents, K=K))
+
+
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize("K", [128, 256])  # values, in one or two parts
+@pytest.mark.parametrize("options", [{"T": 70}, {"T": 130, "documents": [0, 0, 5, 130]}, {"T": 70, "state": False}])
+def test_gradients_of_decays_per_value(options: dict[str, Any], K: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exchanged, "largest", lambda op, dtype, device: 256)
+    passes: list[torch.Size] = []
+    fill = one_pass.OnePass.output
+
+    def output(call: one_pass.OnePass, o: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        passes.append(o.shape)
+        return fill(call, o, *rest, **options)
+
+    monkeypatch.setattr(one_pass.OnePass, "output", output)
+    a = inputs_of_exchanged(**options, decay="mixed", B=2, H=2, K=K, V=64, dtype=torch.float32)
+    compare(a, op=kernels.value_decay_recurrence)
+    assert passes == [(len(a["q"]), options["T"], 2 * K // 128, 128)]
 
 
 def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None:
