@@ -28,8 +28,7 @@ from .features import (
     features_together,
 )
 from .flops import attention_flops, recurrence_flops
-from .forget_gate import forget_gate
-from .forget_gate.input_gate import complement
+from .forget_gate import forget_gate, tied_gates
 from .forget_gate.low_rank import low_rank_forget_gate
 from .gated_linear import gated_linear
 from .gated_linear.mlp import gated_mlp
@@ -65,7 +64,6 @@ __all__ = [
     "attention_flops",
     "backend",
     "bonus_readout",
-    "complement",
     "delta_gates",
     "delta_rule",
     "delta_rule_token",
@@ -99,6 +97,7 @@ __all__ = [
     "short_conv",
     "sigmoid_mix",
     "split_columns",
+    "tied_gates",
     "token_shift",
     "value_decay_recurrence",
     "window_attention",

@@ -92,15 +92,15 @@ class GatedSlotAttention(LinearMixer):
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None
-        log_decay = kernels.forget_gate(s.log_decay, scale=1 / self.gate_normalizer)
-        return s.replace(log_decay=split_heads(log_decay, self.gate_heads))
+        log_decay, written = kernels.tied_gates(s.log_decay, scale=1 / self.gate_normalizer, dtype=s.q.dtype)
+        log_decay, written = (split_heads(x, self.gate_heads) for x in (log_decay, written))
+        return s.replace(log_decay=log_decay, gate=written)
 
     def carry(
         self, s: Streams, carried: Carried | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None
     ) -> tuple[Streams, Carried]:
         """Replace queries by attention to the slots, and keys by the share 1 − α that each slot takes of a token."""
-        assert s.log_decay is not None
-        written = kernels.complement(s.log_decay, s.q.dtype)
+        written = s.gate
         scores, keys = run_recurrence(
             self.scores_recurrence,
             s.q,
@@ -116,7 +116,7 @@ class GatedSlotAttention(LinearMixer):
         attention = scores.softmax(-1).to(s.q.dtype)
         if self.attention_gain is not None:
             attention = self.attention_gain(attention)
-        return s.replace(q=attention, k=written), () if keys is None else (keys,)
+        return s.replace(q=attention, k=written, gate=None), () if keys is None else (keys,)
 
     @property
     def matrix_shape(self) -> tuple[int, int, int]:

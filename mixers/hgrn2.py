@@ -51,11 +51,14 @@ class LowerBounds(KeepsFp32):
 
     def log_forget(self, f: Tensor, layer: int) -> Tensor:
         """log(lb + (1 − lb) σ(f)) of raw forget gates f [...,size] at a layer, at least fp32."""
-        if layer == 0:  # lb is 0, where its log odds are not finite
-            return kernels.forget_gate(f)
+        return kernels.forget_gate(f, odds=self.odds(layer))
+
+    def odds(self, layer: int) -> Tensor | None:
+        """The log odds of lb at a layer [size]; None where lb is 0, whose log odds are not finite."""
+        if layer == 0:
+            return None
         rows = kernels.at_least_fp32(self.weight)
-        odds = rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
-        return kernels.forget_gate(f, odds=odds)
+        return rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
 
 
 def build_lower_bounds(
@@ -144,12 +147,9 @@ class HGRN2(LinearMixer):
         return Streams(split_heads(q, self.num_heads), split_heads(f, self.num_heads), split_heads(i, self.num_heads))
 
     def gates(self, s: Streams) -> Streams:
-        if self.lower_bounds is None:
-            flat = kernels.forget_gate(s.k.flatten(2))
-        else:
-            flat = self.lower_bounds.log_forget(s.k.flatten(2), self.site.layer)
-        log_decay = split_heads(flat, self.gate_heads)
-        return s.replace(k=kernels.complement(log_decay, s.q.dtype), log_decay=log_decay)
+        odds = None if self.lower_bounds is None else self.lower_bounds.odds(self.site.layer)
+        log_decay, written = kernels.tied_gates(s.k.flatten(2), odds=odds, dtype=s.q.dtype)
+        return s.replace(k=split_heads(written, self.gate_heads), log_decay=split_heads(log_decay, self.gate_heads))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(2)))

@@ -9,7 +9,7 @@ compiles for a minute or two at each shape.
 """
 
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -193,17 +193,30 @@ def decode(
     timed_in: str = report.about["precision"]
     ours = build(read(config), timed_in, torch.device("meta"))
     peer = peers.language_model(ours, report.about["model"], where)
-    theirs = cache(lambda: peer.build().to(PRECISIONS[timed_in]).eval())
-    for batch, position in dict.fromkeys((row["batch_size"], row["position"]) for row in report.rows):
-        row = {"model": peer.name, "batch_size": batch, "position": position, "how": "eager"}
-        with torch.no_grad(), running(timed_in, where):
-            try:
-                report.add(timed(row, seconds, partial(Peer, theirs, batch, position), where))
-            except Exception as error:  # errors of other libraries become remarks in the table
-                report.add(row | {"note": complaint(error)})
-        if where.type == "cuda":
-            torch.cuda.empty_cache()
+    places = dict.fromkeys((row["batch_size"], row["position"]) for row in report.rows)
+    for row in decoded(peer, timed_in, places, where, seconds):
+        report.add(row)
     return report
+
+
+def decoded(
+    peer: peers.PeerModel,
+    precision: str,
+    places: Iterable[tuple[int, int]],
+    device: torch.device,
+    seconds: float,
+) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a peer's eager decoding at batch sizes and positions, with a note where it fails."""
+    model = cache(lambda: peer.build().to(PRECISIONS[precision]).eval())
+    for batch, position in places:
+        row = {"model": peer.name, "batch_size": batch, "position": position, "how": "eager"}
+        with torch.no_grad(), running(precision, device):
+            try:
+                yield timed(row, seconds, partial(Peer, model, batch, position), device)
+            except Exception as error:  # errors of other libraries become remarks in the table
+                yield row | {"note": complaint(error)}
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 class Peer:

@@ -121,11 +121,18 @@ def language_model(model: LanguageModel, sizes: dict[str, Any], device: torch.de
         sizes: The key `model` of its config.
         device: Device of its parameters.
     """
-    models = importlib.import_module("fla.models")
-    architecture, config = (
-        _same_mixers(model) or _similar(model, sizes) or ("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes))
-    )
-    kind = getattr(models, architecture)
+    same = same_model(model, sizes, device)
+    return same or _model("GatedDeltaNetForCausalLM", _gated_deltanet(model, sizes), device)
+
+
+def same_model(model: LanguageModel, sizes: dict[str, Any], device: torch.device) -> PeerModel | None:
+    """FLA's model of the same, or similar, mixers and sizes; None if it has none. The arguments are those above."""
+    found = _same_mixers(model) or _similar(model, sizes)
+    return None if found is None else _model(*found, device)
+
+
+def _model(architecture: str, config: dict[str, Any], device: torch.device) -> PeerModel:
+    kind = getattr(importlib.import_module("fla.models"), architecture)
 
     def build() -> nn.Module:
         with torch.device(device):

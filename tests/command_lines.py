@@ -18,6 +18,7 @@ from reproductions import (
     beside,
     cost_over_size,
     decays,
+    decode_400m,
     inspection,
     mixers_400m,
     multi_device,
@@ -64,6 +65,7 @@ WITH_CONFIGS: dict[str, Any] = {  # the function of a script, or those of its ki
 }
 SCRIPTS: dict[str, Callable[..., Any]] = {
     "reproductions/cost_over_size.py": cost_over_size.cost_over_size,
+    "reproductions/decode_400m.py": decode_400m.decode_400m,
     "reproductions/inspection.py": inspection.inspection,
     "reproductions/mixers_400m.py": mixers_400m.mixers_400m,
     "reproductions/paper_tables.py": paper_tables.paper_tables,

@@ -1,10 +1,12 @@
-"""Decays of gates: log f with f = lb + (1 − lb) σ(x + bias)."""
+"""Decays of gates: log f with f = lb + (1 − lb) σ(x + bias), and input gates 1 − f."""
 
+import torch
 from torch import Tensor
 
-from ..core.backend import Op
+from ..core.backend import Op, loaded
 from ..core.recompute import remake
 from . import composition
+from .input_gate import complement
 
 OP = Op(
     "forget_gate", reference=composition.reference, torch=composition.forward, gpu="kernels.forget_gate.gpu.op:forward"
@@ -29,8 +31,37 @@ def forget_gate(x: Tensor, bias: Tensor | None = None, odds: Tensor | None = Non
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    for name, parameter in (("bias", bias), ("odds", odds)):
-        if parameter is not None and parameter.shape != x.shape[-1:]:
-            raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(parameter.shape)}")
+    _check(x, bias=bias, odds=odds)
     run = OP.choose(x)
     return remake(run(x, bias, odds, scale), run, x, bias, odds, scale)
+
+
+def tied_gates(
+    x: Tensor, bias: Tensor | None = None, odds: Tensor | None = None, *, scale: float = 1.0, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return log_decay of `forget_gate` and the input gate tied to it, 1 − exp(log_decay).
+
+    The input gates are accurate where little is forgotten. Inside `recomputing()` what follows saves neither result.
+
+    Args:
+        x, bias, odds, scale: As for `forget_gate`.
+        dtype: Dtype of the input gates.
+
+    Returns:
+        log_decay and the input gates, in the shape of x.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    _check(x, bias=bias, odds=odds)
+    if OP.backend(x) == "triton":
+        both: tuple[Tensor, Tensor] = loaded("kernels.forget_gate.gpu.op:tied")(x, bias, odds, scale, dtype)
+        return both
+    log_decay = forget_gate(x, bias, odds, scale=scale)
+    return log_decay, complement(log_decay, dtype)
+
+
+def _check(x: Tensor, **parameters: Tensor | None) -> None:
+    for name, parameter in parameters.items():
+        if parameter is not None and parameter.shape != x.shape[-1:]:
+            raise ValueError(f"{name}: expected [{x.shape[-1]}], got shape {tuple(parameter.shape)}")

@@ -1,6 +1,7 @@
 """Decays and input gates of raw gates: by the formula, and computed again instead of saved."""
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -223,22 +224,55 @@ def test_half_precision_makes_fp32():
     assert torch.equal(actual["odds"], expected["odds"])
 
 
-def test_the_complement():
-    g = (-torch.rand(3, 4).double()).requires_grad_()
-    k = kernels.complement(g, torch.float64)
-    torch.testing.assert_close(k, 1 - g.exp())
-    torch.testing.assert_close(torch.autograd.grad(k.sum(), g)[0], -g.exp())
-    assert kernels.complement(g, torch.bfloat16).dtype == torch.bfloat16
-    little = torch.tensor([-1e-3, -1e-6, -1e-9, -1e-30])  # 1 − exp would be 0 for most of them
-    torch.testing.assert_close(kernels.complement(little, torch.float32), -little, rtol=1e-3, atol=0)
+def tied_results(a: dict[str, Tensor], backend: str, read: tuple[bool, bool] = (True, True)) -> dict[str, Tensor]:
+    """Decays and input gates at a scale of 0.125, and the gradients from those that are read."""
+    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
+    with kernels.backend(backend):
+        both = kernels.tied_gates(**leaves, scale=0.125, dtype=torch.promote_types(a["x"].dtype, torch.float32))
+    pairs = [(y, seed) for seed, (y, used) in enumerate(zip(both, read, strict=True)) if used]
+    arriving = [torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y) for y, seed in pairs]
+    gradients = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), arriving)
+    return {"log_decay": both[0].detach(), "written": both[1].detach(), **dict(zip(a, gradients, strict=True))}
 
 
-def test_the_results_are_computed_again_instead_of_saved():
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted, pytest.mark.slow])])
+@pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("given", [("x",), ("x", "bias", "odds")])
+def test_gates_tied_to_decays(given: tuple[str, ...], read: tuple[bool, bool], backend: str, poison: None):
+    a = {name: x for name, x in inputs(2, 70, 5).items() if name in given}
+    expected = tied_results({name: x.double() for name, x in a.items()}, "torch", read)
+    torch.testing.assert_close(expected["written"], 1 - expected["log_decay"].exp())
+    for name, x in tied_results(a, backend, read).items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [(4, 1000, 1024), (1, 3, 100)])
+def test_gates_tied_to_decays_on_device(shape: tuple[int, ...]):
+    a = {name: x.cuda() for name, x in inputs(*shape).items()}
+    expected = tied_results({name: x.double() for name, x in a.items()}, "torch")
+    for name, x in tied_results(a, "triton").items():
+        error = (x.double() - expected[name]).norm() / expected[name].norm()
+        assert error <= 1e-5, name
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_input_gates_keep_their_digits(backend: str):
+    x = torch.linspace(-3, 80, 300, device="cuda" if torch.cuda.is_available() else "cpu")
+    with kernels.backend(backend):
+        _, written = kernels.tied_gates(x, scale=0.125, dtype=torch.float32)
+        assert kernels.tied_gates(x, dtype=torch.bfloat16)[1].dtype == torch.bfloat16
+    expected = -torch.expm1(0.125 * torch.nn.functional.logsigmoid(x.double()))  # 1 − exp would often be 0
+    torch.testing.assert_close(written, expected.float(), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
+def test_the_results_are_computed_again_instead_of_saved(backend: str):
     a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
 
     def run() -> tuple[Tensor, Tensor, Tensor]:
-        log_decay = kernels.forget_gate(**a)
-        k = kernels.complement(log_decay, torch.float32)
+        with kernels.backend(backend):
+            log_decay, k = kernels.tied_gates(**a, dtype=torch.float32)
         return log_decay, k, log_decay.sin() + k.sin()
 
     expected = torch.autograd.grad(run()[2].sum(), list(a.values()))
@@ -253,8 +287,9 @@ def test_the_results_are_computed_again_instead_of_saved():
 
 @pytest.mark.parametrize("wrong", [{"bias": torch.zeros(3)}, {"odds": torch.zeros(2, 4)}])
 def test_what_does_not_fit(wrong: dict[str, Any]):
-    with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: expected \[4\]"):
-        kernels.forget_gate(torch.zeros(2, 4), **wrong)
+    for gates in (kernels.forget_gate, partial(kernels.tied_gates, dtype=torch.float32)):
+        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: expected \[4\]"):
+            gates(torch.zeros(2, 4), **wrong)
 
 
 def test_gradients_of_a_single_vector():
@@ -276,7 +311,7 @@ def test_compiled():
     a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
 
     def run(x: Tensor, bias: Tensor, odds: Tensor) -> Tensor:
-        return kernels.complement(kernels.forget_gate(x, bias, odds), torch.float32)
+        return sum(kernels.tied_gates(x, bias, odds, dtype=torch.float32))
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
     for y in (compiled(**a), run(**a)):

@@ -25,8 +25,10 @@ from kernels.linear_recurrence.gpu import plan as gpu_plan
 from kernels.linear_recurrence.gpu import select as gpu_select
 from kernels.linear_recurrence.gpu.call import Arguments
 from kernels.linear_recurrence.gpu.select import Case
+from kernels.value_decay_recurrence.gpu import op as exchanged
 
 from .test_linear_recurrence_triton import compare, short_segments
+from .test_value_decay_recurrence import inputs as inputs_of_exchanged
 
 __all__ = ["short_segments"]  # a fixture
 pytestmark = pytest.mark.usefixtures("poison")
@@ -78,6 +80,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"T": 200, "K": 64, "documents": [0, 0, 5, 160, 200]},
         {"T": 70, "B": 2, "R": 2, "E": 2, "V": 256},  # in two parts
         {"T": 130, "documents": [0, 0, 5, 130], "K": 64, "V": 256},
+        {"T": 70, "B": 2, "R": 2, "E": 2, "K": 256, "V": 64},  # keys in two parts, values with as many zeros
     ],
 )
 @pytest.mark.parametrize("rounded", [False, True])
@@ -93,6 +96,25 @@ def test_step_by_step(options: dict[str, Any], rounded: bool, gluon: None):
 @pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
 def test_segments(documents: list[int] | None, K: int, gluon: None, short_segments: None):
     compare(small(320, documents=documents, K=K))
+
+
+@pytest.mark.slow
+@without_a_gpu
+@pytest.mark.parametrize("K", [128, 256])  # values, in one or two parts
+@pytest.mark.parametrize("options", [{"T": 70}, {"T": 130, "documents": [0, 0, 5, 130]}, {"T": 70, "state": False}])
+def test_gradients_of_decays_per_value(options: dict[str, Any], K: int, gluon: None, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(exchanged, "largest", lambda op, dtype, device: 256)
+    passes: list[torch.Size] = []
+    fill = one_pass.OnePass.output
+
+    def output(call: one_pass.OnePass, o: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        passes.append(o.shape)
+        return fill(call, o, *rest, **options)
+
+    monkeypatch.setattr(one_pass.OnePass, "output", output)
+    a = inputs_of_exchanged(**options, decay="mixed", B=2, H=2, K=K, V=64, dtype=torch.float32)
+    compare(a, op=kernels.value_decay_recurrence)
+    assert passes == [(len(a["q"]), options["T"], 2 * K // 128, 128)]
 
 
 def same_with_states_kept_or_not(a: dict[str, torch.Tensor], E: int = 1) -> None:
@@ -416,24 +438,27 @@ def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[s
 
 
 @pytest.mark.parametrize(
-    ("K", "V", "parts", "path"),
+    ("K", "V", "heads", "path"),
     [
         (64, 128, 1, "hopper_vector_decay"),  # GLA's default sizes of 400M parameters
         (128, 128, 1, "hopper_vector_decay"),
         (128, 256, 2, "hopper_vector_decay"),  # those of 1.5B
         (64, 384, 3, "hopper_vector_decay"),
-        (64, 64, 1, "vector_decay"),
+        (64, 64, 1, "hopper_vector_decay"),  # values with as many zeros
+        (128, 192, 2, "hopper_vector_decay"),
+        (256, 128, 1, "hopper_vector_decay"),  # keys in two parts
+        (64, 48, 1, "vector_decay"),
         (96, 192, 1, "vector_decay"),
         (32, 128, 1, "vector_decay"),
-        (256, 256, 1, "vector_decay"),
+        (384, 32, 1, "vector_decay"),
     ],
 )
-def test_sizes_of_the_one_pass(K: int, V: int, parts: int, path: str, monkeypatch: pytest.MonkeyPatch):
+def test_sizes_of_the_one_pass(K: int, V: int, heads: int, path: str, monkeypatch: pytest.MonkeyPatch):
     calls: list[tuple[Any, ...]] = []
 
     def recurrence(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> Any:
         case = Case("channel", False, q.shape[3], v.shape[3], v.dtype, v.device)
-        calls.append((v.shape[3], others[0].dtype, select(gpu_select.PATHS, case).name))
+        calls.append((v.shape[2] // 2, v.shape[3], others[0].dtype, select(gpu_select.PATHS, case).name))
         return v.new_empty(v.shape), v.new_empty(1, v.shape[2], K, v.shape[3])
 
     monkeypatch.setattr(gpu_op, "recurrence", recurrence)
@@ -441,7 +466,8 @@ def test_sizes_of_the_one_pass(K: int, V: int, parts: int, path: str, monkeypatc
     q, v, g = torch.empty(1, 70, 2, K, **bf16), torch.empty(1, 70, 2, V, **bf16), torch.empty(1, 70, 2, K, **bf16)
     with assumed(GPUS["H200"]):
         gpu_op.forward(Recurrences(q, q, v, g, None, 1, 1.0, None, None))
-    assert calls == [(V // parts, torch.bfloat16 if path.startswith("hopper") else torch.float32, path)]
+    expected = (128, torch.bfloat16) if path.startswith("hopper") else (V, torch.float32)
+    assert calls == [(heads, *expected, path)]
 
 
 @pytest.mark.slow
@@ -481,6 +507,8 @@ HALF_KEYS: list[dict[str, Any]] = [
     {"T": 1000, "G": 2, "K": 64, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
     {"T": 1100, "G": 2, "K": 64, "decay": "zero"},
     {"T": 700, "B": 2, "G": 2, "R": 2, "E": 2, "V": 256},
+    {"T": 700, "B": 2, "G": 2, "R": 2, "E": 2, "K": 256, "V": 192},
+    {"T": 1000, "G": 2, "K": 64, "V": 64, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
     {"T": 1000, "G": 2, "V": 256, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
 ]
 
@@ -502,7 +530,8 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     a = small(**options, gate=gate)
     a = {name: x.bfloat16() if name in "qkv" or (name == "log_decay" and rounded) else x for name, x in a.items()}
     E = options.get("E", 1)
-    compare(a, tolerance=1e-2, reference="torch", subheads=E)
+    # with products in bf16, the gradient of mixed decays is a sum of terms that nearly cancel: 0.0104 on an H200
+    compare(a, tolerance=2e-2 if options.get("decay") == "mixed" else 1e-2, reference="torch", subheads=E)
     a = {name: x.cuda() for name, x in a.items()}
     same_with_states_kept_or_not(a, E)
     first = run(a, backend="triton", subheads=E)

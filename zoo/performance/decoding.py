@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from rich.table import Table
+from torch.utils._pytree import tree_leaves
 
 import kernels
 from zoo import config as configs
@@ -14,10 +15,11 @@ from zoo.arguments import check_above_0
 from zoo.display import progress_bar
 from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
+from zoo.lm.states import growing
 from zoo.performance import model as models
 from zoo.performance.bench_report import Report, captioned, formatted, without
-from zoo.performance.device import described, pick_backend
-from zoo.performance.steps import OurSteps
+from zoo.performance.device import described, pick_backend, roofline_ms
+from zoo.performance.steps import OurSteps, state_at
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
 
@@ -29,7 +31,7 @@ class DecodeReport(Report):
 
     def table(self) -> Table:
         """A row for each batch size and position."""
-        table = self.new_table(["model", "batch", "position", "how", "ms/token", "tok/s", "state MB"])
+        table = self.new_table(["model", "batch", "position", "how", "ms/token", "floor", "tok/s", "state MB"])
         remarks: list[str] = []
         for row in self.rows:
             head = [row["model"], str(row["batch_size"]), str(row["position"]), row["how"]]
@@ -37,7 +39,8 @@ class DecodeReport(Report):
                 without(table, remarks, head, row)
                 continue
             state = None if row["state_bytes"] is None else row["state_bytes"] / 1e6
-            table.add_row(*head, f"{row['ms']:.3f}", f"{row['tokens_per_second']:,.0f}", formatted(state, "{:.1f}"))
+            times = f"{row['ms']:.3f}", formatted(row.get("floor_ms"), "{:.3f}")
+            table.add_row(*head, *times, f"{row['tokens_per_second']:,.0f}", formatted(state, "{:.1f}"))
             remarks += [row["note"]] if "note" in row else []
         return captioned(table, remarks)
 
@@ -55,8 +58,8 @@ def bench_decode(
     """Time a model's decoding steps, after checking them against a forward pass over all tokens.
 
     The state is random, with the size it has at the position; each step feeds the likeliest token and the new state to
-    the next one. In deterministic mode (`ZOO_DETERMINISTIC=1`) a step computes its chunk of 64 tokens again; positions
-    should be multiples of 64.
+    the next one. The floor of a time is what the memory's bandwidth needs for `moved_bytes`. In deterministic mode
+    (`ZOO_DETERMINISTIC=1`) a step computes its chunk of 64 tokens again; positions should be multiples of 64.
 
     Args:
         config: Configs and `key=value` overrides, in order.
@@ -97,11 +100,28 @@ def bench_decode(
             report.add({**row, "how": "", "note": gate.says})
             continue
         with torch.no_grad(), models.running(precision, where, backend):
+            row["floor_ms"] = roofline_ms(where, "bf16", 0, moved_bytes(model, batch, position))
             for measured in _measured(row, model, seconds):
                 report.add(measured)
         if where.type == "cuda":
             torch.cuda.empty_cache()
     return report
+
+
+def moved_bytes(model: LanguageModel, batch_size: int, position: int) -> int:
+    """Return the bytes that a decoding step must read and write: weights and states.
+
+    The weights are read once, of embeddings that the head does not share only a row for each sequence. States of
+    constant size are read and written; caches that grow are read, and an entry is appended.
+    """
+    state = state_at(model, 1, 1)
+    sizes = {True: 0, False: 0}
+    for leaf, grows in zip(tree_leaves(state), growing(model, state), strict=True):
+        sizes[grows] += leaf.nbytes
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    if model.embeddings is not None and model.lm_head is not None:
+        weights -= model.embeddings.weight[batch_size:].nbytes
+    return weights + batch_size * (2 * sizes[False] + (position + 1) * sizes[True])
 
 
 def _measured(row: dict[str, Any], model: LanguageModel, seconds: float) -> list[dict[str, Any]]:

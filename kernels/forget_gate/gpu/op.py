@@ -1,8 +1,11 @@
-"""The decays of gates in one launch, and their gradients in another: each reads and writes the stream once."""
+"""Decays of gates, and input gates tied to them, in one launch, and their gradients in another.
+
+Each reads and writes the stream once.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -11,6 +14,7 @@ from torch import Tensor
 
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
+from ...core.recompute import remake
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_parts
 from ...gpu.rows import per_channel, rows_of, shifted, tile_of, walkers
@@ -37,14 +41,37 @@ def log_forget(x, odds, c, C: tl.constexpr):
     return log_gate
 
 
+@triton.jit
+def complement(g):
+    """1 − exp(g) of g ≤ 0; where g is close to 0, by the Taylor series, whose next term is below 1e-8."""
+    p = 1.0 + g * (1.0 / 8.0)
+    for i in tl.static_range(6):
+        p = 1.0 + g * (1.0 / (7.0 - i)) * p
+    return tl.where(g > -0.5, -g * p, 1.0 - tl.exp(g))
+
+
 @triton.jit(do_not_specialize=["rows"])
 def forget_forward(
-    x, bias, odds, log_decay, rows, x_row, scale, C: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    bias,
+    odds,
+    log_decay,
+    written,  # 1 − exp(log_decay); None for one of the results that is not needed
+    rows,
+    x_row,
+    scale,
+    C: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     at, dense, inside = tile_of(tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
-    tl.store(log_decay + dense, log_forget(shifted(x, bias, at, inside, c, C), odds, c, C) * scale, mask=inside)
+    g = log_forget(shifted(x, bias, at, inside, c, C), odds, c, C) * scale
+    if log_decay is not None:
+        tl.store(log_decay + dense, g, mask=inside)
+    if written is not None:
+        tl.store(written + dense, complement(g).to(written.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -52,7 +79,8 @@ def forget_backward(
     x,
     bias,
     odds,
-    dy,
+    dy,  # of log_decay, or None
+    dwritten,  # or None
     dx,
     parts,  # [programs per column,C,2]: gradients of bias and odds, to be summed over the programs
     rows,
@@ -69,7 +97,13 @@ def forget_backward(
     for first in tl.range(program * ROWS, rows, programs * ROWS):
         at, dense, inside = tile_of(first, rows, x_row, c, C, ROWS)
         wide = shifted(x, bias, at, inside, c, C)
-        d = tl.load(dy + dense, mask=inside, other=0.0) * scale
+        d = tl.zeros([ROWS, BLOCK], tl.float32)
+        if dy is not None:
+            d = tl.load(dy + dense, mask=inside, other=0.0)
+        if dwritten is not None:
+            g = log_forget(wide, odds, c, C) * scale
+            d -= tl.load(dwritten + dense, mask=inside, other=0.0).to(tl.float32) * tl.exp(g)
+        d *= scale
         if odds is None:
             dwide = d * tl.sigmoid(-wide)
         else:
@@ -90,17 +124,17 @@ def _tile(size: int) -> dict[str, int]:
     return {"C": size, "ROWS": ELEMENTS // block, "BLOCK": block}
 
 
-def _compute(args: Arguments) -> tuple[Tensor]:
-    x, bias, odds, scale = args
-    y, sizes = new(x, dtype=torch.float32), _tile(x.shape[-1])
+def _launch(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, *results: Tensor | None) -> None:
+    """Fill log decays and input gates, each unless it is None."""
+    sizes = _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
-    enqueue(forget_forward, programs, x, bias, odds, y, rows, x_row, scale, **sizes)
-    return (y,)
+    enqueue(forget_forward, programs, x, bias, odds, *results, rows, x_row, scale, **sizes)
 
 
-def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    x, bias, odds, scale = args
+def _gradients(
+    x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, dy: Tensor | None, dwritten: Tensor | None
+) -> Gradients:
     dx, sizes = new(x), _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     blocks = cdiv(sizes["C"], sizes["BLOCK"])
@@ -108,8 +142,8 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     parts = dbias = dodds = None
     if bias is not None or odds is not None:
         parts = new(x, programs, sizes["C"], 2, dtype=torch.float32)
-    tensors = (x, bias, odds, dy.contiguous(), dx, parts)
-    enqueue(forget_backward, programs * blocks, *tensors, rows, x_row, scale, **sizes)
+    arriving = (None if d is None else d.contiguous() for d in (dy, dwritten))
+    enqueue(forget_backward, programs * blocks, x, bias, odds, *arriving, dx, parts, rows, x_row, scale, **sizes)
     if parts is not None:
         both = add_parts(parts, torch.float32)
         dbias = None if bias is None else both[0].to(bias.dtype)
@@ -117,10 +151,64 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     return {"x": dx, "bias": dbias, "odds": dodds}
 
 
+def _compute(args: Arguments) -> tuple[Tensor]:
+    (y,) = empty(args)
+    _launch(*args, y, None)
+    return (y,)
+
+
+def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
+    return _gradients(*args, dy, None)
+
+
 forget_gate = register("forget_gate_triton", _compute, _differentiate, empty)
+
+
+class Tied(NamedTuple):
+    """Arguments of `Arguments`, and the dtype of the input gates."""
+
+    x: Tensor
+    bias: Tensor | None
+    odds: Tensor | None
+    scale: float
+    dtype: torch.dtype
+
+
+def _empty_tied(args: Tied) -> tuple[Tensor, Tensor]:
+    return *empty(Arguments(*args[:4])), new(args.x, dtype=args.dtype)
+
+
+def _compute_tied(args: Tied) -> tuple[Tensor, Tensor]:
+    results = _empty_tied(args)
+    _launch(*args[:4], *results)
+    return results
+
+
+def _differentiate_tied(args: Tied, needed: Any, dy: Tensor | None, dwritten: Tensor | None) -> Gradients:
+    return _gradients(*args[:4], dy, dwritten)
+
+
+tied_gates = register("tied_gates_triton", _compute_tied, _differentiate_tied, _empty_tied, results=2)
+
+
+def _written(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, dtype: torch.dtype) -> Tensor:
+    """The input gates alone, computed again."""
+    written = new(x, dtype=dtype)
+    _launch(x, bias, odds, scale, None, written)
+    return written
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:
     """log_decay, in the shape of x […,C]."""
     bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
     return forget_gate(x, bias, odds, scale)
+
+
+def tied(
+    x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """log_decay and 1 − exp(log_decay), which what follows does not save inside `recomputing()`."""
+    bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
+    log_decay, written = tied_gates(x, bias, odds, scale, dtype)
+    args = x, bias, odds, scale
+    return remake(log_decay, forget_gate, *args), remake(written, _written, *args, dtype)

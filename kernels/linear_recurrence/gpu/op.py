@@ -122,10 +122,15 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     if q.is_cpu:  # Triton's interpreter gets bf16 arithmetic wrong
         q, k, v = q.float(), k.float(), v.float()
     largest_size = largest("linear_recurrence", q.dtype, q.device)
-    K, keys = equal_parts(q.shape[3], largest_size, q.dtype)
+    K, keys = equal_parts(q.shape[3], GLUON_SIZE, q.dtype)
     case = Case(gate_of(a.log_decay), a.beta is not None, K // keys, GLUON_SIZE, q.dtype, q.device)
-    one_pass = v.shape[3] % GLUON_SIZE == 0 and first_match(PATHS, case).name == "hopper_vector_decay"
+    # even with keys in parts, and with up to twice the channels of values, one pass takes less time than several
+    one_pass = 2 * v.shape[3] >= GLUON_SIZE and first_match(PATHS, case).name == "hopper_vector_decay"
     V, values = equal_parts(v.shape[3], GLUON_SIZE if one_pass else largest_size, q.dtype)
+    if one_pass:
+        V = values * GLUON_SIZE
+    else:
+        K, keys = equal_parts(q.shape[3], largest_size, q.dtype)
     g = a.log_decay
     if g is not None:  # one pass takes decays in bf16, all others in fp32
         narrow = one_pass and g.dtype == torch.bfloat16 and v.shape[1] > 1

@@ -46,8 +46,8 @@ PATHS = (
     KernelPath(
         "hopper_vector_decay",
         when=lambda case: case.gate == "channel" and case.gluon,
-        why="a decay per channel on Hopper, K = 64 or 128, V = 128 (or parts of 128), bf16, no β: one pass forward and "
-        "one backward",
+        why="a decay per channel on Hopper, K = 64 or parts of 128, V from 64 in parts of 128, bf16, no β: one pass "
+        "forward and one backward",
     ),
     KernelPath(
         "vector_decay",

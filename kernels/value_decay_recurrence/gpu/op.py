@@ -17,7 +17,9 @@ from ...core.autograd import Gradients, register
 from ...core.recurrence import Recurrences, one_token
 from ...gpu.launch import enqueue, next_power_of_2
 from ...gpu.launch_table import largest
+from ...gpu.paths import first_match
 from ...linear_recurrence.gpu import op as exchanged
+from ...linear_recurrence.gpu.select import GLUON_SIZE, PATHS, Case
 from .. import step
 from .outputs import outputs
 
@@ -69,13 +71,36 @@ def compute(args: Arguments) -> tuple[Tensor, Tensor]:
 
 def differentiate(args: Arguments, needed: Any, o_grad: Tensor | None, state_grad: Tensor | None) -> Gradients:
     """Return the gradients of all tensors except `cu_seqlens`."""
-    queries = torch.zeros_like(args.v) if o_grad is None else o_grad.to(args.v.dtype).contiguous()
-    _, k, v, log_decay, state, cu_seqlens, scale = args
-    call = exchanged.Arguments(queries, v, k, log_decay, None, state, cu_seqlens, scale, subheads=1, keep=False)
+    q, k, v, log_decay, state, cu_seqlens, scale = args
+    queries = torch.zeros_like(v) if o_grad is None else o_grad.to(v.dtype).contiguous()
+    parts = _parts(args)
+    q, k = (x.unflatten(3, (parts, -1)).flatten(2, 3) for x in (q, k))
+    decays = log_decay if parts == 1 else log_decay.repeat_interleave(parts, 2)
+    first, last_grad = (None if x is None else _cut(x, parts) for x in (state, state_grad))
+    call = exchanged.Arguments(queries, v, k, decays, None, first, cu_seqlens, scale, subheads=1, keep=True)
     o, _, *residuals = exchanged.compute(call)
     learned = SimpleNamespace(log_decay=needed.log_decay, beta=False, initial_state=needed.initial_state)
-    gradients = exchanged.differentiate(call, learned, args.q, state_grad, *residuals)
-    return {**gradients, "q": o, "k": gradients["v"], "v": gradients["k"]}
+    gradients = exchanged.differentiate(call, learned, q, last_grad, *residuals)
+    dk, dg, dfirst = (gradients[name] for name in ("v", "log_decay", "initial_state"))
+    dg = dg if dg is None or parts == 1 else dg.unflatten(2, (-1, parts)).sum(3)
+    if dfirst is not None:
+        dfirst = dfirst.unflatten(1, (-1, parts)).transpose(2, 3).flatten(3)
+    assert dk is not None
+    dq, dk = o.view(args.q.shape), dk.view(args.k.shape)
+    return {"q": dq, "k": dk, "v": gradients["k"], "log_decay": dg, "initial_state": dfirst}
+
+
+def _parts(args: Arguments) -> int:
+    """The number of parts of keys, as values of heads of their own, that the fastest kernels need for the gradients."""
+    K, V = args.k.shape[3], args.v.shape[3]
+    case = Case("channel", False, V, GLUON_SIZE, args.v.dtype, args.v.device)
+    one_pass = K % GLUON_SIZE == 0 and first_match(PATHS, case).name == "hopper_vector_decay"
+    return K // GLUON_SIZE if one_pass else 1
+
+
+def _cut(state: Tensor, parts: int) -> Tensor:
+    """States [N,H,V,K] as [N,H·parts,V,K/parts]."""
+    return state.unflatten(3, (parts, -1)).transpose(2, 3).flatten(1, 2).contiguous()
 
 
 recurrence = register("value_decay_recurrence", compute, differentiate, empty, results=2)

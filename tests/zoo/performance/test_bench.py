@@ -17,7 +17,7 @@ from zoo.generation.graphs import DecodingGraphs
 from zoo.performance import model as models
 from zoo.performance.accuracy import Gate, relative_error
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
-from zoo.performance.decoding import bench_decode
+from zoo.performance.decoding import bench_decode, moved_bytes
 from zoo.performance.kernels import bench_kernels
 from zoo.performance.steps import OurSteps, state_at
 from zoo.performance.timing import medians, process_age
@@ -310,6 +310,16 @@ def test_decode(command, desk):
     assert [(row["batch_size"], row["position"]) for row in rows] == [(1, 8), (1, 64), (3, 8), (3, 64)]
     assert all(row["ms"] > 0 and row["how"] == "eager" for row in rows)
     assert rows[1]["state_bytes"] > 4 * rows[0]["state_bytes"]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_bytes_of_a_decoding_step(tied: bool):
+    config = ["transformer.yaml", *PLAIN, f"model.tie_embeddings={str(tied).lower()}"]
+    model = models.build(models.read(config), "32-true", CPU)
+    read = model.num_parameters() - (0 if tied else (32 - 3) * 16)  # of untied embeddings, the rows of three tokens
+    entries = 3 * (100 + 1) * 2 * 16  # keys and values
+    positions = 3 * 2 * 8  # int64, read and written
+    assert moved_bytes(model, 3, 100) == 4 * read + 2 * (4 * entries + positions)
 
 
 @pytest.mark.parametrize(("config", "growing"), [("transformer.yaml", True), ("gdn_h1.yaml", False)])

@@ -1,0 +1,72 @@
+"""`reproductions/decode_400m.py`: times per token of all models, which are measured once, and their floor."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels import UserError
+from reproductions import decode_400m as table
+from reproductions import peers
+from reproductions.mixers_400m import overlays
+from reproductions.write_csv import read
+from zoo.performance import decoding
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(table, "overlays", lambda: dict.fromkeys(("gla", "transformer"), "model.num_layers=1"))
+    return {"batch_sizes": [1, 2], "positions": [4, 8], "device": "cpu", "each": 0.01, "file": "table.csv"}
+
+
+def test_models_are_measured_once(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(decoding, "roofline_ms", lambda device, dtype, flops, moved: moved / 1e9)
+    table.decode_400m(["gla"], **options)
+    first = read(Path("table.csv"))
+    assert [(row["batch_size"], row["position"]) for row in first] == [("1", "4"), ("1", "8"), ("2", "4"), ("2", "8")]
+    assert all(float(row["ratio"]) == float(row["ms"]) / float(row["floor_ms"]) for row in first)
+    assert {row["precision"] for row in first} == {"32-true"}
+    capsys.readouterr()
+    table.decode_400m(**options)
+    rows = read(Path("table.csv"))
+    assert rows[:4] == first
+    assert [row["model"] for row in rows[4:]] == 4 * ["transformer"]
+    assert "gla" not in capsys.readouterr().out
+
+
+def test_a_model_that_fails_is_named_and_the_others_are_measured(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    def ours(config: list[str], places: list[table.Place], *rest: object) -> list[table.Row]:
+        if config[0] == "gla.yaml":
+            raise RuntimeError("no kernel")
+        eager, graph = ({"batch_size": 1, "position": 4, "ms": ms} for ms in (2.0, 1.0))
+        return [eager, graph]
+
+    monkeypatch.setattr(table, "ours", ours)
+    with pytest.raises(UserError, match="gla: RuntimeError: no kernel"):
+        table.decode_400m(**options)
+    (row,) = read(Path("table.csv"))
+    assert (row["model"], row["ms"]) == ("transformer", "1.0")
+
+
+def test_peers_have_rows_of_their_own(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "require", lambda device: None)
+    monkeypatch.setattr(peers, "same_model", lambda *_: peers.PeerModel("fla gated", lambda: torch.nn.Identity()))
+    table.decode_400m(["gla"], fla=True, **options)
+    assert [(row["model"], row["position"], row["ms"]) for row in read(Path("table.csv"))] == 2 * [
+        ("fla gla", "1024", "")
+    ]  # an Identity has no config, which becomes a note
+
+
+def test_unknown_models_are_refused():
+    with pytest.raises(UserError, match=r"^models: 'gal' is not one of "):
+        table.decode_400m(["gal"])
+
+
+def test_the_table_has_no_other_models():
+    assert {row["model"].removeprefix("fla ") for row in read(table.MEASURED)} <= {*overlays()}
