@@ -2,8 +2,8 @@
 
     python cli.py evaluate --checkpoint=runs/gdn --tasks=reproductions.cloze.SquadCloze --data=FOLDER --lengths=[2048]
 
-`…Twice` gives the prompt twice, as in Just Read Twice (arXiv 2407.05483). With a length, the document is cut around the
-first occurrence of the answer, as in the authors' code.
+`…Twice` gives the prompt twice, as in Just Read Twice (arXiv 2407.05483), whose code also starts with
+the question. With a length, the document is cut around the first occurrence of the answer, as in the authors' code.
 
 The data sets come in two forms: `text` ends with the question (FDA, SWDE, SQuAD), or `context` and `question` are apart
 (TriviaQA, Natural Questions, DROP).

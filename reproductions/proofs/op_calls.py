@@ -164,6 +164,7 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     yield OpCall("features_of_columns", "", size, columns, kept=("A_log", "dt_bias"), call=_columns)
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
+    yield OpCall("tied_gates", "", size, inputs, {"dtype": torch.float32}, kept=("bias", "odds"))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
     yield OpCall("low_rank_forget_gate", "", size, inputs, kept=("bias",))
     inputs = {"k": draw(*HEADED, size), "curvature": draw(*HEADED, size).square()}
