@@ -22,9 +22,9 @@ import kernels
 import mixers
 from kernels import UserError
 from kernels.gpu.miscompilations import known_of
-from zoo import config as configs
 from zoo.arguments import first_line
 from zoo.config.find import CONFIGS
+from zoo.config.parser import parse_model
 from zoo.data.text.cache import cache_folder
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
@@ -179,7 +179,7 @@ def accuracy(name: str, device: torch.device) -> Finding:
     size = HEAD_SIZES[device.type]
     config = {"stack": {"class_path": "Uniform", "init_args": {"mixer": name}}, "vocab_size": 256}
     config |= {"num_layers": LAYERS, "hidden_size": HEADS * size, "num_heads": HEADS}
-    model = models.conditioned(models.build(configs.read({"model": config}), precision, device))
+    model = models.conditioned(models.build(parse_model({"model": config}), precision, device))
     gate = models.compared(model, precision, "auto", here, exact)
     # of the first run; in low precision PyTorch's path is a second one
     ops = {op: sorted(backends) for op, backends in sorted(ran[0].items())}
