@@ -31,7 +31,6 @@ from zoo.config.command_line import PRINTING, Keys, arguments_of
 from zoo.config.overlays import load_config
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import tasks_of
-from zoo.experiments.commands import whole_configs
 from zoo.files.safe_yaml import dump_yaml
 from zoo.lm.mixers_table import show_mixers
 
@@ -122,7 +121,7 @@ def check_parses(arguments: list[str], command: Command, finished: Path, folder:
         keys = [argument.removeprefix("--") for argument in arguments[1:] if argument.startswith("--")]
         overrides = [key for key in keys if not key.startswith(("jobs=", "folder="))]
         names = [argument for argument in arguments[1:] if not argument.startswith("--")]
-        names = names or whole_configs()
+        assert names
         # what is set outside `model` means the same for each config, all of which test_configs.py reads
         each = any(override.startswith("model") for override in overrides)
         for number, name in enumerate(names):

@@ -2,15 +2,14 @@
 
 import io
 import json
-import re
 import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from zoo.config.find import CONFIGS
 from zoo.experiments import commands
-from zoo.experiments.commands import whole_configs
 from zoo.files.sealed_json import write_sealed
 
 TINY = [
@@ -47,6 +46,7 @@ def test_two_configs_one_table_and_nothing_twice(command, tmp_path) -> None:
     ("arguments", "expected"),
     [
         (["gla.yaml", "--jobs=0"], "jobs: 0 must be at least 1"),
+        (["--config=tiny.yaml"], "compare: missing; name the configs to compare, such as gdn_h2.yaml gla.yaml"),
         (["gla.yaml", "--config=tiny.yaml", "--model.num_heads=5"], "5 does not divide hidden_size 32"),
         (["gla.yaml", "gdn_h2.yaml", "--config=ablate/no_conv.yaml"], "mixer"),  # of Gated DeltaNet only
         (["gla.yaml", "--config=num_heads=1,seed=0/config.yaml"], "neither a file nor one of configs/"),
@@ -58,29 +58,6 @@ def test_a_mistake_is_named_before_the_first_run(command, tmp_path, arguments, e
     assert not (tmp_path / "out").exists()
 
 
-class Keyboard(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("answer", ["n", "y", None])
-def test_without_names_the_plan_comes_first(command, desk, monkeypatch, answer) -> None:
-    monkeypatch.setattr(commands, "whole_configs", lambda: ["gla.yaml", "retnet.yaml"])
-    monkeypatch.setattr(commands, "COMMAND", (sys.executable, "-c", "raise SystemExit(3)"))
-    finished_run(desk / "out" / "gla")
-    if answer is not None:
-        monkeypatch.setattr(sys, "stdin", Keyboard(f"{answer}\n"))
-        monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    done = command("compare", "--config=tiny.yaml", "--folder=out", *(["--yes"] if answer is None else []))
-    shown = re.sub(r"\x1b\[[0-9;]*m", "", done.out)
-    assert "1 configs to train (1 complete): retnet" in shown
-    assert ("start? [y/n]" in shown) == (answer is not None)
-    assert ("2.500" in done.out) == (answer != "n")  # the table of what is complete
-    assert done.code == (0 if answer == "n" else 2)
-    assert (desk / "out" / "retnet.log").exists() == (answer != "n")
-
-
 @pytest.mark.parametrize("name", ["comparison.png", "comparison.json"])
 def test_files_of_somebody_else_are_kept(command, desk, name) -> None:
     (desk / "mine").mkdir()
@@ -88,11 +65,6 @@ def test_files_of_somebody_else_are_kept(command, desk, name) -> None:
     done = command("compare", "gla.yaml", "--config=tiny.yaml", "--folder=mine").refused()
     assert f"folder: mine/{name} exists, but the folder has no runs.json, so it is not replaced" in done.err
     assert [path.read_text() for path in (desk / "mine").iterdir()] == ["years of work"]
-
-
-def test_overlays_are_no_whole_configs() -> None:
-    assert "gdn_h2.yaml" in whole_configs()
-    assert not any("/" in name for name in whole_configs())
 
 
 ROW = {
@@ -173,7 +145,7 @@ def test_configs_of_runs_whose_names_have_equals_signs(command, desk, monkeypatc
     names = ["num_heads=1,seed=0", "num_heads=2,seed=0"]
     for name in names:
         (desk / name).mkdir()
-        (desk / name / "config.yaml").write_text((commands.CONFIGS / "gla.yaml").read_text())
+        (desk / name / "config.yaml").write_text((CONFIGS / "gla.yaml").read_text())
         finished_run(desk / "out" / name)
     configs = [f"{name}/config.yaml" for name in names]
     command("compare", *configs, "--config=tiny.yaml", "--folder=out").ok()

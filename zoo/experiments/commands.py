@@ -12,11 +12,10 @@ from typing import Any, NamedTuple
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 from rich.console import Console
-from rich.prompt import Confirm
 from rich.table import Table
 
 from kernels import UserError
-from zoo.config.find import CONFIGS, find_config
+from zoo.config.find import find_config
 from zoo.config.merge import merged
 from zoo.config.overlays import Item, first_name, is_override, load_config, load_items
 from zoo.config.resolve import built_arguments, resolved
@@ -113,11 +112,6 @@ def read_sweep(items: Sequence[str | Mapping[str, Any]]) -> Sweep:
     return Sweep(**built_arguments(Sweep, resolved(merged(items), parameters(Sweep))))
 
 
-def whole_configs() -> list[str]:
-    """The names of all configs that are not overlays."""
-    return sorted(path.name for path in CONFIGS.glob("*.yaml"))
-
-
 def comparison_table(rows: Iterable[dict[str, Any]]) -> Table:
     """A table of sizes, losses and speed, one row per run, best first: by bits per byte if vocabularies differ."""
     rows, metric = _best_first(rows)
@@ -190,22 +184,18 @@ class Comparison(NamedTuple):
         return as_html(comparison_table(self.rows), self.folder / PICTURE)
 
 
-def compare(
-    *configs_and_overrides: Item, folder: str | Path = "runs/compare", jobs: int | None = None, yes: bool = False
-) -> Comparison:
-    """Train several configs (by default all) on the same data, and print one table.
+def compare(*configs_and_overrides: Item, folder: str | Path = "runs/compare", jobs: int | None = None) -> Comparison:
+    """Train several configs on the same data, and print one table.
 
     A config that names its stack is whole, and is compared. Any other, such as `size/400m.yaml`, is an overlay of all
     that are compared, in any position, as is every `key=value`. Everything is built before the first run starts.
-    Without a whole config, the plan is printed first, and a person at a terminal is asked whether to start. The table,
-    `comparison.png` and `comparison.json` are of the runs that are complete, even if others failed.
+    The table, `comparison.png` and `comparison.json` are of the runs that are complete, even if others failed.
 
     Args:
         configs_and_overrides: Names or paths of whole configs; and overlays, as files or mappings, and overrides
             `key=value`, which are applied in order to each of them.
         folder: The folder of the runs, with a folder for each config.
         jobs: Number of runs at a time, which share the CPU cores. Null for one per GPU, or one without GPUs.
-        yes: Start without asking.
 
     Raises:
         UserError: A config is missing or wrong, or the folder has other files of the same names; or runs failed, after
@@ -213,13 +203,12 @@ def compare(
     """
     folder = Path(folder)
     configs, overlays = _sorted_out(configs_and_overrides)
-    named, configs = bool(configs), configs or whole_configs()
+    if not configs:
+        raise UserError("compare: missing; name the configs to compare, such as gdn_h2.yaml gla.yaml")
     runs = [Run(name, (config, *overlays)) for name, config in zip(config_names(configs), configs, strict=True)]
     runs = [run._replace(parsed=run.check()) for run in runs]  # reports mistakes before any run starts
     runner = Runner(COMMAND, folder, jobs)
     runner.check_results(runs, (TABLE, PICTURE))
-    if not named and not _agreed(runs, runner, yes):
-        return Comparison(folder, [])
     failures = runner.run(runs)
     rows = [row for run in runs if (row := result(folder / run.name))]
     if rows:
@@ -231,20 +220,6 @@ def compare(
     if failures:
         raise failed(failures, len(runs))
     return Comparison(folder, rows)
-
-
-def _agreed(runs: Sequence[Run], runner: Runner, yes: bool) -> bool:
-    """Print what will be trained; return whether to start, which only a terminal is asked."""
-    runner.checked(runs)
-    waiting = [run for run in runs if result(runner.folder / run.name) is None]
-    if not waiting:
-        return True
-    console = Console()
-    complete = f" ({len(runs) - len(waiting)} complete)" if len(waiting) < len(runs) else ""
-    console.print(f"{len(waiting)} configs to train{complete}: {', '.join(run.name for run in waiting)}")
-    if yes or not (sys.stdin.isatty() and sys.stdout.isatty()):
-        return True
-    return Confirm.ask("start?", console=console, default=True)
 
 
 def _sorted_out(items: Iterable[Item]) -> tuple[list[str], list[str]]:
