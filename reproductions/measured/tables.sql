@@ -339,18 +339,28 @@ select form, group_concat(case when mixer = 'GLA' and task = 'passkey' and lengt
     as "needles at 2k, Mamba2"
 from a group by form order by instr('original LPT reinit inherit preserve', form)
 
--- which_mixer.sizes: mixers
-select '`' || name || '`' as mixer, printf('%.1fM', parameters / 1e6) as parameters,
-  printf('%,d', state) || iif(grows, ', and grows', '') as "numbers of state", printf('%.1f', mflops) as "MFLOP a token"
-  from rows where name != 'Bidirectional' order by grows, state, mflops
-
 -- mixers_400m: reproductions/measured/mixers_400m.csv
-select '`' || model || '.yaml`' as model, printf('%.0fM', parameters / 1e6) as parameters,
-  printf('%.2fM', state / 1e6) || iif(grows, ', and grows', '') as "numbers of state at 4,096 tokens",
+select '`' || model || '.yaml`' as model, printf('%.2fM', state / 1e6) as "numbers of state at 4,096 tokens",
   printf('%.2f', gflops) as "GFLOP a token",
   case when tokens_per_second then printf('%.0fk', tokens_per_second / 1e3) || iif(batch_size < 8, printf(' (%d)', batch_size), '') end
   as "tokens/s in training", case when device like '%H100%' then 'H100' when device like '%H200%' then 'H200' end as card
 from rows order by tokens_per_second is null, card desc, tokens_per_second desc, grows, state
+
+-- decode_400m: reproductions/measured/decode_400m.csv
+with places as (select model, batch_size = 1 as one, position > 1024 as later, state_bytes, ratio, ms,
+    formatted('%.2f', ms) || coalesce(printf(' (%.1f)', ratio), '') || iif(note like 'no CUDA graph%', ' eager', '') as time
+    from rows),
+  ours as (select model, max(case when one and not later then time end) as one, max(case when not one and not later then time end) as many,
+    max(case when one and not later then ratio end) as ratio, max(case when one and not later then ms end) as ms,
+    min(case when one then state_bytes end) < max(case when one then state_bytes end) as grows,
+    max(case when one and later then time end) as one_later, max(case when not one and later then time end) as many_later
+    from places where model not like 'fla %' group by model),
+  theirs as (select substr(model, 5) as model, max(case when one then ms end) as one, max(case when not one then ms end) as many
+    from places where model like 'fla %' group by model)
+select '`' || ours.model || '.yaml`' as model, ours.one as "batch 1", ours.many as "batch 64",
+  iif(grows, coalesce(one_later, '–') || ', ' || coalesce(many_later, '–'), '') as "both after 64k tokens",
+  iif(theirs.model is null, '', coalesce(formatted('%.0f, %.0f', theirs.one, theirs.many), '–')) as "FLA"
+from ours left join theirs on theirs.model = ours.model order by grows, ratio, ours.ms
 
 -- newer_training_h100: reproductions/measured/newer_training_h100.csv
 with ours as (select *, row_number() over () as n from rows where model not like 'fla %'),
@@ -360,13 +370,6 @@ select '`' || ours.model || '.yaml`' as model, ours.batch_size || ' × 4,096' as
   printf('%.2f', 1.0 * ours.tokens_per_second / theirs.tokens_per_second) as ratio,
   printf('%.1f / %.1f', ours.peak_gib, theirs.peak_gib) as "GiB, ours / theirs"
 from ours join theirs using (n)
-
--- which_mixer.speed: reproductions/measured/performance_kernels.csv
-select case op when 'delta_rule' then 'delta rule with gate' when 'linear_head' then 'decay per head and step'
-  when 'linear_channel' then 'decay per key channel' else 'constant decay' end as recurrence,
-case op when 'delta_rule' then 'Gated DeltaNet' when 'linear_head' then 'Mamba2' when 'linear_channel' then 'HGRN2, GLA with K=V'
-  else 'RetNet, TNL' end as mixers, formatted('%.3f / %.3f', field(rowid, 'fwd_graph_ms'), field(rowid, 'fwd_bwd_graph_ms')) as ms
-from rows where "shape.B" = 4 and "shape.H" = 8 order by field(rowid, 'fwd_bwd_graph_ms')
 
 -- which_mixer.recall: reproductions/measured/state_h200.csv
 with runs as (select coalesce(mixer, control) as name, "model.stack.mixer.factor" as factor, learning_rate as rate, seed,
