@@ -24,6 +24,7 @@ from reproductions import (
     multi_device,
     paper_tables,
     performance,
+    steep_decays,
     vocabulary_loss,
 )
 from zoo.config import CONFIGS, KEYS, add_run_keys, find_config
@@ -69,6 +70,7 @@ SCRIPTS: dict[str, Callable[..., Any]] = {
     "reproductions/mixers_400m.py": mixers_400m.mixers_400m,
     "reproductions/paper_tables.py": paper_tables.paper_tables,
     "reproductions/performance.py": performance.performance,
+    "reproductions/steep_decays.py": steep_decays.steep_decays,
     "reproductions/vocabulary_loss.py": vocabulary_loss.vocabulary_loss,
 }
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -64,6 +64,14 @@ select decays, shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_b
 select case model when 'kda' then 'ours' else 'flash-linear-attention' end as model, parameters, printf('%.1f', step_ms) as "ms a step",
   printf('%,d', tokens_per_second) as "tokens/s", printf('%.1f', peak_gib) as GiB from rows
 
+-- decays_ops_h200: reproductions/measured/decays_ops_h200.csv
+with first as (select *, rowid as n, decays + 0 as kind from rows where decays + 0 in (-0.05, -5, -20))
+select op, printf('%d × %d × %d', B, H, T) || iif("case" in ('packed', 'fp32'), ', ' || "case", '') as "B × H × T", printf('%d, %d', K, V) as "K, V",
+  max(case kind when -0.05 then printf('%.2f / %.2f', forward_ms, both_ms) end) as "gentle, ms",
+  max(case kind when -5 then printf('%.2f / %.2f', forward_ratio, both_ratio) end) as "−5 a step",
+  max(case kind when -20 then printf('%.2f / %.2f', forward_ratio, both_ratio) end) as "−20"
+from first group by op, "case" order by min(n)
+
 -- decays_training: reproductions/measured/decays_training_h200.csv
 select case model when 'kda_hybrid' then 'KDA 3:1' when 'gla' then 'GLA' when 'hgrn2' then 'HGRN2' else 'Gated DeltaNet-2' end
     as model, upper(size) as size, printf('%,d', max(case decays when 'gentle' then tokens_per_second end)) as "tokens/s, log decays near −0.05",
@@ -347,28 +355,17 @@ select '`' || model || '.yaml`' as model, printf('%.2fM', state / 1e6) as "numbe
 from rows order by tokens_per_second is null, card desc, tokens_per_second desc, grows, state
 
 -- decode_400m: reproductions/measured/decode_400m.csv
-with places as (select model, batch_size = 1 as one, position > 1024 as later, state_bytes, ratio, ms,
-    formatted('%.2f', ms) || coalesce(printf(' (%.1f)', ratio), '') || iif(note like 'no CUDA graph%', ' eager', '') as time
-    from rows),
-  ours as (select model, max(case when one and not later then time end) as one, max(case when not one and not later then time end) as many,
-    max(case when one and not later then ratio end) as ratio, max(case when one and not later then ms end) as ms,
-    min(case when one then state_bytes end) < max(case when one then state_bytes end) as grows,
-    max(case when one and later then time end) as one_later, max(case when not one and later then time end) as many_later
-    from places where model not like 'fla %' group by model),
-  theirs as (select substr(model, 5) as model, max(case when one then ms end) as one, max(case when not one then ms end) as many
-    from places where model like 'fla %' group by model)
-select '`' || ours.model || '.yaml`' as model, ours.one as "batch 1", ours.many as "batch 64",
-  iif(grows, coalesce(one_later, '–') || ', ' || coalesce(many_later, '–'), '') as "both after 64k tokens",
-  iif(theirs.model is null, '', coalesce(formatted('%.0f, %.0f', theirs.one, theirs.many), '–')) as "FLA"
-from ours left join theirs on theirs.model = ours.model order by grows, ratio, ours.ms
+with places as (select *, printf('%.2f (%.1f)', ms, ratio) as time from rows where position = 1024)
+select '`' || model || '.yaml`' as model, max(case batch_size when 1 then time end) as "batch 1",
+  max(case batch_size when 64 then time end) as "batch 64" from places group by model order by min(ratio)
 
--- newer_training_h100: reproductions/measured/newer_training_h100.csv
+-- newer_training: reproductions/measured/newer_training.csv
 with ours as (select *, row_number() over () as n from rows where model not like 'fla %'),
   theirs as (select *, row_number() over () as n from rows where model like 'fla %')
 select '`' || ours.model || '.yaml`' as model, ours.batch_size || ' × 4,096' as "tokens in a step",
   printf('%.1fk', ours.tokens_per_second / 1e3) as "tokens/s", printf('%.1fk', theirs.tokens_per_second / 1e3) as "flash-linear-attention",
   printf('%.2f', 1.0 * ours.tokens_per_second / theirs.tokens_per_second) as ratio,
-  printf('%.1f / %.1f', ours.peak_gib, theirs.peak_gib) as "GiB, ours / theirs"
+  printf('%.1f / %.1f', ours.peak_gib, theirs.peak_gib) as "GiB, ours / theirs", substr(ours.device, 8, 4) as card
 from ours join theirs using (n)
 
 -- which_mixer.recall: reproductions/measured/state_h200.csv
