@@ -41,7 +41,8 @@ def tied_gates(
 ) -> tuple[Tensor, Tensor]:
     """Return log_decay of `forget_gate` and the input gate tied to it, 1 − exp(log_decay).
 
-    The input gates are accurate where little is forgotten. Inside `recomputing()` what follows saves neither result.
+    The input gates are accurate where little is forgotten. Inside `recomputing()`, later operations save neither result;
+    the backward pass computes them again.
 
     Args:
         x, bias, odds, scale: As for `forget_gate`.

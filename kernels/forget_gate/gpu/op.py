@@ -56,7 +56,7 @@ def forget_forward(
     bias,
     odds,
     log_decay,
-    written,  # 1 − exp(log_decay); None for one of the results that is not needed
+    written,  # 1 − exp(log_decay); either result is None where it is not needed
     rows,
     x_row,
     scale,
@@ -207,7 +207,7 @@ def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -
 def tied(
     x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """log_decay and 1 − exp(log_decay), which what follows does not save inside `recomputing()`."""
+    """log_decay and 1 − exp(log_decay); inside `recomputing()`, later operations do not save them."""
     bias, odds = (None if parameter is None else parameter.contiguous() for parameter in (bias, odds))
     log_decay, written = tied_gates(x, bias, odds, scale, dtype)
     args = x, bias, odds, scale

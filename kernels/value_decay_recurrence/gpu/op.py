@@ -91,7 +91,7 @@ def differentiate(args: Arguments, needed: Any, o_grad: Tensor | None, state_gra
 
 
 def _parts(args: Arguments) -> int:
-    """The number of parts of keys, as values of heads of their own, that the fastest kernels need for the gradients."""
+    """The number of parts of 128 channels that keys are cut into, each a head for the one pass of the gradients."""
     K, V = args.k.shape[3], args.v.shape[3]
     case = Case("channel", False, V, GLUON_SIZE, args.v.dtype, args.v.device)
     one_pass = K % GLUON_SIZE == 0 and first_match(PATHS, case).name == "hopper_vector_decay"
