@@ -41,8 +41,8 @@ def tied_gates(
 ) -> tuple[Tensor, Tensor]:
     """Return log_decay of `forget_gate` and the input gate tied to it, 1 − exp(log_decay).
 
-    The input gates are accurate where little is forgotten. Inside `recomputing()`, later operations save neither result;
-    the backward pass computes them again.
+    The input gates are accurate where little is forgotten. Inside `recomputing()`, later operations save neither of
+    them; the backward pass computes both again.
 
     Args:
         x, bias, odds, scale: As for `forget_gate`.
