@@ -126,6 +126,7 @@ class StepTimes(Callback):
     and the last steps may count towards the next log. Waiting for the loader counts only as far as the GPU waits too.
     The first step of a process, which compiles and allocates, does not count. All numbers are of the first process.
     Callbacks of `trainer.callbacks` run before the project's own, whose time therefore counts towards `seconds_other`.
+    Since they may read metrics, several processes add up the loss in each step, not in logged ones alone.
     """
 
     def __init__(self) -> None:

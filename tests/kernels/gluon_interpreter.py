@@ -398,8 +398,9 @@ class Kernel:
         def run(*arguments: Any, num_warps: int, maxnreg: int | None = None, **constants: Any) -> None:
             pointers = [Pointer(memory_of(x), value(0)) if isinstance(x, Tensor) else x for x in arguments]
             self.language.programs = grid[0]
-            for self.language.program in range(grid[0]):
-                self.function(*pointers, **constants)
+            with patch("triton.language.range", lambda stop, disable_licm: range(stop)):
+                for self.language.program in range(grid[0]):
+                    self.function(*pointers, **constants)
 
         return run
 
@@ -421,8 +422,6 @@ def interpreted(name: str, *kernels: str) -> ModuleType:
             assert spec.loader
             sys.modules[each] = module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-    if hasattr(module, "tl"):
-        module.tl = SimpleNamespace(range=lambda stop, disable_licm: range(stop))  # type: ignore[attr-defined]
     for kernel in kernels:
         setattr(module, kernel, Kernel(getattr(module, kernel), module.gl))
     return module

@@ -81,6 +81,7 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         {"T": 70, "B": 2, "R": 2, "E": 2, "V": 256},  # in two parts
         {"T": 130, "documents": [0, 0, 5, 130], "K": 64, "V": 256},
         {"T": 70, "B": 2, "R": 2, "E": 2, "K": 256, "V": 64},  # keys in two parts, values with as many zeros
+        {"T": 130, "documents": [0, 0, 5, 130], "K": 256, "V": 192, "decay": "mixed"},
     ],
 )
 @pytest.mark.parametrize("rounded", [False, True])

@@ -44,7 +44,7 @@ model = zoo.build("newcomer.yaml", "model.vocab_size=16", device="meta")
 assert {type(mixer) for mixer in model.mixers} == {Newcomer}
 assert [growth.way for growth in mixers.growths(model.mixers[0])] == ["merge", "merge", "expand"]
 assert "import Newcomer as Newcomer" in tables.with_imports(tables.PACKAGE.read_text())
-for page in ("README.md", "docs/zoo.md", "docs/which_mixer.md"):
+for page in ("README.md", "docs/zoo.md"):
     assert "`Newcomer`" in tables.rewrite((tables.ROOT / page).read_text())
 """
 
