@@ -1,6 +1,6 @@
 """Times of the recurrences with a decay per channel at gentle and at steep decays, on one GPU.
 
-    python reproductions/steep_decays.py --file=rows.csv
+    python reproductions/steep_decays.py
     python reproductions/steep_decays.py --cases=[half,packed] --ops=[linear_recurrence] --decays=[-0.05,-5,-20]
 
 Each row has the median time of a forward pass and of both passes in ms, and their ratios to those of the first decays.
@@ -26,7 +26,6 @@ from zoo.performance.device import described
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
 
-MEASURED = Path(__file__).parent / "measured" / "decays_ops_h200.csv"
 DECAYS = ("-0.05", "-5", "-20", "inf 5%", "bounded", "one -5", "-100", "-1", "-2", "-3", "softplus")
 OPS = ("delta_rule", "linear_recurrence")
 DOCUMENTS = 23  # about as many in a packed row
@@ -100,18 +99,18 @@ def passes(op: str, case: Case, decays: str, device: torch.device) -> dict[str, 
 def steep_decays(
     cases: list[str] | None = None,
     ops: list[str] | None = None,
-    decays: list[str] | None = None,
+    decays: list[str | float] | None = None,
     device: str | None = None,
     each: float = 0.2,
     seconds: float | None = None,
-    file: str = str(MEASURED),
+    file: str = "runs/steep_decays.csv",
 ) -> None:
     """Time the ops at each kind of decays.
 
     Args:
         cases: Any of fast, short, packed, half, half keys, wide and fp32; null for all.
         ops: delta_rule, linear_recurrence, or both (null).
-        decays: Kinds of decays, the gentlest first; null for all.
+        decays: Kinds of decays, the gentlest first, such as -0.05 or bounded; null for all.
         device: cpu or cuda; null for the GPU if available.
         each: Seconds to time each row.
         seconds: Time after which no further row is measured; null for no limit.
@@ -120,13 +119,14 @@ def steep_decays(
     Raises:
         UserError: An argument is invalid.
     """
-    for name, given, known in (("cases", cases, CASES), ("ops", ops, OPS), ("decays", decays, DECAYS)):
+    kinds = [kind if isinstance(kind, str) else f"{kind:g}" for kind in decays or DECAYS]
+    for name, given, known in (("cases", cases, CASES), ("ops", ops, OPS), ("decays", kinds, DECAYS)):
         check_names(name, given or [], known)
     start, where, rows = time.monotonic(), pick_device(device), list[dict[str, Any]]()
     for case in cases or CASES:
         for op in ops or OPS:
             first: dict[str, float] | None = None
-            for kind in decays or DECAYS:
+            for kind in kinds:
                 if seconds is not None and time.monotonic() - start > seconds:
                     return
                 sizes = CASES[case]

@@ -1,6 +1,5 @@
 """Times of recurrences at steep decays."""
 
-import csv
 from pathlib import Path
 
 import pytest
@@ -8,6 +7,8 @@ import torch
 
 from kernels import UserError
 from reproductions import steep_decays
+from reproductions.write_csv import read
+from zoo.config.command_line import arguments_of
 
 
 @pytest.fixture(autouse=True)
@@ -25,8 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch):
 def test_rows(tmp_path: Path):
     file = tmp_path / "rows.csv"
     steep_decays.steep_decays(device="cpu", each=0.001, file=str(file))
-    with file.open(newline="") as stream:
-        rows = [*csv.DictReader(stream)]
+    rows = read(file)
     assert len(rows) == 2 * 2 * len(steep_decays.DECAYS)
     assert {row["both_ratio"] for row in rows if row["decays"] == "-0.05"} == {"1.0"}
     assert all(float(row["both_ms"]) > 0 for row in rows)
@@ -38,6 +38,13 @@ def test_log_decays(kind: str):
     assert g.shape == (1, 50, 2, 16)
     assert (g <= 0).all()
     assert (g == -torch.inf).any() == (kind == "inf 5%")
+
+
+def test_decays_are_numbers_or_names(tmp_path: Path):
+    file = tmp_path / "rows.csv"
+    _, options = arguments_of(steep_decays.steep_decays, ["--decays=[-5,inf 5%,-0.05]", "--ops=[delta_rule]"], "rows")
+    steep_decays.steep_decays(**options, cases=["fast"], device="cpu", each=0.001, file=str(file))
+    assert [row["decays"] for row in read(file)] == ["-5", "inf 5%", "-0.05"]
 
 
 def test_unknown_names():
