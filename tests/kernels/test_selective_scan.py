@@ -106,7 +106,7 @@ def test_scaled_inputs_and_a_skip_connection(documents: list[int] | None, backen
 
 
 def test_in_bf16_the_skip_is_added_before_rounding():
-    """Where skip and recurrence almost cancel, two roundings to bf16 would leave nothing of the sum."""
+    """The skip almost cancels what the state gives; if each were rounded to bf16 first, their sum would be lost."""
     a = inputs(1, state=False, dtype=torch.float32)
     a["x"] = a["x"].bfloat16()
     read = kernels.selective_scan(**{**a, "x": a["x"].float()})[0]

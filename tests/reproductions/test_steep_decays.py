@@ -42,8 +42,8 @@ def test_log_decays(kind: str):
 
 def test_decays_are_numbers_or_names(tmp_path: Path):
     file = tmp_path / "rows.csv"
-    _, options = arguments_of(steep_decays.steep_decays, ["--decays=[-5,inf 5%,-0.05]", "--ops=[delta_rule]"], "rows")
-    steep_decays.steep_decays(**options, cases=["fast"], device="cpu", each=0.001, file=str(file))
+    _, options = arguments_of(steep_decays.steep_decays, ["--decays=[-5,inf 5%,-0.05]", "--cases=[fast]"], "rows")
+    steep_decays.steep_decays(**options | {"ops": ["delta_rule"], "device": "cpu", "each": 0.001, "file": str(file)})
     assert [row["decays"] for row in read(file)] == ["-5", "inf 5%", "-0.05"]
 
 
