@@ -418,11 +418,11 @@ def gradients(
         token, c = start + (count - 1) * 64, count - 1
         copy_decays(decays_s, log_decay, token, n * K, stop, heads * K, K)
         copy_ends(ends_s, ends, place + c, True, K)
-        copy_tokens(values_s, v, token, 0, stop, v_token)
         copy_state(before_s, states, (first_chunk + c).to(gl.int64) * heads + n, True, K)
         async_copy.commit_group()
         copy_keys(queries_s, q, token, 0, stop, q_token, K)
         copy_keys(keys_s, k, token, 0, stop, k_token, K)
+        copy_tokens(values_s, v, token, 0, stop, v_token)
         async_copy.commit_group()
     for i in tl.range(count, disable_licm=True):
         c = count - 1 - i
@@ -499,13 +499,19 @@ def gradients(
         dQ = (dQ + itself * keys_s.load(KEYS).to(gl.float32)) * (factors_s.load(KEYS).to(gl.float32) * scale)
         store_rows(q_grad, token, n * K, stop, heads * K, dQ, LAYOUT=STORE)
         dK += itself * queries_s.load(KEYS).to(gl.float32)
-        if log_decay_grad is not None:
-            queries_s.store(past.to(gl.bfloat16))
         T = warpgroup_mma(values_s, after_s.permute((1, 0)), channels, use_acc=False, is_async=True)
+        rounded = past.to(gl.bfloat16)
+        remainder = (past - rounded.to(gl.float32)).to(gl.bfloat16)
+        if log_decay_grad is not None:
+            queries_s.store(rounded)
         T = warpgroup_mma_wait(0, deps=[T])
         T *= power(exponent_before(exponents_s.load(KEYS), at_end(points, KEYS)))
         dK += T
+        # `past` is summed over later tokens, so it takes two numbers in bf16: rounded to one, it has most of the error.
+        remainder_s = reinterpret(values_s, gl.bfloat16, [128 // K, 64, K], SHARED).index(0)
         if log_decay_grad is not None:
+            barrier()
+            remainder_s.store(remainder)
             keys_s.store((keys_s.load(KEYS).to(gl.float32) * T).to(gl.bfloat16))
         store_rows(
             k_grad, token, n * K, stop, heads * K, dK * reciprocal(factors_s.load(KEYS).to(gl.float32)), LAYOUT=STORE
@@ -515,6 +521,7 @@ def gradients(
         if log_decay_grad is not None:
             dg = warpgroup_mma(lower_s, keys_s, channels, use_acc=False, is_async=True)
             dg = warpgroup_mma(lower_s.permute((1, 0)), queries_s, dg, is_async=True)
+            dg = warpgroup_mma(lower_s.permute((1, 0)), remainder_s, dg, is_async=True)
         dS = warpgroup_mma(enter_s.permute((1, 0)), grad_s, dS, is_async=True)
         dV = warpgroup_mma(leave_s, after_s, rows, use_acc=False, is_async=True)
         dV = warpgroup_mma(scores_s.permute((1, 0)), grad_s, dV, is_async=True)
@@ -522,7 +529,6 @@ def gradients(
         end = gl.where(c > 0, stop, token - 64)
         copy_decays(decays_s, log_decay, token - 64, n * K, end, heads * K, K)
         copy_ends(ends_s, ends, place + c - 1, c > 0, K)
-        copy_tokens(values_s, v, token - 64, 0, end, v_token)
         copy_state(before_s, states, (first_chunk + c - 1).to(gl.int64) * heads + n, c > 0, K)
         async_copy.commit_group()
         if log_decay_grad is not None:
@@ -538,6 +544,7 @@ def gradients(
         barrier()
         copy_keys(queries_s, q, token - 64, 0, end, q_token, K)
         copy_keys(keys_s, k, token - 64, 0, end, k_token, K)
+        copy_tokens(values_s, v, token - 64, 0, end, v_token)
         async_copy.commit_group()
         dS *= gl.expand_dims(rest, 1)
         dV = warpgroup_mma_wait(0, deps=[dV])
