@@ -28,7 +28,7 @@ from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import bench_decode, timed
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
 from zoo.performance.model import PRECISIONS, build, read, running
-from zoo.performance.training import TimedLearner, bench_training, warmed
+from zoo.performance.training import Other, TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
 from zoo.train.optim import Optimisation
 
@@ -134,30 +134,40 @@ def training(
         compile=compile,
         cuda_graph=cuda_graph,
         folder=folder,
-        other=_learner,
+        others=[similar_model],
     )
 
 
-def _learner(
+def similar_model(
     ours: LanguageModel, about: dict[str, Any], optim: Optimisation, tokens: Tensor, bar: Any
 ) -> tuple[dict[str, Any], TimedLearner | None]:
-    """The row of FLA's model, and its learner after the first steps; None if it does not run."""
-    row: dict[str, Any] = {"model": "other"}
-    before, precision = torch.cuda.memory_allocated(tokens.device), about["precision"]
-    try:
-        peer = peers.language_model(ours, about["model"], tokens.device)
-        row["model"], model = peer.name, peer.build()
-        if precision.endswith("-true"):
-            model = model.to(PRECISIONS[precision])
-        learner = TimedLearner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
-        row["parameters"] = sum(p.numel() for p in model.parameters())
-        done = warmed(row, learner, bar, before)
-    except UserError:
-        raise
-    except Exception as error:  # errors of other libraries become remarks in the table
-        return row | {"note": complaint(error)}, None
-    row["ready_s"] = None  # the process was busy with our model before
-    return row, learner if done else None
+    """As `learner_of` its result, for FLA's model of the same mixers, or else its Gated DeltaNet."""
+    return learner_of(peers.language_model(ours, about["model"], tokens.device))(ours, about, optim, tokens, bar)
+
+
+def learner_of(peer: peers.PeerModel) -> Other:
+    """Return a function to the row of a peer and its learner after the first steps, or None if it does not run."""
+
+    def warm(
+        ours: LanguageModel, about: dict[str, Any], optim: Optimisation, tokens: Tensor, bar: Any
+    ) -> tuple[dict[str, Any], TimedLearner | None]:
+        row: dict[str, Any] = {"model": peer.name}
+        before, precision, tokens = torch.cuda.memory_allocated(tokens.device), about["precision"], tokens[:, :-1]
+        try:
+            model = peer.build()
+            if precision.endswith("-true"):
+                model = model.to(PRECISIONS[precision])
+            learner = TimedLearner(model, optim, precision, "auto", lambda: model(input_ids=tokens, labels=tokens).loss)
+            row["parameters"] = sum(p.numel() for p in model.parameters())
+            done = warmed(row, learner, bar, before)
+        except UserError:
+            raise
+        except Exception as error:  # errors of other libraries become remarks in the table
+            return row | {"note": complaint(error)}, None
+        row["ready_s"] = None  # the process was busy with our model before
+        return row, learner if done else None
+
+    return warm
 
 
 def decode(

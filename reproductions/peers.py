@@ -132,15 +132,21 @@ def same_model(model: LanguageModel, sizes: dict[str, Any], device: torch.device
     return None if found is None else _model(*found, device)
 
 
-def _model(architecture: str, config: dict[str, Any], device: torch.device) -> PeerModel:
-    kind = getattr(importlib.import_module("fla.models"), architecture)
+def model_of_transformers(architecture: str, model: LanguageModel, device: torch.device) -> PeerModel:
+    """A model of transformers with the mixers and sizes of ours, in fp32, with SDPA and FLA's delta rule."""
+    family = next(family for family in FAMILIES if family.architecture == architecture)
+    return _model(architecture, family.write(model) | {"attn_implementation": "sdpa"}, device, "transformers")
+
+
+def _model(architecture: str, config: dict[str, Any], device: torch.device, package: str = "fla") -> PeerModel:
+    kind = getattr(importlib.import_module("fla.models" if package == "fla" else package), architecture)
 
     def build() -> nn.Module:
         with torch.device(device):
             built: nn.Module = kind(kind.config_class(**config))
             return built
 
-    return PeerModel(f"fla {kind.config_class.model_type}", build)
+    return PeerModel(f"{package} {kind.config_class.model_type}", build)
 
 
 def _same_mixers(model: LanguageModel) -> tuple[str, dict[str, Any]] | None:

@@ -43,14 +43,12 @@ select family as model, who as "", max(case size when '60M' then printf('%.0fk',
 from points group by family, who order by family, library <> '', mode desc
 
 -- kda_h100: reproductions/measured/kda_h100.csv
-with cells as (select *, printf('%d × %d × %d', "shape.B", "shape.H", "shape.T") as shape, case op when 'kda' then 'KDA' else 'Gated DeltaNet-2' end as mixer,
-    coalesce("peers.fla chunk_kda.fwd_graph_ms", "peers.fla chunk_gdn2.fwd_graph_ms") as f,
-    coalesce("peers.fla chunk_kda.fwd_bwd_graph_ms", "peers.fla chunk_gdn2.fwd_bwd_graph_ms") as fb,
-    coalesce("peers.fla chunk_kda, bounded.fwd_graph_ms", "peers.fla chunk_gdn2, bounded.fwd_graph_ms") as g,
-    coalesce("peers.fla chunk_kda, bounded, kept.fwd_bwd_graph_ms", "peers.fla chunk_gdn2, bounded, kept.fwd_bwd_graph_ms") as gb from rows)
-select mixer, shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_bwd_graph_ms) as ours, printf('%.2f / %.2f', f, fb) as peer,
-  printf('%.2f / %.2f', f / fwd_graph_ms, fb / fwd_bwd_graph_ms) as "peer ÷ ours", printf('%.2f / %.2f', g, gb) as "peer, decays above −5",
-  printf('%.2f / %.2f', g / fwd_graph_ms, gb / fwd_bwd_graph_ms) as "peer, decays above −5 ÷ ours" from cells
+with cells as (select *, printf('%d × %d × %d', "shape.B", "shape.H", "shape.T") as shape, "peers.fla chunk_gdn2.fwd_graph_ms" as f,
+    "peers.fla chunk_gdn2.fwd_bwd_graph_ms" as fb, "peers.fla chunk_gdn2, bounded.fwd_graph_ms" as g,
+    "peers.fla chunk_gdn2, bounded, kept.fwd_bwd_graph_ms" as gb from rows where op <> 'kda')
+select shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_bwd_graph_ms) as ours, printf('%.2f / %.2f', f, fb) as peer,
+  printf('%.2f / %.2f', f / fwd_graph_ms, fb / fwd_bwd_graph_ms) as "peer ÷ ours",
+  printf('%.2f / %.2f', g / fwd_graph_ms, gb / fwd_bwd_graph_ms) as "`safe_gate` ÷ ours" from cells
 
 -- kda_decays_h200: reproductions/measured/kda_decays_h200.csv
 with cells as (select *, printf('%d × %d × %d', "shape.B", "shape.H", "shape.T") as shape, "peers.fla chunk_kda.fwd_graph_ms" as f,
@@ -60,13 +58,9 @@ select decays, shape as "B × H × T", printf('%.2f / %.2f', fwd_graph_ms, fwd_b
   printf('%.2f / %.2f', f / fwd_graph_ms, fb / fwd_bwd_graph_ms) as "peer ÷ ours",
   case decays when 'bounded' then printf('%.2f / %.2f', g / fwd_graph_ms, gb / fwd_bwd_graph_ms) else '–' end as "`safe_gate` ÷ ours" from cells
 
--- kda_training_h100: reproductions/measured/kda_training_h100.csv
-select case model when 'kda' then 'ours' else 'flash-linear-attention' end as model, parameters, printf('%.1f', step_ms) as "ms a step",
-  printf('%,d', tokens_per_second) as "tokens/s", printf('%.1f', peak_gib) as GiB from rows
-
 -- decays_ops_h200: reproductions/measured/decays_ops_h200.csv
-with first as (select *, rowid as n, decays + 0 as kind from rows where decays + 0 in (-0.05, -5, -20))
-select op, printf('%d × %d × %d', B, H, T) || iif("case" in ('packed', 'fp32'), ', ' || "case", '') as "B × H × T", printf('%d, %d', K, V) as "K, V",
+with first as (select *, rowid as n, decays + 0 as kind from rows where decays + 0 in (-0.05, -5, -20) and "case" <> 'fp32')
+select op, printf('%d × %d × %d', B, H, T) || iif("case" = 'packed', ', packed', '') as "B × H × T", printf('%d, %d', K, V) as "K, V",
   max(case kind when -0.05 then printf('%.2f / %.2f', forward_ms, both_ms) end) as "gentle, ms",
   max(case kind when -5 then printf('%.2f / %.2f', forward_ratio, both_ratio) end) as "−5 a step",
   max(case kind when -20 then printf('%.2f / %.2f', forward_ratio, both_ratio) end) as "−20"
@@ -359,14 +353,16 @@ with places as (select *, printf('%.2f (%.1f)', ms, ratio) as time from rows whe
 select '`' || model || '.yaml`' as model, max(case batch_size when 1 then time end) as "batch 1",
   max(case batch_size when 64 then time end) as "batch 64" from places group by model order by min(ratio)
 
--- newer_training: reproductions/measured/newer_training.csv
-with ours as (select *, row_number() over () as n from rows where model not like 'fla %'),
-  theirs as (select *, row_number() over () as n from rows where model like 'fla %')
-select '`' || ours.model || '.yaml`' as model, ours.batch_size || ' × 4,096' as "tokens in a step",
-  printf('%.1fk', ours.tokens_per_second / 1e3) as "tokens/s", printf('%.1fk', theirs.tokens_per_second / 1e3) as "flash-linear-attention",
-  printf('%.2f', 1.0 * ours.tokens_per_second / theirs.tokens_per_second) as ratio,
-  printf('%.1f / %.1f', ours.peak_gib, theirs.peak_gib) as "GiB, ours / theirs", substr(ours.device, 8, 4) as card
-from ours join theirs using (n)
+-- peers_400m: reproductions/measured/peers_400m.csv
+with runs as (select model, length, max(batch_size) as batch, max(case how when 'captured' then tokens_per_second end) as captured,
+    max(case how when 'eager' then tokens_per_second end) as eager,
+    max(case when how not in ('captured', 'eager') then tokens_per_second end) as peer,
+    max(case when how not in ('captured', 'eager') then how end) like 'transformers%' as hf from rows group by model, length),
+  cells as (select *, printf('%.0f, %.0f, %.0f', captured / 1e3, eager / 1e3, peer / 1e3) || iif(batch < 8, printf(' (%d)', batch), '') as speed,
+    printf('%.2f', 1.0 * captured / peer) as ratio from runs where peer is not null)
+select '`' || model || '.yaml`' || iif(max(hf), '*', '') as model, max(case length when 4096 then speed end) as "8 × 4,096",
+  max(case length when 4096 then ratio end) as ratio, max(case length when 2048 then speed end) as "8 × 2,048",
+  max(case length when 2048 then ratio end) as "ratio " from cells group by model order by min(case length when 4096 then ratio end)
 
 -- which_mixer.recall: reproductions/measured/state_h200.csv
 with runs as (select coalesce(mixer, control) as name, "model.stack.mixer.factor" as factor, learning_rate as rate, seed,

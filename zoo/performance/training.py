@@ -120,7 +120,7 @@ class TimedLearner:
         }
 
 
-# our model, what the report is about, the optimiser, tokens [B,T] and the bar → the row of another model, and its
+# our model, what the report is about, the optimiser, tokens [B,T+1] and the bar → the row of another model, and its
 # learner after `warmed`; None if it does not run
 Other = Callable[[LanguageModel, dict[str, Any], Optimisation, Tensor, Any], tuple[dict[str, Any], TimedLearner | None]]
 
@@ -171,7 +171,7 @@ def bench_training(
     compile: bool = False,
     cuda_graph: bool = False,
     folder: str = "runs/bench-training",
-    other: Other | None = None,
+    others: Sequence[Other] = (),
 ) -> Report:
     """Time training steps of a model on random tokens, after checking its loss and gradients.
 
@@ -189,7 +189,7 @@ def bench_training(
         compile: Whether to compile each block with torch.compile.
         cuda_graph: Whether to capture the step as CUDA graphs, on a GPU.
         folder: The folder of bench.json.
-        other: In Python, another model, whose steps are timed in turns with those of the first.
+        others: In Python, other models, whose steps are timed in turns with those of the first.
 
     Raises:
         UserError: An argument is invalid.
@@ -220,9 +220,7 @@ def bench_training(
     tokens = torch.randint(parsed.model.vocab_size, (batch_size, length + 1), device=where)
     optim = configs.instantiate("optim", parsed)
 
-    with progress_bar(
-        total=1 + (1 + (other is not None)) * (1 + WARM_UP + steps), desc="training", unit=" steps"
-    ) as bar:
+    with progress_bar(total=1 + (1 + len(others)) * (1 + WARM_UP + steps), desc="training", unit=" steps") as bar:
         model = models.build(parsed, precision, where)
         row: dict[str, Any] = {"model": name, "parameters": model.num_parameters()}
         report.rows.append(row)
@@ -241,8 +239,8 @@ def bench_training(
         if not gate.passed:
             report.rows[:] = [{"model": name, "gate": row["gate"], "note": gate.says}]  # without times
             return report
-        if other is not None:
-            row, peer = other(model, about, optim, tokens[:, :-1], bar)
+        for other in others:
+            row, peer = other(model, about, optim, tokens, bar)
             report.rows.append(row)
             learners += [(row, peer)] if peer is not None else []
         timed(learners, steps, bar)
