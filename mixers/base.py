@@ -445,6 +445,23 @@ class LinearMixer(TokenMixer):
         """y and the next state of a single token per sequence in fewer launches; None if there is no such way."""
         return None
 
+    def delta_rule_token(
+        self, s: Streams, state: LinearState, gates: kernels.GateInputs | None, norm: kernels.GatedNorm | None
+    ) -> tuple[Tensor, LinearState] | None:
+        """Normalised output [B,1,H,V] and next state of a single token of the delta rule, in one launch where possible.
+
+        None if features or gates are more than `kernels.delta_rule_token` computes.
+        """
+        elsewhere = self.q_expand is not None or self._needs_positions or self.preconditioner is not None
+        if elsewhere or gates is None or norm is None:
+            return None
+        parts = zip(self._features, s[:3], state.histories, strict=True)
+        streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
+        y, histories, matrix = kernels.delta_rule_token(
+            streams, gates, norm, state.matrix, scale=self.scale, consume_state=True
+        )
+        return y, LinearState(matrix, tuple(histories), state.position)
+
     def _recurred(
         self,
         s: Streams,

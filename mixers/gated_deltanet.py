@@ -107,17 +107,10 @@ class GatedDeltaNet(LinearMixer, Fusable):
         return kernels.GateInputs(s.log_decay, decay.A_log, decay.dt_bias, s.beta, beta.bias, beta.most)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        """Compute a single token in one launch where that is possible."""
-        gates, norm = self.gate_inputs(s), self.o_norm.gated_norm(s.gate)
-        elsewhere = self.q_expand is not None or self._needs_positions or self.preconditioner is not None
-        if elsewhere or gates is None or norm is None or not self.fused_token:
+        if not self.fused_token:
             return None
-        parts = zip(self._features, s[:3], state.histories, strict=True)
-        streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
-        y, histories, matrix = kernels.delta_rule_token(
-            streams, gates, norm, state.matrix, scale=self.scale, consume_state=True
-        )
-        return self.o_proj(y.flatten(2)), LinearState(matrix, tuple(histories), state.position)
+        done = self.delta_rule_token(s, state, self.gate_inputs(s), self.o_norm.gated_norm(s.gate))
+        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
 
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None

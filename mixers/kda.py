@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import size_or
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .fusion import Fusable
@@ -51,6 +51,7 @@ class KDA(LinearMixer, Fusable):
     recurrence = staticmethod(kernels.delta_rule)
     decay_per_channel = True
     fused_method = "gates"
+    token_methods = ("gates", "carry", "readout")
 
     def __init__(
         self,
@@ -127,6 +128,12 @@ class KDA(LinearMixer, Fusable):
             up = self.decay_up.weight
         inputs = (raw, decay.A_log, decay.biases, s.beta)
         return kernels.GateInputs(*inputs, largest=self.beta.most, up=up, lower_bound=decay.lower_bound)
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        if not self.fused_token:
+            return None
+        done = self.delta_rule_token(s, state, self.gate_inputs(s), self.o_norm.gated_norm(s.gate))
+        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

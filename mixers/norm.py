@@ -218,7 +218,7 @@ class GatedRMSNorm(Output, Fusable):
         return kernels.GatedNorm(gate, self.weight, self.eps, self.gate_first)
 
 
-class SigmoidGatedRMSNorm(Output):
+class SigmoidGatedRMSNorm(Output, Fusable):
     """RMSNorm(o) · σ(gate) (KDA, arXiv 2510.26692).
 
     Args:
@@ -233,6 +233,11 @@ class SigmoidGatedRMSNorm(Output):
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         assert gate is not None
         return kernels.gated_rms_norm(o, gate, self.norm.scale, self.norm.eps, activation="sigmoid")
+
+    def gated_norm(self, gate: Tensor | None) -> kernels.GatedNorm | None:
+        if gate is None or not self.fused:
+            return None
+        return kernels.GatedNorm(gate, self.norm.scale, self.norm.eps, activation="sigmoid")
 
 
 class NormOnly(Output):

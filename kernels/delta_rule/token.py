@@ -1,4 +1,4 @@
-"""One token of a Gated DeltaNet layer, from its projections to the input of its output projection."""
+"""One token of a Gated DeltaNet or KDA layer, from its projections to the input of its output projection."""
 
 from collections.abc import Sequence
 
@@ -41,7 +41,6 @@ def in_one_launch(streams: Sequence[FeatureStream], gates: GateInputs, norm: Gat
         and autocast_dtype(q.x.device) is None
         and q.x.shape[2] == v.x.shape[2]
         and padded(q.size) * padded(v.size) <= LARGEST
-        and (gates.up, gates.lower_bound, gates.dt_bias.dim()) == (None, None, 1)
         and all(s.product is None and s.weight is not None and s.taps <= MOST_TAPS for s in streams)
     )
 
@@ -66,6 +65,7 @@ def check(streams: Sequence[FeatureStream], gates: GateInputs, norm: GatedNorm, 
         raise ValueError(f"streams: expected q and k [B,1,G,K] and v [B,1,H,V], H a multiple of G, got {shapes}")
     for name, x, wanted in (
         ("gates", gates.b, (B, 1, H)),
+        ("gates.dt_bias", gates.dt_bias, (H, K)[: gates.dt_bias.dim()]),
         ("norm.gate", norm.gate, (B, 1, H, V)),
         ("norm.weight", norm.weight, (V,)),
         ("initial_state", state, (B, H, K, V)),
@@ -89,7 +89,7 @@ def delta_rule_token(
 
     Args:
         streams: The arguments of `features` for q [B,1,G,K], k [B,1,G,K] and v [B,1,H,V], with `return_history`.
-        gates: The arguments of `delta_gates`, of H recurrences.
+        gates: The arguments of `delta_gates`, of H recurrences, with a decay per head or per channel.
         norm: The arguments of `gated_rms_norm` besides the output of the recurrence.
         initial_state: S_0 [B,H,K,V].
         scale: Factor on the output of the recurrence; K^-½ by default.
@@ -134,4 +134,5 @@ def composed(
         consume_state=consume_state,
     )
     assert state is not None
-    return gated_rms_norm(o, *norm[:3], gate_first=norm.gate_first), histories, state
+    y = gated_rms_norm(o, *norm[:3], gate_first=norm.gate_first, activation=norm.activation)
+    return y, histories, state

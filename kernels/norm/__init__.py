@@ -31,12 +31,13 @@ ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernel
 
 
 class GatedNorm(NamedTuple):
-    """The arguments of `gated_rms_norm` besides x, where they are explained, with SiLU as the activation."""
+    """The arguments of `gated_rms_norm` besides x, where they are explained."""
 
     gate: Tensor
     weight: Tensor | None
     eps: float
     gate_first: bool = False
+    activation: Literal["silu", "sigmoid"] = "silu"
 
 
 def rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6) -> Tensor:

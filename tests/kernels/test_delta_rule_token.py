@@ -1,7 +1,7 @@
-"""A token of a Gated DeltaNet layer in one launch, next to the three ops that it fuses."""
+"""A token of a Gated DeltaNet or KDA layer in one launch, next to the three ops that it fuses."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
@@ -32,6 +32,10 @@ class Case(NamedTuple):
     largest: float = 1.0
     scale: float | None = None
     dtype: torch.dtype = torch.float32
+    channels: bool = False  # a decay for each key channel
+    lower_bound: float | None = None
+    rank: int | None = None  # of a product that makes the inputs of the decays
+    sigmoid: bool = False  # activation of the gate
 
 
 CASES = [
@@ -46,6 +50,12 @@ CASES = [
     Case(B=1, K=64, V=128),  # four
     Case(B=1, H=1, G=1, K=128, V=256),  # sixteen
     Case(dtype=torch.bfloat16, bias=True),
+    Case(lower_bound=-5.0),
+    Case(channels=True, sigmoid=True),
+    Case(B=3, H=3, G=3, K=12, V=20, channels=True, lower_bound=-5.0, largest=2.0),
+    Case(channels=True, rank=5, sigmoid=True, gate_first=True, bias=True),
+    Case(B=1, K=64, V=128, channels=True, rank=8),
+    Case(dtype=torch.bfloat16, channels=True, lower_bound=-5.0, sigmoid=True),
 ]
 
 
@@ -57,7 +67,8 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
     def draw(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    widths = [G * K, G * K, H * V, H * V, H, H]
+    decays = case.rank or (H * K if case.channels else H)
+    widths = [G * K, G * K, H * V, H * V, decays, H]
     q, k, v, gate, a, b = draw(B, 1, sum(widths) + 3)[..., : sum(widths)].split(widths, -1)
     streams = [
         kernels.FeatureStream(
@@ -72,9 +83,15 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
         for x, heads, how in ((q, G, case.qk), (k, G, case.qk), (v, H, case.v))
     ]
     A_log, dt_bias, bias = (draw(H, dtype=torch.float32) for _ in range(3))
-    gates = kernels.GateInputs(a, A_log, dt_bias, b, bias if case.bias else None, case.largest)
+    if case.channels:
+        dt_bias = draw(H, K, dtype=torch.float32)
+        a = a if case.rank else a.unflatten(-1, (H, K))
+    up = draw(dt_bias.numel(), case.rank) / case.rank if case.rank else None
+    bias_of_b = bias if case.bias else None
+    gates = kernels.GateInputs(a, A_log, dt_bias, b, bias_of_b, case.largest, up, case.lower_bound)
     weight = draw(V, dtype=torch.float32) if case.weight else None
-    norm = kernels.GatedNorm(gate.unflatten(-1, (H, -1)), weight, 1e-5, case.gate_first)
+    activation: Literal["silu", "sigmoid"] = "sigmoid" if case.sigmoid else "silu"
+    norm = kernels.GatedNorm(gate.unflatten(-1, (H, -1)), weight, 1e-5, case.gate_first, activation)
     state = draw(B, H, K, V, dtype=torch.float32)
     return {"streams": streams, "gates": gates, "norm": norm, "initial_state": state, "scale": case.scale}
 
@@ -105,8 +122,8 @@ def test_the_three_ops(case: Case, device: str):
     expected = run(arguments(case, device), "reference")
     with kernels.implementations() as ran:
         actual = run(arguments(case, device), "triton", consume_state=True)
-    assert ran == {"delta_rule": {"triton"}}
-    assert launches(arguments(case, device)) == ["delta_rule.token.advance_token"]
+    assert ran == {op: {"triton"} for op in ("delta_rule", "linear") if op == "delta_rule" or case.rank}
+    assert launches(arguments(case, device))[-1] == "delta_rule.token.advance_token"
     # in bf16 the reference does not round features
     assert_close(actual, expected, 2e-2 if case.dtype == torch.bfloat16 else 1e-5)
 
@@ -142,7 +159,6 @@ def test_states_in_other_dtypes_and_layouts(device: str):
 
 ELSEWHERE: dict[str, Callable[[dict[str, Any]], object]] = {
     "a gradient": lambda a: a["gates"].A_log.requires_grad_(),
-    "decays per channel": lambda a: setattr(a["gates"], "lower_bound", -5.0),
     "another dtype": lambda a: setattr(a["gates"], "a", a["gates"].a.bfloat16()),
     "no convolution": lambda a: a["streams"].__setitem__(
         2, kernels.FeatureStream(a["streams"][2].x, return_history=True)
@@ -180,6 +196,14 @@ def test_other_calls_run_the_three_ops(why: str):
             {"norm": kernels.GatedNorm(torch.zeros(2, 1, 2, 16), torch.zeros(15), 0.0)},
             r"norm.weight: expected \[16\], got",
         ),
+        (
+            {
+                "gates": kernels.GateInputs(
+                    torch.zeros(2, 1, 2, 7), torch.zeros(2), torch.zeros(2, 7), torch.zeros(2, 1, 2)
+                )
+            },
+            r"gates.dt_bias: expected \[2, 8\], got shape \(2, 7\)",
+        ),
         ({"gates": kernels.GateInputs(*[torch.zeros(3)] * 4)}, r"gates: expected \[2, 1, 2\], got shape \(3,\)"),
     ],
 )
@@ -210,6 +234,9 @@ def test_streams_that_are_no_token():
         Case(B=2, H=4, G=4, K=128, V=256, dtype=torch.float16, gate_first=True),
         Case(B=5, H=6, G=6, K=64, V=64),
         Case(B=5, H=2, G=2, K=256, V=128),
+        Case(B=1, H=8, G=8, K=128, V=128, dtype=torch.bfloat16, channels=True, rank=128, sigmoid=True),
+        Case(B=64, H=8, G=8, K=128, V=128, dtype=torch.bfloat16, channels=True, lower_bound=-5.0, sigmoid=True),
+        Case(B=5, H=6, G=6, K=64, V=64, channels=True),
     ],
 )
 def test_on_device(case: Case):

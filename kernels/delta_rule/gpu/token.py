@@ -1,4 +1,4 @@
-"""One token of a Gated DeltaNet layer in one launch: a program has a head of a sequence, and its whole state."""
+"""One token of a Gated DeltaNet or KDA layer in one launch: a program has a head of a sequence, and its whole state."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -110,7 +110,7 @@ def advance_token(
     v_weight,
     v_bias,
     v_history,
-    a,  # [B,H], with any stride of rows, as b
+    a,  # [B,H], or [B,H·K] for decays per channel, with any stride of rows, as b
     A_log,
     dt_bias,
     b,
@@ -128,11 +128,15 @@ def advance_token(
     largest,
     scale,
     eps,
+    lower,  # bound of the log decays if they are bounded
     Q: tl.constexpr,  # C, W, SIZE, BLOCK, ACTIVATION, NORM, TAPS
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     H: tl.constexpr,
+    CHANNELS: tl.constexpr,  # whether each channel decays by itself
+    BOUNDED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
+    SIGMOID: tl.constexpr,  # whether that is the activation of the gate, rather than SiLU
     EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -147,7 +151,7 @@ def advance_token(
     prefetch_head(k_weight, k_history, row, h, KEY, OVERLAP)
     prefetch_head(v_weight, v_history, row, h, VALUE, OVERLAP)
     prefetch(A_log, 0, H, H, OVERLAP)
-    prefetch(dt_bias, 0, H, H, OVERLAP)
+    prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
     if scale_of_norm is not None:
         prefetch(scale_of_norm, 0, V, V, OVERLAP)
     wait(OVERLAP)
@@ -159,12 +163,16 @@ def advance_token(
     k_window = window_of(k, k_weight, k_history, row, h, k_row, KEY)
     v_window = window_of(v, v_weight, v_history, row, h, v_row, VALUE)
     S = tl.load(state + at, mask=inside, other=0.0)
-    step, rate = load(a, row * a_row + h, True) + load(dt_bias, h, True), tl.exp(load(A_log, h, True))
+    if CHANNELS:
+        step = (load(a, row * a_row + h * K + r, r < K) + load(dt_bias, h * K + r, r < K))[:, None]
+    else:
+        step = load(a, row * a_row + h, True) + load(dt_bias, h, True)
+    rate = tl.exp(load(A_log, h, True))
     raw = load(b, row * b_row + h, True)
     if bias is not None:
         raw += load(bias, h, True)
     opened = load(gate, row * gate_row + h * V + c, c < V)
-    opened *= sigmoid(opened)
+    opened = sigmoid(opened) if SIGMOID else opened * sigmoid(opened)
     if scale_of_norm is not None:
         factor = load(scale_of_norm, c, c < V)
     DTYPE: tl.constexpr = q.dtype.element_ty
@@ -175,7 +183,7 @@ def advance_token(
     keep(q_window, q_history, row, h, Q)
     keep(k_window, k_history, row, h, KEY)
     keep(v_window, v_history, row, h, VALUE)
-    S *= tl.exp(decay_of(step, rate, 0.0, False))
+    S *= tl.exp(decay_of(step, rate, lower, BOUNDED))
     update = largest * tl.sigmoid(raw) * (value - tl.sum(key[:, None] * S, 0))
     S += key[:, None] * update[None, :]
     tl.store(state + at, S, mask=inside)
@@ -191,11 +199,13 @@ def advance_token(
 
 
 @lru_cache(maxsize=1024)
-def launch(streams: tuple[tuple[Any, ...], ...], rows: int, H: int, gate_first: bool, *numbers: Any) -> LaunchSpec:
+def launch(
+    streams: tuple[tuple[Any, ...], ...], rows: int, flags: tuple[bool, ...], H: int, *numbers: Any
+) -> LaunchSpec:
     """The launch for streams of these shapes; `numbers` are the arguments between the tensors and the constants."""
     elements = streams[1][3] * streams[2][3]
     constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
-    constants |= {"H": H, "GATE_FIRST": gate_first, "EPS": EPS}
+    constants |= {"H": H, **dict(zip(("CHANNELS", "BOUNDED", "GATE_FIRST", "SIGMOID"), flags, strict=True)), "EPS": EPS}
     warps = max(1, min(elements // PER_WARP, MOST_WARPS))
     return LaunchSpec(advance_token, rows * H, *numbers, **constants, warps=warps, overlap=True)
 
@@ -227,11 +237,15 @@ def forward(
         tensors += [x, stream.weight.contiguous(), None if stream.bias is None else stream.bias.contiguous(), history]
         strides.append(row)
     assert gates.b is not None
-    (a, _, a_row), (b, _, b_row), (gate, gate_row) = rows_of(gates.a), rows_of(gates.b), heads_of_rows(norm.gate)
+    gates = gates.multiplied()
+    channels = gates.dt_bias.dim() == 2
+    decays = gates.a.flatten(2) if channels else gates.a
+    (a, _, a_row), (b, _, b_row), (gate, gate_row) = rows_of(decays), rows_of(gates.b), heads_of_rows(norm.gate)
     parameters = [None if x is None else x.contiguous() for x in (gates.A_log, gates.dt_bias, gates.bias, norm.weight)]
     A_log, dt_bias, bias, weight = parameters
     y = new(v, *v.shape)
-    numbers = (*strides, a_row, b_row, gate_row, float(gates.largest), float(scale), float(norm.eps))
-    queue = launch(tuple(about), B, H, norm.gate_first, *numbers)
+    numbers = (*strides, a_row, b_row, gate_row, float(gates.largest), float(scale), float(norm.eps), gates.lower)
+    flags = (channels, gates.lower_bound is not None, norm.gate_first, norm.activation == "sigmoid")
+    queue = launch(tuple(about), B, flags, H, *numbers)
     queue(*tensors, a, A_log, dt_bias, b, bias, gate, weight, state, y)
     return y, histories, state
