@@ -62,3 +62,12 @@ def test_mistakes_are_one_sentence(wrong: dict[str, Any], said: str, tmp_path: P
     with pytest.raises(UserError, match=said):
         steep_decays.steep_decays(**{"device": "cpu", "seconds": 0.0} | wrong)
     assert Path("measured.csv").read_text() == "measured"
+
+
+def test_ratios_of_measured_rows_are_to_the_first_row_of_their_case():
+    first: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read(Path(steep_decays.__file__).parent / "measured" / "decays_ops_h200.csv"):
+        base = first.setdefault((row["op"], row["case"]), row)
+        for passes in ("forward", "both"):
+            ratio = float(row[f"{passes}_ms"]) / float(base[f"{passes}_ms"])
+            assert float(row[f"{passes}_ratio"]) == pytest.approx(ratio, rel=0.01), row
