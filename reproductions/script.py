@@ -16,4 +16,4 @@ def run(function: Callable[..., object]) -> None:
     except OSError as error:  # of a file that cannot be read or written
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
-        sys.exit("stopped; rows are written one by one, so those above are in the file")
+        sys.exit("stopped; complete rows are in the file")

@@ -13,7 +13,7 @@ from reproductions.script import run
     [
         (UserError("file: no"), "error: file: no"),
         (IsADirectoryError(21, "Is a directory", "runs"), "error: [Errno 21] Is a directory: 'runs'"),
-        (KeyboardInterrupt(), "stopped; rows are written one by one, so those above are in the file"),
+        (KeyboardInterrupt(), "stopped; complete rows are in the file"),
     ],
 )
 def test_a_sentence_ends_a_script(error: BaseException, said: str, monkeypatch: pytest.MonkeyPatch):
