@@ -29,11 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from kernels import UserError
 from kernels.core.documents import copied
 from mixers import ContextParallel
-from reproductions import write_csv
+from reproductions import script, write_csv
 from reproductions.multi_device import LIMITS, LOW_PRECISION, largest_difference
 from zoo import config as configs
 from zoo.arguments import check_names
-from zoo.config.command_line import arguments_of
 from zoo.data.batch import Batch
 from zoo.generation.cuda_graph import Recorder
 from zoo.performance.device import described
@@ -358,7 +357,7 @@ def context_parallel_speed(
     check_names("layouts", layouts, ["whole", "packed"])
     check_options(precision, steps=steps, turns=turns, document=document, rows=rows, limit=limit, length=min(lengths))
     config, target = model or ["gated_deltanet.yaml", "size/400m.yaml"], Path(file)
-    done = {tuple(row[key] for key in CELL) for row in write_csv.read(target)}
+    done = {tuple(row[key] for key in CELL) for row in write_csv.read(target, CELL)}
     cells = [cell for cell in cells_of(modes, lengths, recomputed, layouts, turns) if cell.key not in done]
     settings = Settings(config, precision, document, rows, steps, where.type, limit, target)
     if cells:
@@ -373,8 +372,4 @@ def context_parallel_speed(
 
 
 if __name__ == "__main__":
-    try:
-        _, arguments = arguments_of(context_parallel_speed, sys.argv[1:], "context_parallel_speed")
-        context_parallel_speed(**arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script.run(context_parallel_speed)

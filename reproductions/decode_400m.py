@@ -19,15 +19,14 @@ from typing import Any
 import torch
 
 from kernels import UserError
-from reproductions import beside, peers, write_csv
+from reproductions import beside, peers, script, write_csv
 from reproductions.mixers_400m import SETTINGS, overlays
-from zoo.arguments import check_names
-from zoo.config.command_line import arguments_of
+from zoo.arguments import check_above_0, check_names
 from zoo.config.serialise import to_dict
 from zoo.performance.bench_report import complaint
 from zoo.performance.decoding import bench_decode
 from zoo.performance.device import described
-from zoo.performance.model import build, read
+from zoo.performance.model import build, check_options, read
 from zoo.train.devices import pick_device
 
 MEASURED = Path(__file__).parent / "measured" / "decode_400m.csv"
@@ -68,9 +67,8 @@ def decode_400m(
     Args:
         models: Names of configs, such as kda; null for all that have an overlay of 400M.
         batch_sizes: Sequences in a batch; null for 1 and 64.
-        positions: Numbers of preceding tokens; null for 1024 and 65536.
-        fla: Whether to time flash-linear-attention's models instead, after 1,024 tokens; it tunes its kernels first,
-            for minutes.
+        positions: Numbers of preceding tokens; null for 1024 and 65536, or with `fla` for 1024.
+        fla: Whether to time flash-linear-attention's models instead; it tunes its kernels first, for minutes.
         device: cpu or cuda; null for the GPU if available.
         each: Seconds to time each setting.
         seconds: Time after which no further model is measured; null for no limit.
@@ -81,11 +79,13 @@ def decode_400m(
     """
     start, target, available, where = time.monotonic(), Path(file), overlays(), pick_device(device)
     check_names("models", models or [], available)
+    check_above_0("each", each)
+    every = [*itertools.product(batch_sizes or [1, 64], positions or ([beside.POSITION] if fla else [1024, 65536]))]
+    for batch_size, position in every:
+        check_options("bf16-true", batch_sizes=batch_size, positions=position)
     if fla:
         peers.require(where)
-    positions = [beside.POSITION] if fla else positions or [1024, 65536]
-    rows = {_key(row): dict[str, Any](row) for row in write_csv.read(target)}
-    every = [*itertools.product(batch_sizes or [1, 64], positions)]
+    rows = {_key(row): dict[str, Any](row) for row in write_csv.read(target, COLUMNS)}
     failed = dict[str, str]()
     for name in models or available:
         label = f"fla {name}" if fla else name
@@ -100,6 +100,8 @@ def decode_400m(
         finally:
             gc.collect()  # graphs and models refer to each other
         for row in measured:  # a graph's row replaces that of eager steps
+            if (row["batch_size"], row["position"]) not in places:
+                continue  # measured before
             ms, floor = row.get("ms"), row.get("floor_ms")
             row |= {"model": label, "ratio": ms / floor if ms and floor else None}
             rows[_key(row)] = {column: row.get(column) for column in COLUMNS}
@@ -116,8 +118,4 @@ def _key(row: Row) -> tuple[str, int, int]:
 
 
 if __name__ == "__main__":
-    try:
-        _, arguments = arguments_of(decode_400m, sys.argv[1:], "decode_400m")
-        decode_400m(**arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script.run(decode_400m)

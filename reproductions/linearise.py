@@ -36,6 +36,7 @@ import zoo
 from kernels import UserError
 from reproductions.sweep_rows import KEY, Processes, work
 from reproductions.write_csv import read, write
+from zoo.arguments import check_above_0
 from zoo.config.overlays import load_config
 from zoo.experiments.linearise import STUDENT, Distilled
 from zoo.files.atomic import atomic_write
@@ -82,7 +83,7 @@ class Jobs:
 
     def done(self) -> set[tuple[str, ...]]:
         """The keys of all jobs that have rows."""
-        return {tuple(row[name] for name in KEY) for row in read(self.table)}
+        return {tuple(row[name] for name in KEY) for row in read(self.table, KEY)}
 
     def left(self, jobs: Sequence[str]) -> list[tuple[Any, Any]]:
         """Those without rows, as `work` takes them."""
@@ -112,6 +113,8 @@ def teacher_of(args: argparse.Namespace) -> Path:
     if first.is_dir():
         return first
     if not (folder := args.folder / "teacher").exists():
+        if missing := [str(part) for part in args.teacher if not part.is_file()]:
+            raise UserError(f"teacher: there is no file {missing[0]}")
         whole = args.folder / "parts" / first.stem
         shutil.rmtree(whole.parent, ignore_errors=True)
         whole.parent.mkdir()
@@ -220,7 +223,6 @@ def main() -> None:
     parser.add_argument("--delete", action="store_true", help="the folder of a student after its rows, about 10 GiB")
     parser.add_argument("--job", help=argparse.SUPPRESS)  # in the processes of this script
     args = parser.parse_intermixed_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
     if args.job:
         if args.job == TEACHER:
             rows = [*evaluated({TEACHER: teacher_of(args)}, args.folder / "of-the-teacher", args)]
@@ -233,13 +235,17 @@ def main() -> None:
     named = [f"{name}_{args.tokens / 1e6:g}M" for name in (*args.students, *(f"{n}-{SCRATCH}" for n in args.scratch))]
     texts, students = Jobs(args.folder / "text.csv", args), Jobs(args.table, args)
     try:
+        for name in NUMBERS:
+            check_above_0(name, getattr(args, name))
+        students.done()  # an error now, rather than after hours, if the file is another table
+        args.folder.mkdir(parents=True, exist_ok=True)
         teacher_of(args)
         left = work(texts.left([f"{TEXT}-{part}" for part in range(args.parts)]), len(gpus), gpus, float("inf"))
         if not left:
             jobs = [TEACHER, *(f"{name}_{seed}" for seed in args.seeds for name in named)]
             left = work(students.left(jobs), len(gpus), gpus, float("inf"))
-    except UserError as error:
-        sys.exit(str(error))
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("stopped; the same command continues")
     tqdm.write(f"{left} jobs are left" + ("; the same command continues" if left else ""))

@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from kernels import UserError
-from reproductions import write_csv
+from reproductions import script, write_csv
 from zoo import config as configs
 from zoo.arguments import check_names
-from zoo.config.command_line import arguments_of
 from zoo.performance.bench_report import Report
 from zoo.performance.model import build, read
 from zoo.performance.training import DOES_NOT_FIT, bench_training
@@ -108,7 +106,7 @@ def mixers_400m(
     """
     start, target, available = time.monotonic(), Path(file), overlays()
     check_names("models", models or [], available)
-    rows: dict[str, Row] = {row["model"]: dict(row) for row in write_csv.read(target)}
+    rows: dict[str, Row] = {row["model"]: dict(row) for row in write_csv.read(target, COLUMNS)}
     for name in models or available:
         if speed and (rows.get(name, {}).get("tokens_per_second") or _is_over(start, seconds)):
             continue
@@ -127,8 +125,4 @@ def _is_over(start: float, seconds: float | None) -> bool:
 
 
 if __name__ == "__main__":
-    try:
-        _, arguments = arguments_of(mixers_400m, sys.argv[1:], "mixers_400m")
-        mixers_400m(**arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script.run(mixers_400m)

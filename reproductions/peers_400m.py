@@ -20,14 +20,13 @@ import torch
 from torch import Tensor
 
 from kernels import UserError
-from reproductions import beside, peers, write_csv
+from reproductions import beside, peers, script, write_csv
 from reproductions.mixers_400m import SETTINGS, SPEED, overlays
 from zoo.arguments import check_names
-from zoo.config.command_line import arguments_of
 from zoo.config.serialise import to_dict
 from zoo.lm.model import LanguageModel
 from zoo.performance.bench_report import Report, complaint
-from zoo.performance.model import build, mean_loss, read
+from zoo.performance.model import build, check_options, mean_loss, read
 from zoo.performance.training import DOES_NOT_FIT, Other, TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
 from zoo.train.optim import Optimisation
@@ -130,9 +129,10 @@ def peers_400m(
     """
     start, target, available, where = time.monotonic(), Path(file), overlays(), pick_device(device)
     check_names("models", models or [], available)
+    check_options("bf16-mixed", batch_size=batch_size, lengths=min(lengths or [1]), steps=steps)
     if where.type == "cuda":
         peers.require(where)
-    rows = {_key(row): dict[str, Any](row) for row in write_csv.read(target)}
+    rows = {_key(row): dict[str, Any](row) for row in write_csv.read(target, COLUMNS)}
     failed = dict[str, str]()
     for length in lengths or [4096, 2048]:
         for name in models or available:
@@ -163,8 +163,4 @@ def _key(row: Row) -> tuple[str, int, str]:
 
 
 if __name__ == "__main__":
-    try:
-        _, arguments = arguments_of(peers_400m, sys.argv[1:], "peers_400m")
-        peers_400m(**arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script.run(peers_400m)

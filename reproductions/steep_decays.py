@@ -19,9 +19,8 @@ from torch import Tensor
 
 import kernels
 from kernels import UserError
-from reproductions import write_csv
-from zoo.arguments import check_names
-from zoo.config.command_line import arguments_of
+from reproductions import script, write_csv
+from zoo.arguments import check_above_0, check_names
 from zoo.performance.device import described
 from zoo.performance.timing import medians
 from zoo.train.devices import pick_device
@@ -114,7 +113,7 @@ def steep_decays(
         device: cpu or cuda; null for the GPU if available.
         each: Seconds to time each row.
         seconds: Time after which no further row is measured; null for no limit.
-        file: The CSV to write, row by row.
+        file: The CSV to write, row by row; it must not exist.
 
     Raises:
         UserError: An argument is invalid.
@@ -122,6 +121,9 @@ def steep_decays(
     kinds = [kind if isinstance(kind, str) else f"{kind:g}" for kind in decays or DECAYS]
     for name, given, known in (("cases", cases, CASES), ("ops", ops, OPS), ("decays", kinds, DECAYS)):
         check_names(name, given or [], known)
+    check_above_0("each", each)
+    if Path(file).exists():
+        raise UserError(f"file: {file} exists; delete it, or name another one")
     start, where, rows = time.monotonic(), pick_device(device), list[dict[str, Any]]()
     for case in cases or CASES:
         for op in ops or OPS:
@@ -142,8 +144,4 @@ def steep_decays(
 
 
 if __name__ == "__main__":
-    try:
-        _, arguments = arguments_of(steep_decays, sys.argv[1:], "steep_decays")
-        steep_decays(**arguments)
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    script.run(steep_decays)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from kernels import UserError
 from zoo.files.atomic import atomic_write
 from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
@@ -93,12 +94,15 @@ def write(rows: Iterable[dict[str, Any]], file: Path, columns: Sequence[str] | N
         stream.write(text.getvalue().encode())
 
 
-def read(file: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV; none if the file does not exist."""
+def read(file: Path, columns: Iterable[str] = ()) -> list[dict[str, str]]:
+    """Return the rows of a CSV; none if the file does not exist. A UserError if it lacks one of these columns."""
     if not file.exists():
         return []
-    with file.open(encoding="utf-8", newline="") as stream:
-        return [*csv.DictReader(stream)]
+    with file.open(encoding="utf-8", errors="replace", newline="") as stream:
+        reader = csv.DictReader(stream)
+        if missing := {*columns}.difference(reader.fieldnames or ()):
+            raise UserError(f"file: {file} is a table without the columns {', '.join(sorted(missing))}")
+        return [*reader]
 
 
 if __name__ == "__main__":

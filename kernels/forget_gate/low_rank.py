@@ -1,7 +1,5 @@
 """Log decays from low-rank gates: log σ(W x + b)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,7 +10,8 @@ from ..head_linear import head_linear
 from . import composition, forget_gate
 
 
-def _composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """The decays of a separate matrix product."""
     raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])  # as of a single head
     # by views, since the gradient of an index is a copy into zeros
     return forget_gate(raw.flatten(2), bias, scale=scale).to(dtype_of(x))
@@ -27,26 +26,18 @@ def dtype_of(x: Tensor) -> torch.dtype:
     return x.dtype if x.dtype == torch.bfloat16 else torch.promote_types(x.dtype, torch.float32)
 
 
-WIDEST = 64  # largest rank that the Triton kernel supports; beyond it, a separate matrix product pays off
-
-
-def _limits(x: Tensor, *rest: Any) -> str | None:
-    return f"which takes up to {WIDEST} numbers per token" if x.shape[2] > WIDEST else None
-
-
 OP = Op(
     "low_rank_forget_gate",
     reference=_by_formula,
-    torch=_composed,
+    torch=composed,
     gpu="kernels.forget_gate.gpu.low_rank:forward",
-    limits=_limits,
 )
 
 
 def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
     """log_decay = scale · log σ(W x + bias) (GLA, arXiv 2312.06635, section 4.4).
 
-    It is computed in at least fp32, and rounded to bf16 if x is in bf16: an error of at most .2 % of each logarithm,
+    It is computed in at least fp32, and rounded to bf16 if x is in bf16: an error of at most 0.2 % of each logarithm,
     and half of the bytes of what is the largest tensor of an expanded layer.
 
     Args:

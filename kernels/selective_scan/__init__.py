@@ -38,7 +38,7 @@ def selective_scan(
         c: Output weights [B,T,N], or [D,N] if they are constant over time, or None for ones.
         skip: Weight of the skip connection [D]; None for no such connection.
         scale_inputs: Whether −log_decay_t[d] x_t[d] is written instead of x_t[d], as in Mamba, whose steps are
-            −log_decay. The skip connection reads x_t[d] as before.
+            −log_decay, so it must be finite. The skip connection reads x_t[d] as before.
         initial_state: h_0 [S,D,N]; zeros by default.
         return_state: Whether to return the final states.
         cu_seqlens: Boundaries [S+1] of documents packed into one row (B = 1), from 0 to T; documents may be empty.

@@ -169,10 +169,16 @@ def test_low_rank_of_a_part_of_a_projection_is_computed_again(poison: None):
         torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-5)
 
 
-def test_more_numbers_than_triton_takes():
+@interpreted
+def test_a_rank_beyond_the_kernel_takes_a_separate_product(poison: None):
+    """As in Mamba1 of 1.5B parameters."""
     a = low_rank(65, 10)
-    with kernels.backend("triton"), pytest.raises(kernels.UserError, match="which takes up to 64 numbers per token"):
-        kernels.low_rank_forget_gate(**a)
+    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
+    with kernels.implementations() as ran:
+        actual = low_rank_results(a, "triton")
+    for name, x in actual.items():
+        torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
+    assert ran["forget_gate"] == {"triton"}
 
 
 @pytest.mark.parametrize(

@@ -447,6 +447,7 @@ def test_compiles_for_hopper(kernel: str, tokens: tuple[str, ...], fixed: dict[s
         (64, 384, 3, "hopper_vector_decay"),
         (64, 64, 1, "hopper_vector_decay"),  # values with as many zeros
         (128, 192, 2, "hopper_vector_decay"),
+        (64, 320, 3, "hopper_vector_decay"),  # of at least 107 channels, not four of 80
         (256, 128, 1, "hopper_vector_decay"),  # keys in two parts
         (64, 48, 1, "vector_decay"),
         (96, 192, 1, "vector_decay"),

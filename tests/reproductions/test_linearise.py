@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,25 @@ def test_a_teacher_in_parts_is_joined_and_converted_once(args: argparse.Namespac
     assert linearise.teacher_of(args) == teacher
     assert (teacher / "config.yaml").stat().st_mtime_ns == written
     assert linearise.teacher_of(argparse.Namespace(teacher=[teacher])) == teacher
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--teacher", "nope.gguf"], "error: teacher: there is no file nope.gguf"),
+        (["--teacher", ".", "--tokens=-5"], "error: tokens: -5.0 must be above 0 and finite"),
+        (["--teacher", ".", "--table", "notes.md"], "error: file: notes.md is a table without the columns name, "),
+        (["--teacher", ".", "--folder", "notes.md"], "error: [Errno 17] File exists: 'notes.md'"),
+    ],
+)
+def test_mistakes_are_one_sentence(options: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("notes.md").write_text("notes")
+    monkeypatch.setattr(sys, "argv", ["linearise.py", *options])
+    with pytest.raises(SystemExit) as caught:
+        linearise.main()
+    assert str(caught.value.code).startswith(said)
+    assert Path("notes.md").read_text() == "notes"
 
 
 def test_stages_divide_the_tokens(args: argparse.Namespace):

@@ -1,6 +1,7 @@
 """Times of recurrences at steep decays."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,6 +48,26 @@ def test_decays_are_numbers_or_names(tmp_path: Path):
     assert [row["decays"] for row in read(file)] == ["-5", "inf 5%", "-0.05"]
 
 
-def test_unknown_names():
-    with pytest.raises(UserError, match=r"cases.*slow"):
-        steep_decays.steep_decays(cases=["slow"])
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"cases": ["slow"]}, r"^cases.*slow"),
+        ({"each": -1.0}, r"^each: -1.0 must be above 0"),
+        ({"file": "measured.csv"}, r"^file: measured.csv exists"),
+    ],
+)
+def test_mistakes_are_one_sentence(wrong: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("measured.csv").write_text("measured")
+    with pytest.raises(UserError, match=said):
+        steep_decays.steep_decays(**{"device": "cpu", "seconds": 0.0} | wrong)
+    assert Path("measured.csv").read_text() == "measured"
+
+
+def test_ratios_of_measured_rows_are_to_the_first_row_of_their_case():
+    first: dict[tuple[str, str], dict[str, str]] = {}
+    for row in read(Path(steep_decays.__file__).parent / "measured" / "decays_ops_h200.csv"):
+        base = first.setdefault((row["op"], row["case"]), row)
+        for passes in ("forward", "both"):
+            ratio = float(row[f"{passes}_ms"]) / float(base[f"{passes}_ms"])
+            assert float(row[f"{passes}_ratio"]) == pytest.approx(ratio, rel=0.01), row

@@ -19,7 +19,7 @@ from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.reductions import add_outer, add_parts
 from ...gpu.rows import per_channel, rows_of, tile_of, walkers
 from ...gpu.tiles import LOG2E, PTX, exp2, factor_dtype
-from ..low_rank import dtype_of
+from ..low_rank import composed, dtype_of
 from .op import log_sigmoid
 
 # Cap of log2 e^gate in the backward pass, where the derivative is 1e-18. The product of two e^gate does not overflow.
@@ -47,6 +47,7 @@ FORWARD = Walk(rows=64, columns=64, tiles=1, resident=16)
 # the sums for the gradients of W take more registers. Products in fp32 take the most.
 BACKWARD_OF_HALF = Walk(rows=64, columns=64, tiles=2, resident=2)
 BACKWARD_OF_FP32 = Walk(rows=32, columns=64, tiles=1, resident=2)
+WIDEST = 64  # largest rank of the kernels; beyond it, a separate matrix product pays off
 
 
 @triton.jit
@@ -275,6 +276,8 @@ low_rank = register("low_rank_forget_gate", _compute, _differentiate, _empty)
 
 
 def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """log_decay […,C] of x […,R]."""
+    """log_decay [B,T,C] of x [B,T,R]."""
+    if x.shape[2] > WIDEST:
+        return composed(x, weight, bias, scale)
     bias = None if bias is None else bias.contiguous()
     return low_rank(x, weight.contiguous(), bias, scale)

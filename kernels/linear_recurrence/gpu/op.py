@@ -126,11 +126,11 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     case = Case(gate_of(a.log_decay), a.beta is not None, K // keys, GLUON_SIZE, q.dtype, q.device)
     # one pass takes less time than several even where it reads keys in parts, and values of 64 channels with 64 zeros
     one_pass = 2 * v.shape[3] >= GLUON_SIZE and first_match(PATHS, case).name == "hopper_vector_decay"
-    V, values = equal_parts(v.shape[3], GLUON_SIZE if one_pass else largest_size, q.dtype)
     if one_pass:
+        values = -(-v.shape[3] // GLUON_SIZE)
         V = values * GLUON_SIZE
     else:
-        K, keys = equal_parts(q.shape[3], largest_size, q.dtype)
+        (K, keys), (V, values) = (equal_parts(x.shape[3], largest_size, q.dtype) for x in (q, v))
     g = a.log_decay
     if g is not None:  # one pass takes decays in bf16, all others in fp32
         narrow = one_pass and g.dtype == torch.bfloat16 and v.shape[1] > 1
