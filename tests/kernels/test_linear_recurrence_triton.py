@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.core.documents import Documents
 
 from .recurrences import PACKED, inputs, results
 
@@ -233,18 +232,6 @@ def test_segments_registered_as_they_should_be(length: int, segments: int, short
     op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False)
     torch.library.opcheck(op, arguments)
     assert len(op(*arguments)[2]) == segments  # the states that are kept
-
-
-def test_boundaries_are_read_once(monkeypatch: pytest.MonkeyPatch):
-    a = inputs(8, gate="head", G=1, K=16, V=16, documents=[0, 3, 8], dtype=torch.float32)
-    a = {name: x.to(DEVICE).requires_grad_(x.is_floating_point()) for name, x in a.items()}
-    made = []
-    create = Documents.__init__
-    monkeypatch.setattr(Documents, "__init__", lambda self, cu_seqlens: made.append(create(self, cu_seqlens)))
-    with kernels.backend("triton"):
-        for _ in range(2):
-            kernels.linear_recurrence(**a)[0].sum().backward()
-    assert len(made) == 1
 
 
 def test_fp64_names_another_backend():
