@@ -63,10 +63,5 @@ def test_peers_have_rows_of_their_own(options: dict[str, Any], monkeypatch: pyte
     ]  # an Identity has no config, which becomes a note
 
 
-def test_unknown_models_are_refused():
-    with pytest.raises(UserError, match=r"^models: 'gal' is not one of "):
-        table.decode_400m(["gal"])
-
-
 def test_the_table_has_no_other_models():
     assert {row["model"].removeprefix("fla ") for row in read(table.MEASURED)} <= {*overlays()}

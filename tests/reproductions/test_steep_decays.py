@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kernels import UserError
 from reproductions import steep_decays
 from reproductions.write_csv import read
 from zoo.config.command_line import arguments_of
@@ -45,8 +44,3 @@ def test_decays_are_numbers_or_names(tmp_path: Path):
     _, options = arguments_of(steep_decays.steep_decays, ["--decays=[-5,inf 5%,-0.05]", "--cases=[fast]"], "rows")
     steep_decays.steep_decays(**options | {"ops": ["delta_rule"], "device": "cpu", "each": 0.001, "file": str(file)})
     assert [row["decays"] for row in read(file)] == ["-5", "inf 5%", "-0.05"]
-
-
-def test_unknown_names():
-    with pytest.raises(UserError, match=r"cases.*slow"):
-        steep_decays.steep_decays(cases=["slow"])
