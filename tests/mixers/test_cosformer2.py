@@ -3,6 +3,7 @@ import copy
 import pytest
 import torch
 
+import kernels
 from mixers import TPE, CosFormer2, Expanded, Features, Site
 
 from .test_parity import shaken
@@ -36,6 +37,21 @@ def test_theta_stays_shared_from_the_meta_device():
             reset()
     assert mixer.k_features.map.theta is mixer.q_features.map.theta
     torch.testing.assert_close(mixer.q_features.map.theta, CosFormer2(SITE).q_features.map.theta)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_positions_restart_in_every_document(backend: str):
+    mixer, x = shaken(CosFormer2(SITE).double()), torch.randn(1, 30, 32, dtype=torch.float64)
+    x[:, 20:] = x[:, :10]
+    with kernels.backend(backend):
+        y, state = mixer(x, mixer.init_state(4), cu_seqlens=torch.tensor([0, 13, 13, 20, 30]))
+    assert state.position.tolist() == [13, 0, 7, 10]
+    torch.testing.assert_close(y[:, 20:], y[:, :10])  # the same tokens at the same positions
+    # rows go on from where each of them stands
+    more = torch.randn(1, 6, 32, dtype=torch.float64)
+    z, state = mixer(more, state, cu_seqlens=torch.tensor([0, 2, 3, 3, 6]))
+    assert state.position.tolist() == [15, 1, 7, 13]
+    torch.testing.assert_close(z[:, :2], mixer(torch.cat([x[:, :13], more[:, :2]], 1))[0][:, 13:])
 
 
 def test_features_double_the_state():
