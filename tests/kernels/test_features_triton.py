@@ -421,21 +421,6 @@ def test_what_the_kernels_cannot_take(change: dict[str, Any], norm: Any, reason:
         kernels.features(**a, norm=norm)
 
 
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-def test_a_short_convolution_alone():
-    a = single(10)
-    a["x"] = a["x"].flatten(2)
-    y, history = [], []
-    for backend in ("triton", "reference"):
-        with kernels.backend(backend):
-            actual = kernels.short_conv(**a, return_history=True)
-        y.append(actual[0])
-        history.append(actual[1])
-    torch.testing.assert_close(*y)
-    assert torch.equal(*history)
-
-
 @pytest.mark.slow
 def test_the_ops_are_registered_properly():
     a = {name: x.to(DEVICE) for name, x in single(2).items()}

@@ -305,15 +305,3 @@ def test_strong_decays_are_not_resets(backend: str):
     with kernels.backend(backend):
         torch.testing.assert_close(kernels.forget_gate(x), x)
         torch.testing.assert_close(kernels.forget_gate(x, None, x), x + math.log(2))
-
-
-def test_compiled():
-    a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
-
-    def run(x: Tensor, bias: Tensor, odds: Tensor) -> Tensor:
-        return sum(kernels.tied_gates(x, bias, odds, dtype=torch.float32))
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for y in (compiled(**a), run(**a)):
-        gradients = torch.autograd.grad(y.sum(), list(a.values()))
-        torch.testing.assert_close(gradients, torch.autograd.grad(run(**a).sum(), list(a.values())))

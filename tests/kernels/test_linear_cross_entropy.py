@@ -85,8 +85,6 @@ def test_a_cap_bounds_the_logits(backend: str):
     actual = results(x, weight, labels, backend, cap=2.0)
     torch.testing.assert_close(actual["loss"], expected.sum())
     assert actual["loss"] < 0.7 * usual["loss"]  # the cap mattered
-    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0, or None, got 0"):
-        results(x, weight, labels, backend, cap=0)
 
 
 def test_gradients_through_a_cap():
@@ -208,7 +206,7 @@ def test_errors_name_the_argument(name: str, change: Callable[[Tensor], Tensor])
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), float("inf")])
 def test_caps_that_are_no_bounds(cap: float):
-    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0"):
+    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0, or None, got "):
         kernels.linear_cross_entropy(*inputs(10), cap=cap)
 
 
@@ -268,14 +266,6 @@ def test_kernels_refuse_a_cap(op):
 def test_large_logits_in_kernels(op):
     a = inputs(12, scale=1000)
     assert_same(results(*a, backend="triton"), exact(a))
-
-
-@interpreted
-def test_columns_of_x_and_of_the_weight_may_be_strided(op):
-    x, weight, labels = inputs(12)
-    expected = results(x, weight, labels, backend="triton")
-    strided = (x.T.contiguous().T, weight.T.contiguous().T, labels.repeat_interleave(2)[::2])
-    assert_same(results(*strided, backend="triton"), expected)
 
 
 @interpreted

@@ -1,7 +1,6 @@
 """The Triton kernels of the selective scan: small cases in the interpreter, real sizes on a device."""
 
 from functools import partial
-from itertools import pairwise
 
 import pytest
 import torch
@@ -183,20 +182,6 @@ def test_one_argument_in_fp64(name: str):
 def test_fp64_names_another_backend():
     with kernels.backend("triton"), pytest.raises(kernels.UserError, match=r"^backend: .*'triton'.*fp64.*torch"):
         kernels.selective_scan(**inputs(3))
-
-
-@interpreted
-def test_whole_is_pieces(short_chunks: None):
-    a = small(20)
-    with kernels.backend("triton"), torch.no_grad():
-        whole, final = kernels.selective_scan(**a, return_state=True)
-        state, outputs = a.pop("initial_state"), []
-        for i, j in pairwise([0, 16, 17, 18, 20]):
-            piece = {name: x[:, i:j] if x.dim() == 3 else x for name, x in a.items()}
-            y, state = kernels.selective_scan(**piece, initial_state=state, return_state=True)
-            outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole)
-    torch.testing.assert_close(state, final)
 
 
 @pytest.mark.slow
