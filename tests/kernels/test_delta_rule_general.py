@@ -204,10 +204,7 @@ def test_compiled_without_a_graph_break(gate: str):
         ({"erase": torch.ones(2, 10, 2, 7)}, r"erase: expected \[2,10,2,8\], got shape \(2, 10, 2, 7\)"),
         ({"erase": torch.ones(2, 10, 2, 8, dtype=torch.int64)}, "erase: expected a floating dtype, got torch.int64"),
         ({"erase_write": torch.ones(2, 10, 2, 7)}, "erase_write: expected the shape of erase"),
-        (
-            {"erase_write": torch.ones(2, 10, 2, 8, dtype=torch.int64)},
-            "erase_write: is torch.int64, but k is",
-        ),
+        ({"erase_write": torch.ones(2, 10, 2, 8, dtype=torch.int64)}, "erase_write: is torch.int64, but k is"),
         ({"erase_write": torch.ones(2, 10, 2, 8), "v": torch.ones(2, 9, 2, 6)}, r"v: expected \[2,10,H,V\]"),
         ({"erase_write": torch.ones(2, 10, 2, 8), "subheads": 0}, "subheads: 0 does not divide"),
         ({"steps": 0}, "steps: must be at least 1, got 0"),

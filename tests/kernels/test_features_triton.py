@@ -408,11 +408,7 @@ def test_whole_is_pieces():
 @interpreted
 @pytest.mark.parametrize(
     ("change", "norm", "reason"),
-    [
-        ({"dtype": torch.float64}, "none", "fp64"),
-        ({"W": 9}, "none", "8 taps"),
-        ({"size": 1025}, "l2", "at most 1024"),
-    ],
+    [({"dtype": torch.float64}, "none", "fp64"), ({"W": 9}, "none", "8 taps"), ({"size": 1025}, "l2", "at most 1024")],
 )
 def test_what_the_kernels_cannot_take(change: dict[str, Any], norm: Any, reason: str):
     a = single(3, **change)

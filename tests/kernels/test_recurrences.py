@@ -218,10 +218,7 @@ def test_scale_defaults_to_the_key_size_and_state_is_only_given_on_request(op: O
     torch.testing.assert_close(op(**a, scale=1.0)[0] / math.sqrt(16), o)
 
 
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [*MISFITS, ("log_decay", lambda x: x[..., None].expand(-1, -1, -1, 5))],
-)
+@pytest.mark.parametrize(("name", "change"), [*MISFITS, ("log_decay", lambda x: x[..., None].expand(-1, -1, -1, 5))])
 @each_op
 def test_errors_name_the_argument(op: Op, name: str, change):
     a = {**inputs(10, R=2), "subheads": 1}

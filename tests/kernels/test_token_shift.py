@@ -141,16 +141,8 @@ FLOATING = r"x: expected a floating \[B,T,D\] with at least one token, got torch
 @pytest.mark.parametrize(
     ("shapes", "bounds", "message"),
     [
-        (
-            ((2, 3), (1, 3)),
-            None,
-            f"{FLOATING} \\(2, 3\\)",
-        ),
-        (
-            ((1, 0, 3), (1, 3)),
-            None,
-            f"{FLOATING} \\(1, 0, 3\\)",
-        ),
+        (((2, 3), (1, 3)), None, f"{FLOATING} \\(2, 3\\)"),
+        (((1, 0, 3), (1, 3)), None, f"{FLOATING} \\(1, 0, 3\\)"),
         (((1, 2, 3), (1, 4)), None, r"shares: expected \[n,3\], got shape \(1, 4\)"),
         (((1, 2, 3), (1, 3), (2, 3)), None, r"before: expected \[1, 3\], got shape \(2, 3\)"),
         (((1, 2, 3), (1, 3)), [0, 3], "cu_seqlens: ends at 3, but there are 2 tokens"),

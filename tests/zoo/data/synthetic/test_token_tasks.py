@@ -13,12 +13,7 @@ from reproductions.mqar_variants import CompositionalRecall, ForgettingRecall, S
 from tests.commands import Command
 from tests.zoo.data.synthetic import oracles
 from zoo.config import CONFIGS
-from zoo.data import (
-    Batch,
-    TokenTask,
-    TokenTasks,
-    WordProblem,
-)
+from zoo.data import Batch, TokenTask, TokenTasks, WordProblem
 
 SOLVABLE: dict[str, tuple[TokenTask, int, oracles.Oracle]] = {
     "stacked": (StackedRecall(16), 1024, oracles.stacked),
