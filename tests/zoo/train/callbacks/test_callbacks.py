@@ -306,20 +306,6 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_last_checkpoint(tmp_path):
     assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 4
 
 
-def test_ctrl_c_during_a_validation_saves_at_once(tmp_path):
-    class During(L.Callback):
-        def on_validation_batch_start(self, trainer, pl_module, batch, batch_idx, dataloader_idx=0):
-            if trainer.global_step == 4 and batch_idx == 0:
-                press_ctrl_c()
-
-    with pytest.raises(SystemExit):
-        trainer(tmp_path, [During()]).fit(pretraining(), Data())
-    assert saved_step(tmp_path / "checkpoints" / "last.ckpt") == 4
-    log = LossLog()
-    trainer(tmp_path, [log]).fit(pretraining(), Data(), ckpt_path=tmp_path / "checkpoints" / "last.ckpt")
-    assert list(log.losses) == list(range(5, 13))
-
-
 def test_ctrl_c_in_the_last_step_lets_the_run_complete(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     trainer(tmp_path, [At(12, press_ctrl_c), ResultRow()]).fit(pretraining(), Data())
