@@ -9,9 +9,10 @@ from torch import Tensor
 import kernels
 from kernels import token_shift
 
+from .comparisons import DEVICE
+
 pytestmark = pytest.mark.usefixtures("poison")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("torch", "triton")
 BOUNDS = [0, 0, 3, 4, 9, 9]  # empty documents first, and last
 
