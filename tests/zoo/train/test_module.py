@@ -2,6 +2,7 @@ import math
 import os
 import random
 import signal
+from functools import partial
 from pathlib import Path
 
 import lightning as L
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from kernels.errors import UserError
 from tests.zoo.tiny import (
     VOCAB,
+    At,
     Batches,
     ByteTokenizer,
     LossLog,
@@ -164,17 +166,6 @@ def test_precision():
     assert best_precision("gpu") in ("32-true", "bf16-mixed")
 
 
-class Interrupt(L.Callback):
-    """Presses Ctrl-C (or sends another signal) while the forward pass of a step runs."""
-
-    def __init__(self, step: int, number: int = signal.SIGINT) -> None:
-        self.step, self.number = step, number
-
-    def on_before_backward(self, trainer, pl_module, loss):
-        if trainer.global_step == self.step - 1:
-            os.kill(os.getpid(), self.number)
-
-
 class Draws(L.Callback):
     """Somebody who draws random numbers during validation, and looks at those of each step."""
 
@@ -206,7 +197,7 @@ def test_a_stopped_run_continues_bitwise(tmp_path, uninterrupted, stop, number):
     L.seed_everything(3, verbose=False)
     log = LossLog()
     with pytest.raises(SystemExit) as exit:
-        trainer(tmp_path, [log, Interrupt(stop, number)]).fit(
+        trainer(tmp_path, [log, At(stop, partial(os.kill, os.getpid(), number))]).fit(
             pretraining(dropout=0.3), ResumableLoader(7), validation_loader()
         )
     assert exit.value.code == (1 if number == signal.SIGINT else 128 + signal.SIGTERM)
