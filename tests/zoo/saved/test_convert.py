@@ -1,7 +1,6 @@
 """`convert` at the command line: what it writes, what it refuses, and that it leaves nothing half-written."""
 
 import json
-import os
 import pickle
 import re
 import subprocess
@@ -17,6 +16,7 @@ import zoo
 from kernels import UserError
 from tests.commands import Command
 from tests.forked_python import forked_python
+from tests.test_trust import Bomb
 from tests.zoo.saved.gguf.models import exported
 from tests.zoo.saved.public.public_folder import VOCABULARY, tensors, write
 
@@ -198,13 +198,6 @@ def damaged_shard(folder: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-9])
 
 
-class Bomb:
-    """Code in a pickle."""
-
-    def __reduce__(self) -> tuple[Callable, tuple[str]]:
-        return os.system, ("touch exploded",)
-
-
 def pickled(name: str) -> Callable[[Path], object]:
     def prepare(folder: Path) -> None:
         write(folder / "theirs")
@@ -230,7 +223,7 @@ def with_weights(weights: Callable[[], dict[str, torch.Tensor]], **config: objec
     return lambda folder: write(folder / "theirs", weights(), **config)
 
 
-CLASS = {"class_path": "os.system", "init_args": {"command": "touch exploded"}}
+CLASS = {"class_path": "os.system", "init_args": {"command": "touch canary"}}
 REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
     "unknown family": (with_config(model_type="glb"), r'model_type "glb", .*did you mean .gla.*known: .*mamba2'),
     "no family": (with_config(model_type=None), "model_type null"),
