@@ -256,16 +256,21 @@ def test_everything_public_is_documented(package):
     assert not bare
 
 
-def run(code: str, **environment: str) -> str:
-    """Run code in a fresh process from the repository root; returns what it printed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code],
-        cwd=ROOT,
+def python(*arguments: str, folder: Path = ROOT, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Run a fresh process of Python in a folder, with changes to the environment."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=folder,
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
         timeout=300,
     )
+
+
+def run(code: str) -> str:
+    """Run code in a fresh process from the repository root; returns what it printed."""
+    done = python("-W", "ignore", "-c", code)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -313,14 +318,7 @@ def test_a_namesake_that_hides_our_kernels_is_told_in_one_sentence(code: str, tm
     """Hugging Face's package `kernels`, found first as in an editable installation."""
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = python("-c", code, folder=tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")
     assert done.returncode == 1
     start = "error" if "cli.main" in code else "ImportError"
     theirs = f"kernels: {tmp_path}/kernels/__init__.py is another package of this name, such as Hugging Face's"
@@ -334,18 +332,15 @@ def test_files_of_a_namesake_in_place_of_our_kernels_are_told_in_one_sentence(tm
     shutil.copytree(ROOT / "mixers", tmp_path / "mixers", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "kernels").mkdir()
     (tmp_path / "kernels" / "__init__.py").write_text("")
-    code = [sys.executable, "-c", "import mixers"]
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(code, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    done = python("-c", "import mixers", folder=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.stderr.splitlines()[-1].endswith(
         "such as Hugging Face's, which replaced this project's; install this project in an environment of its own"
     )
 
 
 @pytest.mark.slow
-def test_an_import_that_fails_for_another_reason_says_so(tmp_path: Path):
-    code = "import sys; sys.modules['torch'] = None; import zoo"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+def test_an_import_that_fails_for_another_reason_says_so():
+    done = python("-c", "import sys; sys.modules['torch'] = None; import zoo")
     assert "import of torch halted" in done.stderr.splitlines()[-1]
 
 
@@ -357,21 +352,8 @@ def test_the_console_command_works_from_any_folder(tmp_path: Path):
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "zoo").write_text(f"import sys\nfrom {module} import {function}\nsys.exit({function}())\n")
     (tmp_path / "my_mixers.py").write_text("from mixers import GLA\n\n\nclass Mine(GLA):\n    pass\n")
-    done = subprocess.run(
-        [
-            sys.executable,
-            "bin/zoo",
-            "fit",
-            "--config=gla",
-            "--model.stack.mixer.mixer=my_mixers.Mine",
-            "--print_config",
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command = ("bin/zoo", "fit", "--config=gla", "--model.stack.mixer.mixer=my_mixers.Mine", "--print_config")
+    done = python(*command, folder=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stderr
     assert "my_mixers.Mine" in done.stdout
 
@@ -381,7 +363,7 @@ def test_a_namesake_that_our_kernels_hide_is_told_in_one_sentence(tmp_path: Path
     (tmp_path / "kernels-9.9.dist-info").mkdir()
     (tmp_path / "kernels-9.9.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 9.9\n")
     code = "import sys; sys.path.append(sys.argv[1]); import mixers"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = python("-c", code, str(tmp_path))
     assert done.returncode == 0
     assert done.stderr.startswith("kernels: Hugging Face's package of this name (9.9) is installed, and hidden by")
     assert len(done.stderr.splitlines()) == 1

@@ -331,12 +331,10 @@ def messy(finished: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "letters.yaml": b"model: {stack: {class_path: Pattern, init_args: {pattern: MX, mixers: {M: Mamba2}}}}\n",
         "list.yaml": b"- model\n- data\n",
         "open.yaml": b"model: {hidden_size: 3\n",
-        "empty.yaml": b"\n",
         "picture.yaml": b"\x89PNG\xff\xfe",
         "typo.yaml": b"model: {stack: {second: {mixer: {num_head: 2}}}}\n",
         "top.yaml": b"optimiser: {learning_rate: 1}\n",
         "cut.ckpt": checkpoint[: len(checkpoint) // 2],
-        "nothing.ckpt": b"",
     }.items():
         (folder / name).write_bytes(data)
     torch.save({"state_dict": {"weight": torch.zeros(2)}}, folder / "foreign.ckpt")
@@ -359,31 +357,24 @@ MISTAKES = {
     (*PLAIN, "--config", "top.yaml"): ("optimiser", "did you mean 'optim.learning_rate'?"),
     # values
     (*FIT[1:], f"--{SECOND}.mixer.qk.norm=l3"): (f"{SECOND}.mixer.qk.norm", "'l3' is not one of none, l2, l1"),
-    (*PLAIN, "--model.num_heads=5"): ("num_heads", "5 does not divide hidden_size 32"),
-    (*FIT[1:], f"--{SECOND}.factor=0"): ("factor", "0 must be at least 1"),
     (*FIT[1:], f"--{SECOND}.mixer=SlidingWindowAttention"): (f"{SECOND}.mixer", "does not fit here", "LinearMixer"),
     # data
     (*PLAIN, "--data.path=missing.txt"): ("data.path", "missing.txt does not exist"),
     (*PLAIN, "--data.path=gone.txt"): ("data.path", "gone.txt is a link to nowhere.txt, which does not exist"),
     (*PLAIN, "--data.path="): ("data.path: '' is empty",),
-    (*PLAIN, "--data.tokenizer="): ("data.tokenizer: '' is empty",),
     (*PLAIN, "--backend="): ("backend: '' is not one of",),
-    (*PLAIN, "--data.shards="): ("data.shards: '' is empty",),
-    (*PLAIN, "--optim.initial_weights="): ("optim.initial_weights: '' is empty",),
     (*PLAIN, "--data.path=short.txt"): ("data.sequence_length is 32", "tokens"),
     (*PLAIN, "--model.vocab_size=300"): ("model.vocab_size", "300 is smaller than the tokenizer's 512 tokens"),
     (*PLAIN, "--data.tokenizer=file"): ("data.tokenizer", "file is not a tokenizer.json"),
     # what the constructors refuse themselves, at any depth
     (*PLAIN, "--data.batch_size=0"): ("data.batch_size is 0", "at least 1"),
     (*PLAIN, "--data.packing=rows"): ("data.packing", "'rows' is not one of windows, documents"),
-    (*PLAIN, "--checkpoints.every_n_steps=0"): ("checkpoints.every_n_steps is 0",),
     ("--config", "tiny.yaml", "--optim.initial_weights=nothing"): (
         "optim.initial_weights: there is nothing at nothing",
     ),
     ("--config", "letters.yaml", "--config", "tiny.yaml"): ("pattern", "'MX' has no mixer for ['X']"),
     # files that are no configs
     ("--config", "list.yaml"): ("config", "list.yaml holds no keys"),
-    ("--config", "empty.yaml"): ("config", "empty.yaml holds no keys"),
     ("--config", "open.yaml"): ("config", "open.yaml is not YAML"),
     ("--config", "picture.yaml"): ("config", "picture.yaml cannot be read as text"),
     # runs and checkpoints
@@ -398,27 +389,18 @@ MISTAKES = {
     ("validate", "--checkpoint", "runs/done", "--model.hidden_size=64"): ("the checkpoint does not fit the model",),
     ("predict", "--checkpoint", "runs/done", "--output", "file"): ("output", "file exists already"),
     ("predict", "--checkpoint", "runs/done", "--output", "no/p.jsonl"): ("output", "the folder no does not exist"),
-    ("predict", "--checkpoint", "runs/done", "--output", "file/p.jsonl"): ("output", "the folder file does not exist"),
     ("compare", *PLAIN, "--folder=file"): ("folder: the folder file cannot be created: File exists",),
-    ("sweep", "--config={base: [gla.yaml, tiny.yaml]}", "--folder=file/x"): (
-        "folder: the folder file/x cannot be created: Not a directory",
-    ),
     # devices
     (*PLAIN, "--trainer.accelerator=abacus"): ("trainer", "abacus"),
     (*PLAIN, "--trainer.devices=0"): ("trainer", "devices"),
     (*PLAIN, "--trainer.strategy=magic"): ("trainer", "magic"),
     (*PLAIN, "--trainer.accelerator=cpu", "--trainer.devices=[0,1]"): ("trainer", "devices", "int"),
     (*PLAIN, "--trainer.accumulate_grad_batches=0"): ("trainer.accumulate_grad_batches: 0 must be at least 1",),
-    (*PLAIN, "--trainer.limit_val_batches=-1"): ("trainer.limit_val_batches: -1", "at least 0"),
     (*PLAIN, "--trainer.max_steps=0"): ("trainer.max_steps: 0 leaves nothing to train; it must be at least 1, or -1",),
     (*PLAIN, "--trainer.limit_train_batches=0"): ("trainer.limit_train_batches: 0 leaves nothing to train",),
     (*PLAIN, "--trainer.min_steps=100"): ("trainer.min_steps: 100 is above trainer.max_steps, 4, where the run ends",),
-    (*PLAIN, "--trainer.min_epochs=-1"): ("trainer.min_epochs: -1 must be at least 0",),
     (*PLAIN, "--run="): ("run: '' is empty; write a value, or leave it out",),
-    ("sweep", "--config", "sweep/heads.yaml", "--folder="): ("folder: '' is empty",),
-    ("compare", "gla.yaml", "--folder="): ("folder: '' is empty",),
     ("generate", "--checkpoint="): ("checkpoint: '' is empty",),
-    ("fit", "--resume="): ("resume: '' is empty",),
     ("validate", "--checkpoint", "runs/done", "--trainer.limit_val_batches=0"): (
         "trainer.limit_val_batches: 0 leaves nothing to measure",
     ),
@@ -456,22 +438,17 @@ MISTAKES = {
         "optim.schedule.step_size: 'a' is not a whole",
     ),
     (*PLAIN, "--data.batch_size=100000"): ("data.batch_size is 100000; the training data has only ",),
-    ("compare", "gla.yaml", "--config=tiny.yaml", "--seed_everything=-3"): ("seed_everything: -3 must be",),
     # other verbs
     ("generate", "--checkpoint", "done"): ("there is nothing at done; did you mean runs/done?",),
     (*ASK, "--prompt=a", "--device=meta"): (
         "device: meta is for models without weights",
         "names are cpu, cuda, cuda:0, mps",
     ),
-    ("generate", "--checkpoint", "nothing.ckpt"): ("nothing.ckpt is truncated or not a checkpoint",),
     (*ASK, "--prompt=a\udcff"): (r"prompt: 'a\udcff' cannot be encoded as UTF-8",),
-    (*ASK, "--temperature=-1"): ("temperature is -1",),
     (*ASK, "--top_p=2"): ("top_p is 2",),
-    (*ASK, "--max_new_tokens=0"): ("max_new_tokens is 0",),
     (*ASK, "--device=abacus"): ("device: abacus cannot be used here",),
     ("mixers", "GatedDeltaNte"): ("did you mean 'GatedDeltaNet'?",),
     ("mixers", "--hidden_size=100"): ("num_heads: 8 does not divide hidden_size 100",),
-    ("mixers", "--num_heads=0"): ("num_heads: 0 must be at least 1",),
     ("mixers", "GLA", "--length=-1"): ("length: -1 must be at least 1",),
 }
 

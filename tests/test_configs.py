@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from kernels import UserError
 from mixers import KDA, Bidirectional, Expanded, LinearMixer, SlidingWindowAttention, SoftmaxAttention
@@ -34,12 +33,8 @@ SMALL = ("recall/", "image/")  # tasks that two layers solve
 
 
 def test_they_are_found():
-    assert {"gdn_h2.yaml", "gdn_h1.yaml", "gated_deltanet.yaml", "mamba2.yaml", "swa.yaml", "transformer.yaml"} <= {
-        *WHOLE
-    }
-    assert {"size/400m.yaml", "size/1.5b.yaml", "size/transformer-400m.yaml", "size/transformer-1.5b.yaml"} <= {
-        *OVERLAYS
-    }
+    assert {"gdn_h2.yaml", "swa.yaml", "transformer.yaml"} <= {*WHOLE}
+    assert {"size/400m.yaml", "size/transformer-1.5b.yaml"} <= {*OVERLAYS}
     assert {name for name in WHOLE if name.startswith("gated_delta_networks/h2_")} == {
         f"gated_delta_networks/h2_{order}.yaml"
         for order in ("gdn_swa_mamba2", "gdn_mamba2_swa", "mamba2_swa_gdn", "mamba2_gdn_swa")
@@ -197,21 +192,6 @@ def test_printed_configs_can_be_read_back(name: str, command: Command, desk: Pat
     (desk / "printed.yaml").write_text(printed.out)
     repeated = command("fit", "--config", "printed.yaml", "--print_config")
     assert repeated.out == printed.out
-    inputs = CONTENTS[name]["data"]
-    for key, value in inputs.get("init_args", inputs).items():
-        shown_value = yaml.safe_load(printed.out)["data"]["init_args"][key]
-        assert shown_value == value or key == "tasks", key  # a task shows its weight too
-
-
-@pytest.mark.slow
-def test_a_written_config_can_be_read_back(tmp_path: Path):
-    """What a run keeps of itself, nulls included: `mlp: null` must not turn into the default."""
-    config = configs.read("mamba2.yaml", "model.stack.mixer.factor=2")
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(configs.to_dict(config)))
-    repeated = configs.read(tmp_path / "config.yaml")
-    assert configs.to_dict(repeated) == configs.to_dict(config)
-    assert repeated.model.mlp is None
-    assert configs.to_dict(configs.parse(configs.to_dict(config))) == configs.to_dict(config)
 
 
 # (config, size, E) → parameters. Table 3 of "Scaling up the State Size of RNN LLMs" (it prints 412M, 427M, 450M or 454M

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import zoo
-
 from .commands import FIT, Command
 
 CALLBACKS = "lightning.pytorch.callbacks"
@@ -58,12 +56,6 @@ def test_a_callback_prints_whatever_the_progress_bar(
     said = done.out + done.err  # a tqdm bar may be on either
     assert all(f"step no. {step}" in said for step in (1, 2, 3, 4))
     assert ("training" in done.err) == (options == ())  # our bar
-
-
-@pytest.mark.slow
-def test_lightnings_rich_bar_takes_the_place_of_ours(command: Command):
-    done = command(*FIT, f"--trainer.callbacks={CALLBACKS}.RichProgressBar", "--run=r").ok()
-    assert "training" not in done.err
 
 
 def test_our_bar_is_lightnings():
@@ -187,11 +179,3 @@ def test_a_callback_whose_defaults_are_names(command: Command, desk: Path):
     """`Timer` has a member of an enumeration as a default, which the run's config must hold."""
     command(*FIT, f"--trainer.callbacks={CALLBACKS}.Timer", "--trainer.max_steps=1", "--run=r").ok()
     assert "interval: step" in (desk / "runs/r/config.yaml").read_text()
-
-
-@pytest.mark.slow
-def test_from_python(desk: Path):
-    """`zoo.fit` takes the same keys."""
-    result = zoo.fit("gdn_h2.yaml", "tiny.yaml", "trainer.enable_checkpointing=false", "trainer.max_steps=1", run="r")
-    assert result.row["steps"] == 1
-    assert not (result.folder / "checkpoints").exists()

@@ -9,7 +9,6 @@ import torch
 import yaml
 
 import zoo
-from kernels import UserError
 from zoo.config.find import CONFIGS
 from zoo.train.muon import Muon
 from zoo.train.optim import Optimisation, build_optimizer, parameter_groups
@@ -280,8 +279,3 @@ def test_muon_is_torchs_muon_and_torchs_adamw():
                 optimizer.step()
     for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert torch.equal(one, other)
-
-
-def test_a_model_without_blocks_has_no_matrices_for_muon():
-    with pytest.raises(UserError, match=r"optim\.optimizer is Muon, but no trained parameter is a matrix"):
-        build_optimizer(torch.nn.Linear(3, 3), Optimisation(optimizer=Muon))

@@ -312,20 +312,12 @@ def test_a_full_disk_is_one_sentence(kilobytes: int, tmp_path: Path, shared_cach
 # damage
 
 
-def damaged(file: Path) -> list[bytes]:
-    """A file cut, emptied, of another kind, and with a digit changed."""
-    whole = file.read_bytes()
-    digit = next(i for i in range(len(whole) // 2, len(whole)) if whole[i : i + 1].isdigit())
-    other = b"7" if whole[digit : digit + 1] != b"7" else b"3"
-    return [whole[:-20], b"", b"[1, 2]", b"\xff\xfe", b"null", whole[:digit] + other + whole[digit + 1 :]]
-
-
 @pytest.mark.slow
 def test_damaged_results_are_told_and_written_anew(command: Command, copied: Path, caplog: pytest.LogCaptureFixture):
     file = copied / "results.json"
-    whole = read_sealed(file)
-    cut, *_, changed = damaged(file)  # test_sealed_json.py has every kind
-    for content in (cut, changed):
+    whole, written = read_sealed(file), file.read_bytes()
+    for content in (written[:-20], written.replace(b'"steps": 4', b'"steps": 5')):  # test_sealed_json.py has every kind
+        assert content != written
         file.write_bytes(content)
         caplog.clear()
         assert command("fit", "--resume", "done").code == 0

@@ -9,9 +9,10 @@ from torch import Tensor
 
 import kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .comparisons import DEVICE as DEVICE
+from .comparisons import interpreted as interpreted
+
 BACKENDS = ("torch", "triton")
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 Tensors = dict[str, Tensor]
 
 

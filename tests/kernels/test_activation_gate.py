@@ -16,11 +16,7 @@ from .op_contract import DEVICE, OpContract, Tensors
 class TestSigmoid(OpContract):
     op = "activation_gate"
     activation: Literal["sigmoid", "silu", "relu2"] = "sigmoid"
-    sizes = (
-        (1, 1),
-        (2, 3, 7),
-        (3, 2, 1030),
-    )
+    sizes = ((1, 1), (2, 3, 7), (3, 2, 1030))
     some_sizes = (2, 4, 33)
     device_sizes = ((4, 4097, 1024),)
     low = ("gate", "x", "y")

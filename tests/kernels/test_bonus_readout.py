@@ -25,12 +25,7 @@ def inputs(B: int, T: int, H: int, E: int, K: int, V: int) -> Tensors:
 
 class TestBonusReadout(OpContract):
     op = "bonus_readout"
-    sizes = (
-        (1, 1, 1, 1, 1, 1),
-        (2, 5, 2, 1, 8, 8),
-        (1, 7, 3, 2, 5, 11),
-        (2, 70, 2, 1, 64, 64),
-    )
+    sizes = ((1, 1, 1, 1, 1, 1), (2, 5, 2, 1, 8, 8), (1, 7, 3, 2, 5, 11), (2, 70, 2, 1, 64, 64))
     some_sizes = (2, 9, 2, 1, 33, 16)
     device_sizes = ((2, 4097, 16, 1, 64, 64),)
     low = ("o", "q", "k", "v", "gate", "y")

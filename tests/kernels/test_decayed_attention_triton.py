@@ -13,6 +13,8 @@ from kernels.core import static_documents as static
 from kernels.core.documents import documents
 from kernels.window_attention import CANDIDATES
 
+from .comparisons import DEVICE, interpreted
+
 pytest.importorskip("triton")
 from kernels.gpu.device import GPUS, HOPPER, OTHER
 from kernels.gpu.launch_table import TABLE, LaunchConfig
@@ -22,8 +24,6 @@ from kernels.window_attention.gpu import op
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 PACKED = [0, 0, 5, 70, 70, 135, 150, 150]
 Tensors = dict[str, Tensor]
 

@@ -36,19 +36,9 @@ def per_channel(*shape: int, rank: int = 0, bias: bool = True) -> Tensors:
 class TestDeltaGates(SeveralResults):
     op = "delta_gates"
     outputs = ("log_decay", "beta")
-    sizes = (
-        ((1, 1), True),
-        ((2, 70, 5), False),
-        ((3, 400, 8), True),
-        ((9, 100), True),
-    )
+    sizes = (((1, 1), True), ((2, 70, 5), False), ((3, 400, 8), True), ((9, 100), True))
     some_sizes = ((2, 70, 8), True)
-    device_sizes = (
-        ((1, 1, 48), False),
-        ((64, 1, 48), True),
-        ((4, 4097, 48), True),
-        ((4, 4097, 48), False),
-    )
+    device_sizes = (((1, 1, 48), False), ((64, 1, 48), True), ((4, 4097, 48), True), ((4, 4097, 48), False))
     low = ("a", "b")
     tolerances = (1e-5, 1e-4)
     device_tolerance = 1e-5
@@ -77,17 +67,9 @@ class TestDeltaGates(SeveralResults):
 
 
 class TestDecaysPerChannel(TestDeltaGates):
-    sizes = (
-        ((2, 7, 3, 5), 0, True),
-        ((5, 3, 8), 6, False),
-        ((2, 2, 1), 0, True),
-    )
+    sizes = (((2, 7, 3, 5), 0, True), ((5, 3, 8), 6, False), ((2, 2, 1), 0, True))
     some_sizes = ((2, 70, 8, 4), 0, True)
-    device_sizes = (
-        ((1, 1, 8, 128), 0, True),
-        ((4, 4097, 8, 128), 0, True),
-        ((1, 65, 32, 256), 0, True),
-    )
+    device_sizes = (((1, 1, 8, 128), 0, True), ((4, 4097, 8, 128), 0, True), ((1, 65, 32, 256), 0, True))
     device_sizes += (((2, 1001, 6, 96), 0, True),)
 
     def inputs(self, shape: tuple[int, ...], rank: int, bias: bool) -> Tensors:

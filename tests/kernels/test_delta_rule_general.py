@@ -96,42 +96,19 @@ def test_any_decay(gate: str, decay: str, steps: int, read_before: bool):
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("gate", ["none", "head"])
-def test_erase_keys_that_are_multiples_of_keys(gate: str, backend: str):
-    a = inputs(70, gate=gate)
-    b = {**a, "erase": a["beta"].unsqueeze(-1) * a["k"], "v": a["beta"].unsqueeze(-1) * a["v"]}
-    del b["beta"]
-    with kernels.backend(backend):
-        expected, actual = kernels.delta_rule(**a)[0], kernels.delta_rule(**b)[0]
-    torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_a_strength_per_channel_of_the_key(backend: str):
-    a = arguments(70, gate="channel", form="per channel")
-    b = {**a, "erase": a["beta"] * a["k"]}
+@pytest.mark.parametrize("form", ["beta", "per channel", "both", "two keys"])
+def test_strengths_are_factors_of_what_is_erased_and_written(form: str, backend: str):
+    a = arguments(70, gate="channel", form=form)
+    if form == "two keys":
+        a["beta"] = torch.rand(a["erase"].shape[:3], dtype=torch.float64)
+    strength = a["beta"] if form == "per channel" else a["beta"].unsqueeze(-1)
+    b = {**a, "erase": strength * a.get("erase", a["k"])}
+    if form != "per channel":
+        b["v"] = strength * a["v"]
     del b["beta"]
     with kernels.backend(backend):
         expected, actual = kernels.delta_rule(**b)[0], kernels.delta_rule(**a)[0]
     torch.testing.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-def test_strengths_of_erase_keys(backend: str):
-    a = arguments(70, gate="channel", form="both")
-    beta = a["beta"].unsqueeze(-1)
-    b = {**a, "erase": beta * a["erase"], "v": beta * a["v"]}
-    del b["beta"]
-    with kernels.backend(backend):
-        expected, actual = kernels.delta_rule(**b)[0], kernels.delta_rule(**a)[0]
-    torch.testing.assert_close(actual, expected)
-
-
-def test_strengths_of_values_and_of_what_another_key_erases():
-    a = arguments(70, gate="channel", form="two keys")
-    beta = torch.rand(*a["erase"].shape[:3], 1, dtype=torch.float64)
-    b = {**a, "erase": beta * a["erase"], "v": beta * a["v"]}
-    torch.testing.assert_close(kernels.delta_rule(**a, beta=beta[..., 0])[0], kernels.delta_rule(**b)[0])
 
 
 def test_one_decay_in_all_channels():
@@ -227,10 +204,7 @@ def test_compiled_without_a_graph_break(gate: str):
         ({"erase": torch.ones(2, 10, 2, 7)}, r"erase: expected \[2,10,2,8\], got shape \(2, 10, 2, 7\)"),
         ({"erase": torch.ones(2, 10, 2, 8, dtype=torch.int64)}, "erase: expected a floating dtype, got torch.int64"),
         ({"erase_write": torch.ones(2, 10, 2, 7)}, "erase_write: expected the shape of erase"),
-        (
-            {"erase_write": torch.ones(2, 10, 2, 8, dtype=torch.int64)},
-            "erase_write: is torch.int64, but k is",
-        ),
+        ({"erase_write": torch.ones(2, 10, 2, 8, dtype=torch.int64)}, "erase_write: is torch.int64, but k is"),
         ({"erase_write": torch.ones(2, 10, 2, 8), "v": torch.ones(2, 9, 2, 6)}, r"v: expected \[2,10,H,V\]"),
         ({"erase_write": torch.ones(2, 10, 2, 8), "subheads": 0}, "subheads: 0 does not divide"),
         ({"steps": 0}, "steps: must be at least 1, got 0"),

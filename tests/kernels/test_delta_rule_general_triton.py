@@ -10,6 +10,7 @@ from torch import Tensor
 import kernels
 
 from . import gluon_interpreter
+from .comparisons import interpreted
 from .hopper import MOST, shared_memory
 from .recurrences import assert_same, results
 from .test_delta_rule_general import FORMS, arguments
@@ -26,9 +27,6 @@ CHUNKS = "kernels.delta_rule.gpu.general.hopper_chunks"
 PACKED = [0, 0, 3, 67, 67, 130]  # empty at the start and inside; one full chunk
 GPU_PACKED = [0, 0, 1, 65, 65, 1000, 2100]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
-
-# what is small and quick there would be a compilation each on a device
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """The Triton kernels of the delta rule: small cases in the interpreter, real sizes on a device."""
 
 import sys
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor
 import kernels
 
 from . import gluon_interpreter
+from .comparisons import DEVICE, assert_repeats, interpreted
 from .hopper import MOST, shared_memory
 from .recurrences import assert_same, inputs, results
 from .test_delta_rule_general import arguments
@@ -33,10 +35,6 @@ ENTRIES = [
     for gpu, size, itemsize in TABLE[f"delta_rule.{kernel}"]
     if gpu == 9
 ]
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# what is small and quick there would be a compilation each on a device
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
 def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: Any) -> dict[str, Tensor]:
@@ -394,10 +392,7 @@ def test_every_launch(size: int, itemsize: int, passes: str, monkeypatch: pytest
     dtype = torch.bfloat16 if itemsize == 2 else torch.float32
     a = on_device(1000, dtype, G=4, K=size, V=size, correlated=True)
     agree_on_device(a, dtype)
-    expected = results(kernels.delta_rule, a, backend="triton")
-    for _ in range(50):  # no atomics: a difference would be a race
-        actual = results(kernels.delta_rule, a, backend="triton")
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert_repeats(partial(results, kernels.delta_rule, a, backend="triton"), 50)
 
 
 @pytest.mark.gpu
@@ -449,10 +444,8 @@ def test_gates_of_other_dtypes(T: int):
 def test_programs_that_share_multiprocessors(options: dict[str, Any], gate: str):
     a = on_device(**options, K=128, V=128, gate=gate)
     agree_on_device(a, torch.bfloat16)
-    expected = results(kernels.delta_rule, a, backend="triton")
-    for _ in range(20):  # what one program does while another waits differs from run to run
-        actual = results(kernels.delta_rule, a, backend="triton")
-        assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    # what one program does while another waits differs from run to run
+    assert_repeats(partial(results, kernels.delta_rule, a, backend="triton"))
 
 
 @pytest.mark.gpu
@@ -751,10 +744,9 @@ def test_steps_on_a_device(options: dict[str, Any], steps: int):
     a = arguments(form="beta", steps=steps, **{"B": 1, "K": 128, "V": 128, "dtype": torch.float32, **options})
     a = rounded({name: x.cuda() for name, x in a.items()}, torch.bfloat16)
     agree_on_device(a, torch.bfloat16, subheads=options.get("E", 1), steps=steps)
-    first, second = (
-        results(kernels.delta_rule, a, backend="triton", subheads=options.get("E", 1), steps=steps) for _ in range(2)
+    assert_repeats(
+        partial(results, kernels.delta_rule, a, backend="triton", subheads=options.get("E", 1), steps=steps), 1
     )
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.gpu
@@ -766,8 +758,7 @@ def test_sequences_that_fill_half_of_a_gpu(gate: str, through: tuple[str, ...]):
     to = gpu_op.Arguments(*(a[name] for name in ("q", "k", "v", "beta")), None, None, None, 1, 1.0, gpu_op.ALL).plan
     if to.device.type == "cuda" and torch.cuda.get_device_capability()[0] == 9:
         assert to.halved
-    first, second = (results(kernels.delta_rule, a, backend="triton", through=through) for _ in range(2))
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert_repeats(partial(results, kernels.delta_rule, a, backend="triton", through=through), 1)
     agree_on_device(a, torch.bfloat16, through=through)
 
 
@@ -795,10 +786,7 @@ def test_long_keys_and_values(K: int, V: int, dtype: torch.dtype):
     for options in ({"B": 2, "G": 3, "R": 2}, {"G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"}):
         a = on_device(1000, dtype, K=K, V=V, correlated=True, **options)
         agree_on_device(a, dtype)
-        expected = results(kernels.delta_rule, a, backend="triton")
-        for _ in range(20):  # no atomics: a difference would be a race
-            actual = results(kernels.delta_rule, a, backend="triton")
-            assert all(torch.equal(actual[name], expected[name]) for name in expected)
+        assert_repeats(partial(results, kernels.delta_rule, a, backend="triton"))
 
 
 @pytest.mark.gpu

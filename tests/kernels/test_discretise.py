@@ -25,12 +25,7 @@ def inputs(*shape: int) -> Tensors:
 class TestDiscretise(SeveralResults):
     op = "delta_gates"
     outputs = ("log_decay", "dt")
-    sizes = (
-        (1, 1),
-        (2, 70, 5),
-        (3, 1000, 8),
-        (40, 100),
-    )
+    sizes = ((1, 1), (2, 70, 5), (3, 1000, 8), (40, 100))
     some_sizes = (2, 70, 8)
     device_sizes = ((4, 4097, 48),)
     low = ("a",)

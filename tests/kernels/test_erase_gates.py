@@ -27,11 +27,7 @@ def inputs(*shape: int) -> Tensors:
 class TestEraseGates(SeveralResults):
     op = "erase_gates"
     outputs = ("keys", "erase", "write", "log_decay")
-    sizes = (
-        (1, 1, 1),
-        (2, 7, 3, 5),
-        (2, 70, 2, 64),
-    )
+    sizes = ((1, 1, 1), (2, 7, 3, 5), (2, 70, 2, 64))
     some_sizes = (2, 9, 2, 33)
     device_sizes = ((2, 4097, 16, 64),)
     low = ("keys", "erase", "write", "k", "decay", "rate")

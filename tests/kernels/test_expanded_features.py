@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kernels
 
+from .comparisons import DEVICE
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
 
@@ -17,7 +18,6 @@ pytest.importorskip("triton")
 from kernels.features.gpu import expanded
 
 GLUON = "kernels.features.gpu.expanded_kernels"
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 3e-3 if DEVICE == "cuda" else 5e-3  # Triton's interpreter cuts bits off where a device rounds
 without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 SHAPES = [

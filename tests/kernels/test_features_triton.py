@@ -1,5 +1,6 @@
 """The Triton kernels of `features`: small cases in the interpreter, real sizes on a device."""
 
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 import kernels
 
+from .comparisons import DEVICE, assert_repeats, interpreted
 from .hopper import shared_memory
 from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
 
@@ -15,10 +17,6 @@ pytest.importorskip("triton")
 from kernels.features.gpu import op as gpu_op
 
 pytestmark = pytest.mark.usefixtures("poison")
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# what is small and quick there would be a compilation each on a device
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
 @pytest.fixture
@@ -408,32 +406,13 @@ def test_whole_is_pieces():
 @interpreted
 @pytest.mark.parametrize(
     ("change", "norm", "reason"),
-    [
-        ({"dtype": torch.float64}, "none", "fp64"),
-        ({"W": 9}, "none", "8 taps"),
-        ({"size": 1025}, "l2", "at most 1024"),
-    ],
+    [({"dtype": torch.float64}, "none", "fp64"), ({"W": 9}, "none", "8 taps"), ({"size": 1025}, "l2", "at most 1024")],
 )
 def test_what_the_kernels_cannot_take(change: dict[str, Any], norm: Any, reason: str):
     a = single(3, **change)
     kernels.features(**a, norm=norm)
     with kernels.backend("triton"), pytest.raises(kernels.UserError, match=reason):
         kernels.features(**a, norm=norm)
-
-
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-def test_a_short_convolution_alone():
-    a = single(10)
-    a["x"] = a["x"].flatten(2)
-    y, history = [], []
-    for backend in ("triton", "reference"):
-        with kernels.backend(backend):
-            actual = kernels.short_conv(**a, return_history=True)
-        y.append(actual[0])
-        history.append(actual[1])
-    torch.testing.assert_close(*y)
-    assert torch.equal(*history)
 
 
 @pytest.mark.slow
@@ -514,9 +493,7 @@ def test_real_sizes(options: dict[str, Any], stages: tuple[str, str], dtype: tor
     exact = {name: x.double() if x.is_floating_point() else x for name, x in a.items()}
     expected = results(exact, "torch", activation=activation, norm=norm)
     assert_same(actual, expected, *((1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)))
-    for _ in range(10):  # no atomics: a difference would be a race
-        repeated = results(a, "triton", activation=activation, norm=norm)
-        assert all(torch.equal(repeated[name], actual[name]) for name in actual)
+    assert_repeats(partial(results, a, "triton", activation=activation, norm=norm), 10)
 
 
 @pytest.mark.gpu

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import kernels
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+from .comparisons import assert_near, assert_repeats, interpreted
 
 
 def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -82,8 +82,7 @@ def test_triton_on_device(given: tuple[str, ...], shape: tuple[int, ...]):
         torch.testing.assert_close(
             x, expected[name].float(), rtol=1e-4, atol=1e-4 if name in ("bias", "odds") else 1e-5
         )
-    repeated = results(a, "triton", 0.25)
-    assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
+    assert_repeats(partial(results, a, "triton", 0.25), 1)
 
 
 def low_rank(rank: int, size: int, rows: tuple[int, ...] = (2, 70)) -> dict[str, Tensor]:
@@ -200,11 +199,8 @@ def test_what_does_not_fit_a_low_rank(wrong: dict[str, Any], said: str):
 def test_low_rank_on_device(rank: int, size: int, dtype: torch.dtype):
     a = {name: x.cuda() if name == "bias" else x.cuda().to(dtype) for name, x in low_rank(rank, size, (3, 777)).items()}
     expected = low_rank_results({name: x.double() for name, x in a.items()}, "torch")
-    actual, repeated = (low_rank_results(a, "triton") for _ in range(2))
-    for name, x in actual.items():
-        error = (x.double() - expected[name]).norm() / expected[name].norm()
-        assert error <= (1e-5 if dtype == torch.float32 else 5e-3), name
-        assert torch.equal(x, repeated[name])
+    assert_near(low_rank_results(a, "triton"), expected, 1e-5 if dtype == torch.float32 else 5e-3)
+    assert_repeats(partial(low_rank_results, a, "triton"), 1)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -257,9 +253,7 @@ def test_gates_tied_to_decays(given: tuple[str, ...], read: tuple[bool, bool], b
 def test_gates_tied_to_decays_on_device(shape: tuple[int, ...]):
     a = {name: x.cuda() for name, x in inputs(*shape).items()}
     expected = tied_results({name: x.double() for name, x in a.items()}, "torch")
-    for name, x in tied_results(a, "triton").items():
-        error = (x.double() - expected[name]).norm() / expected[name].norm()
-        assert error <= 1e-5, name
+    assert_near(tied_results(a, "triton"), expected, 1e-5)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -311,15 +305,3 @@ def test_strong_decays_are_not_resets(backend: str):
     with kernels.backend(backend):
         torch.testing.assert_close(kernels.forget_gate(x), x)
         torch.testing.assert_close(kernels.forget_gate(x, None, x), x + math.log(2))
-
-
-def test_compiled():
-    a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
-
-    def run(x: Tensor, bias: Tensor, odds: Tensor) -> Tensor:
-        return sum(kernels.tied_gates(x, bias, odds, dtype=torch.float32))
-
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
-    for y in (compiled(**a), run(**a)):
-        gradients = torch.autograd.grad(y.sum(), list(a.values()))
-        torch.testing.assert_close(gradients, torch.autograd.grad(run(**a).sum(), list(a.values())))

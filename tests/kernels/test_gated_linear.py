@@ -9,10 +9,9 @@ from torch import Tensor
 
 import kernels
 
-pytestmark = pytest.mark.usefixtures("poison")
+from .comparisons import DEVICE, assert_near, interpreted
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+pytestmark = pytest.mark.usefixtures("poison")
 
 
 def inputs(*shape: int, outputs: int = 6, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -30,13 +29,6 @@ def results(a: dict[str, Tensor], backend: str, activation: Any = "silu") -> dic
     return {"y": y.detach(), **dict(zip(a, gradients, strict=True))}
 
 
-def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], limit: float) -> None:
-    for name, x in expected.items():
-        assert actual[name].shape == x.shape
-        error = float((actual[name].double() - x.double()).norm() / x.double().norm())
-        assert error <= limit, f"{name}: {error:.2g}"
-
-
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_by_hand(backend: str):
     gate_up, weight = torch.tensor([[1.0, -2.0, 3.0, 5.0]]), torch.tensor([[1.0, 10.0]])
@@ -51,7 +43,7 @@ def test_by_hand(backend: str):
 @pytest.mark.parametrize("shape", [(5, 7), (2, 3, 700)])
 def test_triton(shape: tuple[int, ...], activation: str):
     a = inputs(*shape)
-    assert_close(results(a, "triton", activation), results(a, "reference", activation), 1e-5)
+    assert_near(results(a, "triton", activation), results(a, "reference", activation), 1e-5)
 
 
 @interpreted
@@ -125,8 +117,8 @@ def test_on_device(again: bool, activation: str, mixed: bool):
     with torch.autocast("cuda", torch.bfloat16, enabled=mixed), kernels.recomputing(again):
         actual = results(a, "triton", activation)
     assert actual["weight"].dtype == a["weight"].dtype
-    assert_close({"y": actual["y"]}, {"y": expected["y"]}, 5e-3)
-    assert_close(actual, expected, 1e-2)
+    assert_near({"y": actual["y"]}, {"y": expected["y"]}, 5e-3)
+    assert_near(actual, expected, 1e-2)
     with torch.autocast("cuda", torch.bfloat16, enabled=mixed):
         again = results(a, "triton", activation)
     assert all(torch.equal(actual[name], again[name]) for name in actual)

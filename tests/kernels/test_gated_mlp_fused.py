@@ -18,9 +18,9 @@ from kernels.gated_linear.gpu import select
 from kernels.gpu.device import Gpu, assumed
 from kernels.gpu.paths import dry_run
 
+from .comparisons import assert_near
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
-from .test_gated_linear import assert_close
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -106,7 +106,7 @@ def test_the_op_on_a_cpu(learned: tuple[str, ...], recompute: bool, launched: li
     a = inputs(2, 40, D=72, I=128, O=24)
     expected = results({name: x.float() for name, x in a.items()}, learned=learned, backend="reference")
     with kernels.recomputing(recompute):
-        assert_close(results(a, learned=learned), expected, 2e-2)
+        assert_near(results(a, learned=learned), expected, 2e-2)
     # the product that is kept is all that the gradient of the last weight needs
     assert launched == ["fused_forward", "fused_backward"][: 1 if learned == ("down",) and not recompute else 2]
 
@@ -152,7 +152,7 @@ def test_without_gradients(launched: list[str]):
         y, few = kernels.gated_mlp(**a), kernels.gated_mlp(**a | {"x": a["x"][:3]})
         assert kernels.gated_mlp(**a | {"x": a["x"][:0]}).shape == (0, 24)
     assert launched == ["fused_forward"]  # few rows have kernels of their own
-    assert_close({"y": y}, {"y": kernels.gated_mlp(**{name: x.float() for name, x in a.items()})}, 1e-2)
+    assert_near({"y": y}, {"y": kernels.gated_mlp(**{name: x.float() for name, x in a.items()})}, 1e-2)
     torch.testing.assert_close(few, y[:3], rtol=2e-2, atol=2e-2)
 
 
@@ -175,7 +175,7 @@ def test_autocast(recompute: bool, launched: list[str]):
     assert launched == ["fused_forward", "fused_backward"]
     assert actual["y"].dtype == torch.bfloat16
     assert all(actual[name].dtype == torch.float32 for name in MLP)
-    assert_close(actual, expected, 2e-2)
+    assert_near(actual, expected, 2e-2)
 
 
 @without_a_gpu
@@ -316,7 +316,7 @@ def test_on_device(
     with kernels.recomputing(recompute):
         runs = [results(a, activation) for _ in range(5)]
     assert launched == ["fused_forward", "fused_backward"] * 5
-    assert_close(runs[0], expected, 1e-2)
+    assert_near(runs[0], expected, 1e-2)
     monkeypatch.setattr(select, "runs_gluon", lambda device: False)
     runs.append(results(a, activation))  # no row may be off, which the norm of a large tensor would not show
     assert len(launched) == 10
@@ -342,7 +342,7 @@ def test_the_second_half_alone_on_device(launched: list[str]):
     assert launched == ["fused_backward"]
     exact = [x.detach().float().requires_grad_() for x in (gate_up, weight)]
     expected = torch.autograd.grad(opened(exact[0], "silu") @ exact[1].T, exact, dy.bfloat16().float())
-    assert_close({str(i): x for i, x in enumerate(actual)}, {str(i): x for i, x in enumerate(expected)}, 1e-2)
+    assert_near({str(i): x for i, x in enumerate(actual)}, {str(i): x for i, x in enumerate(expected)}, 1e-2)
 
 
 @pytest.mark.gpu
@@ -351,7 +351,7 @@ def test_unaligned_tensors_on_device(launched: list[str]):
     shifted = {name: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape) for name, x in a.items()}
     expected, actual = results(a), results(shifted)
     assert launched == ["fused_forward", "fused_backward"] * 2
-    assert_close(actual, expected, 5e-3)
+    assert_near(actual, expected, 5e-3)
 
 
 @pytest.mark.gpu

@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kernels
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .comparisons import DEVICE
 
 
 def loop(x: Tensor, weight: Tensor) -> Tensor:

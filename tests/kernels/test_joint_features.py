@@ -193,8 +193,7 @@ def test_one_node(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("columns", "whole"),
-    [([0, 1, 2], True), ([0, 2, 1], False), ([0, 1], False), ([1, 2], False)],
+    ("columns", "whole"), [([0, 1, 2], True), ([0, 2, 1], False), ([0, 1], False), ([1, 2], False)]
 )
 def test_split_columns(columns: list[int], whole: bool, copies: list[int]):
     """Gradients that are parts of one tensor, in order and without gaps, are not copied."""

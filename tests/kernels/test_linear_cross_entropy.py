@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,9 @@ from kernels.linear import head_loss
 from kernels.linear_cross_entropy import logits as in_pytorch
 from kernels.linear_cross_entropy import losses_of_logits
 
+from .comparisons import DEVICE, assert_near, assert_repeats, interpreted
+
 IGNORED = -100
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def inputs(N: int, D: int = 24, V: int = 61, dtype: torch.dtype = torch.float32, scale: float = 1) -> list[Tensor]:
@@ -30,12 +32,6 @@ def results(x: Tensor, weight: Tensor, labels: Tensor, backend: str = "torch", *
         loss = kernels.linear_cross_entropy(x, weight, labels, **options)
     dx, dweight = torch.autograd.grad(0.1 * loss, (x, weight))
     return {"loss": loss.detach(), "dx": dx, "dweight": dweight}
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-5):
-    for name, y in expected.items():
-        difference = (actual[name].double() - y.double()).norm()
-        assert difference <= tolerance * y.double().norm(), f"{name} is off by {difference / y.double().norm():.1e}"
 
 
 def exact(a: list[Tensor]) -> dict[str, Tensor]:
@@ -59,7 +55,7 @@ def test_backends_agree(N: int, dtype: torch.dtype):
     a = inputs(N, dtype=dtype)
     actual = results(*a)
     assert actual["loss"].dtype == dtype
-    assert_same(actual, exact(a))
+    assert_near(actual, exact(a))
 
 
 def test_gradients():
@@ -85,8 +81,6 @@ def test_a_cap_bounds_the_logits(backend: str):
     actual = results(x, weight, labels, backend, cap=2.0)
     torch.testing.assert_close(actual["loss"], expected.sum())
     assert actual["loss"] < 0.7 * usual["loss"]  # the cap mattered
-    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0, or None, got 0"):
-        results(x, weight, labels, backend, cap=0)
 
 
 def test_gradients_through_a_cap():
@@ -173,7 +167,7 @@ def test_another_ignored_label(backend: str):
     x, weight, labels = inputs(40)
     expected = results(x, weight, labels, backend)
     moved = labels.masked_fill(labels == IGNORED, 70)
-    assert_same(results(x, weight, moved, backend, ignore_index=70), expected, 0)
+    assert_near(results(x, weight, moved, backend, ignore_index=70), expected, 0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
@@ -183,7 +177,7 @@ def test_under_autocast_the_dtypes_may_differ(backend: str):
         actual = results(x.bfloat16(), weight, labels, backend)
     assert actual["loss"].dtype == actual["dweight"].dtype == torch.float32
     assert actual["dx"].dtype == torch.bfloat16
-    assert_same(actual, exact([x, weight, labels]), 2e-2)
+    assert_near(actual, exact([x, weight, labels]), 2e-2)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +202,7 @@ def test_errors_name_the_argument(name: str, change: Callable[[Tensor], Tensor])
 
 @pytest.mark.parametrize("cap", [0.0, -1.0, float("nan"), float("inf")])
 def test_caps_that_are_no_bounds(cap: float):
-    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0"):
+    with pytest.raises(ValueError, match=r"^cap: expected a finite number above 0, or None, got "):
         kernels.linear_cross_entropy(*inputs(10), cap=cap)
 
 
@@ -231,8 +225,6 @@ def test_a_label_outside_of_the_vocabulary(label: int):
 
 # The kernels: small cases in the interpreter, real sizes on a device.
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
-
 
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch):
@@ -253,7 +245,7 @@ def test_kernels(N: int, V: int, dtype: torch.dtype, op, monkeypatch: pytest.Mon
     a = inputs(N, V=V, dtype=dtype)
     actual = results(*a, backend="triton")
     assert actual["loss"].dtype == torch.float32
-    assert_same(actual, exact(a), 1e-5 if dtype == torch.float32 else 1e-2)
+    assert_near(actual, exact(a), 1e-5 if dtype == torch.float32 else 1e-2)
 
 
 @interpreted
@@ -267,22 +259,14 @@ def test_kernels_refuse_a_cap(op):
 @interpreted
 def test_large_logits_in_kernels(op):
     a = inputs(12, scale=1000)
-    assert_same(results(*a, backend="triton"), exact(a))
-
-
-@interpreted
-def test_columns_of_x_and_of_the_weight_may_be_strided(op):
-    x, weight, labels = inputs(12)
-    expected = results(x, weight, labels, backend="triton")
-    strided = (x.T.contiguous().T, weight.T.contiguous().T, labels.repeat_interleave(2)[::2])
-    assert_same(results(*strided, backend="triton"), expected)
+    assert_near(results(*a, backend="triton"), exact(a))
 
 
 @interpreted
 def test_nothing_is_ignored_and_everything_is(op):
     x, weight, labels = inputs(12)
     some = labels.clamp(min=0)
-    assert_same(results(x, weight, some, backend="triton"), exact([x, weight, some]))
+    assert_near(results(x, weight, some, backend="triton"), exact([x, weight, some]))
     none = results(x, weight, torch.full_like(labels, IGNORED), backend="triton")
     assert not any(y.any() for y in none.values())
 
@@ -326,7 +310,7 @@ def test_the_gradient_of_fp32_weights_is_summed_in_fp32(op, monkeypatch: pytest.
         actual = results(x, weight.float(), labels, backend="triton")["dweight"]
     assert actual.dtype == torch.float32
     assert not torch.equal(actual, actual.bfloat16().float())  # the product of bf16 tensors was not rounded to bf16
-    assert_same({"dweight": actual}, {"dweight": exact([x, weight, labels])["dweight"]}, 1e-2)
+    assert_near({"dweight": actual}, {"dweight": exact([x, weight, labels])["dweight"]}, 1e-2)
 
 
 @interpreted
@@ -365,10 +349,8 @@ def test_on_device(N: int, D: int, V: int, dtype: torch.dtype):
     a = inputs(N, D, V, dtype, scale=D**-0.5)
     actual = results(*a, backend="triton")
     expected = results(*(y.float() if y.is_floating_point() else y for y in a), backend="reference")
-    assert_same(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4)
-    for _ in range(20):
-        repeated = results(*a, backend="triton")
-        assert all(torch.equal(repeated[name], y) for name, y in actual.items())
+    assert_near(actual, expected, 1e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert_repeats(partial(results, *a, backend="triton"))
 
 
 @pytest.mark.gpu

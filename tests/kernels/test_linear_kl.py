@@ -12,8 +12,9 @@ from kernels.linear import head_loss
 from kernels.linear_kl import logits as in_pytorch
 from zoo.runs.estimate import Allocations
 
+from .comparisons import DEVICE, assert_near, assert_repeats
+
 IGNORED = -100
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")
 each_backend = pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=needs_triton)])
@@ -56,12 +57,6 @@ def exact(a: list[Tensor], **options: float | None) -> dict[str, Tensor]:
     return results([x.double() if x.is_floating_point() else x for x in a], **options)
 
 
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float):
-    for name, y in expected.items():
-        difference = (actual[name].double() - y).norm()
-        assert difference <= tolerance * y.norm(), f"{name} is off by {difference / y.norm():.1e}"
-
-
 @pytest.fixture
 def op(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The Triton op, where unwritten memory is not a number."""
@@ -93,7 +88,7 @@ def test_sum_and_gradients(
 ):
     monkeypatch.setattr(in_pytorch, "LOGITS", 61 * 16)  # so that 53 tokens take four steps, the last of them short
     a, options = inputs(N), {"temperature": temperature, "cap": cap, "teacher_cap": teacher_cap}
-    assert_same(results(a, backend, **options), exact(a, **options), 1e-12)
+    assert_near(results(a, backend, **options), exact(a, **options), 1e-12)
 
 
 def test_gradcheck(monkeypatch: pytest.MonkeyPatch):
@@ -150,7 +145,7 @@ def test_lower_precision(dtype: torch.dtype):
     a = inputs(300, dtype=dtype)
     actual = results(a, "torch")
     assert actual["total"].dtype == torch.float32
-    assert_same(actual, exact(a), LOW[dtype])
+    assert_near(actual, exact(a), LOW[dtype])
 
 
 @each_backend
@@ -168,7 +163,7 @@ def test_autocast_takes_the_products_in_half_precision(dtype: torch.dtype, backe
     assert torch.equal(mixed["total"], results(half, backend)["total"])
     assert mixed["dx"].dtype == mixed["dweight"].dtype == torch.float32
     assert not torch.equal(mixed["dweight"], mixed["dweight"].to(dtype).float())  # it is summed in fp32
-    assert_same(mixed, exact(a), 2 * LOW[dtype])
+    assert_near(mixed, exact(a), 2 * LOW[dtype])
 
 
 @each_backend
@@ -344,12 +339,12 @@ def test_kernel(
         actual = results(a, "triton", **options)
         assert actual["total"].dtype == torch.float32
         if dtype == torch.float32 and V > 1:
-            assert_same(actual, exact(a, **options), 1e-5)
+            assert_near(actual, exact(a, **options), 1e-5)
         # from logits in bf16, too, the divergence is that of PyTorch, and gradients differ by their rounding
         in_torch = {name: y.double() for name, y in results(a, "torch", **options).items()}
         torch.testing.assert_close(actual["total"].double(), in_torch["total"], rtol=1e-5, atol=1e-6)
         if V > 1:
-            assert_same(actual, in_torch, 1e-5 if dtype == torch.float32 else 2e-2)
+            assert_near(actual, in_torch, 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.gpu
@@ -361,10 +356,8 @@ def test_on_device(N: int, D: int, E: int, V: int, dtype: torch.dtype, options: 
     a[1], a[3] = a[1] * D**-0.5, a[3] * E**-0.5
     actual = results(a, "triton", **options)
     in_torch = results(a, "torch", **options)
-    assert_same(actual, {name: y.double() for name, y in in_torch.items()}, 1e-2 if dtype == torch.bfloat16 else 1e-4)
-    for _ in range(5):
-        again = results(a, "triton", **options)
-        assert all(torch.equal(again[name], y) for name, y in actual.items())
+    assert_near(actual, in_torch, 1e-2 if dtype == torch.bfloat16 else 1e-4)
+    assert_repeats(partial(results, a, "triton", **options), 5)
 
 
 def test_autocast_leaves_fp64():

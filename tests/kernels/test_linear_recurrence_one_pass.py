@@ -10,6 +10,7 @@ import torch
 
 import kernels
 
+from .comparisons import assert_repeats
 from .gluon_interpreter import Language, interpreted
 from .hopper import MOST, shared_memory
 from .recurrences import inputs, results
@@ -535,10 +536,7 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
     a = {name: x.cuda() for name, x in a.items()}
     same_with_states_kept_or_not(a, E)
-    first = run(a, backend="triton", subheads=E)
-    for _ in range(20):  # no atomics: a difference would be a race
-        repeated = run(a, backend="triton", subheads=E)
-        assert all(torch.equal(first[name], repeated[name]) for name in first)
+    assert_repeats(partial(run, a, backend="triton", subheads=E))
 
 
 @pytest.mark.gpu

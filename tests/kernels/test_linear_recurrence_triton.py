@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.core.documents import Documents
 
+from .comparisons import DEVICE, assert_repeats
 from .recurrences import PACKED, inputs, results
 
 pytest.importorskip("triton")
@@ -18,7 +18,6 @@ from kernels.gpu import plan
 from kernels.linear_recurrence.gpu import op as gpu_op
 from kernels.linear_recurrence.gpu import plan as gpu_plan
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # the fast way for decays per channel overflows where the slow one takes over
 pytestmark = [pytest.mark.usefixtures("poison"), pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")]
 GATES = ("none", "constant", "head", "channel")
@@ -235,18 +234,6 @@ def test_segments_registered_as_they_should_be(length: int, segments: int, short
     assert len(op(*arguments)[2]) == segments  # the states that are kept
 
 
-def test_boundaries_are_read_once(monkeypatch: pytest.MonkeyPatch):
-    a = inputs(8, gate="head", G=1, K=16, V=16, documents=[0, 3, 8], dtype=torch.float32)
-    a = {name: x.to(DEVICE).requires_grad_(x.is_floating_point()) for name, x in a.items()}
-    made = []
-    create = Documents.__init__
-    monkeypatch.setattr(Documents, "__init__", lambda self, cu_seqlens: made.append(create(self, cu_seqlens)))
-    with kernels.backend("triton"):
-        for _ in range(2):
-            kernels.linear_recurrence(**a)[0].sum().backward()
-    assert len(made) == 1
-
-
 def test_fp64_names_another_backend():
     a = {name: x.to(DEVICE) for name, x in inputs(3, K=16, V=16).items()}
     with kernels.backend("triton"), pytest.raises(kernels.UserError, match=r"^backend: .*'triton'.*fp64.*torch"):
@@ -298,10 +285,7 @@ def test_device_gates_without_gradients(gate: str, K: int, V: int, beta: str | N
     a, gates = held(inputs(1100, gate=gate, decay=decay, beta=beta, B=2, G=2, K=K, V=V, dtype=torch.float32))
     a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
     compare(a, tolerance=1e-2, reference="torch", **gates)
-    first = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
-    for _ in range(20):
-        repeated = run({name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates)
-        assert all(torch.equal(first[name], repeated[name]) for name in first)
+    assert_repeats(partial(run, {name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates))
 
 
 @pytest.mark.gpu
@@ -327,9 +311,5 @@ def test_device_extreme_decays(gate: str, decay: str):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "K", "V", "gate"), SIZES)
 def test_device_repeats_bitwise(dtype: torch.dtype, K: int, V: int, gate: str):
-    # no atomics: a difference would be a race
     a = {n: x.cuda() for n, x in realistic(3000, gate, dtype, B=2, G=8, K=K, V=V).items()}
-    first = run(a, backend="triton")
-    for _ in range(50):
-        repeated = run(a, backend="triton")
-        assert all(torch.equal(first[name], repeated[name]) for name in first)
+    assert_repeats(partial(run, a, backend="triton"), 50)

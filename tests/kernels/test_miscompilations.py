@@ -24,6 +24,7 @@ from torch import Tensor
 import kernels
 
 from . import test_selective_scan
+from .comparisons import assert_repeats
 from .recurrences import inputs, results
 
 pytestmark = pytest.mark.gpu
@@ -77,11 +78,7 @@ def test_chunks_of_64_with_four_warps(beta: str | float, size: int):
 @pytest.mark.parametrize("name", GATED)
 def test_bits_repeat_when_the_device_is_full(name: str):
     a = made(name, 2048, B=4, G=32, K=128, V=128)
-    run = partial(results, GATED[name][0], a, backend="triton")
-    expected = run()
-    for _ in range(20):
-        actual = run()
-        assert all(torch.equal(actual[key], expected[key]) for key in actual)
+    assert_repeats(partial(results, GATED[name][0], a, backend="triton"))
 
 
 @pytest.mark.parametrize("shape", ["ramp", "random"])

@@ -1,5 +1,6 @@
 """The Triton kernels of RMS normalisation and LayerNorm: small cases in the interpreter, real sizes on a device."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,18 +10,16 @@ from torch import Tensor
 import kernels
 from kernels.norm import add_layer_norm, layer_norm
 
+from .comparisons import DEVICE, assert_repeats, interpreted
+
 pytest.importorskip("triton")
 from kernels.norm.gpu import op as gpu_op
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GATES = ("none", "last", "first", "sigmoid last", "sigmoid first")
 LAYER = "layer norm"  # not a gate
 Arguments = dict[str, Tensor]
-
-# what is small and quick there would be a compilation each on a device
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
 def inputs(*shape: int, gate: str = "last", weight: bool = True) -> Arguments:
@@ -211,10 +210,8 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16, gate: str = "las
 )
 def test_real_sizes(shape: tuple[int, ...], gate: str, dtype: torch.dtype):
     a, limits = on_device(*shape, dtype=dtype, gate=gate), (1e-5, 1e-5) if dtype == torch.float32 else (5e-3, 1e-2)
-    actual = agree(a, *limits, backend="torch", gate=gate)
-    for _ in range(20):  # no atomics: a difference would be a race
-        repeated = results(a, "triton", gate)
-        assert all(torch.equal(repeated[name], actual[name]) for name in actual)
+    agree(a, *limits, backend="torch", gate=gate)
+    assert_repeats(partial(results, a, "triton", gate))
 
 
 def added(

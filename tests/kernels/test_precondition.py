@@ -1,5 +1,7 @@
 """Preconditioned keys: by the formula, with gradients from the arguments alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,8 @@ from torch import Tensor
 import kernels
 from kernels.precondition import precondition
 
-interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
+from .comparisons import assert_near, assert_repeats, interpreted
+
 LIMIT = 1.7
 
 
@@ -75,12 +78,8 @@ def test_triton_takes_parts_of_larger_tensors(poison: None):
 def test_on_a_device(shape: tuple[int, ...], dtype: torch.dtype, tolerance: float):
     a = inputs(*shape, dtype=dtype, device="cuda")
     a["curvature"] += 1e-2
-    actual = results(a, "triton")
-    expected = results({name: x.double() for name, x in a.items()}, "torch")
-    for name, x in actual.items():
-        assert (x.double() - expected[name]).norm() < tolerance * expected[name].norm(), name
-    repeated = results(a, "triton")
-    assert all(torch.equal(x, repeated[name]) for name, x in actual.items())
+    assert_near(results(a, "triton"), results({name: x.double() for name, x in a.items()}, "torch"), tolerance)
+    assert_repeats(partial(results, a, "triton"), 1)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch
 import kernels
 from kernels.put_rows import put_rows
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .comparisons import DEVICE
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

@@ -155,11 +155,6 @@ def test_any_decay(decay: str, rate: bool, dtype: torch.dtype):
     assert_same(run(a), run(a, backend="reference"))
 
 
-def test_without_decay_it_is_a_sum():
-    a = inputs(40, rate=False, b=False, c="ones", decay="zero", state=False)
-    torch.testing.assert_close(kernels.selective_scan(**a)[0], a["x"].cumsum(1))
-
-
 @pytest.mark.parametrize("documents", [[0, 64], [0, 16, 64], [0, 0, 64], [0, 64, 64]])
 def test_few_documents(documents: list[int]):
     a = inputs(64, documents=documents)

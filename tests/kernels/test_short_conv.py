@@ -46,18 +46,6 @@ def test_history_defaults_to_zeros_and_is_only_given_on_request():
     torch.testing.assert_close(y, loop(a["x"], a["weight"], None, torch.zeros_like(a["history"])))
 
 
-@pytest.mark.parametrize("bounds", [[0, 7, 20], [0, 1, 2, 5, 20], list(range(21))])
-def test_whole_is_pieces(bounds: list[int]):
-    a = inputs(20)
-    whole, last = kernels.short_conv(**a, return_history=True)
-    x, history, outputs = a.pop("x"), a.pop("history"), []
-    for i, j in pairwise(bounds):
-        y, history = kernels.short_conv(x[:, i:j], **a, history=history, return_history=True)
-        outputs.append(y)
-    torch.testing.assert_close(torch.cat(outputs, 1), whole)
-    torch.testing.assert_close(history, last)
-
-
 @pytest.mark.parametrize("given", [True, False])
 @pytest.mark.parametrize("width", [1, 2, 4])
 def test_packed_documents(width: int, given: bool):
@@ -90,15 +78,6 @@ def test_dtypes():
     assert (y.dtype, history.dtype) == (torch.bfloat16, torch.float32)
     _, history = kernels.short_conv(x, a["weight"], a["bias"], return_history=True)
     assert history.dtype == torch.bfloat16
-
-
-def test_views_of_a_projection():
-    fused = torch.randn(2, 9, 12, dtype=torch.float64)
-    a = inputs(9)
-    torch.testing.assert_close(
-        kernels.short_conv(fused[..., 3:8], a["weight"])[0],
-        kernels.short_conv(fused[..., 3:8].contiguous(), a["weight"])[0],
-    )
 
 
 @pytest.mark.parametrize(

@@ -24,11 +24,7 @@ def inputs(*shape: int) -> Tensors:
 
 class TestSigmoidMix(OpContract):
     op = "sigmoid_mix"
-    sizes = (
-        (1, 1),
-        (2, 3, 7),
-        (3, 70, 300),
-    )
+    sizes = ((1, 1), (2, 3, 7), (3, 70, 300))
     some_sizes = (2, 70, 40)
     device_sizes = ((2, 4097, 1024),)
     rounded_once = ("triton",)

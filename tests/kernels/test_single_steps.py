@@ -6,13 +6,14 @@ from torch import Tensor
 
 import kernels
 
+from .comparisons import DEVICE
+
 OPS = {
     "delta_rule": [("beta", "none"), ("beta", "constant"), ("beta", "head")],
     "linear_recurrence": [("", "none"), ("", "constant"), ("beta", "head"), ("", "channel")],
 }
 CASES = [(op, *case) for op, cases in OPS.items() for case in cases]
 B, G, R, E, K, V = 2, 2, 2, 2, 8, 12
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def arguments(beta: str, gate: str) -> dict[str, Tensor]:

@@ -9,9 +9,10 @@ from torch import Tensor
 import kernels
 from kernels import token_shift
 
+from .comparisons import DEVICE
+
 pytestmark = pytest.mark.usefixtures("poison")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("torch", "triton")
 BOUNDS = [0, 0, 3, 4, 9, 9]  # empty documents first, and last
 
@@ -141,16 +142,8 @@ FLOATING = r"x: expected a floating \[B,T,D\] with at least one token, got torch
 @pytest.mark.parametrize(
     ("shapes", "bounds", "message"),
     [
-        (
-            ((2, 3), (1, 3)),
-            None,
-            f"{FLOATING} \\(2, 3\\)",
-        ),
-        (
-            ((1, 0, 3), (1, 3)),
-            None,
-            f"{FLOATING} \\(1, 0, 3\\)",
-        ),
+        (((2, 3), (1, 3)), None, f"{FLOATING} \\(2, 3\\)"),
+        (((1, 0, 3), (1, 3)), None, f"{FLOATING} \\(1, 0, 3\\)"),
         (((1, 2, 3), (1, 4)), None, r"shares: expected \[n,3\], got shape \(1, 4\)"),
         (((1, 2, 3), (1, 3), (2, 3)), None, r"before: expected \[1, 3\], got shape \(2, 3\)"),
         (((1, 2, 3), (1, 3)), [0, 3], "cu_seqlens: ends at 3, but there are 2 tokens"),

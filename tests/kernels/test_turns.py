@@ -7,9 +7,10 @@ from torch import Tensor
 import kernels
 from kernels.turns import turns
 
+from .comparisons import DEVICE
+
 pytestmark = pytest.mark.usefixtures("poison")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ("torch", "triton")
 # boundaries of documents: inside a block, at its ends, empty ones, and longer than two blocks
 PACKED = [None, [0, 5, 5, 32, 64, 65, 150], [0, 0, 149, 150], [0, 31, 33, 96, 96, 97, 150]]

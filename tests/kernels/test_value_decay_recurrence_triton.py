@@ -7,6 +7,7 @@ import torch
 
 import kernels
 
+from .comparisons import DEVICE
 from .recurrences import DECAYS, PACKED
 from .test_causality import later
 from .test_linear_recurrence_triton import compare as compare_recurrence
@@ -14,7 +15,6 @@ from .test_value_decay_recurrence import inputs
 
 pytest.importorskip("triton")
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # in the backward pass, the fast way of the linear recurrence overflows where the slow one takes over
 pytestmark = [
     pytest.mark.usefixtures("poison"),

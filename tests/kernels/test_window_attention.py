@@ -2,6 +2,7 @@ import dataclasses
 import inspect
 import itertools
 import math
+from collections.abc import Callable
 from itertools import pairwise
 
 import pytest
@@ -15,7 +16,8 @@ from kernels.core.documents import documents
 from kernels.window_attention import CANDIDATES, candidates, flash, flex
 from kernels.window_attention.arguments import Attention, check
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .comparisons import DEVICE
+
 PACKED = [0, 0, 5, 70, 70, 135, 150, 150]
 
 
@@ -612,6 +614,18 @@ def test_the_choice_and_the_chosen_compile_as_one_graph(name: str, monkeypatch: 
 # On a device: each candidate against fp32 at the sizes it is for.
 
 
+def close_to_fp32(forward: Callable[[Attention], Tensor], a: Attention) -> None:
+    """Output and gradients, compared with those of blocks of scores."""
+    exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
+    actual, expected = forward(a), CANDIDATES["chunk"].forward(exact)
+    arriving = torch.randn_like(actual)
+    actual = [actual, *torch.autograd.grad(actual, learned(a), arriving)]
+    expected = [expected, *torch.autograd.grad(expected, learned(exact), arriving.float())]
+    for x, y in zip(actual, expected, strict=True):
+        assert x.isfinite().all()
+        assert (x - y).norm() <= 1e-2 * y.norm()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["flash", "flex", "chunk"])
 @pytest.mark.parametrize(
@@ -630,15 +644,7 @@ def test_on_device(name: str, options: dict):
     a = leaves(call(**{**HALF, **options}))
     if not CANDIDATES[name].serves(a):
         pytest.skip("does not serve this call")
-    o = CANDIDATES[name].forward(a)
-    arriving = torch.randn_like(o)
-    exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
-    expected = CANDIDATES["chunk"].forward(exact)
-    actual = [o, *torch.autograd.grad(o, (a.q, a.k, a.v), arriving)]
-    expected = [expected, *torch.autograd.grad(expected, (exact.q, exact.k, exact.v), arriving.float())]
-    for x, y in zip(actual, expected, strict=True):
-        assert x.isfinite().all()
-        assert (x - y).norm() <= 1e-2 * y.norm()
+    close_to_fp32(CANDIDATES[name].forward, a)
 
 
 @pytest.mark.gpu
@@ -653,14 +659,7 @@ def test_on_device_with_decays(resets: bool, options: dict):
     if resets:
         with torch.no_grad():
             a.log_decay.masked_fill_(torch.rand_like(a.log_decay) < 0.01, -math.inf)
-    exact = leaves(dataclasses.replace(a, **{x: getattr(a, x).float() for x in "qkv"}))
-    actual, expected = candidates.forward(a), CANDIDATES["chunk"].forward(exact)
-    arriving = torch.randn_like(actual)
-    actual = [actual, *torch.autograd.grad(actual, learned(a), arriving)]
-    expected = [expected, *torch.autograd.grad(expected, learned(exact), arriving.float())]
-    for x, y in zip(actual, expected, strict=True):
-        assert x.isfinite().all()
-        assert (x - y).norm() <= 1e-2 * y.norm()
+    close_to_fp32(candidates.forward, a)
 
 
 @pytest.mark.gpu

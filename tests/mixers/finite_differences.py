@@ -12,6 +12,10 @@ import kernels
 from .test_parity import by_name
 
 
+def sigmoid(x: np.ndarray) -> np.ndarray:
+    return 1 / (1 + np.exp(-x))
+
+
 def check_against_formula(
     module: nn.Module,
     formula: Callable[[np.ndarray, dict[str, np.ndarray]], np.ndarray],

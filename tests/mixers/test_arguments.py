@@ -68,14 +68,6 @@ def test_every_registered_mixer_is_among_them():
     assert {"Expanded", "HeadWise", "LowRank", "DPFP", "LFM", "TPE", "RMSNorm", "LowerBounds", "Rotary"} <= cases
 
 
-@pytest.mark.parametrize("value", [0.0, -0.5, math.nan])
-@pytest.mark.parametrize(
-    ("cls", "name"), [(mixers.RetNet, "expand_v"), (mixers.GLA, "expand_v"), (mixers.GLA, "expand_k")]
-)
-def test_a_width_of_nothing(cls: type, name: str, value: float):
-    refuses(cls, name, value, GIVEN)
-
-
 def test_a_width_that_rounds_to_nothing():
     with pytest.raises(kernels.UserError, match=r"^expand_v: 0\.001 of head_dim 32 leaves no values$"):
         mixers.RetNet(SITE, expand_v=0.001)

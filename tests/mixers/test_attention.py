@@ -28,25 +28,6 @@ def test_a_window_counts_the_token_itself(window: int, length: int):
     assert seen == list(range(length - 4 - window + 1, length - 3))
 
 
-def test_full_attention_sees_everything_before():
-    assert influence(SoftmaxAttention(SITE), 20, on=15) == list(range(16))
-
-
-@pytest.mark.parametrize("window", [2, 7])
-def test_a_window_holds_while_decoding(window: int):
-    mixer = SlidingWindowAttention(SITE, window_size=window).double()
-    x = torch.randn(2, 20, 32, dtype=torch.float64)
-    other = x.clone()
-    other[:, : 20 - window] += 1  # all that the last token must not see
-    outputs = []
-    for input in (x, other):
-        _, state = mixer(input[:, :13], mixer.init_state(2))
-        for t in range(13, 20):
-            y, state = mixer(input[:, t : t + 1], state)
-        outputs.append(y)
-    torch.testing.assert_close(outputs[1], outputs[0])
-
-
 def test_the_cache_holds_the_last_keys():
     mixer = SlidingWindowAttention(SITE, window_size=6, num_kv_heads=2, qk=mixers.Features())
     state = mixer.init_state(2)
@@ -79,29 +60,6 @@ def test_flops_of_what_the_mask_leaves_out(window: int | None):
     products = 2 * 300 * sum(parameter.numel() for parameter in mixer.parameters())
     # two products over 32 channels for each pair
     assert mixer.flops(300) - mixer.masked_flops(300) == products + 2 * 2 * 32 * pairs
-
-
-def test_the_default_window_is_2048():
-    assert SlidingWindowAttention(SITE).window_size == 2048
-
-
-def test_a_window_as_long_as_the_sequence_is_full_attention():
-    torch.manual_seed(1)
-    full = SoftmaxAttention(SITE)
-    torch.manual_seed(1)
-    window = SlidingWindowAttention(SITE, window_size=20)
-    x = torch.randn(1, 20, 32)
-    assert torch.equal(window(x)[0], full(x)[0])
-
-
-def test_positions_are_relative():
-    # only differences of angles count: the same tokens, as if 1000 others had come before and were forgotten
-    mixer = SoftmaxAttention(SITE).double()
-    x = torch.randn(1, 12, 32, dtype=torch.float64)
-    late = mixer.init_state(1)._replace(position=torch.tensor([1000]))
-    y, late = mixer(x[:, :7], late)
-    z, _ = mixer(x[:, 7:], late)
-    torch.testing.assert_close(torch.cat([y, z], 1), mixer(x)[0])
 
 
 @pytest.mark.parametrize(

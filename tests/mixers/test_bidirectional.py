@@ -22,15 +22,6 @@ def test_it_is_the_sum_of_both_ways():
     torch.testing.assert_close(mixer(x.flip(1))[0].flip(1), expected)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_packed_documents_are_reversed_one_by_one(dtype: torch.dtype):
-    mixer, x = Bidirectional(SITE).double(), torch.randn(1, 12, 64, dtype=torch.float64)
-    packed, _ = mixer(x, cu_seqlens=torch.tensor([0, 5, 5, 6, 12], dtype=dtype))
-    alone = [mixer(x[:, start:stop])[0] for start, stop in ((0, 5), (5, 6), (6, 12))]
-    torch.testing.assert_close(packed, torch.cat(alone, 1))
-
-
 def test_its_costs_are_those_of_both():
     one, both = GatedDeltaNet(SITE), Bidirectional(SITE, mixer=GatedDeltaNet)
     assert both.state_size() == 2 * one.state_size()

@@ -90,13 +90,6 @@ def test_training_after_a_look_in_inference_mode(length: int, backend: str, mixe
     assert layer.in_proj.weight.grad.isfinite().all()
 
 
-@pytest.mark.parametrize("mixer", [TNL, RetNet])
-def test_bf16_layers_decay_in_fp32(mixer):
-    layer = mixer(Site(32, 4, 1, 3)).bfloat16()
-    s = layer.gates(layer.project(torch.zeros(1, 2, 32, dtype=torch.bfloat16)))
-    assert s.log_decay.dtype == torch.float32
-
-
 def decays(mixer: TNL | RetNet) -> list[float]:
     return list(mixer.decay.log_decay)
 

@@ -4,17 +4,11 @@ import pytest
 import torch
 
 import kernels
-from mixers import TPE, CosFormer2, Expanded, Features, Site, TokenMixer
+from mixers import TPE, CosFormer2, Expanded, Features, Site
+
+from .test_parity import shaken
 
 SITE = Site(32, 4)
-
-
-def shaken(mixer: TokenMixer) -> TokenMixer:
-    mixer = mixer.double()
-    with torch.no_grad():
-        for parameter in mixer.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return mixer
 
 
 def test_one_theta_for_queries_and_keys():
@@ -27,7 +21,7 @@ def test_one_theta_for_queries_and_keys():
 
 @pytest.mark.parametrize("assign", [False, True])
 def test_a_state_dict_loads(assign: bool):
-    source, loaded = shaken(CosFormer2(SITE)), CosFormer2(SITE).double()
+    source, loaded = shaken(CosFormer2(SITE).double()), CosFormer2(SITE).double()
     loaded.load_state_dict(copy.deepcopy(source.state_dict()), assign=assign)
     assert loaded.k_features.map.theta is loaded.q_features.map.theta
     x = torch.randn(1, 9, 32, dtype=torch.float64)
@@ -45,31 +39,9 @@ def test_theta_stays_shared_from_the_meta_device():
     torch.testing.assert_close(mixer.q_features.map.theta, CosFormer2(SITE).q_features.map.theta)
 
 
-def test_features_double_the_state():
-    assert CosFormer2(SITE).state_size() == 4 * 16 * 8
-    assert CosFormer2(SITE, qk=Features(activation="silu")).state_size() == 4 * 8 * 8
-    assert Expanded(mixer=CosFormer2, factor=4)(SITE).state_size() == 4 * CosFormer2(SITE).state_size()
-
-
-@pytest.mark.parametrize("factor", [1, 2])
-def test_only_differences_of_positions_count(factor: int):
-    mixer = shaken(Expanded(mixer=CosFormer2, factor=factor)(SITE))
-    x = torch.randn(1, 12, 32, dtype=torch.float64)
-    y, _ = mixer(x)
-    late = mixer.init_state(1)._replace(position=torch.tensor([1000]))
-    first, late = mixer(x[:, :7], late)
-    second, late = mixer(x[:, 7:], late)
-    torch.testing.assert_close(torch.cat([first, second], 1), y)
-    assert late.position.tolist() == [1012]
-    # and they do count: forgetting them in the middle is another function
-    _, state = mixer(x[:, :7], mixer.init_state(1))
-    lost, _ = mixer(x[:, 7:], state._replace(position=torch.tensor([0])))
-    assert not torch.allclose(lost, y[:, 7:])
-
-
 @pytest.mark.parametrize("backend", ["torch", "reference"])
 def test_positions_restart_in_every_document(backend: str):
-    mixer, x = shaken(CosFormer2(SITE)), torch.randn(1, 30, 32, dtype=torch.float64)
+    mixer, x = shaken(CosFormer2(SITE).double()), torch.randn(1, 30, 32, dtype=torch.float64)
     x[:, 20:] = x[:, :10]
     with kernels.backend(backend):
         y, state = mixer(x, mixer.init_state(4), cu_seqlens=torch.tensor([0, 13, 13, 20, 30]))
@@ -82,25 +54,10 @@ def test_positions_restart_in_every_document(backend: str):
     torch.testing.assert_close(z[:, :2], mixer(torch.cat([x[:, :13], more[:, :2]], 1))[0][:, 13:])
 
 
-def test_no_angle_is_plain_linear_attention():
-    mixer = shaken(CosFormer2(SITE))
-    plain = CosFormer2(SITE, qk=Features(activation="silu")).double()
-    plain.load_state_dict({name: x for name, x in mixer.state_dict().items() if "theta" not in name})
-    plain.scale = mixer.scale = 0.5  # the longer keys would have another one
-    with torch.no_grad():
-        mixer.q_features.map.theta.zero_()
-    x = torch.randn(1, 9, 32, dtype=torch.float64)
-    torch.testing.assert_close(mixer(x)[0], plain(x)[0])
-
-
-def test_tpe_begins_as_nearly_the_token_itself():
-    mixer = TPE(Site(64, 4))
-    assert mixer.weight.shape == (64, 16)
-    with torch.no_grad():
-        mixer.weight.zero_()
-        mixer.weight[:, 0] = 1
-    x = torch.randn(1, 20, 64)
-    torch.testing.assert_close(mixer(x)[0], x, atol=1e-5, rtol=1e-5)
+def test_features_double_the_state():
+    assert CosFormer2(SITE).state_size() == 4 * 16 * 8
+    assert CosFormer2(SITE, qk=Features(activation="silu")).state_size() == 4 * 8 * 8
+    assert Expanded(mixer=CosFormer2, factor=4)(SITE).state_size() == 4 * CosFormer2(SITE).state_size()
 
 
 def test_rates_of_tpe_are_evenly_spaced_on_a_logarithmic_scale():
@@ -118,14 +75,3 @@ def test_tpe_starts_with_small_weights_and_the_token_itself():
     weight = TPE(Site(256, 4), size=64).weight
     assert weight.std(0)[1:].mean().item() == pytest.approx(0.02, rel=0.05)
     assert weight[:, 0].mean().item() == pytest.approx(1, abs=0.01)
-
-
-def test_tpe_remembers_up_to_thousands_of_tokens():
-    # an impulse, read from the slowest sum alone: e^(−t/8192)
-    mixer, x = TPE(Site(8, 2), size=5), torch.zeros(1, 2049, 8)
-    x[:, 0] = 1
-    with torch.no_grad():
-        mixer.weight.zero_()
-        mixer.weight[:, -1] = 1
-    y, _ = mixer(x)
-    torch.testing.assert_close(y[0, :, 0], (-torch.arange(2049) / 8192).exp(), atol=1e-5, rtol=1e-5)

@@ -13,14 +13,11 @@ from mixers import (
     GLA,
     HGRN2,
     LFM,
-    CosFormer2,
-    DeltaNet,
     Expanded,
     Expansion,
     Features,
     GatedDeltaNet,
     HeadWise,
-    LinearAttention,
     LowRank,
     Mamba2,
     Site,
@@ -159,89 +156,6 @@ def test_lfm():
 def test_every_expansion_keeps_the_contract(name: str, expansion: type[Expansion], subheads: bool):
     factory = Expanded(mixer=MIXERS[name], factor=2, subheads=subheads, expansion=expansion)
     assert len(mixers.check_mixer(factory)) == len(CLAUSES)
-
-
-@pytest.mark.parametrize("expansion", [HeadWise, LowRank, LFM])
-@pytest.mark.parametrize("subheads", [True, False])
-def test_gradients_reach_every_part_of_an_expansion(expansion: type[Expansion], subheads: bool):
-    mixer = Expanded(mixer=GatedDeltaNet, factor=4, subheads=subheads, expansion=expansion)(SITE)
-    mixer(torch.randn(2, 40, 64))[0].square().sum().backward()
-    actual = {name: p.grad for name, p in mixer.named_parameters() if "_expand." in name}
-    assert len(actual) == 4 if expansion is LowRank else 2
-    for name, grad in actual.items():
-        assert grad is not None, name
-        if expansion is HeadWise:  # each W_i: of each head, and in it the block of each subhead
-            assert (grad.view(2, 32, 4, 32).abs().amax((1, 3)) > 0).all(), name
-        assert grad.abs().max() > 0, name
-
-
-def _pair(mixer: object, factor: int = 4) -> tuple[mixers.LinearMixer, mixers.LinearMixer]:
-    """The same layer with and without subheads, in fp64, with the same weights where the shapes agree."""
-    with_subheads, long_head = (
-        Expanded(mixer=mixer, factor=factor, subheads=subheads)(SITE).double() for subheads in (True, False)
-    )
-    own = long_head.state_dict()
-    shared = {n: p for n, p in with_subheads.state_dict().items() if n in own and p.shape == own[n].shape}
-    long_head.load_state_dict({**own, **shared})
-    for layer in (with_subheads, long_head):
-        for module in layer.modules():
-            if hasattr(module, "eps"):
-                module.eps = 0.0  # it would see the scale
-    return with_subheads, long_head
-
-
-class Bare(mixers.LinearMixer):
-    """A linear recurrence without convolution, norm or gates."""
-
-    scale = 0.1  # of one key size or the other: an explicit one makes the two forms equal
-
-    def __init__(self, site: Site):
-        super().__init__(site, num_heads=2, key_size=16, value_size=16)
-        self.in_proj = torch.nn.Linear(site.hidden_size, 96, bias=False)
-
-    def project(self, x: Tensor) -> mixers.Streams:
-        return mixers.Streams(*(mixers.split_heads(s, 2) for s in self.in_proj(x).chunk(3, -1)))
-
-    def readout(self, o: Tensor, s: mixers.Streams) -> Tensor:
-        return torch.cat([o.flatten(2), o.flatten(2)], -1)
-
-
-def test_subheads_are_one_long_head_in_a_bare_linear_recurrence():
-    x = torch.randn(2, 50, 64, dtype=torch.float64)
-    with_subheads, long_head = _pair(Bare)
-    torch.testing.assert_close(with_subheads(x)[0], long_head(x)[0], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("mixer", "tolerance"),
-    [(GLA, 1e-9), (mixers.HGRN2, 1e-9), (CosFormer2, 0.01)],  # cosFormer2's norm has a fixed epsilon
-)
-def test_subheads_are_one_long_head_up_to_a_scale_that_the_norm_removes(mixer: type, tolerance: float):
-    """With gates per channel or none."""
-    factory = partial(mixer, head_dim=32) if mixer is mixers.HGRN2 else mixer
-    x = torch.randn(2, 50, 64, dtype=torch.float64)
-    with_subheads, long_head = _pair(factory)
-    torch.testing.assert_close(with_subheads(x)[0], long_head(x)[0], rtol=10 * tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize(
-    "mixer", [DeltaNet, GatedDeltaNet, Mamba2, partial(LinearAttention, qk=mixers.Features(norm="l2"))]
-)
-def test_with_norms_delta_rules_or_gates_per_subhead_they_differ(mixer: object):
-    x = torch.randn(2, 50, 64, dtype=torch.float64)
-    with_subheads, long_head = _pair(mixer)
-    y, z = with_subheads(x)[0], long_head(x)[0]
-    assert (y - z).abs().mean() > 1e-3 * y.abs().mean()  # not rounding
-
-
-def test_an_expansion_by_a_user():
-    class Repeat(Expansion):
-        def forward(self, stream: Tensor, x: Tensor) -> Tensor:
-            return stream.repeat_interleave(self.factor, -1)
-
-    factory = Expanded(mixer=GatedDeltaNet, factor=2, expansion=Repeat)
-    mixers.check_mixer(factory)
-    assert not [name for name, _ in factory(SITE).named_parameters() if "expand" in name]
 
 
 def test_an_expansion_by_a_user_with_parameters_in_fp32():

@@ -48,13 +48,6 @@ def test_sizes_default_to_the_papers():
     assert (mixer.key_size, mixer.value_size, mixer.in_proj.widths["decay"]) == (32, 64, 4)
 
 
-def test_by_default_it_forgets_sixteen_times_more_slowly_than_its_gate():
-    mixer, x = GLA(Site(64, 4)), torch.randn(1, 5, 64)
-    s = mixer.project(x)
-    raw = F.logsigmoid(F.linear(s.log_decay, mixer.decay_up.weight, mixer.decay_up.bias))
-    torch.testing.assert_close(mixer.gates(s).log_decay.flatten(2), raw / 16)
-
-
 def test_the_normalizer_makes_it_forget_slowly():
     raw = torch.linspace(-20, 20, 4 * 8 * 5).view(1, 5, 4, 8)
     for normalizer in (16.0, 1.0):

@@ -25,15 +25,6 @@ def test_without_positions_the_order_of_earlier_tokens_has_no_effect():
         assert torch.allclose(y, z, atol=1e-6) == same
 
 
-def test_a_query_alone_is_a_row_of_many():
-    # it attends to the latents, and many attend to keys and values made from them
-    mixer, x = MultiheadLatentAttention(SITE, value_dim=6, q_rank=10).double(), torch.randn(2, 9, 32).double()
-    _, state = mixer(x[:, :7], mixer.init_state(2))
-    two, _ = mixer(x[:, 7:], state)
-    one, state = mixer(x[:, 7:8], state)
-    torch.testing.assert_close(torch.cat([one, mixer(x[:, 8:], state)[0]], 1), two)
-
-
 def test_default_sizes():
     mixer = MultiheadLatentAttention(Site(hidden_size=4096, num_heads=32))
     sizes = mixer.head_dim, mixer.rope_dim, mixer.value_dim, mixer.kv_rank
@@ -71,11 +62,7 @@ def test_the_gate_and_the_shared_channels_are_the_formula(gate: str | None, rope
     [
         ({"rope_dim": 3}, "rope_dim: 3 is odd; rotary embedding needs pairs"),
         ({"rope_dim": 0}, "rope_dim: 0 leaves no channels for positions; set rotary to null"),
-        ({"rope_dim": -2}, "rope_dim: -2 must be at least 0"),
         ({"gate": "row"}, "gate: 'row' is not one of head, channel, or null"),
-        ({"kv_rank": 0}, "kv_rank: 0 must be at least 1"),
-        ({"q_rank": 2.5}, "q_rank: 2.5 must be a whole number"),
-        ({"value_dim": 0}, "value_dim: 0 must be at least 1"),
         ({"num_heads": 5}, "num_heads: 5 does not divide hidden_size 32; .*"),
     ],
     ids=str,

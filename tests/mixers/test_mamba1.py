@@ -27,17 +27,3 @@ def test_sizes_are_its_own():
 
 def test_rates_do_not_decay():
     assert set(Mamba1.no_weight_decay) == {"A_log", "D"}  # dt_bias is a vector, and none of those decays
-
-
-def test_the_skip_carries_the_token_alone():
-    # with B = 0 nothing is written, and only D·x is left
-    mixer = Mamba1(Site(32, 4))
-    with torch.no_grad():
-        mixer.x_proj.weight[2:18].zero_()
-        mixer.D.normal_()
-    x = torch.randn(1, 12, 32)
-    y, state = mixer(x, mixer.init_state(1))
-    assert not state.h.any()
-    u, z = mixer.in_proj(x)
-    u = F.conv1d(F.pad(u.mT, (3, 0)), mixer.x_features.weight, mixer.x_features.bias, groups=64).mT
-    torch.testing.assert_close(y, mixer.out_proj(mixer.D * F.silu(u) * F.silu(z)))

@@ -11,13 +11,6 @@ SITE = Site(hidden_size=64, num_heads=4)
 
 def test_initial_ranges():
     mixer = Mamba2(Site(2048, 16), head_dim=8, state_dim=4)
-    A, dt = mixer.decay.A_log.exp(), F.softplus(mixer.decay.dt_bias)
-    assert len(A) == 512
-    assert 1 - 1e-5 <= A.min() < 1.5
-    assert 15 < A.max() <= 16 + 1e-4
-    assert abs(A.mean() - 8.5) < 1
-    assert 1e-3 * (1 - 1e-4) <= dt.min() < 1.5e-3
-    assert 0.07 < dt.max() <= 0.1 * (1 + 1e-4)
     assert torch.equal(mixer.D, torch.ones(512))
     assert not mixer.v_features.bias.any()
 
@@ -34,13 +27,6 @@ def test_a_number_of_heads_says_the_width():
     assert (mixer.num_heads, mixer.out_proj.in_features) == (6, 60)
 
 
-def test_keys_are_shared_by_groups():
-    mixer = Mamba2(SITE, head_dim=16, state_dim=8, num_groups=2)
-    s = mixer.project(torch.randn(1, 5, 64))
-    assert s.q.shape == s.k.shape == (1, 5, 2, 8)
-    assert s.v.shape == (1, 5, 8, 16)
-
-
 def test_dt_is_not_clamped():
     mixer = Mamba2(SITE, head_dim=16, state_dim=8)
     raw = torch.linspace(-30, 30, 80).view(1, 10, 8)
@@ -48,26 +34,6 @@ def test_dt_is_not_clamped():
     torch.testing.assert_close(s.beta, F.softplus(raw + mixer.decay.dt_bias))
     torch.testing.assert_close(s.log_decay, -mixer.decay.A_log.exp() * s.beta)
     assert s.beta.max() > 25
-
-
-def test_the_skip_carries_the_token_alone():
-    # with B = 0 nothing is written, and only D·x is left
-    seen = []
-
-    class Watched(Mamba2):
-        def readout(self, o: torch.Tensor, s: Streams) -> torch.Tensor:
-            seen.append((o, s))
-            return super().readout(o, s)
-
-    mixer = Watched(SITE, head_dim=16, state_dim=8)
-    with torch.no_grad():
-        mixer.k_features.weight.zero_()
-        mixer.D.normal_()
-    y, _ = mixer(torch.randn(1, 12, 64))
-    o, s = seen[0]
-    assert not o.any()
-    skipped = (s.v * mixer.D[:, None]).flatten(2)
-    torch.testing.assert_close(y, mixer.out_proj(mixer.norm(skipped, s.gate)))
 
 
 @pytest.mark.parametrize(

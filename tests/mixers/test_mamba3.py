@@ -14,17 +14,13 @@ from mixers import Expanded, GatedRMSNorm, GateOnly, Mamba3, Site
 from mixers.angles import cumulative_angles
 from mixers.mamba3 import Trapezoid
 
-from .finite_differences import check_against_formula
+from .finite_differences import check_against_formula, sigmoid
 from .test_parity import shaken
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SITE = Site(hidden_size=32, num_heads=2)
 SMALL = partial(Mamba3, head_dim=16, state_dim=12, num_groups=2)
 Weights = Mapping[str, np.ndarray]
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def turned(x: np.ndarray, angle: np.ndarray) -> np.ndarray:
@@ -76,21 +72,6 @@ def test_the_formula_and_its_finite_differences(factor: int, backend: str):
         mixer.in_proj.weight.mul_(3)
         mixer.decay.dt_bias.add_(4)
     check_against_formula(mixer, lambda x, w: formula(x, w, mixer), backend=backend, outputs=(1e-5, 1e-5))
-
-
-def test_without_rotation_and_with_the_current_token_alone_it_is_a_plain_recurrence():
-    mixer, x = SMALL(SITE).double(), torch.randn(2, 20, 32, dtype=torch.float64)
-    with torch.no_grad():
-        parts = dict(
-            zip(mixer.in_proj.widths, mixer.in_proj.weight.split([*mixer.in_proj.widths.values()]), strict=True)
-        )
-        parts["angles"].zero_()
-    mixer.decay.register_forward_hook(lambda module, args, out: (*out[:2], torch.ones_like(out[2])))
-    s = mixer.gates(mixer.project(x))
-    q, k = mixer.to_value_heads(s.q) + mixer.q_bias, mixer.to_value_heads(s.k) + mixer.k_bias
-    o, _ = kernels.linear_recurrence(q, k, s.v, s.log_decay, s.beta, scale=1.0)
-    o = o + mixer.D[:, None] * s.v
-    torch.testing.assert_close(mixer(x)[0], mixer.out_proj(mixer.output(o, s.gate[0]).flatten(2)))
 
 
 def test_the_gates():

@@ -16,7 +16,7 @@ from mixers.stabiliser import stabiliser
 from zoo import LanguageModel
 from zoo.lm import Uniform
 
-from .finite_differences import check_against_formula
+from .finite_differences import check_against_formula, sigmoid
 from .test_parity import Oracle, compare, shaken
 
 SITE = Site(hidden_size=32, num_heads=2)
@@ -50,10 +50,6 @@ def test_the_layer_of_transformers(oracle: Oracle, length: int, backend: str):
 
 
 Weights = Mapping[str, np.ndarray]
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def formula(x: np.ndarray, w: Weights, mixer: MLSTM, cap: float) -> np.ndarray:

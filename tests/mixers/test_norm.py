@@ -56,6 +56,15 @@ def test_norms_start_without_a_scale(norm: type[mixers.Norm]):
     assert norm is not mixers.LayerNorm or y.mean(-1).abs().max() < 1e-5
 
 
+def test_a_norm_of_ones_own_adds_before_it_norms():
+    class Halves(mixers.Norm):
+        def normed(self, x: torch.Tensor) -> torch.Tensor:
+            return x / 2
+
+    total, h = Halves()(torch.ones(3), torch.full((3,), 2.0))
+    assert (total.tolist(), h.tolist()) == ([3.0] * 3, [1.5] * 3)
+
+
 def test_a_norm_without_a_weight():
     layer, (x, y) = mixers.SimpleRMSNorm(16, 1e-3), torch.randn(2, 5, 16)
     assert not [*layer.parameters()]

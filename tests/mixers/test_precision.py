@@ -135,9 +135,3 @@ def test_a_training_step_in_bf16(name: str, fused: bool | None, tmp_path):
     assert learner.model.embeddings.weight.dtype == torch.bfloat16
     moved = [key for key in fine(learner.model) if not torch.equal(after[key], before[key])]
     assert len(moved) >= 0.7 * len(fine(learner.model)), "steps of 1e-3 from 1 would be lost in bf16"
-
-
-def test_a_mixer_alone_keeps_them():
-    mixer = mixers.Mamba2(Site(64, 2), head_dim=16, state_dim=16).bfloat16()
-    assert (mixer.D.dtype, mixer.decay.A_log.dtype, mixer.norm.weight.dtype) == (torch.float32,) * 3
-    assert mixer.in_proj.weight.dtype == torch.bfloat16

@@ -16,16 +16,12 @@ from mixers.contract import CLAUSES
 from mixers.rwkv7 import FIRST_VALUE
 from mixers.two_layers import TwoLayers
 
-from .finite_differences import check_against_formula
+from .finite_differences import check_against_formula, sigmoid
 from .test_parity import shaken
 
 SITE = Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)
 SMALL = partial(RWKV7, head_dim=8, rate_rank=5, value_rank=3, gate_rank=6)
 Weights = Mapping[str, np.ndarray]
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
 
 
 def layer(x: np.ndarray, w: Weights, mixer: RWKV7, first: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:

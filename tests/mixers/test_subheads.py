@@ -15,6 +15,7 @@ from mixers import (
     GatedDeltaNet,
     LinearAttention,
     LinearMixer,
+    Mamba2,
     RetNet,
     Site,
 )
@@ -61,7 +62,9 @@ def test_the_norm_removes_the_scale(name: str):
     torch.testing.assert_close(cut(x)[0], long(x)[0])
 
 
-@pytest.mark.parametrize("mixer", [GatedDeltaNet, DeltaNet, RetNet])
+@pytest.mark.parametrize(
+    "mixer", [GatedDeltaNet, DeltaNet, RetNet, Mamba2, partial(LinearAttention, qk=Features(norm="l2"))]
+)
 def test_gates_and_norms_per_subhead_are_another_function(mixer):
     x = torch.randn(1, 20, 32, dtype=torch.float64)
     with_subheads = Expanded(mixer=mixer, factor=2)(SITE).double()

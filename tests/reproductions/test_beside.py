@@ -25,19 +25,6 @@ from zoo.performance.kernels import measured
 
 
 @pytest.mark.slow
-def test_the_peer_has_the_sizes_of_our_heads():
-    pytest.importorskip("fla")
-    config = models.read(["gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", "model.num_layers=1"])
-    ours = models.build(config, "32-true", torch.device("meta"))
-    peer = language_model(ours, configs.to_dict(config)["model"], torch.device("meta"))
-    assert peer.name == "fla gated_deltanet"
-    theirs = peer.build()
-    layer = theirs.model.layers[0].attn
-    assert (layer.head_k_dim, layer.head_v_dim) == (200, 400)
-    assert sum(p.numel() for p in theirs.parameters()) == pytest.approx(ours.num_parameters(), rel=0.01)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "name", "mixers"),
     [

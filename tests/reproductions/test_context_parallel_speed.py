@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-import torch
 
 from kernels import UserError
 from reproductions import context_parallel_speed as speed
@@ -87,16 +86,3 @@ def test_times_are_medians_of_steps():
         "backward_ms": 3,
         "update_ms": 9,
     }
-
-
-def test_documents_have_their_mean_length():
-    draw = torch.Generator().manual_seed(0)
-    ends = speed.boundaries(1 << 20, 64, draw)
-    assert (ends[0], ends[-1], ends.dtype) == (0, 1 << 20, torch.int32)
-    assert (ends.diff() > 0).all()
-    assert (1 << 20) / (len(ends) - 1) == pytest.approx(64, rel=0.05)
-
-
-def test_unknown_modes_are_refused():
-    with pytest.raises(UserError, match=r"^modes: 'quick' is not one of "):
-        speed.context_parallel_speed(modes=["quick"], device="cpu")

@@ -10,7 +10,6 @@ import torch
 from matplotlib.image import imread
 
 from docs import draw_cost_over_size
-from kernels import UserError
 from reproductions import cost_over_size as cost
 from tests.zoo.train.test_captured_step import Repeated
 from zoo import config as configs
@@ -82,20 +81,6 @@ def test_a_cell_that_does_not_fit(monkeypatch: pytest.MonkeyPatch):
     assert measuring.row(32, "eager")["step_ms"] > 0
 
 
-def test_memory_that_runs_out_while_steps_are_timed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(cost, "warmed", lambda *_, **__: True)
-    options: list[dict] = []
-
-    def timed(*_: object, **named: object) -> None:
-        options.append(named)
-        if len(options) == 2:
-            raise torch.OutOfMemoryError("out of memory")
-
-    monkeypatch.setattr(cost, "timed", timed)
-    assert meter().row(16, "eager")["note"] == DOES_NOT_FIT
-    assert options == [{"heat": 0}] * 2
-
-
 def test_eager_steps_are_left_out_where_the_gpu_is_busy(monkeypatch: pytest.MonkeyPatch):
     """Captured micro-batches take 1, 2 and 8 ms, eager ones at least 3 ms."""
     measured = {(16, "captured"): 1.0, (16, "eager"): 3.0, (32, "captured"): 2.0, (32, "eager"): 3.1}
@@ -109,24 +94,6 @@ def test_eager_steps_are_left_out_where_the_gpu_is_busy(monkeypatch: pytest.Monk
     rows = {cell: measuring.row(*cell) for cell in [*measured, (64, "eager")]}
     assert {cell: row.get("step_ms") for cell, row in rows.items()} == measured | {(64, "eager"): None}
     assert rows[64, "eager"]["note"].startswith("not measured; the GPU is busy: a captured micro-batch takes 2.7 times")
-
-
-def test_graphs_are_reused_by_micro_batches_of_one_size(monkeypatch: pytest.MonkeyPatch):
-    """Steps of one and of two micro-batches of 32 tokens have one learner."""
-    first_steps, learner = [], cost.TimedLearner
-
-    class Captured(learner):  # in repeated steps, in place of graphs
-        def __init__(self, model: torch.nn.Module, *args: object, cuda_graph: bool, **named: object) -> None:
-            super().__init__(model, *args, cuda_graph=False, **named)
-            self.captured = CapturedStep(lambda: (self.loss(),), model.parameters(), Repeated())
-            first_steps.append(self)
-
-    monkeypatch.setattr(cost, "TimedLearner", Captured)
-    measuring = meter()
-    rows = [measuring.row(tokens, "captured") for tokens in (32, 64, 16)]
-    assert [row["micro_batches"] for row in rows] == [1, 2, 1]
-    assert all(row["tokens_per_second"] > 0 for row in rows)
-    assert len(first_steps) == 2
 
 
 def test_a_step_in_micro_batches_is_a_step():
@@ -160,12 +127,6 @@ def test_a_step_in_micro_batches_is_a_step():
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-6)
 
 
-def test_jobs_begin_with_what_takes_long_and_what_matters():
-    jobs = [*cost.jobs_of([*cost.MODELS, "fla"], [*cost.SIZES], cost.TOKENS, ["eager", "captured"])]
-    assert [(job.model, job.size) for job in jobs[:3]] == [("fla", "400M"), ("fla", "60M"), ("gated_deltanet", "60M")]
-    assert sum(len(job.cells) for job in jobs) == 5 * 6 * 3 * 2 + 2
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("size", cost.SIZES)
 def test_models_have_the_parameters_of_their_size(size: str, monkeypatch: pytest.MonkeyPatch):
@@ -186,21 +147,6 @@ def test_several_processes(tmp_path: Path):
         ("gla", "captured", False),  # a CPU has no graphs
         ("llama", "eager", True),
     ]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"models": ["gal"]}, "models: 'gal' is not one of .*did you mean 'gla'"),
-        ({"sizes": ["60m"]}, "sizes: '60m' is not one of 60M, 400M"),
-        ({"tokens": [3000]}, "tokens: 3000 is not a multiple of length=2048"),
-        ({"precision": "fp8"}, "precision: 'fp8' is not one of"),
-        ({"steps": 0}, "steps: "),
-    ],
-)
-def test_mistakes(options: dict, message: str):
-    with pytest.raises(UserError, match=message):
-        cost.cost_over_size(**options, device="cpu")
 
 
 @pytest.mark.slow

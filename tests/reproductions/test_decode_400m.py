@@ -100,10 +100,5 @@ def test_mistakes_are_one_sentence(options: dict[str, Any], wrong: dict[str, Any
     assert Path("other.csv").read_text() == "name,ms\n"
 
 
-def test_unknown_models_are_refused():
-    with pytest.raises(UserError, match=r"^models: 'gal' is not one of "):
-        table.decode_400m(["gal"])
-
-
 def test_the_table_has_no_other_models():
     assert {row["model"].removeprefix("fla ") for row in read(table.MEASURED)} <= {*overlays()}

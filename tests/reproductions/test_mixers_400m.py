@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from kernels import UserError
 from reproductions import mixers_400m as table
 from reproductions.write_csv import read
 
@@ -49,8 +48,3 @@ def test_the_table_has_every_model_of_400m():
 def test_the_sizes_of_the_table(line: dict[str, str]):
     sizes = table.sizes_of([f"{line['model']}.yaml", line["overlay"]], 4096)
     assert {key: str(value) for key, value in sizes.items()} == {key: line[key] for key in sizes}
-
-
-def test_unknown_models_are_refused():
-    with pytest.raises(UserError, match=r"^models: 'gal' is not one of "):
-        table.mixers_400m(["gal"])

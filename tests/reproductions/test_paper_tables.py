@@ -53,12 +53,6 @@ def test_a_table_has_the_lengths_and_samples_of_its_paper() -> None:
     assert evaluations(["statex/table5"], [128], 2) == [(["passkey", "s_niah_2"], [128], 2)]
 
 
-def test_tasks_of_different_lengths_are_measured_one_after_the_other() -> None:
-    first, second = evaluations(["gated_deltanet/table2"])
-    assert first == (["s_niah_1", "s_niah_2"], [1024, 2048, 4096, 8192], None)
-    assert second == (["s_niah_3"], [1024, 2048, 4096], None)
-
-
 def test_the_grid_of_the_scaling_law_paper() -> None:
     """35 lengths up to 16k, of which 8 and 17 are below 4k and 8k, at 35 depths."""
     common, easy = evaluations(["scaling_laws/table4"])
@@ -90,11 +84,6 @@ def test_evaluate_is_called_for_each_group(monkeypatch: pytest.MonkeyPatch) -> N
         ([f"reproductions.cloze.{name}" for name in ("Fda", "Swde", "SquadCloze")], [2048]),
     ]
     assert all(checkpoint == ["runs/a", "runs/b"] for checkpoint, *_ in calls)
-
-
-def test_a_table_that_no_paper_has() -> None:
-    with pytest.raises(UserError, match=r"tables: 'statex/table55' is not one of .*did you mean"):
-        main(["--checkpoint=runs/a", "--tables=statex/table55"])
 
 
 def test_the_list_of_tasks_has_those_of_the_papers(command: Command) -> None:

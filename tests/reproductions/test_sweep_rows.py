@@ -160,9 +160,3 @@ def test_models_of_a_comparison_have_as_many_parameters(name: str, models: int):
     sizes = [from_config(config, device="meta").num_parameters() for config in configs.values()]
     assert len(sizes) == models
     assert max(sizes) < 1.01 * min(sizes)
-
-
-def test_an_unknown_sweep_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    monkeypatch.setattr(sys, "argv", ["sweep_rows.py", "sweep/expansion_recal.yaml", f"--folder={tmp_path}"])
-    with pytest.raises(SystemExit, match=r"did you mean 'sweep/expansion_recall.yaml'\?"):
-        sweep_rows.main()

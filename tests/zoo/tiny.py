@@ -1,6 +1,8 @@
 """A language model, a tokenizer and a loader of a few lines, for tests of what goes on around them."""
 
-from collections.abc import Iterator
+import os
+import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -128,6 +130,25 @@ class LossLog(L.Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.losses[trainer.global_step] = outputs["loss"].item()
+
+
+class At(L.Callback):
+    """Raises an error or calls something, once, at the end of the forward pass of a step."""
+
+    def __init__(self, step: int, action: Exception | Callable[[], object]) -> None:
+        self.step, self.action = step, action
+        self.done = False
+
+    def on_before_backward(self, trainer, pl_module, loss):
+        if trainer.global_step == self.step - 1 and not self.done:
+            self.done = True
+            if isinstance(self.action, Exception):
+                raise self.action
+            self.action()
+
+
+def press_ctrl_c() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def assert_same_parameters(one: nn.Module, other: nn.Module) -> None:

@@ -112,16 +112,6 @@ def test_against_the_loop(name: str, where: str, backend: str, decay: str):
 
 @pytest.mark.slow
 @pytest.mark.pairwise
-@pytest.mark.parametrize("where", [*RESETS, "random"])
-@pytest.mark.parametrize("name", PER_STEP)
-def test_in_fp64(name: str, where: str):
-    a = arguments(name, dtype=torch.float64)
-    reset(a, where)
-    close(run(name, a, "torch"), run(name, a, "reference"), tolerance=1e-11)
-
-
-@pytest.mark.slow
-@pytest.mark.pairwise
 @pytest.mark.parametrize("backend", ["torch", TRITON])
 @pytest.mark.parametrize("where", ["adjacent", "random"])
 @pytest.mark.parametrize("name", PER_STEP)

@@ -1,7 +1,6 @@
 """Checkpoints that are written while training goes on: the same files, of their own steps; a failure is told."""
 
 import os
-import signal
 import threading
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from kernels.errors import UserError
-from tests.zoo.tiny import LossLog, ResumableLoader, pretraining, trainer, validation_loader
+from tests.zoo.tiny import At, LossLog, ResumableLoader, press_ctrl_c, pretraining, trainer, validation_loader
 from zoo.checkpoints.background import Background, HostSpace, host_copy
 from zoo.checkpoints.format import read_checkpoint
 from zoo.train.callbacks.checkpoints import Checkpoints
@@ -172,30 +171,20 @@ def test_a_full_disk_and_a_bug_are_both_told(tmp_path, monkeypatch, capfd):
     def full(checkpoint, file):
         raise OSError(28, os.strerror(28))
 
-    class Bug(L.Callback):
-        def on_before_backward(self, trainer, pl_module, loss):
-            if trainer.global_step == 3:
-                raise RuntimeError("a bug")
-
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(RuntimeError, match="a bug"):
-        fit(tmp_path, [Bug()])
+        fit(tmp_path, [At(4, RuntimeError("a bug"))])
     assert "cannot be written: No space left on device" in capfd.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_stopped_run_says_what_is_saved_when_it_is(tmp_path, monkeypatch):
-    class Stop(L.Callback):
-        def on_before_backward(self, trainer, pl_module, loss):
-            if trainer.global_step == 4:
-                os.kill(os.getpid(), signal.SIGINT)
-
     said, last = [], tmp_path / "checkpoints" / "last.ckpt"
     monkeypatch.setattr(
         "zoo.train.callbacks.checkpoints._print", lambda text: said.append((text, read_checkpoint(last)["global_step"]))
     )
     with pytest.raises(SystemExit):
-        fit(tmp_path, [Slow(monkeypatch), Stop()])
+        fit(tmp_path, [Slow(monkeypatch), At(5, press_ctrl_c)])
     assert said[-1][1] == 5
     assert "step 5 is saved" in said[-1][0]
 

@@ -1,6 +1,5 @@
 """Shards of FSDP2: read as they were written, whole or not at all, and without running or unpacking what is in them."""
 
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from kernels import UserError
+from tests.test_trust import Bomb
 from zoo.checkpoints.archive import save_sealed
 from zoo.checkpoints.format import FORMAT, KEY, read_checkpoint, read_weights, read_whole_checkpoint
 from zoo.checkpoints.fsdp_shards import named_tensors, without_tensors, write_tensors
@@ -92,13 +92,6 @@ def test_zero_refuses_it(tmp_path: Path) -> None:
     path = save(tmp_path, [optimizer()])
     with pytest.raises(UserError, match="was not saved by ZeRO"):
         divided_alike(path, read_checkpoint(path), 2, 1)
-
-
-class Bomb:
-    """Unpickling it makes a file."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, ("canary",)
 
 
 def test_the_pickle_beside_the_shards_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

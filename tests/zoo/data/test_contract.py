@@ -9,16 +9,7 @@ import torch
 from kernels import UserError
 from reproductions.listops import ListOps
 from reproductions.mad import InContextRecall, SelectiveCopy
-from zoo.data import (
-    MQAR,
-    Images,
-    MarkovChain,
-    MixedText,
-    RecallTask,
-    Source,
-    TextData,
-    TokenTasks,
-)
+from zoo.data import MQAR, Images, MarkovChain, MixedText, RecallTask, Source, TextData, TokenTasks
 
 from .contract import Data, on_rank, samples_of, some
 from .image.test_images import Pictures

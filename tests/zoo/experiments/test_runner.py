@@ -47,13 +47,6 @@ def test_every_run_once_and_nothing_twice(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_new_values_run_beside_the_old(tmp_path: Path):
-    Runner(FAKE, tmp_path).run(runs()[:2])
-    Runner(FAKE, tmp_path).run(runs())
-    assert sorted(calls(tmp_path)) == sorted(f"--run {name}" for name in ALL)
-
-
-@pytest.mark.slow
 def test_a_failure_does_not_stop_the_others_and_is_tried_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / f"{ALL[1]}.fails").touch()
     failures = Runner(FAKE, tmp_path, jobs=2).run(runs())

@@ -60,15 +60,11 @@ def check(lm: LanguageModel, given: list[Tensor], new: int = NEW, tolerance: flo
         torch.testing.assert_close(scores[0], expected[tokens[len(prompt)]], rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["GatedDeltaNet", "SlidingWindowAttention"])
+OFTEN = ("GatedDeltaNet", "SlidingWindowAttention")
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=[] if x in OFTEN else pytest.mark.slow) for x in CAUSAL])
 def test_sampled_tokens_have_the_log_probabilities_of_training(name: str):
-    with kernels.deterministic():
-        check(model(name), prompts())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CAUSAL)
-def test_every_mixer(name: str):
     with kernels.deterministic():
         check(model(name), prompts())
 

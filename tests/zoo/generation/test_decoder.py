@@ -8,7 +8,6 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import mixers
-import zoo
 from tests.mixers.variants import CAUSAL
 from zoo.generation import decoder as decoders
 from zoo.generation.decoder import Decoder
@@ -167,22 +166,6 @@ def test_greedy_through_a_graph_is_greedy_without(name: str, dtype: torch.dtype)
         drawn = zip(*sample_tokens(model, prompts, graphs=captured, **options), strict=True)
         assert all(map(torch.equal, map(torch.stack, drawn), expected))
         assert captured.refused is None
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("configs", [("gated_deltanet.yaml",), ("kda.yaml", "ablate/preconditioned.yaml")])
-def test_a_graph_computes_what_the_model_does(configs: tuple[str, ...]):
-    model = zoo.build(*configs, "model.vocab_size=97", "model.num_layers=3", device="cuda")
-    tokens, graphs = torch.randint(97, (8, 2), device="cuda"), DecodingGraphs()
-    with torch.no_grad():
-        _, state = model(tokens.T, model.init_state(2))
-        decoder = Decoder(model, tree_map(torch.clone, state), graphs)
-        for token in tokens:
-            expected, state = model(token[:, None], state)
-            torch.testing.assert_close(decoder(token), expected[:, -1], rtol=1e-5, atol=1e-5)
-    assert graphs.refused is None
-    for one, other in zip(tree_leaves(decoder.state), tree_leaves(state), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.gpu

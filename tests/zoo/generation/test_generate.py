@@ -94,12 +94,6 @@ def test_the_prompt_is_read_in_one_call_and_then_one_token_per_call():
     assert model.calls == [[[*b"hey"]], [[97]], [[98]]]
 
 
-def test_an_empty_prompt_starts_a_document():
-    model = Scripted([97, 256])
-    assert "".join(generate(model, ByteTokenizer(), "")) == "a"
-    assert model.calls[0] == [[256]]
-
-
 @pytest.mark.parametrize(("prompt", "read"), [("", [7]), ("ab", [7, 97, 98])])
 def test_a_text_starts_as_documents_do(prompt: str, read: list[int]):
     model, tokenizer = Scripted([97, 256]), ByteTokenizer()
@@ -139,18 +133,6 @@ def test_a_seed_repeats_and_the_global_generator_is_not_touched():
     assert draw(1) != draw(2)
     assert draw(None) != draw(None)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-@pytest.mark.slow
-def test_no_state_is_shared_with_the_one_before():
-    model = zoo.build("gated_deltanet.yaml", "model.vocab_size=11", "model.num_layers=2")
-    prompt = torch.tensor([[1, 2, 3]])
-    first, second = (torch.cat(list(generate_tokens(model, prompt, max_new_tokens=9, temperature=0))) for _ in "ab")
-    assert torch.equal(first, second)
-    tokens = prompt
-    for _ in range(9):
-        tokens = torch.cat([tokens, model(tokens)[0][:, -1].argmax(-1, keepdim=True)], 1)
-    assert torch.equal(first, tokens[0, 3:])
 
 
 def test_characters_of_several_tokens_come_in_one_piece():

@@ -52,16 +52,6 @@ def test_norms_before_and_after_in_one_model(model: zoo.LanguageModel):
         assert torch.allclose(a, b, rtol=1e-3, atol=1e-4 * float(b.abs().max())), name
 
 
-@torch.no_grad()
-def test_tokens_one_by_one(model: zoo.LanguageModel):
-    tokens = torch.randint(64, (2, 9))
-    state, outputs = model.init_state(2), []
-    for t in range(9):
-        logits, state = model(tokens[:, t : t + 1], state)
-        outputs.append(logits)
-    torch.testing.assert_close(torch.cat(outputs, 1), model(tokens)[0], rtol=1e-4, atol=1e-5)
-
-
 MULTIPLIERS = {"embedding": 12.0, "residual": 0.22, "logits_scaling": 3.0}
 
 
@@ -97,13 +87,6 @@ def test_multipliers_are_those_of_weights():
 def test_multipliers_are_positive(name: str):
     with pytest.raises(zoo.UserError, match=f"{name}: 0.0 must be a finite number above 0"):
         zoo.build("transformer.yaml", *SIZES, f"model.multipliers.{name}=0")
-
-
-@torch.no_grad()
-def test_without_an_mlp():
-    built = zoo.build("transformer.yaml", *SIZES, f"model.stack={PATTERN.strip()}", "model.mlp=null")
-    assert all(block.mlp_norm is None for block in built.layers)
-    assert built(torch.randint(64, (1, 5)))[0].isfinite().all()
 
 
 def test_zero_centred_norms_start_at_zero():

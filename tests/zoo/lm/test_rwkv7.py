@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -74,9 +73,3 @@ def test_no_bit_comes_from_the_future_or_from_other_documents():
         assert torch.equal(mlp(torch.cat([x[:, :50], other[:, 50:]], 1))[0][:, :50], y[:, :50])
         packed = mlp(x, cu_seqlens=torch.tensor([0, 50, 90]))[0]
         assert torch.equal(packed, torch.cat([mlp(x[:, :50])[0], mlp(x[:, 50:])[0]], 1))
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5])
-def test_sizes_are_checked(size: float):
-    with pytest.raises(mixers.UserError, match=r"^intermediate_size: "):
-        RWKV7ChannelMix(8, size)

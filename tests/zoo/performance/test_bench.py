@@ -20,13 +20,15 @@ from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.decoding import bench_decode, moved_bytes
 from zoo.performance.kernels import bench_kernels
 from zoo.performance.steps import OurSteps, state_at
-from zoo.performance.timing import medians, process_age
+from zoo.performance.timing import medians
 from zoo.performance.training import TrainingReport, bench_training, timed
 
 CPU = torch.device("cpu")
 GENERAL = ("kda", "kda_with_gates", "gated_deltanet2", "comba", "gated_deltaproduct")
 SMALL = ("--model.vocab_size=32", "--model.num_layers=2", "--model.hidden_size=16", "--model.num_heads=2")
 PLAIN = [item.removeprefix("--") for item in SMALL]
+ABOUT = {"batch_size": 8, "length": 4096, "compiled": False, "precision": "bf16-true"}
+ABOUT |= dict.fromkeys(("device", "torch", "triton", "dtype"), "")
 
 
 def record(folder: Path) -> dict:
@@ -118,8 +120,7 @@ def test_a_model_on_several_paths_names_the_rarer_ones():
     row["implementations"] |= {"window_attention": ["torch"], "linear_recurrence": ["torch", "triton"]}
     row |= dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms", "first_step_s", "parameters"), 1.0)
     row |= {"tokens_per_second": 1.0, "peak_gib": None, "mfu": None, "ready_s": None, "not_captured": "it waits"}
-    about = {"batch_size": 1, "length": 8, "compiled": False, "device": "gpu", "torch": "", "triton": "", "dtype": ""}
-    table = TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table()
+    table = TrainingReport(Path(), ABOUT, [row]).table()
     (path,) = next(column for column in table.columns if column.header == "path").cells
     assert path.startswith("triton + ")
     assert "h2: torch: window_attention" in table.caption
@@ -131,18 +132,9 @@ def test_the_widest_table_is_whole_at_100_columns():
     milliseconds = dict.fromkeys(("step_ms", "forward_ms", "backward_ms", "optimiser_ms"), 166.1)
     row = {"model": "gated_deltanet", "parameters": 400e6, "implementations": {"delta_rule": ["triton"]}} | milliseconds
     row |= {"tokens_per_second": 197_225, "peak_gib": 31.2, "mfu": 0.351, "first_step_s": 12.3, "ready_s": 25.6}
-    about = {
-        "batch_size": 8,
-        "length": 4096,
-        "compiled": False,
-        "device": "gpu",
-        "torch": "",
-        "triton": "",
-        "dtype": "",
-    }
     console = Console(width=100)
     with console.capture() as shown:
-        console.print(TrainingReport(Path(), {**about, "precision": "bf16-true"}, [row]).table())
+        console.print(TrainingReport(Path(), ABOUT, [row]).table())
     assert "…" not in shown.get()
 
 
@@ -369,10 +361,6 @@ def test_without_a_kind_it_lists_them(command):
     for kind in ("kernels", "training", "decode"):
         assert f"\n  {kind} " in done.out
     assert max(map(len, done.out.splitlines())) <= 100
-
-
-def test_a_process_has_an_age():
-    assert 0 < process_age() < 1e7
 
 
 @pytest.mark.parametrize(

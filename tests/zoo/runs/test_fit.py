@@ -14,6 +14,7 @@ import lightning as L
 import pytest
 
 import zoo
+from tests.zoo.tiny import At, press_ctrl_c
 
 TINY = ("gdn_h2.yaml", "tiny.yaml")
 
@@ -173,14 +174,9 @@ def test_a_run_goes_on_evaluates_writes_and_is_exported(desk: Path) -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_is_raised_and_heard_again_afterwards(desk: Path) -> None:
-    class Impatient(L.Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx) -> None:
-            if trainer.global_step == 2:
-                signal.raise_signal(signal.SIGINT)
-
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt):
-        zoo.fit(*TINY, run="stopped", callbacks=[Impatient()])
+        zoo.fit(*TINY, run="stopped", callbacks=[At(2, press_ctrl_c)])
     assert signal.getsignal(signal.SIGINT) is before
     assert zoo.fit(resume="stopped").row["steps"] == 4
 

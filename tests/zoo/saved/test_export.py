@@ -34,8 +34,3 @@ def test_a_folder_that_cannot_be_written(finished: Path, tmp_path: Path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match="cannot be written"):
         export(finished / "runs" / "done", tmp_path / "file" / "folder")
-
-
-def test_what_is_no_run(tmp_path: Path):
-    with pytest.raises(UserError, match="there is nothing at"):
-        export(tmp_path / "nowhere", tmp_path / "folder")

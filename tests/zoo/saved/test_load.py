@@ -8,7 +8,6 @@ import cli
 import zoo
 from kernels import UserError
 from tests.commands import sitting_at
-from zoo.saved.model import checkpoint_of
 
 
 @pytest.fixture(scope="module")
@@ -73,16 +72,6 @@ def test_load_tokenizer(run: Path, exported: Path):
         assert tokenizer.decode(tokenizer.encode("text 7 ü 🐁")) == "text 7 ü 🐁"
 
 
-def test_the_loaded_model_decodes_with_its_state(run: Path):
-    model, tokenizer = zoo.load(run), zoo.load_tokenizer(run)
-    tokens = torch.tensor([tokenizer.encode("text 1 and text 2")])
-    with torch.no_grad():
-        whole, _ = model(tokens)
-        _, state = model(tokens[:, :-1], model.init_state(1))
-        last, _ = model(tokens[:, -1:], state)
-    torch.testing.assert_close(last[:, 0], whole[:, -1])
-
-
 def test_a_run_says_how_to_build_its_model(run: Path):
     fresh, loaded = zoo.build(run / "config.yaml"), zoo.load(run)
     assert {name: t.shape for name, t in fresh.state_dict().items()} == {
@@ -132,8 +121,3 @@ def test_an_exported_folder_must_be_complete_and_fit(exported: Path, saved: dict
     (exported / "config.yaml").unlink()
     with pytest.raises(UserError, match=r"config.yaml is missing"):
         zoo.load(exported)
-
-
-def test_checkpoint_of(run: Path):
-    assert checkpoint_of(run) == run / "checkpoints" / "last.ckpt"
-    assert checkpoint_of(str(run / "checkpoints" / "last.ckpt")) == run / "checkpoints" / "last.ckpt"

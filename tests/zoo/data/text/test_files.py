@@ -69,16 +69,9 @@ def test_what_is_skipped_is_named_in_one_line(all_kinds: Path, caplog: pytest.Lo
     assert [line[:30] for line in caplog.messages if "not read" in line] == ["data.sources.own.path: of 12 f"]
 
 
-def test_links_are_followed_once(all_kinds: Path, tmp_path: Path):
-    """To folders elsewhere, and in circles."""
-    before = list(Corpus(str(all_kinds)))
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "z.md").write_text("linked")
-    (all_kinds / "zz").symlink_to(tmp_path / "elsewhere")
-    (all_kinds / "deep" / "up").symlink_to(all_kinds)
-    assert list(Corpus(str(all_kinds))) == [*before, "linked"]
-    (all_kinds / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
-    assert "gone.txt cannot be read (No such file or directory)" in error_of(str(all_kinds))
+def test_a_link_to_nothing(tmp_path: Path):
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere.txt")
+    assert "gone.txt cannot be read (No such file or directory)" in error_of(str(tmp_path))
 
 
 def test_an_error_names_the_source(tmp_path: Path):

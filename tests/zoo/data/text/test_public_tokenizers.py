@@ -89,18 +89,11 @@ def test_ids_are_kept_and_text_comes_back(kind: str, tmp_path: Path):
 
 
 def test_what_loses_text_is_refused(tmp_path: Path):
-    without_bytes = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "</s>": 1, "a": 2, " ": 3}, [], unk_token="<unk>"))
-    lower_case = byte_level()
-    lower_case.normalizer = normalizers.Lowercase()
-    for library, said in ((without_bytes, "<unk>"), (lower_case, "'a line,")):
-        library.add_special_tokens(["</s>"])
-        library.save(str(tmp_path / "tokenizer.json"))
-        with pytest.raises(
-            UserError, match=r"tokenizer\.json does not keep text unchanged: .* comes back as .*"
-        ) as error:
-            Tokenizer.from_file(tmp_path)
-        assert said in str(error.value)
-        assert "\n" not in str(error.value)
+    library = tokenizers.Tokenizer(models.BPE({"<unk>": 0, "</s>": 1, "a": 2, " ": 3}, [], unk_token="<unk>"))
+    library.add_special_tokens(["</s>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"^.*tokenizer\.json does not keep text unchanged: .* comes back as .*<unk>"):
+        Tokenizer.from_file(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -173,12 +173,6 @@ def test_sizes_that_cannot_be_are_refused_in_one_sentence(name: str):
         made(name).cells(guessing(3))
 
 
-def test_sizes_that_the_user_named_must_fit_the_vocabulary():
-    wrong = "mqar: answering has a vocabulary of 32; length 64, pairs 16 needs an even number, at least 34"
-    with pytest.raises(UserError, match=wrong):
-        made("mqar", lengths=(64,)).cells(guessing(32))
-
-
 def test_shortest_lengths_are_possible():
     for name, vocab_size in NAMES.items():
         shortest = (TASKS | OTHERS)[name].shortest  # type: ignore[attr-defined]

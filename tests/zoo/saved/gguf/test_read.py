@@ -173,7 +173,6 @@ def _beginning(metadata: dict[str, Any], tensors: dict[str, Any]) -> None:
 
 REFUSED = {
     "no tokens": (_without("tokenizer.ggml.tokens"), r"edited.gguf has a damaged tokenizer \(KeyError: 'tokens'\)"),
-    "no merges": (_without("tokenizer.ggml.merges"), "has a damaged tokenizer"),
     "a merge of nothing": (_with("tokenizer.ggml.merges", ["a"]), "has a damaged tokenizer"),
     "an impossible first token": (_beginning, r"has a damaged tokenizer \(ValueError: bos_token_id is 99999\)"),
     "experts": (_experts, "edited.gguf, llama.expert_count is 8, which .* --ignore=llama.expert_count leaves"),
@@ -181,7 +180,6 @@ REFUSED = {
     "positions over a part of heads": (_partial, "llama.rope.dimension_count is 8, which"),
     "no size": (_without("llama.block_count"), "lacks block_count"),
     "no matrix": (_without("blk.1.ffn_up.weight"), "model.layers.1.mlp.up_proj.weight"),
-    "no embeddings": (_without("token_embd.weight"), "lacks token_embd.weight"),
     "a smaller matrix": (_smaller, r"has blk.0.ffn_down.weight \(32, 96\) instead of \(64, 96\)"),
     "another tensor": (_more, "blk.0.attn_sinks.weight"),
     "other frequencies": (_turned, "the divisors of its frequencies are not those of Llama 3"),

@@ -126,12 +126,6 @@ def test_an_expanded_layer_is_not_expanded_again(command: Command, models: dict[
     assert done.err.strip().endswith("layers: layer 1 cannot grow, since it is an expanded GLA already")
 
 
-def test_names_to_train_that_do_not_exist(command: Command, desk: Path):
-    done = command("fit", "--config", "gla.yaml", "--config", "tiny.yaml", "--optim.train_only=[layer.0.*]").refused()
-    assert "optim.train_only: 'layer.0.*' matches no parameter" in done.err
-    assert len(done.err.strip().splitlines()) == 1
-
-
 def test_states_that_grow_with_the_length_are_not_counted(command: Command, tmp_path: Path):
     softmax = "model.stack.third={class_path: SoftmaxAttention}"
     folder = exported(tmp_path / "hybrid", "hybrid", softmax)

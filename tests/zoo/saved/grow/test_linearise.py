@@ -171,14 +171,6 @@ def test_losses_and_layers_by_their_loss(finished: Path, tmp_path: Path, command
     replaced = tuple(f"layers.{layer}.mixer." for layer in again.layers)
     assert moved
     assert all(name.startswith(replaced) for name in moved)
-    for stage, start in (("layers", "student"), ("logits", "runs/layers")):
-        of_stage = (*short[:2], f"--config=train/distil_{stage}.yaml", f"--optim.initial_weights={start}", *teacher)
-        rest = (*of_stage, "--optim.schedule=constant", "--run")
-        assert command("fit", *rest, f"{stage}-whole", "--trainer.max_steps=4").code == 0
-        assert command("fit", *rest, f"{stage}-stopped", "--trainer.max_steps=2").code == 0
-        assert command("fit", "--resume", f"{stage}-stopped", "--trainer.max_steps=4").code == 0
-        whole, resumed = (zoo.load(f"runs/{stage}-{each}").state_dict() for each in ("whole", "stopped"))
-        assert all(torch.equal(whole[name], resumed[name]) for name in whole), stage
     done = command("fit", "--resume", "runs/layers", "--teacher.match=logits", "--trainer.max_steps=3").refused()
     assert "teacher.match: this run matches logits, but the checkpoint was trained to match layers" in done.err
     assert command("validate", "--checkpoint", "runs/logits").code == 0

@@ -46,81 +46,53 @@ NEMOTRON = {
 }
 NEMOTRON_KINDS = ["linear_attention", "mlp", "full_attention"]
 YARN = {"rope_type": "yarn", **SCALED}
-# case → name of the family without hf_, and a small config of transformers
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_5": ("qwen3_5", QWEN),
-    "qwen3_5, half of a head turns": (
-        "qwen3_5",
-        {**QWEN, "rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
-    ),
-    "qwen3_5, yarn for half of a head": (
-        "qwen3_5",
-        {**QWEN, "rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
-    ),
-    "qwen3_5, another order": (
-        "qwen3_5",
-        {**QWEN, "layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]},
-    ),
-    "qwen3_5, one key head": ("qwen3_5", {**QWEN, "linear_num_key_heads": 1, "linear_conv_kernel_dim": 3}),
-    "qwen3_5, tied": ("qwen3_5", {**QWEN, "tie_word_embeddings": True}),
-    "qwen3_5, biases": ("qwen3_5", {**QWEN, "attention_bias": True, "num_key_value_heads": 1}),
-    "olmo_hybrid": ("olmo_hybrid", OLMO),
-    "olmo_hybrid, nothing turns": (
-        "olmo_hybrid",
-        {**OLMO, "rope_parameters": {"rope_type": "default", "rope_theta": None}},
-    ),
-    "olmo_hybrid, llama 3": ("olmo_hybrid", {**OLMO, "rope_parameters": SCALED | LLAMA3}),
-    "olmo_hybrid, all else": (
-        "olmo_hybrid",
-        {
-            **OLMO,
-            "rope_parameters": TURNING,
-            "attention_bias": True,
-            "linear_allow_neg_eigval": False,
-            "tie_word_embeddings": True,
-            "rms_norm_eps": 1e-4,
-        },
-    ),
-    "kimi_linear": ("kimi_linear", KIMI),
-    "kimi_linear, as published": (
-        "kimi_linear",
-        {**KIMI, "layer_types": None, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3}
-        | {"linear_attn_config": {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "num_heads": 6, "head_dim": 4}},
-    ),
-    "bamba": ("bamba", BAMBA),
-    "bamba, attention alone": ("bamba", {**BAMBA, "attn_layer_indices": [0, 1, 2, 3]}),
-    "bamba, all else": (
-        "bamba",
-        {**BAMBA, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
-        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "attn_layer_indices": [0]}
-        | {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
-    ),
-    "granite_hybrid": ("granite_hybrid", GRANITE),
-    "granite_hybrid, attention alone": (
-        "granite_hybrid",
-        {**GRANITE, "layer_types": ["attention"] * 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
-    ),
-    "granite_hybrid, rotary": (
-        "granite_hybrid",
-        {**GRANITE, "position_embedding_type": "rope", "rope_parameters": TURNING, "logits_scaling": 7.3},
-    ),
-    "granite_hybrid, all else": (
-        "granite_hybrid",
-        {**GRANITE, "mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
-        | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "embedding_multiplier": 1.0}
-        | {"position_embedding_type": "rope", "rope_parameters": YARN, "layer_types": ["attention"] + ["mamba"] * 3},
-    ),
-    "nemotron_h": ("nemotron_h", NEMOTRON),
-    "nemotron_h, MLPs first": (
-        "nemotron_h",
-        {**NEMOTRON, "layers_block_type": None, "hybrid_override_pattern": "--M*M"},
-    ),
-    "nemotron_h, all else": (
-        "nemotron_h",
-        {**NEMOTRON, "n_groups": 3, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3}
-        | {"num_key_value_heads": 1, "head_dim": 6, "layers_block_type": ["attention", "mamba", "mlp", "attention"]},
-    ),
+# case, which begins with the name of the family without hf_ → a small config of transformers
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen3_5": QWEN,
+    "qwen3_5, half of a head turns": QWEN | {"rope_parameters": {**TURNING, "partial_rotary_factor": 0.5}},
+    "qwen3_5, yarn for half of a head": QWEN | {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}},
+    "qwen3_5, another order": QWEN
+    | {"layer_types": ["full_attention", "linear_attention", "full_attention", "full_attention"]},
+    "qwen3_5, one key head": QWEN | {"linear_num_key_heads": 1, "linear_conv_kernel_dim": 3},
+    "qwen3_5, tied": QWEN | {"tie_word_embeddings": True},
+    "qwen3_5, biases": QWEN | {"attention_bias": True, "num_key_value_heads": 1},
+    "olmo_hybrid": OLMO,
+    "olmo_hybrid, nothing turns": OLMO | {"rope_parameters": {"rope_type": "default", "rope_theta": None}},
+    "olmo_hybrid, llama 3": OLMO | {"rope_parameters": SCALED | LLAMA3},
+    "olmo_hybrid, all else": OLMO
+    | {
+        "rope_parameters": TURNING,
+        "attention_bias": True,
+        "linear_allow_neg_eigval": False,
+        "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-4,
+    },
+    "kimi_linear": KIMI,
+    "kimi_linear, as published": KIMI
+    | {"layer_types": None, "linear_conv_kernel_dim": 3, "rms_norm_eps": 1e-3}
+    | {"linear_attn_config": {"kda_layers": [2, 4], "full_attn_layers": [1, 3], "num_heads": 6, "head_dim": 4}},
+    "bamba": BAMBA,
+    "bamba, attention alone": BAMBA | {"attn_layer_indices": [0, 1, 2, 3]},
+    "bamba, all else": BAMBA
+    | {"mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
+    | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "attn_layer_indices": [0]}
+    | {"rope_parameters": {**YARN, "partial_rotary_factor": 1.0}},
+    "granite_hybrid": GRANITE,
+    "granite_hybrid, attention alone": GRANITE
+    | {"layer_types": ["attention"] * 4, "tie_word_embeddings": True, "num_key_value_heads": 1},
+    "granite_hybrid, rotary": GRANITE
+    | {"position_embedding_type": "rope", "rope_parameters": TURNING, "logits_scaling": 7.3},
+    "granite_hybrid, all else": GRANITE
+    | {"mamba_n_groups": 1, "mamba_d_head": "auto", "mamba_conv_bias": False, "mamba_d_conv": 3}
+    | {"attention_bias": True, "tie_word_embeddings": True, "rms_norm_eps": 1e-4, "embedding_multiplier": 1.0}
+    | {"position_embedding_type": "rope", "rope_parameters": YARN, "layer_types": ["attention"] + ["mamba"] * 3},
+    "nemotron_h": NEMOTRON,
+    "nemotron_h, MLPs first": NEMOTRON | {"layers_block_type": None, "hybrid_override_pattern": "--M*M"},
+    "nemotron_h, all else": NEMOTRON
+    | {"n_groups": 3, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 1e-3}
+    | {"num_key_value_heads": 1, "head_dim": 6, "layers_block_type": ["attention", "mamba", "mlp", "attention"]},
 }
+CASES = {case: (case.partition(",")[0], config) for case, config in CONFIGS.items()}
 CLASSES = {
     "qwen3_5": ("Qwen3_5TextConfig", "Qwen3_5ForCausalLM"),
     "olmo_hybrid": ("OlmoHybridConfig", "OlmoHybridForCausalLM"),

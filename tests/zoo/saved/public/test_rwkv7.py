@@ -1,6 +1,5 @@
 """RWKV-7 from its author's `.pth` files, and what is refused of it."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from torch import Tensor
 
 import zoo
 from tests.commands import Command
+from tests.test_trust import Bomb
 from zoo.checkpoints.tensor_files import TensorsInMemory
 from zoo.saved.public.import_export import exported, family_of
 
@@ -82,13 +82,6 @@ def without(*names: str) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in author(1).items() if name not in names}
 
 
-class Bomb:
-    """Code in a pickle."""
-
-    def __reduce__(self) -> tuple[Callable, tuple[str]]:
-        return os.system, ("touch exploded",)
-
-
 def changed(**tensors: object) -> Callable[[], object]:
     """A model of one layer with other tensors, whose names have __ for a dot."""
     return lambda: {**author(1), **{name.replace("__", "."): tensor for name, tensor in tensors.items()}}
@@ -122,7 +115,7 @@ def test_files_that_are_refused(case: str, command: Command, desk: Path):
     assert done.err.count("\n") == 1
     with pytest.raises(zoo.UserError, match=message):
         zoo.load("model.pth")
-    assert not (desk / "exploded").exists()
+    assert not (desk / "canary").exists()
     assert not (desk / "ours").exists()
 
 

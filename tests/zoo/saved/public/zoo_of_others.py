@@ -25,21 +25,18 @@ FLA = {**SIZES, "intermediate_size": 96, "norm_eps": 1e-4}
 LLAMA = {**SIZES, "intermediate_size": 96, "num_attention_heads": 4, "rms_norm_eps": 1e-4}
 WINDOW = {"num_heads": 4, "num_kv_heads": 2, "window_size": 6}  # of the attention of hybrids
 RWKV7 = {"head_dim": 32, "decay_low_rank_dim": 5, "a_low_rank_dim": 5, "v_low_rank_dim": 4, "gate_low_rank_dim": 6}
-# name → package, config class, its arguments
-CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "gla": ("fla", "GLAConfig", {**FLA, "num_heads": 2}),
+# name → config class, what it has beside FLA or LLAMA
+OF_FLA: dict[str, tuple[str, dict[str, Any]]] = {
+    "gla": ("GLA", {"num_heads": 2}),
     "gla, convolved and tied": (
-        "fla",
-        "GLAConfig",
-        {**FLA, "num_heads": 2, "use_short_conv": True, "expand_k": 1.0, "tie_word_embeddings": True},
+        "GLA",
+        {"num_heads": 2, "use_short_conv": True, "expand_k": 1.0, "tie_word_embeddings": True},
     ),
-    "gla, no gate": ("fla", "GLAConfig", {**FLA, "num_heads": 2, "use_output_gate": False}),
-    "gla, hybrid": ("fla", "GLAConfig", {**FLA, "num_heads": 2, "attn": {"layers": [1], "num_heads": 4}}),
+    "gla, no gate": ("GLA", {"num_heads": 2, "use_output_gate": False}),
+    "gla, hybrid": ("GLA", {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4}}),
     "gla, hybrid of three": (
-        "fla",
-        "GLAConfig",
+        "GLA",
         {
-            **FLA,
             "num_hidden_layers": 4,
             "num_heads": 2,
             "use_output_gate": False,
@@ -49,80 +46,99 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
             ],
         },
     ),
-    "gated deltanet, hybrid": (
-        "fla",
-        "GatedDeltaNetConfig",
-        {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [0, 2]}},
-    ),
-    "deltanet, hybrid": ("fla", "DeltaNetConfig", {**FLA, "num_heads": 2, "attn": {**WINDOW, "layers": [2]}}),
-    "hgrn2, hybrid": ("fla", "HGRN2Config", {**FLA, "expand_ratio": 16, "attn": {**WINDOW, "layers": [0]}}),
-    "retnet, no gate": ("fla", "RetNetConfig", {**FLA, "num_heads": 2, "use_output_gate": False}),
-    "retnet, hybrid": ("fla", "RetNetConfig", {**FLA, "num_heads": 2, "attn": {**WINDOW, "layers": [1]}}),
-    "gated deltanet": ("fla", "GatedDeltaNetConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "gated deltanet, hybrid": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [0, 2]}}),
+    "deltanet, hybrid": ("DeltaNet", {"num_heads": 2, "attn": {**WINDOW, "layers": [2]}}),
+    "hgrn2, hybrid": ("HGRN2", {"expand_ratio": 16, "attn": {**WINDOW, "layers": [0]}}),
+    "retnet, no gate": ("RetNet", {"num_heads": 2, "use_output_gate": False}),
+    "retnet, hybrid": ("RetNet", {"num_heads": 2, "attn": {**WINDOW, "layers": [1]}}),
+    "gated deltanet": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16}),
     "gated deltanet, grouped": (
-        "fla",
-        "GatedDeltaNetConfig",
-        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "allow_neg_eigval": True},
+        "GatedDeltaNet",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "allow_neg_eigval": True},
     ),
-    "gated deltanet, no gate": (
-        "fla",
-        "GatedDeltaNetConfig",
-        {**FLA, "num_heads": 2, "head_dim": 16, "use_gate": False},
-    ),
-    "deltanet": ("fla", "DeltaNetConfig", {**FLA, "num_heads": 2}),
-    "deltanet, gated": ("fla", "DeltaNetConfig", {**FLA, "num_heads": 2, "use_gate": True, "allow_neg_eigval": True}),
-    "deltanet, wide values": (
-        "fla",
-        "DeltaNetConfig",
-        {**FLA, "num_heads": 2, "expand_v": 2.0, "tie_word_embeddings": True},
-    ),
-    "kda": ("fla", "KDAConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "gated deltanet, no gate": ("GatedDeltaNet", {"num_heads": 2, "head_dim": 16, "use_gate": False}),
+    "deltanet": ("DeltaNet", {"num_heads": 2}),
+    "deltanet, gated": ("DeltaNet", {"num_heads": 2, "use_gate": True, "allow_neg_eigval": True}),
+    "deltanet, wide values": ("DeltaNet", {"num_heads": 2, "expand_v": 2.0, "tie_word_embeddings": True}),
+    "kda": ("KDA", {"num_heads": 2, "head_dim": 16}),
     "kda, grouped and bounded": (
-        "fla",
-        "KDAConfig",
-        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5, "allow_neg_eigval": True}
+        "KDA",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 0.5, "allow_neg_eigval": True}
         | {"safe_gate": True, "lower_bound": -4.0, "tie_word_embeddings": True},
     ),
-    "kda, hybrid": ("fla", "KDAConfig", {**FLA, "num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [2]}}),
-    "comba": ("fla", "CombaConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "kda, hybrid": ("KDA", {"num_heads": 2, "head_dim": 16, "attn": {**WINDOW, "layers": [2]}}),
+    "comba": ("Comba", {"num_heads": 2, "head_dim": 16}),
     "comba, grouped": (
-        "fla",
-        "CombaConfig",
-        {**FLA, "num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "correction_factor": 0.02},
+        "Comba",
+        {"num_heads": 2, "num_v_heads": 4, "head_dim": 16, "expand_v": 1.0, "correction_factor": 0.02},
     ),
-    "comba, no gate": ("fla", "CombaConfig", {**FLA, "num_heads": 2, "head_dim": 16, "use_output_gate": False}),
-    "deltaproduct, one step": ("fla", "GatedDeltaProductConfig", {**FLA, "num_heads": 2, "head_dim": 16}),
+    "comba, no gate": ("Comba", {"num_heads": 2, "head_dim": 16, "use_output_gate": False}),
+    "deltaproduct, one step": ("GatedDeltaProduct", {"num_heads": 2, "head_dim": 16}),
     "deltaproduct": (
-        "fla",
-        "GatedDeltaProductConfig",
-        {**FLA, "num_heads": 2, "head_dim": 16, "num_householder": 3, "use_forget_gate": True}
+        "GatedDeltaProduct",
+        {"num_heads": 2, "head_dim": 16, "num_householder": 3, "use_forget_gate": True}
         | {"allow_neg_eigval": True, "expand_v": 1.0},
     ),
     "deltaproduct, no gate": (
-        "fla",
-        "GatedDeltaProductConfig",
-        {**FLA, "num_heads": 2, "head_dim": 16, "num_householder": 2, "use_output_gate": False}
+        "GatedDeltaProduct",
+        {"num_heads": 2, "head_dim": 16, "num_householder": 2, "use_output_gate": False}
         | {"attn": {**WINDOW, "layers": [0]}},
     ),
-    "hgrn2": ("fla", "HGRN2Config", {**FLA, "expand_ratio": 16}),
-    "hgrn2, convolved": (
-        "fla",
-        "HGRN2Config",
-        {**FLA, "expand_ratio": 32, "use_short_conv": True, "use_lower_bound": False},
-    ),
-    "retnet": ("fla", "RetNetConfig", {**FLA, "num_heads": 2}),
+    "hgrn2": ("HGRN2", {"expand_ratio": 16}),
+    "hgrn2, convolved": ("HGRN2", {"expand_ratio": 32, "use_short_conv": True, "use_lower_bound": False}),
+    "retnet": ("RetNet", {"num_heads": 2}),
     "retnet, narrow and tied": (
-        "fla",
-        "RetNetConfig",
-        {**FLA, "num_heads": 2, "use_short_conv": True, "expand_v": 1.0, "tie_word_embeddings": True},
+        "RetNet",
+        {"num_heads": 2, "use_short_conv": True, "expand_v": 1.0, "tie_word_embeddings": True},
     ),
-    "rwkv7": ("fla", "RWKV7Config", {**FLA, **RWKV7, "fuse_norm": False}),
+    "rwkv7": ("RWKV7", {**RWKV7, "fuse_norm": False}),
     "rwkv7, tied": (
-        "fla",
-        "RWKV7Config",
-        {**FLA, **RWKV7, "norm_first": False, "tie_word_embeddings": True, "decay_low_rank_dim": None}
+        "RWKV7",
+        {**RWKV7, "norm_first": False, "tie_word_embeddings": True, "decay_low_rank_dim": None}
         | {"a_low_rank_dim": None, "v_low_rank_dim": None, "gate_low_rank_dim": None, "intermediate_size": None},
     ),
+}
+LIKE_LLAMA: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {"num_key_value_heads": 2}),
+    "llama, biased and tied": ("Llama", {"attention_bias": True, "tie_word_embeddings": True, "head_dim": 8}),
+    "mistral": ("Mistral", {"num_key_value_heads": 2, "sliding_window": 5}),
+    "mistral, no window": ("Mistral", {"num_key_value_heads": 4, "sliding_window": None}),
+    "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
+    "llama 3.1": ("Llama", {"num_key_value_heads": 2, "rope_parameters": SCALED | LLAMA3}),
+    "llama, linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5}}),
+    "mistral, yarn": (
+        "Mistral",
+        {"num_key_value_heads": 2, "sliding_window": 9, "rope_parameters": SCALED | {"rope_type": "yarn"}},
+    ),
+    "qwen2, all of yarn": (
+        "Qwen2",
+        {
+            "num_key_value_heads": 2,
+            "rope_parameters": SCALED
+            | {"rope_type": "yarn", "beta_fast": 3.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.3}
+            | {"truncate": False},
+        },
+    ),
+    "qwen2, windows": (
+        "Qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    ),
+    "qwen2, windows in another order": (
+        "Qwen2",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
+    "qwen3": ("Qwen3", {"num_key_value_heads": 2, "head_dim": 24}),
+    "qwen3, windows, biased and tied": (
+        "Qwen3",
+        {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+        | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
+    ),
+}
+# name → package, config class, its arguments
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{case: ("fla", f"{name}Config", FLA | arguments) for case, (name, arguments) in OF_FLA.items()},
+    **{case: ("transformers", f"{name}Config", LLAMA | arguments) for case, (name, arguments) in LIKE_LLAMA.items()},
     "fla mamba2": ("fla", "Mamba2Config", {**SIZES, "head_dim": 16, "state_size": 16, "n_groups": 2, "norm_eps": 1e-4}),
     "mamba": ("transformers", "MambaConfig", {**SIZES, "layer_norm_epsilon": 1e-4}),
     "mamba, no bias": (
@@ -139,63 +155,6 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "transformers",
         "Mamba2Config",
         {**SIZES, "num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1, "tie_word_embeddings": True},
-    ),
-    "llama": ("transformers", "LlamaConfig", {**LLAMA, "num_key_value_heads": 2}),
-    "llama, biased and tied": (
-        "transformers",
-        "LlamaConfig",
-        {**LLAMA, "attention_bias": True, "tie_word_embeddings": True, "head_dim": 8},
-    ),
-    "mistral": ("transformers", "MistralConfig", {**LLAMA, "num_key_value_heads": 2, "sliding_window": 5}),
-    "mistral, no window": (
-        "transformers",
-        "MistralConfig",
-        {**LLAMA, "num_key_value_heads": 4, "sliding_window": None},
-    ),
-    "qwen2": ("transformers", "Qwen2Config", {**LLAMA, "num_key_value_heads": 2}),
-    "llama 3.1": (
-        "transformers",
-        "LlamaConfig",
-        {**LLAMA, "num_key_value_heads": 2, "rope_parameters": SCALED | LLAMA3},
-    ),
-    "llama, linear": (
-        "transformers",
-        "LlamaConfig",
-        {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5e5}},
-    ),
-    "mistral, yarn": (
-        "transformers",
-        "MistralConfig",
-        {**LLAMA, "num_key_value_heads": 2, "sliding_window": 9, "rope_parameters": SCALED | {"rope_type": "yarn"}},
-    ),
-    "qwen2, all of yarn": (
-        "transformers",
-        "Qwen2Config",
-        {
-            **LLAMA,
-            "num_key_value_heads": 2,
-            "rope_parameters": SCALED
-            | {"rope_type": "yarn", "beta_fast": 3.0, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 0.3}
-            | {"truncate": False},
-        },
-    ),
-    "qwen2, windows": (
-        "transformers",
-        "Qwen2Config",
-        {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    ),
-    "qwen2, windows in another order": (
-        "transformers",
-        "Qwen2Config",
-        {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6}
-        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "tie_word_embeddings": True},
-    ),
-    "qwen3": ("transformers", "Qwen3Config", {**LLAMA, "num_key_value_heads": 2, "head_dim": 24}),
-    "qwen3, windows, biased and tied": (
-        "transformers",
-        "Qwen3Config",
-        {**LLAMA, "num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
-        | {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True},
     ),
 }
 CASES |= {

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 import kernels
 import mixers
 from kernels import UserError, recomputing
-from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
+from tests.zoo.tiny import VOCAB, At, ResumableLoader, trainer, validation_loader
 from zoo.data.batch import Batch
 from zoo.lm.block import Block
 from zoo.lm.model import LanguageModel
@@ -177,13 +177,11 @@ def test_compiled_blocks_are_computed_again_too(tmp_path):
 
 
 def test_what_stops_a_run_leaves_the_blocks_as_they_were(tmp_path):
-    class Stop(L.Callback):
-        def on_before_backward(self, trainer, pl_module, loss):
-            raise RuntimeError("stop")
-
     found = module()
     with pytest.raises(RuntimeError, match="stop"):
-        trainer(tmp_path, [Stop(), CheckpointedBlocks()]).fit(found, ResumableLoader(8), validation_loader())
+        trainer(tmp_path, [At(1, RuntimeError("stop")), CheckpointedBlocks()]).fit(
+            found, ResumableLoader(8), validation_loader()
+        )
     assert not any("forward" in vars(block) for block in found.model.layers)
 
 

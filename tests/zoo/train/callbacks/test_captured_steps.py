@@ -16,6 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from tests.zoo.tiny import (
     VOCAB,
+    At,
     Batches,
     LossLog,
     ResumableLoader,
@@ -130,13 +131,9 @@ def test_what_is_logged_does_not_depend_on_it(tmp_path: Path):
 
 
 def test_a_run_that_ends_in_an_error_keeps_no_graphs(tmp_path: Path):
-    class Fails(L.Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            raise RuntimeError("a bug")
-
-    module = pretraining()
+    module, callbacks = pretraining(), [CapturedSteps(Repeated()), At(2, RuntimeError("a bug"))]
     with pytest.raises(RuntimeError, match="a bug"):
-        trainer(tmp_path, [CapturedSteps(Repeated()), Fails()]).fit(module, ResumableLoader(8), validation_loader())
+        trainer(tmp_path, callbacks).fit(module, ResumableLoader(8), validation_loader())
     assert module.captured is None
 
 

@@ -12,7 +12,7 @@ from torch._inductor import config as inductor
 import mixers
 from kernels import UserError
 from tests.commands import Command
-from tests.zoo.tiny import VOCAB, ResumableLoader, trainer, validation_loader
+from tests.zoo.tiny import VOCAB, At, ResumableLoader, trainer, validation_loader
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import H1
 from zoo.train.callbacks.compiled_blocks import CompiledBlocks, compiled_blocks
@@ -95,13 +95,11 @@ def test_a_run_goes_on_compiled_or_not(tmp_path: Path, first: bool):
 
 @pytest.mark.slow
 def test_what_stops_a_run_leaves_no_compiled_blocks(tmp_path: Path):
-    class Stop(L.Callback):
-        def on_before_backward(self, trainer, pl_module, loss):
-            raise RuntimeError("stop")
-
     found = module()
     with pytest.raises(RuntimeError, match="stop"):
-        trainer(tmp_path, [Stop(), CompiledBlocks(Counting())]).fit(found, ResumableLoader(8), validation_loader())
+        trainer(tmp_path, [At(1, RuntimeError("stop")), CompiledBlocks(Counting())]).fit(
+            found, ResumableLoader(8), validation_loader()
+        )
     assert not any("forward" in vars(block) for block in found.model.layers)
 
 
