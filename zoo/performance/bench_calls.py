@@ -1,7 +1,7 @@
 """Calls of the ops for benchmarks: as mixers make them, with random inputs of any size."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -14,10 +14,40 @@ from kernels.core.backend import Op as KernelOp
 from zoo.performance.accuracy import Gate
 from zoo.performance.decays import GENTLE, MODELS, log_decays
 from zoo.performance.device import DTYPES
-from zoo.performance.op_calls import Tensors, differentiated, learned_inputs, op_of
 
+Tensors = dict[str, Tensor]
 SLICE = 331  # number of tokens to compare with the loop; not a whole number of chunks
 CHUNKWISE = 1e-4  # largest difference between the chunkwise form and the loop, both in fp32
+
+
+def op_of(name: str) -> KernelOp:
+    """The op of a public function of `kernels`, with its implementations."""
+    op: KernelOp = sys.modules[getattr(kernels, name).__module__].OP
+    return op
+
+
+def learned_inputs(inputs: Tensors) -> list[str]:
+    """Return the names of the inputs that get gradients: all floating tensors but a constant decay [heads]."""
+    return [n for n, x in inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
+
+
+def differentiated(
+    call: Callable[[Tensors], Tensors],
+    inputs: Tensors,
+    learned: Sequence[str],
+    arriving: Callable[[Tensors], Sequence[Tensor]],
+) -> tuple[Tensors, Tensors]:
+    """Return the outputs of a call, and the gradients of its learned inputs for those that arrive at the outputs.
+
+    There are no gradients if an output has none.
+    """
+    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.items()}
+    outputs = call(leaves)
+    detached = {name: y.detach() for name, y in outputs.items()}
+    if not all(y.requires_grad for y in outputs.values()):
+        return detached, {}
+    of_inputs = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving(outputs))
+    return detached, dict(zip(learned, of_inputs, strict=True))
 
 
 class Shape(NamedTuple):

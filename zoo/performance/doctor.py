@@ -1,11 +1,11 @@
-"""`zoo.doctor`: versions, disk and GPU of this machine, and one call of each op against its fp32 loop."""
+"""`zoo.doctor`: versions, disk and GPU of this machine, and a small model of each mixer against the fp32 loops."""
 
 import json
 import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import PackageNotFoundError, requires, version
 from multiprocessing import TimeoutError, get_context
@@ -16,23 +16,26 @@ from typing import Any, Literal, NamedTuple
 import torch
 from packaging.requirements import Requirement
 from rich.markup import escape
+from torch import Tensor
 
+import kernels
+import mixers
 from kernels import UserError
 from kernels.gpu.miscompilations import known_of
 from zoo.arguments import first_line
 from zoo.config.find import CONFIGS
+from zoo.config.parser import parse_model
 from zoo.data.text.cache import cache_folder
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
 from zoo.files.output import check_record
-from zoo.performance.accuracy import Gate
-from zoo.performance.op_calls import OpCall, cases, op_of, ops
+from zoo.lm.model import LanguageModel
+from zoo.performance import model as models
 from zoo.train.devices import free_memory, pick_device
 
 Status = Literal["passed", "noted", "failed"]
-# relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
-LIMITS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
-SIZES = {"cpu": 32, "cuda": 64}  # of heads
+PRECISIONS = {"cpu": "32-true", "cuda": "bf16-mixed"}  # of training there
+LAYERS, HEADS, HEAD_SIZES = 2, 2, {"cpu": 32, "cuda": 64}
 GIB = 2**30
 LEAST = {"memory": 2 * GIB, "GPU memory": 2 * GIB, "disk": GIB}  # bytes, for the smallest runs and their checkpoints
 DISTRIBUTION, TESTED = "token-mixer-zoo", CONFIGS.parent / "constraints.txt"
@@ -68,17 +71,17 @@ def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
 
 
 class Examination(NamedTuple):
-    """All findings of the doctor about the machine, and about the ops on a device."""
+    """All findings of the doctor about the machine, and about the mixers on a device."""
 
     device: str
     machine: list[Finding]
-    ops: list[Finding]
+    mixers: list[Finding]
     seconds: float
 
     @property
     def failures(self) -> list[Finding]:
         """The checks that failed."""
-        return [each for each in (*self.machine, *self.ops) if each.status == "failed"]
+        return [each for each in (*self.machine, *self.mixers) if each.status == "failed"]
 
     @property
     def failed(self) -> bool:
@@ -87,7 +90,10 @@ class Examination(NamedTuple):
 
 
 def doctor(device: str | None = None, output: str | None = None, verbose: bool = True) -> Examination:
-    """Check this machine: packages, memory, disk, GPU, and each op, forward and backward, against its fp32 loop.
+    """Check this machine: packages, memory, disk, GPU, and a small model of each mixer against the fp32 loops.
+
+    The loss, its gradients and the logits of decoding are compared, so that each op which training and decoding call
+    is checked. On a GPU the models compute in bf16-mixed.
 
     ``python cli.py doctor``
 
@@ -102,40 +108,50 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
     if output is not None and Path(output).is_dir():
         raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     if output is not None:
-        check_record(Path(output), ("device", "passed", "machine", "ops"), "output", "the doctor")
+        check_record(Path(output), ("device", "passed", "machine", "mixers"), "output", "the doctor")
     place, start = pick_device(device), monotonic()
     examination = Examination(place.type, [*machine(place)], examine(place), monotonic() - start)
     if output is not None:
         _write(examination, Path(output))
-    console, findings = new_console(verbose), [*examination.machine, *examination.ops]
+    console, findings = new_console(verbose), [*examination.machine, *examination.mixers]
     table = new_table(["subject", "check", "result"], left=3, wrapped=["result"])
     for each in findings:
         table.add_row(each.subject, each.check, f"[{STYLES[each.status]}]{escape(each.says)}[/]")
-    console.print(table, "error: of outputs and gradients, relative to the fp32 loop")
+    console.print(table, "error: of loss, gradients and logits, relative to the fp32 loops")
     for each in examination.failures:
         console.print(f"[{STYLES[each.status]}]failed[/] {escape(str(each))}", highlight=False, soft_wrap=True)
     failures = f"{len(examination.failures)} of {len(findings)} checks failed"
+    if suspects := _suspects(examination.mixers):
+        console.print(f"called by mixers that failed, and by none that passed: {', '.join(suspects)}", soft_wrap=True)
     verdict = failures if examination.failed else f"all {len(findings)} checks passed"
     written = "" if output is None else f"; written to {output}"
     console.print(f"{verdict}, in {examination.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
     return examination
 
 
+def _suspects(findings: list[Finding]) -> list[str]:
+    """The ops that all mixers with wrong results have called, and no mixer with right ones."""
+    wrong, right = (
+        [{*f.numbers["ops"]} for f in findings if f.numbers and f.status == s] for s in ("failed", "passed")
+    )
+    return sorted(set.intersection(*wrong).difference(*right)) if wrong else []
+
+
+def subjects() -> list[str]:
+    """This project's mixers that a language model can have."""
+    classes = {name: mixers.get(name) for name in mixers.names()}
+    return [name for name, cls in classes.items() if cls.causal and cls.__module__.startswith("mixers.")]
+
+
 def examine(device: torch.device) -> list[Finding]:
-    """Examine all ops on a device. On a GPU several processes compile, so that a crash or a hang fails only one op."""
-    calls = cases(SIZES[device.type])
-    if device.type == "cuda":
-        end = monotonic() + LIMIT_S
-        with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1), _silence) as pool:
-            pending = [pool.apply_async(_checked, (number, device)) for number in range(len(calls))]
-            findings = [
-                attempted(c.name, "error", partial(_await, p, end)) for c, p in zip(calls, pending, strict=True)
-            ]
-    else:
-        findings = [_checked(number, device) for number in range(len(calls))]
-    for op in sorted({*ops()} - {case.op for case in calls}):
-        findings.append(Finding(op, "path", "noted", "the doctor does not know how to call it", {}))
-    return findings
+    """Examine all mixers on a device. On a GPU several processes compile, so that a crash or a hang fails only one."""
+    names = subjects()
+    if device.type != "cuda":
+        return [_checked(name, device) for name in names]
+    end = monotonic() + LIMIT_S
+    with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1), _silence) as pool:
+        pending = [pool.apply_async(_checked, (name, device)) for name in names]
+        return [attempted(name, "error", partial(_await, p, end)) for name, p in zip(names, pending, strict=True)]
 
 
 def _await(pending: Any, end: float) -> Finding:
@@ -152,21 +168,34 @@ def _silence() -> None:
         os.dup2(nowhere, stream)
 
 
-def _checked(number: int, device: torch.device) -> Finding:
-    case = cases(SIZES[device.type])[number]
-    return attempted(case.name, "error", partial(accuracy, case, device))
+def _checked(name: str, device: torch.device) -> Finding:
+    return attempted(name, "error", partial(accuracy, name, device))
 
 
-def accuracy(case: OpCall, device: torch.device) -> Finding:
-    """Compare outputs and gradients with the fp32 loop of the same rounded inputs, in the dtype of training there."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    here, gate = case.on(device, dtype), Gate()
-    implementation = op_of(case.op).backend(next(iter(here.inputs.values())))
-    expected, actual = here.exact().results("reference"), here.results()
-    for name, y in expected.items():
-        gate.check(name, actual[name], y, LIMITS[dtype]["gradient" in name])
-    says = f"{implementation}: " + (f"{max(gate.errors.values()):.0e}" if gate.passed else gate.says)
-    return as_finding(case.name, "error", gate.passed, says, errors=gate.record()["errors"], limits=gate.limits)
+def accuracy(name: str, device: torch.device) -> Finding:
+    """Compare loss, gradients and decoded logits of a small model of a mixer with those by the fp32 loops."""
+    precision, ran = PRECISIONS[device.type], list[Mapping[str, set[str]]]()
+
+    def here(model: LanguageModel) -> dict[str, Tensor]:
+        with kernels.implementations() as implementations:
+            results = models.learning(model) | models.continuing(model)
+        ran.append(implementations)
+        return results
+
+    def exact(model: LanguageModel) -> dict[str, Tensor]:
+        return models.learning(model) | models.at_once(model)
+
+    torch.manual_seed(0)
+    size = HEAD_SIZES[device.type]
+    config = {"stack": {"class_path": "Uniform", "init_args": {"mixer": name}}, "vocab_size": 256}
+    config |= {"num_layers": LAYERS, "hidden_size": HEADS * size, "num_heads": HEADS}
+    model = models.conditioned(models.build(parse_model({"model": config}), precision, device))
+    gate = models.compared(model, precision, "auto", here, exact)
+    # of the first run; in low precision PyTorch's path is a second one
+    ops = {op: sorted(backends) for op, backends in sorted(ran[0].items())}
+    paths = " + ".join(sorted({backend for backends in ops.values() for backend in backends}, reverse=True))
+    says = f"{paths}: " + (f"{max(gate.errors.values()):.0e}" if gate.passed else gate.says)
+    return as_finding(name, "error", gate.passed, says, ops=ops, errors=gate.record()["errors"], limits=gate.limits)
 
 
 def machine(device: torch.device) -> Iterator[Finding]:
@@ -241,7 +270,7 @@ def _enough(subject: str, check: str, free: int) -> Finding:
 def _write(examination: Examination, file: Path) -> None:
     record: dict[str, Any] = {"device": examination.device, "passed": not examination.failed}
     record |= {"seconds": round(examination.seconds, 1), "torch": torch.__version__}
-    record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "ops")}
+    record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "mixers")}
     try:
         with atomic_write(file) as opened:
             opened.write(json.dumps(record, indent=1).encode())

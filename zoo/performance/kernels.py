@@ -14,11 +14,10 @@ from torch import Tensor
 from kernels import UserError
 from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import progress_bar
-from zoo.performance.bench_calls import OPS, BenchCall, Shape
+from zoo.performance.bench_calls import OPS, BenchCall, Shape, Tensors
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
 from zoo.performance.decays import GENTLE, KINDS, MODELS
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
-from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import TimedCall, as_graph, medians
 from zoo.train.devices import pick_device
 
