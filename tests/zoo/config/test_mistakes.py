@@ -273,8 +273,6 @@ ANSWERS = {
     "fit --config gla.yaml --optim.max_steps=4": "optim.max_steps: unknown key; did you mean 'trainer.max_steps'?",
     "fit --config gla.yaml --model.stack.mixer.num_heads=1": "model.stack.mixer.num_heads: unknown key; did you mean "
     "'model.stack.mixer.mixer.num_heads'?",
-    "bench kernels --ops=delta_rule --decays=recorded": "decays: none of the ops has decays per channel; those that "
-    "have are kda, gated_deltanet2, linear_channel",
     "fit --resume runs/a --resume runs/b": "resume: is given twice; one run is continued at a time",
     "evaluate runs/a runs/b": "'runs/a': an argument without a key; write --checkpoint runs/a",
     "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
