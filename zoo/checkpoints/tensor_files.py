@@ -128,7 +128,10 @@ def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = S
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # what became of an OSError
             raise OSError(str(error)) from error
-        _open_to_readers(folder / file)
+        # safetensors 0.8 makes its files readable by the user alone; they get the default mode of new files
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
+            (new := Path(temporary) / "new").touch()
+            (folder / file).chmod(new.stat().st_mode & 0o777)
     if len(shards) == 1:
         return names
     index = {
@@ -143,14 +146,6 @@ def warn_unless_finite(name: str, tensor: Tensor) -> None:
     """Log a warning if a tensor that is written has values that are not finite."""
     if number := int((~tensor.isfinite()).sum()):
         log.warning("%s has %d values that are not finite", name, number)
-
-
-def _open_to_readers(file: Path) -> None:
-    """Give a file the default mode of new files: safetensors 0.8 makes its files readable by the user alone."""
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
-        new = Path(folder) / "new"
-        new.touch()
-        file.chmod(new.stat().st_mode & 0o777)
 
 
 def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:

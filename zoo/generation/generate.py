@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from kernels import deterministic, is_deterministic
 from kernels.errors import UserError
 from kernels.linear_cross_entropy import losses_of_logits
 from zoo.arguments import check_seed
+from zoo.data.text.tokenizer import Tokenizer
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
 from zoo.generation.graphs import DecodingGraphs
@@ -23,21 +24,6 @@ from zoo.lm.model import LanguageModel
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 2.0**-126, 1e30  # fp32 has no full precision below, and no room above
 WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
 _INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
-
-
-class Tokenizer(Protocol):
-    """The tokenizer interface that generation uses."""
-
-    eos_id: int  # ends a document; `stop_ids`, which not all tokenizers have, are all ids that end a text
-    bos_id: int | None  # the first token of every document, if there is one
-
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Text to token ids; what spells a special token is that token only with `special_tokens`."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Token ids to text; incomplete UTF-8 becomes replacement characters."""
-        ...
 
 
 class Sampling(TypedDict, total=False):

@@ -1,12 +1,10 @@
 """`zoo.doctor`: versions, disk and GPU of this machine, and a small model of each mixer against the fp32 loops."""
 
 import json
-import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from multiprocessing import TimeoutError, get_context
 from pathlib import Path
@@ -56,20 +54,6 @@ class Finding(NamedTuple):
         return f"{self.subject}, {self.check}: {self.says}"
 
 
-def as_finding(subject: str, check: str, passed: bool, says: str, **numbers: Any) -> Finding:
-    """A finding that passed or failed; numbers that are not finite are null, for JSON."""
-    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in numbers.items()}
-    return Finding(subject, check, "passed" if passed else "failed", says, finite)
-
-
-def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
-    """Run a check; an exception is a failed check."""
-    try:
-        return run()
-    except Exception as error:  # of compilers and drivers, of any type
-        return Finding(subject, check, "failed", f"{type(error).__name__}: {first_line(error)}", {})
-
-
 class Examination(NamedTuple):
     """All findings of the doctor about the machine, and about the mixers on a device."""
 
@@ -82,11 +66,6 @@ class Examination(NamedTuple):
     def failures(self) -> list[Finding]:
         """The checks that failed."""
         return [each for each in (*self.machine, *self.mixers) if each.status == "failed"]
-
-    @property
-    def failed(self) -> bool:
-        """Return whether a check failed."""
-        return bool(self.failures)
 
 
 def doctor(device: str | None = None, output: str | None = None, verbose: bool = True) -> Examination:
@@ -105,14 +84,21 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
     Raises:
         UserError: The device does not exist, or the file cannot be written.
     """
-    if output is not None and Path(output).is_dir():
-        raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     if output is not None:
+        if Path(output).is_dir():
+            raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
         check_record(Path(output), ("device", "passed", "machine", "mixers"), "output", "the doctor")
     place, start = pick_device(device), monotonic()
     examination = Examination(place.type, [*machine(place)], examine(place), monotonic() - start)
     if output is not None:
-        _write(examination, Path(output))
+        record: dict[str, Any] = {"device": examination.device, "passed": not examination.failures}
+        record |= {"seconds": round(examination.seconds, 1), "torch": torch.__version__}
+        record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "mixers")}
+        try:
+            with atomic_write(Path(output)) as opened:
+                opened.write(json.dumps(record, indent=1).encode())
+        except OSError as error:
+            raise UserError(f"output: {output} cannot be written: {error.strerror}") from None
     console, findings = new_console(verbose), [*examination.machine, *examination.mixers]
     table = new_table(["subject", "check", "result"], left=3, wrapped=["result"])
     for each in findings:
@@ -120,27 +106,20 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
     console.print(table, "error: of loss, gradients and logits, relative to the fp32 loops")
     for each in examination.failures:
         console.print(f"[{STYLES[each.status]}]failed[/] {escape(str(each))}", highlight=False, soft_wrap=True)
-    failures = f"{len(examination.failures)} of {len(findings)} checks failed"
-    if suspects := _suspects(examination.mixers):
+    measured = [each for each in examination.mixers if each.numbers]
+    wrong, right = ([{*each.numbers["ops"]} for each in measured if each.status == s] for s in ("failed", "passed"))
+    if wrong and (suspects := sorted(set.intersection(*wrong).difference(*right))):
         console.print(f"called by mixers that failed, and by none that passed: {', '.join(suspects)}", soft_wrap=True)
-    verdict = failures if examination.failed else f"all {len(findings)} checks passed"
+    failed = f"{len(examination.failures)} of {len(findings)} checks failed" if examination.failures else ""
     written = "" if output is None else f"; written to {output}"
-    console.print(f"{verdict}, in {examination.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
+    says = f"{failed or f'all {len(findings)} checks passed'}, in {examination.seconds:.0f} s{written}"
+    console.print(says, highlight=False, soft_wrap=True)
     return examination
-
-
-def _suspects(findings: list[Finding]) -> list[str]:
-    """The ops that all mixers with wrong results have called, and no mixer with right ones."""
-    wrong, right = (
-        [{*f.numbers["ops"]} for f in findings if f.numbers and f.status == s] for s in ("failed", "passed")
-    )
-    return sorted(set.intersection(*wrong).difference(*right)) if wrong else []
 
 
 def subjects() -> list[str]:
     """This project's mixers that a language model can have."""
-    classes = {name: mixers.get(name) for name in mixers.names()}
-    return [name for name, cls in classes.items() if cls.causal and cls.__module__.startswith("mixers.")]
+    return [n for n in mixers.names() if (cls := mixers.get(n)).causal and cls.__module__.startswith("mixers.")]
 
 
 def examine(device: torch.device) -> list[Finding]:
@@ -151,14 +130,14 @@ def examine(device: torch.device) -> list[Finding]:
     end = monotonic() + LIMIT_S
     with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1), _silence) as pool:
         pending = [pool.apply_async(_checked, (name, device)) for name in names]
-        return [attempted(name, "error", partial(_await, p, end)) for name, p in zip(names, pending, strict=True)]
-
-
-def _await(pending: Any, end: float) -> Finding:
-    try:
-        return pending.get(max(0.0, end - monotonic()))
-    except TimeoutError:
-        raise RuntimeError(f"did not finish in {LIMIT_S:.0f} s, or its process died") from None
+        findings = []
+        for name, each in zip(names, pending, strict=True):
+            try:
+                findings.append(each.get(max(0.0, end - monotonic())))
+            except TimeoutError:
+                says = f"did not finish in {LIMIT_S:.0f} s, or its process died"
+                findings.append(Finding(name, "error", "failed", says, {}))
+        return findings
 
 
 def _silence() -> None:
@@ -169,7 +148,11 @@ def _silence() -> None:
 
 
 def _checked(name: str, device: torch.device) -> Finding:
-    return attempted(name, "error", partial(accuracy, name, device))
+    """The finding about a mixer; an exception is a failure."""
+    try:
+        return accuracy(name, device)
+    except Exception as error:  # of compilers and drivers, of any type
+        return Finding(name, "error", "failed", f"{type(error).__name__}: {first_line(error)}", {})
 
 
 def accuracy(name: str, device: torch.device) -> Finding:
@@ -182,20 +165,18 @@ def accuracy(name: str, device: torch.device) -> Finding:
         ran.append(implementations)
         return results
 
-    def exact(model: LanguageModel) -> dict[str, Tensor]:
-        return models.learning(model) | models.at_once(model)
-
     torch.manual_seed(0)
     size = HEAD_SIZES[device.type]
     config = {"stack": {"class_path": "Uniform", "init_args": {"mixer": name}}, "vocab_size": 256}
     config |= {"num_layers": LAYERS, "hidden_size": HEADS * size, "num_heads": HEADS}
     model = models.conditioned(models.build(parse_model({"model": config}), precision, device))
-    gate = models.compared(model, precision, "auto", here, exact)
+    gate = models.compared(model, precision, "auto", here, lambda model: models.learning(model) | models.at_once(model))
     # of the first run; in low precision PyTorch's path is a second one
     ops = {op: sorted(backends) for op, backends in sorted(ran[0].items())}
     paths = " + ".join(sorted({backend for backends in ops.values() for backend in backends}, reverse=True))
     says = f"{paths}: " + (f"{max(gate.errors.values()):.0e}" if gate.passed else gate.says)
-    return as_finding(name, "error", gate.passed, says, ops=ops, errors=gate.record()["errors"], limits=gate.limits)
+    numbers = {"ops": ops, "errors": gate.record()["errors"], "limits": gate.limits}
+    return Finding(name, "error", "passed" if gate.passed else "failed", says, numbers)
 
 
 def machine(device: torch.device) -> Iterator[Finding]:
@@ -264,15 +245,4 @@ def gpu(device: torch.device) -> Finding:
 def _enough(subject: str, check: str, free: int) -> Finding:
     enough = free >= LEAST[subject]
     says = f"{free / GIB:,.1f} GiB" + ("" if enough else f" is less than {LEAST[subject] / GIB:g} GiB")
-    return as_finding(subject, check, enough, says, bytes=free)
-
-
-def _write(examination: Examination, file: Path) -> None:
-    record: dict[str, Any] = {"device": examination.device, "passed": not examination.failed}
-    record |= {"seconds": round(examination.seconds, 1), "torch": torch.__version__}
-    record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "mixers")}
-    try:
-        with atomic_write(file) as opened:
-            opened.write(json.dumps(record, indent=1).encode())
-    except OSError as error:
-        raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
+    return Finding(subject, check, "passed" if enough else "failed", says, {"bytes": free})

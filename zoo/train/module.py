@@ -409,7 +409,9 @@ class Pretraining(L.LightningModule):
             gc.collect()  # DDP is part of a reference cycle
         if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
             update_rates(schedule, self._built_groups)
-        reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
+        project = __name__.partition(".")[0]  # its own parts read no metrics, and neither do some of Lightning's
+        others = (type(part) for part in (self, *self.trainer.callbacks) if type(part) not in WITHOUT_METRICS)
+        reads = any(part.__module__.partition(".")[0] != project for part in others)
         self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -629,12 +631,6 @@ class Pretraining(L.LightningModule):
                     f"optim.{key} is {now}, but the checkpoint was trained with {before}; resume with that, or start a "
                     "new run from its weights, by optim.initial_weights."
                 )
-
-
-def _may_read_metrics(part: object) -> bool:
-    """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
-    ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return not ours and type(part) not in WITHOUT_METRICS
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -110,7 +110,7 @@ def test_a_process_that_dies_fails_its_mixer_alone(few_mixers: None, monkeypatch
     findings = examine(torch.device("cuda"))
     failed = [each for each in findings if each.status == "failed"]
     assert [each.subject for each in failed] == ["HGRN1"]
-    assert failed[0].says == "RuntimeError: did not finish in 3 s, or its process died"
+    assert failed[0].says == "did not finish in 3 s, or its process died"
     assert [each.status for each in findings] == ["passed", "failed", "passed"]
 
 
@@ -176,5 +176,5 @@ def test_mistakes(command, arguments: list[str], expected: str, desk: Path):
 def test_half_a_minute_on_a_new_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     actual = zoo.doctor(verbose=False)
-    assert not actual.failed, actual.failures
+    assert not actual.failures
     assert actual.seconds < 30

@@ -163,7 +163,7 @@ class ResultRow(RunCallback):
         """Put the row together, in the first process."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        model, metrics = pl_module.model, trainer.callback_metrics
+        model, metrics, device = pl_module.model, trainer.callback_metrics, pl_module.device
         length = pl_module.context_length or pl_module.context_loss.context_length
         speed = metrics.get("tokens_per_second")
         batches, optim = batches_of(trainer), pl_module.optim
@@ -207,7 +207,9 @@ class ResultRow(RunCallback):
             "wall_seconds": round(self._wall_seconds(), 1),
             "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
             "torch": torch.__version__,
-            "device": _device_name(pl_module.device),
+            "device": torch.cuda.get_device_name(device)
+            if device.type == "cuda"
+            else f"{device.type} ({platform.machine()})",
             "devices": trainer.world_size,
             "precision": str(trainer.precision),
             "commit": _commit(),
@@ -237,10 +239,6 @@ def _data_hash(trainer: L.Trainer) -> str | None:
         return None
     identity = {name: value for name, value in data.identity().items() if name not in ("seed", "batch_size")}
     return xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
 def _commit() -> str | None:
