@@ -260,10 +260,14 @@ def _tokens(
         for number in range(1, max_new_tokens + 1):
             # closed before the yield, as a generator's contexts leak into its caller
             with torch.no_grad(), deterministic(mode):
-                if drawn is None or decoder is None:
-                    logits, decoder = _started(model, prompts, graphs, max_new_tokens)
-                else:
+                if drawn is not None and decoder is not None:
                     logits = decoder(drawn)
+                elif mode:
+                    decoder = ChunkDecoder(model, prompts, graphs=graphs)
+                    logits = decoder()
+                else:
+                    logits, state = read(model, prompts)
+                    decoder = Decoder(model, state, graphs, room=max_new_tokens)
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = draw(logits)
             complete = False
@@ -282,17 +286,6 @@ def _tokens(
         if decoder is not None:
             decoder.close()
         model.train(training)
-
-
-def _started(
-    model: LanguageModel, prompts: list[Tensor], graphs: DecodingGraphs | None, room: int
-) -> tuple[Tensor, ChunkDecoder | Decoder]:
-    """Logits [B,vocab] after the prompts, and what decodes the tokens after them."""
-    if is_deterministic():
-        chunks = ChunkDecoder(model, prompts, graphs=graphs)
-        return chunks(), chunks
-    logits, state = read(model, prompts)
-    return logits, Decoder(model, state, graphs, room=room)
 
 
 def _check_finite(broken: bool, number: int) -> None:

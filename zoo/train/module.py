@@ -597,23 +597,19 @@ class Pretraining(L.LightningModule):
 
     def check_continued(self, config: dict[str, Any] | None, step: int, max_steps: int) -> None:
         """Raise a UserError unless a run with this config, saved after `step` steps, can be continued by this one."""
-        self._check_data(config)
+        paths = ((side or {}).get("data", {}).get("class_path", "") for side in (self.config, config))
+        current, before = (path.rpartition(".")[2] for path in paths)  # Lightning finds its state by this name
+        if current and before and current != before:  # Lightning would silently start it from the beginning
+            raise UserError(
+                f"data is {current}, but the checkpoint was trained with {before}; "
+                "resume with the checkpoint's data settings, or start a new run."
+            )
         self._check_optimiser(config)
         check_match(self.config, config)
         if 0 < max_steps < step:
             raise UserError(
                 f"trainer.max_steps: {max_steps} is below step {step}, which the run has reached; a number above "
                 f"{step} trains it further"
-            )
-
-    def _check_data(self, config: dict[str, Any] | None) -> None:
-        """Refuse a data module of another class: Lightning would silently start it from the beginning."""
-        paths = ((side or {}).get("data", {}).get("class_path", "") for side in (self.config, config))
-        current, saved = (path.rpartition(".")[2] for path in paths)  # Lightning finds its state by this name
-        if current and saved and current != saved:
-            raise UserError(
-                f"data is {current}, but the checkpoint was trained with {saved}; "
-                "resume with the checkpoint's data settings, or start a new run."
             )
 
     def _check_optimiser(self, config: dict[str, Any] | None) -> None:

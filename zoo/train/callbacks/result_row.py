@@ -131,13 +131,6 @@ class ResultRow(RunCallback):
     def _wall_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._start
 
-    def _speed_by_clock(self, tokens: int) -> float | None:
-        """Tokens per second of everything since the first batch; None without a second one."""
-        if self._first is None or self._first[1] == tokens:
-            return None
-        start, first_tokens = self._first
-        return (tokens - first_tokens) / (time.perf_counter() - start)
-
     def _mixers_loss(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """The loss on the first validation batches, as is and with the mixers' outputs zeroed."""
         if trainer.val_dataloaders is None:
@@ -169,6 +162,8 @@ class ResultRow(RunCallback):
         batches, optim = batches_of(trainer), pl_module.optim
         planned = trainer.max_steps if trainer.max_steps > 0 else trainer.global_step
         forward = model.flops(length) / length if length else None
+        start, first_tokens = self._first or (0.0, pl_module.tokens_seen)
+        since = pl_module.tokens_seen - first_tokens or None  # None without a second batch
         row = {
             "run": Path(trainer.default_root_dir).resolve().name,
             "status": status,
@@ -203,7 +198,8 @@ class ResultRow(RunCallback):
             "data_hash": _data_hash(trainer),
             "tokenizer_hash": getattr(pl_module.tokenizer, "hash", None),
             "tokens_per_second": speed,
-            "tokens_per_second_by_clock": self._speed_by_clock(pl_module.tokens_seen),
+            # of everything since the first batch
+            "tokens_per_second_by_clock": since and since / (time.perf_counter() - start),
             "wall_seconds": round(self._wall_seconds(), 1),
             "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
             "torch": torch.__version__,
