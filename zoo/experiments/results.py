@@ -3,7 +3,6 @@
 import csv
 import io
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,7 +23,6 @@ from zoo.files.atomic import atomic_write
 from zoo.train.results import BITS, rank, vocabularies_differ
 
 FILES = ("sweep.csv", "sweep.png")  # of a sweep, in its folder
-_NUMBER = r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?"
 WIDE = 120  # columns in which a table of a sweep fits whole
 
 
@@ -230,7 +228,7 @@ def _panel(axes: Axes, sweep: Sweep, complete: Sequence[Cell], number: str) -> N
     for cell, each in drawn:
         lines.setdefault(", ".join(cell.labels[axis] for axis in apart), []).append((cell, each))
     names = list(dict.fromkeys(cell.labels[x] for cell, _ in drawn)) if x in sweep.axes else []
-    ordered = all(re.fullmatch(_NUMBER, name) for name in names)  # also true if x is a number in the results
+    ordered = all(map(_is_number, names))  # also true if x is a number in the results
     for place, (name, group) in enumerate(lines.items()):
         at = [names.index(cell.labels[x]) if names else _number(cell.rows[0], x, "x") for cell, _ in group]
         order = sorted(range(len(group)), key=lambda i: at[i])
@@ -258,6 +256,14 @@ def _panel(axes: Axes, sweep: Sweep, complete: Sequence[Cell], number: str) -> N
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter(EngFormatter(places=0, sep=""))  # 65,536 is 66k
     axes.grid(alpha=0.3)
+
+
+def _is_number(label: str) -> bool:
+    try:
+        float(label)
+    except ValueError:
+        return False
+    return True
 
 
 def write(sweep: Sweep, results: Sequence[Outcome], folder: Path, width: int = WIDE) -> Table:

@@ -117,11 +117,10 @@ def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Nee
     keys: set[str] = set()
     values: set[str] = set()
     while len(keys) < KEYS:
-        key, value = (
-            f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}",
-            str(uuid.UUID(int=rng.getrandbits(128), version=4)),
-        )
-        if kind != "uuid":
+        key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        if kind == "uuid":
+            value = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        else:
             digits = 5 if kind == "passkey" else 7
             value = str(rng.randrange(10 ** (digits - 1), 10**digits))
         evaluated = number_of(value) % _EVALUATION_SHARE == 0
