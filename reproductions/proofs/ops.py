@@ -12,11 +12,12 @@ from torch import Tensor
 
 import kernels
 from kernels.gpu.device import multiprocessors
+from reproductions.proofs.findings import as_finding, attempted
 from reproductions.proofs.op_calls import LENGTH, ROWS, OpCall, cases
 from reproductions.proofs.red_zones import inside_red_zones
 from zoo.performance.accuracy import relative_error
 from zoo.performance.bench_calls import Tensors, differentiated, op_of
-from zoo.performance.doctor import Finding, as_finding, attempted
+from zoo.performance.doctor import Finding
 
 # relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
 LIMITS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}

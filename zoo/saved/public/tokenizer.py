@@ -32,8 +32,8 @@ def read_tokenizer(folder: PublicFolder) -> Tokenizer | None:
     stops = [token for token in map(tokenizer.id_to_token, _stop_ids(folder)) if token is not None]
     named: Any = folder.config(DESCRIPTION).get("eos_token") if folder.has(DESCRIPTION) else None
     named = named.get("content") if isinstance(named, dict) else named
-    known = isinstance(named, str) and tokenizer.token_to_id(named) is not None
-    end = (named if known else None) or next(iter(stops), None)
+    has_it = isinstance(named, str) and tokenizer.token_to_id(named) is not None
+    end = (named if has_it else None) or next(iter(stops), None)
     if end is None and not any(tokenizer.token_to_id(token) is not None for token in END_TOKENS):
         raise UserError(
             f"checkpoint: {folder.path} does not say which token ends a document; name it as eos_token in "
