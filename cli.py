@@ -191,7 +191,7 @@ def run(arguments: list[str]) -> int:
 
         run_scaling(rest)
     elif verb == "doctor":
-        return int(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failed)
+        return int(bool(zoo.doctor(**arguments_of(zoo.doctor, rest, verb)[1]).failures))
     elif verb == "mixers":
         from zoo.lm.mixers_table import show_mixers
 

@@ -23,9 +23,8 @@ from kernels.gpu.device import capability
 from kernels.gpu.launch_table import TABLE, LaunchConfig
 from kernels.gpu.miscompilations import miscompiled
 from zoo.performance.accuracy import Gate
-from zoo.performance.bench_calls import BenchCall, Shape
+from zoo.performance.bench_calls import BenchCall, Shape, Tensors
 from zoo.performance.device import DTYPES
-from zoo.performance.op_calls import Tensors
 from zoo.performance.timing import as_graph, medians
 
 ROOT = Path(__file__).parents[1]

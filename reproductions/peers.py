@@ -19,9 +19,8 @@ from kernels import UserError
 from reproductions.peer_ops import PEERS, PeerOp
 from reproductions.similar import SIMILAR
 from zoo.lm.model import LanguageModel
-from zoo.performance.bench_calls import OPS, BenchCall
+from zoo.performance.bench_calls import OPS, BenchCall, Tensors
 from zoo.performance.device import version
-from zoo.performance.op_calls import Tensors
 from zoo.saved.public.families import FAMILIES
 
 Peer = Callable[[Tensors], Tensor]

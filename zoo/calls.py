@@ -40,7 +40,12 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         except TypeError as error:
             raise UserError(f"{function.__name__}: {error} ({', '.join(parameters)})") from None
         items = bound.pop(configs, ())
-        _check_configs(function.__name__, items)
+        for item in items:
+            if isinstance(item, list | tuple):
+                sentence = f"{function.__name__} takes configs as separate arguments, as in"
+                raise UserError(f"config: {sentence} zoo.{function.__name__}(*configs)")
+            if not isinstance(item, str | os.PathLike | Mapping):
+                raise UserError(f"config: {_short(item)} is not a name, a path, an override or a mapping")
         _check_paths(function.__name__, parameters, bound)
         plain = [_plain(item, "config") if isinstance(item, Mapping) else item for item in items]
         return function(*args[: len(args) - len(items)], *plain, **kwargs)  # type: ignore[arg-type]
@@ -72,14 +77,6 @@ def _places(name: str) -> list[str]:
 
     return suggestions(name, "", [f"{key}.{each}" for key, cls in {**CLASSES, "data": TextData}.items()
                                   for each in settable(cls)] + [*KEYS])  # fmt: skip
-
-
-def _check_configs(function: str, items: Iterable[object]) -> None:
-    for item in items:
-        if isinstance(item, list | tuple):
-            raise UserError(f"config: {function} takes configs as separate arguments, as in zoo.{function}(*configs)")
-        if not isinstance(item, str | os.PathLike | Mapping):
-            raise UserError(f"config: {_short(item)} is not a name, a path, an override or a mapping")
 
 
 def _plain(value: object, key: str) -> object:

@@ -12,14 +12,15 @@ import mixers
 from kernels.core.chunking import CHUNK
 from mixers import Site, TokenMixer
 from mixers.contract import BF16_TOLERANCE
+from reproductions.proofs.findings import as_finding, attempted
+from reproductions.proofs.op_calls import LENGTH
 from reproductions.proofs.ops import CUTS, DOCUMENTS, DTYPES, exactly, nearly
 from zoo.config import build
 from zoo.generation.generate import sample_tokens
 from zoo.lm.model import LanguageModel
 from zoo.lm.stack import Uniform
 from zoo.performance.accuracy import relative_error
-from zoo.performance.doctor import Finding, as_finding, attempted
-from zoo.performance.op_calls import LENGTH
+from zoo.performance.doctor import Finding
 
 SITE = Site(hidden_size=64, num_heads=2, layer=1, num_layers=3)
 LIMITS = {"fp32": 1e-4, "bf16": BF16_TOLERANCE}

@@ -8,9 +8,9 @@ import torch
 from reproductions.peer_ops import PEERS, PeerOp
 from reproductions.proofs import ops
 from reproductions.proofs.fla import without_autotuning
+from reproductions.proofs.op_calls import OpCall, cases
 from reproductions.proofs.ops import DTYPES, Subject
 from zoo.performance.doctor import Finding
-from zoo.performance.op_calls import OpCall, cases
 
 
 def _case(peer: PeerOp) -> OpCall:

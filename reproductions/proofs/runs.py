@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
+from reproductions.proofs.findings import as_finding, attempted
 from zoo.checkpoints.format import read_checkpoint
-from zoo.performance.doctor import Finding, as_finding, attempted
+from zoo.performance.doctor import Finding
 
 # Associative recall by a small Gated DeltaNet, on the CPU: the data is made up, and no other process is in the way.
 FIT = (

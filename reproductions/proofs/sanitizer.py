@@ -14,7 +14,8 @@ import sys
 from pathlib import Path
 
 from kernels import UserError
-from zoo.performance.doctor import Finding, as_finding
+from reproductions.proofs.findings import as_finding
+from zoo.performance.doctor import Finding
 from zoo.train.devices import pick_device
 
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")

@@ -1,6 +1,7 @@
 """What holds for every op: it takes any layout, changes no argument, repeats its bits, and compiles as one graph."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from zoo.performance.op_calls import OpCall, cases, differentiated, learned_inputs, op_of
+from reproductions.proofs.op_calls import OpCall, cases
+from zoo.performance.bench_calls import differentiated, learned_inputs, op_of
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -40,7 +42,11 @@ def packed(call: OpCall, length: int = 130) -> OpCall:
     return replace(call, inputs=first, call=function)
 
 
-PACKABLE = [name for name, call in CALLS.items() if call.takes_documents and call.op != "window_attention"]
+def takes_documents(op: str) -> bool:
+    return "cu_seqlens" in inspect.signature(getattr(kernels, op)).parameters
+
+
+PACKABLE = [name for name, call in CALLS.items() if takes_documents(call.op) and call.op != "window_attention"]
 each_call = pytest.mark.parametrize("name", [*CALLS, *(f"{name}, packed" for name in PACKABLE)])
 each_backend = pytest.mark.parametrize("backend", ["torch", "triton"])
 

@@ -20,7 +20,7 @@ from reproductions.proofs import layers, ops, peers
 from reproductions.proofs.jobs import Job, jobs
 from reproductions.proofs.red_zones import RedZones, inside_red_zones
 from reproductions.proofs.workers import Done
-from zoo.performance.op_calls import op_of
+from zoo.performance.bench_calls import op_of
 
 CPU = torch.device("cpu")
 Run = Callable[[Any], tuple[Tensor, Tensor]]

@@ -4,9 +4,9 @@ import json
 import logging
 import math
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -113,13 +113,18 @@ def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = S
 
     Memory holds one shard at a time. A tensor larger than `max_bytes` gets a separate shard. Returns the files' names.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    shards = list(_shards(weights.specs, math.inf if max_bytes is None else max_bytes))
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    names = [SINGLE] if len(shards) == 1 else names
-    for file, shard in zip(names, shards, strict=True):
+    total = sum(spec.bytes for spec in weights.specs.values())
+    split = split_state_dict_into_shards_factory(
+        cast(dict[str, Any], weights.specs),
+        get_storage_size=lambda spec: spec.bytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max(total, 1) if max_bytes is None else max_bytes,
+    )
+    for file, shard in split.filename_to_tensors.items():
         # cloned, since safetensors cannot represent tensors that share memory
         tensors = {name: weights.tensor(name).clone(memory_format=torch.contiguous_format) for name in shard}
         for name, tensor in tensors.items():
@@ -128,41 +133,21 @@ def write_tensor_files(weights: Weights, folder: Path, max_bytes: int | None = S
             save_file(tensors, folder / file, metadata={"format": "pt"})
         except SafetensorError as error:  # what became of an OSError
             raise OSError(str(error)) from error
-        _open_to_readers(folder / file)
-    if len(shards) == 1:
-        return names
-    index = {
-        "metadata": {"total_size": sum(spec.bytes for spec in weights.specs.values())},
-        "weight_map": {name: file for file, shard in zip(names, shards, strict=True) for name in shard},
-    }
+        # safetensors 0.8 makes its files readable by the user alone; they get the default mode of new files
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".") as temporary:
+            (new := Path(temporary) / "new").touch()
+            (folder / file).chmod(new.stat().st_mode & 0o777)
+    if not split.is_sharded:
+        return [*split.filename_to_tensors]
+    index = {"metadata": {"total_size": total}, "weight_map": split.tensor_to_filename}
     (folder / INDEX).write_text(json.dumps(index, indent=2), encoding="utf-8")
-    return [*names, INDEX]
+    return [*split.filename_to_tensors, INDEX]
 
 
 def warn_unless_finite(name: str, tensor: Tensor) -> None:
     """Log a warning if a tensor that is written has values that are not finite."""
     if number := int((~tensor.isfinite()).sum()):
         log.warning("%s has %d values that are not finite", name, number)
-
-
-def _open_to_readers(file: Path) -> None:
-    """Give a file the default mode of new files: safetensors 0.8 makes its files readable by the user alone."""
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix=".") as folder:
-        new = Path(folder) / "new"
-        new.touch()
-        file.chmod(new.stat().st_mode & 0o777)
-
-
-def _shards(specs: Mapping[str, Spec], max_bytes: float) -> Iterator[list[str]]:
-    shard: list[str] = []
-    size = 0
-    for name, spec in specs.items():
-        if shard and size + spec.bytes > max_bytes:
-            yield shard
-            shard, size = [], 0
-        shard.append(name)
-        size += spec.bytes
-    yield shard
 
 
 def read_index(file: Path, suffix: str = ".safetensors") -> dict[str, str]:

@@ -16,7 +16,6 @@ import pickle
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from enum import Enum
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -44,13 +43,8 @@ def import_deepspeed(reason: str) -> Any:
     from deepspeed.runtime.zero.config import ZeroStageEnum
 
     # Python before 3.11.4 writes members of enumerations with `getattr`, which `without_code` refuses
-    copyreg.pickle(ZeroStageEnum, _by_value)
+    copyreg.pickle(ZeroStageEnum, lambda member: (type(member), (member.value,)))
     return deepspeed
-
-
-def _by_value(member: Enum) -> tuple[type[Enum], tuple[Any]]:
-    """Pickle a member of an enumeration as its class and value."""
-    return type(member), (member.value,)
 
 
 def new_shards(folder: Path, step: int) -> str:

@@ -31,7 +31,7 @@ MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {
     *("configs_and_overrides", "configs", "config"),
-    *("callbacks", "stream", "tokenizer", "other", "others"),
+    *("callbacks", "stream", "tokenizer", "other"),
 }
 PRINT_CONFIG = "--print_config"
 NUMBERS = re.compile(r"[0-9.]+(,[0-9.]+)+")
@@ -83,7 +83,11 @@ def arguments_of(
     parameters = {name: parameter for name, parameter in signature.items() if name not in IN_PYTHON}
     flags = [name for name, parameter in parameters.items() if parameter.annotation is bool]
     options, items, plain = _split(arguments, flags, parameters)
-    lists = [name for name, parameter in parameters.items() if _takes_list(parameter.annotation)]
+    lists = [
+        name
+        for name, parameter in parameters.items()
+        if list in [*map(get_origin, (parameter.annotation, *get_args(parameter.annotation)))]
+    ]
     topic = None
     if keys is not None and plain and {"-h", "--help"} & {*options}:
         topic = plain.pop(0)
@@ -181,10 +185,6 @@ def _print_help(
         text = topic_help(parser, verb, topic, [*keys.names])
     sys.stdout.write(text)
     sys.exit(0)
-
-
-def _takes_list(annotation: Any) -> bool:
-    return list in (get_origin(annotation), *map(get_origin, get_args(annotation)))
 
 
 def _as_overrides(

@@ -118,7 +118,7 @@ def _merged(old: Any, new: Any, takes_over: bool) -> Any:
     if isinstance(old, list) and old and isinstance(old[-1], dict | str) and "class_path" not in new:
         # as in --trainer.callbacks+=NAME --trainer.callbacks.argument=…
         return [*old[:-1], _merged(old[-1], new, takes_over)]
-    if isinstance(old, str) and old and not _is_null(old):
+    if isinstance(old, str) and old and not (isinstance(old, Text) and old.is_null):
         old = {"class_path": str(old)}
     config = dict(old) if isinstance(old, dict) else {}
     if "class_path" in new and _other_class(config, str(new["class_path"])):
@@ -131,10 +131,6 @@ def _merged(old: Any, new: Any, takes_over: bool) -> Any:
     for key, value in new.items():
         _add(config, key, value, takes_over)
     return config
-
-
-def _is_null(value: str) -> bool:
-    return isinstance(value, Text) and value.is_null
 
 
 def _other_class(config: Mapping[str, Any], path: str) -> bool:

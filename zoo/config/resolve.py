@@ -187,7 +187,10 @@ class Resolver:
         for key, group, cls in self._unknown:
             if partial and not is_certain(key, group, self.names, partial):
                 return
-            if _is_without_matrix(cls) and key.rpartition(".")[2] in settable(mixers.Expanded):
+            matrix = not (isinstance(cls, type) and issubclass(cls, mixers.TokenMixer)) or issubclass(
+                cls, mixers.LinearMixer
+            )
+            if not matrix and key.rpartition(".")[2] in settable(mixers.Expanded):
                 raise UserError(f"{key}: {cls.__name__} has no matrix state to expand")
             raise UserError(unknown(key, group, self.names))
         if self._nulls:
@@ -533,7 +536,3 @@ def _is_own_part(hint: Any) -> bool:
     """Return whether a type is a component of this project, or a group of its arguments."""
     part = hint if is_group(hint) else component(hint)
     return isinstance(part, type) and is_ours(part)
-
-
-def _is_without_matrix(cls: Any) -> bool:
-    return isinstance(cls, type) and issubclass(cls, mixers.TokenMixer) and not issubclass(cls, mixers.LinearMixer)

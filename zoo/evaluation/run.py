@@ -114,7 +114,9 @@ def evaluate(
     if not paths:
         raise UserError("checkpoint: evaluate needs one, ", Option("checkpoint", "runs/NAME"))
     where = pick_device(device)
-    bf16 = _is_bf16(precision, where)
+    check_names("precision", [] if precision is None else [precision], PRECISIONS)
+    on_gpu = where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = on_gpu if precision is None else precision == "bf16-mixed"
     check_sizes({"batch_tokens": batch_tokens})
     subjects = [
         load_subject(path, name, bf16, batch_tokens, trust, cuda_graph)
@@ -227,10 +229,3 @@ def _joined(names: Sequence[str]) -> str:
 
 def _tuple(values: Sequence[Any] | float | None) -> tuple[Any, ...] | None:
     return None if values is None else (values,) if isinstance(values, int | float) else tuple(values)
-
-
-def _is_bf16(precision: str | None, where: torch.device) -> bool:
-    if precision is None:
-        return where.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    check_names("precision", [precision], PRECISIONS)
-    return precision == "bf16-mixed"

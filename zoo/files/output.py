@@ -98,8 +98,11 @@ def _there(path: Path) -> str | None:
         return "a link"
     if not path.exists():
         return None
+    if path.is_file():
+        with open(path, "rb") as file:
+            return "a GGUF file" if file.read(4) == b"GGUF" else "a file"
     if not path.is_dir():
-        return _file_kind(path) if path.is_file() else "a file"
+        return "a file"
     names = {entry.name for entry in path.iterdir()}
     weights = any(WEIGHTS.fullmatch(name) for name in names)
     if names & {"checkpoints", "metrics.jsonl"} or any(name.endswith(".ckpt") for name in names):
@@ -109,11 +112,6 @@ def _there(path: Path) -> str | None:
     if "config.json" in names and "config.yaml" not in names and weights:
         return "a public model"
     return f"a folder that holds {min(names)}" if names else EMPTY
-
-
-def _file_kind(path: Path) -> str:
-    with open(path, "rb") as file:
-        return "a GGUF file" if file.read(4) == b"GGUF" else "a file"
 
 
 def keep_others(folder: Path, new: Path) -> None:

@@ -13,12 +13,12 @@ import torch
 
 from kernels.errors import UserError
 from zoo.arguments import check_seed
+from zoo.data.text.tokenizer import Tokenizer
 from zoo.display import progress_bar
 from zoo.files.atomic import atomic_write
 from zoo.files.output import make_folder
 from zoo.generation.generate import (
     Sampling,
-    Tokenizer,
     checked_stops,
     generate_tokens,
     ids_of_prompt,

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from kernels import deterministic, is_deterministic
 from kernels.errors import UserError
 from kernels.linear_cross_entropy import losses_of_logits
 from zoo.arguments import check_seed
+from zoo.data.text.tokenizer import Tokenizer
 from zoo.generation.chunk_decoder import ChunkDecoder
 from zoo.generation.decoder import Decoder
 from zoo.generation.graphs import DecodingGraphs
@@ -23,21 +24,6 @@ from zoo.lm.model import LanguageModel
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 2.0**-126, 1e30  # fp32 has no full precision below, and no room above
 WORTH_CAPTURING = 8  # tokens: capturing a CUDA graph takes as long as a few steps without one
 _INCOMPLETE = "\ufffd"  # what decoders return for bytes that are not, or not yet, a character
-
-
-class Tokenizer(Protocol):
-    """The tokenizer interface that generation uses."""
-
-    eos_id: int  # ends a document; `stop_ids`, which not all tokenizers have, are all ids that end a text
-    bos_id: int | None  # the first token of every document, if there is one
-
-    def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Text to token ids; what spells a special token is that token only with `special_tokens`."""
-        ...
-
-    def decode(self, ids: list[int]) -> str:
-        """Token ids to text; incomplete UTF-8 becomes replacement characters."""
-        ...
 
 
 class Sampling(TypedDict, total=False):
@@ -274,10 +260,14 @@ def _tokens(
         for number in range(1, max_new_tokens + 1):
             # closed before the yield, as a generator's contexts leak into its caller
             with torch.no_grad(), deterministic(mode):
-                if drawn is None or decoder is None:
-                    logits, decoder = _started(model, prompts, graphs, max_new_tokens)
-                else:
+                if drawn is not None and decoder is not None:
                     logits = decoder(drawn)
+                elif mode:
+                    decoder = ChunkDecoder(model, prompts, graphs=graphs)
+                    logits = decoder()
+                else:
+                    logits, state = read(model, prompts)
+                    decoder = Decoder(model, state, graphs, room=max_new_tokens)
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = draw(logits)
             complete = False
@@ -296,17 +286,6 @@ def _tokens(
         if decoder is not None:
             decoder.close()
         model.train(training)
-
-
-def _started(
-    model: LanguageModel, prompts: list[Tensor], graphs: DecodingGraphs | None, room: int
-) -> tuple[Tensor, ChunkDecoder | Decoder]:
-    """Logits [B,vocab] after the prompts, and what decodes the tokens after them."""
-    if is_deterministic():
-        chunks = ChunkDecoder(model, prompts, graphs=graphs)
-        return chunks(), chunks
-    logits, state = read(model, prompts)
-    return logits, Decoder(model, state, graphs, room=room)
 
 
 def _check_finite(broken: bool, number: int) -> None:

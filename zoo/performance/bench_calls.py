@@ -1,7 +1,7 @@
 """Calls of the ops for benchmarks: as mixers make them, with random inputs of any size."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -12,12 +12,41 @@ from torch import Tensor
 import kernels
 from kernels.core.backend import Op as KernelOp
 from zoo.performance.accuracy import Gate
-from zoo.performance.decays import GENTLE, MODELS, log_decays
 from zoo.performance.device import DTYPES
-from zoo.performance.op_calls import Tensors, differentiated, learned_inputs, op_of
 
+Tensors = dict[str, Tensor]
 SLICE = 331  # number of tokens to compare with the loop; not a whole number of chunks
 CHUNKWISE = 1e-4  # largest difference between the chunkwise form and the loop, both in fp32
+
+
+def op_of(name: str) -> KernelOp:
+    """The op of a public function of `kernels`, with its implementations."""
+    op: KernelOp = sys.modules[getattr(kernels, name).__module__].OP
+    return op
+
+
+def learned_inputs(inputs: Tensors) -> list[str]:
+    """Return the names of the inputs that get gradients: all floating tensors but a constant decay [heads]."""
+    return [n for n, x in inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
+
+
+def differentiated(
+    call: Callable[[Tensors], Tensors],
+    inputs: Tensors,
+    learned: Sequence[str],
+    arriving: Callable[[Tensors], Sequence[Tensor]],
+) -> tuple[Tensors, Tensors]:
+    """Return the outputs of a call, and the gradients of its learned inputs for those that arrive at the outputs.
+
+    There are no gradients if an output has none.
+    """
+    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.items()}
+    outputs = call(leaves)
+    detached = {name: y.detach() for name, y in outputs.items()}
+    if not all(y.requires_grad for y in outputs.values()):
+        return detached, {}
+    of_inputs = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving(outputs))
+    return detached, dict(zip(learned, of_inputs, strict=True))
 
 
 class Shape(NamedTuple):
@@ -106,8 +135,7 @@ OPS = {
 class BenchCall:
     """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
 
-    The delta rule may have fewer heads of queries and keys than of values, `key_heads`. `decays` is one of
-    `decays.KINDS`, for decays per channel.
+    The delta rule may have fewer heads of queries and keys than of values, `key_heads`.
 
     Raises:
         UserError: The op does not have the backend on this device.
@@ -122,10 +150,8 @@ class BenchCall:
         backend: str,
         window: int,
         key_heads: int | None = None,
-        decays: str = GENTLE,
     ):
         self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
-        self.decays = decays
         self.window = window if name == "window_attention" else None
         self.key_heads = shape.H if key_heads is None else key_heads
         generator = torch.Generator(device).manual_seed(0)
@@ -133,7 +159,7 @@ class BenchCall:
         def draw(*size: int) -> Tensor:
             return torch.randn(size, device=device, generator=generator)
 
-        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads, decays)
+        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads)
         self.do = draw(shape.B, shape.T, shape.H, shape.D).to(DTYPES[dtype])
         self.learned = learned_inputs(self.inputs)
         with kernels.backend(backend):
@@ -236,10 +262,8 @@ class BenchCall:
         return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
 
 
-def _inputs(
-    name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int, decays: str
-) -> Tensors:
-    """Random inputs of an op; the state stays bounded."""
+def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int) -> Tensors:
+    """Random inputs of an op, with decays of about 5 % a step; the state stays bounded."""
     (B, H, T, D), op = shape, OPS[name]
     rows = op.steps * T
     q, k, v = draw(B, T, key_heads, D), draw(B, rows, key_heads, D), draw(B, rows, H, D)
@@ -247,16 +271,14 @@ def _inputs(
         return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op.call is kda_with_gates:
         streams = {"q": q, "k": k, "v": v, "f": draw(B, T, H, D), "b": draw(B, T, H)}
-        rates = {"A_log": draw(H) / 4, "dt_bias": draw(H, D) / 4 - 3}  # decays of about 5 % a step
+        rates = {"A_log": draw(H) / 4, "dt_bias": draw(H, D) / 4 - 3}
         return {key: x.to(dtype) for key, x in streams.items()} | rates
     k = F.normalize(k, dim=-1)
     tensors = {"q": F.normalize(q, dim=-1).to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op.decay == "constant":
         tensors["log_decay"] = -0.1 * torch.arange(1, H + 1, device=v.device) / H
-    elif op.decay == "channel":
-        tensors["log_decay"] = log_decays(decays, MODELS[name], (B, T, H, D), draw)
     else:
-        tensors["log_decay"] = F.logsigmoid(draw(B, T, H)) / 16
+        tensors["log_decay"] = F.logsigmoid(draw(B, T, H, *([D] if op.decay == "channel" else []))) / 16
     if op.call is gated_deltanet2:
         return tensors | {gate: draw(B, T, H, D).sigmoid().to(dtype) for gate in ("b", "w")}
     if op.function == "delta_rule":

@@ -1,12 +1,10 @@
-"""`zoo.doctor`: versions, disk and GPU of this machine, and one call of each op against its fp32 loop."""
+"""`zoo.doctor`: versions, disk and GPU of this machine, and a small model of each mixer against the fp32 loops."""
 
 import json
-import math
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, requires, version
 from multiprocessing import TimeoutError, get_context
 from pathlib import Path
@@ -16,23 +14,26 @@ from typing import Any, Literal, NamedTuple
 import torch
 from packaging.requirements import Requirement
 from rich.markup import escape
+from torch import Tensor
 
+import kernels
+import mixers
 from kernels import UserError
 from kernels.gpu.miscompilations import known_of
 from zoo.arguments import first_line
 from zoo.config.find import CONFIGS
+from zoo.config.parser import parse_model
 from zoo.data.text.cache import cache_folder
 from zoo.display import new_console, new_table
 from zoo.files.atomic import atomic_write
 from zoo.files.output import check_record
-from zoo.performance.accuracy import Gate
-from zoo.performance.op_calls import OpCall, cases, op_of, ops
+from zoo.lm.model import LanguageModel
+from zoo.performance import model as models
 from zoo.train.devices import free_memory, pick_device
 
 Status = Literal["passed", "noted", "failed"]
-# relative to the fp32 loop, as docs/numerics.md has them: outputs, and gradients
-LIMITS = {torch.float32: (2e-5, 2e-5), torch.bfloat16: (5e-3, 1e-2)}
-SIZES = {"cpu": 32, "cuda": 64}  # of heads
+PRECISIONS = {"cpu": "32-true", "cuda": "bf16-mixed"}  # of training there
+LAYERS, HEADS, HEAD_SIZES = 2, 2, {"cpu": 32, "cuda": 64}
 GIB = 2**30
 LEAST = {"memory": 2 * GIB, "GPU memory": 2 * GIB, "disk": GIB}  # bytes, for the smallest runs and their checkpoints
 DISTRIBUTION, TESTED = "token-mixer-zoo", CONFIGS.parent / "constraints.txt"
@@ -53,41 +54,25 @@ class Finding(NamedTuple):
         return f"{self.subject}, {self.check}: {self.says}"
 
 
-def as_finding(subject: str, check: str, passed: bool, says: str, **numbers: Any) -> Finding:
-    """A finding that passed or failed; numbers that are not finite are null, for JSON."""
-    finite = {name: None if isinstance(x, float) and not math.isfinite(x) else x for name, x in numbers.items()}
-    return Finding(subject, check, "passed" if passed else "failed", says, finite)
-
-
-def attempted(subject: str, check: str, run: Callable[[], Finding]) -> Finding:
-    """Run a check; an exception is a failed check."""
-    try:
-        return run()
-    except Exception as error:  # of compilers and drivers, of any type
-        return Finding(subject, check, "failed", f"{type(error).__name__}: {first_line(error)}", {})
-
-
 class Examination(NamedTuple):
-    """All findings of the doctor about the machine, and about the ops on a device."""
+    """All findings of the doctor about the machine, and about the mixers on a device."""
 
     device: str
     machine: list[Finding]
-    ops: list[Finding]
+    mixers: list[Finding]
     seconds: float
 
     @property
     def failures(self) -> list[Finding]:
         """The checks that failed."""
-        return [each for each in (*self.machine, *self.ops) if each.status == "failed"]
-
-    @property
-    def failed(self) -> bool:
-        """Return whether a check failed."""
-        return bool(self.failures)
+        return [each for each in (*self.machine, *self.mixers) if each.status == "failed"]
 
 
 def doctor(device: str | None = None, output: str | None = None, verbose: bool = True) -> Examination:
-    """Check this machine: packages, memory, disk, GPU, and each op, forward and backward, against its fp32 loop.
+    """Check this machine: packages, memory, disk, GPU, and a small model of each mixer against the fp32 loops.
+
+    The loss, its gradients and the logits of decoding are compared, so that each op which training and decoding call
+    is checked. On a GPU the models compute in bf16-mixed.
 
     ``python cli.py doctor``
 
@@ -99,50 +84,60 @@ def doctor(device: str | None = None, output: str | None = None, verbose: bool =
     Raises:
         UserError: The device does not exist, or the file cannot be written.
     """
-    if output is not None and Path(output).is_dir():
-        raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
     if output is not None:
-        check_record(Path(output), ("device", "passed", "machine", "ops"), "output", "the doctor")
+        if Path(output).is_dir():
+            raise UserError(f"output: {output} is a folder; name a file, such as doctor.json")
+        check_record(Path(output), ("device", "passed", "machine", "mixers"), "output", "the doctor")
     place, start = pick_device(device), monotonic()
     examination = Examination(place.type, [*machine(place)], examine(place), monotonic() - start)
     if output is not None:
-        _write(examination, Path(output))
-    console, findings = new_console(verbose), [*examination.machine, *examination.ops]
+        record: dict[str, Any] = {"device": examination.device, "passed": not examination.failures}
+        record |= {"seconds": round(examination.seconds, 1), "torch": torch.__version__}
+        record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "mixers")}
+        try:
+            with atomic_write(Path(output)) as opened:
+                opened.write(json.dumps(record, indent=1).encode())
+        except OSError as error:
+            raise UserError(f"output: {output} cannot be written: {error.strerror}") from None
+    console, findings = new_console(verbose), [*examination.machine, *examination.mixers]
     table = new_table(["subject", "check", "result"], left=3, wrapped=["result"])
     for each in findings:
         table.add_row(each.subject, each.check, f"[{STYLES[each.status]}]{escape(each.says)}[/]")
-    console.print(table, "error: of outputs and gradients, relative to the fp32 loop")
+    console.print(table, "error: of loss, gradients and logits, relative to the fp32 loops")
     for each in examination.failures:
         console.print(f"[{STYLES[each.status]}]failed[/] {escape(str(each))}", highlight=False, soft_wrap=True)
-    failures = f"{len(examination.failures)} of {len(findings)} checks failed"
-    verdict = failures if examination.failed else f"all {len(findings)} checks passed"
+    measured = [each for each in examination.mixers if each.numbers]
+    wrong, right = ([{*each.numbers["ops"]} for each in measured if each.status == s] for s in ("failed", "passed"))
+    if wrong and (suspects := sorted(set.intersection(*wrong).difference(*right))):
+        console.print(f"called by mixers that failed, and by none that passed: {', '.join(suspects)}", soft_wrap=True)
+    failed = f"{len(examination.failures)} of {len(findings)} checks failed" if examination.failures else ""
     written = "" if output is None else f"; written to {output}"
-    console.print(f"{verdict}, in {examination.seconds:.0f} s{written}", highlight=False, soft_wrap=True)
+    says = f"{failed or f'all {len(findings)} checks passed'}, in {examination.seconds:.0f} s{written}"
+    console.print(says, highlight=False, soft_wrap=True)
     return examination
 
 
+def subjects() -> list[str]:
+    """This project's mixers that a language model can have."""
+    return [n for n in mixers.names() if (cls := mixers.get(n)).causal and cls.__module__.startswith("mixers.")]
+
+
 def examine(device: torch.device) -> list[Finding]:
-    """Examine all ops on a device. On a GPU several processes compile, so that a crash or a hang fails only one op."""
-    calls = cases(SIZES[device.type])
-    if device.type == "cuda":
-        end = monotonic() + LIMIT_S
-        with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1), _silence) as pool:
-            pending = [pool.apply_async(_checked, (number, device)) for number in range(len(calls))]
-            findings = [
-                attempted(c.name, "error", partial(_await, p, end)) for c, p in zip(calls, pending, strict=True)
-            ]
-    else:
-        findings = [_checked(number, device) for number in range(len(calls))]
-    for op in sorted({*ops()} - {case.op for case in calls}):
-        findings.append(Finding(op, "path", "noted", "the doctor does not know how to call it", {}))
-    return findings
-
-
-def _await(pending: Any, end: float) -> Finding:
-    try:
-        return pending.get(max(0.0, end - monotonic()))
-    except TimeoutError:
-        raise RuntimeError(f"did not finish in {LIMIT_S:.0f} s, or its process died") from None
+    """Examine all mixers on a device. On a GPU several processes compile, so that a crash or a hang fails only one."""
+    names = subjects()
+    if device.type != "cuda":
+        return [_checked(name, device) for name in names]
+    end = monotonic() + LIMIT_S
+    with get_context("spawn").Pool(min(PROCESSES, os.cpu_count() or 1), _silence) as pool:
+        pending = [pool.apply_async(_checked, (name, device)) for name in names]
+        findings = []
+        for name, each in zip(names, pending, strict=True):
+            try:
+                findings.append(each.get(max(0.0, end - monotonic())))
+            except TimeoutError:
+                says = f"did not finish in {LIMIT_S:.0f} s, or its process died"
+                findings.append(Finding(name, "error", "failed", says, {}))
+        return findings
 
 
 def _silence() -> None:
@@ -152,21 +147,36 @@ def _silence() -> None:
         os.dup2(nowhere, stream)
 
 
-def _checked(number: int, device: torch.device) -> Finding:
-    case = cases(SIZES[device.type])[number]
-    return attempted(case.name, "error", partial(accuracy, case, device))
+def _checked(name: str, device: torch.device) -> Finding:
+    """The finding about a mixer; an exception is a failure."""
+    try:
+        return accuracy(name, device)
+    except Exception as error:  # of compilers and drivers, of any type
+        return Finding(name, "error", "failed", f"{type(error).__name__}: {first_line(error)}", {})
 
 
-def accuracy(case: OpCall, device: torch.device) -> Finding:
-    """Compare outputs and gradients with the fp32 loop of the same rounded inputs, in the dtype of training there."""
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    here, gate = case.on(device, dtype), Gate()
-    implementation = op_of(case.op).backend(next(iter(here.inputs.values())))
-    expected, actual = here.exact().results("reference"), here.results()
-    for name, y in expected.items():
-        gate.check(name, actual[name], y, LIMITS[dtype]["gradient" in name])
-    says = f"{implementation}: " + (f"{max(gate.errors.values()):.0e}" if gate.passed else gate.says)
-    return as_finding(case.name, "error", gate.passed, says, errors=gate.record()["errors"], limits=gate.limits)
+def accuracy(name: str, device: torch.device) -> Finding:
+    """Compare loss, gradients and decoded logits of a small model of a mixer with those by the fp32 loops."""
+    precision, ran = PRECISIONS[device.type], list[Mapping[str, set[str]]]()
+
+    def here(model: LanguageModel) -> dict[str, Tensor]:
+        with kernels.implementations() as implementations:
+            results = models.learning(model) | models.continuing(model)
+        ran.append(implementations)
+        return results
+
+    torch.manual_seed(0)
+    size = HEAD_SIZES[device.type]
+    config = {"stack": {"class_path": "Uniform", "init_args": {"mixer": name}}, "vocab_size": 256}
+    config |= {"num_layers": LAYERS, "hidden_size": HEADS * size, "num_heads": HEADS}
+    model = models.conditioned(models.build(parse_model({"model": config}), precision, device))
+    gate = models.compared(model, precision, "auto", here, lambda model: models.learning(model) | models.at_once(model))
+    # of the first run; in low precision PyTorch's path is a second one
+    ops = {op: sorted(backends) for op, backends in sorted(ran[0].items())}
+    paths = " + ".join(sorted({backend for backends in ops.values() for backend in backends}, reverse=True))
+    says = f"{paths}: " + (f"{max(gate.errors.values()):.0e}" if gate.passed else gate.says)
+    numbers = {"ops": ops, "errors": gate.record()["errors"], "limits": gate.limits}
+    return Finding(name, "error", "passed" if gate.passed else "failed", says, numbers)
 
 
 def machine(device: torch.device) -> Iterator[Finding]:
@@ -235,15 +245,4 @@ def gpu(device: torch.device) -> Finding:
 def _enough(subject: str, check: str, free: int) -> Finding:
     enough = free >= LEAST[subject]
     says = f"{free / GIB:,.1f} GiB" + ("" if enough else f" is less than {LEAST[subject] / GIB:g} GiB")
-    return as_finding(subject, check, enough, says, bytes=free)
-
-
-def _write(examination: Examination, file: Path) -> None:
-    record: dict[str, Any] = {"device": examination.device, "passed": not examination.failed}
-    record |= {"seconds": round(examination.seconds, 1), "torch": torch.__version__}
-    record |= {name: [each._asdict() for each in getattr(examination, name)] for name in ("machine", "ops")}
-    try:
-        with atomic_write(file) as opened:
-            opened.write(json.dumps(record, indent=1).encode())
-    except OSError as error:
-        raise UserError(f"output: {file} cannot be written: {error.strerror}") from None
+    return Finding(subject, check, "passed" if enough else "failed", says, {"bytes": free})

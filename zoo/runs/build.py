@@ -217,9 +217,14 @@ def _arguments(config: Namespace) -> dict[str, Any]:
     except MisconfigurationException as error:
         raise trainer_error(error) from None
     except ImportError as error:
-        if config.trainer.logger is not None and (missing := _missing_package(error)) is not None:
-            raise missing from None
-        raise
+        missing: BaseException | None = error
+        while missing is not None and not isinstance(missing, ModuleNotFoundError):
+            missing = missing.__cause__ or missing.__context__
+        if config.trainer.logger is None or missing is None:
+            raise
+        reason = str(missing).partition("\n")[0].partition(". ")[0].rstrip(".")
+        advice = "install the loggers' packages with pip install -e '.[loggers]'"
+        raise UserError(f"trainer.logger: {reason}; {advice}") from None
     arguments["precision"] = arguments["precision"] or best_precision(str(arguments["accelerator"]))
     return arguments
 
@@ -260,16 +265,6 @@ def _filled(value: Any, names: dict[str, str]) -> Any:
     if isinstance(value, list):
         return [_filled(item, names) for item in value]
     return value
-
-
-def _missing_package(error: BaseException | None) -> UserError | None:
-    """The error to show if a logger's package is not installed; None if `error` has another cause."""
-    while error is not None and not isinstance(error, ModuleNotFoundError):
-        error = error.__cause__ or error.__context__
-    if error is None:
-        return None
-    reason = str(error).partition("\n")[0].partition(". ")[0].rstrip(".")
-    return UserError(f"trainer.logger: {reason}; install the loggers' packages with pip install -e '.[loggers]'")
 
 
 def _loggers(arguments: dict[str, Any]) -> list[Logger]:

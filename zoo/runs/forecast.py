@@ -83,7 +83,11 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
     config.model.vocab_size = configs.vocabulary(config, built, vocabulary)
     model, tokens = configs.from_config(config, "meta"), steps * per_step if steps > 0 else None
     optim = configs.instantiate("optim", config)
-    distillation = _distillation(config, model)
+    distillation = None
+    if (path := config.teacher.checkpoint) is not None:
+        with errors_about("teacher.checkpoint"):
+            teacher, _ = SavedModel.open(path).on_meta()
+        distillation = Distillation(configs.instantiate("teacher", config), teacher, model)
     train_only = optim.train_only or (None if distillation is None else distillation.train_only)
     if train_only is not None:
         freeze_others(model, train_only)
@@ -115,15 +119,6 @@ def forecast(config: Namespace, on: str | None = None) -> tuple[Forecast, Langua
         layouts=layouts(model),
         cautions=[*absent, *cautions(config, model.num_parameters(), vocabulary, devices)],
     ), model
-
-
-def _distillation(config: Namespace, model: LanguageModel) -> Distillation | None:
-    """The loss against the teacher of a config, on the meta device; None without one."""
-    if (path := config.teacher.checkpoint) is None:
-        return None
-    with errors_about("teacher.checkpoint"):
-        teacher, _ = SavedModel.open(path).on_meta()
-    return Distillation(configs.instantiate("teacher", config), teacher, model)
 
 
 def _on_gpu(

@@ -112,7 +112,10 @@ def plan_fit(
         items = _with_initial_model(items, trust)
     else:
         saved = _config_to_resume(checkpoint, trust)  # which says what to do about a damaged checkpoint
-        unsaved = [] if Path(str(resume)).suffix == ".ckpt" else _unsaved_changes(folder, checkpoint, trust)
+        changes = [] if Path(str(resume)).suffix == ".ckpt" else read_history(folder)
+        step = Checkpoint(checkpoint, trust).step if changes else 0
+        # those with which the run was last resumed from this checkpoint, if it ended before the next
+        unsaved = [f"{change.key}={json.dumps(change.new)}" for change in changes if change.step == step]
         items = [saved, *unsaved, *items]
     config = configs.read(*items)
     check_training(config.trainer)
@@ -350,13 +353,6 @@ def _config_to_resume(checkpoint: Path, trust: bool) -> dict[str, Any]:
             raise
         raise UserError(str(error).removesuffix("."), "; ", another, " continues from another checkpoint") from error
     return _config_of(checkpoint, trust)
-
-
-def _unsaved_changes(folder: Path, checkpoint: Path, trust: bool) -> list[str]:
-    """Overrides for the changes with which the run was last resumed from a checkpoint, if it ended before the next."""
-    changes = read_history(folder)
-    step = Checkpoint(checkpoint, trust).step if changes else 0
-    return [f"{change.key}={json.dumps(change.new)}" for change in changes if change.step == step]
 
 
 def _config_of(checkpoint: Path, trust: bool) -> dict[str, Any]:

@@ -171,7 +171,9 @@ def plan(
         "optim": {"schedule": "constant", "warmup_steps": None, "warmup_fraction": WARMUP},
     }
     shapes = _shapes(flops / len(names), sizes, laws)
-    per_step = _tokens_per_step(names[0], [training, *added])
+    config = read(names[0], training, *added)
+    data = instantiate("data", config)
+    per_step = data.batch_size * data.sequence_length * (config.trainer.get("accumulate_grad_batches") or 1)
     rungs, steps, spent = _ladder(names, shapes, [training, *added], flops, per_step)
     training["trainer"] = {
         "max_steps": steps,
@@ -284,12 +286,6 @@ def _count(name: str, shape: Shape, settings: Sequence[str | dict[str, Any]]) ->
     model = from_config(config, device="meta")
     outside = parameters_without_embeddings(model)
     return Rung(Path(name).stem, shape, model.num_parameters(), outside, 3 * model.flops(length) / length)
-
-
-def _tokens_per_step(name: str, settings: Sequence[str | dict[str, Any]]) -> int:
-    config = read(name, *settings)
-    data = instantiate("data", config)
-    return data.batch_size * data.sequence_length * (config.trainer.get("accumulate_grad_batches") or 1)
 
 
 def _sized(shape: Shape, times: float = 1.0) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
+from zoo.display import short_list
 from zoo.files.atomic import atomic_write
 from zoo.files.links import open_in_place
 from zoo.train.results import is_number
@@ -99,7 +100,12 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     with open(path, encoding="utf-8", errors="replace") as file:
         rows, bad = parse_metrics(file)
     if bad:
-        log.warning("%s: %d lines are not rows of metrics and were skipped: %s", path, len(bad), line_list(bad))
+        log.warning(
+            "%s: %d lines are not rows of metrics and were skipped: %s",
+            path,
+            len(bad),
+            short_list(map(str, bad), separator=", "),
+        )
     return rows
 
 
@@ -114,11 +120,6 @@ def parse_metrics(lines: Iterable[str]) -> tuple[list[dict[str, Any]], list[int]
         except (ValueError, RecursionError):
             bad.append(number)
     return [rows[step] for step in sorted(rows)], bad
-
-
-def line_list(numbers: Sequence[int]) -> str:
-    """The first few line numbers, for a message."""
-    return ", ".join(map(str, numbers[:5])) + (" …" if len(numbers) > 5 else "")
 
 
 def _parse_row(line: str) -> dict[str, Any]:

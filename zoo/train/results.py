@@ -52,22 +52,17 @@ def read_row(folder: Path) -> dict[str, Any] | None:
         return None
     row = read_sealed(file, advice="delete it, and resuming the run writes it again")
     wrong = None if "status" in row else "it has no status"
-    for names, fits, kind in ((COLUMNS, _holds_numbers, "a number"), (TEXTS, _is_text, "text")):
-        for name in names:
-            if not fits(row.get(name)):
-                wrong = f"{name} is not {kind}"
+    for name in COLUMNS:
+        value = row.get(name)
+        parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
+        if not all(part is None or is_number(part) for part in parts):
+            wrong = f"{name} is not a number"
+    for name in TEXTS:
+        if not isinstance(row.get(name), str | None):
+            wrong = f"{name} is not text"
     if wrong:
         raise UserError(f"{file} is damaged ({wrong}); delete it, and resuming the run writes it again.")
     return row
-
-
-def _holds_numbers(value: Any) -> bool:
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else [value]
-    return all(part is None or is_number(part) for part in parts)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str | None)
 
 
 def is_number(value: Any) -> bool:

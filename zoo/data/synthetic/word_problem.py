@@ -20,11 +20,8 @@ _ITEMS = {"parity": 2, "S3": 3, "A5": 5}
 def elements(group: Group) -> tuple[tuple[int, ...], ...]:
     """The permutations of a group in lexicographic order, so that the first one is the identity."""
     every = permutations(range(_ITEMS[group]))
-    return tuple(p for p in every if group != "A5" or not _inversions(p) % 2)
-
-
-def _inversions(p: tuple[int, ...]) -> int:
-    return sum(p[i] > p[j] for j in range(len(p)) for i in range(j))
+    inversions = {p: sum(p[i] > p[j] for j in range(len(p)) for i in range(j)) for p in every}
+    return tuple(p for p, count in inversions.items() if group != "A5" or not count % 2)
 
 
 @cache

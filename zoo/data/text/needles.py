@@ -117,7 +117,12 @@ def draw_needles(rng: random.Random, kind: Kind, stream: Stream) -> Iterator[Nee
     keys: set[str] = set()
     values: set[str] = set()
     while len(keys) < KEYS:
-        key, value = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}", _value(rng, kind)
+        key = f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+        if kind == "uuid":
+            value = str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        else:
+            digits = 5 if kind == "passkey" else 7
+            value = str(rng.randrange(10 ** (digits - 1), 10**digits))
         evaluated = number_of(value) % _EVALUATION_SHARE == 0
         if key not in keys and value not in values and evaluated == (stream == "evaluation"):
             keys.add(key)
@@ -129,10 +134,3 @@ def mentions(text: str, needles: Sequence[Needle]) -> bool:
     """Return whether a text contains the key or value of any of the needles, ignoring case."""
     folded = text.casefold()
     return any(needle.value in folded or needle.key in folded for needle in needles)
-
-
-def _value(rng: random.Random, kind: Kind) -> str:
-    if kind == "uuid":
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4))
-    digits = 5 if kind == "passkey" else 7
-    return str(rng.randrange(10 ** (digits - 1), 10**digits))

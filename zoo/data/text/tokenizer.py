@@ -327,22 +327,18 @@ def train_tokenizer(
     key = hashlib.sha256(f"{_FORMAT} {vocab_size} {corpus.signature()}".encode()).hexdigest()[:16]
     folder = cache_folder() / "tokenizers" / key
     build_once(folder, lambda new: _save(_train(corpus, vocab_size), new))
-    _check_saved(folder)
-    return Tokenizer.from_file(folder, eos_token, bos_token, "data.tokenizer: the trained tokenizer (null)")
-
-
-def _save(tokenizer: Tokenizer, folder: Path) -> None:
-    tokenizer.save(folder)
-    write_sealed(folder / _CHECKSUM, {"tokenizer": tokenizer.hash})
-
-
-def _check_saved(folder: Path) -> None:
     file, advice = folder / "tokenizer.json", f"delete {folder} to train it again"
     expected = read_sealed(folder / _CHECKSUM, advice=advice).get("tokenizer")
     if not file.is_file() or hashlib.sha256(file.read_bytes()).hexdigest() != expected:
         raise UserError(
             f"{file} is missing or was altered: it does not match the hash of the trained tokenizer; {advice}."
         )
+    return Tokenizer.from_file(folder, eos_token, bos_token, "data.tokenizer: the trained tokenizer (null)")
+
+
+def _save(tokenizer: Tokenizer, folder: Path) -> None:
+    tokenizer.save(folder)
+    write_sealed(folder / _CHECKSUM, {"tokenizer": tokenizer.hash})
 
 
 def _train(corpus: Documents, vocab_size: int) -> Tokenizer:

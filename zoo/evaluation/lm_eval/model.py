@@ -94,23 +94,17 @@ class SubjectLM(TemplateLM):
         Without `max_length` a text is read from end to end with one state; with it, in windows as lm-eval makes them.
         """
         pairs: list[tuple[list[int], list[int]]] = []
-        owners = []
+        owners: list[int] = []
         for number, (text,) in enumerate(request.args for request in requests):
-            windows = self._windows(self.tok_encode(text, add_special_tokens=False))
-            pairs += windows
-            owners += [number] * len(windows)
+            tokens = self.tok_encode(text, add_special_tokens=False)
+            longest = len(tokens) if self.max_length is None else self.max_length
+            rolling = get_rolling_token_windows(tokens, self.prefix_token_id, longest, context_len=1)
+            pairs += map(make_disjoint_window, rolling)
+            owners += [number] * (len(pairs) - len(owners))
         totals = [0.0] * len(requests)
         for owner, scored in zip(owners, self.subject.log_likelihoods(pairs), strict=True):
             totals[owner] += scored.log_likelihood
         return totals
-
-    def _windows(self, tokens: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Contexts and continuations that together cover each token once."""
-        longest = len(tokens) if self.max_length is None else self.max_length
-        rolling = get_rolling_token_windows(
-            token_list=tokens, prefix_token=self.prefix_token_id, max_seq_len=longest, context_len=1
-        )
-        return [make_disjoint_window(window) for window in rolling]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
         """Greedy answers, without the first of their stop strings and what follows.

@@ -24,14 +24,9 @@ class Listed(NamedTuple):
     file: str | None = None
 
 
-def _groups() -> dict[str, dict[str, Listed]]:
-    groups: dict[str, dict[str, Listed]] = {}
-    with Path(__file__).with_name("paper_tasks.csv").open(encoding="utf-8", newline="") as file:
-        for group, name, measures, source, folder, data in list(csv.reader(file))[1:]:
-            groups.setdefault(group, {})[name] = Listed(measures, source, folder, data or None)
-    return groups
-
-
-_GROUPS = _groups()
+_GROUPS: dict[str, dict[str, Listed]] = {}
+with Path(__file__).with_name("paper_tasks.csv").open(encoding="utf-8", newline="") as _file:
+    for _group, _name, _measures, _source, _folder, _data in list(csv.reader(_file))[1:]:
+        _GROUPS.setdefault(_group, {})[_name] = Listed(_measures, _source, _folder, _data or None)
 RULER, BABILONG = _GROUPS["ruler"], _GROUPS["babilong"]
 PAPER_TASKS = {name: task for group in _GROUPS.values() for name, task in group.items()}

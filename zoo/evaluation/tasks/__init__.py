@@ -40,25 +40,21 @@ def tasks_of(names: Sequence[str], options: Options) -> list[Task]:
 
 
 def _task_class(name: str) -> type[Task]:
+    """The task of a name, or at a dotted path, package.module.Class, which may be in the working folder."""
     if name in TASKS:
         return TASKS[name]
     if name.startswith(PREFIX):
         return lm_eval_task(name)
     if "." in name:
-        return _class_at(name)
+        cls: object = None
+        with suppress(Exception):  # whatever is wrong is explained below
+            cls = import_object(name)
+        if not (isinstance(cls, type) and issubclass(cls, Task)):
+            raise UserError(wrong_class([Task], name, "tasks", []))
+        return cls
     names = [*TASKS, *(PREFIX + task for task in PAPER_TASKS)]
     hint = did_you_mean(name, names) or f"; if it is one of lm-eval, write {PREFIX}{name}"
     raise UserError(f"tasks: {name!r} is not a task{hint} (", Option("tasks", "list"), " shows all of them)")
-
-
-def _class_at(path: str) -> type[Task]:
-    """The task at a dotted path, package.module.Class, which may be in the working folder."""
-    cls: object = None
-    with suppress(Exception):  # whatever is wrong is explained below
-        cls = import_object(path)
-    if not (isinstance(cls, type) and issubclass(cls, Task)):
-        raise UserError(wrong_class([Task], path, "tasks", []))
-    return cls
 
 
 def task_table() -> Table:

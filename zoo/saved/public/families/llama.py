@@ -137,14 +137,6 @@ def _mistral(config: Config) -> dict[str, Any]:
 _FULL, _WINDOW = "full_attention", "sliding_attention"
 
 
-def _qwen2(config: Config) -> dict[str, Any]:
-    return _with_windows(config, bias=True)
-
-
-def _qwen3(config: Config) -> dict[str, Any]:
-    return _with_windows(config, qk_norm=component("RMSNorm", eps=config["rms_norm_eps"]))
-
-
 def _with_windows(config: Config, **arguments: Any) -> dict[str, Any]:
     """Our `model` config, where some layers may have a sliding window; `arguments` are those of our attention."""
     types, count = config["layer_types"], config["num_hidden_layers"]
@@ -202,7 +194,7 @@ FAMILIES = (
         keys={"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "layer_types": None}
         | {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": None}
         | {"max_position_embeddings": 32768},
-        to_ours=_qwen2,
+        to_ours=lambda config: _with_windows(config, bias=True),
         key=_qwen2_keys,
     ),
     _family(
@@ -211,7 +203,7 @@ FAMILIES = (
         keys={"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "head_dim": 128}
         | {"layer_types": None, "use_sliding_window": False, "sliding_window": 4096, "max_window_layers": None}
         | {"max_position_embeddings": 32768, "attention_bias": False},
-        to_ours=_qwen3,
+        to_ours=lambda config: _with_windows(config, qk_norm=component("RMSNorm", eps=config["rms_norm_eps"])),
         key=_qwen2_keys,
     ),
 )

@@ -1,8 +1,8 @@
-"""Small calls of each op for the doctor and for proofs, and gradients of calls; `bench_calls.py` has the large ones."""
+"""Small calls of each op, for proofs and tests; `zoo/performance/bench_calls.py` has the large ones."""
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,40 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.core.backend import Op as KernelOp
-
-Tensors = dict[str, Tensor]
-
-
-def op_of(name: str) -> KernelOp:
-    """The op of a public function of `kernels`, with its implementations."""
-    op: KernelOp = sys.modules[getattr(kernels, name).__module__].OP
-    return op
-
-
-def learned_inputs(inputs: Tensors) -> list[str]:
-    """Return the names of the inputs that get gradients: all floating tensors but a constant decay [heads]."""
-    return [n for n, x in inputs.items() if x.is_floating_point() and (n != "log_decay" or x.dim() > 1)]
-
-
-def differentiated(
-    call: Callable[[Tensors], Tensors],
-    inputs: Tensors,
-    learned: Sequence[str],
-    arriving: Callable[[Tensors], Sequence[Tensor]],
-) -> tuple[Tensors, Tensors]:
-    """Return the outputs of a call, and the gradients of its learned inputs for those that arrive at the outputs.
-
-    There are no gradients if an output has none.
-    """
-    leaves = {name: x.detach().requires_grad_(name in learned) for name, x in inputs.items()}
-    outputs = call(leaves)
-    detached = {name: y.detach() for name, y in outputs.items()}
-    if not all(y.requires_grad for y in outputs.values()):
-        return detached, {}
-    of_inputs = torch.autograd.grad([*outputs.values()], [leaves[name] for name in learned], arriving(outputs))
-    return detached, dict(zip(learned, of_inputs, strict=True))
-
+from zoo.performance.bench_calls import Tensors, differentiated, learned_inputs
 
 ROWS, LENGTH, HEADS = 2, 130, 2  # two chunks of 64 tokens, and two tokens
 
@@ -76,11 +43,6 @@ class OpCall:
     def name(self) -> str:
         """The op, the variant, and the size of its heads."""
         return f"{self.op} ({', '.join(filter(None, (self.variant, str(self.size))))})"
-
-    @property
-    def takes_documents(self) -> bool:
-        """Return whether the op can be given packed documents."""
-        return "cu_seqlens" in inspect.signature(getattr(kernels, self.op)).parameters
 
     def on(self, device: torch.device, dtype: torch.dtype) -> "OpCall":
         """Return the call on a device, with its inputs rounded to a dtype."""
