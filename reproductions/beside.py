@@ -8,31 +8,25 @@ The options are those of `python cli.py bench`. FLA tunes its kernels for minute
 compiles for a minute or two at each shape.
 """
 
-import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from kernels import UserError
 from reproductions import peers
-from reproductions.log_decays import GENTLE, MODELS, log_decays
-from reproductions.log_decays import KINDS as DECAYS
 from zoo.arguments import check_names, names_in
 from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
-from zoo.performance.bench_report import Report, complaint, pair, show, without
+from zoo.performance.bench_report import Report, complaint, show
+from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import bench_decode, timed
-from zoo.performance.device import described
-from zoo.performance.kernels import OURS, TIMES, Call, KernelReport, Planned, cells, planned, recorded, speeds, times_of
-from zoo.performance.kernels import checked as checked_case
+from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
 from zoo.performance.model import PRECISIONS, build, read, running
 from zoo.performance.training import Other, TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
@@ -60,11 +54,9 @@ def kernels(
     (`disable_recompute`).
 
     Args:
-        ops, shapes, dtype, backend, device, window_size, seconds, key_heads, folder: As for `bench kernels`.
+        ops, shapes, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
+            kernels`.
         libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
-        decays: Log decays per channel, any of gentle (about 5 % a step), initial (softplus decays before
-            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops have
-            gentle decays.
 
     Raises:
         UserError: An argument is invalid.
@@ -73,85 +65,24 @@ def kernels(
         libraries = names_in(libraries)
         check_names("libraries", libraries or [""], peers.LIBRARIES)
     names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
-    kinds = list(dict.fromkeys(names_in(decays)))
-    check_names("decays", kinds or [""], DECAYS)
-    if kinds != [GENTLE] and not MODELS.keys() & {*names}:
-        raise UserError(f"decays: none of the ops has decays per channel; those that have are {', '.join(MODELS)}")
     peers.require_for(names, pick_device(device), libraries)
-    where, precision, plan = planned(ops, shapes, dtype, backend, device, window_size, seconds, key_heads)
-    report = PeerReport(Path(folder), {**described(where), "dtype": precision, "peers": True})
-    with_decays = [each for one in plan for each in _with_decays(one, kinds)]
-    return recorded(report, with_decays, partial(measured, libraries, seconds))
-
-
-def _with_decays(planned: Planned, kinds: Sequence[str]) -> Iterator[Planned]:
-    """Yield a planned call with each kind of decays, if it has decays per channel."""
-    says, row, make = planned
-    if row["op"] not in MODELS:
-        yield Planned(says, {**row, "decays": None}, make)
-        return
-    for kind in kinds:
-        yield Planned(f"{says}, {kind} decays", {**row, "decays": kind}, partial(_with_kind, make, kind))
-
-
-def _with_kind(make: Callable[[], BenchCall], kind: str) -> BenchCall:
-    case = make()
-    generator, own = torch.Generator(case.do.device).manual_seed(1), case.inputs["log_decay"]
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(size, device=own.device, generator=generator)
-
-    if kind != GENTLE:
-        case.inputs["log_decay"] = log_decays(kind, MODELS[case.name], tuple(own.shape), draw)
-    return case
-
-
-class PeerReport(KernelReport):
-    """Times of ops with those of peers below, and their ratios to ours."""
-
-    def name(self, row: dict[str, Any]) -> str:
-        return str(row["op"]) + (f", {row['decays']}" if row["decays"] else "")
-
-    def further(self, suffixes: Sequence[str]) -> list[str]:
-        return [f"peer ÷ ours\n{TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
-
-    def add_below(self, table: Table, remarks: list[str], row: dict[str, Any], suffixes: Sequence[str]) -> None:
-        remarks.append(
-            "±: relative error of a peer's output / the largest of its gradients, against the fp32 reference"
-        )
-        for name, peer in row["peers"].items():
-            if "note" in peer:
-                without(table, remarks, [f"  {name}", ""], peer)
-                continue
-            remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
-            ratios = [pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes]
-            table.add_row(f"  {name}", _deviation(peer["errors"]), "", *cells(peer, suffixes), "", "", *ratios)
-
-
-def _deviation(errors: dict[str, float | None]) -> str:
-    """The error of a peer's output, and the largest of its gradients."""
-    output, *gradients = (math.inf if error is None else error for error in errors.values())
-    return f"±{output:.0e} / {max(gradients):.0e}"
-
-
-def measured(libraries: Collection[str] | None, seconds: float, case: BenchCall, says: str = "") -> dict[str, Any]:
-    """The row of a case with its peers, timed in alternation; `says` names it while first calls take minutes."""
-    row = checked_case(case)
-    if "note" in row:
-        return row
-    calls, rows = checked(libraries, case, says)
-    times, refused = times_of(case, {OURS: case.call, **calls}, seconds)
-    ours = times.pop(OURS)
-    for name, ms_of in times.items():
-        ratios = {f"{key.removesuffix('_ms')}_ratio": ms / ours[key] for key, ms in ms_of.items() if key in ours}
-        rows[name] |= {key: ms for key, ms in ms_of.items() if key in ours} | ratios
-        rows[name] |= {"graph_note": refused[name]} if name in refused else {}
-    note = {"graph_note": refused[OURS]} if OURS in refused else {}
-    return row | speeds(case, ours) | note | {"peers": rows}
+    return bench_kernels(
+        ops=ops,
+        shapes=shapes,
+        dtype=dtype,
+        backend=backend,
+        device=device,
+        window_size=window_size,
+        seconds=seconds,
+        key_heads=key_heads,
+        decays=decays,
+        folder=folder,
+        others=partial(checked, libraries),
+    )
 
 
 def checked(
-    libraries: Collection[str] | None, case: BenchCall, says: str
+    libraries: Collection[str] | None, case: BenchCall, announce: Callable[[str], None]
 ) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
     """The peers of a case that run, and of all of them the errors or a note."""
     calls, rows, every = dict[str, Call](), dict[str, dict[str, Any]](), peers.kernel_peers(case)
@@ -159,7 +90,7 @@ def checked(
         rows[library] = {"note": "does not compute this call on this machine"}
     for name, peer in every.items():
         if libraries is None or name.split()[0] in libraries:
-            sys.stderr.write(f"kernels: {says}, first call of {name}\n")  # which compiles and tunes it
+            announce(f"{FIRST_CALL} {name}")  # which compiles and tunes it
             try:
                 with torch.no_grad():
                     peer(case.inputs)

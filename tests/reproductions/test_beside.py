@@ -5,6 +5,7 @@ import inspect
 import os
 import sys
 import types
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.zoo.performance.test_bench import CPU, PLAIN
 from zoo import config as configs
 from zoo.performance import model as models
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
+from zoo.performance.kernels import measured
 
 
 @pytest.mark.slow
@@ -71,7 +73,7 @@ def test_the_peer_of_latent_attention_has_its_sizes(monkeypatch: pytest.MonkeyPa
 def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("fla")
     case = BenchCall("delta_rule", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=1)
-    assert not any("flash_qla" in name for name in beside.measured(None, 0.01, case)["peers"])
+    assert not any("flash_qla" in name for name in measured(case, 0.01, partial(beside.checked, None))["peers"])
 
     def rule(q, k, v, g, beta, *, scale):  # takes its arguments in FlashQLA's order
         if not works:
@@ -80,7 +82,7 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=rule))
     monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
-    peer = beside.measured(None, 0.01, case)["peers"]["flash_qla chunk_gated_delta_rule"]
+    peer = measured(case, 0.01, partial(beside.checked, None))["peers"]["flash_qla chunk_gated_delta_rule"]
     if works:
         assert max(peer["errors"].values()) < 1e-5
         assert peer["fwd_bwd_ms"] > 0
@@ -90,7 +92,7 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
 
 def test_libraries_can_be_chosen(tmp_path: Path):
     case = BenchCall("window_attention", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=70)
-    rows = beside.measured(["sdpa", "cudnn"], 0.01, case)["peers"]
+    rows = measured(case, 0.01, partial(beside.checked, ["sdpa", "cudnn"]))["peers"]
     assert rows["cudnn"] == {"note": "does not compute this call on this machine"}
     assert "fwd_ratio" in rows["sdpa causal"]
     assert {*rows} == {"cudnn", "sdpa causal"}
@@ -99,10 +101,6 @@ def test_libraries_can_be_chosen(tmp_path: Path):
         beside.kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
     with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
         beside.kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
-    with pytest.raises(
-        UserError, match="decays: none of the ops has decays per channel; those that have are kda, gated_"
-    ):
-        beside.kernels(**options, decays="recorded", folder=str(tmp_path))
     for kind in (["kernels"], ["training", "--config", "gla.yaml"], ["decode", "--config", "gla.yaml"]):
         with pytest.raises(UserError, match="device: flash-linear-attention needs a CUDA device"):
             beside.main([*kind, "--device=cpu"])

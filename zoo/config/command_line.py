@@ -31,7 +31,7 @@ MAY_BE_EMPTY = ("prompt", "stop")  # any text, which `generate` checks
 # parameters of the functions that can only be passed from Python
 IN_PYTHON: set[str | int] = {
     *("configs_and_overrides", "configs", "config"),
-    *("callbacks", "stream", "tokenizer", "other"),
+    *("callbacks", "stream", "tokenizer", "other", "others"),
 }
 PRINT_CONFIG = "--print_config"
 NUMBERS = re.compile(r"[0-9.]+(,[0-9.]+)+")

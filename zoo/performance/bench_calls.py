@@ -12,6 +12,7 @@ from torch import Tensor
 import kernels
 from kernels.core.backend import Op as KernelOp
 from zoo.performance.accuracy import Gate
+from zoo.performance.decays import GENTLE, MODELS, log_decays
 from zoo.performance.device import DTYPES
 
 Tensors = dict[str, Tensor]
@@ -135,7 +136,8 @@ OPS = {
 class BenchCall:
     """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
 
-    The delta rule may have fewer heads of queries and keys than of values, `key_heads`.
+    The delta rule may have fewer heads of queries and keys than of values, `key_heads`. `decays` is one of
+    `decays.KINDS`, for decays per channel.
 
     Raises:
         UserError: The op does not have the backend on this device.
@@ -150,8 +152,10 @@ class BenchCall:
         backend: str,
         window: int,
         key_heads: int | None = None,
+        decays: str = GENTLE,
     ):
         self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
+        self.decays = decays
         self.window = window if name == "window_attention" else None
         self.key_heads = shape.H if key_heads is None else key_heads
         generator = torch.Generator(device).manual_seed(0)
@@ -159,7 +163,7 @@ class BenchCall:
         def draw(*size: int) -> Tensor:
             return torch.randn(size, device=device, generator=generator)
 
-        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads)
+        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads, decays)
         self.do = draw(shape.B, shape.T, shape.H, shape.D).to(DTYPES[dtype])
         self.learned = learned_inputs(self.inputs)
         with kernels.backend(backend):
@@ -262,8 +266,10 @@ class BenchCall:
         return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
 
 
-def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int) -> Tensors:
-    """Random inputs of an op, with decays of about 5 % a step; the state stays bounded."""
+def _inputs(
+    name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int, decays: str
+) -> Tensors:
+    """Random inputs of an op; the state stays bounded."""
     (B, H, T, D), op = shape, OPS[name]
     rows = op.steps * T
     q, k, v = draw(B, T, key_heads, D), draw(B, rows, key_heads, D), draw(B, rows, H, D)
@@ -271,14 +277,16 @@ def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Ten
         return {"q": q.to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op.call is kda_with_gates:
         streams = {"q": q, "k": k, "v": v, "f": draw(B, T, H, D), "b": draw(B, T, H)}
-        rates = {"A_log": draw(H) / 4, "dt_bias": draw(H, D) / 4 - 3}
+        rates = {"A_log": draw(H) / 4, "dt_bias": draw(H, D) / 4 - 3}  # decays of about 5 % a step
         return {key: x.to(dtype) for key, x in streams.items()} | rates
     k = F.normalize(k, dim=-1)
     tensors = {"q": F.normalize(q, dim=-1).to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op.decay == "constant":
         tensors["log_decay"] = -0.1 * torch.arange(1, H + 1, device=v.device) / H
+    elif op.decay == "channel":
+        tensors["log_decay"] = log_decays(decays, MODELS[name], (B, T, H, D), draw)
     else:
-        tensors["log_decay"] = F.logsigmoid(draw(B, T, H, *([D] if op.decay == "channel" else []))) / 16
+        tensors["log_decay"] = F.logsigmoid(draw(B, T, H)) / 16
     if op.call is gated_deltanet2:
         return tensors | {gate: draw(B, T, H, D).sigmoid().to(dtype) for gate in ("b", "w")}
     if op.function == "delta_rule":

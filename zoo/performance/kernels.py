@@ -1,9 +1,11 @@
-"""`bench kernels`: forward and backward times of the ops, compared with the device's limits."""
+"""`bench kernels`: forward and backward times of the ops, compared with the device's limits and other libraries."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -14,17 +16,25 @@ from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import progress_bar
 from zoo.performance.bench_calls import OPS, BenchCall, Shape, Tensors
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
+from zoo.performance.decays import GENTLE, KINDS, MODELS
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.performance.timing import TimedCall, as_graph, medians
 from zoo.train.devices import pick_device
 
 ON_GPU = [(4, 8, 4096, 128), (4, 64, 4096, 128), (1, 8, 65536, 128)]
 WINDOW_ON_GPU = [(4, 8, 8192, 128)]
-# delta rules that are not Gated DeltaNet
-GENERAL_ON_GPU = [(4, 16, 4096, 128), (1, 16, 32768, 128), (8, 32, 4096, 128)]
+GENERAL_ON_GPU = [
+    (4, 16, 4096, 128),
+    (1, 16, 32768, 128),
+    (8, 32, 4096, 128),
+]  # delta rules that are not Gated DeltaNet
 ON_CPU = [(1, 4, 1024, 64)]
-OURS = "ours"
+OURS, FIRST_CALL = "ours", "first call of"
 Call = Callable[[Tensors], Tensor]  # inputs → outputs [B,T,H,D]
+# A case, and what announces its first calls → other implementations to time in alternation, and rows for the table
+Others = Callable[[BenchCall, Callable[[str], None]], tuple[dict[str, Call], dict[str, dict[str, Any]]]]
+
+
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
 TIMES = {"": "called ms", "_graph": "as graph ms"}
 
@@ -35,49 +45,61 @@ class KernelReport(Report):
     benchmark = "kernels"
 
     def table(self) -> Table:
-        """A row for each op and shape."""
+        """A row for each op and shape, with the peers' times and their ratios to ours below."""
         suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
-        times = [TIMES[suffix] for suffix in suffixes]
-        table = self.new_table(["op", "B×H×T×D", "path", *times, "TFLOP/s", "of limit", *self.further(suffixes)])
+        columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
+        if self.about["peers"]:
+            columns += [f"peer ÷ ours\n{TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
+        table = self.new_table(columns)
         remarks = [
-            "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column",
-            PATH,
+            "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
         ]
+        remarks.append(PATH)
+        if self.about["peers"]:
+            remarks.append(
+                "±: relative error of a peer's output / the largest of its gradients, against the fp32 reference"
+            )
         for row in self.rows:
-            head = [self.name(row), "×".join(map(str, row["shape"].values()))]
+            name = row["op"] + (f", {row['decays']}" if row["decays"] else "")
+            head = [name, "×".join(map(str, row["shape"].values()))]
             if "fwd_ms" not in row:
                 without(table, remarks, head, row)
-                continue
-            speed = f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}"
-            of_limit = pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}")
-            table.add_row(*head, row["implementation"], *cells(row, suffixes), speed, of_limit)
-            remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
-            self.add_below(table, remarks, row, suffixes)
+            else:
+                table.add_row(
+                    *head,
+                    row["implementation"],
+                    *_times(row, suffixes),
+                    f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
+                    pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+                )
+                remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
+                for name, peer in row["peers"].items():
+                    if "note" in peer:
+                        without(table, remarks, [f"  {name}", ""], peer)
+                        continue
+                    remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
+                    ratios = [
+                        pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes
+                    ]
+                    table.add_row(f"  {name}", _deviation(peer["errors"]), "", *_times(peer, suffixes), "", "", *ratios)
         return captioned(table, remarks)
 
-    def name(self, row: dict[str, Any]) -> str:
-        """The op of a row."""
-        return str(row["op"])
 
-    def further(self, suffixes: Sequence[str]) -> list[str]:
-        """Further columns; none here."""
-        return []
-
-    def add_below(self, table: Table, remarks: list[str], row: dict[str, Any], suffixes: Sequence[str]) -> None:
-        """Add lines below that of a row; none here."""
-
-
-def cells(row: Mapping[str, Any], suffixes: Iterable[str]) -> list[str]:
-    """The times of a row."""
+def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
     return [pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
 
 
-class Planned(NamedTuple):
-    """A call to measure: what the progress bar says, the first entries of its row, and how it is made."""
+def _announce(bar: Any, says: str, stage: str) -> None:
+    """Show in a progress bar what is done next for a row, and what can take minutes immediately in a log file, too."""
+    bar.set_postfix_str(f"{says}, {stage}")
+    if stage.startswith(FIRST_CALL) and not sys.stderr.isatty():
+        sys.stderr.write(f"kernels: {says}, {stage}\n")
 
-    says: str
-    row: dict[str, Any]
-    make: Callable[[], BenchCall]
+
+def _deviation(errors: dict[str, float | None]) -> str:
+    """The error of a peer's output, and the largest of its gradients."""
+    output, *gradients = (math.inf if error is None else error for error in errors.values())
+    return f"±{output:.0e} / {max(gradients):.0e}"
 
 
 def bench_kernels(
@@ -89,7 +111,9 @@ def bench_kernels(
     window_size: int | None = None,
     seconds: float = 0.8,
     key_heads: int | None = None,
+    decays: list[str] | str = GENTLE,
     folder: str = "runs/bench-kernels",
+    others: Others | None = None,
 ) -> Report:
     """Time the ops, forward and with their backward pass, after checking their results.
 
@@ -105,31 +129,23 @@ def bench_kernels(
             the sequences is full attention.
         seconds: Time to spend on each measurement.
         key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
+        decays: Log decays per channel, any of gentle (about 5 % a step), initial (softplus decays before
+            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops have
+            gentle decays.
         folder: The folder of bench.json.
+        others: In Python, other implementations to time next to each.
 
     Raises:
         UserError: An argument is invalid.
     """
-    where, precision, plan = planned(ops, shapes, dtype, backend, device, window_size, seconds, key_heads)
-    report = KernelReport(Path(folder), {**described(where), "dtype": precision})
-    return recorded(report, plan, lambda case, says: measured(case, seconds))
-
-
-def planned(
-    ops: list[str] | str | None,
-    shapes: list[tuple[int, int, int, int]] | None,
-    dtype: str | None,
-    backend: str | None,
-    device: str | None,
-    window_size: int | None,
-    seconds: float,
-    key_heads: int | None,
-) -> tuple[torch.device, str, list[Planned]]:
-    """The device, the dtype, and the calls of `bench_kernels`, which describes the arguments and errors."""
     where = pick_device(device)
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
     check_names("ops", names or [""], OPS)
+    kinds = list(dict.fromkeys(names_in(decays)))
+    check_names("decays", kinds or [""], KINDS)
+    if kinds != [GENTLE] and not MODELS.keys() & {*names}:
+        raise UserError(f"decays: none of the ops has decays per channel; those that have are {', '.join(MODELS)}")
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
@@ -142,28 +158,30 @@ def planned(
     for argument, sizes in sizes_by_name.items():
         if any(number < 1 for shape in sizes for number in shape):
             raise UserError(f"{argument}: all sizes must be at least 1")
-    pairs = [(name, Shape(*shape)) for name in names for shape in shapes or _default_shapes(name, on_gpu)]
-    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape in pairs)):
+    table = [
+        (name, Shape(*shape), kind)
+        for name in names
+        for shape in (_default_shapes(name, on_gpu) if shapes is None else shapes)
+        for kind in (kinds if name in MODELS else [GENTLE])
+    ]
+    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape, _ in table)):
         raise UserError(f"key_heads: {key_heads} is for --ops=delta_rule alone, and must divide H of all shapes")
+
     for name in names:  # reports a missing backend before any measurement
-        BenchCall(name, Shape(1, 1, 1, pairs[0][1].D), precision, where, backend, window)
-    plan = []
-    for name, shape in dict.fromkeys(pairs):
-        row = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
-        make = partial(BenchCall, name, shape, precision, where, backend, window, key_heads)
-        plan.append(Planned(f"{name} {'×'.join(map(str, shape))}", row, make))
-    return where, precision, plan
-
-
-def recorded(report: Report, plan: Iterable[Planned], measure: Callable[[BenchCall, str], dict[str, Any]]) -> Report:
-    """Make and measure calls one after another, and add their rows to a report."""
-    for says, row, make in (bar := progress_bar(list(plan), desc="kernels", unit=" calls")):
+        BenchCall(name, table[0][1]._replace(B=1, H=1, T=1), precision, where, backend, window)
+    report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": others is not None})
+    for name, shape, kind in (bar := progress_bar(list(dict.fromkeys(table)), desc="kernels", unit=" calls")):
+        says = f"{name} {'×'.join(map(str, shape))}{f', {kind} decays' if name in MODELS else ''}"
         bar.set_postfix_str(says)
+        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
+        row["decays"] = kind if name in MODELS else None
         try:
-            row |= measure(make(), says)
+            case = BenchCall(name, shape, precision, where, backend, window, key_heads, kind)
+            row |= measured(case, seconds, others, partial(_announce, bar, says))
         except torch.OutOfMemoryError:
             row["note"] = "does not fit into memory"
-        if torch.cuda.is_initialized():
+        case = None  # type: ignore[assignment]
+        if on_gpu:
             torch.cuda.empty_cache()
         report.add(row)
     return report
@@ -178,54 +196,46 @@ def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
     return GENERAL_ON_GPU if OPS[name].general else ON_GPU
 
 
-def measured(case: BenchCall, seconds: float) -> dict[str, Any]:
-    """The row of a case: its check, and its times if it passed."""
-    row = checked(case)
-    if "note" in row:
-        return row
-    times, refused = times_of(case, {OURS: case.call}, seconds)
-    return row | speeds(case, times[OURS]) | ({"graph_note": refused[OURS]} if OURS in refused else {})
-
-
-def checked(case: BenchCall) -> dict[str, Any]:
-    """The row of a case without times; it has a note if the results are wrong."""
+def measured(
+    case: BenchCall,
+    seconds: float,
+    others: Others | None = None,
+    announce: Callable[[str], None] = lambda stage: None,
+) -> dict[str, Any]:
+    """The row of a case: its check, and its times if it passed; `announce` is called with what is done next."""
     gate = case.check()
-    row = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
-    return row if gate.passed else {**row, "note": gate.says}
-
-
-def times_of(
-    case: BenchCall, calls: Mapping[str, Call], seconds: float
-) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """Time functions of the inputs of a case in alternation.
-
-    Returns:
-        Name → milliseconds of a forward pass, `fwd_ms`, of both passes, `fwd_bwd_ms`, and on a GPU of both as CUDA
-        graphs, `fwd_graph_ms` and `fwd_bwd_graph_ms`; and name → why a function cannot be captured.
-    """
-    device, times, refused = case.do.device, {name: dict[str, float]() for name in calls}, dict[str, str]()
+    row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
+    if not gate.passed:
+        return {**row, "note": gate.says}
+    device = case.do.device
+    calls: dict[str, Any] = {OURS: case.call}
+    more, row["peers"] = ({}, {}) if others is None else others(case, announce)
+    calls |= more
+    announce("timing")
+    times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
     runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
     runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}
-    timed = [(f"{key}_ms", functions) for key, functions in runs.items()]
-    for key, functions in runs.items() if device.type == "cuda" else ():
-        graphs, reasons = _graphs(functions, device)
-        timed.append((f"{key}_graph_ms", graphs))
-        refused |= reasons
-    for key, functions in timed:
-        for name, ms in medians(functions, device, seconds / 2).items():
-            times[name][key] = ms
-    return times, refused
-
-
-def speeds(case: BenchCall, times: Mapping[str, float]) -> dict[str, Any]:
-    """The times of a case with its TFLOP/s, and the fractions of the roofline, None where that is unknown."""
-    row: dict[str, Any] = dict(times)
-    # two products backward for each product forward
-    for key, products, moved in (("fwd", 1, case.moved[0]), ("fwd_bwd", 3, case.moved[1])):
+    for key, timed in runs.items():
+        times[key] = medians(timed, device, seconds / 2)
+    if device.type == "cuda":
+        for key, timed in runs.items():
+            graphs, refused = _graphs(timed, device)
+            times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
+            for name, reason in refused.items():
+                (row if name == OURS else row["peers"][name])["graph_note"] = reason
+    row |= {f"{key}_ms": ms_of[OURS] for key, ms_of in times.items() if OURS in ms_of}
+    for key, products, moved in (
+        ("fwd", 1, case.moved[0]),
+        ("fwd_bwd", 3, case.moved[1]),  # two products backward for each product forward
+    ):
         ms = row.get(f"{key}_graph_ms", row[f"{key}_ms"])
         row[f"{key}_tflops"] = products * case.flops / ms / 1e9
-        least = roofline_ms(case.do.device, case.dtype, products * case.flops, moved)
+        least = roofline_ms(device, case.dtype, products * case.flops, moved)
         row[f"{key}_roofline"] = None if least is None else least / ms
+    for name in list(calls)[1:]:
+        for key, ms_of in times.items():
+            if name in ms_of and OURS in ms_of:
+                row["peers"][name] |= {f"{key}_ms": ms_of[name], f"{key}_ratio": ms_of[name] / ms_of[OURS]}
     return row
 
 

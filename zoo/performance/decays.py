@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-RECORDED = Path(__file__).parent / "measured" / "recorded_decays.json"
+RECORDED = Path(__file__).with_name("recorded_decays.json")
 # the fractions of all log decays of a layer whose quantiles are recorded; the smallest are the steepest
 SHARES = (0.0, 1e-5, 1e-4, 1e-3, 3e-3, 0.01, 0.03, *(n / 20 for n in range(1, 20)), 0.97, 0.99, 1.0)
 GENTLE = "gentle"
