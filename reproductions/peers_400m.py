@@ -4,9 +4,9 @@
     python reproductions/peers_400m.py --models=[gla,kda] --lengths=[2048] --seconds=300
 
 Each model runs captured and eager, in turns with flash-linear-attention's model of the same mixers and sizes, or else
-with that of transformers if it has fast kernels. Before, the loss and the gradients of its lowest layers are compared
-with the fp32 loops. Each row is written when it is measured, and what the file has is not measured again, so a run that
-was stopped continues. FLA tunes its kernels for minutes.
+with that of transformers if it has fast kernels. First, the loss and the gradients of its lowest layers are compared
+with those of the fp32 loops. Each row is written when it is measured, and what the file has is not measured again, so a
+run that was stopped continues. FLA tunes its kernels for minutes.
 """
 
 import gc
@@ -125,7 +125,7 @@ def peers_400m(
         file: The CSV to update.
 
     Raises:
-        UserError: An argument is invalid, or models could not be measured, which the others are nevertheless.
+        UserError: An argument is invalid; or some models could not be measured, after the others were.
     """
     start, target, available, where = time.monotonic(), Path(file), overlays(), pick_device(device)
     check_names("models", models or [], available)

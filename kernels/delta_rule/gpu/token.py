@@ -236,8 +236,8 @@ def forward(
         about.append((*sizes, stream.activation, stream.norm, padded(stream.taps)))
         tensors += [x, stream.weight.contiguous(), None if stream.bias is None else stream.bias.contiguous(), history]
         strides.append(row)
-    assert gates.b is not None
     gates = gates.multiplied()
+    assert gates.b is not None
     channels = gates.dt_bias.dim() == 2
     decays = gates.a.flatten(2) if channels else gates.a
     (a, _, a_row), (b, _, b_row), (gate, gate_row) = rows_of(decays), rows_of(gates.b), heads_of_rows(norm.gate)
