@@ -46,7 +46,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
 
     recurrence = staticmethod(kernels.delta_rule)
     fused_method = "gates"
-    token_methods = ("gates", "carry", "readout")
+    token_methods = ("gates", "gained", "carry", "recurrence", "readout")
 
     def __init__(
         self,

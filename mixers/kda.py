@@ -51,7 +51,7 @@ class KDA(LinearMixer, Fusable):
     recurrence = staticmethod(kernels.delta_rule)
     decay_per_channel = True
     fused_method = "gates"
-    token_methods = ("gates", "carry", "readout")
+    token_methods = ("gates", "gained", "carry", "recurrence", "readout")
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from zoo.performance.decays import GENTLE
 from zoo.performance.decoding import bench_decode, timed
 from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
 from zoo.performance.model import PRECISIONS, build, read, running
-from zoo.performance.training import Other, TimedLearner, bench_training, warmed
+from zoo.performance.training import DOES_NOT_FIT, Other, TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
 from zoo.train.optim import Optimisation
 
@@ -162,6 +162,8 @@ def learner_of(peer: peers.PeerModel) -> Other:
             done = warmed(row, learner, bar, before)
         except UserError:
             raise
+        except torch.OutOfMemoryError:  # of its weights
+            return row | {"note": DOES_NOT_FIT}, None
         except Exception as error:  # errors of other libraries become remarks in the table
             return row | {"note": complaint(error)}, None
         row["ready_s"] = None  # the process was busy with our model before
@@ -263,3 +265,7 @@ if __name__ == "__main__":
         sys.exit(main(sys.argv[1:]))
     except UserError as error:
         sys.exit(f"error: {error.on_command_line}")
+    except OSError as error:  # of a file that cannot be read or written
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -4,9 +4,9 @@
     python reproductions/peers_400m.py --models=[gla,kda] --lengths=[2048] --seconds=300
 
 Each model runs captured and eager, in turns with flash-linear-attention's model of the same mixers and sizes, or else
-with that of transformers if it has fast kernels. Before, the loss and the gradients of its lowest layers are compared
-with the fp32 loops. Each row is written when it is measured, and what the file has is not measured again, so a run that
-was stopped continues. FLA tunes its kernels for minutes.
+with that of transformers if it has fast kernels. First, the loss and the gradients of its lowest layers are compared
+with those of the fp32 loops. Each row is written when it is measured, and a model whose speed the file has is not
+measured again, so a run that was stopped continues. FLA tunes its kernels for minutes.
 """
 
 import gc
@@ -125,7 +125,7 @@ def peers_400m(
         file: The CSV to update.
 
     Raises:
-        UserError: An argument is invalid, or models could not be measured, which the others are nevertheless.
+        UserError: An argument is invalid; or some models could not be measured, after the others were.
     """
     start, target, available, where = time.monotonic(), Path(file), overlays(), pick_device(device)
     check_names("models", models or [], available)
@@ -136,7 +136,7 @@ def peers_400m(
     failed = dict[str, str]()
     for length in lengths or [4096, 2048]:
         for name in models or available:
-            done = any(key[:2] == (name, length) for key in rows)
+            done = any(key[:2] == (name, length) and row["tokens_per_second"] for key, row in rows.items())
             if done or (seconds is not None and time.monotonic() - start > seconds):
                 continue
             try:
@@ -151,6 +151,8 @@ def peers_400m(
                 sys.stdout.write(
                     f"{name}, {row['how']}: {row['batch_size']} × {length}, {speed} tokens/s, {row['note']}\n"
                 )
+            if not measured[0]["tokens_per_second"]:
+                failed[f"{name}, {length}"] = measured[0]["note"]
             sys.stdout.flush()
             write_csv.write([rows[key] for key in sorted(rows)], target, COLUMNS)
     sys.stdout.write(f"rows: {target}\n")

@@ -9,9 +9,10 @@ from ..core.autocast import autocast_dtype
 from ..core.autograd import plain
 from ..core.backend import loaded
 from ..core.deterministic import is_deterministic
+from ..core.recurrence import check_scale
 from ..delta_gates import GateInputs
 from ..features import MOST_TAPS, FeatureStream, features_and_gates
-from ..norm import GatedNorm, gated_rms_norm
+from ..norm import ACTIVATIONS, GatedNorm, gated_rms_norm
 from . import OP as DELTA_RULE  # the OP of a module is that of its function
 from . import delta_rule
 
@@ -45,8 +46,10 @@ def in_one_launch(streams: Sequence[FeatureStream], gates: GateInputs, norm: Gat
     )
 
 
-def check(streams: Sequence[FeatureStream], gates: GateInputs, norm: GatedNorm, state: Tensor) -> None:
-    """Check the shapes of `delta_rule_token` that its parts do not check themselves.
+def check(
+    streams: Sequence[FeatureStream], gates: GateInputs, norm: GatedNorm, state: Tensor, scale: float | None
+) -> None:
+    """Check the arguments of `delta_rule_token` as far as they do not check themselves.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -72,6 +75,12 @@ def check(streams: Sequence[FeatureStream], gates: GateInputs, norm: GatedNorm, 
     ):
         if x is not None and tuple(x.shape) != wanted:
             raise ValueError(f"{name}: expected {list(wanted)}, got shape {tuple(x.shape)}")
+    if norm.activation not in ACTIVATIONS:
+        raise ValueError(f"norm.activation: {norm.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if not state.is_floating_point() or state.device != v.x.device:
+        raise ValueError(f"initial_state: expected floats on {v.x.device}, got {state.dtype} on {state.device}")
+    if scale is not None:
+        check_scale(scale)
 
 
 def delta_rule_token(
@@ -101,7 +110,7 @@ def delta_rule_token(
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    check(streams, gates, norm, initial_state)
+    check(streams, gates, norm, initial_state, scale)
     v = streams[2].x
     if in_one_launch(streams, gates, norm, initial_state) and DELTA_RULE.backend(v) == "triton":
         scale = streams[0].size ** -0.5 if scale is None else scale

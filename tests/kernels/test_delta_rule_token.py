@@ -204,11 +204,18 @@ def test_other_calls_run_the_three_ops(why: str):
             },
             r"gates.dt_bias: expected \[2, 8\], got shape \(2, 7\)",
         ),
+        (
+            {"norm": kernels.GatedNorm(torch.zeros(2, 1, 2, 16), None, 0.0, activation="tanh")},
+            "norm.activation: 'tanh' is not one of silu, sigmoid",
+        ),
+        ({"initial_state": torch.zeros(2, 2, 8, 16, device="meta")}, "initial_state: expected floats on cpu, got"),
+        ({"initial_state": torch.zeros(2, 2, 8, 16).long()}, "initial_state: expected floats on cpu, got torch.int64"),
+        ({"scale": float("nan")}, "scale: must be a finite number, got nan"),
         ({"gates": kernels.GateInputs(*[torch.zeros(3)] * 4)}, r"gates: expected \[2, 1, 2\], got shape \(3,\)"),
     ],
 )
 def test_misfits(change: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=f"^{said}"):
+    with kernels.backend("triton"), torch.no_grad(), pytest.raises(ValueError, match=f"^{said}"):
         kernels.delta_rule_token(**(arguments(Case()) | change))
 
 

@@ -1,13 +1,26 @@
 """Fused kernels stand in for a method only where a class says so."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from mixers import KDA, Discretisation, GatedDeltaNet, GatedRMSNorm, HeadWise, Mamba2Discretisation, Site
+import kernels
+from mixers import (
+    KDA,
+    Discretisation,
+    GatedDeltaNet,
+    GatedRMSNorm,
+    HeadWise,
+    LinearMixer,
+    Mamba2Discretisation,
+    Site,
+)
 from mixers.base import Streams
 from mixers.decay import BoundedChannelDecay, ChannelDecay
 from mixers.fusion import Fusable
+from mixers.norm import Output, SigmoidGatedRMSNorm
 
 
 class Doubled(HeadWise):
@@ -97,22 +110,76 @@ class DoubledReadout(GatedDeltaNet):
         return 2 * super().readout(o, s)
 
 
-class DoubledNorm(GatedRMSNorm):
+class Doubles:
+    """A mix-in of norms."""
+
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
-        return 2 * super().forward(o, gate)
+        return 2 * super().forward(o, gate)  # type: ignore[misc]
+
+
+class DoublesReadout:
+    """A mix-in of mixers."""
+
+    def readout(self, o: Tensor, s: Streams) -> Tensor:
+        return 2 * super().readout(o, s)  # type: ignore[misc]
+
+
+class DoubledNorm(Doubles, GatedRMSNorm):
+    """Doubled by a mix-in."""
+
+
+class DoubledKDANorm(Doubles, SigmoidGatedRMSNorm):
+    """The same for KDA."""
+
+
+class DoubledByMixIn(DoublesReadout, KDA):
+    """Overrides nothing itself."""
+
+
+class DoubledQueries(KDA):
+    def gained(self, s: Streams) -> Streams:
+        return s.replace(q=2 * s.q)
+
+
+class OwnCarry(KDA):
+    def carry(self, s: Streams, *args: Any) -> tuple[Streams, Any]:
+        return super().carry(s, *args)
+
+
+class WithoutErasing(KDA):
+    recurrence = staticmethod(kernels.linear_recurrence)  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("cls", [GatedDeltaNet, KDA])
+def test_a_token_is_fused(cls: type[Fusable]):
+    assert cls.fused_token
 
 
 @pytest.mark.parametrize(
-    ("cls", "fused"), [(GatedDeltaNet, True), (OwnReadout, False), (OwnGates, False), (DoubledReadout, False)]
+    "cls", [OwnReadout, OwnGates, OwnKDAGates, DoubledReadout, DoubledByMixIn, DoubledQueries, OwnCarry, WithoutErasing]
 )
-def test_a_token_is_fused_only_where_its_methods_are_not_overridden(cls: type[Fusable], fused: bool):
-    assert cls.fused_token is fused
-
-
-@pytest.mark.parametrize(("cls", "output"), [(DoubledReadout, GatedRMSNorm), (GatedDeltaNet, DoubledNorm)])
 @torch.no_grad()
-def test_own_readouts_and_norms_are_called_for_a_token(cls: type[GatedDeltaNet], output: type[GatedRMSNorm]):
+def test_a_token_is_not_fused_where_a_class_overrides_a_part(cls: type[LinearMixer]):
+    mixer, x = cls(Site(hidden_size=32, num_heads=2)), torch.randn(2, 4, 32)  # type: ignore[call-arg]
+    assert not mixer.fused_token
+    state, outputs = mixer.init_state(2), []
+    for t in range(4):
+        y, state = mixer(x[:, t : t + 1], state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), mixer(x)[0])
+
+
+@pytest.mark.parametrize(
+    ("base", "cls", "output"),
+    [
+        (GatedDeltaNet, DoubledReadout, GatedRMSNorm),
+        (GatedDeltaNet, GatedDeltaNet, DoubledNorm),
+        (KDA, KDA, DoubledKDANorm),
+    ],
+)
+@torch.no_grad()
+def test_own_readouts_and_norms_are_called_for_a_token(base: Any, cls: Any, output: type[Output]):
     site, x = Site(hidden_size=32, num_heads=2), torch.randn(2, 1, 32)
-    plain, own = GatedDeltaNet(site), cls(site, output=output)
+    plain, own = base(site), cls(site, output=output)
     own.load_state_dict(plain.state_dict())
     torch.testing.assert_close(own(x, own.init_state(2))[0], 2 * plain(x, plain.init_state(2))[0])

@@ -3,8 +3,10 @@
 import importlib
 import inspect
 import os
+import runpy
 import sys
 import types
+import unittest.mock
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from zoo import config as configs
 from zoo.performance import model as models
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
 from zoo.performance.kernels import measured
+from zoo.performance.training import DOES_NOT_FIT
 
 
 @pytest.mark.slow
@@ -223,6 +226,27 @@ class Theirs(torch.nn.Module):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, **_: Any) -> types.SimpleNamespace:
         logits = self.embed(input_ids)
         return types.SimpleNamespace(loss=logits.square().mean(), logits=logits, past_key_values=None)
+
+
+def test_a_peer_whose_weights_do_not_fit_says_so(monkeypatch: pytest.MonkeyPatch):
+    """The same words as where its steps do not fit: other scripts then try fewer sequences."""
+    too_large = unittest.mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    warm: Any = beside.learner_of(peers.PeerModel("fla theirs", too_large))
+    row, learner = warm(None, {"precision": "32-true"}, None, tokens, None)
+    assert (row, learner) == ({"model": "fla theirs", "note": DOES_NOT_FIT}, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (PermissionError(13, "denied", "runs"), "error: [Errno 13] denied: 'runs'")],
+)
+def test_nothing_but_bugs_has_a_traceback(error: BaseException, code: int | str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys, "argv", ["beside.py", "kernels", "--ops=window_attention"])
+    monkeypatch.setattr("zoo.performance.kernels.bench_kernels", unittest.mock.Mock(side_effect=error))
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(beside.__file__, run_name="__main__")
+    assert caught.value.code == code
 
 
 @pytest.mark.slow

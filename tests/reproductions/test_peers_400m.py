@@ -46,6 +46,17 @@ def test_batches_are_halved_unless_only_the_eager_steps_do_not_fit(too_large: st
     assert [bool(row["note"]) for row in rows] == [False, False, too_large == "eager"]
 
 
+def test_a_model_with_wrong_gradients_is_an_error_and_measured_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    row = dict.fromkeys(table.COLUMNS) | {"how": "eager", "length": 16, "note": "gradients are wrong"}
+    monkeypatch.setattr(table, "speeds_of", lambda *_: [dict(row)])
+    options: dict[str, Any] = {"lengths": [16], "device": "cpu", "file": str(tmp_path / "table.csv")}
+    with pytest.raises(UserError, match=r"^gla, 16: gradients are wrong$"):
+        table.peers_400m(["gla"], **options)
+    row |= {"note": None, "tokens_per_second": 5.0}
+    table.peers_400m(["gla"], **options)
+    assert [row["tokens_per_second"] for row in read(tmp_path / "table.csv")] == ["5.0"]
+
+
 @pytest.mark.parity
 @pytest.mark.parametrize("name", table.OF_TRANSFORMERS)
 def test_models_of_transformers_have_the_same_size(name: str):
