@@ -133,7 +133,7 @@ def advance_token(
     KEY: tl.constexpr,
     VALUE: tl.constexpr,
     H: tl.constexpr,
-    CHANNELS: tl.constexpr,  # whether each channel decays by itself
+    CHANNELS: tl.constexpr,  # whether each key channel has a decay
     BOUNDED: tl.constexpr,
     GATE_FIRST: tl.constexpr,
     SIGMOID: tl.constexpr,  # whether that is the activation of the gate, rather than SiLU
