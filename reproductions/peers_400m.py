@@ -46,7 +46,7 @@ Row = dict[str, Any]
 def eager(
     ours: LanguageModel, about: dict[str, Any], optim: Optimisation, tokens: Tensor, bar: Any
 ) -> tuple[Row, TimedLearner | None]:
-    """The row of our model without graphs, and its learner after the first steps; None if it does not fit."""
+    """Return the row of our model without graphs, and its learner after the first steps or None if it does not fit."""
     row: Row = {"model": "eager"}
     before = torch.cuda.memory_allocated(tokens.device) if tokens.is_cuda else 0
     learner = TimedLearner(ours, optim, about["precision"], "auto", lambda: mean_loss(ours, tokens))
@@ -54,7 +54,7 @@ def eager(
 
 
 def peer_of(config: list[str], device: torch.device) -> peers.PeerModel | None:
-    """The model of another library to compare with; None if there is none that runs on this device."""
+    """Return the model of another library to compare with; None if none runs on this device."""
     if device.type != "cuda":
         return None
     parsed = read(config)
@@ -120,7 +120,7 @@ def peers_400m(
         lengths: Tokens in a sequence; null for 4096 and 2048.
         batch_size: Sequences in a step; half as many where they do not fit.
         steps: Number of steps to time, after a few others; on a GPU after four seconds of them, or 100.
-        device: cpu or cuda; null for the GPU if available. On a CPU there are no peers.
+        device: cpu or cuda; null for the GPU if available. Other libraries' models require a GPU.
         seconds: Time after which no further model is measured; null for no limit.
         file: The CSV to update.
 

@@ -129,7 +129,7 @@ class DoubledNorm(Doubles, GatedRMSNorm):
 
 
 class DoubledKDANorm(Doubles, SigmoidGatedRMSNorm):
-    """The same for KDA."""
+    """The norm of KDA, doubled by a mix-in."""
 
 
 class DoubledByMixIn(DoublesReadout, KDA):

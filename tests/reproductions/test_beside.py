@@ -229,7 +229,7 @@ class Theirs(torch.nn.Module):
 
 
 def test_a_peer_whose_weights_do_not_fit_says_so(monkeypatch: pytest.MonkeyPatch):
-    """The same words as where its steps do not fit: other scripts then try fewer sequences."""
+    """The note is DOES_NOT_FIT, for which scripts try fewer sequences."""
     too_large = unittest.mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
     tokens = torch.zeros(1, 9, dtype=torch.int64)
     warm: Any = beside.learner_of(peers.PeerModel("fla theirs", too_large))

@@ -74,14 +74,16 @@ class TrainLoader:
         # a checkpoint (for instance if `estimated_stepping_batches` is read early).
         for _ in range(len(self)):
             if self._iterator is None:
-                share = self.batch_size // self.world_size
-                firsts = itertools.count(self._position + self.rank * share, self.batch_size)
-                shares = _shares(self.samples, firsts, share, self.seed)
                 with signals_blocked():
-                    self._iterator = iter(_data_loader(_Batches(self.samples), shares, self.num_workers))
+                    self._iterator = iter(self._batches_from(self._position))
             batch = next(self._iterator)
             self._position += self.batch_size
             yield batch
+
+    def _batches_from(self, position: int) -> DataLoader:
+        share = self.batch_size // self.world_size
+        firsts = itertools.count(position + self.rank * share, self.batch_size)
+        return _data_loader(_Batches(self.samples), _shares(self.samples, firsts, share, self.seed), self.num_workers)
 
     # Lightning warns on resume about loaders without these two. The data module saves the position instead, since
     # Lightning drops loader states in some cases, but never that of a data module.
@@ -119,14 +121,9 @@ class ValidationLoader:
         return -(-len(self.samples) // self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = []
-        for first in range(0, len(self.samples), self.batch_size):
-            real = min(self.batch_size, len(self.samples) - first)
-            filled = -(-real // self.world_size) * self.world_size
-            batches.append(list(range(first + self.rank, first + filled, self.world_size)))
         # Kept on the object so that Lightning can stop its workers.
         with signals_blocked():
-            self._iterator = iter(_data_loader(_Filled(self.samples), batches, self.num_workers))
+            self._iterator = iter(_data_loader(_Filled(self.samples), self._indices(), self.num_workers))
         return self._iterator
 
     def stop(self) -> None:
@@ -134,6 +131,14 @@ class ValidationLoader:
         iterator, self._iterator = self._iterator, None
         if iterator is not None and self.num_workers:
             iterator._shutdown_workers()  # type: ignore[attr-defined]
+
+    def _indices(self) -> list[list[int]]:
+        batches = []
+        for first in range(0, len(self.samples), self.batch_size):
+            real = min(self.batch_size, len(self.samples) - first)
+            filled = -(-real // self.world_size) * self.world_size
+            batches.append(list(range(first + self.rank, first + filled, self.world_size)))
+        return batches
 
 
 class _Batches(Dataset):

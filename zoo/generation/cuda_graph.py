@@ -54,11 +54,7 @@ class Recorder:
             except RuntimeError as error:
                 torch.cuda.synchronize()
                 generator.graphsafe_set_state(draws)  # otherwise it stays in capture mode and cannot be used
-                with suppress(RuntimeError):  # PyTorch continues to fill the pool of a failed capture
-                    index = torch.cuda.current_device()
-                    torch._C._cuda_endAllocateToPool(index, self._pool)
-                    torch._C._cuda_releasePool(index, self._pool)
-                self._pool = torch.cuda.graph_pool_handle()
+                self._drop_pool()
                 cause = error.__context__  # ending the capture raises an error that only says that there was one
                 raise cause if isinstance(cause, RuntimeError) else error from None
 
@@ -67,6 +63,14 @@ class Recorder:
             return result
 
         return replay
+
+    def _drop_pool(self) -> None:
+        """Use another pool of memory from now on: PyTorch continues to fill that of a failed capture."""
+        with suppress(RuntimeError):
+            index = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(index, self._pool)
+            torch._C._cuda_releasePool(index, self._pool)
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 def capture(rehearse: Callable[[], None], step: Callable[[], Made], device: torch.device) -> Callable[[], Made]:

@@ -82,13 +82,7 @@ class Decoder:
 
     def _step(self, tokens: Tensor, state: Any) -> tuple[Tensor, Any]:
         logits, after = self.model(tokens[:, None], state)
-        if self._padded:  # the first entry of what has grown is padding
-
-            def shortened(old: Tensor, new: Tensor) -> Tensor:
-                return new[:, 1:] if new.dim() > 1 and new.shape[1] == old.shape[1] + 1 else new
-
-            after = tree_map(shortened, state, after)
-        return logits[:, -1], after
+        return logits[:, -1], tree_map(_without_first, state, after) if self._padded else after
 
     def _pad(self, graphs: DecodingGraphs, tokens: Tensor) -> str | None:
         """Pad a state that grows; return the reason if that is impossible."""
@@ -122,3 +116,9 @@ def _padded(state: Any, grows: list[bool], size: int, value: float) -> Any:
 
     leaves, structure = tree_flatten(state)
     return tree_unflatten([*map(pad, leaves, grows)], structure)
+
+
+def _without_first(before: Tensor, after: Tensor) -> Tensor:
+    """`after` [B,S+1,…] without its first entry, if `before` is [B,S,…]; otherwise all of it."""
+    grown = after.dim() > 1 and after.shape[1] == before.shape[1] + 1
+    return after[:, 1:] if grown else after

@@ -150,11 +150,12 @@ def _key(model: nn.Module, inputs: Any) -> Hashable:
         (backend_name(), kernels.is_deterministic()),
     )
     weights = tuple((x.data_ptr(), x.dtype, x.shape) for x in (*model.parameters(), *model.buffers()))
-    kinds = (int, float, str, torch.dtype, FunctionType)
-    settings = tuple(
-        (type(part), *(each for each in vars(part).items() if isinstance(each[1], kinds))) for part in model.modules()
-    )
+    settings = tuple((type(part), *filter(_is_setting, vars(part).items())) for part in model.modules())
     return ref(model), weights, settings, modes, str(structure), tuple((x.shape, x.dtype, x.device) for x in leaves)
+
+
+def _is_setting(attribute: tuple[str, object]) -> bool:
+    return isinstance(attribute[1], int | float | str | torch.dtype | FunctionType)
 
 
 def fits(state: Any, following: Any) -> bool:

@@ -36,9 +36,7 @@ class OurSteps:
 
 def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
     """A random state with the size and the dtypes it has after `position` tokens."""
-    token = torch.zeros(batch_size, 1, dtype=torch.int64, device=next(model.parameters()).device)
-    with torch.no_grad():
-        state = model(token, model.init_state(batch_size))[1]
+    state = _after_a_token(model, batch_size)
     more = iter(growing(model, state))
 
     def fill(leaf: Tensor) -> Tensor:
@@ -49,3 +47,9 @@ def state_at(model: LanguageModel, batch_size: int, position: int) -> Any:
         return 0.1 * torch.randn(size, dtype=leaf.dtype, device=leaf.device)
 
     return tree_map(fill, state)
+
+
+@torch.no_grad()
+def _after_a_token(model: LanguageModel, batch_size: int) -> Any:
+    token = torch.zeros(batch_size, 1, dtype=torch.int64, device=next(model.parameters()).device)
+    return model(token, model.init_state(batch_size))[1]

@@ -5,7 +5,6 @@ number shows it. So processes compare what determines a step before the first on
 """
 
 import json
-import re
 import socket
 from functools import cache
 from importlib.util import find_spec
@@ -34,12 +33,8 @@ def check_same(trainer: L.Trainer, tokenizer: Any, config: dict[str, Any] | None
         return
     described = {"the code of this project": code_digest(), "the version of PyTorch": torch.__version__}
     data = getattr(trainer, "datamodule", None)
-    by_content = isinstance(data, ResumableData)  # paths of data may differ between nodes if the data does not
-    described |= {
-        key: value
-        for key, value in _entries(config or {})
-        if not by_content or not re.match(r"data\..*(?<!class_)path$", key)
-    }
+    by_content = isinstance(data, ResumableData)
+    described |= {key: value for key, value in _entries(config or {}) if not (by_content and _is_path_of_data(key))}
     if isinstance(data, ResumableData):
         described |= {f"data.{name}": _short(value) for name, value in data.identity().items()}
     if tokenizer is not None:
@@ -60,6 +55,11 @@ def _entries(value: Any, key: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict) and value:
         return [entry for name, part in value.items() for entry in _entries(part, f"{key}.{name}" if key else name)]
     return [(key, _short(value))]
+
+
+def _is_path_of_data(key: str) -> bool:
+    """Return whether a key holds where data is, which may differ between nodes as long as the data does not."""
+    return key.startswith("data.") and key.endswith("path") and not key.endswith("class_path")
 
 
 def _short(value: Any) -> str:

@@ -174,13 +174,8 @@ class CapturedPasses:
                 self._drop_gradients()
             with self._agreement.joined():
                 self._loss.backward(self._scale)
-            new = [parameter.grad for parameter in self.parameters]
-            if first and gradients:  # copy the new ones to the memory that all graphs share
-                if [x is None for x in new] != [x is None for x in gradients]:
-                    raise RuntimeError("batches of different shapes give gradients to different parameters")
-                torch._foreach_copy_([x for x in gradients if x is not None], [x for x in new if x is not None])
-                for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                    parameter.grad = gradient
+            if first and gradients:
+                self._move(gradients)
             return [parameter.grad for parameter in self.parameters]
 
         if not first:
@@ -188,6 +183,15 @@ class CapturedPasses:
         passes = _Pass(self._recorder().record(forward), self._recorder().record(backward))
         self._loss = None
         return passes
+
+    def _move(self, shared: list[Tensor | None]) -> None:
+        """Copy new gradients to the memory that all graphs share."""
+        gradients = [parameter.grad for parameter in self.parameters]
+        if [x is None for x in gradients] != [x is None for x in shared]:
+            raise RuntimeError("batches of different shapes give gradients to different parameters")
+        torch._foreach_copy_([x for x in shared if x is not None], [x for x in gradients if x is not None])
+        for parameter, gradient in zip(self.parameters, shared, strict=True):
+            parameter.grad = gradient
 
     def _check(self, passes: _Pass, expected: Tensor) -> None:
         """Raise a RuntimeError if the loss or gradient norm of a replay differs from the eager step."""

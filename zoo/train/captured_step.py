@@ -106,12 +106,7 @@ class CapturedStep:
             self._refuse(reason)
         graphs = self._passes.serving(inputs, packed)
         done = graphs is not None and first in graphs.passes and True in graphs.passes
-        if self.refused is not None or done:
-            return
-        if graphs is None and len(self._passes.graphs) >= MOST_SHAPES:
-            if not self._odd_shapes_reported:
-                self._odd_shapes_reported = True
-                log.warning("cuda_graph: batches of other shapes than the first %d run eagerly", MOST_SHAPES)
+        if self.refused is not None or done or (graphs is None and not self._has_room()):
             return
         parameters = self._passes.parameters
         attached = [parameter.grad for parameter in parameters]
@@ -140,6 +135,15 @@ class CapturedStep:
         if graphs is None or first not in graphs.passes:
             return eager(self._compute, inputs, cu_seqlens)
         return self._passes.replay(graphs, inputs, packed, first)
+
+    def _has_room(self) -> bool:
+        """Return whether another shape may be captured; if not, say so once in the log."""
+        if len(self._passes.graphs) < MOST_SHAPES:
+            return True
+        if not self._odd_shapes_reported:
+            self._odd_shapes_reported = True
+            log.warning("cuda_graph: batches of other shapes than the first %d run eagerly", MOST_SHAPES)
+        return False
 
     def _refuse(self, reason: str) -> None:
         self.forget()

@@ -409,9 +409,7 @@ class Pretraining(L.LightningModule):
             gc.collect()  # DDP is part of a reference cycle
         if isinstance(self.optim.schedule, str) and isinstance(schedule := self.lr_schedulers(), LambdaLR):
             update_rates(schedule, self._built_groups)
-        project = __name__.partition(".")[0]  # its own parts read no metrics, and neither do some of Lightning's
-        others = (type(part) for part in (self, *self.trainer.callbacks) if type(part) not in WITHOUT_METRICS)
-        reads = any(part.__module__.partition(".")[0] != project for part in others)
+        reads = any(map(_may_read_metrics, (self, *self.trainer.callbacks)))
         self._metrics_are_read = self.trainer.strategy.reduce_boolean_decision(reads, all=False)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -597,19 +595,23 @@ class Pretraining(L.LightningModule):
 
     def check_continued(self, config: dict[str, Any] | None, step: int, max_steps: int) -> None:
         """Raise a UserError unless a run with this config, saved after `step` steps, can be continued by this one."""
-        paths = ((side or {}).get("data", {}).get("class_path", "") for side in (self.config, config))
-        current, before = (path.rpartition(".")[2] for path in paths)  # Lightning finds its state by this name
-        if current and before and current != before:  # Lightning would silently start it from the beginning
-            raise UserError(
-                f"data is {current}, but the checkpoint was trained with {before}; "
-                "resume with the checkpoint's data settings, or start a new run."
-            )
+        self._check_data(config)
         self._check_optimiser(config)
         check_match(self.config, config)
         if 0 < max_steps < step:
             raise UserError(
                 f"trainer.max_steps: {max_steps} is below step {step}, which the run has reached; a number above "
                 f"{step} trains it further"
+            )
+
+    def _check_data(self, config: dict[str, Any] | None) -> None:
+        """Refuse a data module of another class: Lightning would silently start it from the beginning."""
+        paths = ((side or {}).get("data", {}).get("class_path", "") for side in (self.config, config))
+        current, saved = (path.rpartition(".")[2] for path in paths)  # Lightning finds its state by this name
+        if current and saved and current != saved:
+            raise UserError(
+                f"data is {current}, but the checkpoint was trained with {saved}; "
+                "resume with the checkpoint's data settings, or start a new run."
             )
 
     def _check_optimiser(self, config: dict[str, Any] | None) -> None:
@@ -627,6 +629,12 @@ class Pretraining(L.LightningModule):
                     f"optim.{key} is {now}, but the checkpoint was trained with {before}; resume with that, or start a "
                     "new run from its weights, by optim.initial_weights."
                 )
+
+
+def _may_read_metrics(part: object) -> bool:
+    """Return whether a callback or module is neither this project's nor one of Lightning's that reads no metrics."""
+    ours = type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return not ours and type(part) not in WITHOUT_METRICS
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -41,6 +41,15 @@ def all_succeeded(path: Path, failures: list[OSError], group: dist.ProcessGroup 
     raise not_written(path, failures[0] if failures else OSError("another process could not write its part"))
 
 
+def _hashes_of_all(shards: Path, failures: list[OSError], group: dist.ProcessGroup | None) -> dict[str, list[Any]]:
+    """File name → its size in bytes and its hash; each process hashes some of the files."""
+    names = of_all(shard_names(shards), group)[0]
+    hashes: dict[str, list[Any]] = {}
+    with noted(failures):
+        hashes = shard_hashes(shards, names[dist.get_rank() :: dist.get_world_size()])
+    return {name: described for part in of_all(hashes, group) for name, described in part.items()}
+
+
 def of_all(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """The values of all processes, in their order."""
     values: list[Any] = [None] * dist.get_world_size()
@@ -72,11 +81,7 @@ def save_with_shards(
     with noted(failures):
         described = write(path, shards, failures)
     all_succeeded(path, failures, group)
-    names = of_all(shard_names(shards), group)[0]  # of which each process hashes some
-    hashes: dict[str, list[Any]] = {}
-    with noted(failures):
-        hashes = shard_hashes(shards, names[dist.get_rank() :: dist.get_world_size()])
-    files = {each: size_and_hash for part in of_all(hashes, group) for each, size_and_hash in part.items()}
+    files = _hashes_of_all(shards, failures, group)
     all_succeeded(path, failures, group)
     if dist.get_rank() == 0:
         written = {key: checkpoint[key] for key in checkpoint if key not in left_out}

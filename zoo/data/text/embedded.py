@@ -32,13 +32,7 @@ def embedded_files(part: str | None) -> list[Named]:
         folders = {Path(sysconfig.get_paths()[name]) for name in ("purelib", "platlib")}  # of installed packages
         named = [pair for folder in sorted(folders) for pair in _package_files(folder)]
     else:
-        root, named = Path(sysconfig.get_paths()["stdlib"]), []
-        if part != DOCUMENTATION:
-            files = (file for file in _walk(root, (".py",), _EXCLUDED) if not file.name.startswith("_sysconfigdata"))
-            named = [(file.relative_to(root).as_posix(), file) for file in files]
-        topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
-        if part != LIBRARY and topics and topics.origin:
-            named.append((_TOPICS, Path(topics.origin)))
+        named = [*(_library_files() if part != DOCUMENTATION else []), *(_topics() if part != LIBRARY else [])]
     return sorted(named, key=lambda pair: hashlib.sha256(pair[0].encode()).digest())
 
 
@@ -56,6 +50,17 @@ def embedded_texts(files: list[Named]) -> Iterator[str]:
                 yield source.read()
         except (SyntaxError, UnicodeDecodeError):
             log.info("Skipped %s of the embedded corpus: it cannot be decoded.", file)
+
+
+def _library_files() -> list[Named]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [file for file in _walk(root, (".py",), _EXCLUDED) if not file.name.startswith("_sysconfigdata")]
+    return [(file.relative_to(root).as_posix(), file) for file in files]
+
+
+def _topics() -> list[Named]:
+    topics = importlib.util.find_spec("pydoc_data.topics") if importlib.util.find_spec("pydoc_data") else None
+    return [(_TOPICS, Path(topics.origin))] if topics and topics.origin else []
 
 
 def _package_files(root: Path) -> Iterator[Named]:

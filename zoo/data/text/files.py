@@ -150,10 +150,7 @@ def _found(path: Path, key: str, further: Collection[str]) -> Listing:
     if path.is_symlink() and not path.exists():
         raise UserError(f"{key}: {path} is a link to {path.readlink()}, which does not exist.")
     if not path.exists():
-        siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
-        similar = difflib.get_close_matches(path.name, siblings, n=1)
-        hint = f"did you mean {path.parent / similar[0]}?" if similar else "put text there, or give another path."
-        raise UserError(f"{key}: {path} does not exist; {hint}")
+        raise UserError(f"{key}: {path} does not exist; {_suggestion(path)}")
     if not path.is_dir():
         _check_regular(path, key)
         if not _is_read(str(path), (*further, *CODE)):
@@ -199,6 +196,12 @@ def _walk(folder: Path) -> Iterator[str]:
             seen.add(real)
             starts += sorted(path for name in inside if os.path.islink(path := os.path.join(place, name)))
             yield from (os.path.join(place, name) for name in names)
+
+
+def _suggestion(path: Path) -> str:
+    siblings = [p.name for p in path.parent.iterdir()] if path.parent.is_dir() else []
+    similar = difflib.get_close_matches(path.name, siblings, n=1)
+    return f"did you mean {path.parent / similar[0]}?" if similar else "put text there, or give another path."
 
 
 @lru_cache(maxsize=1 << 16)

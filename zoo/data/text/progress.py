@@ -124,14 +124,17 @@ class Writer:
         while len(ids):
             room = -self.tokens % SHARD_TOKENS
             if room == 0:
-                if self.shards and self.shards[-1] in self._open:
-                    self._close(self.shards[-1])
-                self.shards = [*self.shards, f"{self._split}-{len(self.shards):05d}.bin"]
-                self._open[self.shards[-1]] = AppendedFile(self._folder / self.shards[-1])
+                self._next_shard()
                 room = SHARD_TOKENS
             self._open[self.shards[-1]].write(ids[:room].astype(self._dtype).tobytes())
             self.tokens += len(ids[:room])
             ids = ids[room:]
+
+    def _next_shard(self) -> None:
+        if self.shards and self.shards[-1] in self._open:
+            self._close(self.shards[-1])
+        self.shards = [*self.shards, f"{self._split}-{len(self.shards):05d}.bin"]
+        self._open[self.shards[-1]] = AppendedFile(self._folder / self.shards[-1])
 
     def close(self) -> None:
         for name in list(self._open):

@@ -83,18 +83,22 @@ class Shards:
     @cached_property
     def document_starts(self) -> np.memmap:
         """Positions of the first tokens of all documents, int64; fetched once if they are remote."""
-        folder, name, place = self.folder, self.manifest["splits"][self.split]["starts"], Place(str(self.folder))
+        return self._positions(self.manifest["splits"][self.split]["starts"])
 
-        def fetch(new: Path) -> None:
-            for each in (split["starts"] for split in self.manifest["splits"].values()):
-                with place.open(each) as content, (new / each).open("wb") as file:
-                    shutil.copyfileobj(content, file)
-                self._check_copy(new / each, place)
-
+    def _positions(self, name: str) -> np.memmap:
+        folder = self.folder
         if not isinstance(folder, Path):
-            folder = build_once(_local_folder(folder), fetch)
+            folder = build_once(_local_folder(folder), self._fetch_positions)
             self._check_copy(folder / name, Place(str(folder)))
         return np.memmap(folder / name, np.int64, "r")
+
+    def _fetch_positions(self, folder: Path) -> None:
+        place = Place(str(self.folder))
+        for split in self.manifest["splits"].values():
+            name = split["starts"]
+            with place.open(name) as content, (folder / name).open("wb") as file:
+                shutil.copyfileobj(content, file)
+            self._check_copy(folder / name, place)
 
     def _check_copy(self, file: Path, place: Place) -> None:
         """Check the local copy of a remote file against the manifest; an error names the file in `place`."""

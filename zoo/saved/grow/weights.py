@@ -71,19 +71,25 @@ def _of_layer(
     """The tensors of a layer that are not as they were."""
     block, tensors = f"layers.{layer}.", dict[str, Tensor]()
     own = growths(growth.mixer)[0]  # says what `reinit` renews, in whichever way the layer grows
-    named = dict(after.named_parameters(remove_duplicate=False))
-    elsewhere = {id(parameter) for name, parameter in named.items() if not name.startswith(block)}
+    shared = _shared_names(after, block)
     for name, fresh in after.layers[layer].state_dict().items():
         in_mixer, whole = name.startswith("mixer."), block + name
         part = name.removeprefix("mixer.")
         renewed = part.startswith(own.renewed) if in_mixer else own.renews_norm and name.startswith("mixer_norm.")
         if (stored := weights.specs.get(whole)) is None:
             tensors[whole] = fresh.to(dtypes[name])
-        elif init == "reinit" and renewed and id(named.get(whole)) not in elsewhere:
+        elif init == "reinit" and renewed and whole not in shared:
             tensors[whole] = fresh.to(stored.dtype)
         elif stored.shape != fresh.shape:  # means are taken in fp32
             tensors[whole] = growth.resized(part, weights.tensor(whole).float(), fresh, init).to(stored.dtype)
     return tensors
+
+
+def _shared_names(model: LanguageModel, block: str) -> set[str]:
+    """The names of a block's parameters that belong to other blocks, too."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    elsewhere = {id(parameter) for name, parameter in named if not name.startswith(block)}
+    return {name for name, parameter in named if name.startswith(block) and id(parameter) in elsewhere}
 
 
 @torch.no_grad()

@@ -106,9 +106,7 @@ class Family:
         self._check_ignored(config, ignore)
         full = {**{key: allowed[0] for key, allowed in self.fixed.items()}, **self.keys, **config}
         for key, value in config.items():
-            allowed = self.fixed.get(key)
-            # all values that turn a setting off are alike
-            if allowed is not None and value not in allowed and not (is_off(value) and allowed[0] == 0):
+            if (allowed := self.fixed.get(key)) is not None and not _is_one_of(value, allowed):
                 raise refusal(key, value, " or ".join(map(shown, allowed)))
             if (other := self.same.get(key)) is not None and value not in (None, full.get(other)):
                 raise refusal(key, value, f"the value of {other}, {shown(full.get(other))}")
@@ -253,6 +251,11 @@ def is_off(value: object) -> bool:
 def unknown_in(settings: Config, allowed: Collection[str]) -> list[str]:
     """Return the keys of nested settings that are neither allowed nor off."""
     return [key for key, value in settings.items() if key not in allowed and not is_off(value)]
+
+
+def _is_one_of(value: object, allowed: Sequence[object]) -> bool:
+    """Return whether a value is allowed, where all values that turn a setting off are alike."""
+    return value in allowed or (is_off(value) and allowed[0] == 0)
 
 
 def check_kind(key: str, value: object, default: object) -> None:

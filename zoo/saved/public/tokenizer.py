@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import tokenizers
+
 from kernels import UserError
 from zoo.data.text.tokenizer import END_TOKENS, Tokenizer, foreign, library_errors
 from zoo.saved.public.folder import CONFIG, PublicFolder
@@ -30,16 +32,20 @@ def read_tokenizer(folder: PublicFolder) -> Tokenizer | None:
         bare, whole = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
     first = tokenizer.id_to_token(whole[0]) if whole[: len(bare)] != bare else None
     stops = [token for token in map(tokenizer.id_to_token, _stop_ids(folder)) if token is not None]
-    named: Any = folder.config(DESCRIPTION).get("eos_token") if folder.has(DESCRIPTION) else None
-    named = named.get("content") if isinstance(named, dict) else named
-    has_it = isinstance(named, str) and tokenizer.token_to_id(named) is not None
-    end = (named if has_it else None) or next(iter(stops), None)
+    end = _described_end(folder, tokenizer) or next(iter(stops), None)
     if end is None and not any(tokenizer.token_to_id(token) is not None for token in END_TOKENS):
         raise UserError(
             f"checkpoint: {folder.path} does not say which token ends a document; name it as eos_token in "
             f"{DESCRIPTION}."
         )
     return Tokenizer(tokenizer, name, end, first, [token for token in stops if token])
+
+
+def _described_end(folder: PublicFolder, tokenizer: tokenizers.Tokenizer) -> str | None:
+    """The token that `tokenizer_config.json` names as the end of a document, if the tokenizer has it."""
+    named: Any = folder.config(DESCRIPTION).get("eos_token") if folder.has(DESCRIPTION) else None
+    named = named.get("content") if isinstance(named, dict) else named
+    return named if isinstance(named, str) and tokenizer.token_to_id(named) is not None else None
 
 
 def _stop_ids(folder: PublicFolder) -> list[int]:

@@ -131,9 +131,7 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     parts = trainer.world_size * trainer.accumulate_grad_batches if is_deterministic() else 1
     if parts > 1 or (is_deterministic() and trainer.lightning_module.sharing is not None):
         return "deterministic mode adds the gradients of the parts of a step in a fixed order"
-    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
-    registers = "expandable_segments:True" in settings and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
-    if trainer.world_size > 1 and registers:  # of segments that graphs use, which leads to illegal accesses
+    if trainer.world_size > 1 and registers_segments():
         return "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True with several processes requires NCCL_GRAPH_REGISTER=0"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
         return f"trainer.precision={trainer.precision_plugin.precision} scales the loss on the host; use bf16-mixed"
@@ -142,6 +140,12 @@ def obstacle(trainer: L.Trainer, model: nn.Module) -> str | None:
     if (hooked := hooked_module(model)) is not None:
         return f"{hooked} has a hook, which a replay would not call"
     return None
+
+
+def registers_segments() -> bool:
+    """Return whether NCCL would register expandable segments that graphs use, which leads to illegal accesses."""
+    settings = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
+    return "expandable_segments:True" in settings and os.environ.get("NCCL_GRAPH_REGISTER") != "0"
 
 
 def only_on_request(trainer: L.Trainer) -> str | None:

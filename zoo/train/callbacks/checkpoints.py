@@ -13,6 +13,7 @@ import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import nn
 from tqdm import tqdm
 
 from kernels.errors import UserError
@@ -135,12 +136,12 @@ class Checkpoints(RunCallback, Checkpoint):
                 f"checkpoints.in_background is true, but {type(strategy).__name__} writes its checkpoints itself, "
                 f"and not in the background: set it to false{advice}."
             )
-        in_background = bool(self.in_background)
-        if self.in_background is None and possible and strategy.root_device.type == "cuda":
-            # weights and two moments in fp32 may take half of the free host memory, which processes may see differently
-            memory, numbers = free_memory(), sum(parameter.numel() for parameter in pl_module.parameters())
-            in_background = strategy.reduce_boolean_decision(memory is not None and 12 * numbers < memory / 2)
-        self._background = Background() if in_background else None
+        self._background = Background() if self._writes_in_background(strategy, pl_module, possible) else None
+
+    def _writes_in_background(self, strategy: Strategy, module: nn.Module, possible: bool) -> bool:
+        if self.in_background is not None or not possible or strategy.root_device.type != "cuda":
+            return bool(self.in_background)
+        return strategy.reduce_boolean_decision(_copy_fits(module))  # processes may see different free memory
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Note the checkpoint; refuse it if its optimiser state is in ZeRO shards that this strategy does not read."""
@@ -157,9 +158,7 @@ class Checkpoints(RunCallback, Checkpoint):
         self._agreement = Agreement(trainer.strategy.root_device) if trainer.world_size > 1 else None
         sharded = isinstance(trainer.strategy, FSDP2)  # it shards the parameters later
         if self._background is not None and trainer.strategy.root_device.type == "cuda" and not sharded:
-            parameters = list(pl_module.parameters())
-            trained = [parameter for parameter in parameters if parameter.requires_grad]  # each has two moments
-            self._background.reserve([parameter.nbytes for parameter in (*parameters, *trained, *trained)])
+            self._background.reserve(_copied_bytes(pl_module))
 
     def on_sanity_check_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Let signals wait for the end of a step from here on."""
@@ -325,9 +324,8 @@ class Checkpoints(RunCallback, Checkpoint):
         """Keep the checkpoint just saved, if its step is one of `keep_every_n_steps`, and remove older ones."""
         step, every = trainer.global_step, self.keep_every_n_steps
         if every is not None and step % every == 0 and not trainer.fast_dev_run:
-            self._copy(trainer, name := f"step-{step:08d}.ckpt")
-            if self.keep_last is not None and trainer.is_global_zero:
-                self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer), name))
+            self._copy(trainer, f"step-{step:08d}.ckpt")
+            self._remove_oldest(trainer, f"step-{step:08d}.ckpt")
 
     def _wait(self) -> None:
         """Wait until the last checkpoint is written, or raise the error of the write."""
@@ -349,9 +347,26 @@ class Checkpoints(RunCallback, Checkpoint):
         elif trainer.is_global_zero:
             self._when_written(partial(atomic_link, last, self._folder(trainer) / name))
 
+    def _remove_oldest(self, trainer: L.Trainer, written: str) -> None:
+        """Remove permanent checkpoints beyond `keep_last`, of which one was just written."""
+        if self.keep_last is not None and trainer.is_global_zero:
+            self._when_written(partial(_remove_all_but, self.keep_last, self._folder(trainer), written))
+
+
+def _copy_fits(module: nn.Module) -> bool:
+    """Return whether a copy of the state fits into half of the free host memory: weights and two moments in fp32."""
+    memory = free_memory()
+    return memory is not None and 12 * sum(parameter.numel() for parameter in module.parameters()) < memory / 2
+
+
+def _copied_bytes(module: nn.Module) -> list[int]:
+    """The sizes of what a checkpoint copies: the weights, and two moments of those that are trained."""
+    parameters = list(module.parameters())
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    return [parameter.nbytes for parameter in (*parameters, *trained, *trained)]
+
 
 def _remove_all_but(number: int, folder: Path, written: str) -> None:
-    """Remove all but some of the permanent checkpoints, of which one was just written."""
     steps = {path: PERMANENT.fullmatch(path.name) for path in folder.glob("step-*.ckpt") if not path.is_symlink()}
     # what was just written counts as the newest, even next to later steps of an earlier attempt
     ages = {path: (path.name == written, int(step[1])) for path, step in steps.items() if step is not None}

@@ -131,6 +131,13 @@ class ResultRow(RunCallback):
     def _wall_seconds(self) -> float:
         return self._earlier_seconds + time.perf_counter() - self._start
 
+    def _speed_by_clock(self, tokens: int) -> float | None:
+        """Tokens per second of everything since the first batch; None without a second one."""
+        if self._first is None or self._first[1] == tokens:
+            return None
+        start, first_tokens = self._first
+        return (tokens - first_tokens) / (time.perf_counter() - start)
+
     def _mixers_loss(self, trainer: L.Trainer, pl_module: L.LightningModule) -> dict[str, float]:
         """The loss on the first validation batches, as is and with the mixers' outputs zeroed."""
         if trainer.val_dataloaders is None:
@@ -156,14 +163,12 @@ class ResultRow(RunCallback):
         """Put the row together, in the first process."""
         if not trainer.is_global_zero or trainer.fast_dev_run:
             return
-        model, metrics, device = pl_module.model, trainer.callback_metrics, pl_module.device
+        model, metrics = pl_module.model, trainer.callback_metrics
         length = pl_module.context_length or pl_module.context_loss.context_length
         speed = metrics.get("tokens_per_second")
         batches, optim = batches_of(trainer), pl_module.optim
         planned = trainer.max_steps if trainer.max_steps > 0 else trainer.global_step
         forward = model.flops(length) / length if length else None
-        start, first_tokens = self._first or (0.0, pl_module.tokens_seen)
-        since = pl_module.tokens_seen - first_tokens or None  # None without a second batch
         row = {
             "run": Path(trainer.default_root_dir).resolve().name,
             "status": status,
@@ -198,14 +203,11 @@ class ResultRow(RunCallback):
             "data_hash": _data_hash(trainer),
             "tokenizer_hash": getattr(pl_module.tokenizer, "hash", None),
             "tokens_per_second": speed,
-            # of everything since the first batch
-            "tokens_per_second_by_clock": since and since / (time.perf_counter() - start),
+            "tokens_per_second_by_clock": self._speed_by_clock(pl_module.tokens_seen),
             "wall_seconds": round(self._wall_seconds(), 1),
             "seed": int(os.environ["PL_GLOBAL_SEED"]) if "PL_GLOBAL_SEED" in os.environ else None,
             "torch": torch.__version__,
-            "device": torch.cuda.get_device_name(device)
-            if device.type == "cuda"
-            else f"{device.type} ({platform.machine()})",
+            "device": _device_name(pl_module.device),
             "devices": trainer.world_size,
             "precision": str(trainer.precision),
             "commit": _commit(),
@@ -235,6 +237,10 @@ def _data_hash(trainer: L.Trainer) -> str | None:
         return None
     identity = {name: value for name, value in data.identity().items() if name not in ("seed", "batch_size")}
     return xxhash.xxh3_64_hexdigest(json.dumps(identity, sort_keys=True, default=str).encode())
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} ({platform.machine()})"
 
 
 def _commit() -> str | None:
