@@ -167,13 +167,6 @@ def test_a_callback_and_then_its_arguments(command: Command, desk: Path, name: s
     assert (early["init_args"]["monitor"], early["init_args"]["patience"]) == ("val_loss", 9)
 
 
-def test_a_printed_config_is_a_config(command: Command, desk: Path) -> None:
-    printed = command(*ONE_STEP, "--model.stack.second.factor=2", "--print_config")
-    Path("printed.yaml").write_text(printed.out)
-    assert command("fit", "--config=printed.yaml", "--print_config").out == printed.out
-    assert not Path("runs").exists()
-
-
 def test_the_config_of_a_resumed_run_is_printed(command: Command, desk: Path, finished: Path) -> None:
     printed = command("fit", f"--resume={finished}/runs/done", "--trainer.max_steps=9", "--print_config").ok()
     config = yaml.safe_load(printed.out)

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torch
 from kernels import UserError
 from tests.forked_python import forked_python
 from tests.zoo.tiny import ResumableLoader, pretraining, trainer, validation_loader
-from zoo.train.callbacks.checkpoints import Checkpoints
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is for Linux")
 
@@ -54,12 +52,6 @@ def test_precisions():
         assert not torch.is_autocast_enabled("cpu")
     batch = torch.zeros(2, 3)
     assert ZeroPrecision("bf16-mixed", "cpu").convert_input(batch) is batch
-
-
-def test_checkpoints_are_not_written_in_the_background(tmp_path):
-    trainer = SimpleNamespace(strategy=Zero(), default_root_dir=tmp_path, fast_dev_run=False, _signal_connector=None)
-    with pytest.raises(UserError, match="in_background is true, but Zero writes its checkpoints itself"):
-        Checkpoints(in_background=True).setup(trainer, None, "fit")
 
 
 def test_a_shard_that_cannot_be_written_stops_no_process(tmp_path):

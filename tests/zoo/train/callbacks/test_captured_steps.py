@@ -11,7 +11,6 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 from tests.zoo.tiny import (
@@ -226,19 +225,6 @@ def test_expandable_segments_that_nccl_would_register_are_not_captured(monkeypat
     assert (obstacle(run, model) or "").endswith("requires NCCL_GRAPH_REGISTER=0")
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
     assert obstacle(run, model) is None
-
-
-def test_all_processes_capture_or_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    """A process without a reason of its own names that of the other one."""
-    module, precision = pretraining(), SimpleNamespace(scaler=None)
-    run: Any = SimpleNamespace(strategy=DDPStrategy(), world_size=2, precision_plugin=precision)
-    votes = SimpleNamespace(first_reason=lambda reason: reason or "a hook there")
-    monkeypatch.setattr("zoo.train.callbacks.captured_steps.ContextParallel", lambda: votes)
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    with caplog.at_level(logging.WARNING):
-        CapturedSteps(Repeated()).on_train_start(run, module)
-    assert lines(caplog) == ["cuda_graph: the training step runs eagerly: a hook there"]
-    assert module.captured is None
 
 
 @pytest.mark.parametrize("hook", ["on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"])
