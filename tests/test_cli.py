@@ -147,17 +147,6 @@ def test_evaluation_of_a_run(command: Command, finished: Path):
     assert mean == pytest.approx(results["val_loss"], abs=1e-4)
 
 
-@pytest.mark.slow
-def test_generate(command: Command, finished: Path):
-    ask = ("generate", "--checkpoint", str(finished / "runs" / "done"), "--max_new_tokens", "5", "--prompt", "def ")
-    first = command(*ask, "--seed=1").ok()
-    assert first.out.startswith("def ")
-    assert len(first.out) > len("def \n")
-    assert command(*ask, "--seed=1").out == first.out
-    assert command(*ask, "--seed=2").out != first.out
-    assert command(*ask, "--temperature=0").out == command(*ask, "--temperature=0").out
-
-
 # --- help
 
 

@@ -26,14 +26,6 @@ def small(desk: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return desk
 
 
-@pytest.mark.slow
-def test_a_dry_run_lists_runs_and_sizes(command, small) -> None:
-    shown = command("sweep", "--config", "small.yaml", "--dry-run", "--model.hidden_size=16").ok()
-    assert "factor=1" in shown.out
-    assert "256" in shown.out  # 2 heads · 8²: one layer's state times two
-    assert not (small / "runs").exists()
-
-
 @pytest.mark.parametrize("name", ["sweep.csv", "sweep.png"])
 def test_files_of_somebody_else_are_kept(command, small, name) -> None:
     (small / "mine").mkdir()

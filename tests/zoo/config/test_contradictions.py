@@ -46,9 +46,3 @@ def test_whole_numbers_may_be_written_as_others(command: Command, desk: Path, nu
     assert [(value, type(value)) for value in values] == [(100, int)] * 5
     assert json.dumps(config["trainer"]["limit_val_batches"]) == "1.0"
     assert json.dumps(config["optim"]["weight_decay"]) == "2.0"
-
-
-def test_fractions_are_not_whole(command: Command):
-    done = command(*FIT, "--trainer.max_steps=1.5").refused()
-    assert "trainer.max_steps" in done.err
-    assert "whole number" in done.err

@@ -6,12 +6,9 @@ from kernels import UserError
 from zoo import config as configs
 
 MISTAKES = {
-    "model.hiden_size=1": "model.hiden_size: unknown key; did you mean 'hidden_size'?",
     "model.stack.mixer.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'?",
     "model.stack.mixer.init_args.fctor=1": "model.stack.mixer.fctor: unknown key; did you mean 'factor'?",
     "model.stack.mixer.mixer.decay=null": "model.stack.mixer.mixer.decay: unknown key (allowed: ",
-    "model.stack.mixer.mixer=GAL": "model.stack.mixer.mixer: 'GAL' is not a known LinearMixer; did you mean 'GLA'?",
-    "model.stack.mixer=mixers.Nothing": "model.stack.mixer: the module 'mixers' has no 'Nothing'",
     "model.stack.mixer=mixers.names": "model.stack.mixer: 'mixers.names' is not a TokenMixer; write its dotted path, ",
     "model.stack=H1": "model.stack: H1 needs a value for first, second, under init_args",
     "model.num_layers=two": "model.num_layers: 'two' is not a whole number",

@@ -8,7 +8,6 @@ import torch
 
 import kernels
 import zoo
-from tests.commands import Command
 
 SMALL = (
     "gla.yaml",
@@ -64,10 +63,3 @@ def test_a_backend_that_cannot_run_is_a_sentence_and_is_left(desk: Path, monkeyp
     with pytest.raises(kernels.UserError, match=r"^backend: .* cannot run on 'triton', which needs a GPU"):
         ran("backend=triton")
     assert here() == "torch"
-
-
-@pytest.mark.slow
-def test_from_the_command_line(command: Command, desk: Path):
-    done = command("fit", "--config", "gla.yaml", "--config", "tiny.yaml", "--backend=tritn").refused()
-    assert "error: backend: 'tritn' is not one of auto, triton, torch, reference" in done.err
-    assert "Traceback" not in done.err

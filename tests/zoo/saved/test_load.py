@@ -72,28 +72,11 @@ def test_load_tokenizer(run: Path, exported: Path):
         assert tokenizer.decode(tokenizer.encode("text 7 ü 🐁")) == "text 7 ü 🐁"
 
 
-def test_a_run_says_how_to_build_its_model(run: Path):
-    fresh, loaded = zoo.build(run / "config.yaml"), zoo.load(run)
-    assert {name: t.shape for name, t in fresh.state_dict().items()} == {
-        name: t.shape for name, t in loaded.state_dict().items()
-    }
-
-
 @pytest.mark.slow
 def test_build_takes_the_vocabulary_of_the_data(tmp_path: Path, run: Path):
     tokenizer, small = f"data.tokenizer={run / 'tokenizer.json'}", ("model.hidden_size=32", "model.num_heads=2")
     assert zoo.build("gdn_h2.yaml", tokenizer, *small).vocab_size == 300  # null: the tokenizer's
     assert zoo.build("gdn_h2.yaml", tokenizer, *small, "model.vocab_size=512").vocab_size == 512  # a number stays
-
-
-def test_build_applies_configs_and_overrides_in_order():
-    order = ("gdn_h2.yaml", "size/400m.yaml", "model.num_layers=3", "model.num_layers=6", "model.stack.second.factor=4")
-    model = zoo.build(*order, device="meta")
-    assert (model.hidden_size, model.num_layers, model.vocab_size) == (1024, 6, 32000)
-    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-    plain = zoo.build(*order[:-1], device="meta")
-    assert model.mixers[1].state_size() == 4 * plain.mixers[1].state_size()
-    assert model.mixers[0].state_size() == plain.mixers[0].state_size()
 
 
 @pytest.mark.parametrize("load", [zoo.load, zoo.load_tokenizer])

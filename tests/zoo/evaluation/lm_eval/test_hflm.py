@@ -9,11 +9,9 @@ import pytest
 import torch
 
 from tests.zoo.evaluation.lm_eval.conftest import TEXTS
-from tests.zoo.evaluation.lm_eval.test_model import PIQA, instances
+from tests.zoo.evaluation.lm_eval.test_model import instances
 from tests.zoo.saved.public.public_folder import byte_level
-from zoo.evaluation.lm_eval.task import lm_eval_task
 from zoo.evaluation.loaded import load_subject
-from zoo.evaluation.task import Options
 
 pytestmark = [pytest.mark.parity, pytest.mark.slow]
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 260, "eos_token_id": 256, "bos_token_id": 256}
@@ -76,17 +74,3 @@ def test_greedy_answers(both: tuple[Any, Any]) -> None:
     expected, actual = (lm.generate_until(instances("generate_until", *prompts)) for lm in both)
     assert actual == expected
     assert any(actual)
-
-
-def test_a_task_over_local_files(both: tuple[Any, Any], data: Callable[..., Path]) -> None:
-    where = data("piqa.jsonl", *PIQA)
-    task = lm_eval_task("piqa")(Options(data=str(where)))
-    theirs, ours = both
-    (cell,) = task.cells(ours.subject)
-    rows = {row["metric"]: row["value"] for row in task.run(ours.subject, cell)}
-    questions = [[(f"Question: {doc['goal']}\nAnswer:", f" {doc[key]}") for key in ("sol1", "sol2")] for doc in PIQA]
-    right = []
-    for document, pairs in zip(PIQA, questions, strict=True):
-        scores = [score for score, _ in theirs.loglikelihood(instances("loglikelihood", *pairs))]
-        right.append(scores.index(max(scores)) == document["label"])
-    assert rows["acc"] == pytest.approx(sum(right) / len(right))
