@@ -82,20 +82,6 @@ def test_two_nodes_train_as_one(launcher, strategy: str, finished: Path, tmp_pat
     assert two["val_loss"] == pytest.approx(one["val_loss"], abs=1e-3)
 
 
-@pytest.mark.nightly
-def test_two_nodes_with_different_text_train_nothing(tmp_path: Path, shared_cache: Path) -> None:
-    commands = []
-    for node in range(2):
-        text = tmp_path / f"disk{node}" / "text.txt"
-        text.parent.mkdir()
-        text.write_text(f"def node_{node}(x):\n    return x + {node}\n" * 5000)
-        commands.append([*FIT, "--trainer.strategy=ddp", *NODES, f"--data.path={text}", "--run", "nodes"])
-    codes, said = train_on_two_nodes(torchrun, commands, tmp_path, shared_cache)
-    assert 0 not in codes
-    assert "data.data_hash differs between processes" in said[0] + said[1]
-    assert not (tmp_path / "runs" / "nodes" / "metrics.jsonl").exists()
-
-
 @pytest.mark.slow
 def test_one_of_two_nodes_says_what_it_waits_for(tmp_path: Path, shared_cache: Path):
     with sitting_at(tmp_path, shared_cache):
