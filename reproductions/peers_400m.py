@@ -13,11 +13,12 @@ import gc
 import sys
 import time
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kernels import UserError
 from reproductions import beside, peers, script, write_csv
@@ -38,7 +39,8 @@ OF_TRANSFORMERS = {
     "qwen3_5": "Qwen3_5ForCausalLM",
     "olmo_hybrid": "OlmoHybridForCausalLM",
 }
-WITHOUT_KERNELS = ("mamba2",)  # FLA's model runs kernels of mamba_ssm, or else PyTorch's operations
+WITHOUT_MLPS = {"mamba3 without MLPs": ["mamba3.yaml", "size/mamba-400m.yaml"]}  # FLA's Mamba-3 has none
+WITH_MAMBA_SSM = ("mamba2", "mamba3")  # without its kernels, FLA's models run PyTorch's operations
 COLUMNS = ("model", "length", "how", "batch_size", *SPEED, *SETTINGS, "note")
 Row = dict[str, Any]
 
@@ -62,14 +64,30 @@ def peer_of(config: list[str], device: torch.device) -> peers.PeerModel | None:
     name = Path(config[0]).stem
     if name in OF_TRANSFORMERS:
         return peers.model_of_transformers(OF_TRANSFORMERS[name], ours, device)
-    if name in WITHOUT_KERNELS:
+    if name in WITH_MAMBA_SSM and find_spec("mamba_ssm") is None:
         return None
     with suppress(ImportError):  # FLA's attention requires flash-attn
         without_weights = peers.same_model(ours, sizes, torch.device("meta"))
         if without_weights is not None:
             without_weights.build()
-            return peers.same_model(ours, sizes, device)
+            peer = peers.same_model(ours, sizes, device)
+            return _unfused_convolution(peer) if peer and name == "mamba2" else peer
     return None
+
+
+def _unfused_convolution(peer: peers.PeerModel) -> peers.PeerModel:
+    """Without causal-conv1d, FLA's Mamba2 runs on a GPU only as in evaluation, with FLA's kernel of the convolution."""
+    if find_spec("causal_conv1d") is not None:
+        return peer
+
+    def build() -> nn.Module:
+        model = peer.build()
+        for module in model.modules():
+            if type(module).__name__ == "Mamba2":
+                module.training = False  # of the mixer alone: it has no dropout
+        return model
+
+    return peers.PeerModel(f"{peer.name}, unfused convolution", build)
 
 
 def speeds_of(config: list[str], batch_size: int, length: int, steps: int, device: torch.device) -> list[Row]:
@@ -116,7 +134,7 @@ def peers_400m(
     """Write the speed in training of models of 400M parameters and of other libraries' models.
 
     Args:
-        models: Names of configs, such as kda; null for all that have an overlay of 400M.
+        models: Names of configs, such as kda, or `mamba3 without MLPs`; null for all that have an overlay of 400M.
         lengths: Tokens in a sequence; null for 4096 and 2048.
         batch_size: Sequences in a step; half as many where they do not fit.
         steps: Number of steps to time, after a few others; on a GPU after four seconds of them, or 100.
@@ -127,7 +145,8 @@ def peers_400m(
     Raises:
         UserError: An argument is invalid; or some models could not be measured, after the others were.
     """
-    start, target, available, where = time.monotonic(), Path(file), overlays(), pick_device(device)
+    start, target, where = time.monotonic(), Path(file), pick_device(device)
+    available = {name: [f"{name}.yaml", overlay] for name, overlay in overlays().items()} | WITHOUT_MLPS
     check_names("models", models or [], available)
     check_options("bf16-mixed", batch_size=batch_size, lengths=min(lengths or [1]), steps=steps)
     if where.type == "cuda":
@@ -140,7 +159,7 @@ def peers_400m(
             if done or (seconds is not None and time.monotonic() - start > seconds):
                 continue
             try:
-                measured = speeds_of([f"{name}.yaml", available[name]], batch_size, length, steps, where)
+                measured = speeds_of(available[name], batch_size, length, steps, where)
             except Exception as error:  # the other models can be measured
                 failed[f"{name}, {length}"] = complaint(error)
                 continue

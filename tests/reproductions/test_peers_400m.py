@@ -19,6 +19,7 @@ from zoo.performance.model import read as parsed
 def test_speeds_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(table, "overlays", lambda: dict.fromkeys(("gla", "transformer"), "model.num_layers=1"))
+    monkeypatch.setattr(table, "WITHOUT_MLPS", {})
     options: dict[str, Any] = {"batch_size": 1, "lengths": [32], "steps": 1, "device": "cpu", "file": "table.csv"}
     table.peers_400m(["gla"], **options)
     (first,) = read(Path("table.csv"))
