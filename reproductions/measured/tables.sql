@@ -345,13 +345,14 @@ from a group by form order by instr('original LPT reinit inherit preserve', form
 select '`' || model || '.yaml`' as model, printf('%.2fM', state / 1e6) as "numbers of state at 4,096 tokens",
   printf('%.2f', gflops) as "GFLOP a token",
   case when tokens_per_second then printf('%.0fk', tokens_per_second / 1e3) || iif(batch_size < 8, printf(' (%d)', batch_size), '') end
-  as "tokens/s in training", case when device like '%H100%' then 'H100' when device like '%H200%' then 'H200' end as card
-from rows order by tokens_per_second is null, card desc, tokens_per_second desc, grows, state
+  as "tokens/s in training" from rows order by tokens_per_second is null, tokens_per_second desc, grows, state
 
 -- decode_400m: reproductions/measured/decode_400m.csv
-with places as (select *, printf('%.2f (%.1f)', ms, ratio) as time from rows where position = 1024)
-select '`' || model || '.yaml`' as model, max(case batch_size when 1 then time end) as "batch 1",
-  max(case batch_size when 64 then time end) as "batch 64" from places group by model order by min(ratio)
+with models as (select model, max(case batch_size when 1 then ratio end) as one,
+  printf('`%s` %.1f/%.1f', model, max(case batch_size when 1 then ratio end), max(case batch_size when 64 then ratio end)) as cell
+  from rows where position = 1024 and model not like 'fla %' group by model)
+select case when one <= 4 then 'at most 4' when one <= 6 then '4 to 6' when one <= 12 then '6 to 12' else 'above 12' end as "times the floor",
+  group_concat(cell, ', ') as "models: batch 1/64" from (select * from models order by one) group by 1 order by min(one)
 
 -- peers_400m: reproductions/measured/peers_400m.csv
 with runs as (select model, length, max(batch_size) as batch, max(case how when 'captured' then tokens_per_second end) as captured,
@@ -360,7 +361,7 @@ with runs as (select model, length, max(batch_size) as batch, max(case how when 
     max(case when how not in ('captured', 'eager') then how end) like 'transformers%' as hf from rows group by model, length),
   cells as (select *, printf('%.0f, %.0f, %.0f', captured / 1e3, eager / 1e3, peer / 1e3) || iif(batch < 8, printf(' (%d)', batch), '') as speed,
     printf('%.2f', 1.0 * captured / peer) as ratio from runs where peer is not null)
-select '`' || model || '.yaml`' || iif(max(hf), '*', '') as model, max(case length when 4096 then speed end) as "8 × 4,096",
+select '`' || replace(model, ' without MLPs', '') || '.yaml`' || iif(max(hf), '*', '') || iif(model like '% MLPs', ', without MLPs', '') as model, max(case length when 4096 then speed end) as "8 × 4,096",
   max(case length when 4096 then ratio end) as ratio, max(case length when 2048 then speed end) as "8 × 2,048",
   max(case length when 2048 then ratio end) as "ratio " from cells group by model order by min(case length when 4096 then ratio end)
 
