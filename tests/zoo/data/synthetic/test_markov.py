@@ -60,6 +60,14 @@ def test_splits_and_seeds_differ():
     assert sum(len(batch.tokens) for batch in data.val_dataloader()) == 64
 
 
+def test_a_checkpoint_from_before_a_setting_existed_is_resumed():
+    data = MarkovChain(**SMALL)
+    before = {name: value for name, value in data.state_dict().items() if name != "successors"}
+    assert before != data.state_dict()
+    data.load_state_dict({**before, "position": 8})
+    assert data.state_dict()["position"] == 8
+
+
 def test_long_sequences_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch):
     samples, sizes = MarkovChain(vocab_size=32_000, sequence_length=2**18).train, []
     monkeypatch.setattr(markov, "random_bits", lambda *inputs: sizes.append(inputs[1]) or random_bits(*inputs))
