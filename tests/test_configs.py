@@ -194,28 +194,22 @@ def test_printed_configs_can_be_read_back(name: str, command: Command, desk: Pat
     assert repeated.out == printed.out
 
 
-# (config, size, E) → parameters, elements of the state. Tables 3 and 4 of "Scaling up the State Size of RNN LLMs" (it
-# prints 412M, 427M, 450M or 454M for E = 2, 4, 8), and what the configs of the authors' public code of "Gated Delta
-# Networks" have with their shared embedding.
+# (config, size, E) → parameters. Table 3 of "Scaling up the State Size of RNN LLMs" (it prints 412M, 427M, 450M or 454M
+# for E = 2, 4, 8), and what the configs of the authors' public code of "Gated Delta Networks" have with their shared
+# embedding.
 PUBLISHED = {
-    ("state_expansion/gla.yaml", "size/400m.yaml", 1): (400_142_336, None),
-    ("state_expansion/gla.yaml", "size/400m.yaml", 2): (413_339_648, None),
-    ("state_expansion/gla.yaml", "size/400m.yaml", 4): (427_151_360, None),
-    ("state_expansion/gla.yaml", "size/400m.yaml", 8): (454_774_784, None),
-    ("state_expansion/gated_deltanet.yaml", "size/400m.yaml", 1): (399_724_928, 3_145_728),
-    ("state_expansion/gated_deltanet.yaml", "size/400m.yaml", 2): (412_898_048, 6_291_456),
-    ("state_expansion/gated_deltanet.yaml", "size/400m.yaml", 4): (426_661_376, 12_582_912),
-    ("state_expansion/gated_deltanet.yaml", "size/400m.yaml", 8): (454_188_032, 25_165_824),
-    ("state_expansion/gated_deltanet.yaml", "size/1.5b.yaml", 1): (1_466_343_808, 12_582_912),
-    ("state_expansion/gated_deltanet.yaml", "size/1.5b.yaml", 2): (1_517_855_488, 25_165_824),
-    ("state_expansion/gated_deltanet.yaml", "size/1.5b.yaml", 4): (1_570_547_200, 50_331_648),
-    ("state_expansion/gated_deltanet.yaml", "size/1.5b.yaml", 8): (1_675_930_624, 100_663_296),
-    ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-0.4b.yaml", None): (516_837_830, None),
-    ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", None): (1_309_295_488, None),
-    ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-0.4b.yaml", None): (530_764_908, None),
-    ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-1.3b.yaml", None): (1_316_608_290, None),
-    ("state_expansion/transformer.yaml", "size/transformer-400m.yaml", None): (399_561_728, math.inf),
-    ("state_expansion/transformer.yaml", "size/transformer-1.5b.yaml", None): (1_467_066_368, math.inf),
+    ("state_expansion/gla.yaml", "size/400m.yaml", 1): 400_142_336,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 2): 413_339_648,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 4): 427_151_360,
+    ("state_expansion/gla.yaml", "size/400m.yaml", 8): 454_774_784,
+    ("state_expansion/gated_deltanet.yaml", "size/400m.yaml", 1): 399_724_928,
+    ("state_expansion/gated_deltanet.yaml", "size/1.5b.yaml", 8): 1_675_930_624,
+    ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-0.4b.yaml", None): 516_837_830,
+    ("gated_delta_networks/gdn.yaml", "gated_delta_networks/gdn-1.3b.yaml", None): 1_309_295_488,
+    ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-0.4b.yaml", None): 530_764_908,
+    ("gated_delta_networks/h1.yaml", "gated_delta_networks/h1-1.3b.yaml", None): 1_316_608_290,
+    ("state_expansion/transformer.yaml", "size/transformer-400m.yaml", None): 399_561_728,
+    ("state_expansion/transformer.yaml", "size/transformer-1.5b.yaml", None): 1_467_066_368,
 }
 
 
@@ -224,9 +218,7 @@ PUBLISHED = {
 def test_published_sizes(key: tuple[str, str, int | None]):
     config, size, factor = key
     overrides = [] if factor is None else [f"model.stack.mixer.factor={factor}"]
-    model, (parameters, state_size) = built(config, size, *overrides), PUBLISHED[key]
-    assert model.num_parameters() == parameters
-    assert state_size in (model.state_size(), None)
+    assert built(config, size, *overrides).num_parameters() == PUBLISHED[key]
 
 
 @pytest.mark.slow

@@ -243,6 +243,16 @@ def test_muon_orthogonalises_each_map_of_a_fused_projection():
         assert 0.3 < values.min() < values.max() < 1.6
 
 
+def test_a_checkpoint_of_muon_before_maps_were_apart_can_be_continued():
+    """Its groups have no `matrices`, which are not taken from there."""
+    model = zoo.build("gla.yaml", "model.vocab_size=32", "model.hidden_size=32", "model.num_heads=2")
+    optimizer = build_optimizer(model, Optimisation(optimizer=Muon))
+    assert all("matrices" not in group for group in optimizer.state_dict()["param_groups"])
+    optimizer.load_state_dict(optimizer.state_dict())
+    model(torch.zeros(1, 4, dtype=torch.long))[0].sum().backward()
+    optimizer.step()
+
+
 @pytest.mark.slow
 def test_muon_is_torchs_muon_and_torchs_adamw():
     """A step is the step of PyTorch's two optimisers, each on its parameters and on each map of a projection."""

@@ -17,6 +17,7 @@ from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.checkpoints.zero_shards import check_shards, shard_hashes, shard_names
 from zoo.files.sealed_json import write_sealed
 from zoo.saved.export import export
+from zoo.train.metrics_file import read_metrics
 from zoo.train.results import read_row
 
 
@@ -202,6 +203,17 @@ def test_results_without_a_status(run: Path):
     write_sealed(run / "results.json", {"val_loss": 1.0})
     with pytest.raises(UserError, match=r"results\.json is damaged \(it has no status\)"):
         read_row(run)
+
+
+def test_metrics(run: Path, mutations: int):
+    """Rows are left out with a warning; a reader never fails."""
+    file, rows = run / "metrics.jsonl", read_metrics(run / "metrics.jsonl")
+    written, draw = file.read_bytes(), random.Random(0)
+    for _ in range(mutations):
+        file.write_bytes(mutated(written, draw))
+        read_metrics(file)
+    file.write_bytes(written)
+    assert read_metrics(file) == rows
 
 
 def test_a_folder_that_became_a_link_is_not_written_to(tmp_path: Path):

@@ -264,6 +264,31 @@ def test_a_model_without_tokenizer_needs_a_number():
         zoo.LanguageModel(Uniform(GatedDeltaNet))
 
 
+# "Scaling up the State Size of RNN LLMs", tables 3 and 4: (config, size, E) → parameters, elements of the state; as
+# counted, not as rounded in print.
+PUBLISHED = {
+    ("gated_deltanet.yaml", "size/400m.yaml", 1): (399_724_928, 3_145_728),
+    ("gated_deltanet.yaml", "size/400m.yaml", 2): (412_898_048, 6_291_456),
+    ("gated_deltanet.yaml", "size/400m.yaml", 4): (426_661_376, 12_582_912),
+    ("gated_deltanet.yaml", "size/400m.yaml", 8): (454_188_032, 25_165_824),
+    ("gated_deltanet.yaml", "size/1.5b.yaml", 1): (1_466_343_808, 12_582_912),
+    ("gated_deltanet.yaml", "size/1.5b.yaml", 2): (1_517_855_488, 25_165_824),
+    ("gated_deltanet.yaml", "size/1.5b.yaml", 4): (1_570_547_200, 50_331_648),
+    ("gated_deltanet.yaml", "size/1.5b.yaml", 8): (1_675_930_624, 100_663_296),
+    ("transformer.yaml", "size/transformer-400m.yaml", None): (399_561_728, math.inf),
+    ("transformer.yaml", "size/transformer-1.5b.yaml", None): (1_467_066_368, math.inf),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("key", PUBLISHED, ids=str)
+def test_published_sizes(key: tuple[str, str, int | None]):
+    config, size, factor = key
+    overrides = [] if factor is None else [f"model.stack.mixer.factor={factor}"]
+    model = zoo.build(config, size, *overrides, device="meta")
+    assert (model.num_parameters(), model.state_size()) == PUBLISHED[key]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "overrides", "expected"),

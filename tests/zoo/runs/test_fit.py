@@ -190,7 +190,29 @@ def test_a_sweep_lists_its_runs(desk: Path, capsys: pytest.CaptureFixture[str]) 
     ]
     assert {outcome.run.read().trainer.max_steps for outcome in planned.outcomes} == {2}
     assert "factor=2,seed=1" in capsys.readouterr().out
-    assert not (desk / "swept").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_runs")
+def test_a_comparison_gives_its_rows(desk: Path) -> None:
+    compared = zoo.compare("gla.yaml", "retnet.yaml", *_tiny_overrides(), folder="both")
+    assert {row["run"] for row in compared.rows} == {"gla", "retnet"}
+    assert (compared.folder / "comparison.png").is_file()
+
+
+def _tiny_overrides() -> list[str]:
+    return [
+        "model.hidden_size=32",
+        "model.num_heads=2",
+        "model.num_layers=1",
+        "data.sequence_length=32",
+        "data.batch_size=2",
+        "data.max_characters=200000",
+        "data.vocab_size=512",
+        "trainer.max_steps=2",
+        "trainer.limit_val_batches=1",
+        "trainer.accelerator=cpu",
+    ]
 
 
 @pytest.mark.slow

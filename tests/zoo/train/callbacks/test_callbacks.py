@@ -29,6 +29,7 @@ from zoo.checkpoints.format import read_checkpoint
 from zoo.checkpoints.io import AtomicCheckpointIO
 from zoo.data import MarkovChain
 from zoo.display import write_figure
+from zoo.files.atomic import atomic_link, atomic_write
 from zoo.train.callbacks.checkpoints import Checkpoints
 from zoo.train.callbacks.loss_curve import LossCurve
 from zoo.train.callbacks.result_row import ResultRow
@@ -36,7 +37,7 @@ from zoo.train.callbacks.samples import Samples
 from zoo.train.callbacks.throughput import Throughput
 from zoo.train.callbacks.validations import Validations
 from zoo.train.devices import peak_flops, peak_memory
-from zoo.train.metrics_file import read_metrics
+from zoo.train.metrics_file import MetricsFile, read_metrics
 from zoo.train.module import Pretraining
 from zoo.train.optim import Optimisation
 from zoo.train.results import result_table
@@ -60,6 +61,15 @@ def saved_step(path):
 
 
 # writing
+
+
+def test_a_link_keeps_its_content_when_the_source_is_replaced(tmp_path):
+    for content in (b"first", b"second"):
+        with atomic_write(tmp_path / "last") as file:
+            file.write(content)
+        if content == b"first":
+            atomic_link(tmp_path / "last", tmp_path / "best")
+    assert (tmp_path / "best").read_bytes() == b"first"
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EIO], ids=errno.errorcode.get)
@@ -326,6 +336,11 @@ def test_a_resumed_run_continues_its_metrics(tmp_path):
     assert all({"train_loss", "learning_rate", "gradient_norm", "tokens"} <= row.keys() for row in rows)
     assert [row["step"] for row in rows if "val_loss" in row] == [3, 7, 11]
     assert rows[7]["val_perplexity"] == pytest.approx(math.exp(rows[7]["val_loss"]), rel=1e-5)
+
+
+def test_values_that_are_not_finite_are_null(tmp_path):
+    MetricsFile(tmp_path).log_metrics({"train_loss": float("nan"), "x": 1.0}, step=0)
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 0, "train_loss": None, "x": 1.0}]
 
 
 def test_result_row_of_a_complete_run(tmp_path, capsys):
