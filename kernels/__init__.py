@@ -14,7 +14,6 @@ from .core.recompute import recomputing
 from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
 from .delta_rule import delta_rule
-from .delta_rule.token import delta_rule_token
 from .discretise import discretise
 from .erase_gates import erase_gates
 from .errors import Option, UserError
@@ -40,6 +39,8 @@ from .linear_kl import linear_kl
 from .linear_recurrence import linear_recurrence
 from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
+from .recurrence_token import ChannelStrength, Feedback, Strength, TiedGates, TokenOps, Turn, recurrence_token
+from .rotary import rotary
 from .selective_scan import selective_scan
 from .short_conv import short_conv
 from .sigmoid_mix import sigmoid_mix
@@ -54,10 +55,16 @@ __all__ = [
     "ACTIVATIONS",
     "BACKENDS",
     "NORMS",
+    "ChannelStrength",
     "FeatureStream",
+    "Feedback",
     "GateInputs",
     "GatedNorm",
     "Option",
+    "Strength",
+    "TiedGates",
+    "TokenOps",
+    "Turn",
     "UserError",
     "add_rms_norm",
     "at_least_fp32",
@@ -66,7 +73,6 @@ __all__ = [
     "bonus_readout",
     "delta_gates",
     "delta_rule",
-    "delta_rule_token",
     "deterministic",
     "discretise",
     "documents",
@@ -91,7 +97,9 @@ __all__ = [
     "precondition",
     "recomputing",
     "recurrence_flops",
+    "recurrence_token",
     "rms_norm",
+    "rotary",
     "same_backend",
     "selective_scan",
     "short_conv",

@@ -24,6 +24,7 @@ from .context_parallel import ContextParallel, run_recurrence
 from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
 from .features import FeaturePath, Features, HeadProduct, together
+from .fusion import Fusable
 from .heads import HeadMap, check_heads, converted
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
@@ -259,7 +260,7 @@ class LinearState(NamedTuple):
     carried: Carried = ()  # what `carry` needs of earlier tokens [N,…], at least fp32, or integers
 
 
-class LinearMixer(TokenMixer):
+class LinearMixer(TokenMixer, Fusable):
     """A mixer whose state is a matrix per head: project → expand → features → gates → carry → recurrence → readout.
 
     A subclass implements `project`, `gates` and `readout`, names its `recurrence` and declares its features as data.
@@ -280,6 +281,8 @@ class LinearMixer(TokenMixer):
         preconditioner: The module that preconditions the keys of a delta rule with one step per token; None for none.
     """
 
+    fused_token = False  # whether `one_token` computes what these methods do; a class with `one_token` sets it
+    token_methods = ("gates", "gained", "carry", "recurrence", "readout")
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False
@@ -435,7 +438,7 @@ class LinearMixer(TokenMixer):
     ) -> tuple[Tensor, LinearState | None]:
         """Everything after `project`, whose result is s; the other arguments are those of `forward`."""
         alone = s.v.shape[1] == 1 and cu_seqlens is None and context_parallel is None
-        if state is not None and alone and (result := self.one_token(s, state)) is not None:
+        if state is not None and alone and self.fused_token and (result := self.one_token(s, state)) is not None:
             return result
         s, histories, position = self._featurise(s, x, state, cu_seqlens, context_parallel)
         o, s, after = self._recurred(s, state, cu_seqlens, context_parallel, consume_state=True)
@@ -445,22 +448,28 @@ class LinearMixer(TokenMixer):
         """y and the next state of a single token per sequence in fewer launches; None if there is no such way."""
         return None
 
-    def delta_rule_token(
-        self, s: Streams, state: LinearState, gates: kernels.GateInputs | None, norm: kernels.GatedNorm | None
+    def recurrence_token(
+        self, s: Streams, state: LinearState, ops: kernels.TokenOps
     ) -> tuple[Tensor, LinearState] | None:
-        """Normalised output [B,1,H,V] and next state of a single token of the delta rule, in one launch where possible.
+        """`kernels.recurrence_token` of a single token per sequence: the output [B,1,H,V] and the next state.
 
-        None if features or gates are more than `kernels.delta_rule_token` computes.
+        `ops` leaves out what the mixer says elsewhere: recurrence, positions, steps and scale. None if the mixer has an
+        expansion, a preconditioner or a map of queries and keys that the op does not compute.
         """
-        elsewhere = self.q_expand is not None or self._needs_positions or self.preconditioner is not None
-        if elsewhere or gates is None or norm is None:
+        if self.q_expand is not None or self.preconditioner is not None:
+            return None
+        q, k, v = self._features
+        turn = None if q.map is None else q.map.turn(s.q, state.position)
+        alike = q.map is k.map or (q.spec == k.spec and q.map is not None and not any(q.map.parameters()))
+        if v.map is not None or not alike or (turn is None and q.map is not None):
             return None
         parts = zip(self._features, s[:3], state.histories, strict=True)
         streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
-        y, histories, matrix = kernels.delta_rule_token(
-            streams, gates, norm, state.matrix, scale=self.scale, consume_state=True
-        )
-        return y, LinearState(matrix, tuple(histories), state.position)
+        delta = type(self).recurrence is kernels.delta_rule
+        ops = ops._replace(delta=delta, turn=turn, steps=self.steps, scale=self.scale)
+        token = kernels.recurrence_token(streams, ops, state.matrix, consume_state=True)
+        position = state.position if token.position is None else token.position
+        return token.y, LinearState(token.state, tuple(token.histories), position)
 
     def _recurred(
         self,
@@ -730,6 +739,8 @@ def positions(
         counts = cu_seqlens.diff().to(torch.int64)
         start = torch.zeros_like(counts) if offset is None else offset
         return (place + start[owner])[None], start + counts
+    if offset is not None and length == 1:
+        return offset[:, None], offset + 1
     time = torch.arange(length, device=x.device)
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)

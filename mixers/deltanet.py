@@ -5,7 +5,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, checked_site
 from .decay import Strength
 from .features import Features
 from .norm import RMSNorm
@@ -34,6 +34,7 @@ class DeltaNet(LinearMixer):
     """
 
     recurrence = staticmethod(kernels.delta_rule)
+    fused_token = True
 
     def __init__(
         self,
@@ -64,6 +65,13 @@ class DeltaNet(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None
         return s.replace(beta=self.beta(s.beta))
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        assert s.beta is not None
+        norm = kernels.GatedNorm(None, self.o_norm.scale, self.o_norm.eps)
+        beta = kernels.Strength(s.beta, self.beta.bias, self.beta.most)
+        done = self.recurrence_token(s, state, kernels.TokenOps(beta=beta, norm=norm))
+        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o).flatten(2))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 import kernels
 from kernels import ACTIVATIONS, NORMS
-from kernels.core.autograd import plain
 
 from .arguments import check_numbers, check_sizes
 from .context_parallel import ContextParallel
@@ -29,6 +28,10 @@ class FeatureMap(KeepsFp32):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Map x, whose tokens are at `positions` [B or 1,T] in their documents."""
         raise NotImplementedError
+
+    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
+        """Return the map of x [B,1,heads,size] at `positions` [B] as an argument of a kernel; None if it cannot be."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -209,6 +212,7 @@ class Rotary(FeatureMap):
         if fraction == 1 and size % 2:
             raise kernels.UserError(f"head_dim: {size} is odd; rotary embedding needs pairs")
         self.base, self.turning = base, int(size * fraction)
+        self._rates: dict[tuple[Any, ...], Tensor] = {}
         if not 0 < fraction <= 1 or self.turning < 2 or self.turning % 2:
             raise kernels.UserError(
                 f"fraction: {fraction} of head_dim {size} is {self.turning}; rotary embedding needs an even number of "
@@ -216,52 +220,25 @@ class Rotary(FeatureMap):
             )
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        # angles in at least fp32, whatever the module's dtype: bf16 cannot represent position 10001
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        pair = torch.arange(self.turning // 2, device=x.device, dtype=dtype)
-        angle = positions[..., None, None] * self.frequencies(pair)
-        cos, sin = angle.cos(), angle.sin()
-        if self.amplitude != 1:
-            cos, sin = cos * self.amplitude, sin * self.amplitude
-        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
-        if self.turning == self.size:
-            return self._turn(x, cos, sin)
-        x, still = x.split([self.turning, self.size - self.turning], -1)
-        return torch.cat([self._turn(x, cos, sin), still], -1)
+        return kernels.rotary(x, positions, self.rates(x), amplitude=self.amplitude)
+
+    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn:
+        return kernels.Turn(positions, self.rates(x), self.amplitude)
+
+    def rates(self, like: Tensor) -> Tensor:
+        """The frequencies of all pairs in at least fp32 on the device of `like`, where they are computed once."""
+        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32  # bf16 cannot represent position 10001
+        key = like.device, dtype, *(numbers | {"training": None}).values()
+        if key not in self._rates:
+            with torch.inference_mode(False):  # they may serve the next training step
+                pair = torch.arange(self.turning // 2, device=like.device, dtype=dtype)
+                self._rates[key] = self.frequencies(pair)
+        return self._rates[key]
 
     def frequencies(self, pair: Tensor) -> Tensor:
         """The angles by which pairs turn per token, in radians, for their numbers [turning/2]."""
         return self.base ** (-2 * pair / self.turning)
-
-    def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        if x.is_cpu and plain((x,)):
-            return _Turn.apply(x, cos, sin)
-        a, b = x.chunk(2, -1)
-        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
-
-
-class _Turn(torch.autograd.Function):
-    """Rotary embedding of whole rows of heads: half a head is too short for a CPU's vector loops.
-
-    x [B,T,H,D], cos and sin [B or 1,T,1,D/2]; the backward pass turns the other way.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _Turn.apply(dy, cos, -sin), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    rows = (*x.shape[:2], x.shape[2] * x.shape[3])
-    cos, sin = (torch.cat(both, -1).expand(-1, -1, x.shape[2], -1).flatten(2) for both in ((cos, cos), (-sin, sin)))
-    other = torch.cat(x.chunk(2, -1)[::-1], -1)
-    return (x.reshape(rows) * cos).addcmul_(other.view(rows), sin).view(x.shape)
 
 
 class LRPE(FeatureMap):
@@ -293,3 +270,6 @@ class LRPE(FeatureMap):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         angle = positions[..., None, None] * kernels.at_least_fp32(self.theta)
         return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+
+    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn:
+        return kernels.Turn(positions, kernels.at_least_fp32(self.theta))

@@ -46,7 +46,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
 
     recurrence = staticmethod(kernels.delta_rule)
     fused_method = "gates"
-    token_methods = ("gates", "gained", "carry", "recurrence", "readout")
+    fused_token = True
 
     def __init__(
         self,
@@ -107,9 +107,10 @@ class GatedDeltaNet(LinearMixer, Fusable):
         return kernels.GateInputs(s.log_decay, decay.A_log, decay.dt_bias, s.beta, beta.bias, beta.most)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        if not self.fused_token:
+        gates, norm = self.gate_inputs(s), self.o_norm.gated_norm(s.gate)
+        if gates is None or norm is None:
             return None
-        done = self.delta_rule_token(s, state, self.gate_inputs(s), self.o_norm.gated_norm(s.gate))
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=gates, norm=norm))
         return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
 
     def gates(self, s: Streams) -> Streams:

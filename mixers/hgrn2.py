@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 import kernels
+from kernels.forget_gate import lower_bound_odds
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, TokenMixer, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, checked_site
 from .features import Features
 from .growth import MergedHeads
 from .norm import Norm, RMSNorm
@@ -57,8 +58,7 @@ class LowerBounds(KeepsFp32):
         """The log odds of lb at a layer [size]; None where lb is 0, whose log odds are not finite."""
         if layer == 0:
             return None
-        rows = kernels.at_least_fp32(self.weight)
-        return rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
+        return lower_bound_odds(self.weight, layer)
 
 
 def build_lower_bounds(
@@ -111,6 +111,7 @@ class HGRN2(LinearMixer):
     """
 
     decay_per_channel = True
+    fused_token = True
     head_weights = ("in_proj.q.weight", None, "in_proj.i.weight", "o_proj.weight")  # keys follow from decays
 
     def __init__(
@@ -150,6 +151,11 @@ class HGRN2(LinearMixer):
         odds = None if self.lower_bounds is None else self.lower_bounds.odds(self.site.layer)
         log_decay, written = kernels.tied_gates(s.k.flatten(2), odds=odds, dtype=s.q.dtype)
         return s.replace(k=split_heads(written, self.gate_heads), log_decay=split_heads(log_decay, self.gate_heads))
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        bounds, layer = (None, 0) if self.lower_bounds is None else (self.lower_bounds.weight, self.site.layer)
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=kernels.TiedGates(bounds, layer)))
+        return None if done is None else (self.readout(done[0], s), done[1])
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(2)))

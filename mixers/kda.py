@@ -51,7 +51,7 @@ class KDA(LinearMixer, Fusable):
     recurrence = staticmethod(kernels.delta_rule)
     decay_per_channel = True
     fused_method = "gates"
-    token_methods = ("gates", "gained", "carry", "recurrence", "readout")
+    fused_token = True
 
     def __init__(
         self,
@@ -130,9 +130,10 @@ class KDA(LinearMixer, Fusable):
         return kernels.GateInputs(*inputs, largest=self.beta.most, up=up, lower_bound=decay.lower_bound)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        if not self.fused_token:
+        gates, norm = self.gate_inputs(s), self.o_norm.gated_norm(s.gate)
+        if gates is None or norm is None:
             return None
-        done = self.delta_rule_token(s, state, self.gate_inputs(s), self.o_norm.gated_norm(s.gate))
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=gates, norm=norm))
         return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
 
     def gates(self, s: Streams) -> Streams:

@@ -9,7 +9,7 @@ import kernels
 from kernels.skip_readout import skip_readout
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, checked_site
 from .decay import Discretisation, Mamba2Discretisation
 from .features import Features
 from .growth import Growth, Init
@@ -43,6 +43,7 @@ class Mamba2(LinearMixer):
 
     keep_fp32 = ("D",)
     scale = 1.0
+    fused_token = True
     head_weights = ("in_proj.C.weight", "in_proj.B.weight", "in_proj.x.weight", "out_proj.weight")
 
     def __init__(
@@ -98,6 +99,17 @@ class Mamba2(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         log_decay, dt = self.decay(s.log_decay)
         return s.replace(log_decay=log_decay, beta=dt)
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        assert s.log_decay is not None
+        if self.norm.groups > 1 or not self.norm.fused or not self.decay.fused:
+            return None
+        gates = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, None)
+        gate = kernels.GatedNorm(split_heads(s.gate, self.num_heads), None, None, gate_first=True)
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=gates, norm=gate, skip=self.D))
+        if done is None:
+            return None
+        return self.out_proj(kernels.rms_norm(done[0].flatten(2), self.norm.weight, self.norm.eps)), done[1]
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         skipped = skip_readout(o, s.v, self.D.expand(o.shape[:3]))

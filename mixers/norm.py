@@ -240,7 +240,7 @@ class SigmoidGatedRMSNorm(Output, Fusable):
         return kernels.GatedNorm(gate, self.norm.scale, self.norm.eps, activation="sigmoid")
 
 
-class NormOnly(Output):
+class NormOnly(Output, Fusable):
     """RMSNorm(o) without a gate.
 
     Args:
@@ -256,6 +256,9 @@ class NormOnly(Output):
 
     def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
         return self.norm(o)
+
+    def gated_norm(self, gate: Tensor | None) -> kernels.GatedNorm | None:
+        return kernels.GatedNorm(None, self.norm.scale, self.norm.eps) if self.fused else None
 
 
 class GateOnly(Output, Fusable):

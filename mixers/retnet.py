@@ -4,10 +4,10 @@ import math
 
 from torch import Tensor
 
-from kernels import UserError
+from kernels import TokenOps, UserError
 
 from .arguments import check_numbers
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, checked_site
 from .decay import ConstantDecay
 from .features import Features, Rotary
 from .norm import GatedRMSNorm, NormOnly, Output
@@ -32,6 +32,8 @@ class RetNet(LinearMixer):
         norm_eps: Added inside the root of the output norm. The default is that of the paper; with 1e-3, first tokens
             whose q·k is near zero do not dominate the first gradients (configs/sweep/norm_eps.yaml).
     """
+
+    fused_token = True
 
     def __init__(
         self,
@@ -68,6 +70,12 @@ class RetNet(LinearMixer):
 
     def gates(self, s: Streams) -> Streams:
         return s.replace(log_decay=self.decay(s.v))
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        if (norm := self.o_norm.gated_norm(s.gate)) is None:
+            return None
+        done = self.recurrence_token(s, state, TokenOps(decay=self.decay(s.v), norm=norm))
+        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, Site, Streams, checked_site
+from .base import LinearMixer, LinearState, Site, Streams, checked_site
 from .decay import ConstantDecay, alibi_slopes
 from .features import Features
 from .projection import Linear, OutputProjection, Projection, split_heads
@@ -19,6 +19,8 @@ class LowRankGated(LinearMixer):
 
     x is the layer's normed input. The paper's formula for the gate has the input before the norm.
     """
+
+    fused_token = True
 
     def __init__(self, site: Site, *, num_heads: int | None, qk: Features, norm_eps: float):
         num_heads, head_dim = checked_site(site, type(self)).heads(num_heads)
@@ -33,6 +35,10 @@ class LowRankGated(LinearMixer):
         q, k, v, g = self.in_proj(x)
         H = self.num_heads
         return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), gate=self.g_up(g))
+
+    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=self.gates(s).log_decay))
+        return None if done is None else (self.readout(done[0], s), done[1])
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(kernels.gated_rms_norm(o.flatten(2), s.gate, None, self.norm_eps, activation="sigmoid"))
@@ -82,6 +88,8 @@ class TNL(LowRankGated):
         decay: The constant decays of all recurrences at a site: LayerwiseAlibi or LayerwiseLinear.
         norm_eps: Added inside the root of the output norm.
     """
+
+    fused_token = True
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ..core.backend import Op, loaded
 from ..core.recompute import remake
+from ..core.recurrence import at_least_fp32
 from . import composition
 from .input_gate import complement
 
@@ -60,6 +61,20 @@ def tied_gates(
         return both
     log_decay = forget_gate(x, bias, odds, scale=scale)
     return log_decay, complement(log_decay, dtype)
+
+
+def lower_bound_odds(bounds: Tensor, layer: int) -> Tensor:
+    """Log odds of the lower bound of each channel at a layer: Σ_{1 ≤ i ≤ layer} softmax(bounds)_i (arXiv 2404.07904).
+
+    Args:
+        bounds: Rows of all layers [L,C].
+        layer: The layer, from 1; at 0 the bound is 0, whose log odds are not finite.
+
+    Returns:
+        Log odds [C] in at least fp32.
+    """
+    rows = at_least_fp32(bounds)
+    return rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
 
 
 def _check(x: Tensor, **parameters: Tensor | None) -> None:

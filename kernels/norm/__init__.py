@@ -31,11 +31,14 @@ ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernel
 
 
 class GatedNorm(NamedTuple):
-    """The arguments of `gated_rms_norm` besides x, where they are explained."""
+    """The arguments of `gated_rms_norm` besides x, where they are explained.
 
-    gate: Tensor
+    `recurrence_token` also takes them without a gate, or without eps for a gate without a norm.
+    """
+
+    gate: Tensor | None
     weight: Tensor | None
-    eps: float
+    eps: float | None
     gate_first: bool = False
     activation: Literal["silu", "sigmoid"] = "silu"
 

@@ -54,12 +54,6 @@ ONE_TOKEN = KernelPath(
     when=lambda a: one_token(a) and not a.differentiated,
     why="one token per sequence, no gradients: a single launch reads and writes each state once",
 )
-WHOLE_TOKEN = KernelPath(
-    "whole_token",
-    when=always,
-    why="one token of a layer from its projections on, no gradients: a single launch computes features, gates, state "
-    "and normalised output",
-)
 GENERAL = KernelPath(
     "general",
     when=general,

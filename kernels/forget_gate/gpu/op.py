@@ -31,13 +31,18 @@ def log_sigmoid(x):
 
 
 @triton.jit
+def log_forget_of(log_gate, odds):
+    """log(σ(odds) + σ(−odds) exp(log_gate))."""
+    low, high = log_sigmoid(odds), log_sigmoid(-odds) + log_gate
+    return tl.maximum(low, high) + log1p_exp(low - high)
+
+
+@triton.jit
 def log_forget(x, odds, c, C: tl.constexpr):
     """log(σ(odds) + σ(−odds) σ(x))."""
     log_gate = log_sigmoid(x)
     if odds is not None:
-        at = per_channel(odds, c, C)
-        low, high = log_sigmoid(at), log_sigmoid(-at) + log_gate
-        log_gate = tl.maximum(low, high) + log1p_exp(low - high)
+        log_gate = log_forget_of(log_gate, per_channel(odds, c, C))
     return log_gate
 
 

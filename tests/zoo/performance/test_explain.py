@@ -8,7 +8,7 @@ from zoo.performance.explain import explain, main, parser
 CASES = {
     "GLA": ("linear_recurrence.vector_decay.channel_scores", "linear_recurrence.vector_decay.channel_grads"),
     "GatedDeltaNet --documents 3": ("delta_rule.prepare.prepare", "features.kernels.backward"),
-    "GatedDeltaNet --inference --state --T 1": ("delta_rule.token.advance_token", None),
+    "GatedDeltaNet --inference --state --T 1": ("recurrence_token.op.advance_token", None),
     "rwkv7.yaml --T 256 --state": ("token_shift.op.mix", "bonus_readout.op.differentiate"),
     "gla.yaml model.num_layers=2 --documents 4": (
         "linear_cross_entropy.rows.softmax_loss",

@@ -1,0 +1,332 @@
+"""One token of a layer with a matrix state, from its projections to the input of its output projection."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..activation_gate import activation_gate
+from ..core.autocast import autocast_dtype
+from ..core.autograd import plain
+from ..core.backend import Op
+from ..core.deterministic import is_deterministic
+from ..core.recurrence import at_least_fp32, check_scale
+from ..delta_gates import GateInputs, channel_decay, strength
+from ..delta_rule import delta_rule
+from ..discretise import discretise
+from ..features import MOST_TAPS, FeatureStream, features, features_and_gates, features_together
+from ..forget_gate import lower_bound_odds, tied_gates
+from ..linear_recurrence import linear_recurrence
+from ..norm import ACTIVATIONS, GatedNorm, gated_rms_norm, rms_norm
+from ..rotary import rotary
+from ..skip_readout import skip_readout
+
+LARGEST = 128 * 256  # elements of a head's state, with both sizes rounded up to powers of two
+
+
+class Turn(NamedTuple):
+    """Positions of queries and keys after their features."""
+
+    positions: Tensor  # tokens seen before [B], integers
+    # angles per token, in at least fp32: [P] turns pairs as `rotary` does; [G,K] makes [cos·x, sin·x] of each channel
+    rates: Tensor
+    amplitude: float = 1.0  # of pairs
+
+    @property
+    def doubles(self) -> bool:
+        """Return whether a head becomes twice as large."""
+        return self.rates.dim() == 2
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Turn the heads of x [B,1,G,K]."""
+        if not self.doubles:
+            return rotary(x, self.positions[:, None], self.rates, amplitude=self.amplitude)
+        angle = self.positions[:, None, None, None] * self.rates
+        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+
+
+class Strength(NamedTuple):
+    """β = largest · σ(b + bias) of each step."""
+
+    b: Tensor  # [B,1,n·H]
+    bias: Tensor | None = None  # [n·H]
+    largest: float = 1.0
+
+
+class ChannelStrength(NamedTuple):
+    """β = largest · σ(b) of each key channel, and σ(w) of each value channel, which multiplies the value."""
+
+    b: Tensor  # [B,1,H·K]
+    w: Tensor  # [B,1,H·V]
+    largest: float = 1.0
+
+
+class Feedback(NamedTuple):
+    """An erase key σ(rate) · k that reads the state before it decays, and a query q − correction · σ(rate) · k.
+
+    Both are made from the features of q and k, which are then brought to length one (Comba, arXiv 2506.02475).
+    """
+
+    rate: Tensor  # [G]
+    correction: Tensor | None  # [G]
+    unit: bool = False  # whether the erase key is k itself
+
+
+class TiedGates(NamedTuple):
+    """The arguments of `tied_gates` besides x, which is k: the input gates become the keys."""
+
+    bounds: Tensor | None = None  # rows of all layers [L,H·K], as `lower_bound_odds` takes them; None for none
+    layer: int = 0
+
+
+Decay = GateInputs | TiedGates | Tensor | None
+Beta = Strength | ChannelStrength | None
+
+
+class TokenOps(NamedTuple):
+    """What `recurrence_token` computes besides features: gates, recurrence and output of each head.
+
+    Attributes:
+        delta: Whether the recurrence is `delta_rule` rather than `linear_recurrence`.
+        decay: The arguments of `delta_gates`, of H recurrences, with a decay per head or per channel, `TiedGates`, log
+            decays as `linear_recurrence` takes them, or None.
+        beta: β, if `decay` does not contain it. Without either, β is dt of `discretise` in a linear recurrence whose
+            `decay` has its arguments, and 1 in others.
+        norm: The arguments of `gated_rms_norm` besides the output of the recurrence, of each head; without a gate those
+            of `rms_norm`, without eps the gate alone; None for neither.
+        turn: Positions of queries and keys.
+        feedback: Of the delta rule.
+        skip: Factor of the value that is added to the output of each head [H].
+        steps: Steps n of the delta rule.
+        scale: Factor on the output of the recurrence; by default (key size of the state)^-½.
+    """
+
+    delta: bool = False
+    decay: Decay = None
+    beta: Beta = None
+    norm: GatedNorm | None = None
+    turn: Turn | None = None
+    feedback: Feedback | None = None
+    skip: Tensor | None = None
+    steps: int = 1
+    scale: float | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors."""
+        parts = (self.beta, self.norm, self.turn, self.feedback)
+        decay = self.decay.tensors if isinstance(self.decay, GateInputs) else self.decay
+        every = [decay if isinstance(decay, tuple) else (decay,), (self.skip,), *(part or () for part in parts)]
+        return [x for part in every for x in part if isinstance(x, Tensor)]
+
+    @property
+    def step_writes(self) -> bool:
+        """Return whether β is dt."""
+        decay = self.decay
+        alone = isinstance(decay, GateInputs) and decay.b is None and decay.dt_bias.dim() == 1
+        return alone and not self.delta and self.beta is None
+
+    def raw(self) -> list[Tensor]:
+        """The tensors that are columns of the projection."""
+        gates = [self.decay.a, self.decay.b] if isinstance(self.decay, GateInputs) else []
+        gates += [] if self.beta is None else [self.beta.b]
+        gates += [self.beta.w] if isinstance(self.beta, ChannelStrength) else []
+        return [x for x in (*gates, None if self.norm is None else self.norm.gate) if x is not None]
+
+
+class Token(NamedTuple):
+    """The results of `recurrence_token`."""
+
+    y: Tensor  # [B,1,H,V]
+    histories: list[Tensor]  # of q, k and v, for the next token
+    state: Tensor  # [B,H,K,V]
+    position: Tensor | None  # tokens seen [B], if there is a `Turn`
+
+
+def padded(size: int) -> int:
+    """The smallest power of two that is not less than a size."""
+    return 1 << (size - 1).bit_length()
+
+
+def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> bool:
+    """Return whether one kernel computes a token: neither gradients nor casts, and sizes for which there is a kernel.
+
+    Deterministic mode uses the kernels of longer sequences.
+    """
+    q, k, v = streams
+    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.history))]
+    kinds = {x.dtype for x in (*ops.raw(), *(stream.x for stream in streams))}
+    pairs = None if ops.turn is None or ops.turn.doubles else len(ops.turn.rates)
+    return (
+        not is_deterministic()
+        and plain(tensors)
+        and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
+        and len(kinds) == 1
+        and torch.float64 not in {state.dtype, *kinds}
+        and autocast_dtype(q.x.device) is None
+        and (pairs is None or 2 * pairs == q.size == padded(q.size))
+        and padded(state.shape[2] * q.size // k.size) * padded(v.size) <= LARGEST
+        and all(s.product is None and s.taps <= MOST_TAPS for s in streams)
+    )
+
+
+def check(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> None:
+    """Check the arguments of `recurrence_token` as far as they do not check themselves.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    if len(streams) != 3:
+        raise ValueError(f"streams: expected those of q, k and v, got {len(streams)}")
+    (q, k, v), n = streams, ops.steps
+    B, T = v.x.shape[:2]
+    (G, K), (H, V) = (q.x.shape[2], q.size), (v.x.shape[2] // max(n, 1), v.size)
+    if T != 1 or any(stream.cu_seqlens is not None for stream in streams):
+        raise ValueError(f"streams: expected one token of each sequence, got {T}, or packed documents")
+    if not all(stream.return_history for stream in streams):
+        raise ValueError("streams: return_history has to be set for all of them")
+    if n < 1 or k.x.shape != (B, 1, n * G, q.x.shape[3]) or q.x.shape[:2] != (B, T) or v.x.shape[2] != n * H or H % G:
+        shapes, heads = ", ".join(str(tuple(stream.x.shape)) for stream in streams), "G" if n == 1 else f"{n}·G"
+        values = "H" if n == 1 else f"{n}·H"
+        wanted = f"q [B,1,G,K], k [B,1,{heads},K] and v [B,1,{values},V], H a multiple of G"
+        raise ValueError(f"streams: expected {wanted}, got {shapes}")
+    if not ops.delta and (n > 1 or ops.feedback is not None or isinstance(ops.beta, ChannelStrength)):
+        raise ValueError("delta: steps, feedback and strengths of channels are those of a delta rule")
+    doubled = ops.turn is not None and ops.turn.doubles
+    for name, x, wanted_shape in _shapes(ops, (B, G, H, 2 * K if doubled else K, V), K, k.x, state):
+        if x is not None and tuple(x.shape) != wanted_shape:
+            raise ValueError(f"{name}: expected {list(wanted_shape)}, got shape {tuple(x.shape)}")
+    bounds = ops.decay.bounds if isinstance(ops.decay, TiedGates) else None
+    if isinstance(ops.decay, TiedGates) and bounds is not None and not 0 < ops.decay.layer < len(bounds):
+        raise ValueError(f"decay.layer: must be from 1 to {len(bounds) - 1}, got {ops.decay.layer}")
+    if ops.norm is not None and ops.norm.activation not in ACTIVATIONS:
+        raise ValueError(f"norm.activation: {ops.norm.activation!r} is not one of {', '.join(ACTIVATIONS)}")
+    if not state.is_floating_point() or state.device != v.x.device:
+        raise ValueError(f"initial_state: expected floats on {v.x.device}, got {state.dtype} on {state.device}")
+    if ops.scale is not None:
+        check_scale(ops.scale)
+
+
+Shapes = list[tuple[str, Tensor | None, tuple[int, ...]]]
+
+
+def _shapes(ops: TokenOps, sizes: tuple[int, ...], size: int, k: Tensor, state: Tensor) -> Shapes:
+    """Names, tensors and expected shapes; `sizes` are B, G, H, K and V, and `size` is that of k before its turn."""
+    (B, G, H, K, V), decay, beta = sizes, ops.decay, ops.beta
+    shapes: Shapes = [("skip", ops.skip, (H,))]
+    if ops.turn is not None:
+        shapes += [("turn.positions", ops.turn.positions, (B,))]
+        shapes += [("turn.rates", ops.turn.rates, (G, size))] if ops.turn.doubles else []
+    if ops.feedback is not None:
+        shapes += [("feedback.rate", ops.feedback.rate, (G,)), ("feedback.correction", ops.feedback.correction, (G,))]
+    if isinstance(decay, GateInputs):
+        shapes += [("decay", decay.b, (B, 1, H)), ("decay.dt_bias", decay.dt_bias, (H, K)[: decay.dt_bias.dim()])]
+    elif isinstance(decay, Tensor):
+        shapes += [("decay", decay, {1: (H,), 3: (B, 1, H)}.get(decay.dim(), (B, 1, H, K)))]
+    elif decay is not None:
+        layers = 0 if decay.bounds is None else len(decay.bounds)
+        shapes += [("k", k, (B, 1, H, size)), ("decay.bounds", decay.bounds, (layers, H * K))]
+    if isinstance(beta, Strength):
+        shapes += [("beta.b", beta.b, (B, 1, ops.steps * H)), ("beta.bias", beta.bias, (ops.steps * H,))]
+    elif beta is not None:
+        shapes += [("k", k, (B, 1, H, size)), ("beta.b", beta.b, (B, 1, H * K)), ("beta.w", beta.w, (B, 1, H * V))]
+    if ops.norm is not None:
+        shapes += [("norm.gate", ops.norm.gate, (B, 1, H, V)), ("norm.weight", ops.norm.weight, (V,))]
+    return [*shapes, ("initial_state", state, (B, H, K, V))]
+
+
+def recurrence_token(
+    streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, *, consume_state: bool = False
+) -> Token:
+    """Compute one token from the projections to the norm and gate of the output, in one launch where possible.
+
+    A GPU reads and writes the state of each head once. Other calls run the ops one after another.
+
+    Args:
+        streams: The arguments of `features` for q [B,1,G,K], k [B,1,n·G,K] and v [B,1,n·H,V], with `return_history`.
+        ops: What follows the features.
+        initial_state: S_0 [B,H,K,V]; with a `Turn` that doubles heads [B,H,2K,V].
+        consume_state: Whether the next state may be written into `initial_state`.
+
+    Returns:
+        The output, the history of each stream, the next state and position.
+
+    Raises:
+        ValueError: An argument does not fit the others; the message starts with its name.
+    """
+    check(streams, ops, initial_state)
+    run = OP.choose(streams[2].x) if in_one_launch(streams, ops, initial_state) else composed
+    token: Token = run(streams, ops, initial_state, consume_state)
+    return token
+
+
+def composed(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, consume_state: bool) -> Token:
+    """The ops one after another; the arguments are those of `recurrence_token`."""
+    decay, gates, n = ops.decay, None, ops.steps
+    if isinstance(decay, GateInputs) and decay.b is not None:
+        made, gates = features_and_gates(streams, decay)
+    else:
+        made = features_together(streams)
+    (q, k, v), histories = zip(*made, strict=True)
+    if ops.turn is not None:
+        q, k = ops.turn(q), ops.turn(k)
+    k, v = (x.unflatten(2, (n, -1)).flatten(1, 2) for x in (k, v))
+    log_decay, beta = (None, None) if gates is None else gates
+    if isinstance(decay, TiedGates):
+        odds = None if decay.bounds is None else lower_bound_odds(decay.bounds, decay.layer)
+        log_decay, written = tied_gates(k.flatten(2), odds=odds, dtype=k.dtype)
+        k, log_decay = written.view_as(k), log_decay.view_as(k)
+    elif isinstance(decay, Tensor):
+        log_decay = decay
+    elif decay is not None and gates is None:
+        a, A_log, dt_bias, *_ = decay.multiplied().tensors
+        if ops.step_writes:
+            log_decay, beta = discretise(a, A_log, dt_bias)
+        elif dt_bias.dim() == 1:
+            log_decay, _ = discretise(a, A_log, dt_bias)
+        else:
+            log_decay = channel_decay(a, A_log, dt_bias, decay.lower_bound)
+    if isinstance(ops.beta, Strength):
+        beta = strength(*ops.beta).unflatten(2, (n, -1)).flatten(1, 2)
+    elif ops.beta is not None:
+        beta = activation_gate(ops.beta.b, largest=ops.beta.largest).view(k.shape).to(k.dtype)
+        v = activation_gate(ops.beta.w, v.flatten(2)).view(v.shape)
+    erase = None
+    if ops.feedback is not None:
+        q, k, erase = _fed_back(q, k, ops.feedback, v.shape[2])
+    options: dict[str, Any] = {"scale": ops.scale, "initial_state": initial_state, "return_state": True}
+    options["consume_state"] = consume_state
+    if ops.delta:
+        ones = at_least_fp32(v.new_ones(v.shape[:3])) if beta is None else beta
+        before = ops.feedback is not None
+        o, state = delta_rule(q, k, v, ones, log_decay, erase=erase, read_before=before, steps=n, **options)
+    else:
+        o, state = linear_recurrence(q, k, v, log_decay, beta, **options)
+    assert state is not None
+    o = o if ops.skip is None else skip_readout(o, v, ops.skip.expand(o.shape[:3]))
+    kept = [s.x.new_zeros(len(o), 0, s.channels) if h is None else h for s, h in zip(streams, histories, strict=True)]
+    return Token(_normed(o, ops.norm), kept, state, None if ops.turn is None else ops.turn.positions + 1)
+
+
+def _fed_back(q: Tensor, k: Tensor, feedback: Feedback, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and erase keys of all value heads."""
+    rate = feedback.rate.sigmoid()[:, None]
+    q = q if feedback.correction is None else (q - feedback.correction[:, None] * rate * k).to(q.dtype)
+    q, k = (features(x, norm="l2")[0] for x in (q, k))
+    erase = k if feedback.unit else (rate * k).to(k.dtype)
+    return q, k, erase.repeat_interleave(heads // k.shape[2], 2)
+
+
+def _normed(o: Tensor, norm: GatedNorm | None) -> Tensor:
+    """The output o [B,1,H,V] after its norm and gate."""
+    if norm is None:
+        return o
+    gate, weight, eps, gate_first, activation = norm
+    if gate is None:
+        return o if eps is None else rms_norm(o, weight, eps)
+    if eps is None:
+        return o * (gate.sigmoid() if activation == "sigmoid" else gate * gate.sigmoid())
+    return gated_rms_norm(o, gate, weight, eps, gate_first=gate_first, activation=activation)
+
+
+OP = Op("recurrence_token", reference=composed, torch=composed, gpu="kernels.recurrence_token.gpu.op:forward")

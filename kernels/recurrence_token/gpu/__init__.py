@@ -1,0 +1,1 @@
+"""The implementation of `recurrence_token` for GPUs."""

@@ -1,0 +1,434 @@
+"""One token of a layer with a matrix state in one launch: a program has a head of a sequence, and its whole state."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...core.allocation import new
+from ...core.recurrence import writable
+from ...delta_gates import GateInputs
+from ...delta_gates.gpu.op import decay_of, softplus
+from ...features.arguments import FeatureStream
+from ...features.gpu.kernels import activate, normalise
+from ...features.gpu.op import strided
+from ...features.gpu.token import own_history
+from ...features.stages import EPS
+from ...forget_gate.gpu.op import complement, log_forget_of, log_sigmoid
+from ...gpu.launch import LaunchSpec, next_power_of_2
+from ...gpu.overlap import prefetch, wait
+from ...gpu.paths import KernelPath, always, note
+from ...gpu.rows import load, rows_of
+from ...gpu.tiles import sigmoid
+from ...norm import GatedNorm
+from ...norm.gpu.op import strided as heads_of_rows
+from ...rotary.gpu.op import turned
+from .. import Decay, Strength, TiedGates, Token, TokenOps
+
+WHOLE_TOKEN = KernelPath(
+    "whole_token",
+    when=always,
+    why="one token of a layer from its projections on, no gradients: a single launch computes features, gates, state "
+    "and normalised output",
+)
+PER_WARP, MOST_WARPS = 4096, 16  # elements of the state; with few warps, sums wait less for other threads
+
+
+@triton.jit
+def prefetch_head(weight, history, row, h, STREAM: tl.constexpr, OVERLAP: tl.constexpr):
+    """Start to load the taps and the history of a head."""
+    C: tl.constexpr = STREAM[0]
+    W: tl.constexpr = STREAM[1]
+    SIZE: tl.constexpr = STREAM[2]
+    if weight is not None:
+        prefetch(weight, h * SIZE * W, SIZE * W, SIZE * W, OVERLAP)
+        for j in tl.static_range(W - 1):
+            prefetch(history, (row * (W - 1) + j) * C + h * SIZE, SIZE, SIZE, OVERLAP)
+
+
+@triton.jit
+def places(h, STREAM: tl.constexpr):
+    """Channels [BLOCK,1] and taps [1,TAPS] of a head, and the mask of those that exist."""
+    W: tl.constexpr = STREAM[1]
+    SIZE: tl.constexpr = STREAM[2]
+    BLOCK: tl.constexpr = STREAM[3]
+    TAPS: tl.constexpr = STREAM[6]
+    within, j = tl.arange(0, BLOCK)[:, None], tl.arange(0, TAPS)[None, :]
+    return h * SIZE + within, j, (within < SIZE) & (j < W)
+
+
+@triton.jit
+def window_of(x, weight, history, row, h, x_row, STREAM: tl.constexpr):
+    """History, token and taps of a head, each [BLOCK,TAPS] with zeros elsewhere: all loads begin before any result."""
+    C: tl.constexpr = STREAM[0]
+    W: tl.constexpr = STREAM[1]
+    c, j, exists = places(h, STREAM)
+    token = tl.load(x + row * x_row + c + 0 * j, mask=exists & (j == W - 1), other=0.0)
+    past, taps = tl.zeros_like(token), tl.full(token.shape, 1.0, tl.float32)
+    if W > 1:
+        past = tl.load(history + (row * (W - 1) + j) * C + c, mask=exists & (j < W - 1), other=0.0)
+    if weight is not None:
+        taps = tl.load(weight + c * W + j, mask=exists, other=0.0)
+    return past, token, taps
+
+
+@triton.jit
+def head_of(window, bias, h, DTYPE: tl.constexpr, STREAM: tl.constexpr, EPS: tl.constexpr):
+    """The features of a head [BLOCK], rounded as in memory.
+
+    Its channels are rows, whose sums several threads compute together: otherwise the compiler would repeat everything
+    in each thread that needs a channel.
+    """
+    SIZE: tl.constexpr = STREAM[2]
+    BLOCK: tl.constexpr = STREAM[3]
+    ACTIVATION: tl.constexpr = STREAM[4]
+    NORM: tl.constexpr = STREAM[5]
+    z = tl.sum((window[0].to(tl.float32) + window[1].to(tl.float32)) * window[2].to(tl.float32), 1)
+    inside = tl.arange(0, BLOCK) < SIZE
+    if bias is not None:
+        z += load(bias, h * SIZE + tl.arange(0, BLOCK), inside)
+    y = normalise(activate(z, inside, ACTIVATION, NORM)[None, :], NORM, EPS)
+    return tl.where(inside[None, :], y, 0.0).to(DTYPE).to(tl.float32).reshape(BLOCK)
+
+
+@triton.jit
+def keep(window, history, row, h, STREAM: tl.constexpr):
+    """Write the history of the next token."""
+    C: tl.constexpr = STREAM[0]
+    W: tl.constexpr = STREAM[1]
+    if W > 1:
+        c, j, exists = places(h, STREAM)
+        at = (row * (W - 1) + j - 1) * C + c
+        both = window[0].to(tl.float32) + window[1].to(tl.float32)
+        tl.store(history + at, both.to(history.dtype.element_ty), mask=exists & (j > 0))
+
+
+@triton.jit
+def rows_joined(a, b):
+    """The vector [2·N] of a [N] and b [N], one after the other."""
+    return tl.reshape(tl.permute(tl.join(a, b), (1, 0)), [2 * a.shape[0]])
+
+
+@triton.jit
+def positioned(y, position, rates, amplitude, h, TURN: tl.constexpr, STREAM: tl.constexpr, DTYPE: tl.constexpr):
+    """The features of a head at a position, rounded: as many, or twice as many of them."""
+    SIZE: tl.constexpr = STREAM[2]
+    BLOCK: tl.constexpr = STREAM[3]
+    if TURN == "pairs":
+        a, b = tl.split(tl.permute(tl.reshape(y, [2, BLOCK // 2]), (1, 0)))
+        a, b = turned(a, b, position * tl.load(rates + tl.arange(0, BLOCK // 2)).to(tl.float32), amplitude, 1.0)
+        y = rows_joined(a, b).to(DTYPE).to(tl.float32)
+    elif TURN == "doubled":
+        c = tl.arange(0, BLOCK)
+        angle = position * load(rates, h * SIZE + c, c < SIZE)
+        y = rows_joined(y * tl.cos(angle), y * tl.sin(angle)).to(DTYPE).to(tl.float32)
+    return y
+
+
+@triton.jit
+def odds_of(bounds, at, inside, layer, ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
+    """The log odds of the lower bounds of some channels, as `lower_bound_odds` computes them."""
+    rows = tl.arange(0, BLOCK)[None, :]
+    x = tl.load(bounds + rows * C + at[:, None], mask=inside[:, None] & (rows < ROWS), other=float("-inf"))
+    x = tl.where(inside[:, None] | (rows > 0), x.to(tl.float32), 0.0)
+    most = tl.max(x, 1)
+    e = tl.exp(x - most[:, None])
+    below = (rows > 0) & (rows <= layer)
+    return tl.log(tl.sum(tl.where(below, e, 0.0), 1)) - tl.log(tl.sum(tl.where(below, 0.0, e), 1))
+
+
+@triton.jit(do_not_specialize=["a_row", "b_row", "w_row", "layer"])
+def advance_token(
+    q,  # [B,G·K], with any stride of rows, as k and v
+    q_weight,  # [G·K,1,W], or None
+    q_bias,  # [G·K]
+    q_history,  # [B,W−1,G·K]
+    q_next,  # the history of the next token: the same memory if no other head reads it
+    k,
+    k_weight,
+    k_bias,
+    k_history,
+    k_next,
+    v,
+    v_weight,
+    v_bias,
+    v_history,
+    v_next,
+    a,  # log decays or raw ones [H], [B,H] or per channel [B,H·K], with any stride of rows, as b; or lower bounds
+    A_log,
+    dt_bias,
+    b,  # [B,STEPS·H], or per channel [B,H·K]
+    bias,
+    w,  # [B,H·V]
+    feedback,  # [G]
+    correction,  # [G]
+    gate,  # [B,H·V], with any stride of rows
+    scale_of_norm,  # [V]
+    skip,  # [H]
+    positions,  # [B]
+    rates,
+    following,  # [B]: the next positions
+    state,  # [B,H,K,V], which becomes the next one
+    y,  # [B,H,V]
+    q_row,
+    k_row,
+    v_row,
+    a_row,
+    b_row,
+    w_row,
+    gate_row,
+    largest,
+    scale,
+    eps,
+    lower,  # bound of the log decays if they are bounded
+    amplitude,
+    layer,
+    Q: tl.constexpr,  # C, W, SIZE, BLOCK, ACTIVATION, NORM, TAPS
+    KEY: tl.constexpr,
+    VALUE: tl.constexpr,
+    H: tl.constexpr,
+    REPEATS: tl.constexpr,  # heads that share queries and keys
+    DECAY: tl.constexpr,  # none, constant, given, softplus, bounded or tied
+    CHANNELS: tl.constexpr,  # whether each key channel has a decay
+    BETA: tl.constexpr,  # none, sigmoid, channels or step
+    DELTA: tl.constexpr,
+    STEPS: tl.constexpr,
+    UNIT: tl.constexpr,  # whether the erase key of the feedback is the key
+    TURN: tl.constexpr,  # none, pairs or doubled
+    GATE: tl.constexpr,  # none, silu or sigmoid
+    GATE_FIRST: tl.constexpr,
+    NORMED: tl.constexpr,
+    LAYERS: tl.constexpr,  # rows of lower bounds
+    LAYER_BLOCK: tl.constexpr,
+    EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    SIZE: tl.constexpr = KEY[2]
+    V: tl.constexpr = VALUE[2]
+    HALF: tl.constexpr = KEY[3]
+    K: tl.constexpr = 2 * SIZE if TURN == "doubled" else SIZE
+    BK: tl.constexpr = 2 * HALF if TURN == "doubled" else HALF
+    BV: tl.constexpr = VALUE[3]
+    DTYPE: tl.constexpr = q.dtype.element_ty
+    row, h = (tl.program_id(0) // H).to(tl.int64), tl.program_id(0) % H
+    head, g = row * H + h, h // REPEATS
+    G: tl.constexpr = H // REPEATS
+    prefetch(state, head * (K * V), K * V, K * V, OVERLAP)
+    prefetch_head(q_weight, q_history, row, g, Q, OVERLAP)
+    for i in tl.static_range(STEPS):
+        prefetch_head(k_weight, k_history, row, i * G + g, KEY, OVERLAP)
+        prefetch_head(v_weight, v_history, row, i * H + h, VALUE, OVERLAP)
+    if A_log is not None:
+        prefetch(A_log, 0, H, H, OVERLAP)
+        prefetch(dt_bias, h * K if CHANNELS else 0, K if CHANNELS else H, K if CHANNELS else H, OVERLAP)
+    if scale_of_norm is not None:
+        prefetch(scale_of_norm, 0, V, V, OVERLAP)
+    wait(OVERLAP)
+    r, c = tl.arange(0, BK), tl.arange(0, BV)
+    channel = r // HALF * SIZE + r % HALF  # row of the state
+    in_key = r % HALF < SIZE
+    at = channel[:, None] * V + c[None, :]
+    state += head * (K * V)
+    inside = in_key[:, None] & (c < V)[None, :]
+    q_window = window_of(q, q_weight, q_history, row, g, q_row, Q)
+    k_windows, v_windows = (), ()
+    for i in tl.static_range(STEPS):
+        k_windows = k_windows + window_of(k, k_weight, k_history, row, i * G + g, k_row, KEY)
+        v_windows = v_windows + window_of(v, v_weight, v_history, row, i * H + h, v_row, VALUE)
+    S = tl.load(state + at, mask=inside, other=0.0)
+    if DECAY == "constant":
+        log_decay = load(a, h, True)
+    elif DECAY == "given":
+        if CHANNELS:
+            log_decay = load(a, row * a_row + h * K + channel, in_key)[:, None]
+        else:
+            log_decay = load(a, row * a_row + h, True)
+    elif DECAY == "softplus" or DECAY == "bounded":
+        if CHANNELS:
+            step = (load(a, row * a_row + h * K + channel, in_key) + load(dt_bias, h * K + channel, in_key))[:, None]
+        else:
+            step = load(a, row * a_row + h, True) + load(dt_bias, h, True)
+        log_decay = decay_of(step, tl.exp(load(A_log, h, True)), lower, DECAY == "bounded")
+    if GATE != "none":
+        opened = load(gate, row * gate_row + h * V + c, c < V)
+        opened = sigmoid(opened) if GATE == "sigmoid" else opened * sigmoid(opened)
+    if scale_of_norm is not None:
+        factor = load(scale_of_norm, c, c < V)
+    query = head_of(q_window, q_bias, g, DTYPE, Q, EPS)
+    if TURN != "none":
+        position = tl.load(positions + row)
+        query = positioned(query, position.to(tl.float32), rates, amplitude, g, TURN, Q, DTYPE)
+        if h == 0:
+            tl.store(following + row, position + 1)
+    for i in tl.static_range(STEPS):
+        k_window = (k_windows[3 * i], k_windows[3 * i + 1], k_windows[3 * i + 2])
+        v_window = (v_windows[3 * i], v_windows[3 * i + 1], v_windows[3 * i + 2])
+        key = head_of(k_window, k_bias, i * G + g, DTYPE, KEY, EPS)
+        value = head_of(v_window, v_bias, i * H + h, DTYPE, VALUE, EPS)
+        if TURN != "none":
+            key = positioned(key, position.to(tl.float32), rates, amplitude, g, TURN, KEY, DTYPE)
+        if DECAY == "tied":
+            forget = log_sigmoid(key)
+            if LAYERS:
+                forget = log_forget_of(forget, odds_of(a, h * K + channel, in_key, layer, LAYERS, LAYER_BLOCK, H * K))
+            key = tl.where(in_key, complement(forget), 0.0).to(DTYPE).to(tl.float32)
+            log_decay = forget[:, None]
+        tl.debug_barrier()  # other threads may still have to read what is written next
+        if h % REPEATS == 0:
+            if i == 0:
+                keep(q_window, q_next, row, g, Q)
+            keep(k_window, k_next, row, i * G + g, KEY)
+        keep(v_window, v_next, row, i * H + h, VALUE)
+        erase = key
+        if feedback is not None:
+            rate = tl.sigmoid(load(feedback, g, True))
+            if correction is not None:
+                query = (query - load(correction, g, True) * rate * key).to(DTYPE).to(tl.float32)
+            query = normalise(query[None, :], "l2", EPS).to(DTYPE).to(tl.float32).reshape(BK)
+            key = normalise(key[None, :], "l2", EPS).to(DTYPE).to(tl.float32).reshape(BK)
+            erase = key if UNIT else (rate * key).to(DTYPE).to(tl.float32)
+            known = tl.sum(erase[:, None] * S, 0)
+        if BETA == "channels":
+            strength = largest * tl.sigmoid(load(b, row * b_row + h * K + channel, in_key))
+            erase = strength.to(DTYPE).to(tl.float32) * key
+            value = (sigmoid(load(w, row * w_row + h * V + c, c < V)) * value).to(DTYPE).to(tl.float32)
+        if DECAY != "none" and i == 0:
+            S *= tl.exp(log_decay)
+        update = value
+        if DELTA:
+            if feedback is None:
+                known = tl.sum(erase[:, None] * S, 0)
+            update = value - known
+        if BETA == "sigmoid":
+            raw = load(b, row * b_row + i * H + h, True)
+            if bias is not None:
+                raw += load(bias, i * H + h, True)
+            update *= largest * tl.sigmoid(raw)
+        elif BETA == "step":
+            update *= softplus(step)
+        S += key[:, None] * update[None, :]
+    tl.store(state + at, S, mask=inside)
+    o = tl.sum(query[:, None] * S, 0) * scale
+    if skip is not None:
+        o += load(skip, h, True) * value
+    o = o.to(y.dtype.element_ty).to(tl.float32)
+    if GATE_FIRST and GATE != "none":
+        o *= opened
+    if NORMED:
+        o *= tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+    if scale_of_norm is not None:
+        o *= factor
+    if not GATE_FIRST and GATE != "none":
+        o *= opened
+    tl.store(y + head * V + c, o.to(y.dtype.element_ty), mask=c < V)
+
+
+@lru_cache(maxsize=1024)
+def launch(
+    streams: tuple[tuple[Any, ...], ...], programs: int, elements: int, how: tuple[Any, ...], *numbers: Any
+) -> LaunchSpec:
+    """The launch for streams of these shapes; `numbers` are the arguments between the tensors and the constants."""
+    constants: dict[str, Any] = dict(zip(("Q", "KEY", "VALUE"), streams, strict=True))
+    names = ["H", "REPEATS", "DECAY", "CHANNELS", "BETA", "DELTA", "STEPS", "UNIT", "TURN"]
+    names += ["GATE", "GATE_FIRST", "NORMED", "LAYERS"]
+    constants |= dict(zip(names, how, strict=True))
+    constants |= {"LAYER_BLOCK": next_power_of_2(max(1, constants["LAYERS"])), "EPS": EPS}
+    warps = max(1, min(elements // PER_WARP, MOST_WARPS))
+    return LaunchSpec(advance_token, programs, *numbers, **constants, warps=warps, overlap=True)
+
+
+class Decays(NamedTuple):
+    """Decays and β as the kernel takes them."""
+
+    tensors: tuple[Tensor | None, ...] = (None,) * 3  # a, A_log and dt_bias
+    row: int = 0  # stride of a
+    kind: str = "none"
+    channels: bool = False
+    lower: float = 0.0
+    layer: int = 0
+    layers: int = 0
+
+
+def decays_of(decay: Decay) -> Decays:
+    """The arguments of the kernel for decays."""
+    if decay is None:
+        return Decays()
+    if isinstance(decay, TiedGates):
+        bounds = None if decay.bounds is None else decay.bounds.contiguous()
+        return Decays(
+            (bounds, None, None), 0, "tied", True, layer=decay.layer, layers=0 if bounds is None else len(bounds)
+        )
+    if isinstance(decay, Tensor):
+        if decay.dim() == 1:
+            return Decays((decay.contiguous(), None, None), 0, "constant")
+        a, _, row = rows_of(decay.flatten(2))
+        return Decays((a, None, None), row, "given", decay.dim() == 4)
+    decay = decay.multiplied()
+    channels = decay.dt_bias.dim() == 2
+    a, _, row = rows_of(decay.a.flatten(2) if channels else decay.a)
+    kind = "softplus" if decay.lower_bound is None else "bounded"
+    return Decays((a, decay.A_log.contiguous(), decay.dt_bias.contiguous()), row, kind, channels, decay.lower)
+
+
+def strengths_of(ops: TokenOps) -> tuple[str, list[Tensor | None], tuple[int, int], float]:
+    """The kind of β, the tensors b, bias and w, the strides of b and w, and the largest β."""
+    beta = ops.beta
+    if isinstance(ops.decay, GateInputs) and ops.decay.b is not None:
+        beta = Strength(ops.decay.b, ops.decay.bias, ops.decay.largest)
+    if isinstance(beta, Strength):
+        b, _, row = rows_of(beta.b)
+        return "sigmoid", [b, None if beta.bias is None else beta.bias.contiguous(), None], (row, 0), beta.largest
+    if beta is not None:
+        (b, _, b_row), (w, _, w_row) = rows_of(beta.b), rows_of(beta.w)
+        return "channels", [b, None, w], (b_row, w_row), beta.largest
+    return "step" if ops.step_writes else "none", [None] * 3, (0, 0), 1.0
+
+
+def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, consume_state: bool) -> Token:
+    """The results of `recurrence_token`, whose arguments these are."""
+    note(WHOLE_TOKEN)
+    q, _, v = streams
+    B, H = len(v.x), v.x.shape[2] // ops.steps
+    repeats = H // q.x.shape[2]
+    histories = [own_history(stream) for stream in streams]
+    # programs that share a history may not overwrite it
+    following = [x if x.shape[1] == 0 or (i == 2 or repeats == 1) else new(x) for i, x in enumerate(histories)]
+    state = initial_state.to(torch.float32).contiguous()
+    if state is initial_state and not (consume_state and writable(state)):
+        state = state.clone()
+    tensors: list[Any] = []
+    about, strides = [], []
+    for stream, history, later in zip(streams, histories, following, strict=True):
+        x, row, _ = strided(stream.x)
+        size = stream.size
+        sizes = (stream.channels, stream.taps, size, next_power_of_2(size))
+        about.append((*sizes, stream.activation, stream.norm, next_power_of_2(stream.taps)))
+        parameters = (None if part is None else part.contiguous() for part in (stream.weight, stream.bias))
+        tensors += [x, *parameters, *((history, later) if stream.taps > 1 else (None, None))]
+        strides.append(row)
+    decays, (beta, gates, rows, largest) = decays_of(ops.decay), strengths_of(ops)
+    norm = GatedNorm(None, None, None) if ops.norm is None else ops.norm
+    gate, gate_row = (None, 0) if norm.gate is None else heads_of_rows(norm.gate)
+    feedback = [None, None] if ops.feedback is None else [ops.feedback.rate, ops.feedback.correction]
+    positions, rates, kind, amplitude, after = None, None, "none", 1.0, None
+    if ops.turn is not None:
+        positions, rates, amplitude = ops.turn.positions, ops.turn.rates, float(ops.turn.amplitude)
+        kind, after = "doubled" if ops.turn.doubles else "pairs", new(ops.turn.positions)
+    y = new(v.x, B, 1, H, v.size)
+    others = (None if x is None else x.contiguous() for x in (norm.weight, ops.skip, positions, rates))
+    tensors += [*decays.tensors, *gates, *(None if x is None else x.contiguous() for x in feedback), gate, *others]
+    scale = state.shape[2] ** -0.5 if ops.scale is None else ops.scale
+    numbers = [*strides, decays.row, *rows, gate_row, float(largest), float(scale), float(norm.eps or 0.0)]
+    numbers += [decays.lower, amplitude, decays.layer]
+    unit = ops.feedback is not None and ops.feedback.unit
+    how: list[Any] = [H, repeats, decays.kind, decays.channels, beta, ops.delta, ops.steps, unit, kind]
+    how += ["none" if gate is None else norm.activation, norm.gate_first, norm.eps is not None, decays.layers]
+    elements = next_power_of_2(state.shape[2]) * about[2][3]
+    launch(tuple(about), B * H, elements, tuple(how), *numbers)(*tensors, after, state, y)
+    return Token(y, following, state, after)
