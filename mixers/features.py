@@ -12,6 +12,7 @@ from kernels import ACTIVATIONS, NORMS
 
 from .arguments import check_numbers, check_sizes
 from .context_parallel import ContextParallel
+from .fusion import Fusable
 from .precision import KeepsFp32
 
 Activation = Literal["identity", "silu", "relu", "elu1"]
@@ -192,7 +193,7 @@ def _continue_parts(
             streams[i], histories[i] = x.view(streams[i].shape), history
 
 
-class Rotary(FeatureMap):
+class Rotary(FeatureMap, Fusable):
     """Rotary position embedding, the halves of what turns forming the pairs (arXiv 2104.09864).
 
     Args:
@@ -222,8 +223,8 @@ class Rotary(FeatureMap):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return kernels.rotary(x, positions, self.rates(x), amplitude=self.amplitude)
 
-    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn:
-        return kernels.Turn(positions, self.rates(x), self.amplitude)
+    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
+        return kernels.Turn(positions, self.rates(x), self.amplitude) if self.fused else None
 
     def rates(self, like: Tensor) -> Tensor:
         """The frequencies of all pairs in at least fp32 on the device of `like`, where they are computed once."""
@@ -241,7 +242,7 @@ class Rotary(FeatureMap):
         return self.base ** (-2 * pair / self.turning)
 
 
-class LRPE(FeatureMap):
+class LRPE(FeatureMap, Fusable):
     """[cos(θt)·x, sin(θt)·x] with a learned θ per channel, which doubles the size (cosFormer2; arXiv 2307.09270).
 
     θ starts at base^(−2j/d) over all d channels, as in the original authors' code.
@@ -271,5 +272,5 @@ class LRPE(FeatureMap):
         angle = positions[..., None, None] * kernels.at_least_fp32(self.theta)
         return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
 
-    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn:
-        return kernels.Turn(positions, kernels.at_least_fp32(self.theta))
+    def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
+        return kernels.Turn(positions, kernels.at_least_fp32(self.theta)) if self.fused else None

@@ -13,6 +13,7 @@ from kernels.forget_gate import lower_bound_odds
 from .arguments import check_numbers, check_sizes
 from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, checked_site
 from .features import Features
+from .fusion import Fusable
 from .growth import MergedHeads
 from .norm import Norm, RMSNorm
 from .precision import KeepsFp32
@@ -22,7 +23,7 @@ from .registry import register
 HEAD_DIM = 128  # as in the paper, for models of all sizes
 
 
-class LowerBounds(KeepsFp32):
+class LowerBounds(KeepsFp32, Fusable):
     """The least that each channel remembers, which rises with the layer: lb_l = Σ_{1 ≤ i ≤ l} softmax(γ)_i, lb_0 = 0.
 
     One matrix γ for all layers of a model (arXiv 2404.07904, and the authors' code, which subtracts the first row).
@@ -35,6 +36,7 @@ class LowerBounds(KeepsFp32):
     """
 
     no_weight_decay = keep_fp32 = ("weight",)
+    fused_method = "odds"
 
     def __init__(self, num_layers: int, size: int, high: float | None = None):
         super().__init__()
@@ -153,8 +155,11 @@ class HGRN2(LinearMixer):
         return s.replace(k=split_heads(written, self.gate_heads), log_decay=split_heads(log_decay, self.gate_heads))
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        bounds, layer = (None, 0) if self.lower_bounds is None else (self.lower_bounds.weight, self.site.layer)
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=kernels.TiedGates(bounds, layer)))
+        bounds = self.lower_bounds
+        if bounds is not None and not bounds.fused:
+            return None
+        decay = kernels.TiedGates() if bounds is None else kernels.TiedGates(bounds.weight, self.site.layer)
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=decay))
         return None if done is None else (self.readout(done[0], s), done[1])
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:

@@ -1,5 +1,6 @@
 """Fused kernels stand in for a method only where a class says so."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,19 +9,36 @@ from torch import Tensor
 
 import kernels
 from mixers import (
+    HGRN2,
     KDA,
     Discretisation,
+    Features,
     GatedDeltaNet,
+    GatedDeltaProduct,
     GatedRMSNorm,
     HeadWise,
     LinearMixer,
+    Mamba2,
     Mamba2Discretisation,
+    NormOnly,
+    RetNet,
+    Rotary,
     Site,
+    YarnRotary,
 )
 from mixers.base import Streams
 from mixers.decay import BoundedChannelDecay, ChannelDecay
 from mixers.fusion import Fusable
+from mixers.hgrn2 import LowerBounds
 from mixers.norm import Output, SigmoidGatedRMSNorm
+
+from .variants import CAUSAL, Factory
+
+# mixers with a token in one launch
+FUSED_TOKENS = (
+    *("Comba", "CosFormer2", "DeltaNet", "GLA", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "HGRN2", "KDA"),
+    *("LinearAttention", "Mamba2", "RetNet", "TNL"),
+)
 
 
 class Doubled(HeadWise):
@@ -150,9 +168,58 @@ class WithoutErasing(KDA):
     recurrence = staticmethod(kernels.linear_recurrence)  # type: ignore[assignment]
 
 
-@pytest.mark.parametrize("cls", [GatedDeltaNet, KDA])
-def test_a_token_is_fused(cls: type[Fusable]):
-    assert cls.fused_token
+class OwnBounds(LowerBounds):
+    def odds(self, layer: int) -> Tensor | None:
+        odds = super().odds(layer)
+        return None if odds is None else odds + 1
+
+
+class OwnRotary(Rotary):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return 2 * super().forward(x, positions)
+
+
+FUSED: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() if name in FUSED_TOKENS} | {
+    "HGRN2 with SiLU": partial(HGRN2, q=Features(4, activation="silu"), head_dim=16),
+    "GatedDeltaNet with shared keys": partial(GatedDeltaNet, num_key_heads=1),
+    "GatedDeltaProduct without gate": partial(GatedDeltaProduct, output=NormOnly, num_steps=3),
+    "RetNet with longer context": partial(RetNet, qk=Features(map=partial(YarnRotary, factor=4.0, original_length=8))),
+    "Mamba2 with groups of heads": partial(Mamba2, state_dim=16, head_dim=16),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+@torch.no_grad()
+def test_a_token_is_fused(name: str):
+    """One launch computes a token from the projections on, and what it computes is the layer."""
+    mixer, x = FUSED[name](Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)), torch.randn(2, 2, 32)
+    for parameter in mixer.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+    state, outputs = mixer.init_state(2), []
+    with kernels.backend("triton"), kernels.implementations() as ran:
+        for t in range(2):
+            y, state = mixer(x[:, t : t + 1], state)
+            outputs.append(y)
+    assert "recurrence_token" in ran
+    assert not {"delta_rule", "linear_recurrence", "features"} & set(ran)
+    with kernels.backend("torch"):
+        expected, after = mixer(x, mixer.init_state(2))
+    torch.testing.assert_close(torch.cat(outputs, 1), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(state, after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [partial(HGRN2, head_dim=16, lower_bounds=OwnBounds), partial(RetNet, qk=Features(map=OwnRotary))],
+)
+@torch.no_grad()
+def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
+    layer, x = mixer(Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)), torch.randn(2, 3, 32)
+    state, outputs = layer.init_state(2), []
+    for t in range(3):
+        y, state = layer(x[:, t : t + 1], state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0])
 
 
 @pytest.mark.parametrize(
