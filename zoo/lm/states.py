@@ -128,9 +128,9 @@ def without_room(model: LanguageModel, state: Any, length: int) -> Any:
 
 
 def _converted(state: Any, initial: Any, convert: Callable[[Any, Any, Any], Any]) -> Any:
-    """A state whose caches typed `SlottedCache` are what `convert` makes of them, of the initial one and of the positions.
+    """A state whose fields typed `SlottedCache` are converted.
 
-    `initial` is a state before the first token.
+    `initial` is a state before the first token; `convert` takes a field of both states, and the tokens seen [N].
     """
     if not isinstance(state, tuple):
         return state

@@ -211,11 +211,11 @@ def launches_of(rows: int, H: int, heads: int, D: int, V: int, window: int, x: T
     """
     group, width = H // heads, next_power_of_2(max(V, D // 2 + 1))
     products = group > 1 and x.dtype != torch.float32
-    height = min(max(16, next_power_of_2(group)), 64) if products else 1
+    height = min(max(16, next_power_of_2(group)), 32) if products else 1
     units = rows * (heads * cdiv(group, height) if products else H)
     block = max(32 if products else 16, min(TILE // width, 64 if products else 128))
-    warps, stages = 8 if height * width >= 16384 else 4, 2 if width > 256 else 3
-    memory = stages * block * (D if same else D + V) * x.element_size()
+    warps, stages = (8, 2) if height * width >= 16384 else (4, 3)  # also fits into 99 KiB of shared memory
+    memory = (stages - 1) * block * (D if same else D + V) * x.element_size()
     programs = multiprocessors(x.device) * max(1, min(SHARED_MEMORY // memory, RESIDENT))
     most = min(MOST_SPLITS, next_power_of_2(cdiv(window, block)))
     splits = max(1, min(next_power_of_2(programs // units + 1) // 2, most))
