@@ -46,7 +46,7 @@ from .short_conv import short_conv
 from .sigmoid_mix import sigmoid_mix
 from .token_shift import token_shift
 from .value_decay_recurrence import value_decay_recurrence
-from .window_attention import window_attention
+from .window_attention import KeyCache, window_attention
 
 # `transformers` reads the version of any importable `kernels`, and takes 0.18 to 0.19 for a different package
 __version__ = "0.1.0"
@@ -60,6 +60,7 @@ __all__ = [
     "Feedback",
     "GateInputs",
     "GatedNorm",
+    "KeyCache",
     "Option",
     "Strength",
     "TiedGates",

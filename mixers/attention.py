@@ -20,7 +20,7 @@ from .key_cache import attend, attend_to_cache
 from .norm import RMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
-from .state import History, Position
+from .state import History, Position, SlottedCache
 
 Per = Literal["head", "channel"]
 Over = Literal["head", "width"]
@@ -38,8 +38,8 @@ def gate_width(gate: Per | None, heads: int, size: int) -> dict[str, int]:
 class AttentionState(NamedTuple):
     """The last keys and values, in chronological order and flush right."""
 
-    k: Tensor  # [N,S,Hkv,D]; S grows without a window, and is window_size − 1 with one
-    v: Tensor  # as k
+    k: SlottedCache  # [N,S,Hkv,D]; S grows without a window, and is window_size − 1 with one
+    v: SlottedCache  # as k
     histories: tuple[History, ...]  # last conv inputs of q and k; empty without conv
     position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
 

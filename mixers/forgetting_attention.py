@@ -19,15 +19,15 @@ from .norm import Output, RMSNorm
 from .projection import OutputProjection, Projection, split_heads
 from .registry import register
 from .shift import shifted
-from .state import Cache, History, Position
+from .state import History, Position, SlottedCache
 
 
 class ForgettingState(NamedTuple):
     """The keys, values and log decays of all tokens, in chronological order and flush right."""
 
-    k: Cache  # [N,S,Hkv,D]
-    v: Cache  # as k
-    log_decay: Cache  # [N,S,H], at least fp32
+    k: SlottedCache  # [N,S,Hkv,D]
+    v: SlottedCache  # as k
+    log_decay: SlottedCache  # [N,S,H], at least fp32
     last: History  # keys and values before their shift [N,1,2·Hkv·D]; [N,1,0] without shift
     position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
 
@@ -99,8 +99,10 @@ class ForgettingAttention(TokenMixer):
         log_decay: Tensor,
         first_key: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: kernels.KeyCache | None = None,
     ) -> Tensor:
-        return self.attention(q, k, v, log_decay=log_decay, first_key=first_key, cu_seqlens=cu_seqlens)
+        where = {"first_key": first_key, "cu_seqlens": cu_seqlens, "cache": cache}
+        return self.attention(q, k, v, log_decay=log_decay, **where)
 
     def forward(
         self,

@@ -2,10 +2,14 @@
 
 A stream is a tensor [B,T,…] with an entry for each token, such as keys, values or decays. `run` attends with queries
 [B,T,H,D] to streams [B,S,…] of S ≥ T tokens, of which the last T are those of the queries. It takes the queries, the
-streams, and by name what `kernels.window_attention` calls `first_key` and `cu_seqlens`.
+streams, and by name what `kernels.window_attention` calls `first_key`, `cu_seqlens` and `cache`.
+
+Decoding on a GPU replaces caches by `Slots`, which have room for later tokens, so that a step of one token moves
+nothing. Then `run` takes the streams of that token, and a `kernels.KeyCache` of the streams of earlier ones.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +18,7 @@ from torch import Tensor
 import kernels
 
 from .context_parallel import ContextParallel
+from .state import Slots
 
 Run = Callable[..., Tensor]
 
@@ -43,25 +48,41 @@ def attend_to_cache(
     run: Run,
     q: Tensor,
     streams: Sequence[Tensor],
-    caches: Sequence[Tensor],
+    caches: Sequence[Tensor | Slots],
     seen: Tensor,
     window_size: int | None,
     cu_seqlens: Tensor | None,
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, Sequence[Any]]:
     """Attend to the caches and the new tokens.
 
     Args:
         run: Attention; see the top of this module.
         q: Queries [B,T,H,D].
         streams: The new tokens [B,T,…].
-        caches: Earlier tokens [N,S,…], flush right, one for each stream.
+        caches: Earlier tokens [N,S,…], flush right, one for each stream; or `Slots`, for one token of each sequence.
         seen: Number of earlier tokens of each sequence [N].
         window_size: How many tokens a query sees, including the last one; None for all.
         cu_seqlens: Boundaries [N+1] of packed documents; None if each row is a sequence.
 
     Returns:
-        o [B,T,H,V], and the next caches: window_size − 1 tokens, or all.
+        o [B,T,H,V], and the next caches: window_size − 1 tokens, or all; or the same `Slots`.
     """
+    entries = tuple(x.entries if isinstance(x, Slots) else x for x in caches)
+    if isinstance(caches[0], Slots):
+        return run(q, *streams, cu_seqlens=cu_seqlens, cache=kernels.KeyCache(entries, seen)), caches
+    return _attend_to_cache(run, q, streams, entries, seen, window_size, cu_seqlens)
+
+
+def _attend_to_cache(
+    run: Run,
+    q: Tensor,
+    streams: Sequence[Tensor],
+    caches: Sequence[Tensor],
+    seen: Tensor,
+    window_size: int | None,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """The result of `attend_to_cache` for caches without room."""
     if cu_seqlens is None:
         o, longer = _extended(run, q, streams, caches, seen)
         return o, [_last(x, x.shape[1], window_size) for x in longer]
@@ -94,3 +115,25 @@ def _last(cache: Tensor, size: int, window_size: int | None) -> Tensor:
         return F.pad(cache, [0, 0] * (cache.dim() - 2) + [size - length, 0])
     tail = cache[:, length - size :]
     return tail.clone() if length > 2 * size else tail  # a view keeps all of a long prompt in memory
+
+
+def in_slots(cache: Tensor, seen: Tensor, size: int) -> Slots:
+    """The last entries of a cache [N,S,…], flush right, in one of another form [N,size,…] with room for more."""
+    age = (seen[:, None] - 1 - torch.arange(size, device=seen.device)) % size
+    return Slots(_at(cache, cache.shape[1] - 1 - age, age, seen))
+
+
+def out_of_slots(slots: Slots, seen: Tensor, size: int) -> Tensor:
+    """The last entries of a cache with room, as a cache [N,size,…], flush right."""
+    age = torch.arange(size - 1, -1, -1, device=seen.device).expand(len(seen), -1)
+    return _at(slots.entries, (seen[:, None] - 1 - age) % slots.entries.shape[1], age, seen)
+
+
+def _at(cache: Tensor, index: Tensor, age: Tensor, seen: Tensor) -> Tensor:
+    """The entries [N,R,…] at an index [N,R] for each age of a token (0 for the newest); 0 for tokens that are not."""
+    exists = age < seen.clamp(max=cache.shape[1])[:, None]
+    if not cache.shape[1]:
+        return cache.new_zeros(*index.shape, *cache.shape[2:])
+    rows = torch.arange(len(cache), device=cache.device)[:, None]
+    chosen = cache[rows, index.clamp(min=0)]
+    return chosen.masked_fill_(~exists.view(*exists.shape, *[1] * (cache.dim() - 2)), 0)

@@ -20,13 +20,13 @@ from .key_cache import attend, attend_to_cache
 from .norm import RMSNorm
 from .projection import Linear, OutputProjection, Projection, split_heads
 from .registry import register
-from .state import Cache, Position
+from .state import Position, SlottedCache
 
 
 class LatentState(NamedTuple):
     """The latents of all tokens, in chronological order and flush right."""
 
-    latent: Cache  # [N,S,kv_rank+rope_dim]: the normed latent, and the key channels that all heads share
+    latent: SlottedCache  # [N,S,kv_rank+rope_dim]: the normed latent, and the key channels that all heads share
     position: Position  # tokens seen [N], int64; the first S − position slots of a row are empty
 
 
@@ -131,26 +131,39 @@ class MultiheadLatentAttention(TokenMixer):
         return self.o_proj(o.flatten(2))
 
     def _attention(
-        self, q: Tensor, latent: Tensor, first_key: Tensor | None = None, cu_seqlens: Tensor | None = None
+        self,
+        q: Tensor,
+        latent: Tensor,
+        first_key: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: kernels.KeyCache | None = None,
     ) -> Tensor:
         """o [B,T,H,V] of q [B,T,H,head_dim+rope_dim] and latent [B,S,kv_rank+rope_dim]."""
         attention = partial(self.attention, scale=q.shape[3] ** -0.5, first_key=first_key, cu_seqlens=cu_seqlens)
         # in deterministic mode a token takes the products of longer sequences
         if q.shape[1] == 1 and not kernels.is_deterministic():
-            return self._one_query(q, latent[:, :, None], attention)
+            return self._one_query(q, latent, attention, cache)
         latent, shared = latent.split([self.kv_rank, self.rope_dim], -1)
         k, v = split_heads(self.kv_up(latent), self.num_heads).split([self.head_dim, self.value_dim], -1)
         k = torch.cat([k, shared[:, :, None].expand(-1, -1, self.num_heads, -1)], -1)
         return attention(q, k, v.contiguous())
 
-    def _one_query(self, q: Tensor, latent: Tensor, attention: Callable[..., Tensor]) -> Tensor:
-        """Attend to the latents [B,S,1,kv_rank+rope_dim] themselves, as one head of keys and values."""
+    def _one_query(
+        self, q: Tensor, latent: Tensor, attention: Callable[..., Tensor], cache: kernels.KeyCache | None
+    ) -> Tensor:
+        """Attend to the latents themselves, as one head of keys and values."""
         up = self.kv_up.weight.unflatten(0, (self.num_heads, -1))
         to_k, to_v = up.split([self.head_dim, self.value_dim], 1)  # [H,size,kv_rank]
         q, turning = q.split([self.head_dim, self.rope_dim], -1)
         q = torch.cat([torch.einsum("bthd,hdr->bthr", q, to_k), turning], -1)
-        o = attention(q, latent, latent[..., : self.kv_rank])
+        k, v = self._one_head(latent)
+        cache = cache if cache is None else cache._replace(entries=self._one_head(*cache.entries))
+        o = attention(q, k, v, cache=cache)
         return torch.einsum("bthr,hvr->bthv", o, to_v)
+
+    def _one_head(self, latent: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [B,S,1,kv_rank+rope_dim] and values [B,S,1,kv_rank] that all heads share."""
+        return latent[:, :, None], latent[:, :, None, : self.kv_rank]
 
     def init_state(
         self, batch_size: int, device: torch.device | str | None = None, dtype: torch.dtype | None = None

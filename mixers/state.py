@@ -1,7 +1,8 @@
 """The fields of a state, distinguished by their types, so that code that does not know the mixer can read them.
 
 The state of a mixer is a pytree of tensors, usually a NamedTuple. Annotate what the mixer remembers as `Tensor`, and
-its bookkeeping as `History` or `Position`, also inside tuples. `Cache` is what has an entry for each token seen:
+its bookkeeping as `History` or `Position`, also inside tuples. `Cache` is what has an entry for each token seen, and
+`SlottedCache` one that only `attend_to_cache` reads:
 
     class MyState(NamedTuple):
         matrix: Tensor
@@ -12,7 +13,7 @@ its bookkeeping as `History` or `Position`, also inside tuples. `Cache` is what 
 from collections.abc import Iterator
 from functools import cache
 from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -32,8 +33,19 @@ class Growing:
     """Marks the type of tensors in a state that have an entry for each token."""
 
 
+class Slotted(Growing):
+    """Marks the type of caches that only `attend_to_cache` reads, which also takes `Slots`."""
+
+
+class Slots(NamedTuple):
+    """A cache with room, to which a token is added in place: that of number t is at index t mod R."""
+
+    entries: Tensor  # [N,R,…]
+
+
 # entries of the tokens seen [N,S,…], or of the last of them, newest last; padded in front for those who saw fewer
 Cache = Annotated[Tensor, Growing()]
+SlottedCache = Annotated[Tensor, Slotted()]  # in decoding, it may be `Slots`
 History = Annotated[Tensor, Bookkeeping()]  # the last inputs of a convolution [N,W−1,C]
 Position = Annotated[Tensor, Count()]  # tokens seen [N], int64
 
@@ -81,14 +93,23 @@ def _field_types(state: type) -> dict[str, Any]:
 
 
 def caches(state: Any) -> list[str]:
-    """The fields of a NamedTuple that are typed `Cache`."""
-    return [name for name, annotation in _field_types(state.__class__).items() if _is_marked(annotation, Growing)]
+    """The fields of a NamedTuple that are typed `Cache` or `SlottedCache`."""
+    return _marked(state, Growing)
+
+
+def slotted(state: Any) -> list[str]:
+    """The fields of a NamedTuple that are typed `SlottedCache`."""
+    return _marked(state, Slotted)
 
 
 def positions_seen(state: Any) -> Tensor | None:
     """The field of a NamedTuple that is typed `Position`; None if there is none."""
-    names = [name for name, annotation in _field_types(state.__class__).items() if _is_marked(annotation, Count)]
+    names = _marked(state, Count)
     return getattr(state, names[0]) if names else None
+
+
+def _marked(state: Any, mark: type) -> list[str]:
+    return [name for name, annotation in _field_types(state.__class__).items() if _is_marked(annotation, mark)]
 
 
 def _is_marked(annotation: Any, mark: type) -> bool:

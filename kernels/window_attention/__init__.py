@@ -3,13 +3,14 @@
 from torch import Tensor
 
 from ..core.backend import Op
-from . import candidates, reference
+from . import candidates, reference, token
 from .arguments import check
 from .candidates import CANDIDATES
+from .token import KeyCache
 
 OP = Op("window_attention", reference=reference.forward, torch=candidates.forward)
 
-__all__ = ["CANDIDATES", "OP", "window_attention"]
+__all__ = ["CANDIDATES", "OP", "KeyCache", "window_attention"]
 
 
 def window_attention(
@@ -22,6 +23,7 @@ def window_attention(
     scale: float | None = None,
     cu_seqlens: Tensor | None = None,
     log_decay: Tensor | None = None,
+    cache: KeyCache | None = None,
 ) -> Tensor:
     """Causal softmax attention of T queries over S ≥ T keys, with the last query aligned to the last key.
 
@@ -40,6 +42,10 @@ def window_attention(
             those of the tokens j + 1 … i (arXiv 2503.02130). −∞, like every log decay below −10,000, is a reset: its
             token and later ones see no earlier key, whatever the scores. Positive ones are refused on a CPU, undefined
             elsewhere. None for none.
+        cache: Earlier tokens [B,R,…], with room for one more: q, k, v and log_decay are those of one new token per row
+            (T = S = 1), which is written into the cache and sees at most R tokens. `cache.seen` stays. All is cast to
+            the dtypes of the cache, without gradients. On a GPU, a call takes two launches, and only reads what it
+            attends to.
 
     Returns:
         o [B,T,H,V] in the dtype of v, or of autocast where that is on (except for fp64); 0 for a query without a valid
@@ -49,5 +55,7 @@ def window_attention(
         ValueError: An argument does not fit the others; the message starts with its name.
     """
     a = check(q, k, v, window_size, first_key, scale, cu_seqlens, log_decay)
+    if cache is not None:
+        return token.attend(token.check_cache(a, window_size, cache)).to(a.v.dtype)
     o: Tensor = OP(v, a)
     return o

@@ -102,6 +102,16 @@ def decayed_attention(size: int, documents: list[int] | None) -> None:
     train(lambda: (CANDIDATES["triton"].forward(arguments),), [*a.values()])
 
 
+@torch.no_grad()
+def token_attention(dtype: torch.dtype, H: int, heads: int, D: int, V: int, decay: bool = False) -> None:
+    """Attention of one token to a cache with room; one head of keys has the values as its first channels."""
+    shapes = {"q": (H, D), "k": (heads, D), "v": (heads, V), **({"log_decay": (H,)} if decay else {})}
+    new = {name: torch.zeros(2, 1, *shape, dtype=dtype) for name, shape in shapes.items()}
+    k, v, *decays = (torch.zeros(2, 4096, *shape, dtype=dtype) for name, shape in shapes.items() if name != "q")
+    entries = (k, v if heads > 1 else k[..., :V], *decays)
+    kernels.window_attention(**new, cache=kernels.KeyCache(entries, torch.zeros(2, dtype=torch.int64)))
+
+
 def layer(name: str) -> None:
     """Training and decoding of a mixer, which uses the other ops."""
     mixer = mixers.entry(name).mixer(mixers.Site(hidden_size=256, num_heads=4)).bfloat16()
@@ -152,6 +162,10 @@ def calls(architecture: int) -> Iterator[Callable[[], None]]:
         yield partial(few_rows, rows)
     for dtype in dtypes.values():
         yield partial(losses, dtype)
+        for H, heads, D in ((4, 4, 20), (4, 4, 64), (8, 2, 128), (8, 2, 256), (2, 2, 256)):
+            yield partial(token_attention, dtype, H, heads, D, D, decay=D != 64)
+        for H in (2, 16, 32, 64):
+            yield partial(token_attention, dtype, H, 1, 576, 512)
     for name in mixers.names():
         if name != "Bidirectional":  # which has two other mixers
             yield partial(layer, name)

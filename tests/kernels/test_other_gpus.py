@@ -18,6 +18,8 @@ OVERLAPPING = {
     "kernels.linear.gpu.op.linear_rows",
     "kernels.linear.gpu.op.linear_tile",
     "kernels.norm.gpu.kernels.forward",
+    "kernels.window_attention.gpu.token.add_newest",
+    "kernels.window_attention.gpu.token.attend_to_part",
 }
 
 PARSED = """

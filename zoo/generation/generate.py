@@ -268,6 +268,7 @@ def _tokens(
                 else:
                     logits, state = read(model, prompts)
                     decoder = Decoder(model, state, graphs, room=max_new_tokens)
+                    del state  # which would keep caches that the decoder has copied
                 broken = broken | ~logits.amax(-1).isfinite().all()  # NaN, or nothing to draw
                 drawn = draw(logits)
             complete = False

@@ -5,7 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import cache, partial
 from types import FunctionType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import kernels
 from kernels.core.backend import backend_name
+from mixers.state import Slots
 from zoo.generation.cuda_graph import capture, casts_not_cached, hooked_module, no_graphs
 
 log = logging.getLogger(__name__)
 
 KEPT_GRAPHS = 4
-KEPT_BYTES = 4 << 30  # of their inputs together
+KEPT_BYTES = 4 << 30  # of the inputs of those that are kept, together
 
 
 class Graph(NamedTuple):
@@ -49,13 +50,11 @@ class DecodingGraphs:
 
     Attributes:
         refused: Why the last step could not be captured; None if it was.
-        ignore_padding: By model, whether it ignores padding in front of states that grow.
     """
 
     def __init__(self, enabled: bool = True) -> None:
         self.enabled = enabled
         self.refused: str | None = None
-        self.ignore_padding: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         self._kept: dict[Hashable, Graph] = {}  # the least recently used first
         self._failures: dict[Hashable, str] = {}  # captures that are not tried a second time, with the reason
 
@@ -64,6 +63,8 @@ class DecodingGraphs:
 
     def take(self, model: nn.Module, inputs: Any, *steps: Callable[..., Any]) -> Graph | None:
         """Return graphs of `step(*inputs)` that hold a copy of these inputs, for the caller alone until `put_back`.
+
+        `Slots` among the inputs are not copied unless a kept graph has some: they belong to the graph from then on.
 
         Args:
             model: The model that each step calls; it is not kept alive.
@@ -119,7 +120,7 @@ class DecodingGraphs:
     def _captured(self, key: Hashable, inputs: Any, steps: Sequence[Callable[..., Any]], device: torch.device) -> Graph:
         # inputs may consist of views, or of tensors that the caller still uses
         with torch.inference_mode(False), torch.no_grad(), casts_not_cached():
-            held = tree_map(_copy, inputs)
+            held = tree_map(_copy, inputs, is_leaf=_is_slots)
             calls = [partial(step, *held) for step in steps]
             replay, *others = [capture(call, call, device) for call in calls]
             overwrite(held, inputs)  # rehearsals, which compile kernels, have changed them
@@ -185,5 +186,10 @@ def overwrite(state: Any, following: Any) -> None:
         torch._foreach_copy_(into, out_of)
 
 
-def _copy(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+def _is_slots(x: object) -> bool:
+    return isinstance(x, Slots)
+
+
+def _copy(x: Any) -> Any:
+    """A tensor cloned; slots stay, as a rehearsal only writes the entry that the step writes later."""
+    return x if _is_slots(x) else x.clone(memory_format=torch.contiguous_format)

@@ -5,7 +5,7 @@ the newest last.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from kernels import UserError
+from mixers.key_cache import in_slots, out_of_slots
+from mixers.state import Slots, positions_seen, slotted
 from zoo.files.atomic import atomic_write
 from zoo.files.hashing import digest
 from zoo.lm.model import LanguageModel
@@ -82,6 +84,65 @@ def growing(model: LanguageModel, state: Any) -> list[bool]:
     """Return for each tensor of a state after at least one token whether it grows with the tokens."""
     pairs = zip(tree_leaves(model.init_state(1, "meta")), tree_leaves(state), strict=True)
     return [initial.shape[1:2] != leaf.shape[1:2] for initial, leaf in pairs]
+
+
+def grows_otherwise(model: LanguageModel, state: Any) -> bool:
+    """Return whether a state after at least one token grows with the tokens, apart from what `with_room` converts."""
+    initial = model.init_state(1, "meta")
+    left = [tree_leaves(_converted(each, initial, lambda *_: ())) for each in (initial, state)]
+    return any(before.shape[1:2] != leaf.shape[1:2] for before, leaf in zip(*left, strict=True))
+
+
+def with_room(model: LanguageModel, state: Any, size: int) -> tuple[Any, bool]:
+    """Convert the caches of a state that are typed `SlottedCache` into `Slots`, to which tokens are added in place.
+
+    Args:
+        model: The model.
+        state: Its state, or one that this function returned, none of whose caches are left in the new one.
+        size: Number of tokens for which caches that grow have room; others have that of their window.
+
+    Returns:
+        The state, and whether it has caches that grow.
+    """
+    growing_sizes = []
+
+    def convert(cache: Any, initial: Tensor, seen: Tensor) -> Slots:
+        window = initial.shape[1]
+        growing_sizes.append(window == 0)
+        if not isinstance(cache, Slots):
+            return in_slots(cache, seen, window + 1 if window else size)
+        entries = cache.entries
+        more = 0 if window else size - entries.shape[1]
+        return Slots(F.pad(entries, (0, 0) * (entries.dim() - 2) + (0, more)) if more else entries.clone())
+
+    return _converted(state, model.init_state(1, "meta"), convert), any(growing_sizes)
+
+
+def without_room(model: LanguageModel, state: Any, length: int) -> Any:
+    """Convert a state of `with_room` back, after `length` tokens of its longest sequence."""
+
+    def convert(cache: Slots, initial: Tensor, seen: Tensor) -> Tensor:
+        return out_of_slots(cache, seen, initial.shape[1] or length)
+
+    return _converted(state, model.init_state(1, "meta"), convert)
+
+
+def _converted(state: Any, initial: Any, convert: Callable[[Any, Any, Any], Any]) -> Any:
+    """A state whose fields typed `SlottedCache` are converted.
+
+    `initial` is a state before the first token; `convert` takes a field of both states, and the tokens seen [N].
+    """
+    if not isinstance(state, tuple):
+        return state
+    fields = getattr(state, "_fields", None)
+    caches = slotted(state) if fields else []
+    parts = [
+        convert(part, before, positions_seen(state))
+        if fields and fields[number] in caches
+        else _converted(part, before, convert)
+        for number, (part, before) in enumerate(zip(state, initial, strict=True))
+    ]
+    return type(state)(*parts) if fields else tuple(parts)
 
 
 def _cat(*leaves: Tensor) -> Tensor:

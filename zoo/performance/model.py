@@ -15,6 +15,8 @@ from mixers import GatedRMSNorm, Norm
 from mixers.arguments import check_sizes
 from zoo import config as configs
 from zoo.arguments import check_names
+from zoo.generation.decoder import Decoder
+from zoo.generation.graphs import DecodingGraphs
 from zoo.lm.model import LanguageModel
 from zoo.performance.accuracy import Gate
 from zoo.train.metrics import total_loss
@@ -150,14 +152,13 @@ def learning(model: LanguageModel, length: int = SLICE) -> dict[str, Tensor]:
 
 
 def continuing(model: LanguageModel) -> dict[str, Tensor]:
-    """The logits of three tokens read one by one, after a prefill."""
-    tokens, logits = _tokens(model, 2), []
+    """The logits of three tokens read one by one after a prefill, as `generate` reads them."""
+    tokens = _tokens(model, 2)
     with torch.no_grad():
         _, state = model(tokens[:, :-3], model.init_state(2))
-        for t in range(SLICE - 3, SLICE):
-            step, state = model(tokens[:, t : t + 1], state)
-            logits.append(step)
-    return {"logits": torch.cat(logits, 1).float()}
+        decoder = Decoder(model, state, DecodingGraphs(False))
+        logits = [decoder(tokens[:, t]) for t in range(SLICE - 3, SLICE)]
+    return {"logits": torch.stack(logits, 1).float()}
 
 
 def at_once(model: LanguageModel) -> dict[str, Tensor]:

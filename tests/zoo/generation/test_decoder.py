@@ -2,19 +2,24 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+import kernels
 import mixers
 from tests.mixers.variants import CAUSAL
 from zoo.generation import decoder as decoders
+from zoo.generation import graphs as owners
 from zoo.generation.decoder import Decoder
 from zoo.generation.generate import generate_tokens, sample_tokens
 from zoo.generation.graphs import DecodingGraphs, fits, overwrite
+from zoo.generation.read import read
+from zoo.lm import states
 from zoo.lm.model import LanguageModel
-from zoo.lm.stack import Uniform
+from zoo.lm.stack import Pattern, Uniform
 
 pytest_plugins = "tests.zoo.generation.pretended"
 
@@ -24,14 +29,18 @@ def build(name: str) -> LanguageModel:
     return model.eval()
 
 
+@torch.no_grad()
+def after(model: LanguageModel, lengths: list[int]) -> Any:
+    """The state after prompts of some lengths."""
+    return read(model, [torch.randint(model.vocab_size, (length,)) for length in lengths])[1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CAUSAL)
 def test_a_step_in_place_is_the_eager_step(name: str, captures: list[torch.device]):
-    """To the bit if both have the same room; the state of attention without room has other shapes."""
-    model, prompt, tokens = build(name), torch.randint(11, (3, 9)), torch.randint(11, (8, 3))
-    with torch.no_grad():
-        _, state = model(prompt, model.init_state(3))
-    graphs = DecodingGraphs()
+    """To the bit if caches have room in both; attention to a cache without room has other shapes."""
+    model, tokens = build(name), torch.randint(11, (8, 3))
+    state, graphs = after(model, [9, 5, 9]), DecodingGraphs()
     inside, outside = (Decoder(model, tree_map(torch.clone, state), each) for each in (graphs, DecodingGraphs(False)))
     places = None
     with torch.no_grad():
@@ -40,52 +49,114 @@ def test_a_step_in_place_is_the_eager_step(name: str, captures: list[torch.devic
             logits = inside(token)
             assert torch.equal(logits, outside(token)), t
             torch.testing.assert_close(logits, direct[:, -1])
-            memory = [leaf.data_ptr() for leaf in tree_leaves(inside.state)]
+            memory = [leaf.data_ptr() for leaf in tree_leaves(inside._state)]
             assert places in (None, memory)
             places = memory
     for one, other, alone in zip(*map(tree_leaves, (inside.state, outside.state, state)), strict=True):
         assert torch.equal(one, other)
-        torch.testing.assert_close(one[:, -alone.shape[1] :] if alone.dim() > 1 else one, alone)
+        torch.testing.assert_close(one, alone)
     assert graphs.refused is None
     assert len(captures) == 1
 
 
 @pytest.mark.parametrize(("room", "expected_captures"), [(1, 4), (12, 1)])
-def test_a_state_without_room_is_padded_and_captured_again(
+def test_a_state_without_room_is_captured_again(
     room: int, expected_captures: int, captures: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ):
+    """In a model that also has windows, which are overwritten several times."""
     monkeypatch.setattr(decoders, "ROOM", 4)
-    model, tokens = build("SoftmaxAttention"), torch.randint(11, (12, 2))
-    with torch.no_grad():
-        _, state = model(torch.randint(11, (2, 3)), model.init_state(2))
+    names = ("SlidingWindowAttention", "SoftmaxAttention", "ForgettingAttention", "MultiheadLatentAttention", "GLA")
+    model, tokens = several(*names), torch.randint(11, (12, 2))
+    state = after(model, [1, 3])
     decoder = Decoder(model, tree_map(torch.clone, state), DecodingGraphs(), room=room)
     for token in tokens:
         with torch.no_grad():
             expected, state = model(token[:, None], state)
         torch.testing.assert_close(decoder(token), expected[:, -1])
+        for one, alone in zip(*map(tree_leaves, (decoder.state, state)), strict=True):
+            torch.testing.assert_close(one, alone)
     assert len(captures) == expected_captures
 
 
-def test_a_large_state_that_grows_is_decoded_eagerly(captures: list[torch.device], monkeypatch: pytest.MonkeyPatch):
-    """Also if it becomes too large after it was padded; no entry may be dropped then."""
-    monkeypatch.setattr(decoders, "ROOM", 4)
-    monkeypatch.setattr(decoders, "KEPT_BYTES", 9000)
-    model, graphs, tokens = build("SoftmaxAttention"), DecodingGraphs(), torch.randint(11, (12, 2))
+def several(*names: str) -> LanguageModel:
+    """A model with a layer of each of these mixers."""
+    letters = "ABCDE"[: len(names)]
+    stack = Pattern(letters, {letter: CAUSAL[name] for letter, name in zip(letters, names, strict=True)})
+    return LanguageModel(stack, vocab_size=11, hidden_size=64, num_heads=2, num_layers=len(names)).eval()
+
+
+def test_a_state_before_the_first_token(captures: list[torch.device]):
+    model, tokens = several("SoftmaxAttention", "SlidingWindowAttention"), torch.randint(11, (9, 2))
+    decoder = Decoder(model, model.init_state(2), DecodingGraphs())
+    outputs = torch.stack([decoder(token).clone() for token in tokens], 1)
     with torch.no_grad():
-        _, state = model(torch.randint(11, (2, 3)), model.init_state(2))
+        torch.testing.assert_close(outputs, model(tokens.T)[0])
+    assert len(captures) == 1
+
+
+def test_a_graph_that_lacked_room_does_not_share_memory_with_its_successor(
+    captures: list[torch.device], monkeypatch: pytest.MonkeyPatch
+):
+    """Another call takes it while the first one continues."""
+    monkeypatch.setattr(decoders, "ROOM", 4)
+    model, graphs = several("SlidingWindowAttention", "SoftmaxAttention"), DecodingGraphs()
+    states = [after(model, [3]) for _ in range(2)]
+    first, second = (Decoder(model, tree_map(torch.clone, state), graphs, room=1) for state in states)
+    with torch.no_grad():
+        for t, token in enumerate(torch.randint(11, (7, 1))):
+            for number, decoder in enumerate((first, second)):
+                if number == 0 or t >= 2:
+                    expected, states[number] = model(token[:, None], states[number])
+                    torch.testing.assert_close(decoder(token), expected[:, -1])
+    assert len(captures) == 4  # the first one serves both
+
+
+def test_large_caches_have_a_graph_that_is_not_kept(captures: list[torch.device], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(owners, "KEPT_BYTES", 100)
+    model, graphs = build("SoftmaxAttention"), DecodingGraphs()
+    decoder = Decoder(model, after(model, [3, 3]), graphs)
+    decoder(torch.tensor([1, 2]))
+    decoder.close()
+    assert graphs.refused is None
+    assert (len(captures), graphs._kept) == (1, {})
+
+
+def test_caches_for_which_memory_lacks_are_decoded_eagerly(
+    captures: list[torch.device], monkeypatch: pytest.MonkeyPatch
+):
+    """Also if it lacks when a state has no more room; no entry may be dropped then."""
+    monkeypatch.setattr(decoders, "ROOM", 4)
+    model, graphs, tokens = build("SoftmaxAttention"), DecodingGraphs(), torch.randint(11, (12, 2))
+    state = after(model, [3, 3])
+
+    def with_room(model: Any, state: Any, size: int) -> Any:
+        if size > 8:
+            raise torch.OutOfMemoryError("full")
+        return states.with_room(model, state, size)
+
+    monkeypatch.setattr(decoders, "with_room", with_room)
     decoder = Decoder(model, tree_map(torch.clone, state), graphs, room=1)
     for number, token in enumerate(tokens):
         with torch.no_grad():
             expected, state = model(token[:, None], state)
         torch.testing.assert_close(decoder(token), expected[:, -1])
         assert (graphs.refused is None) == (number < 5)
-    assert "a state that grows takes" in str(graphs.refused)
+    assert "the memory is too small" in str(graphs.refused)
     assert len(captures) == 2
 
 
+def test_deterministic_mode_adds_no_token_in_place(captures: list[torch.device]):
+    model, graphs, token = build("SoftmaxAttention"), DecodingGraphs(), torch.tensor([1, 2])
+    state = after(model, [3, 3])
+    with torch.no_grad(), kernels.deterministic():
+        expected, _ = model(token[:, None], tree_map(torch.clone, state))
+        assert torch.equal(Decoder(model, state, graphs)(token), expected[:, -1])
+    assert "deterministic mode" in str(graphs.refused)
+
+
 @pytest.mark.parametrize("typed", [True, False])
-def test_a_mixer_that_reads_the_padding_is_not_padded(typed: bool, captures: list[torch.device]):
-    """A wrapped module removes it; one that takes all entries as keys would see zeros."""
+def test_other_states_that_grow_are_decoded_eagerly(typed: bool, captures: list[torch.device]):
+    """Those of a wrapped module, and of a mixer that takes all entries as keys."""
 
     class Mean(mixers.TokenMixer):
         constant_state = False
@@ -166,6 +237,26 @@ def test_greedy_through_a_graph_is_greedy_without(name: str, dtype: torch.dtype)
         drawn = zip(*sample_tokens(model, prompts, graphs=captured, **options), strict=True)
         assert all(map(torch.equal, map(torch.stack, drawn), expected))
         assert captured.refused is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_caches_without_room_and_full_windows_on_a_gpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+    """Logits through graphs are those of caches that are copied at each step."""
+    monkeypatch.setattr(decoders, "ROOM", 16)
+    names = ("SlidingWindowAttention", "SoftmaxAttention", "ForgettingAttention", "MultiheadLatentAttention")
+    model, graphs = several(*names).to("cuda", dtype), DecodingGraphs()
+    with torch.no_grad():
+        _, state = read(model, [torch.randint(11, (length,), device="cuda") for length in (3, 30)])
+    decoder = Decoder(model, tree_map(torch.clone, state), graphs, room=1)
+    tolerance = {"rtol": 2e-3, "atol": 2e-3} if dtype == torch.float32 else {"rtol": 0.1, "atol": 0.1}
+    for token in torch.randint(11, (40, 2), device="cuda"):
+        with torch.no_grad():
+            expected, state = model(token[:, None], state)
+        torch.testing.assert_close(decoder(token), expected[:, -1], **tolerance)
+    assert graphs.refused is None
+    for one, alone in zip(*map(tree_leaves, (decoder.state, state)), strict=True):
+        assert one.shape == alone.shape
 
 
 @pytest.mark.gpu

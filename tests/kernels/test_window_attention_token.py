@@ -1,0 +1,294 @@
+"""Attention of one new token per row to a cache with room: the loop, PyTorch, and Triton in two launches."""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+import kernels
+from kernels import KeyCache
+
+from .places import PLACES
+
+pytest.importorskip("triton")
+from kernels.gpu.device import GPUS, assumed
+from kernels.gpu.paths import dry_run
+from kernels.window_attention.gpu.token import launches_of
+
+pytestmark = pytest.mark.usefixtures("poison")
+
+
+class Case(NamedTuple):
+    seen: tuple[int, ...] = (0, 1, 13)  # earlier tokens of each row
+    R: int = 20
+    H: int = 2
+    heads: int = 2
+    D: int = 8
+    V: int = 8
+    window: int | None = None
+    decay: bool = False
+    same: bool = False  # whether values are the first channels of the keys
+    scale: float | None = None
+    dtype: torch.dtype = torch.float32
+
+
+BORDERS = (0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 95, 127, 128)
+CASES = [
+    Case(),
+    Case(BORDERS, 129, 1, 1, 16, 16),
+    Case(BORDERS, 129, 1, 1, 16, 16, decay=True),
+    Case(BORDERS, 129, 1, 1, 128, 64, decay=True),
+    Case(BORDERS, 129, 4, 2, 32, 16, dtype=torch.float16),
+    Case(BORDERS, 129, 4, 2, 64, 64, decay=True, dtype=torch.float16),
+    Case((0, 5, 6, 7, 33, 70), 7, window=7),  # a window whose entries are overwritten
+    Case((0, 5, 6, 7, 33, 70), 16, window=7, H=4),
+    Case((40, 50, 99), 48, window=40, decay=True),
+    Case((30, 3), 16),  # more tokens than entries
+    Case((30, 3), 31, window=1),
+    Case((30, 3), 31, window=500),
+    Case((60, 61, 3), 64, 6, 2, 24, 20),
+    Case((60, 61, 3), 64, 6, 2, 24, 20, decay=True, dtype=torch.bfloat16),
+    Case((60, 9), 64, 3, 1, 1, 1),
+    Case((60, 9), 64, 2, 2, 20, 36, scale=-0.3),
+    Case((60, 9), 64, 1, 1, 256, 256, scale=0.0),
+    Case((60,), 64, 2, 1, 256, 256, dtype=torch.bfloat16),
+    Case((60, 9), 64, 20, 1, 80, 64, same=True, dtype=torch.bfloat16),  # products of 32 rows
+    Case((60,), 64, 40, 1, 24, 24, dtype=torch.float16),  # of two blocks of them
+    Case((40,), 64, 3, 1, 72, 72, same=True),
+    Case((33,), 40, 16, 1, 576, 512, same=True, dtype=torch.bfloat16),
+    Case((33,), 40, 2, 1, 576, 512, same=True),
+    Case((33,), 40, 4, 1, 320, 256, same=True, dtype=torch.bfloat16),
+]
+
+
+def arguments(case: Case, device: str = "cpu", resets: float = 0.05) -> dict[str, Any]:
+    """Arguments whose new entries are columns of one projection, with NaN in entries that no token has."""
+    generator = torch.Generator().manual_seed(0)
+    B, R, H, heads, D, V = len(case.seen), *case[1:6]
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, case.dtype)
+
+    widths = [H * D, heads * D] if case.same else [H * D, heads * D, heads * V]
+    q, k, *v = (x.unflatten(-1, (-1, D)) for x in draw(B, 1, sum(widths[:2])).split(widths[:2], -1))
+    k, v = (k, k[..., :V]) if case.same else (k, draw(B, 1, heads * V + 3)[..., :-3].unflatten(-1, (heads, V)))
+    seen, keys, values = torch.tensor(case.seen, device=device), draw(B, R, heads, D), draw(B, R, heads, V)
+    log_decay, decays = (logsigmoid(3 * draw(B, n, H).float() + 2) for n in (1, R))
+    log_decay[0, 0, 0] = -math.inf if case.decay and resets else log_decay[0, 0, 0]
+    decays = decays.masked_fill(draw(B, R, H).sigmoid() < resets, -math.inf)
+    entries = (keys, keys[..., :V] if case.same else values, decays)
+    cache = KeyCache(entries if case.decay else entries[:2], seen)
+    others = {"window_size": case.window, "scale": case.scale, "log_decay": log_decay if case.decay else None}
+    return {"q": q, "k": k, "v": v, "cache": cache, **others}
+
+
+@torch.no_grad()
+def run(a: dict[str, Any], backend: str, device: str = "cpu") -> tuple[Tensor, ...]:
+    """The output, and the entries after the token; without a GPU, with as many programs as an H200 has."""
+    with kernels.backend(backend), assumed(GPUS["H200"]) if device == "cpu" else nullcontext():
+        o = kernels.window_attention(**a)
+    return o, *a["cache"].entries
+
+
+def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float):
+    (x, *written), (y, *entries) = actual, expected
+    assert (x.shape, x.dtype) == (y.shape, y.dtype)
+    assert float((x.double() - y.double()).norm()) <= tolerance * max(float(y.double().norm()), 1e-3)
+    assert all(map(torch.equal, written, entries))
+
+
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1e-2}
+
+
+def plain(a: dict[str, Any], row: int) -> Tensor:
+    """The output of one row by attention to all of its tokens in order, without a cache."""
+    cache, seen = a["cache"], int(a["cache"].seen[row])
+    size = cache.entries[0].shape[1]
+    tokens = [t % size for t in range(max(0, seen - size + 1), seen)]
+    names = ("k", "v", "log_decay")[: len(cache.entries)]
+    whole = {
+        name: torch.cat([x[row : row + 1, tokens], a[name][row : row + 1].to(x.dtype)], 1)
+        for name, x in zip(names, cache.entries, strict=True)
+    }
+    with kernels.backend("reference"):
+        options = {"window_size": a["window_size"], "scale": a["scale"]}
+        return kernels.window_attention(a["q"][row : row + 1], **whole, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("case", CASES)
+def test_attention_to_the_tokens_in_order(case: Case, device: str):
+    a = arguments(case, device)
+    expected = torch.cat([plain(a, row) for row in range(len(case.seen))])
+    before = [x.clone() for x in a["cache"].entries]
+    reference = run(a, "reference", device)
+    assert_close(reference[:1], (expected,), 1e-6 if case.dtype == torch.float32 else TOLERANCE[case.dtype])
+    for name, x, old in zip(("k", "v", "log_decay"), a["cache"].entries, before, strict=False):
+        for row, seen in enumerate(case.seen):
+            old[row, seen % case.R] = a[name][row, 0]
+        assert torch.equal(x, old)
+    assert a["cache"].seen.tolist() == list(case.seen)
+    for name in ("torch", "triton"):
+        with kernels.implementations() as ran:
+            actual = run(arguments(case, device), name, device)
+        assert ran == {"window_attention_token": {name}}
+        assert_close(actual, reference, TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_entries_of_no_token_are_not_read(device: str):
+    a = arguments(Case((0, 3, 9), 40, decay=True), device)
+    expected = run(arguments(Case((0, 3, 9), 40, decay=True), device), "reference", device)
+    for x in a["cache"].entries:
+        for row, seen in enumerate((0, 3, 9)):
+            x[row, seen:] = math.nan
+    o, *_ = run(a, "triton", device)
+    assert_close((o,), expected[:1], 1e-5)
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("at", [0, 1, 17, 40, 59])
+def test_a_reset_hides_whatever_is_before_it(at: int, device: str):
+    """Also a key whose score would win by far."""
+    case = Case((60,), 64, 4, 2, 16, 16, decay=True, dtype=torch.float16)
+    results = []
+    for value in (1.0, 100.0):
+        a = arguments(case, device, resets=0)
+        k, v, decays = a["cache"].entries
+        decays[:, at] = -20_000.0
+        v[:, :at] = value
+        k[:, :at] = 30 * a["q"][:, :, :2]
+        results.append(run(a, "triton", device)[0])
+    assert torch.equal(*results)
+    a["log_decay"][:] = -math.inf
+    assert torch.equal(run(a, "triton", device)[0], a["v"].repeat_interleave(2, 2))
+
+
+@pytest.mark.parametrize("device", PLACES)
+def test_the_newest_of_many_tokens_decide_where_decays_are_strong(device: str):
+    """Sums of log decays are far larger than the differences that matter."""
+    case = Case((120,), 128, 2, 2, 16, 16, decay=True)
+    for factor in (1.0, 300.0):
+        results = []
+        for name in ("reference", "triton"):
+            a = arguments(case, device, resets=0)
+            a["cache"].entries[2].mul_(factor)
+            results.append(run(a, name, device))
+        assert_close(results[1], results[0], 1e-5)
+
+
+def test_launches():
+    """A cache of one row fills the device as far as it has tokens; many rows are not split."""
+    x = torch.empty(0, dtype=torch.bfloat16)
+    with assumed(GPUS["H200"]):
+        small, large = (launches_of(1, 16, 16, 64, 64, size, x, False) for size in (1280, 65536))
+        assert (small.rows, small.block, small.splits, large.splits) == (1, 64, 32, 32)
+        assert launches_of(1, 16, 16, 64, 64, 100, x, False).splits == 2
+        assert launches_of(64, 16, 16, 64, 64, 65536, x, False).splits == 1
+        latent = launches_of(1, 16, 1, 576, 512, 65536, x, True)
+        assert (latent.rows, latent.splits, latent.warps) == (16, 128, 4)
+        assert launches_of(1, 64, 1, 576, 512, 65536, x, True)[::3] == (32, 8)
+        assert launches_of(1, 8, 2, 64, 64, 1280, x.float(), False).rows == 1
+
+
+@pytest.mark.parametrize("why", ["deterministic", "another layout", "a long key", "fp64"])
+def test_other_calls_run_in_pytorch(why: str):
+    case = Case((3, 9), 12, 1, 1, 1030 if why == "a long key" else 8, 8)
+    a, b = arguments(case), arguments(case)
+    if why == "another layout":
+        k, v = a["cache"].entries
+        a["cache"] = a["cache"]._replace(entries=(k, v.transpose(0, 1).contiguous().transpose(0, 1)))
+    if why == "fp64":
+        a["cache"] = a["cache"]._replace(entries=tuple(x.double() for x in a["cache"].entries))
+    with kernels.deterministic(why == "deterministic"), dry_run() as record:
+        o, *_ = run(a, "auto")
+    assert not record.launches
+    assert_close((o,), run(b, "reference")[:1], 1e-5)
+    if why in ("another layout", "a long key"):
+        with pytest.raises(kernels.UserError, match="window_attention_token cannot run on 'triton'"):
+            run(a, "triton")
+
+
+def test_all_is_cast_to_the_cache():
+    case = Case((3, 9), 12, dtype=torch.bfloat16)
+    a, wide = arguments(case), arguments(case)
+    wide["cache"] = wide["cache"]._replace(entries=tuple(x.float() for x in wide["cache"].entries))
+    o, exact = run(a, "triton")[0], run(wide, "triton")[0]
+    assert o.dtype == exact.dtype == torch.bfloat16
+    torch.testing.assert_close(o, exact, rtol=2e-2, atol=1e-2)
+
+
+def shorter(a: dict[str, Any], number: int) -> KeyCache:
+    entries = list(a["cache"].entries)
+    entries[number] = entries[number][:, :-1]
+    return a["cache"]._replace(entries=tuple(entries))
+
+
+MISFITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "cache: expected one token of each row": lambda a: a.update({n: a[n].repeat(1, 2, 1, 1) for n in "qkv"}),
+    "cache: expected one token of each row, without": lambda a: a.update(first_key=torch.zeros(3, dtype=torch.int64)),
+    "cache: expected 3 entries, as there are new ones, got 2": lambda a: a.update(log_decay=torch.zeros(3, 1, 2)),
+    r"cache.seen: expected an int64 \[3\] on cpu, got torch.int32": lambda a: a.update(
+        cache=a["cache"]._replace(seen=a["cache"].seen.int())
+    ),
+    "cache.seen: must be a tensor, got a list": lambda a: a.update(cache=a["cache"]._replace(seen=[0, 1, 2])),
+    r"cache.entries\[1\]: expected floats \[3, 20, 2, 8\] on cpu, got": lambda a: a.update(cache=shorter(a, 1)),
+    r"cache.entries\[0\]: expected floats \[3, 1, 2, 8\] on cpu, got": lambda a: a.update(
+        cache=KeyCache((torch.zeros(3, 0, 2, 8),) * 2, a["cache"].seen)
+    ),
+    "cache: has keys in torch.float32, but values in torch.float16": lambda a: a.update(
+        cache=KeyCache((a["cache"].entries[0], a["cache"].entries[1].half()), a["cache"].seen)
+    ),
+}
+
+
+@pytest.mark.parametrize("said", MISFITS)
+def test_misfits(said: str):
+    a = arguments(Case())
+    MISFITS[said](a)
+    with pytest.raises(ValueError, match=f"^{said}"):
+        run(a, "torch")
+
+
+def test_there_are_no_gradients():
+    a = arguments(Case())
+    with pytest.raises(ValueError, match=r"^cache: is written in place, and has no gradients"):
+        kernels.window_attention(**a | {"q": a["q"].requires_grad_()})
+
+
+LARGE = [
+    Case((1024,), 1280, 16, 16, 64, 64, dtype=torch.bfloat16),
+    Case((1024,), 1280, 8, 8, 128, 128, decay=True, dtype=torch.bfloat16),
+    Case((5000,), 2048, 16, 16, 64, 64, window=2048, dtype=torch.bfloat16),
+    Case((20_000,), 20_480, 8, 8, 128, 128, dtype=torch.bfloat16),
+    Case(tuple(range(0, 640, 10)), 700, 16, 4, 64, 64, dtype=torch.float16),
+    Case((0, 700, 1023), 1024, 16, 4, 128, 128, decay=True, dtype=torch.bfloat16),
+    Case((1000, 31), 1024, 8, 2, 256, 256, decay=True, dtype=torch.float16),
+    Case((1000, 31), 1024, 4, 4, 256, 256),
+    Case((1000, 31), 1024, 6, 2, 96, 80, decay=True),
+    Case((4000,), 4096, 16, 1, 576, 512, same=True, dtype=torch.bfloat16),
+    Case((900, 0, 899), 1024, 32, 1, 576, 512, same=True, dtype=torch.bfloat16),
+    Case((900, 0, 899), 1024, 64, 1, 576, 512, same=True, dtype=torch.float16),
+    Case((900, 0), 1024, 8, 1, 320, 256, same=True, dtype=torch.bfloat16),
+    Case((900, 0), 1024, 8, 1, 320, 256, same=True),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE)
+def test_on_device(case: Case):
+    """A token is PyTorch's in fp32, and equal calls have equal bits."""
+    a = arguments(case, "cuda", resets=0.002)
+    exact = {n: a[n] if a[n] is None else a[n].float() for n in ("q", "k", "v", "log_decay")}
+    entries = tuple(x.float() for x in a["cache"].entries)
+    expected = run({**a, **exact, "cache": a["cache"]._replace(entries=entries)}, "torch", "cuda")
+    o, *written = run(arguments(case, "cuda", resets=0.002), "triton", "cuda")
+    assert_close((o.float(), *(x.float() for x in written)), expected, TOLERANCE[case.dtype])
+    for _ in range(20):
+        assert torch.equal(run(arguments(case, "cuda", resets=0.002), "triton", "cuda")[0], o)
