@@ -1,6 +1,7 @@
 """One token of a layer with a matrix state in one launch: a program has a head of a sequence, and its whole state."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
+# ruff: noqa: RUF005
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -28,7 +29,6 @@ from ...gpu.rows import load, rows_of
 from ...gpu.tiles import sigmoid
 from ...norm import GatedNorm
 from ...norm.gpu.op import strided as heads_of_rows
-from ...rotary.gpu.op import turned
 from .. import Decay, Strength, TiedGates, Token, TokenOps
 
 WHOLE_TOKEN = KernelPath(
@@ -110,6 +110,15 @@ def keep(window, history, row, h, STREAM: tl.constexpr):
 
 
 @triton.jit
+def once(x):
+    """The vector x [N], of which each thread computes a few numbers.
+
+    Without a sum, the compiler would repeat all that x is made of in each thread that needs a number.
+    """
+    return tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, x[:, None], 0.0), 1)
+
+
+@triton.jit
 def rows_joined(a, b):
     """The vector [2·N] of a [N] and b [N], one after the other."""
     return tl.reshape(tl.permute(tl.join(a, b), (1, 0)), [2 * a.shape[0]])
@@ -121,13 +130,17 @@ def positioned(y, position, rates, amplitude, h, TURN: tl.constexpr, STREAM: tl.
     SIZE: tl.constexpr = STREAM[2]
     BLOCK: tl.constexpr = STREAM[3]
     if TURN == "pairs":
-        a, b = tl.split(tl.permute(tl.reshape(y, [2, BLOCK // 2]), (1, 0)))
-        a, b = turned(a, b, position * tl.load(rates + tl.arange(0, BLOCK // 2)).to(tl.float32), amplitude, 1.0)
-        y = rows_joined(a, b).to(DTYPE).to(tl.float32)
+        PAIRS: tl.constexpr = BLOCK // 2
+        r, second = tl.arange(0, BLOCK), tl.arange(0, 2)[None, :] == 1
+        a, b = tl.split(tl.permute(tl.reshape(y, [2, PAIRS]), (1, 0)))
+        angle = (position * tl.load(rates + r % PAIRS).to(tl.float32))[:, None]
+        factor = tl.where(second, tl.sin(angle), tl.cos(angle)) * amplitude
+        both = tl.where(second, rows_joined(-b, a)[:, None], y[:, None])
+        y = tl.sum(both * factor, 1).to(DTYPE).to(tl.float32)  # see `once`
     elif TURN == "doubled":
         c = tl.arange(0, BLOCK)
         angle = position * load(rates, h * SIZE + c, c < SIZE)
-        y = rows_joined(y * tl.cos(angle), y * tl.sin(angle)).to(DTYPE).to(tl.float32)
+        y = once(rows_joined(y * tl.cos(angle), y * tl.sin(angle))).to(DTYPE).to(tl.float32)
     return y
 
 
@@ -242,19 +255,41 @@ def advance_token(
         k_windows = k_windows + window_of(k, k_weight, k_history, row, i * G + g, k_row, KEY)
         v_windows = v_windows + window_of(v, v_weight, v_history, row, i * H + h, v_row, VALUE)
     S = tl.load(state + at, mask=inside, other=0.0)
+    if TURN != "none":
+        position = tl.load(positions + row)
     if DECAY == "constant":
-        log_decay = load(a, h, True)
+        decay = tl.exp(load(a, h, True))
     elif DECAY == "given":
         if CHANNELS:
-            log_decay = load(a, row * a_row + h * K + channel, in_key)[:, None]
+            decay = once(tl.exp(load(a, row * a_row + h * K + channel, in_key)))[:, None]
         else:
-            log_decay = load(a, row * a_row + h, True)
+            decay = tl.exp(load(a, row * a_row + h, True))
     elif DECAY == "softplus" or DECAY == "bounded":
+        rate = tl.exp(load(A_log, h, True))
         if CHANNELS:
-            step = (load(a, row * a_row + h * K + channel, in_key) + load(dt_bias, h * K + channel, in_key))[:, None]
+            step = load(a, row * a_row + h * K + channel, in_key) + load(dt_bias, h * K + channel, in_key)
+            decay = once(tl.exp(decay_of(step, rate, lower, DECAY == "bounded")))[:, None]
         else:
             step = load(a, row * a_row + h, True) + load(dt_bias, h, True)
-        log_decay = decay_of(step, tl.exp(load(A_log, h, True)), lower, DECAY == "bounded")
+            decay = tl.exp(decay_of(step, rate, lower, DECAY == "bounded"))
+    strengths = ()
+    for i in tl.static_range(STEPS):
+        if BETA == "sigmoid":
+            raw = load(b, row * b_row + i * H + h, True)
+            if bias is not None:
+                raw += load(bias, i * H + h, True)
+            strengths = strengths + (largest * tl.sigmoid(raw),)
+        elif BETA == "channels":
+            strengths = strengths + (once(largest * tl.sigmoid(load(b, row * b_row + h * K + channel, in_key))),)
+            written = sigmoid(load(w, row * w_row + h * V + c, c < V))
+        elif BETA == "step":
+            strengths = strengths + (softplus(step),)
+    if feedback is not None:
+        fed_back = tl.sigmoid(load(feedback, g, True))
+        if correction is not None:
+            corrected = load(correction, g, True) * fed_back
+    if skip is not None:
+        skipped = load(skip, h, True)
     if GATE != "none":
         opened = load(gate, row * gate_row + h * V + c, c < V)
         opened = sigmoid(opened) if GATE == "sigmoid" else opened * sigmoid(opened)
@@ -262,7 +297,6 @@ def advance_token(
         factor = load(scale_of_norm, c, c < V)
     query = head_of(q_window, q_bias, g, DTYPE, Q, EPS)
     if TURN != "none":
-        position = tl.load(positions + row)
         query = positioned(query, position.to(tl.float32), rates, amplitude, g, TURN, Q, DTYPE)
         if h == 0:
             tl.store(following + row, position + 1)
@@ -277,8 +311,9 @@ def advance_token(
             forget = log_sigmoid(key)
             if LAYERS:
                 forget = log_forget_of(forget, odds_of(a, h * K + channel, in_key, layer, LAYERS, LAYER_BLOCK, H * K))
-            key = tl.where(in_key, complement(forget), 0.0).to(DTYPE).to(tl.float32)
-            log_decay = forget[:, None]
+            forget = once(forget)
+            key = once(tl.where(in_key, complement(forget), 0.0)).to(DTYPE).to(tl.float32)
+            decay = once(tl.exp(forget))[:, None]
         tl.debug_barrier()  # other threads may still have to read what is written next
         if h % REPEATS == 0:
             if i == 0:
@@ -287,36 +322,29 @@ def advance_token(
         keep(v_window, v_next, row, i * H + h, VALUE)
         erase = key
         if feedback is not None:
-            rate = tl.sigmoid(load(feedback, g, True))
             if correction is not None:
-                query = (query - load(correction, g, True) * rate * key).to(DTYPE).to(tl.float32)
+                query = (query - corrected * key).to(DTYPE).to(tl.float32)
             query = normalise(query[None, :], "l2", EPS).to(DTYPE).to(tl.float32).reshape(BK)
             key = normalise(key[None, :], "l2", EPS).to(DTYPE).to(tl.float32).reshape(BK)
-            erase = key if UNIT else (rate * key).to(DTYPE).to(tl.float32)
+            erase = key if UNIT else (fed_back * key).to(DTYPE).to(tl.float32)
             known = tl.sum(erase[:, None] * S, 0)
         if BETA == "channels":
-            strength = largest * tl.sigmoid(load(b, row * b_row + h * K + channel, in_key))
-            erase = strength.to(DTYPE).to(tl.float32) * key
-            value = (sigmoid(load(w, row * w_row + h * V + c, c < V)) * value).to(DTYPE).to(tl.float32)
+            erase = strengths[i].to(DTYPE).to(tl.float32) * key
+            value = (written * value).to(DTYPE).to(tl.float32)
         if DECAY != "none" and i == 0:
-            S *= tl.exp(log_decay)
+            S *= decay
         update = value
         if DELTA:
             if feedback is None:
                 known = tl.sum(erase[:, None] * S, 0)
             update = value - known
-        if BETA == "sigmoid":
-            raw = load(b, row * b_row + i * H + h, True)
-            if bias is not None:
-                raw += load(bias, i * H + h, True)
-            update *= largest * tl.sigmoid(raw)
-        elif BETA == "step":
-            update *= softplus(step)
+        if BETA == "sigmoid" or BETA == "step":
+            update *= strengths[i]
         S += key[:, None] * update[None, :]
     tl.store(state + at, S, mask=inside)
     o = tl.sum(query[:, None] * S, 0) * scale
     if skip is not None:
-        o += load(skip, h, True) * value
+        o += skipped * value
     o = o.to(y.dtype.element_ty).to(tl.float32)
     if GATE_FIRST and GATE != "none":
         o *= opened

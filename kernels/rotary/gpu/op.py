@@ -18,13 +18,6 @@ from .. import Arguments, empty
 TILE = 1024  # pairs of a program
 
 
-@triton.jit
-def turned(a, b, angle, amplitude, sign):
-    """The first and second numbers of pairs, turned, in fp32."""
-    cos, sin = tl.cos(angle) * amplitude, tl.sin(angle) * amplitude * sign
-    return a * cos - b * sin, a * sin + b * cos
-
-
 @triton.jit(do_not_specialize=["T", "position_row"])
 def turn(
     x,  # [B,T,H,D], with any strides of rows and heads
@@ -56,9 +49,10 @@ def turn(
     inside = (h < H) & (p < P)
     position = tl.load(positions + b * position_row + t).to(tl.float32)
     angle = position * load(rates, p, p < P)
-    first, second = turned(load(source, p, inside), load(source, P + p, inside), angle, amplitude, sign)
-    tl.store(target + p, first.to(y.dtype.element_ty), mask=inside)
-    tl.store(target + P + p, second.to(y.dtype.element_ty), mask=inside)
+    cos, sin = tl.cos(angle) * amplitude, tl.sin(angle) * (amplitude * sign)
+    a, b = load(source, p, inside), load(source, P + p, inside)
+    tl.store(target + p, (a * cos - b * sin).to(y.dtype.element_ty), mask=inside)
+    tl.store(target + P + p, (a * sin + b * cos).to(y.dtype.element_ty), mask=inside)
     if REST:
         c = 2 * P + tl.arange(0, REST)[None, :]
         inside = (h < H) & (c < D)
