@@ -215,7 +215,6 @@ def test_needles_in_essays_of_a_folder_are_those_of_lm_eval(
     tokenizer: Tokenizer, data: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
-    import nltk
     from lm_eval.tasks.ruler import niah_utils, prepare_niah
 
     from zoo.evaluation.lm_eval.building import ESSAY_NEEDLES, _needles_in, isolate_rng, random, tokenizer_folder
