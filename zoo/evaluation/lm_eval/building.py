@@ -18,7 +18,7 @@ import numpy as np
 from lightning.pytorch.utilities.seed import isolate_rng
 from lm_eval.api.task import ConfigurableTask
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks._yaml_loader import load_yaml  # has no public name; it is used here alone
 
 from kernels import UserError
 from mixers import did_you_mean
