@@ -155,7 +155,7 @@ class _Chunks(torch.autograd.Function):
 
 
 class _StateTerms(NamedTuple):
-    """What the states before and after a chunk add to its gradients.
+    """Terms that the states before and after a chunk add to its gradients.
 
     Attributes:
         q: To the gradient of q.
