@@ -13,10 +13,10 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
 from kernels.core.documents import places
+from kernels.core.torch_internals import tree_leaves, tree_map
 from kernels.precondition import precondition
 
 from .arguments import check_sizes, size_or

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 import kernels
+from kernels.core.torch_internals import tree_leaves, tree_map
 from kernels.flops import as_computed
 
 from .base import TUTORIAL, LinearMixer, Site, TokenMixer

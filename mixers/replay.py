@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from kernels.core.chunking import CHUNK
+from kernels.core.torch_internals import tree_leaves, tree_map
 from kernels.put_rows import put_rows
 
 Memory = dict[int, Tensor]  # the streams of all tokens [B,nT,…] by their number, contiguous

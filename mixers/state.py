@@ -16,9 +16,9 @@ from types import UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from kernels import UserError
+from kernels.core.torch_internals import tree_leaves
 
 
 class Bookkeeping:

@@ -11,28 +11,73 @@ compiles for a minute or two at each shape.
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache, partial
+from math import inf
 from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from kernels import UserError
-from reproductions import peers
+from reproductions import decay_kinds, peers
 from zoo.arguments import check_names, names_in
 from zoo.config import KEYS
 from zoo.config.command_line import Keys, arguments_of
 from zoo.lm.model import LanguageModel
 from zoo.performance.bench_calls import OPS, BenchCall
-from zoo.performance.bench_report import Report, complaint, show
-from zoo.performance.decays import GENTLE
+from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, show, without
 from zoo.performance.decoding import bench_decode, timed
-from zoo.performance.kernels import FIRST_CALL, Call, bench_kernels
+from zoo.performance.kernels import (
+    ABOUT_TIMES,
+    OURS,
+    TIMES,
+    Call,
+    KernelReport,
+    bench_kernels,
+    checked,
+    speeds,
+    times,
+)
+from zoo.performance.kernels import timed as timed_calls
 from zoo.performance.model import PRECISIONS, build, read, running
 from zoo.performance.training import DOES_NOT_FIT, Other, TimedLearner, bench_training, warmed
 from zoo.train.devices import pick_device
 from zoo.train.optim import Optimisation
 
+FIRST_CALL = "first call of"
 POSITION = 1024  # largest prefill of FLA's models; more is not needed, since their state has a constant size, too
+
+
+class KernelsBeside(KernelReport):
+    """Times of ops, with those of other libraries."""
+
+    def table(self) -> Table:
+        """A row for each op and shape, with the peers' times and their ratios to ours below."""
+        suffixes = self.suffixes()
+        columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
+        columns += [f"peer ÷ ours\n{TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
+        table, remarks = self.new_table(columns), [ABOUT_TIMES, PATH]
+        remarks.append(
+            "±: relative error of a peer's output / the largest of its gradients, against the fp32 reference"
+        )
+        for row in self.rows:
+            self.add_times(
+                table, remarks, row["op"] + (f", {row['decays']}" if row.get("decays") else ""), row, suffixes
+            )
+            for name, peer in row["peers"].items() if "fwd_ms" in row else ():
+                if "note" in peer:
+                    without(table, remarks, [f"  {name}", ""], peer)
+                    continue
+                remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
+                ratios = [pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes]
+                table.add_row(f"  {name}", _deviation(peer["errors"]), "", *times(peer, suffixes), "", "", *ratios)
+        return captioned(table, remarks)
+
+
+def _deviation(errors: dict[str, float | None]) -> str:
+    """The error of a peer's output, and the largest of its gradients."""
+    output, *gradients = (inf if error is None else error for error in errors.values())
+    return f"±{output:.0e} / {max(gradients):.0e}"
 
 
 def kernels(
@@ -45,7 +90,7 @@ def kernels(
     seconds: float = 0.8,
     libraries: list[str] | str | None = None,
     key_heads: int | None = None,
-    decays: list[str] | str = GENTLE,
+    decays: list[str] | str = decay_kinds.GENTLE,
     folder: str = "runs/beside-kernels",
 ) -> Report:
     """Time the ops, alternating with those of other libraries.
@@ -54,8 +99,10 @@ def kernels(
     (`disable_recompute`).
 
     Args:
-        ops, shapes, dtype, backend, device, window_size, seconds, key_heads, decays, folder: As for `bench
-            kernels`.
+        ops, shapes, dtype, backend, device, window_size, seconds, key_heads, folder: As for `bench kernels`.
+        decays: Log decays per channel, any of gentle (about 5 % a step), initial (softplus decays before
+            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops have
+            gentle decays.
         libraries: Which of fla, flash_qla, sdpa, cudnn and flex_attention to time; null for all that are installed.
 
     Raises:
@@ -65,8 +112,14 @@ def kernels(
         libraries = names_in(libraries)
         check_names("libraries", libraries or [""], peers.LIBRARIES)
     names = [*OPS] if ops is None else [name for name in names_in(ops) if name in OPS]
+    kinds = list(dict.fromkeys(names_in(decays)))
+    check_names("decays", kinds or [""], decay_kinds.KINDS)
+    if kinds != [decay_kinds.GENTLE] and not decay_kinds.MODELS.keys() & {*names}:
+        raise UserError(
+            f"decays: none of the ops has decays per channel; those that have are {', '.join(decay_kinds.MODELS)}"
+        )
     peers.require_for(names, pick_device(device), libraries)
-    return bench_kernels(
+    report = bench_kernels(
         ops=ops,
         shapes=shapes,
         dtype=dtype,
@@ -75,13 +128,53 @@ def kernels(
         window_size=window_size,
         seconds=seconds,
         key_heads=key_heads,
-        decays=decays,
         folder=folder,
-        others=partial(checked, libraries),
+        others=partial(measured, libraries, kinds),
     )
+    return KernelsBeside(report.folder, report.about, report.rows)
 
 
-def checked(
+def measured(
+    libraries: Collection[str] | None,
+    kinds: Iterable[str],
+    case: BenchCall,
+    seconds: float,
+    announce: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    """Yield the row of a case for each kind of log decays: its check and, if it passed, its times and its peers'."""
+    model = decay_kinds.MODELS.get(case.name)
+    for kind in [decay_kinds.GENTLE] if model is None else kinds:
+        if model is not None and kind != decay_kinds.GENTLE:
+            B, H, T, D = case.shape
+            generator = torch.Generator(case.do.device).manual_seed(0)
+            draw = partial(torch.randn, device=case.do.device, generator=generator)
+            case.replace_inputs(log_decay=decay_kinds.log_decays(kind, model, (B, T, H, D), draw))
+        row = checked(case) | {"decays": None if model is None else kind}
+        if "note" not in row:
+            says = partial(_announce, announce, case, row["decays"])
+            calls, row["peers"] = peers_of(libraries, case, says)
+            says("timing")
+            milliseconds, refused = timed_calls(case, {OURS: case.call, **calls}, seconds)
+            row |= speeds(case, milliseconds)
+            for name, reason in refused.items():
+                (row if name == OURS else row["peers"][name])["graph_note"] = reason
+            for name in calls:
+                for key, ms_of in milliseconds.items():
+                    if name in ms_of and OURS in ms_of:
+                        ratio = ms_of[name] / ms_of[OURS]
+                        row["peers"][name] |= {f"{key}_ms": ms_of[name], f"{key}_ratio": ratio}
+        yield row
+
+
+def _announce(show: Callable[[str], None], case: BenchCall, decays: str | None, stage: str) -> None:
+    """Show what is done next, and what can take minutes immediately in a log file, too."""
+    says = stage if decays is None else f"{decays} decays, {stage}"
+    show(says)
+    if stage.startswith(FIRST_CALL) and not sys.stderr.isatty():
+        sys.stderr.write(f"kernels: {case.name} {'×'.join(map(str, case.shape))}, {says}\n")
+
+
+def peers_of(
     libraries: Collection[str] | None, case: BenchCall, announce: Callable[[str], None]
 ) -> tuple[dict[str, Call], dict[str, dict[str, Any]]]:
     """The peers of a case that run, and of all of them the errors or a note."""

@@ -4,7 +4,7 @@
     python reproductions/decays.py training --models=[kda_hybrid,gla,hgrn2,gated_deltanet2] --sizes=[400m,1.5b]
 
 `record` trains each model of 400M parameters on the text of installed packages, and writes the quantiles of the log
-decays of each layer to `zoo/performance/recorded_decays.json`, from which `bench kernels --decays=recorded` draws.
+decays of each layer to `reproductions/recorded_decays.json`, from which `beside.py kernels --decays=recorded` draws.
 `training` times steps of each model whose layers get recorded log decays, and gentle ones, in place of their own.
 """
 
@@ -24,6 +24,7 @@ import zoo
 from kernels import UserError
 from mixers import LinearMixer
 from reproductions import write_csv
+from reproductions.decay_kinds import KINDS, RECORDED, SHARES, log_decays
 from reproductions.mixers_400m import overlays
 from zoo import config as configs
 from zoo.arguments import check_names
@@ -32,7 +33,6 @@ from zoo.data.text.embedded import LIBRARY, embedded_files, embedded_texts
 from zoo.files.atomic import atomic_write
 from zoo.lm.model import LanguageModel
 from zoo.performance import model as models_of
-from zoo.performance.decays import KINDS, RECORDED, SHARES, log_decays
 from zoo.performance.device import described
 from zoo.performance.training import DOES_NOT_FIT, WARM_UP, TimedLearner, timed, utilisation, warmed
 from zoo.train.devices import pick_device

@@ -3,7 +3,8 @@
 
     python reproductions/state_recall_trend.py 'runs/recall/mixer=*' --output=evaluations/state_recall
 
-Plain arguments are models for `evaluate --tasks=state_recall`, whose cells in the output are not measured again.
+Plain arguments are models for `evaluate --tasks=reproductions.state_recall.StateRecall`. Cells in the output are not
+measured again.
 """
 
 import sys
@@ -17,10 +18,12 @@ from matplotlib.ticker import EngFormatter
 
 import zoo
 from kernels import UserError
+from reproductions.state_recall import THRESHOLDS
 from zoo.config.command_line import arguments_of
 from zoo.display import new_figure, write_figure
 from zoo.evaluation.results import COLOURS, MARKERS
-from zoo.evaluation.tasks.needles import THRESHOLDS
+
+TASK = "reproductions.state_recall.StateRecall"
 
 
 def draw(checkpoint: list[str] | str, output: str = "evaluations/state_recall") -> Path:
@@ -37,7 +40,7 @@ def draw(checkpoint: list[str] | str, output: str = "evaluations/state_recall") 
         UserError: As for `evaluate`.
     """
     file = Path(output) / "trend.png"
-    write_figure(picture(zoo.evaluate(checkpoint, "state_recall", output=output)), file)
+    write_figure(picture(zoo.evaluate(checkpoint, TASK, output=output)), file)
     return file
 
 

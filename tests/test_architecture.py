@@ -211,7 +211,30 @@ def test_no_function_of_another_library_is_replaced():
             owners = [each for each in node.targets if isinstance(each, ast.Attribute)]
             others = [each for each in owners if getattr(each.value, "id", None) not in ("self", "cls")]
             replaced |= {(name, each.attr) for each in others if is_function}
+        assert not any(module.startswith("unittest") for module in imports(name)), name  # patches are replacements, too
     assert replaced == REPLACED
+
+
+# functions with more than 12 parameters: those of two configs, two commands and an op
+MANY_PARAMETERS = {
+    ("kernels/delta_rule/__init__.py", "delta_rule"),
+    ("mixers/kda.py", "__init__"),
+    ("zoo/evaluation/run.py", "evaluate"),
+    ("zoo/lm/model.py", "__init__"),
+    ("zoo/runs/generate.py", "generate"),
+}
+
+
+def test_few_functions_have_many_parameters():
+    many = set()
+    for name, tree in trees().items():
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef) or any("jit" in ast.unparse(each) for each in node.decorator_list):
+                continue
+            parameters = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if sum(parameter.arg not in ("self", "cls") for parameter in parameters) > 12:
+                many.add((name, node.name))
+    assert many == MANY_PARAMETERS
 
 
 def test_mixers_take_no_arbitrary_arguments():

@@ -21,6 +21,7 @@ from torch import Tensor
 from .deterministic import in_mode, is_deterministic
 from .documents import version_of
 from .scope import scope
+from .torch_internals import saved_tensor_hooks
 
 
 def _unchanged(x: Tensor, version: int) -> Tensor:
@@ -174,7 +175,7 @@ def _current() -> dict[int, _Note] | None:
     active = None if torch.compiler.is_compiling() else _active.get()
     if active is None:
         return None
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # PyTorch has no public name for it
+    hooks = saved_tensor_hooks()
     return active.notes if hooks is not None and hooks[0] is active.pack else None
 
 

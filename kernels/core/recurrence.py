@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,6 +88,14 @@ class Recurrences:
         return first.clone() if first is self.initial_state and not self.consume_state else first
 
 
+class Erasing(NamedTuple):
+    """Arguments that only the delta rule has; `Recurrences` explains them."""
+
+    erase: Tensor | None
+    read_before: bool
+    steps: int
+
+
 def one_token(a: Recurrences) -> bool:
     """Return whether every sequence is computed as a single step, as in decoding; in deterministic mode never."""
     return a.length == 1 and a.cu_seqlens is None and not is_deterministic()
@@ -103,19 +112,20 @@ def check(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
-    beta_per_channel: bool = False,
     consume_state: bool = False,
     keep_states: bool | None = None,
-    erase: Tensor | None = None,
-    read_before: bool = False,
-    steps: int = 1,
-    final: bool = True,
+    erasing: Erasing | None = None,
 ) -> Recurrences:
     """Check shapes, dtypes and devices; every message starts with the argument's name.
+
+    Args:
+        q: As in `Recurrences`, like all others but the last.
+        erasing: Further arguments of the delta rule, where beta may be per channel; None for other recurrences.
 
     Raises:
         ValueError: An argument does not fit the others.
     """
+    erase, read_before, steps = erasing or Erasing(None, read_before=False, steps=1)
     check_tensors(q=q, k=k, v=v, log_decay=log_decay, beta=beta, erase=erase)
     check_tensors(initial_state=initial_state, cu_seqlens=cu_seqlens)
     if q.dim() != 4:
@@ -147,9 +157,9 @@ def check(
             )
         check_decay(log_decay)
     # compared one by one: code compiled for sizes that vary finds no shape in a list
-    as_channels = beta is not None and beta_per_channel and beta.shape == (B, rows, count, K)
+    as_channels = beta is not None and erasing is not None and beta.shape == (B, rows, count, K)
     if beta is not None and beta.shape != (B, rows, count) and not as_channels:
-        wide = f" or [{B},{rows},{count},{K}]" if beta_per_channel else ""
+        wide = f" or [{B},{rows},{count},{K}]" if erasing is not None else ""
         raise ValueError(f"beta: expected [{B},{rows},{count}]{wide}, got shape {tuple(beta.shape)}")
     if erase is not None and erase.shape != (B, rows, count, K):
         raise ValueError(f"erase: expected [{B},{rows},{count},{K}], got shape {tuple(erase.shape)}")
@@ -158,7 +168,7 @@ def check(
     else:
         check_scale(scale)
     result = Recurrences(q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    result.erase, result.read_before, result.steps, result.final = erase, read_before, steps, final
+    result.erase, result.read_before, result.steps = erase, read_before, steps
     result.consume_state = consume_state and not result.differentiated and writable(initial_state)
     result.keep_states = subheads * K <= FEW_CHANNELS if keep_states is None else keep_states
     if cu_seqlens is not None and not torch.compiler.is_compiling():  # values are unknown while tracing

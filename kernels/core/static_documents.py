@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from .documents import Common, Documents, Made, Parts, SomeTables, documents, moved, remember, rounded
+from .torch_internals import copy_each
 
 Answer = tuple[Parts, int, bool]  # parts, and whether one of them has a document of so many tokens
 
@@ -94,7 +95,7 @@ class StaticDocuments(Documents):
         self._hold(present)
         for (make, *arguments), tables in self._tables.items():
             # in order of creation, so nested tables come first
-            torch._foreach_copy_(list(tables.tensors()), list(make(self, *arguments).tensors()))
+            copy_each(list(tables.tensors()), list(make(self, *arguments).tensors()))
         for (number, parts), (_, part) in self._parts.items():
             part.fill(_part(present, number, parts))
 

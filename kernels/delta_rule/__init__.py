@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ..core.backend import Op
-from ..core.recurrence import Recurrences, check, one_token
+from ..core.recurrence import Erasing, Recurrences, check, one_token
 from ..core.tensors import check_tensors
 from . import chunk, chunk_general, reference, step
 
@@ -137,20 +137,13 @@ def delta_rule(
         if erase is None:
             raise ValueError("erase_write: needs erase, which it goes with")
         # the streams and β as the caller knows them; the rest does not change
-        check(q, k, v, None, beta, subheads, scale, None, None, erase=erase, steps=steps)
+        check(q, k, v, None, beta, subheads, scale, None, None, erasing=Erasing(erase, read_before, steps))
         q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
         beta = None if beta is None else beta.repeat_interleave(2, 1)
     args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    a = check(
-        *args,
-        beta_per_channel=True,
-        consume_state=consume_state,
-        keep_states=keep_states,
-        erase=erase,
-        read_before=read_before,
-        steps=steps,
-        final=return_state,
-    )
+    erasing = Erasing(erase, read_before, steps)
+    a = check(*args, consume_state=consume_state, keep_states=keep_states, erasing=erasing)
+    a.final = return_state
     o, state = op_of(a)(q, a)
     return o, state if return_state else None
 

@@ -11,7 +11,7 @@ Every recurrence is computed for itself. Where the erase keys are multiples of t
 `chunk.py` shares the products of keys instead.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -142,12 +142,32 @@ class _Chunks(torch.autograd.Function):
             dq, dk, da, db = _chunk_gradients(
                 *(q, k, a, b, decays, f),
                 *(do @ U.mT, -dR @ U.mT),
-                *((do @ before.mT) * f.of_q, (-dR @ before.mT) * f.of_a, (U @ dlater.mT) * f.of_k),
-                (before * dlater).sum(-1, keepdim=True) * f.whole,
+                _StateTerms(
+                    (do @ before.mT) * f.of_q,
+                    (-dR @ before.mT) * f.of_a,
+                    (U @ dlater.mT) * f.of_k,
+                    (before * dlater).sum(-1, keepdim=True) * f.whole,
+                ),
                 ctx.read_before,
             )
             shapes = (q.shape, k.shape, a.shape, v.shape, b.shape)
             return (*(x.sum_to_size(s) for x, s in zip((dq, dk, da, dR, db), shapes, strict=True)), dfirst, *[None] * 3)
+
+
+class _StateTerms(NamedTuple):
+    """Terms that the states before and after a chunk add to its gradients.
+
+    Attributes:
+        q: To the gradient of q.
+        a: To the gradient of a.
+        k: To the gradient of k.
+        whole: To the gradient of b_C, per channel [...,K,1].
+    """
+
+    q: Tensor
+    a: Tensor
+    k: Tensor
+    whole: Tensor
 
 
 def _chunk_gradients(
@@ -159,10 +179,7 @@ def _chunk_gradients(
     f: _Factors,
     dP: Tensor,
     dL: Tensor,
-    read_q: Tensor,
-    read_a: Tensor,
-    kept: Tensor,
-    through: Tensor,
+    states: _StateTerms,
     read_before: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, a and b, for every recurrence.
@@ -176,29 +193,26 @@ def _chunk_gradients(
         f: Factors of the chunk.
         dP: Gradient of P, on and below the diagonal.
         dL: Gradient of L, below the diagonal.
-        read_q: What the state adds to the gradient of q.
-        read_a: … of a.
-        kept: What the state after the chunk adds to the gradient of k.
-        through: What passes the whole chunk in the gradient of b_C, per channel [...,K,1].
+        states: Terms of the states.
     """
     n, C, wide = decays.steps, q.shape[-2], b.dtype
     rq, rk = decays.gradients(dP, q, k, b, decays.token[::n])
     ra, rk_a = decays.gradients(dL, a, k, f.reads, decays.token)
-    rq, ra, rk = rq + read_q, ra + read_a, rk + rk_a
+    rq, ra, rk = rq + states.q, ra + states.a, rk + rk_a
     # of the decays: the terms that cancel are the same numbers, summed in fp64
-    fading = _to_size(k * kept, b, wide)
+    fading = _to_size(k * states.k, b, wide)
     db = _to_size(q * rq, b, wide) - (_to_size(k * rk, b, wide) + fading).unflatten(-2, (C, n)).sum(-2)
     erased = _to_size(a * ra, b, wide).unflatten(-2, (C, n))
     if read_before:
         db[..., :-1, :] += erased[..., 1:, 0, :]
         erased[..., 0, :] = 0
     db += erased.sum(-2)
-    db[..., -1:, :] += fading.sum(-2, keepdim=True) + _to_size(through.mT, b, wide)
+    db[..., -1:, :] += fading.sum(-2, keepdim=True) + _to_size(states.whole.mT, b, wide)
     # pairs inside a token
     own_P = _within(dP, 1, n).squeeze(-3).mT.unsqueeze(-2)  # [...,C,1,n]
     rows_k = k.unflatten(-2, (C, n))
     dq = rq + (own_P @ rows_k).squeeze(-2)
-    dk, da = rk + kept + (own_P.mT * q.unsqueeze(-2)).flatten(-3, -2), ra
+    dk, da = rk + states.k + (own_P.mT * q.unsqueeze(-2)).flatten(-3, -2), ra
     if n > 1:
         own_L = _within(dL, n, n).movedim(-1, -3).tril(-1)
         da = da + (own_L @ rows_k).flatten(-3, -2)

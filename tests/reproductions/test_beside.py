@@ -7,7 +7,6 @@ import runpy
 import sys
 import types
 import unittest.mock
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from tests.zoo.performance.test_bench import CPU, PLAIN
 from zoo import config as configs
 from zoo.performance import model as models
 from zoo.performance.bench_calls import OPS, BenchCall, Shape
-from zoo.performance.kernels import measured
 from zoo.performance.training import DOES_NOT_FIT
 
 
@@ -72,11 +70,17 @@ def test_the_peer_of_latent_attention_has_its_sizes(monkeypatch: pytest.MonkeyPa
     assert sum(p.numel() for p in theirs.parameters()) == ours.num_parameters()
 
 
+def beside_ours(libraries: list[str] | None, case: BenchCall) -> dict[str, Any]:
+    """The rows of the peers of a case."""
+    (row,) = beside.measured(libraries, ["gentle"], case, 0.01, lambda stage: None)
+    return row["peers"]
+
+
 @pytest.mark.parametrize("works", [True, False])
 def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("fla")
     case = BenchCall("delta_rule", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=1)
-    assert not any("flash_qla" in name for name in measured(case, 0.01, partial(beside.checked, None))["peers"])
+    assert not any("flash_qla" in name for name in beside_ours(None, case))
 
     def rule(q, k, v, g, beta, *, scale):  # takes its arguments in FlashQLA's order
         if not works:
@@ -85,7 +89,7 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
 
     monkeypatch.setitem(sys.modules, "flash_qla", types.SimpleNamespace(chunk_gated_delta_rule=rule))
     monkeypatch.setattr(peers, "version", lambda package: "0.1.3")
-    peer = measured(case, 0.01, partial(beside.checked, None))["peers"]["flash_qla chunk_gated_delta_rule"]
+    peer = beside_ours(None, case)["flash_qla chunk_gated_delta_rule"]
     if works:
         assert max(peer["errors"].values()) < 1e-5
         assert peer["fwd_bwd_ms"] > 0
@@ -95,13 +99,15 @@ def test_flash_qla_is_timed_where_it_is_installed(works: bool, monkeypatch: pyte
 
 def test_libraries_can_be_chosen(tmp_path: Path):
     case = BenchCall("window_attention", Shape(1, 2, 70, 16), "fp32", CPU, "torch", window=70)
-    rows = measured(case, 0.01, partial(beside.checked, ["sdpa", "cudnn"]))["peers"]
+    rows = beside_ours(["sdpa", "cudnn"], case)
     assert rows["cudnn"] == {"note": "does not compute this call on this machine"}
     assert "fwd_ratio" in rows["sdpa causal"]
     assert {*rows} == {"cudnn", "sdpa causal"}
     options = {"ops": "window_attention", "shapes": [(1, 2, 40, 8)]}
     with pytest.raises(UserError, match=r"libraries: 'cuddn' is not one of fla, .*did you mean 'cudnn'"):
         beside.kernels(**options, libraries=["cuddn"], folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"decays: none .* those that have are kda, gated_deltanet2, linear_channel"):
+        beside.kernels(**options, decays="recorded", folder=str(tmp_path))
     with pytest.raises(UserError, match=r"libraries: flash_qla is not installed"):
         beside.kernels(**options, libraries=["flash_qla"], folder=str(tmp_path))
     for kind in (["kernels"], ["training", "--config", "gla.yaml"], ["decode", "--config", "gla.yaml"]):
@@ -213,6 +219,17 @@ def test_a_peer_that_fails_is_a_sentence_below_the_table(
     assert cells[0] == ["kda, gentle", "  theirs", "  same"]
     assert cells[2][1] == "–"
     assert cells[1][2].startswith("±")
+
+
+def test_each_kind_of_decays_has_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr(peers, "require_for", lambda ops, device, libraries: None)
+    monkeypatch.setattr(peers, "kernel_peers", lambda case: {})
+    options: dict[str, Any] = {"decays": "gentle,bounded", "seconds": 0.01, "folder": str(tmp_path)}
+    report = beside.kernels("delta_rule,linear_channel", [(1, 1, 40, 8)], **options)
+    assert [(row["op"], row["decays"]) for row in report.rows] == [
+        *(("delta_rule", None), ("linear_channel", "gentle"), ("linear_channel", "bounded"))
+    ]
+    assert not report.failed
 
 
 class Theirs(torch.nn.Module):

@@ -9,8 +9,8 @@ import torch
 
 import mixers
 from kernels import UserError
+from reproductions.decay_kinds import SHARES
 from reproductions.decays import Replaced, main, quantiles, replace_decays, steep_chunks
-from zoo.performance.decays import SHARES
 
 TINY = "--overrides=[model.num_layers=2,model.hidden_size=32,model.num_heads=2,model.intermediate_size=32]"
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from kernels.core.torch_internals import tree_leaves
 
 BLOCK, ALIGNMENT = 1 << 28, 64  # bytes
 OF_STEP = ("state_dict", "optimizer_states")  # parts of a checkpoint that only steps change

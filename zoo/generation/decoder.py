@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from kernels import is_deterministic
+from kernels.core.torch_internals import tree_leaves
 from zoo.generation.cuda_graph import no_graphs
 from zoo.generation.graphs import DecodingGraphs, Graph, check_fits, overwrite
 from zoo.lm.states import growing, grows_otherwise, with_room, without_room

@@ -10,10 +10,10 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 import kernels
 from kernels.core.backend import backend_name
+from kernels.core.torch_internals import copy_each, tree_flatten, tree_leaves, tree_map
 from mixers.state import Slots
 from zoo.generation.cuda_graph import capture, casts_not_cached, hooked_module, no_graphs
 
@@ -183,7 +183,7 @@ def overwrite(state: Any, following: Any) -> None:
             # part of the old state might be overwritten before it is read
             out_of.append(new.clone() if new.untyped_storage().data_ptr() in owned else new)
     for into, out_of in copies.values():
-        torch._foreach_copy_(into, out_of)
+        copy_each(into, out_of)
 
 
 def _is_slots(x: object) -> bool:

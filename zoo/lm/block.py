@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from kernels import UserError, recomputing
 from kernels.core.backend import on_gpu
+from kernels.core.torch_internals import tree_map
 from mixers import Chunk, ContextParallel, Norm, TokenMixer, takes_context_parallel
 from mixers.arguments import check_numbers
 from mixers.interface import checked_result, checked_streams, streams_of

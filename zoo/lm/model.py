@@ -10,10 +10,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from kernels import UserError, at_least_fp32, linear_cross_entropy, linear_kl, linear_token_losses
 from kernels.core.elementwise import soft_cap
+from kernels.core.torch_internals import tree_leaves
 from kernels.linear.tiles import linear
 from mixers import ContextParallel, Norm, OutputProjection, RMSNorm, Site, TokenMixer
 from mixers.arguments import check_numbers, check_sizes

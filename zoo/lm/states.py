@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from kernels import UserError
+from kernels.core.torch_internals import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from mixers.key_cache import in_slots, out_of_slots
 from mixers.state import Slots, positions_seen, slotted
 from zoo.files.atomic import atomic_write

@@ -12,7 +12,6 @@ from torch import Tensor
 import kernels
 from kernels.core.backend import Op as KernelOp
 from zoo.performance.accuracy import Gate
-from zoo.performance.decays import GENTLE, MODELS, log_decays
 from zoo.performance.device import DTYPES
 
 Tensors = dict[str, Tensor]
@@ -136,8 +135,7 @@ OPS = {
 class BenchCall:
     """One op of `OPS` at one shape with random inputs: queries, keys and values in a dtype of `DTYPES`, decays in fp32.
 
-    The delta rule may have fewer heads of queries and keys than of values, `key_heads`. `decays` is one of
-    `decays.KINDS`, for decays per channel.
+    The delta rule may have fewer heads of queries and keys than of values, `key_heads`.
 
     Raises:
         UserError: The op does not have the backend on this device.
@@ -152,10 +150,8 @@ class BenchCall:
         backend: str,
         window: int,
         key_heads: int | None = None,
-        decays: str = GENTLE,
     ):
         self.name, self.shape, self.dtype, self.backend, self.op = name, shape, dtype, backend, OPS[name]
-        self.decays = decays
         self.window = window if name == "window_attention" else None
         self.key_heads = shape.H if key_heads is None else key_heads
         generator = torch.Generator(device).manual_seed(0)
@@ -163,11 +159,16 @@ class BenchCall:
         def draw(*size: int) -> Tensor:
             return torch.randn(size, device=device, generator=generator)
 
-        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads, decays)
+        self.inputs = _inputs(name, shape, DTYPES[dtype], draw, self.key_heads)
         self.do = draw(shape.B, shape.T, shape.H, shape.D).to(DTYPES[dtype])
         self.learned = learned_inputs(self.inputs)
         with kernels.backend(backend):
             self.implementation = self.op.kernel_op.backend(self.inputs["v"])
+
+    def replace_inputs(self, **inputs: Tensor) -> None:
+        """Replace some of the inputs by others of the same shapes."""
+        self.inputs = self.inputs | inputs
+        self.__dict__.pop("_expected", None)
 
     def call(self, inputs: Tensors, backend: str | None = None) -> Tensor:
         """The outputs [B,T,H,D]."""
@@ -266,9 +267,7 @@ class BenchCall:
         return read + self.do.nbytes, 2 * (read + self.do.nbytes) + gradients
 
 
-def _inputs(
-    name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int, decays: str
-) -> Tensors:
+def _inputs(name: str, shape: Shape, dtype: torch.dtype, draw: Callable[..., Tensor], key_heads: int) -> Tensors:
     """Random inputs of an op; the state stays bounded."""
     (B, H, T, D), op = shape, OPS[name]
     rows = op.steps * T
@@ -283,10 +282,8 @@ def _inputs(
     tensors = {"q": F.normalize(q, dim=-1).to(dtype), "k": k.to(dtype), "v": v.to(dtype)}
     if op.decay == "constant":
         tensors["log_decay"] = -0.1 * torch.arange(1, H + 1, device=v.device) / H
-    elif op.decay == "channel":
-        tensors["log_decay"] = log_decays(decays, MODELS[name], (B, T, H, D), draw)
-    else:
-        tensors["log_decay"] = F.logsigmoid(draw(B, T, H)) / 16
+    else:  # about 5 % a step
+        tensors["log_decay"] = F.logsigmoid(draw(B, T, H, *([D] if op.decay == "channel" else []))) / 16
     if op.call is gated_deltanet2:
         return tensors | {gate: draw(B, T, H, D).sigmoid().to(dtype) for gate in ("b", "w")}
     if op.function == "delta_rule":

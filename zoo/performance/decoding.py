@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from rich.table import Table
-from torch.utils._pytree import tree_leaves
 
 import kernels
+from kernels.core.torch_internals import tree_leaves
 from zoo import config as configs
 from zoo.arguments import check_above_0
 from zoo.display import progress_bar

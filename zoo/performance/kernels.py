@@ -1,8 +1,6 @@
-"""`bench kernels`: forward and backward times of the ops, compared with the device's limits and other libraries."""
+"""`bench kernels`: forward and backward times of the ops, compared with the device's limits."""
 
-import math
-import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,6 @@ from zoo.arguments import check_above_0, check_names, names_in
 from zoo.display import progress_bar
 from zoo.performance.bench_calls import OPS, BenchCall, Shape, Tensors
 from zoo.performance.bench_report import PATH, Report, captioned, complaint, pair, without
-from zoo.performance.decays import GENTLE, KINDS, MODELS
 from zoo.performance.device import described, pick_backend, pick_dtype, roofline_ms
 from zoo.performance.timing import TimedCall, as_graph, medians
 from zoo.train.devices import pick_device
@@ -29,14 +26,14 @@ GENERAL_ON_GPU = [
     (8, 32, 4096, 128),
 ]  # delta rules that are not Gated DeltaNet
 ON_CPU = [(1, 4, 1024, 64)]
-OURS, FIRST_CALL = "ours", "first call of"
+OURS = "ours"
 Call = Callable[[Tensors], Tensor]  # inputs → outputs [B,T,H,D]
-# A case, and what announces its first calls → other implementations to time in alternation, and rows for the table
-Others = Callable[[BenchCall, Callable[[str], None]], tuple[dict[str, Call], dict[str, dict[str, Any]]]]
-
+# a case, the seconds for each measurement, and a progress bar's description → the rows of the case
+Measure = Callable[[BenchCall, float, Callable[[str], None]], Iterable[dict[str, Any]]]
 
 # suffix in a row → column: time of a call, and of its kernels alone when a CUDA graph launches them
 TIMES = {"": "called ms", "_graph": "as graph ms"}
+ABOUT_TIMES = "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
 
 
 class KernelReport(Report):
@@ -45,61 +42,55 @@ class KernelReport(Report):
     benchmark = "kernels"
 
     def table(self) -> Table:
-        """A row for each op and shape, with the peers' times and their ratios to ours below."""
-        suffixes = [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
+        """A row for each op and shape."""
+        suffixes = self.suffixes()
         columns = ["op", "B×H×T×D", "path", *(TIMES[suffix] for suffix in suffixes), "TFLOP/s", "of limit"]
-        if self.about["peers"]:
-            columns += [f"peer ÷ ours\n{TIMES[suffix].removesuffix(' ms')}" for suffix in suffixes]
-        table = self.new_table(columns)
-        remarks = [
-            "all: forward / forward and backward; TFLOP/s and fraction of the roofline are for the last time column"
-        ]
-        remarks.append(PATH)
-        if self.about["peers"]:
-            remarks.append(
-                "±: relative error of a peer's output / the largest of its gradients, against the fp32 reference"
-            )
+        table, remarks = self.new_table(columns), [ABOUT_TIMES, PATH]
         for row in self.rows:
-            name = row["op"] + (f", {row['decays']}" if row["decays"] else "")
-            head = [name, "×".join(map(str, row["shape"].values()))]
-            if "fwd_ms" not in row:
-                without(table, remarks, head, row)
-            else:
-                table.add_row(
-                    *head,
-                    row["implementation"],
-                    *_times(row, suffixes),
-                    f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
-                    pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
-                )
-                remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
-                for name, peer in row["peers"].items():
-                    if "note" in peer:
-                        without(table, remarks, [f"  {name}", ""], peer)
-                        continue
-                    remarks += [f"{name}: no graph, {peer['graph_note']}"] if "graph_note" in peer else []
-                    ratios = [
-                        pair(peer.get(f"fwd{s}_ratio"), peer.get(f"fwd_bwd{s}_ratio"), "{:.2f}×") for s in suffixes
-                    ]
-                    table.add_row(f"  {name}", _deviation(peer["errors"]), "", *_times(peer, suffixes), "", "", *ratios)
+            self.add_times(table, remarks, row["op"], row, suffixes)
         return captioned(table, remarks)
 
+    def suffixes(self) -> list[str]:
+        """Return the kinds of times that there are."""
+        return [suffix for suffix in TIMES if any(f"fwd{suffix}_ms" in row for row in self.rows)]
 
-def _times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
+    def add_times(
+        self, table: Table, remarks: list[str], name: str, row: dict[str, Any], suffixes: Iterable[str]
+    ) -> None:
+        """Add a row about our implementation to a table, under a name."""
+        head = [name, "×".join(map(str, row["shape"].values()))]
+        if "fwd_ms" not in row:
+            without(table, remarks, head, row)
+            return
+        table.add_row(
+            *head,
+            row["implementation"],
+            *times(row, suffixes),
+            f"{row['fwd_tflops']:.3g} / {row['fwd_bwd_tflops']:.3g}",
+            pair(row["fwd_roofline"], row["fwd_bwd_roofline"], "{:.0%}"),
+        )
+        remarks += [f"{row['op']}: no graph, {row['graph_note']}"] if "graph_note" in row else []
+
+
+def times(row: dict[str, Any], suffixes: Iterable[str]) -> list[str]:
+    """The times of a row as text, forward and with the backward pass."""
     return [pair(row.get(f"fwd{suffix}_ms"), row.get(f"fwd_bwd{suffix}_ms"), "{:.3f}") for suffix in suffixes]
 
 
+def measured(case: BenchCall, seconds: float, announce: Callable[[str], None]) -> Iterable[dict[str, Any]]:
+    """Yield the row of a case: its check, and its times if it passed."""
+    row = checked(case)
+    if "note" not in row:
+        announce("timing")
+        milliseconds, refused = timed(case, {OURS: case.call}, seconds)
+        row |= speeds(case, milliseconds)
+        row |= {"graph_note": refused[OURS]} if refused else {}
+    yield row
+
+
 def _announce(bar: Any, says: str, stage: str) -> None:
-    """Show in a progress bar what is done next for a row, and what can take minutes immediately in a log file, too."""
+    """Show in a progress bar what is done next for a case."""
     bar.set_postfix_str(f"{says}, {stage}")
-    if stage.startswith(FIRST_CALL) and not sys.stderr.isatty():
-        sys.stderr.write(f"kernels: {says}, {stage}\n")
-
-
-def _deviation(errors: dict[str, float | None]) -> str:
-    """The error of a peer's output, and the largest of its gradients."""
-    output, *gradients = (math.inf if error is None else error for error in errors.values())
-    return f"±{output:.0e} / {max(gradients):.0e}"
 
 
 def bench_kernels(
@@ -111,9 +102,8 @@ def bench_kernels(
     window_size: int | None = None,
     seconds: float = 0.8,
     key_heads: int | None = None,
-    decays: list[str] | str = GENTLE,
     folder: str = "runs/bench-kernels",
-    others: Others | None = None,
+    others: Measure | None = None,
 ) -> Report:
     """Time the ops, forward and with their backward pass, after checking their results.
 
@@ -129,11 +119,8 @@ def bench_kernels(
             the sequences is full attention.
         seconds: Time to spend on each measurement.
         key_heads: Heads of queries and keys of delta_rule, a divisor of H; null for H.
-        decays: Log decays per channel, any of gentle (about 5 % a step), initial (softplus decays before
-            training), bounded (at −5) and recorded (drawn from the quantiles of trained models). Other ops have
-            gentle decays.
         folder: The folder of bench.json.
-        others: In Python, other implementations to time next to each.
+        others: In Python, a function that makes the rows of a case, next to those of others.
 
     Raises:
         UserError: An argument is invalid.
@@ -142,10 +129,6 @@ def bench_kernels(
     on_gpu = where.type == "cuda"
     names = list(OPS) if ops is None else list(dict.fromkeys(names_in(ops)))
     check_names("ops", names or [""], OPS)
-    kinds = list(dict.fromkeys(names_in(decays)))
-    check_names("decays", kinds or [""], KINDS)
-    if kinds != [GENTLE] and not MODELS.keys() & {*names}:
-        raise UserError(f"decays: none of the ops has decays per channel; those that have are {', '.join(MODELS)}")
     precision = pick_dtype(dtype, where)
     backend = pick_backend(backend)
     window = window_size or (2048 if on_gpu else 256)
@@ -159,31 +142,30 @@ def bench_kernels(
         if any(number < 1 for shape in sizes for number in shape):
             raise UserError(f"{argument}: all sizes must be at least 1")
     table = [
-        (name, Shape(*shape), kind)
+        (name, Shape(*shape))
         for name in names
         for shape in (_default_shapes(name, on_gpu) if shapes is None else shapes)
-        for kind in (kinds if name in MODELS else [GENTLE])
     ]
-    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape, _ in table)):
+    if key_heads is not None and (names != ["delta_rule"] or any(shape.H % key_heads for _, shape in table)):
         raise UserError(f"key_heads: {key_heads} is for --ops=delta_rule alone, and must divide H of all shapes")
 
     for name in names:  # reports a missing backend before any measurement
         BenchCall(name, table[0][1]._replace(B=1, H=1, T=1), precision, where, backend, window)
-    report = KernelReport(Path(folder), {**described(where), "dtype": precision, "peers": others is not None})
-    for name, shape, kind in (bar := progress_bar(list(dict.fromkeys(table)), desc="kernels", unit=" calls")):
-        says = f"{name} {'×'.join(map(str, shape))}{f', {kind} decays' if name in MODELS else ''}"
+    report = KernelReport(Path(folder), {**described(where), "dtype": precision})
+    for name, shape in (bar := progress_bar(list(dict.fromkeys(table)), desc="kernels", unit=" calls")):
+        says = f"{name} {'×'.join(map(str, shape))}"
         bar.set_postfix_str(says)
-        row: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
-        row["decays"] = kind if name in MODELS else None
+        about: dict[str, Any] = {"op": name, "shape": shape._asdict(), "key_heads": key_heads, "dtype": precision}
         try:
-            case = BenchCall(name, shape, precision, where, backend, window, key_heads, kind)
-            row |= measured(case, seconds, others, partial(_announce, bar, says))
+            case = BenchCall(name, shape, precision, where, backend, window, key_heads)
+            announce = partial(_announce, bar, says)
+            for row in (others or measured)(case, seconds, announce):
+                report.add(about | row)
         except torch.OutOfMemoryError:
-            row["note"] = "does not fit into memory"
+            report.add({**about, "note": "does not fit into memory"})
         case = None  # type: ignore[assignment]
         if on_gpu:
             torch.cuda.empty_cache()
-        report.add(row)
     return report
 
 
@@ -196,46 +178,46 @@ def _default_shapes(name: str, on_gpu: bool) -> list[tuple[int, int, int, int]]:
     return GENERAL_ON_GPU if OPS[name].general else ON_GPU
 
 
-def measured(
-    case: BenchCall,
-    seconds: float,
-    others: Others | None = None,
-    announce: Callable[[str], None] = lambda stage: None,
-) -> dict[str, Any]:
-    """The row of a case: its check, and its times if it passed; `announce` is called with what is done next."""
+def checked(case: BenchCall) -> dict[str, Any]:
+    """The row of a case without times: its implementation and its check, with a note if that failed."""
     gate = case.check()
-    row: dict[str, Any] = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
-    if not gate.passed:
-        return {**row, "note": gate.says}
+    row = {"implementation": case.implementation, "window_size": case.window, "gate": gate.record()}
+    return row if gate.passed else {**row, "note": gate.says}
+
+
+def timed(
+    case: BenchCall, calls: Mapping[str, Call], seconds: float
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """Time implementations of a case in alternation.
+
+    Returns:
+        The median times by `fwd`, `fwd_bwd`, `fwd_graph` and `fwd_bwd_graph`, then by name, in ms; and why some
+        implementations cannot be captured, by name.
+    """
     device = case.do.device
-    calls: dict[str, Any] = {OURS: case.call}
-    more, row["peers"] = ({}, {}) if others is None else others(case, announce)
-    calls |= more
-    announce("timing")
-    times: dict[str, dict[str, float]] = {"fwd": {}, "fwd_bwd": {}, "fwd_graph": {}, "fwd_bwd_graph": {}}
     runs = {"fwd": {name: _forward(call, case.inputs) for name, call in calls.items()}}
     runs["fwd_bwd"] = {name: _both(case, call) for name, call in calls.items()}
-    for key, timed in runs.items():
-        times[key] = medians(timed, device, seconds / 2)
+    times = {key: medians(each, device, seconds / 2) for key, each in runs.items()}
+    refused: dict[str, str] = {}
     if device.type == "cuda":
-        for key, timed in runs.items():
-            graphs, refused = _graphs(timed, device)
+        for key, each in runs.items():
+            graphs, reasons = _graphs(each, device)
             times[f"{key}_graph"] = medians(graphs, device, seconds / 2)
-            for name, reason in refused.items():
-                (row if name == OURS else row["peers"][name])["graph_note"] = reason
-    row |= {f"{key}_ms": ms_of[OURS] for key, ms_of in times.items() if OURS in ms_of}
+            refused |= reasons
+    return times, refused
+
+
+def speeds(case: BenchCall, times: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """The entries of a row for the times of our implementation: with its TFLOP/s, and the fraction of the roofline."""
+    row: dict[str, Any] = {f"{key}_ms": ms_of[OURS] for key, ms_of in times.items() if OURS in ms_of}
     for key, products, moved in (
         ("fwd", 1, case.moved[0]),
         ("fwd_bwd", 3, case.moved[1]),  # two products backward for each product forward
     ):
         ms = row.get(f"{key}_graph_ms", row[f"{key}_ms"])
         row[f"{key}_tflops"] = products * case.flops / ms / 1e9
-        least = roofline_ms(device, case.dtype, products * case.flops, moved)
+        least = roofline_ms(case.do.device, case.dtype, products * case.flops, moved)
         row[f"{key}_roofline"] = None if least is None else least / ms
-    for name in list(calls)[1:]:
-        for key, ms_of in times.items():
-            if name in ms_of and OURS in ms_of:
-                row["peers"][name] |= {f"{key}_ms": ms_of[name], f"{key}_ratio": ms_of[name] / ms_of[OURS]}
     return row
 
 

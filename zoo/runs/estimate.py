@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from kernels.core.torch_internals import TorchDispatchMode, tree_leaves
 from mixers import TokenMixer
 from zoo.lm.model import LanguageModel
 from zoo.train.callbacks.throughput import TRAINING_FLOPS

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kernels import UserError
 from kernels.core.documents import Documents, documents
 from kernels.core.static_documents import StaticDocuments, static_copy, static_documents
+from kernels.core.torch_internals import copy_each
 from mixers import ContextParallel
 from zoo.arguments import first_line
 from zoo.generation.cuda_graph import Made
@@ -145,7 +146,7 @@ class GradientAverage:
             if result is not None and gradient is not None and result is not gradient
         ]
         if pairs:
-            torch._foreach_copy_([result for result, _ in pairs], [gradient for _, gradient in pairs])
+            copy_each([result for result, _ in pairs], [gradient for _, gradient in pairs])
         for flat in self._flat:
             if dist.get_backend() == "nccl" and flat.dtype == torch.float32:  # NCCL rounds 1/n to the dtype
                 dist.all_reduce(flat, dist.ReduceOp.AVG)

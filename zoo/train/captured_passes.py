@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.core.documents import Documents
+from kernels.core.torch_internals import copy_each
 from zoo.arguments import first_line
 from zoo.generation.cuda_graph import Recorder, casts_not_cached
 from zoo.train.captured_memory import (
@@ -189,7 +190,7 @@ class CapturedPasses:
         gradients = [parameter.grad for parameter in self.parameters]
         if [x is None for x in gradients] != [x is None for x in shared]:
             raise RuntimeError("batches of different shapes give gradients to different parameters")
-        torch._foreach_copy_([x for x in shared if x is not None], [x for x in gradients if x is not None])
+        copy_each([x for x in shared if x is not None], [x for x in gradients if x is not None])
         for parameter, gradient in zip(self.parameters, shared, strict=True):
             parameter.grad = gradient
 

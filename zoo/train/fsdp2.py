@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 
+from kernels.core.torch_internals import tree_map_only
 from kernels.errors import UserError
 from zoo.checkpoints.background import Background
 from zoo.checkpoints.format import check_weights, read_checkpoint

@@ -6,9 +6,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz  # PyTorch's update reads the rate on the host
 
 from kernels import UserError
+from kernels.core.torch_internals import adjusted_rate, orthogonalised
 from zoo.train.adamw import AdamW, device_rates, fixed_settings
 
 
@@ -133,8 +133,8 @@ class _MuonOfParts(torch.optim.Muon):
             for parameter, gradient, momentum in zip(*lists, strict=True):
                 momentum.lerp_(gradient, 1 - beta)
                 change = gradient.lerp(momentum, beta) if group["nesterov"] else momentum.clone()
-                change = _zeropower_via_newtonschulz(change, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                factor = _adjust_lr(1.0, group["adjust_lr_fn"], parameter.shape)
+                change = orthogonalised(change, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                factor = adjusted_rate(1.0, group["adjust_lr_fn"], parameter.shape)
                 parameter.mul_(1 - rate * group["weight_decay"])
                 parameter.addcmul_(change.to(parameter.dtype), rate, value=-factor)
         return None

@@ -199,8 +199,6 @@ ANSWERS = {
     ),
     "evaluate --tasks=needle": "tasks: 'needle' is not a task; if it is one of lm-eval, write lm_eval/needle "
     "(--tasks=list shows all of them)",
-    "bench kernels --ops=delta_rule --decays=recorded": "decays: none of the ops has decays per channel; those that "
-    "have are kda, gated_deltanet2, linear_channel",
     "fit --resume runs/a --resume runs/b": "resume: is given twice; one run is continued at a time",
     "bench training": "config: missing; give a model, such as --config gated_deltanet.yaml",
     "bench kernel": "bench: 'kernel' is not one of kernels, training, decode; did you mean 'kernels'?",

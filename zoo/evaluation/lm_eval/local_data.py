@@ -7,11 +7,7 @@ The files hold the data set's own fields; `.parquet` and `.json` (a list) are re
 """
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-from unittest import mock
 
 import datasets
 import pyarrow.parquet
@@ -91,24 +87,6 @@ def read(file: Path) -> datasets.Dataset:
     if not len(documents):
         raise UserError(f"data: {file} holds no documents")
     return documents
-
-
-@contextmanager
-def reading_from(folder: Path, name: str) -> Iterator[None]:
-    """Inside the ``with`` block, every data set is the one called `name` in `folder`.
-
-    lm-eval's tasks load their data when they are built, and all of them by `datasets.load_dataset`: from their configs,
-    in classes, or in functions. So this is the one place where files can take the Hub's.
-    """
-
-    def load_dataset(path: str, name_: str | None = None, *_: Any, **arguments: Any) -> Any:
-        config = arguments.get("name", name_)
-        source = f"{path} ({config})" if config else path
-        splits = Splits(folder, name, source)
-        return splits if arguments.get("split") is None else splits[arguments["split"]]
-
-    with mock.patch.object(datasets, "load_dataset", load_dataset):
-        yield
 
 
 def _with_suffix(path: Path) -> Path | None:

@@ -30,3 +30,8 @@ with Path(__file__).with_name("paper_tasks.csv").open(encoding="utf-8", newline=
         _GROUPS.setdefault(_group, {})[_name] = Listed(_measures, _source, _folder, _data or None)
 RULER, BABILONG = _GROUPS["ruler"], _GROUPS["babilong"]
 PAPER_TASKS = {name: task for group in _GROUPS.values() for name, task in group.items()}
+
+
+def is_ruler(name: str) -> bool:
+    """Return whether a task of lm-eval belongs to RULER, which generates prompts of a length."""
+    return name in RULER or name.startswith("ruler_")

@@ -7,7 +7,7 @@ from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kernels import UserError
-from zoo.evaluation.lm_eval.paper_tasks import BABILONG, PAPER_TASKS, RULER
+from zoo.evaluation.lm_eval.paper_tasks import BABILONG, PAPER_TASKS, is_ruler
 from zoo.evaluation.loaded import LoadedModel
 from zoo.evaluation.task import Cell, Options, Row, Task, proportion
 from zoo.files.hashing import file_digest
@@ -60,7 +60,7 @@ class LmEval(Task):
         cells = []
         for member in members:
             which: Cell = {} if members == [self.tasks] else {"subtask": member}
-            default = (RULER_LENGTH,) if _is_ruler(member) else (0,) if member in BABILONG else (None,)
+            default = (RULER_LENGTH,) if is_ruler(member) else (0,) if member in BABILONG else (None,)
             cells += [
                 which | ({} if length is None else {"length": length}) for length in self.options.lengths or default
             ]
@@ -76,7 +76,7 @@ class LmEval(Task):
         from zoo.evaluation.lm_eval.model import SubjectLM
 
         name, task = cell.get("subtask", self.tasks), self.build(subject, cell)
-        ruler = _is_ruler(name)
+        ruler = is_ruler(name)
         max_length = None if ruler or name in BABILONG else cell.get("length")
         with quiet():
             evaluated = evaluate(
@@ -148,14 +148,10 @@ class LmEval(Task):
             metadata: dict[str, Any] = {}
             if name in BABILONG:
                 metadata = {"max_seq_lengths": file.rpartition("/")[2]}
-            elif _is_ruler(name):
+            elif is_ruler(name):
                 metadata = {"max_seq_lengths": [length], "tokenizer": folder}
             options: dict[str, Any] = {"seed": self.options.seed, "shots": self.shots, "folder": self.folder}
             return build(name, data or "", file, metadata=metadata, **options)
-
-
-def _is_ruler(name: str) -> bool:
-    return name in RULER or name.startswith("ruler_")
 
 
 def _statistics(value: float, values: Sequence[Any]) -> Row:

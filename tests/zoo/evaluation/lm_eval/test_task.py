@@ -61,13 +61,15 @@ def test_examples_come_from_another_split(data: Write) -> None:
     assert bytes(asked[0].requests[-1][0]).decode().count("question") == 1
 
 
-def test_samples_and_parquet(data: Write) -> None:
+def test_samples_and_parquet(data: Write, capsys: pytest.CaptureFixture[str]) -> None:
     import datasets
 
     folder = data("other.jsonl")
     datasets.Dataset.from_list([PIQA] * 7).to_parquet(folder / "piqa.parquet")
+    capsys.readouterr()
     assert {row["count"] for row in run("piqa", Answering(), folder, samples=3)} == {3}
     assert {row["count"] for row in run("piqa", Answering(), folder)} == {7}
+    assert "%|" not in capsys.readouterr().err  # lm-eval's progress bar
 
 
 @pytest.mark.parametrize(
@@ -205,3 +207,29 @@ def test_ruler_generates_its_prompts(tokenizer: Tokenizer) -> None:
         ]
         lengths = [len(tokenizer.encode(prompt)) for prompt in subject.prompts]
         assert max(lengths[:5]) <= 512 < min(lengths[5:]) <= max(lengths[5:]) <= 1024
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_words")
+def test_needles_in_essays_of_a_folder_are_those_of_lm_eval(
+    tokenizer: Tokenizer, data: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+    from lm_eval.tasks.ruler import niah_utils, prepare_niah
+
+    from zoo.evaluation.lm_eval.building import ESSAY_NEEDLES, _needles_in, isolate_rng, random, tokenizer_folder
+
+    essays = datasets.Dataset.from_dict({"text": ["One sentence. Another one!  "] * 40})
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: essays)
+    monkeypatch.setattr(prepare_niah, "sent_tokenize", lambda text: text.split(". "))
+    assert {name for name, task in RULER.items() if task.source} == ESSAY_NEEDLES.keys()
+    with tokenizer_folder(tokenizer) as folder:
+        metadata = {"max_seq_lengths": [1024], "tokenizer": folder}
+        for name in ESSAY_NEEDLES:
+            documents = []
+            for source in (getattr(niah_utils, name), lambda name=name, **of: _needles_in(essays, name, of)):
+                with isolate_rng():
+                    random.seed(0)
+                    documents.append(source(**metadata)["test"][:3])
+            assert documents[0] == documents[1]
+    prepare_niah.get_haystack.cache_clear()

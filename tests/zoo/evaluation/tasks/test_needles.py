@@ -8,13 +8,14 @@ import pytest
 
 from kernels import UserError
 from reproductions.niah import NiahEasy, NiahStandard
+from reproductions.state_recall import StateRecall
 from tests.zoo.evaluation.subjects import Guesser, NearMiss, Reader
 from zoo.data import Tokenizer
 from zoo.evaluation.task import Options
 from zoo.evaluation.tasks import TASKS as SHIPPED
 from zoo.evaluation.tasks.needle_task import NeedleTask
 
-TASKS = {**SHIPPED, "niah_easy": NiahEasy, "niah_standard": NiahStandard}
+TASKS = {**SHIPPED, "niah_easy": NiahEasy, "niah_standard": NiahStandard, "state_recall": StateRecall}
 NAMES = [name for name, task in TASKS.items() if issubclass(task, NeedleTask)]
 
 

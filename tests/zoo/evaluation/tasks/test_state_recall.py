@@ -2,11 +2,10 @@
 
 from collections.abc import Sequence
 
+from reproductions.state_recall import StateRecall, longest_context
 from tests.zoo.evaluation.subjects import Reader
 from zoo.data import Tokenizer
 from zoo.evaluation.task import Options
-from zoo.evaluation.tasks import TASKS
-from zoo.evaluation.tasks.needles import longest_context
 
 
 def test_the_longest_context_ends_where_recall_first_drops():
@@ -30,7 +29,7 @@ def test_a_model_that_remembers_its_last_tokens_recalls_short_contexts(tokenizer
                 for prompt in prompts
             ]
 
-    task = TASKS["state_recall"](Options(lengths=(300, 600, 900), samples=2))
+    task = StateRecall(Options(lengths=(300, 600, 900), samples=2))
     subject = Forgetful(tokenizers["large"])
     rows = [row for cell in task.cells(subject) for row in task.run(subject, cell)]
     assert [(row["length"], row["value"], row["state_size"]) for row in rows] == [

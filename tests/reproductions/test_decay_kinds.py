@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from zoo.performance.decays import KINDS, MODELS, SHARES, log_decays, recorded
+from reproductions.decay_kinds import KINDS, MODELS, SHARES, log_decays, recorded
 
 SIZE = (2, 500, 3, 32)  # B, T, H, K
 
