@@ -183,7 +183,7 @@ def test_a_reset_hides_whatever_is_before_it(at: int, device: str):
 @pytest.mark.parametrize("score", [-3000.0, 3000.0])
 def test_scores_far_from_those_of_no_token(score: float, device: str):
     """A part of the cache without tokens has neither a score nor a weight."""
-    case = Case((1, 20), 64, 2, 2, 16, 16)
+    case = Case((1, 20), 64, 1, 1, 256, 256)  # of four parts
     results = []
     for name in ("reference", "triton"):
         a = arguments(case, device)
