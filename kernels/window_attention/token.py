@@ -53,14 +53,14 @@ def check_cache(a: Attention, window_size: int | None, cache: KeyCache) -> Token
         raise ValueError(f"cache: expected {len(new)} entries, as there are new ones, got {len(cache.entries)}")
     check_tensors(**{"cache.seen": cache.seen}, **{f"cache.entries[{i}]": x for i, x in enumerate(cache.entries)})
     if cache.seen.shape != (B,) or cache.seen.dtype != torch.int64 or cache.seen.device != a.q.device:
-        found = f"{cache.seen.dtype} {tuple(cache.seen.shape)} on {cache.seen.device}"
-        raise ValueError(f"cache.seen: expected an int64 [{B}] on {a.q.device}, got {found}")
+        actual = f"{cache.seen.dtype} {tuple(cache.seen.shape)} on {cache.seen.device}"
+        raise ValueError(f"cache.seen: expected an int64 [{B}] on {a.q.device}, got {actual}")
     size = cache.entries[0].shape[1] if cache.entries[0].dim() > 1 else 0
     for number, (x, y) in enumerate(zip(cache.entries, new, strict=True)):
         expected = (B, max(size, 1), *y.shape[2:])
         if x.shape != expected or x.device != y.device or not x.is_floating_point():
-            found = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-            raise ValueError(f"cache.entries[{number}]: expected floats {[*expected]} on {y.device}, got {found}")
+            actual = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+            raise ValueError(f"cache.entries[{number}]: expected floats {[*expected]} on {y.device}, got {actual}")
     if cache.entries[1].dtype != cache.entries[0].dtype:
         raise ValueError(f"cache: has keys in {cache.entries[0].dtype}, but values in {cache.entries[1].dtype}")
     if torch.is_grad_enabled() and any(x.requires_grad for x in (a.q, *new)):

@@ -153,6 +153,15 @@ def test_entries_of_no_token_are_not_read(device: str):
 
 
 @pytest.mark.parametrize("device", PLACES)
+def test_a_key_that_is_no_number_shows(device: str):
+    a = arguments(Case((20, 20), 64), device)
+    a["cache"].entries[0][1, 7] = math.nan
+    o, *_ = run(a, "triton", device)
+    assert o[0].isfinite().all()
+    assert o[1].isnan().all()
+
+
+@pytest.mark.parametrize("device", PLACES)
 @pytest.mark.parametrize("at", [0, 1, 17, 40, 59])
 def test_a_reset_hides_whatever_is_before_it(at: int, device: str):
     """Also a key whose score would win by far."""
@@ -168,6 +177,20 @@ def test_a_reset_hides_whatever_is_before_it(at: int, device: str):
     assert torch.equal(*results)
     a["log_decay"][:] = -math.inf
     assert torch.equal(run(a, "triton", device)[0], a["v"].repeat_interleave(2, 2))
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("score", [-3000.0, 3000.0])
+def test_scores_far_from_those_of_no_token(score: float, device: str):
+    """A part of the cache without tokens has neither a score nor a weight."""
+    case = Case((1, 20), 64, 1, 1, 256, 256)  # of four parts
+    results = []
+    for name in ("reference", "triton"):
+        a = arguments(case, device)
+        for x in (a["k"], a["cache"].entries[0]):
+            x.copy_(a["q"] * score / a["q"].square().sum(-1, keepdim=True))
+        results.append(run(a, name, device))
+    assert_close(results[1], results[0], 1e-3)
 
 
 @pytest.mark.parametrize("device", PLACES)

@@ -96,14 +96,15 @@ def test_only_single_tokens_are_added_in_place():
 def test_slots_and_back():
     cache = torch.arange(1.0, 13.0).view(2, 6, 1)
     seen = torch.tensor([8, 2])  # of the first sequence, the first two tokens are gone
-    cache[1, :4] = 0
+    cache[1, :4] = -1  # of no token
     ring = in_slots(cache, seen, 6)
     assert ring.entries[..., 0].tolist() == [[5, 6, 1, 2, 3, 4], [11, 12, 0, 0, 0, 0]]
-    assert torch.equal(out_of_slots(ring, seen, 6), cache)
-    assert torch.equal(out_of_slots(ring, seen, 3), cache[:, 3:])
+    expected = cache.clamp(min=0)
+    assert torch.equal(out_of_slots(ring, seen, 6), expected)
+    assert torch.equal(out_of_slots(ring, seen, 3), expected[:, 3:])
     wide = in_slots(cache[1:], seen[1:], 9)
     assert wide.entries[0, :, 0].tolist() == [11, 12, 0, 0, 0, 0, 0, 0, 0]
-    assert torch.equal(out_of_slots(wide, seen[1:], 12)[:, 6:], cache[1:])
+    assert torch.equal(out_of_slots(wide, seen[1:], 12)[:, 6:], expected[1:])
     empty = in_slots(cache[:, :0], torch.zeros(2, dtype=torch.int64), 3)
     assert isinstance(empty, Slots)
     assert empty.entries.shape == (2, 3, 1)

@@ -101,7 +101,8 @@ class Decoder:
         room = min(self._room, max(16 * ROOM, length))  # most generations end long before their limit
         size = -(-(length + room) // ROOM) * ROOM
         try:
-            self._state, grows = with_room(self.model, self._state, size)
+            with torch.inference_mode(False), torch.no_grad():  # a kept graph may serve calls in another mode
+                self._state, grows = with_room(self.model, self._state, size)
         except torch.OutOfMemoryError:
             self._state, self._length = self.state, None
             return f"the memory is too small for a copy of the state with room for {size} tokens"

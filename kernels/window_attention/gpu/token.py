@@ -84,8 +84,8 @@ def attend_to_part(
         row = group % (UNITS // (H // G)) * ROWS + tl.arange(0, ROWS)
         head, real = kv * G + row, row < G
     wait(OVERLAP)
-    known = tl.load(seen + b).to(tl.int32)
-    first, stop = part_of(known, window, split, SPLITS, BLOCK)
+    tokens = tl.load(seen + b).to(tl.int32)
+    first, stop = part_of(tokens, window, split, SPLITS, BLOCK)
     place = (b * H + head) * SPLITS + split
     q += b * q_row
     k += b * R * k_row + kv * D
@@ -93,7 +93,7 @@ def attend_to_part(
     cf, cr, cv = tl.arange(0, BF), tl.arange(0, BR), tl.arange(0, BV)
     if ROWS == 1:
         qf, qr = load(q + head * D, cf, cf < FIRST), load(q + head * D + FIRST, cr, cr < D - FIRST)
-        # each token of a block has its own sums, which are added up at the end: nothing waits for other threads
+        # each token of a block has separate sums, added up at the end: no thread waits for others in the loop
         largest, weights = tl.full([BLOCK], SMALLEST, tl.float32), tl.zeros([BLOCK], tl.float32)
         total, decay = tl.zeros([BLOCK, BV], tl.float32), tl.full([], 0.0, tl.float32)
     else:
@@ -104,7 +104,7 @@ def attend_to_part(
     for start in tl.range(first, stop, BLOCK, num_stages=STAGES):
         age = start + tl.arange(0, BLOCK)
         live = age < stop
-        at = index_of(known, age, R)
+        at = index_of(tokens, age, R)
         kf = load_tile(k, at, k_row, cf, live, FIRST, BF)
         vt = kf if SAME else load_tile(v, at, v_row, cv, live, V, BV)
         if ROWS == 1:
@@ -114,7 +114,7 @@ def attend_to_part(
                 scores += tl.sum(kr.to(tl.float32) * qr[None, :], 1)
             scores *= scale
             if log_decay is not None:
-                g = decays_after(log_decay, known, age, live & (age > first), b * R, R, g_row, head)
+                g = decays_after(log_decay, tokens, age, live & (age > first), b * R, R, g_row, head)
                 scores += (decay + tl.cumsum(g, 0)) * LOG2E
                 decay += tl.sum(g, 0)
             scores = tl.where(live, scores, float("-inf"))
@@ -130,7 +130,7 @@ def attend_to_part(
             scores *= scale
             if log_decay is not None:
                 inside = real[:, None] & (live & (age > first))[None, :]
-                g = decays_after(log_decay, known, age[None, :], inside, b * R, R, g_row, head[:, None])
+                g = decays_after(log_decay, tokens, age[None, :], inside, b * R, R, g_row, head[:, None])
                 scores += (decay[:, None] + tl.cumsum(g, 1)) * LOG2E
                 decay += tl.sum(g, 1)
             scores = tl.where(live[None, :], scores, float("-inf"))
@@ -148,7 +148,7 @@ def attend_to_part(
     else:
         tl.store(sums + place[:, None] * V + cv[None, :], total, mask=(real & some)[:, None] & (cv < V)[None, :])
     if log_decay is not None:
-        decay += decays_after(log_decay, known, stop, real & some, b * R, R, g_row, head)
+        decay += decays_after(log_decay, tokens, stop, real & some, b * R, R, g_row, head)
         tl.store(about + place * 4 + 2, decay, mask=real)
     tl.store(about + place * 4, largest, mask=real)
     tl.store(about + place * 4 + 1, weights, mask=real)
@@ -176,7 +176,7 @@ def add_newest(
     score = tl.sum(key.to(tl.float32) * load(q, b * q_row + head * D + c, c < D), 0) * scale
     parts = place * SPLITS + split
     weights = tl.load(about + parts * 4 + 1)
-    largest = tl.where(weights > 0, tl.load(about + parts * 4), float("-inf"))
+    largest = tl.where(weights == 0, float("-inf"), tl.load(about + parts * 4))  # NaN stays
     if log_decay is not None:
         g = tl.load(g_new + b * g_new_row + head)
         newer = resets(tl.load(about + parts * 4 - 2, mask=split > 0, other=0.0))  # sums of the parts before
@@ -184,7 +184,8 @@ def add_newest(
         tl.store(log_decay + at * g_row + head, g.to(log_decay.dtype.element_ty), mask=block == 0)
     most = tl.maximum(tl.max(largest, 0), score)
     shrink, p = exp2(largest - most), exp2(score - most)
-    total = tl.load(sums + parts[:, None] * V + cv[None, :], mask=(weights > 0)[:, None] & (cv < V)[None, :], other=0.0)
+    inside = (weights != 0)[:, None] & (cv < V)[None, :]
+    total = tl.load(sums + parts[:, None] * V + cv[None, :], mask=inside, other=0.0)
     y = tl.sum(total * shrink[:, None], 0) + p * value.to(tl.float32)
     y /= tl.sum(weights * shrink, 0) + p
     tl.store(o + place * V + cv, y.to(o.dtype.element_ty), mask=cv < V)
@@ -195,7 +196,7 @@ def add_newest(
 
 
 class Launches(NamedTuple):
-    """How a call is split up; `rows` is 1 if programs have a query head, otherwise that of a product of matrices."""
+    """The launches of a call; `rows` is 1 if programs have a query head, otherwise that of a product of matrices."""
 
     rows: int
     block: int  # tokens

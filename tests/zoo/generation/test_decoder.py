@@ -111,6 +111,14 @@ def test_a_graph_that_lacked_room_does_not_share_memory_with_its_successor(
     assert len(captures) == 4  # the first one serves both
 
 
+def test_a_graph_of_inference_mode_can_serve_other_calls(captures: list[torch.device]):
+    with torch.inference_mode():
+        model = several("SlidingWindowAttention", "SoftmaxAttention")
+        decoder = Decoder(model, after(model, [3]), DecodingGraphs())
+        decoder(torch.tensor([1]))
+    assert not any(leaf.is_inference() for leaf in tree_leaves(decoder._state))
+
+
 def test_large_caches_have_a_graph_that_is_not_kept(captures: list[torch.device], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(owners, "KEPT_BYTES", 100)
     model, graphs = build("SoftmaxAttention"), DecodingGraphs()
