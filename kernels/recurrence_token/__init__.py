@@ -85,7 +85,7 @@ Beta = Strength | ChannelStrength | None
 
 
 class TokenOps(NamedTuple):
-    """What `recurrence_token` computes besides features: gates, recurrence and output of each head.
+    """Gates, recurrence and output of each head, which `recurrence_token` computes after the features.
 
     Attributes:
         delta: Whether the recurrence is `delta_rule` rather than `linear_recurrence`.

@@ -327,7 +327,7 @@ def advance_token(
             query = normalise(query[None, :], "l2", EPS).to(DTYPE).to(tl.float32).reshape(BK)
             key = normalise(key[None, :], "l2", EPS).to(DTYPE).to(tl.float32).reshape(BK)
             erase = key if UNIT else (fed_back * key).to(DTYPE).to(tl.float32)
-            known = tl.sum(erase[:, None] * S, 0)
+            memory = tl.sum(erase[:, None] * S, 0)
         if BETA == "channels":
             erase = strengths[i].to(DTYPE).to(tl.float32) * key
             value = (written * value).to(DTYPE).to(tl.float32)
@@ -336,8 +336,8 @@ def advance_token(
         update = value
         if DELTA:
             if feedback is None:
-                known = tl.sum(erase[:, None] * S, 0)
-            update = value - known
+                memory = tl.sum(erase[:, None] * S, 0)
+            update = value - memory
         if BETA == "sigmoid" or BETA == "step":
             update *= strengths[i]
         S += key[:, None] * update[None, :]
