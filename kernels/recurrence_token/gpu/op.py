@@ -111,11 +111,12 @@ def keep(window, history, row, h, STREAM: tl.constexpr):
 
 @triton.jit
 def once(x):
-    """The vector x [N], of which each thread computes a few numbers.
+    """The vector x [N] of key channels, of which each thread computes few numbers.
 
-    Without a sum, the compiler would repeat all that x is made of in each thread that needs a number.
+    The compiler repeats all that a vector is made of in each thread that needs a number of it. It does not look behind
+    a sum over rows [2,N], whose threads are not those of the state's rows.
     """
-    return tl.sum(tl.where(tl.arange(0, 2)[None, :] == 0, x[:, None], 0.0), 1)
+    return tl.sum(tl.where(tl.arange(0, 2)[:, None] == 0, x[None, :], 0.0), 0)
 
 
 @triton.jit
@@ -131,12 +132,10 @@ def positioned(y, position, rates, amplitude, h, TURN: tl.constexpr, STREAM: tl.
     BLOCK: tl.constexpr = STREAM[3]
     if TURN == "pairs":
         PAIRS: tl.constexpr = BLOCK // 2
-        r, second = tl.arange(0, BLOCK), tl.arange(0, 2)[None, :] == 1
+        angle = position * tl.load(rates + tl.arange(0, PAIRS)).to(tl.float32)
+        cos, sin = tl.cos(angle) * amplitude, tl.sin(angle) * amplitude
         a, b = tl.split(tl.permute(tl.reshape(y, [2, PAIRS]), (1, 0)))
-        angle = (position * tl.load(rates + r % PAIRS).to(tl.float32))[:, None]
-        factor = tl.where(second, tl.sin(angle), tl.cos(angle)) * amplitude
-        both = tl.where(second, rows_joined(-b, a)[:, None], y[:, None])
-        y = tl.sum(both * factor, 1).to(DTYPE).to(tl.float32)  # see `once`
+        y = once(rows_joined(a * cos - b * sin, a * sin + b * cos)).to(DTYPE).to(tl.float32)
     elif TURN == "doubled":
         c = tl.arange(0, BLOCK)
         angle = position * load(rates, h * SIZE + c, c < SIZE)
