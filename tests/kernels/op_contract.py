@@ -44,7 +44,7 @@ class OpContract:
         exact: What the loop computes in, where the others compute in fp32.
         norm_tolerance: Largest error of a result in fp32, relative to its norm.
         device_tolerance: Largest relative error of a norm on a device in fp32.
-        low_output: Largest relative error of the norm of an output in half precision; that of a gradient is 1e-2.
+        low_norms: Largest relative errors of the norms of outputs and of gradients in half precision.
         repeats: Repetitions on a device, each with the same bits.
         fitting: Sizes that the arguments of `misfits` do not fit.
         misfits: Arguments that do not fit, and the beginning of the message.
@@ -66,7 +66,7 @@ class OpContract:
     exact: torch.dtype = torch.float32
     norm_tolerance: float = 1e-5
     device_tolerance: float = 1e-4
-    low_output: float = 1e-2
+    low_norms: tuple[float, float] = (1e-2, 1e-2)
     repeats: int = 1
     fitting: tuple[Any, ...] = ()
     misfits: Sequence[tuple[dict[str, Any], str]] = ()
@@ -187,7 +187,7 @@ class OpContract:
         relative, absolute = self.low_tolerances
         assert {name for name, x in actual.items() if x.dtype == half} == low
         for name, x in actual.items():
-            allowed = self.low_output if name in self.outputs else 1e-2
+            allowed = self.low_norms[name not in self.outputs]
             assert (x - exact[name]).norm() <= allowed * exact[name].norm(), name
             if backend in self.rounded_once:
                 torch.testing.assert_close(x.float(), exact[name], rtol=relative, atol=absolute)
@@ -206,7 +206,7 @@ class OpContract:
         run = partial(self.results, tensors, "triton")
         exact = self.results({name: x.double() for name, x in tensors.items()}, "torch")
         for name, x in run().items():
-            low = self.low_output if name in self.outputs else 1e-2
+            low = self.low_norms[name not in self.outputs]
             tolerance = low if dtype == torch.bfloat16 else self.device_tolerance
             assert (x - exact[name]).norm() <= tolerance * exact[name].norm(), name
         assert_repeats(run, self.repeats)

@@ -44,7 +44,7 @@ class TestNorm(OpContract):
     tolerances = (1e-4, 1e-5)
     rounded_once = ()
     device_tolerance = 1e-5
-    low_output = 5e-3
+    low_norms = (5e-3, 1e-2)
     repeats = 20
     gate, eps = "last", 1e-5  # of the inputs
     fitting = ((2, 8), "first", True, 0.1)
@@ -157,7 +157,7 @@ class TestAddedNorm(SeveralResults):
     exact = torch.float64
     tolerances = (1e-4, 2e-5)
     rounded_once = ()
-    low_output = 5e-3
+    low_norms = (5e-3, 1e-2)
     layer = False  # of the inputs
 
     def inputs(self, shape: tuple[int, ...], layer: bool) -> Tensors:
