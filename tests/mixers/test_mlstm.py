@@ -142,19 +142,6 @@ def test_sigmoid_gates_are_a_plain_recurrence():
     torch.testing.assert_close(seen, [kernels.linear_recurrence(q, k, v, log_decay, beta)[0], log_decay, beta])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"input_gate": "tanh"}, "input_gate: 'tanh' must be exponential or sigmoid"),
-        ({"normaliser": False}, "normaliser: false needs input_gate=sigmoid, "),
-        ({"expand_k": 0.1}, "expand_k: a width of 3 cannot be divided into 2 heads"),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments: dict, message: str):
-    with pytest.raises(mixers.UserError, match=f"^{message}"):
-        MLSTM(SITE, **arguments)
-
-
 @pytest.mark.parametrize("initializer", ["normal", "uniform"])
 def test_weights_of_gates_start_at_zero(initializer: str):
     """And all others as the model says; alone, too."""
