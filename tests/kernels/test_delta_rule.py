@@ -208,23 +208,6 @@ def test_a_token_at_a_time_equals_all_at_once(form: str, steps: int, read_before
     torch.testing.assert_close(state, last)
 
 
-@pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("read_before", [False, True])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_no_bit_depends_on_later_tokens(gate: str, steps: int, read_before: bool, decay: str):
-    T, first = 150, 20
-    a, b = (erasing(T, steps=steps, gate=gate, decay=decay, dtype=torch.float32) for _ in range(2))
-    b["initial_state"] = a["initial_state"]
-    for name, x in a.items():
-        count = first * steps if name in ("k", "v", "erase") else first
-        if name != "initial_state":
-            b[name][:, :count] = x[:, :count]
-    o, changed = (kernels.delta_rule(**x, steps=steps, read_before=read_before)[0] for x in (a, b))
-    assert torch.equal(o[:, :first], changed[:, :first])
-    assert not torch.equal(o[:, first:], changed[:, first:])
-
-
 def test_a_single_token_without_a_state_has_no_gradient_of_its_decay():
     for steps in (1, 2):
         a = erasing(1, steps=steps, gate="channel", state=False, dtype=torch.float32)

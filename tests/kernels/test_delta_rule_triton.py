@@ -548,42 +548,6 @@ def test_the_ops_are_registered_properly():
     torch.library.opcheck(torch.ops.token_mixer_zoo.delta_rule_step, (*one, 1, 0.25))
 
 
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize(("form", "gate"), [("beta", "head"), ("erase", "head"), ("erase", "channel")])
-def test_no_bit_of_a_token_of_steps_depends_on_later_tokens(form: str, gate: str):
-    T, first = 30, 10
-    a, b = (small(T, form=form, gate=gate, decay="mixed", steps=3) for _ in range(2))
-    b["initial_state"] = a["initial_state"]
-    for name, x in a.items():
-        if name != "initial_state":
-            rows = first * x.shape[1] // T
-            b[name][:, :rows] = x[:, :rows]
-    with kernels.backend("triton"):
-        o, changed = (kernels.delta_rule(**x, steps=3)[0] for x in (a, b))
-    assert torch.equal(o[:, :first], changed[:, :first])
-    assert not torch.equal(o[:, first:], changed[:, first:])
-
-
-@interpreted
-@pytest.mark.slow
-@pytest.mark.parametrize("K", [16, 96])  # 96: the kernels of moderate and of steep rows have other blocks of keys
-@pytest.mark.parametrize("decay", ["mild", "mixed", "steep later"])
-def test_no_bit_depends_on_later_tokens(decay: str, K: int):
-    of_all = "mild" if decay == "steep later" else decay
-    a = small(70, gate="channel", form="erase", decay=of_all, K=K)
-    b = {name: x.clone() for name, x in a.items()}
-    for name, x in small(70, gate="channel", form="erase", decay=of_all, K=K).items():
-        if name != "initial_state":
-            b[name][:, 20:] = x[:, 20:]
-    if decay == "steep later":
-        b["log_decay"][:, 20:] *= 400
-    with kernels.backend("triton"):
-        o, changed = (kernels.delta_rule(**x)[0] for x in (a, b))
-    assert torch.equal(o[:, :20], changed[:, :20])
-    assert not torch.equal(o[:, 20:], changed[:, 20:])
-
-
 def test_too_many_channels_of_keys():
     a = {name: x.to(DEVICE) for name, x in small(5, K=300, form="erase").items()}
     with kernels.backend("triton"), pytest.raises(kernels.UserError, match="which takes keys of at most 256 channels"):
