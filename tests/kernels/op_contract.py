@@ -45,6 +45,7 @@ class OpContract:
         norm_tolerance: Largest error of a result in fp32, relative to its norm.
         device_tolerance: Largest relative error of a norm on a device in fp32.
         low_norms: Largest relative errors of the norms of outputs and of gradients in half precision.
+        interpreted_only: Whether small sizes are for the interpreter, as tolerances on a device are larger.
         repeats: Repetitions on a device, each with the same bits.
         fitting: Sizes that the arguments of `misfits` do not fit.
         misfits: Arguments that do not fit, and the beginning of the message.
@@ -67,6 +68,7 @@ class OpContract:
     norm_tolerance: float = 1e-5
     device_tolerance: float = 1e-4
     low_norms: tuple[float, float] = (1e-2, 1e-2)
+    interpreted_only: bool = False
     repeats: int = 1
     fitting: tuple[Any, ...] = ()
     misfits: Sequence[tuple[dict[str, Any], str]] = ()
@@ -129,6 +131,8 @@ class OpContract:
 
     def agree(self, tensors: Tensors, backend: str, **options: Any) -> Tensors:
         """Return the results after a comparison with the loop."""
+        if self.interpreted_only and DEVICE == "cuda":
+            pytest.skip("for the interpreter")
         actual = self.results(tensors, backend, **options)
         exact = self.results({name: x.to(self.exact) for name, x in tensors.items()}, "reference", **options)
         self.close(actual, {name: x.to(actual[name].dtype) for name, x in exact.items()})
@@ -152,7 +156,7 @@ class OpContract:
     def test_arguments_that_do_not_fit(self, misfits: tuple[dict[str, Any], str]):
         change, message = misfits
         with pytest.raises(ValueError, match=f"^{message}"):
-            self.call(**self.inputs(*self.fitting) | change)
+            self.call(**{name: x.cpu() for name, x in self.inputs(*self.fitting).items()} | change)
 
     def test_what_the_kernels_cannot_take(self, refused: tuple[tuple[Any, ...], str]):
         sizes, reason = refused
@@ -180,6 +184,8 @@ class OpContract:
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_half_precision(self, low_sizes: tuple[Any, ...], half: torch.dtype, backend: str):
+        if self.interpreted_only and DEVICE == "cuda":
+            pytest.skip("for the interpreter")
         tensors = self.rounded(self.inputs(*low_sizes), half)
         exact = self.results({name: x.float() for name, x in tensors.items()}, "reference")
         actual = self.results(tensors, backend)

@@ -32,6 +32,7 @@ class TestForgetGate(OpContract):
     some_sizes = ((2, 7, 5), BOTH)
     formula_sizes = tuple(product(((2, 7, 5),), NAMES))
     device_sizes = tuple(product(((4, 1000, 1024), (2, 777, 8192), (1, 3, 100)), NAMES))
+    interpreted_only = True
     low = ("x",)
     exact = torch.float64
     tolerances = (1e-5, 2e-6)
@@ -69,6 +70,7 @@ class TestTiedGates(SeveralResults):
     some_sizes = ((2, 70, 5), BOTH)
     formula_sizes = sizes
     device_sizes = (((4, 1000, 1024), BOTH), ((1, 3, 100), BOTH))
+    interpreted_only = True
     low = ("x",)
     exact = torch.float64
     tolerances = (1e-5, 2e-6)
@@ -114,6 +116,7 @@ class TestLowRankForgetGate(OpContract):
         for biased in (True, False)
     )
     some_sizes = (3, 5, True, (1, 7))
+    interpreted_only = True
     device_sizes = tuple((*sizes, True, (3, 777)) for sizes in ((16, 8192), (16, 1000), (24, 512), (64, 1024)))
     low = ("x", "weight", "y")
     exact = torch.float64

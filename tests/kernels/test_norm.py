@@ -46,6 +46,7 @@ class TestNorm(OpContract):
     device_tolerance = 1e-5
     low_norms = (5e-3, 1e-2)
     repeats = 20
+    interpreted_only = True
     gate, eps = "last", 1e-5  # of the inputs
     fitting = ((2, 8), "first", True, 0.1)
     misfits = (
@@ -68,7 +69,7 @@ class TestNorm(OpContract):
         tensors = {"x": torch.randn(shape) + 3 * (gate == LAYER)}
         if gate not in ("none", LAYER):
             outer, heads = shape[:2] if len(shape) > 2 else shape[:-1], shape[2 if len(shape) > 2 else -1 :]
-            wide = torch.randn(*outer, 3 * torch.Size(heads).numel())
+            wide = torch.randn(*outer, 3 * torch.Size(heads).numel(), device=DEVICE)
             tensors["gate"] = wide.chunk(3, -1)[1].unflatten(-1, heads)
         if weighted:
             tensors["weight"] = torch.randn(shape[-1])
@@ -158,6 +159,7 @@ class TestAddedNorm(SeveralResults):
     tolerances = (1e-4, 2e-5)
     rounded_once = ()
     low_norms = (5e-3, 1e-2)
+    interpreted_only = True
     layer = False  # of the inputs
 
     def inputs(self, shape: tuple[int, ...], layer: bool) -> Tensors:

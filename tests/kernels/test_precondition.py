@@ -23,6 +23,7 @@ class TestPrecondition(OpContract):
     exact = torch.float64
     tolerances = (2e-5, 2e-5)
     rounded_once = ()
+    interpreted_only = True
     low_norms = (2e-2, 2e-2)
     fitting = (1, 3, 2, 4)
     misfits = (
