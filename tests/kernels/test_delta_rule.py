@@ -8,7 +8,7 @@ from torch import Tensor
 
 import kernels
 
-from .recurrences import DECAYS, FORMS, LENGTHS, PACKED, TOLERANCE, assert_same, erasing, inputs, results
+from .recurrences import DECAYS, FORMS, LENGTHS, TOLERANCE, assert_same, erasing, inputs, results
 
 run = partial(results, kernels.delta_rule)
 GATES = ("none", "constant", "head")
@@ -170,25 +170,6 @@ def test_the_erased_value_may_be_written_with_the_key():
     a = erasing(70, gate="channel")
     both = {**a, "erase_write": a["k"]}
     torch.testing.assert_close(kernels.delta_rule(**both)[0], kernels.delta_rule(**a)[0])
-
-
-@pytest.mark.parametrize("backend", ["reference", "torch"])
-@pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_packed_documents_equal_documents_alone(gate: str, steps: int, backend: str):
-    a = erasing(PACKED[-1], steps=steps, gate=gate, documents=PACKED)
-    options = {"steps": steps, "read_before": True, "return_state": True}
-    with kernels.backend(backend):
-        o, states = kernels.delta_rule(**a, **options)
-        for n, (start, stop) in enumerate(zip(PACKED, PACKED[1:], strict=False)):
-            if start == stop:
-                torch.testing.assert_close(states[n], a["initial_state"][n])
-                continue
-            one = {name: a[name][:, start:stop] for name in ("q", "log_decay")}
-            one |= {name: a[name][:, steps * start : steps * stop] for name in ("k", "v", "erase")}
-            alone, state = kernels.delta_rule(**one, initial_state=a["initial_state"][n : n + 1], **options)
-            torch.testing.assert_close(o[:, start:stop], alone)
-            torch.testing.assert_close(states[n : n + 1], state)
 
 
 @pytest.mark.parametrize("read_before", [False, True])
