@@ -45,6 +45,7 @@ class OpContract:
         norm_tolerance: Largest error of a result in fp32, relative to its norm.
         device_tolerance: Largest relative error of a norm on a device in fp32.
         low_norms: Largest relative errors of the norms of outputs and of gradients in half precision.
+        settings: Arguments of the registered function after the tensors, other than the mode.
         interpreted_only: Whether small sizes are for the interpreter, as tolerances on a device are larger.
         repeats: Repetitions on a device, each with the same bits.
         fitting: Sizes that the arguments of `misfits` do not fit.
@@ -68,6 +69,7 @@ class OpContract:
     norm_tolerance: float = 1e-5
     device_tolerance: float = 1e-4
     low_norms: tuple[float, float] = (1e-2, 1e-2)
+    settings: tuple[Any, ...] = ()
     interpreted_only: bool = False
     repeats: int = 1
     fitting: tuple[Any, ...] = ()
@@ -98,7 +100,7 @@ class OpContract:
 
     def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
         """Return the arguments of calls of the registered function."""
-        raise NotImplementedError
+        yield *tensors.values(), *self.settings, False
 
     def rounded(self, tensors: Tensors, dtype: torch.dtype = torch.bfloat16) -> Tensors:
         """The tensors as they are where activations have this dtype."""

@@ -1,8 +1,5 @@
 """The readout of RWKV-7: by the formula, and in Triton."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,20 +9,12 @@ from kernels import bonus_readout
 from .op_contract import DEVICE, OpContract, Tensors
 
 
-def inputs(B: int, T: int, H: int, E: int, K: int, V: int) -> Tensors:
-    """Values that are columns of a projection, and other tensors without gaps."""
-    tensors = {"o": 3 * torch.randn(B, T, H, V) + 1, "q": torch.randn(B, T, H * E, K)}
-    tensors |= {"k": torch.randn(B, T, H * E, K), "v": torch.randn(B, T, H * V + 3)[..., 2:-1].unflatten(-1, (H, V))}
-    tensors |= {"gate": torch.rand(B, T, H * V), "r_k": torch.randn(H * E * K)}
-    tensors |= {"weight": torch.randn(H, V), "bias": torch.randn(H, V)}
-    return {name: x.to(DEVICE) for name, x in tensors.items()}
-
-
 class TestBonusReadout(OpContract):
     op = "bonus_readout"
     sizes = ((1, 1, 1, 1, 1, 1), (2, 5, 2, 1, 8, 8), (1, 7, 3, 2, 5, 11), (2, 70, 2, 1, 64, 64))
     some_sizes = (2, 9, 2, 2, 33, 16)
     device_sizes = ((2, 4097, 16, 1, 64, 64),)
+    settings = (1e-3,)
     low = ("o", "q", "k", "v", "gate", "y")
     fitting = (1, 2, 2, 1, 4, 4)
     misfits = (
@@ -43,14 +32,19 @@ class TestBonusReadout(OpContract):
     )
     refused = (((1, 1, 1, 1, 4097, 1), "which takes heads of at most 4096 channels"),)
 
-    def inputs(self, *sizes: int) -> Tensors:
-        return inputs(*sizes)
+    def inputs(self, B: int, T: int, H: int, E: int, K: int, V: int) -> Tensors:
+        """Values that are columns of a projection, and other tensors without gaps."""
+        tensors = {"o": 3 * torch.randn(B, T, H, V) + 1, "q": torch.randn(B, T, H * E, K)}
+        tensors |= {
+            "k": torch.randn(B, T, H * E, K),
+            "v": torch.randn(B, T, H * V + 3)[..., 2:-1].unflatten(-1, (H, V)),
+        }
+        tensors |= {"gate": torch.rand(B, T, H * V), "r_k": torch.randn(H * E * K)}
+        tensors |= {"weight": torch.randn(H, V), "bias": torch.randn(H, V)}
+        return {name: x.to(DEVICE) for name, x in tensors.items()}
 
     def call(self, **tensors: Tensor) -> Tensor:
         return bonus_readout(**tensors, eps=1e-3)
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), 1e-3, False
 
     def formula(self, o, q, k, v, gate, r_k, weight, bias) -> Tensor:
         (B, T, H, V), E = o.shape, q.shape[2] // o.shape[2]

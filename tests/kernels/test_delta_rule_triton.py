@@ -117,7 +117,8 @@ def small(T: int, *, change_to: str | None = None, streams: torch.dtype = torch.
 def call(row: dict[str, Any], patch: pytest.MonkeyPatch) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the options of a call, after the kernels and the number of segments of its row were set."""
     sizes = dict(row)
-    modules, settings = KERNELS.get(sizes.pop("kernels", ""), ((), []))
+    chosen = sizes.pop("kernels", None)
+    modules, settings = KERNELS[chosen] if chosen else ((), [])
     for module in modules:
         patch.setitem(sys.modules, module, in_interpreter(module, *GLUON[module]))
     for setting in settings:

@@ -1,8 +1,5 @@
 """Decays from their raw numbers: by the formula, and in Triton."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,6 +25,7 @@ class TestDiscretise(SeveralResults):
     sizes = ((1, 1), (2, 70, 5), (3, 1000, 8), (40, 100))
     some_sizes = (2, 70, 8)
     device_sizes = ((4, 4097, 48),)
+    settings = (None, None, 1.0, 0.0)
     low = ("a",)
     tolerances = (1e-5, 1e-5)
     device_tolerance = 1e-5
@@ -39,9 +37,6 @@ class TestDiscretise(SeveralResults):
 
     def call(self, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.discretise(**tensors)
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), None, None, 1.0, 0.0, False
 
     def formula(self, a, A_log, dt_bias) -> tuple[Tensor, Tensor]:
         dt = F.softplus(a + dt_bias)

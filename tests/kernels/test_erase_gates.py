@@ -1,6 +1,5 @@
 """Keys, erase keys and decays of RWKV-7: by the formulas, and in Triton."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ class TestEraseGates(SeveralResults):
     sizes = ((1, 1, 1), (2, 7, 3, 5), (2, 70, 2, 64))
     some_sizes = (2, 9, 2, 33)
     device_sizes = ((2, 4097, 16, 64),)
+    settings = (0.6,)
     low = ("keys", "erase", "write", "k", "decay", "rate")
     tolerances = (1e-4, 2e-5)
     fitting = (2, 2, 3)
@@ -55,9 +55,6 @@ class TestEraseGates(SeveralResults):
         direction = F.normalize(k * k_k.view(k.shape[-2:]), dim=-1)
         keys = k * (1 + (rate - 1) * k_a.view(k.shape[-2:]))
         return keys, direction, rate * direction, -0.6 * torch.sigmoid(decay + decay_bias).view_as(k)
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), 0.6, False
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_keys_of_zeros_erase_nothing(self, backend: str):

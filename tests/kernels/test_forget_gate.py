@@ -1,7 +1,6 @@
 """Decays and input gates of raw gates: by the formulas, in Triton, and computed again instead of saved."""
 
 import math
-from collections.abc import Iterable
 from itertools import product
 from typing import Any
 
@@ -33,6 +32,7 @@ class TestForgetGate(OpContract):
     formula_sizes = tuple(product(((2, 7, 5),), NAMES))
     device_sizes = tuple(product(((4, 1000, 1024), (2, 777, 8192), (1, 3, 100)), NAMES))
     interpreted_only = True
+    settings = (0.25,)
     low = ("x",)
     exact = torch.float64
     tolerances = (1e-5, 2e-6)
@@ -52,9 +52,6 @@ class TestForgetGate(OpContract):
         share = torch.sigmoid(x + bias)
         return 0.25 * (share if odds is None else odds.sigmoid() + (1 - odds.sigmoid()) * share).log()
 
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), 0.25, False
-
     @pytest.mark.parametrize("odds", [None, -200.0, 0.0, 200.0])
     def test_extreme_gates(self, odds: float | None):
         tensors = {"x": torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0])[:, None]}
@@ -71,6 +68,7 @@ class TestTiedGates(SeveralResults):
     formula_sizes = sizes
     device_sizes = (((4, 1000, 1024), BOTH), ((1, 3, 100), BOTH))
     interpreted_only = True
+    settings = (0.125, torch.float32)
     low = ("x",)
     exact = torch.float64
     tolerances = (1e-5, 2e-6)
@@ -88,9 +86,6 @@ class TestTiedGates(SeveralResults):
         share = torch.sigmoid(x + bias)
         kept = (share if odds is None else odds.sigmoid() + (1 - odds.sigmoid()) * share) ** 0.125
         return kept.log(), 1 - kept
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), 0.125, torch.float32, False
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_the_results_are_computed_again_instead_of_saved(self, backend: str):
@@ -118,6 +113,7 @@ class TestLowRankForgetGate(OpContract):
     some_sizes = (3, 5, True, (1, 7))
     interpreted_only = True
     device_sizes = tuple((*sizes, True, (3, 777)) for sizes in ((16, 8192), (16, 1000), (24, 512), (64, 1024)))
+    settings = (0.25,)
     low = ("x", "weight", "y")
     exact = torch.float64
     tolerances = (1e-4, 1e-4)
@@ -140,9 +136,6 @@ class TestLowRankForgetGate(OpContract):
 
     def formula(self, x, weight, bias=0) -> Tensor:
         return 0.25 * F.logsigmoid(x @ weight.T + bias)
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), 0.25, False
 
     @pytest.mark.slow
     @interpreted

@@ -1,6 +1,5 @@
 """Preconditioned keys: by the formula, with gradients from the arguments alone."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ class TestPrecondition(OpContract):
     sizes = ((1, 1, 1, 1), (2, 7, 3, 5), (1, 40, 5, 120), (1, 700, 6, 40))
     some_sizes = (2, 7, 3, 5)
     device_sizes = ((4, 500, 16, 128), (2, 77, 3, 40))
+    settings = (LIMIT,)
     low = ("k", "curvature", "y")
     exact = torch.float64
     tolerances = (2e-5, 2e-5)
@@ -46,9 +46,6 @@ class TestPrecondition(OpContract):
 
     def call(self, **tensors: Any) -> Tensor:
         return precondition(**{"limit": LIMIT, **tensors})
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), LIMIT, False
 
     @interpreted
     def test_parts_of_larger_tensors(self):

@@ -1,23 +1,11 @@
 """A mixture of two streams by the sigmoid of a gate: by the formula, and in Triton."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels import sigmoid_mix
 
 from .op_contract import DEVICE, OpContract, Tensors
-
-
-def inputs(*shape: int) -> Tensors:
-    """Two streams, a gate that is columns of a projection, some of it extreme, and its bias."""
-    x, other = torch.randn(2, *shape)
-    gate = 3 * torch.randn(*shape[:-1], shape[-1] + 3)[..., 2:-1]
-    gate[..., 0] = 100.0  # an exponential would overflow
-    tensors = {"x": x, "other": other, "gate": gate, "bias": torch.randn(shape[-1])}
-    return {name: t.to(DEVICE) for name, t in tensors.items()}
 
 
 class TestSigmoidMix(OpContract):
@@ -35,14 +23,16 @@ class TestSigmoidMix(OpContract):
         ({"bias": torch.zeros(2)}, r"bias: expected \[3\], got shape \(2,\)"),
     )
 
-    def inputs(self, *sizes: int) -> Tensors:
-        return inputs(*sizes)
+    def inputs(self, *shape: int) -> Tensors:
+        """Two streams, a gate that is columns of a projection, some of it extreme, and its bias."""
+        x, other = torch.randn(2, *shape)
+        gate = 3 * torch.randn(*shape[:-1], shape[-1] + 3)[..., 2:-1]
+        gate[..., 0] = 100.0  # an exponential would overflow
+        tensors = {"x": x, "other": other, "gate": gate, "bias": torch.randn(shape[-1])}
+        return {name: t.to(DEVICE) for name, t in tensors.items()}
 
     def call(self, **tensors: Tensor) -> Tensor:
         return sigmoid_mix(**tensors)
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), False
 
     def formula(self, x, other, gate, bias) -> Tensor:
         share = 1 / (1 + torch.exp(-gate - bias))

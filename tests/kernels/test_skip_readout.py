@@ -1,8 +1,5 @@
 """The readout of Mamba-3: by the formula, in PyTorch and in Triton."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,15 +9,6 @@ import kernels
 from kernels.skip_readout import own_shares, skip_readout
 
 from .op_contract import DEVICE, OpContract, Tensors
-
-
-def inputs(B: int, T: int, H: int, V: int, gated: bool = True) -> Tensors:
-    """Values and gates that are columns of a projection, and other tensors without gaps."""
-    tensors = {"o": 3 * torch.randn(B, T, H, V), "v": torch.randn(B, T, H * V + 3)[..., 2:-1].unflatten(-1, (H, V))}
-    tensors["own"] = torch.randn(B, T, H)
-    if gated:
-        tensors["gate"] = torch.randn(B, T, H * V + 2)[..., 1:-1].unflatten(-1, (H, V))
-    return {name: x.to(DEVICE) for name, x in tensors.items()}
 
 
 class TestSkipReadout(OpContract):
@@ -42,14 +30,16 @@ class TestSkipReadout(OpContract):
     )
     refused = (((1, 1, 1, 4097), "which takes heads of at most 4096 channels"),)
 
-    def inputs(self, *sizes: Any) -> Tensors:
-        return inputs(*sizes)
+    def inputs(self, B: int, T: int, H: int, V: int, gated: bool = True) -> Tensors:
+        """Values and gates that are columns of a projection, and other tensors without gaps."""
+        tensors = {"o": 3 * torch.randn(B, T, H, V), "v": torch.randn(B, T, H * V + 3)[..., 2:-1].unflatten(-1, (H, V))}
+        tensors["own"] = torch.randn(B, T, H)
+        if gated:
+            tensors["gate"] = torch.randn(B, T, H * V + 2)[..., 1:-1].unflatten(-1, (H, V))
+        return {name: x.to(DEVICE) for name, x in tensors.items()}
 
     def call(self, **tensors: Tensor) -> Tensor:
         return skip_readout(**tensors)
-
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), False
 
     def formula(self, o, v, own, gate) -> Tensor:
         return (o + own[..., None] * v) * F.silu(gate)
