@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -104,18 +103,3 @@ def test_recurrences_that_cannot_be_preconditioned(base: type[LinearMixer], step
 def test_sizes_of_heads(make: Callable[..., LinearMixer]):
     assert make(SITE).state_size() == 4 * 8 * 8
     assert make(SITE, **SIZES).init_state(3).matrix.shape == (3, 4, 8, 12)
-
-
-@pytest.mark.parametrize("make", [*FAMILY, partial(KDA, preconditioner=Preconditioner)])
-def test_residual_subheads_start_as_the_mixer_without_them(make: Callable[..., LinearMixer]):
-    torch.manual_seed(1)
-    plain = make(SITE, **SIZES).double()
-    larger = mixers.Expanded(mixer=partial(make, **SIZES), factor=3, residual=True)(SITE).double()
-    growth = next(growth for growth in mixers.growths(plain) if growth.way == "expand")
-    fresh = larger.state_dict()
-    for name, old in plain.state_dict().items():
-        same = old.shape == fresh[name].shape
-        fresh[name] = old if same else growth.resized(name, old, fresh[name], "preserve")
-    larger.load_state_dict(fresh)
-    x = torch.randn(2, 20, 32, dtype=torch.float64)
-    torch.testing.assert_close(larger(x)[0], plain(x)[0])
