@@ -12,7 +12,8 @@ from .op_contract import DEVICE, OpContract, Tensors
 class TestBonusReadout(OpContract):
     op = "bonus_readout"
     sizes = ((1, 1, 1, 1, 1, 1), (2, 5, 2, 1, 8, 8), (1, 7, 3, 2, 5, 11), (2, 70, 2, 1, 64, 64))
-    some_sizes = (2, 9, 2, 2, 33, 16)
+    some_sizes = (2, 9, 2, 1, 33, 16)
+    formula_sizes = ((2, 3, 2, 2, 4, 5),)
     device_sizes = ((2, 4097, 16, 1, 64, 64),)
     settings = (1e-3,)
     low = ("o", "q", "k", "v", "gate", "y")

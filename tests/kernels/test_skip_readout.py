@@ -8,7 +8,7 @@ from torch import Tensor
 import kernels
 from kernels.skip_readout import own_shares, skip_readout
 
-from .op_contract import DEVICE, OpContract, Tensors
+from .op_contract import BACKENDS, DEVICE, OpContract, Tensors
 
 
 class TestSkipReadout(OpContract):
@@ -43,6 +43,13 @@ class TestSkipReadout(OpContract):
 
     def formula(self, o, v, own, gate) -> Tensor:
         return (o + own[..., None] * v) * F.silu(gate)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_dtype_is_that_of_o(backend: str):
+    a = TestSkipReadout().inputs(2, 3, 2, 5)
+    with kernels.backend(backend):
+        assert skip_readout(**a | {"o": a["o"].bfloat16()}).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
