@@ -1,14 +1,22 @@
-"""Inputs for the two matrix-state recurrences, and all results of one call: outputs, final states, gradients."""
+"""The contract of recurrences: inputs, tables of calls, and a comparison of all results of a call with the loop.
 
+A table has a row for each call that the Triton kernels must compute like the loop, in outputs, final states and
+gradients. A row is a mapping of the arguments of `inputs`, which the file of an op extends by its own.
+"""
+
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
 
+FORMS = ("beta", "both", "per channel", "erase", "two keys")  # of the general delta rule, of `erasing`
 LENGTHS = (1, 15, 63, 64, 65, 200)
 # relative to the norm of the result
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
@@ -115,6 +123,42 @@ def inputs(
     return actual
 
 
+def erasing(T: int, *, form: str = "erase", steps: int = 1, **options: Any) -> dict[str, Tensor]:
+    """Arguments of the general delta rule: `inputs` with `steps` rows per token, and erase keys beside the keys."""
+    a = inputs(T, **options)
+    rows = inputs(T * steps, **{**options, "documents": None, "gate": "none"})
+    if options.get("documents") is not None:
+        rows = {name: x[:1] for name, x in rows.items()}
+    a.update({name: rows[name] for name in ("k", "v", "beta")})
+    dtype, shape = a["q"].dtype, (*a["beta"].shape, a["q"].shape[3])
+    if form not in ("beta", "both", "per channel"):
+        del a["beta"]
+    if form == "per channel":
+        a["beta"] = torch.rand(shape, dtype=dtype)
+    elif form != "beta":
+        a["erase"] = 0.5 * F.normalize(torch.randn(shape, dtype=dtype), dim=-1)
+    if form == "two keys":
+        a["erase_write"] = 0.5 * F.normalize(torch.randn(shape, dtype=dtype), dim=-1)
+    return a
+
+
+def rounded(a: Mapping[str, Tensor], dtype: torch.dtype, streams: Iterable[str] = "qkv") -> dict[str, Tensor]:
+    """The arguments with streams in a dtype; gates and states stay in fp32, as mixers make them."""
+    return {name: x.to(dtype) if name in streams else x for name, x in a.items()}
+
+
+def rows(name: str, *options: Mapping[str, Any], marks: Any = (), **common: Any) -> list[Any]:
+    """Rows of a table, with the name and the options of each as its id; a tuple in `common` is an axis of a grid."""
+    axes = {key: value if isinstance(value, tuple) else (value,) for key, value in common.items()}
+    made = []
+    for each, values in itertools.product(options or ({},), itertools.product(*axes.values())):
+        grid = dict(zip(axes, values, strict=True))
+        varied = each | {key: value for key, value in grid.items() if len(axes[key]) > 1}
+        label = ", ".join(f"{key} {value}" for key, value in varied.items())
+        made.append(pytest.param({**grid, **each}, marks=marks, id=f"{name}: {label}"))
+    return made
+
+
 def results(
     op: Callable[..., tuple[Tensor, Tensor | None]],
     arguments: Mapping[str, Tensor],
@@ -158,3 +202,31 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
         assert error <= tolerance * norm + ZERO, (
             f"{name}: error {error:.2g} at norm {norm:.2g}, allowed {tolerance:g} of it"
         )
+
+
+def agree(
+    op: Callable[..., tuple[Tensor, Tensor | None]],
+    a: Mapping[str, Tensor],
+    tolerance: float | None = None,
+    *,
+    exact: torch.dtype = torch.float32,
+    **options: Any,
+) -> dict[str, Tensor]:
+    """Return the results on Triton, after a comparison with the loop, or on a device with PyTorch, in another dtype."""
+    actual = results(op, a, backend="triton", **options)
+    options.pop("keep_states", None)
+    precise = {name: x.to(exact) if x.is_floating_point() else x for name, x in a.items()}
+    where = "torch" if next(iter(a.values())).is_cuda else "reference"
+    expected = results(op, precise, backend=where, **options)
+    assert_same(actual, {name: x.to(actual[name].dtype) for name, x in expected.items()}, tolerance)
+    assert_left_alone(a, actual)
+    return actual
+
+
+def assert_left_alone(a: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> None:
+    """Empty documents change no state, and no gradient passes a reset."""
+    if "cu_seqlens" in a and "initial_state" in a:
+        empty = a["cu_seqlens"].diff() == 0
+        assert torch.equal(actual["state"][empty], a["initial_state"][empty].to(actual["state"].dtype))
+    if "log_decay" in a:
+        assert not actual["gradient of log_decay"][a["log_decay"] == -torch.inf].any()

@@ -75,17 +75,10 @@ def assert_right(a: Tensors, name: str | None = None, tolerance: float = 1e-3, *
 
 @interpreted
 @pytest.mark.slow
-@pytest.mark.parametrize("window", [None, 1, 50])
-@pytest.mark.parametrize("length", [1, 63, 129])
-def test_lengths_and_windows(length: int, window: int | None):
-    assert_right(inputs(length), window_size=window)
-
-
-@interpreted
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
+        *(({"T": T}, {"window_size": window}) for T in (1, 63, 129) for window in (None, 1, 50)),
         ({"T": 300, "B": 2}, {}),
         ({"T": 300}, {"window_size": 130}),
         ({"T": 150}, {"cu_seqlens": PACKED}),

@@ -38,17 +38,27 @@ class TestDeltaGates(SeveralResults):
     outputs = ("log_decay", "beta")
     sizes = (((1, 1), True), ((2, 70, 5), False), ((3, 400, 8), True), ((9, 100), True))
     some_sizes = ((2, 70, 8), True)
+    formula_sizes = (((3, 4, 5), True), ((3, 4, 5), False))
     device_sizes = (((1, 1, 48), False), ((64, 1, 48), True), ((4, 4097, 48), True), ((4, 4097, 48), False))
     low = ("a", "b")
     tolerances = (1e-5, 1e-4)
     device_tolerance = 1e-5
     largest, lower_bound = 2.0, None
+    fitting = ((4, 3), True)
+    misfits = (
+        ({"A_log": torch.zeros(2)}, r"A_log: expected \[3\], got shape \(2,\)"),
+        ({"bias": torch.zeros(2)}, r"bias: expected \[3\], got shape \(2,\)"),
+        ({"b": torch.zeros(5, 3)}, r"b: expected the shape of a \(4, 3\), got \(5, 3\)"),
+    )
 
     def inputs(self, shape: tuple[int, ...], bias: bool) -> Tensors:
         return inputs(*shape, bias=bias)
 
     def call(self, **tensors: Tensor) -> tuple[Tensor, Tensor]:
         return kernels.delta_gates(**tensors, largest=self.largest, lower_bound=self.lower_bound)
+
+    def formula(self, a, A_log, dt_bias, b, bias=0) -> tuple[Tensor, Tensor]:
+        return -A_log.exp() * F.softplus(a + dt_bias), self.largest * torch.sigmoid(b + bias)
 
     def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
         decays = [tensors[name] for name in ("a", "A_log", "dt_bias")]
@@ -69,11 +79,25 @@ class TestDeltaGates(SeveralResults):
 class TestDecaysPerChannel(TestDeltaGates):
     sizes = (((2, 7, 3, 5), 0, True), ((5, 3, 8), 6, False), ((2, 2, 1), 0, True))
     some_sizes = ((2, 70, 8, 4), 0, True)
+    formula_sizes = (((3, 4, 5, 2), 0, True), ((3, 4, 5, 2), 6, True))
     device_sizes = (((1, 1, 8, 128), 0, True), ((4, 4097, 8, 128), 0, True), ((1, 65, 32, 256), 0, True))
     device_sizes += (((2, 1001, 6, 96), 0, True),)
+    fitting = ((3, 4, 2), 0, True)
+    misfits = (
+        ({"dt_bias": torch.zeros(3, 3)}, r"dt_bias: expected \[4, 2\], got shape \(3, 3\)"),
+        ({"A_log": torch.zeros(2)}, r"A_log: expected \[4\], got shape \(2,\)"),
+        ({"b": torch.zeros(3, 5)}, r"b: expected shape \(3, 4\), got \(3, 5\)"),
+        ({"up": torch.zeros(8, 6)}, r"up: expected \[8, 2\], got shape \(8, 6\)"),
+    )
 
     def inputs(self, shape: tuple[int, ...], rank: int, bias: bool) -> Tensors:
         return per_channel(*shape, rank=rank, bias=bias)
+
+    def formula(self, a, A_log, dt_bias, b, bias=0, up=None) -> tuple[Tensor, Tensor]:
+        raw = a + dt_bias if up is None else (a @ up.T).view(*b.shape, -1) + dt_bias
+        rate, bound = A_log.exp()[:, None], self.lower_bound
+        decay = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
+        return decay, self.largest * torch.sigmoid(b + bias)
 
     def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
         yield from super().registered(tensors)
@@ -84,31 +108,10 @@ class TestBoundedDecaysPerChannel(TestDecaysPerChannel):
     largest, lower_bound = 1.0, -4.0
 
 
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("bias", [True, False])
-def test_by_the_formulas(bias: bool, backend: str):
-    a = inputs(3, 4, 5, bias=bias)
-    with kernels.backend(backend):
-        log_decay, beta = kernels.delta_gates(**a, largest=2)
-    torch.testing.assert_close(log_decay, -a["A_log"].exp() * F.softplus(a["a"] + a["dt_bias"]))
-    torch.testing.assert_close(beta, 2 * torch.sigmoid(a["b"] + a.get("bias", 0)))
+def test_gates_are_at_least_fp32():
+    a = inputs(3, 4, 5)
     wide = {name: x.double() if name in "ab" else x for name, x in a.items()}
     assert [x.dtype for x in kernels.delta_gates(**wide)] == [torch.float64, torch.float64]
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("rank", [0, 6])
-def test_decays_per_channel_by_the_formulas(rank: int, backend: str):
-    a = per_channel(3, 4, 5, 2, rank=rank)
-    raw = (a["a"] @ a["up"].T).view(3, 4, 5, 2) if rank else a["a"]
-    with kernels.backend(backend):
-        log_decay, beta = kernels.delta_gates(**a)
-    torch.testing.assert_close(log_decay, -a["A_log"].exp()[:, None] * F.softplus(raw + a["dt_bias"]))
-    torch.testing.assert_close(beta, torch.sigmoid(a["b"] + a["bias"]))
-    with kernels.backend(backend):
-        log_decay, _ = kernels.delta_gates(**a, lower_bound=-3)
-    bounded = -3 * torch.sigmoid(a["A_log"].exp()[:, None] * (raw + a["dt_bias"]))
-    torch.testing.assert_close(log_decay, bounded)
 
 
 @interpreted
@@ -122,34 +125,3 @@ def test_decays_per_channel_alone(backend: str):
             y = channel_decay(*leaves)
         actual.append([y, *torch.autograd.grad(y.sin().sum(), leaves)])
     torch.testing.assert_close(*actual)
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("A_log", r"A_log: expected \[3\], got shape \(2,\)"), ("bias", r"bias: expected \[3\], got shape \(2,\)")],
-)
-def test_parameters_that_do_not_fit(name: str, said: str):
-    a = inputs(4, 3) | {name: torch.zeros(2)}
-    with pytest.raises(ValueError, match=f"^{said}"):
-        kernels.delta_gates(**a)
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "said"),
-    [
-        ("dt_bias", (3, 3), r"dt_bias: expected \[4, 2\], got shape \(3, 3\)"),
-        ("A_log", (2,), r"A_log: expected \[4\], got shape \(2,\)"),
-        ("b", (3, 5), r"b: expected shape \(3, 4\), got \(3, 5\)"),
-        ("up", (8, 6), r"up: expected \[8, 2\], got shape \(8, 6\)"),
-    ],
-)
-def test_decays_per_channel_that_do_not_fit(name: str, shape: tuple[int, ...], said: str):
-    a = per_channel(3, 4, 2) | {name: torch.zeros(shape)}
-    with pytest.raises(ValueError, match=f"^{said}"):
-        kernels.delta_gates(**a)
-
-
-def test_inputs_of_two_shapes():
-    a = inputs(4, 3) | {"b": torch.zeros(5, 3)}
-    with pytest.raises(ValueError, match=r"^b: expected the shape of a \(4, 3\), got \(5, 3\)"):
-        kernels.delta_gates(**a)

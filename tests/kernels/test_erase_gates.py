@@ -1,6 +1,5 @@
 """Keys, erase keys and decays of RWKV-7: by the formulas, and in Triton."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,17 +29,32 @@ class TestEraseGates(SeveralResults):
     sizes = ((1, 1, 1), (2, 7, 3, 5), (2, 70, 2, 64))
     some_sizes = (2, 9, 2, 33)
     device_sizes = ((2, 4097, 16, 64),)
+    settings = (0.6,)
     low = ("keys", "erase", "write", "k", "decay", "rate")
     tolerances = (1e-4, 2e-5)
+    fitting = (2, 2, 3)
+    misfits = (
+        ({"k": torch.zeros(6)}, r"k: expected \[…,M,K\], got shape \(6,\)"),
+        ({"rate": torch.zeros(2, 5)}, r"rate: expected \[2, 6\], got shape \(2, 5\)"),
+        ({"k_a": torch.zeros(2, 3)}, r"k_a: expected \[6\], got shape \(2, 3\)"),
+        ({"k": torch.zeros(2, 2, 3).long()}, "k: expected a floating dtype, got torch.int64"),
+        *(
+            ({"largest": largest}, f"largest: must be a finite number from 0, got {largest}")
+            for largest in (-0.6, float("nan"), float("inf"))
+        ),
+    )
 
     def inputs(self, *sizes: int) -> Tensors:
         return inputs(*sizes)
 
-    def call(self, **tensors: Tensor) -> tuple[Tensor, ...]:
-        return erase_gates(**tensors, largest=0.6)
+    def call(self, **tensors: Any) -> tuple[Tensor, ...]:
+        return erase_gates(**{"largest": 0.6, **tensors})
 
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), 0.6, False
+    def formula(self, k, decay, rate, decay_bias, rate_bias, k_k, k_a) -> tuple[Tensor, ...]:
+        rate = torch.sigmoid(rate + rate_bias).view_as(k)
+        direction = F.normalize(k * k_k.view(k.shape[-2:]), dim=-1)
+        keys = k * (1 + (rate - 1) * k_a.view(k.shape[-2:]))
+        return keys, direction, rate * direction, -0.6 * torch.sigmoid(decay + decay_bias).view_as(k)
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_keys_of_zeros_erase_nothing(self, backend: str):
@@ -59,39 +73,3 @@ def test_gradients_that_are_rows_of_a_wider_tensor():
             pairs = torch.stack(erase_gates(**leaves, largest=0.6)[:3], 2)
         actual.append(torch.autograd.grad(pairs, [*leaves.values()], arriving, materialize_grads=True))
     torch.testing.assert_close(*actual, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_by_the_formulas(backend: str):
-    a = {name: x.double() for name, x in inputs(2, 5, 3, 4).items()}
-    with kernels.backend(backend):
-        keys, erase, write, log_decay = erase_gates(**a, largest=0.6)
-    rate = torch.sigmoid(a["rate"] + a["rate_bias"]).unflatten(-1, (3, 4))
-    direction = F.normalize(a["k"] * a["k_k"].view(3, 4), dim=-1)
-    torch.testing.assert_close(erase, direction)
-    torch.testing.assert_close(write, rate * direction)
-    torch.testing.assert_close(keys, a["k"] * (1 + (rate - 1) * a["k_a"].view(3, 4)))
-    decay = torch.sigmoid(a["decay"] + a["decay_bias"])
-    torch.testing.assert_close(log_decay, -0.6 * decay.unflatten(-1, (3, 4)))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("k", (6,), r"k: expected \[…,M,K\], got shape \(6,\)"),
-        ("rate", (2, 5), r"rate: expected \[2, 6\], got shape \(2, 5\)"),
-        ("k_a", (2, 3), r"k_a: expected \[6\], got shape \(2, 3\)"),
-    ],
-)
-def test_arguments_that_do_not_fit(name: str, shape: tuple[int, ...], message: str):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        erase_gates(**inputs(2, 2, 3) | {name: torch.zeros(shape)})
-
-
-def test_integer_keys_and_bounds_below_0():
-    tensors = inputs(2, 2, 3)
-    with pytest.raises(ValueError, match=r"^k: expected a floating dtype, got torch.int64"):
-        erase_gates(**tensors | {"k": tensors["k"].long()})
-    for largest in (-0.6, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=f"^largest: must be a finite number from 0, got {largest}"):
-            erase_gates(**tensors, largest=largest)

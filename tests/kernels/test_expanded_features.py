@@ -11,6 +11,7 @@ from torch import Tensor
 import kernels
 
 from .comparisons import DEVICE
+from .comparisons import interpreted as without_a_gpu
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
 
@@ -19,7 +20,6 @@ from kernels.features.gpu import expanded
 
 GLUON = "kernels.features.gpu.expanded_kernels"
 TOLERANCE = 3e-3 if DEVICE == "cuda" else 5e-3  # Triton's interpreter cuts bits off where a device rounds
-without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 SHAPES = [
     {"B": 1, "T": 64, "heads": 1, "subheads": 1},
     {"B": 2, "T": 65, "heads": 2, "subheads": 1, "norm": "l2"},

@@ -173,19 +173,7 @@ def test_the_path_of_the_gradients_is_listed_where_they_are_computed():
 
 
 def test_the_terminal(capsys: pytest.CaptureFixture[str]):
-    main(
-        [
-            "explain",
-            "linear_recurrence",
-            "--gate",
-            "channel",
-            "--no-beta",
-            "--device",
-            "A100",
-            "--inference",
-            "--constants",
-        ]
-    )
+    main(["explain", *GLA, "--device", "A100", "--inference", "--constants"])
     printed = " ".join(capsys.readouterr().out.split())
     assert "forward" in printed
     assert "backward" not in printed

@@ -148,9 +148,12 @@ def test_silent_heads_have_gradients():
         ("x", lambda x: x[0]),
         ("x", lambda x: x.long()),
         ("weight", lambda x: x[:4]),
+        ("weight", lambda x: x[:, 0]),
+        ("weight", lambda x: x.expand(-1, 2, -1)),
         ("bias", lambda x: x[:4]),
         ("weight", lambda x: None),  # the bias has no place then
         ("history", lambda x: x[:, :2]),
+        ("history", lambda x: x[:1]),
         ("activation", lambda x: "gelu"),
         ("norm", lambda x: "l3"),
         ("cu_seqlens", lambda x: torch.tensor([0, 6])),  # two rows

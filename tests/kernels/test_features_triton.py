@@ -11,6 +11,7 @@ import kernels
 
 from .comparisons import DEVICE, assert_repeats, interpreted
 from .hopper import shared_memory
+from .recurrences import rounded, rows
 from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
 
 pytest.importorskip("triton")
@@ -70,81 +71,66 @@ def test_features_are_kept_if_the_stream_does_not_say_otherwise(kept: bool | Non
         assert torch.equal(torch.autograd.grad(z.sum(), x, retain_graph=True)[0], expected)
 
 
-@pytest.mark.slow
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize(("activation", "norm"), STAGES)
-def test_stages(activation: str, norm: str):
-    agree(single(5, B=1), "triton", activation=activation, norm=norm)
-
-
-@interpreted
-@pytest.mark.parametrize("activation", kernels.ACTIVATIONS)
-def test_slopes_at_exactly_zero(activation: str):
-    """The loop leaves them to PyTorch."""
-    a = single(4, B=1, W=0)
-    a["x"][..., 1:] = 0
-    agree(a, "triton", activation=activation)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize(("T", "W"), [(1, 4), (2, 4), (11, 1), (11, 2), (9, 8), (6, 0)])
-def test_lengths_and_taps(T: int, W: int):
-    agree(single(T, W=W), "triton", activation="silu", norm="l2")
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize(("bias", "history"), [(True, False), (False, True), (False, False)])
-def test_without_bias_or_history(bias: bool, history: bool):
-    agree(single(10, bias=bias, history=history), "triton", activation="silu", norm="l2")
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize("W", [1, 2, 4])
-@pytest.mark.parametrize("history", [True, False])
-def test_packed_documents(W: int, history: bool):
-    a = single(20, W=W, history=history, documents=PACKED)
-    actual = agree(a, "triton", activation="silu", norm="l2")
-    if history:
-        assert torch.equal(actual["history"][0], a["history"][0])  # an empty document changes nothing
-
-
-@interpreted
-@pytest.mark.usefixtures("short_runs")
-@pytest.mark.parametrize("documents", [[0, 4, 8], [0, 3, 5, 8], [0, 1, 2, 3, 4, 5, 6, 7, 8]])
-def test_documents_against_runs(documents: list[int]):
+SLOW = pytest.mark.slow
+SHORT = {"fixtures": ["short_runs"], "marks": SLOW}
+SILU = {"activation": "silu"}
+SILU_L2 = {"activation": "silu", "norm": "l2"}
+SMALL = [
+    *rows("stages", *({"activation": activation, "norm": norm} for activation, norm in STAGES), T=5, B=1, **SHORT),
+    # the loop leaves the slopes there to PyTorch
+    *rows("exactly_zero", T=4, B=1, W=0, activation=(*kernels.ACTIVATIONS,), zeros=True),
+    *rows(
+        "lengths_and_taps",
+        *({"T": T, "W": W} for T, W in ((1, 4), (2, 4), (11, 1), (11, 2), (9, 8), (6, 0))),
+        **SILU_L2,
+        **SHORT,
+    ),
+    *rows(
+        "without_bias_or_history",
+        *({"bias": bias, "history": history} for bias, history in ((True, False), (False, True), (False, False))),
+        **{"T": 10, **SILU_L2, **SHORT},
+    ),
+    *rows("packed_documents", T=20, W=(1, 2, 4), history=(True, False), documents=PACKED, **SILU_L2, **SHORT),
     # they end with a run, or cross it, or several of them meet in the tokens behind it
-    agree(single(8, documents=documents), "triton", activation="silu")
+    *rows(
+        "documents_against_runs",
+        *({"documents": bounds} for bounds in ([0, 4, 8], [0, 3, 5, 8], [*range(9)])),
+        **{"T": 8, "fixtures": ["short_runs"], **SILU},
+    ),
+    *rows(
+        "sizes",
+        *({"heads": heads, "size": size, "norm": norm} for heads, size, norm in ((3, 5, "l1"), (5, 4, "l2"))),
+        *({"heads": heads, "size": size, "norm": norm} for heads, size, norm in ((1, 256, "l2"), (1, 700, "l2"))),
+        {"heads": 7, "size": 1, "norm": "none"},
+        **{"T": 3, "B": 1, "activation": "elu1", "marks": SLOW},
+    ),
+    *rows("many_channels_without_a_norm", T=3, B=1, heads=1, size=300, **SILU),
+    # and weights in fp32, as under autocast
+    *rows("half_precision", T=9, heads=2, size=16, low=(torch.bfloat16, torch.float16), **SILU_L2),
+]
 
 
-@pytest.mark.slow
 @interpreted
-@pytest.mark.parametrize(
-    ("heads", "size", "norm"), [(3, 5, "l1"), (5, 4, "l2"), (1, 256, "l2"), (1, 700, "l2"), (7, 1, "none")]
-)
-def test_sizes(heads: int, size: int, norm: str):
-    agree(single(3, heads=heads, size=size, B=1), "triton", activation="elu1", norm=norm)
-
-
-@interpreted
-def test_many_channels_without_a_norm():
-    agree(single(3, heads=1, size=300, B=1), "triton", activation="silu")
-
-
-@interpreted
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(dtype: torch.dtype):
-    a = single(9, heads=2, size=16)
-    a["x"], a["history"] = a["x"].to(dtype), a["history"].to(dtype)  # and weights in fp32, as under autocast
-    actual = agree(a, "triton", 5e-3, 1e-2, activation="silu", norm="l2")
-    assert actual["history"].dtype == actual["gradient of x"].dtype == dtype
-    assert actual["gradient of weight"].dtype == torch.float32
+@pytest.mark.parametrize("row", SMALL)
+def test_small(row: dict[str, Any], request: pytest.FixtureRequest):
+    sizes = dict(row)
+    for fixture in sizes.pop("fixtures", ()):
+        request.getfixturevalue(fixture)
+    stages = {name: sizes.pop(name) for name in ("activation", "norm") if name in sizes}
+    low, zeros = sizes.pop("low", torch.float32), sizes.pop("zeros", False)
+    a = rounded(single(**sizes), low, ("x", "history"))
+    if zeros:
+        a["x"][..., 1:] = 0
+    limits = (1e-5, 1e-5) if low == torch.float32 else (5e-3, 1e-2)
+    actual = agree(a, "triton", *limits, **stages)
+    assert actual["gradient of x"].dtype == low
+    if "weight" in a:
+        assert actual["gradient of weight"].dtype == torch.float32
+    if "history" in a:
+        assert actual["history"].dtype == low
+        if "cu_seqlens" in a:
+            empty = a["cu_seqlens"].diff() == 0
+            assert torch.equal(actual["history"][empty], a["history"][empty])
 
 
 @interpreted
@@ -442,7 +428,7 @@ def on_device(T: int, dtype: torch.dtype = torch.bfloat16, *, view: bool = True,
         B, T, heads, size = a["x"].shape
         a["x"] = torch.cat([a["x"].flatten(2)] * 3, -1)[..., heads * size : 2 * heads * size]
         a["x"] = a["x"].to(dtype).unflatten(-1, (heads, size))
-    return {name: x.to(dtype) if name in ("x", "history") else x for name, x in a.items()}
+    return rounded(a, dtype, ("x", "history"))
 
 
 def test_programs_fill_whole_waves():

@@ -1,59 +1,184 @@
-"""Decays and input gates of raw gates: by the formula, and computed again instead of saved."""
+"""Decays and input gates of raw gates: by the formulas, in Triton, and computed again instead of saved."""
 
 import math
-from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
 
-from .comparisons import assert_near, assert_repeats, interpreted
+from .op_contract import BACKENDS, DEVICE, OpContract, SeveralResults, Tensors, interpreted
+
+NAMES = ((), ("bias",), ("odds",), ("bias", "odds"))
+BOTH = ("bias", "odds")
 
 
-def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    return {"x": (3 * torch.randn(shape)).to(dtype), "bias": torch.randn(shape[-1]), "odds": torch.randn(shape[-1])}
+def inputs(*shape: int, given: tuple[str, ...] = BOTH) -> Tensors:
+    tensors = {"x": 3 * torch.randn(shape), "bias": torch.randn(shape[-1]), "odds": torch.randn(shape[-1])}
+    return {name: x.to(DEVICE) for name, x in tensors.items() if name in ("x", *given)}
 
 
-def results(a: dict[str, Tensor], backend: str, scale: float = 1.0) -> dict[str, Tensor]:
-    """The decays and all gradients."""
-    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
-    with kernels.backend(backend):
-        y = kernels.forget_gate(**leaves, scale=scale)
-    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y)
-    return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
+class TestForgetGate(OpContract):
+    op = "forget_gate_triton"
+    sizes = (
+        *product(((1, 1), (2, 7, 5), (40, 12)), NAMES),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in product(((70, 300), (2, 3, 2, 40)), NAMES)),
+    )
+    some_sizes = ((2, 7, 5), BOTH)
+    formula_sizes = tuple(product(((2, 7, 5),), NAMES))
+    device_sizes = tuple(product(((4, 1000, 1024), (2, 777, 8192), (1, 3, 100)), NAMES))
+    interpreted_only = True
+    settings = (0.25,)
+    low = ("x",)
+    exact = torch.float64
+    tolerances = (1e-5, 2e-6)
+    fitting = ((2, 4), ())
+    misfits = (
+        ({"bias": torch.zeros(3)}, r"bias: expected \[4\]"),
+        ({"odds": torch.zeros(2, 4)}, r"odds: expected \[4\]"),
+    )
+
+    def inputs(self, shape: tuple[int, ...], given: tuple[str, ...]) -> Tensors:
+        return inputs(*shape, given=given)
+
+    def call(self, **tensors: Tensor) -> Tensor:
+        return kernels.forget_gate(**tensors, scale=0.25)
+
+    def formula(self, x, bias=0, odds=None) -> Tensor:
+        share = torch.sigmoid(x + bias)
+        return 0.25 * (share if odds is None else odds.sigmoid() + (1 - odds.sigmoid()) * share).log()
+
+    @pytest.mark.parametrize("odds", [None, -200.0, 0.0, 200.0])
+    def test_extreme_gates(self, odds: float | None):
+        tensors = {"x": torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0])[:, None]}
+        if odds is not None:
+            tensors["odds"] = torch.tensor([odds])
+        self.agree(tensors, "torch")  # with fp64, whose sigmoids do not underflow
 
 
-@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 7, 5), (40, 12)])
-def test_by_the_formula(given: tuple[str, ...], shape: tuple[int, ...]):
-    a = {name: x for name, x in inputs(*shape).items() if name in given}
-    expected = results({name: x.double() for name, x in a.items()}, "reference", 0.25)
-    for name, x in results(a, "torch", 0.25).items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
+class TestTiedGates(SeveralResults):
+    op = "tied_gates_triton"
+    outputs = ("log_decay", "written")
+    sizes = (((2, 70, 5), ()), ((2, 70, 5), BOTH))
+    some_sizes = ((2, 70, 5), BOTH)
+    formula_sizes = sizes
+    device_sizes = (((4, 1000, 1024), BOTH), ((1, 3, 100), BOTH))
+    interpreted_only = True
+    settings = (0.125, torch.float32)
+    low = ("x",)
+    exact = torch.float64
+    tolerances = (1e-5, 2e-6)
+    device_tolerance = 1e-5
+    fitting = ((2, 4), ())
+    misfits = TestForgetGate.misfits
+
+    def inputs(self, shape: tuple[int, ...], given: tuple[str, ...]) -> Tensors:
+        return inputs(*shape, given=given)
+
+    def call(self, **tensors: Tensor) -> tuple[Tensor, Tensor]:
+        return kernels.tied_gates(**tensors, scale=0.125, dtype=torch.promote_types(tensors["x"].dtype, torch.float32))
+
+    def formula(self, x, bias=0, odds=None) -> tuple[Tensor, Tensor]:
+        share = torch.sigmoid(x + bias)
+        kept = (share if odds is None else odds.sigmoid() + (1 - odds.sigmoid()) * share) ** 0.125
+        return kept.log(), 1 - kept
+
+    @pytest.mark.parametrize("backend", BACKENDS)
+    def test_the_results_are_computed_again_instead_of_saved(self, backend: str):
+        leaves = [x.requires_grad_() for x in self.inputs(*self.some_sizes).values()]
+        with kernels.backend(backend), kernels.recomputing():
+            results = kernels.tied_gates(*leaves, dtype=torch.float32)
+            sines = [x.sin() for x in results]
+        for x, sine in zip(results, sines, strict=True):
+            assert sine.grad_fn._saved_self.data_ptr() != x.data_ptr()  # made anew for whoever reads it
 
 
-@pytest.mark.parametrize("odds", [None, -200.0, 0.0, 200.0])
-def test_extreme_gates(odds: float | None):
-    a = {"x": torch.tensor([-200.0, -90.0, 0.0, 90.0, 200.0])[:, None]}
-    if odds is not None:
-        a["odds"] = torch.tensor([odds])
-    expected = results({name: x.double() for name, x in a.items()}, "reference")  # whose sigmoids do not underflow
-    for name, x in results(a, "torch").items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
+def low_rank(rank: int, size: int, biased: bool = True, rows: tuple[int, ...] = (2, 70)) -> Tensors:
+    tensors = {"x": torch.randn(*rows, rank), "weight": torch.randn(size, rank)}
+    tensors |= {"bias": torch.randn(size)} if biased else {}
+    return {name: x.to(DEVICE) for name, x in tensors.items()}
 
 
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
-@pytest.mark.parametrize("shape", [(1, 1), (2, 7, 5), (70, 300), (2, 3, 2, 40)])
-def test_triton(given: tuple[str, ...], shape: tuple[int, ...], poison: None):
-    a = {name: x for name, x in inputs(*shape).items() if name in given}
-    expected = results(a, "torch", 0.25)
-    for name, x in results(a, "triton", 0.25).items():
-        torch.testing.assert_close(x, expected[name], rtol=1e-5, atol=2e-6)
+class TestLowRankForgetGate(OpContract):
+    op = "low_rank_forget_gate"
+    sizes = tuple(
+        pytest.param((rank, size, biased), marks=pytest.mark.slow)
+        for rank, size in ((16, 128), (3, 5), (20, 300), (64, 40), (1, 1))
+        for biased in (True, False)
+    )
+    some_sizes = (3, 5, True, (1, 7))
+    interpreted_only = True
+    device_sizes = tuple((*sizes, True, (3, 777)) for sizes in ((16, 8192), (16, 1000), (24, 512), (64, 1024)))
+    settings = (0.25,)
+    low = ("x", "weight", "y")
+    exact = torch.float64
+    tolerances = (1e-4, 1e-4)
+    norm_tolerance = 1e-4
+    rounded_once = ()
+    device_tolerance = 1e-5
+    low_norms = (5e-3, 5e-3)
+    fitting = (16, 10)
+    misfits = (
+        ({"x": torch.zeros(2, 4)}, r"x: expected \[B,T,R\]"),
+        ({"weight": torch.zeros(10, 3)}, r"weight: expected \[C,16\]"),
+        ({"bias": torch.zeros(3)}, r"bias: expected \[10\]"),
+    )
+
+    def inputs(self, *sizes: Any) -> Tensors:
+        return low_rank(*sizes)
+
+    def call(self, **tensors: Tensor) -> Tensor:
+        return kernels.low_rank_forget_gate(**tensors, scale=0.25)
+
+    def formula(self, x, weight, bias=0) -> Tensor:
+        return 0.25 * F.logsigmoid(x @ weight.T + bias)
+
+    @pytest.mark.slow
+    @interpreted
+    @pytest.mark.parametrize(("rank", "size"), [(16, 300), (16, 256), (40, 250), (3, 5)])
+    @pytest.mark.parametrize("biased", [False, True])
+    def test_the_launches_of_half_precision(self, rank: int, size: int, biased: bool, monkeypatch: pytest.MonkeyPatch):
+        module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
+        monkeypatch.setattr(module, "BACKWARD_OF_FP32", module.BACKWARD_OF_HALF)
+        monkeypatch.setattr(module, "walkers", lambda *sizes: 2)  # so that a program walks over several tiles
+        self.agree(low_rank(rank, size, biased, (3, 67)), "triton")
+
+    @interpreted
+    def test_decays_in_bf16_before_they_are_rounded(self, monkeypatch: pytest.MonkeyPatch):
+        module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")  # the interpreter has no products in bf16
+        monkeypatch.setattr(module, "log_sigmoid", module.log_sigmoid_for_bf16)
+        tensors = {"x": torch.linspace(-12, 12, 500)[None, :, None], "weight": torch.ones(1, 1)}
+        expected = self.results({name: x.double() for name, x in tensors.items()}, "reference")["y"].float()
+        actual = self.results(tensors, "triton")["y"]
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
+        assert (actual / expected - 1).abs().max() > 3e-6  # of the shorter polynomial, not of `log_sigmoid`
+
+    @interpreted
+    def test_everything_in_bf16(self):
+        tensors = {name: x.bfloat16() for name, x in self.inputs(*self.some_sizes).items()}
+        expected = self.results({name: x.double() for name, x in tensors.items()}, "reference")
+        for name, x in self.results(tensors, "triton").items():
+            assert x.dtype == torch.bfloat16
+            assert (x - expected[name]).norm() < 1e-2 * expected[name].norm(), name
+
+    @interpreted
+    def test_extreme_gates(self):
+        x = torch.tensor([[[-300.0], [-90.0], [0.0], [43.0], [90.0], [300.0]]])
+        tensors = {"x": x, "weight": torch.ones(3, 1)}
+        expected = self.results({name: x.double() for name, x in tensors.items()}, "reference")
+        for name, actual in self.results(tensors, "triton").items():
+            torch.testing.assert_close(actual, expected[name].float(), rtol=1e-5, atol=1e-6)
+
+    @interpreted
+    def test_a_rank_beyond_the_kernel_takes_a_separate_product(self):
+        """As in Mamba1 of 1.5B parameters."""
+        with kernels.implementations() as ran:
+            self.agree(low_rank(65, 10), "triton")
+        assert "triton" in ran["forget_gate"]
 
 
 @interpreted
@@ -71,88 +196,6 @@ def test_triton_takes_parts_of_a_projection_and_extreme_gates(poison: None):
         torch.testing.assert_close(x, expected, rtol=1e-5, atol=2e-6)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("given", [("x",), ("x", "bias"), ("x", "odds"), ("x", "bias", "odds")])
-@pytest.mark.parametrize("shape", [(4, 1000, 1024), (2, 777, 8192), (1, 3, 100)])
-def test_triton_on_device(given: tuple[str, ...], shape: tuple[int, ...]):
-    a = {name: x.cuda() for name, x in inputs(*shape).items() if name in given}
-    expected = results({name: x.double() for name, x in a.items()}, "torch", 0.25)
-    actual = results(a, "triton", 0.25)
-    for name, x in actual.items():
-        torch.testing.assert_close(
-            x, expected[name].float(), rtol=1e-4, atol=1e-4 if name in ("bias", "odds") else 1e-5
-        )
-    assert_repeats(partial(results, a, "triton", 0.25), 1)
-
-
-def low_rank(rank: int, size: int, rows: tuple[int, ...] = (2, 70)) -> dict[str, Tensor]:
-    return {"x": torch.randn(*rows, rank), "weight": torch.randn(size, rank), "bias": torch.randn(size)}
-
-
-def low_rank_results(a: dict[str, Tensor], backend: str) -> dict[str, Tensor]:
-    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
-    with kernels.backend(backend):
-        y = kernels.low_rank_forget_gate(**leaves, scale=0.25)
-    arriving = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float32).to(y)
-    return {"y": y.detach(), **dict(zip(a, torch.autograd.grad(y, list(leaves.values()), arriving), strict=True))}
-
-
-@pytest.mark.slow
-@pytest.mark.pairwise
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
-@pytest.mark.parametrize(("rank", "size"), [(16, 128), (3, 5), (20, 300), (64, 40), (1, 1)])
-@pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
-def test_low_rank_by_the_formula(backend: str, rank: int, size: int, given: tuple[str, ...], poison: None):
-    a = {name: x for name, x in low_rank(rank, size).items() if name in given}
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
-    for name, x in low_rank_results(a, backend).items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(("rank", "size"), [(16, 300), (16, 256), (40, 250), (3, 5)])
-@pytest.mark.parametrize("given", [("x", "weight"), ("x", "weight", "bias")])
-def test_low_rank_by_the_launches_of_half_precision(
-    rank: int, size: int, given: tuple[str, ...], poison: None, monkeypatch: pytest.MonkeyPatch
-):
-    module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")
-    monkeypatch.setattr(module, "BACKWARD_OF_FP32", module.BACKWARD_OF_HALF)
-    monkeypatch.setattr(module, "walkers", lambda *sizes: 2)  # so that a program walks over several tiles
-    a = {name: x for name, x in low_rank(rank, size, (3, 67)).items() if name in given}
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
-    for name, x in low_rank_results(a, "triton").items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
-
-
-@interpreted
-def test_low_rank_decays_in_bf16_before_they_are_rounded(monkeypatch: pytest.MonkeyPatch):
-    module = pytest.importorskip("kernels.forget_gate.gpu.low_rank")  # the interpreter has no products in bf16
-    monkeypatch.setattr(module, "log_sigmoid", module.log_sigmoid_for_bf16)
-    a = {"x": torch.linspace(-12, 12, 500)[None, :, None], "weight": torch.ones(1, 1)}
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")["y"].float()
-    actual = low_rank_results(a, "triton")["y"]
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=0)
-    assert (actual / expected - 1).abs().max() > 3e-6  # of the shorter polynomial, not of `log_sigmoid`
-
-
-@interpreted
-def test_low_rank_gates_in_bf16_under_the_interpreter(poison: None):
-    a = {name: x.bfloat16() for name, x in low_rank(3, 5, (1, 7)).items()}
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
-    for name, x in low_rank_results(a, "triton").items():
-        assert x.dtype == torch.bfloat16
-        assert (x - expected[name]).norm() < 1e-2 * expected[name].norm(), name
-
-
-@interpreted
-def test_extreme_low_rank_gates():
-    a = {"x": torch.tensor([[[-300.0], [-90.0], [0.0], [43.0], [90.0], [300.0]]]), "weight": torch.ones(3, 1)}
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
-    for name, x in low_rank_results(a, "triton").items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=1e-6)
-
-
 @interpreted
 def test_low_rank_of_a_part_of_a_projection_is_computed_again(poison: None):
     whole = torch.randn(2, 30, 20).requires_grad_()
@@ -168,46 +211,10 @@ def test_low_rank_of_a_part_of_a_projection_is_computed_again(poison: None):
         torch.testing.assert_close(x, z, rtol=1e-5, atol=1e-5)
 
 
-@interpreted
-def test_a_rank_beyond_the_kernel_takes_a_separate_product(poison: None):
-    """As in Mamba1 of 1.5B parameters."""
-    a = low_rank(65, 10)
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "reference")
-    with kernels.implementations() as ran:
-        actual = low_rank_results(a, "triton")
-    for name, x in actual.items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-4, atol=1e-4)
-    assert ran["forget_gate"] == {"triton"}
-
-
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ({"x": torch.zeros(2, 4)}, r"x: expected \[B,T,R\]"),
-        ({"weight": torch.zeros(10, 3)}, r"weight: expected \[C,16\]"),
-        ({"bias": torch.zeros(3)}, r"bias: expected \[10\]"),
-    ],
-)
-def test_what_does_not_fit_a_low_rank(wrong: dict[str, Any], said: str):
-    with pytest.raises(ValueError, match=f"^{said}"):
-        kernels.low_rank_forget_gate(**low_rank(16, 10) | wrong)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("rank", "size"), [(16, 8192), (16, 1000), (24, 512), (64, 1024)])
-def test_low_rank_on_device(rank: int, size: int, dtype: torch.dtype):
-    a = {name: x.cuda() if name == "bias" else x.cuda().to(dtype) for name, x in low_rank(rank, size, (3, 777)).items()}
-    expected = low_rank_results({name: x.double() for name, x in a.items()}, "torch")
-    assert_near(low_rank_results(a, "triton"), expected, 1e-5 if dtype == torch.float32 else 5e-3)
-    assert_repeats(partial(low_rank_results, a, "triton"), 1)
-
-
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_bounds_near_1_keep_their_digits(backend: str):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    odds = torch.linspace(-5, 25, 61, device=device)
-    x = torch.linspace(-9, 0, 19, device=device)[:, None].expand(-1, 61)
+    odds = torch.linspace(-5, 25, 61, device=DEVICE)
+    x = torch.linspace(-9, 0, 19, device=DEVICE)[:, None].expand(-1, 61)
     with kernels.backend(backend):
         actual = kernels.forget_gate(x, None, odds)
     share = torch.sigmoid(-odds.double())  # log(1 − share · (1 − σ(x)))
@@ -216,80 +223,25 @@ def test_bounds_near_1_keep_their_digits(backend: str):
 
 
 def test_half_precision_makes_fp32():
-    a = inputs(3, 4, 6, dtype=torch.bfloat16)
-    actual = results(a, "torch")
-    expected = results({name: x.float() for name, x in a.items()}, "torch")
+    a, contract = inputs(3, 4, 6), TestForgetGate()
+    a["x"] = a["x"].bfloat16()
+    actual = contract.results(a, "torch")
+    expected = contract.results({name: x.float() for name, x in a.items()}, "torch")
     assert actual["y"].dtype == torch.float32
     assert torch.equal(actual["y"], expected["y"])
-    assert actual["x"].dtype == torch.bfloat16
-    assert torch.equal(actual["x"], expected["x"].bfloat16())
-    assert torch.equal(actual["odds"], expected["odds"])
-
-
-def tied_results(a: dict[str, Tensor], backend: str, read: tuple[bool, bool] = (True, True)) -> dict[str, Tensor]:
-    """Decays and input gates at a scale of 0.125, and the gradients from those that are read."""
-    leaves = {name: x.detach().requires_grad_() for name, x in a.items()}
-    with kernels.backend(backend):
-        both = kernels.tied_gates(**leaves, scale=0.125, dtype=torch.promote_types(a["x"].dtype, torch.float32))
-    pairs = [(y, seed) for seed, (y, used) in enumerate(zip(both, read, strict=True)) if used]
-    arriving = [torch.randn(y.shape, generator=torch.Generator().manual_seed(seed)).to(y) for y, seed in pairs]
-    gradients = torch.autograd.grad([y for y, _ in pairs], list(leaves.values()), arriving)
-    return {"log_decay": both[0].detach(), "written": both[1].detach(), **dict(zip(a, gradients, strict=True))}
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=[interpreted, pytest.mark.slow])])
-@pytest.mark.parametrize("read", [(True, True), (True, False), (False, True)])
-@pytest.mark.parametrize("given", [("x",), ("x", "bias", "odds")])
-def test_gates_tied_to_decays(given: tuple[str, ...], read: tuple[bool, bool], backend: str, poison: None):
-    a = {name: x for name, x in inputs(2, 70, 5).items() if name in given}
-    expected = tied_results({name: x.double() for name, x in a.items()}, "torch", read)
-    torch.testing.assert_close(expected["written"], 1 - expected["log_decay"].exp())
-    for name, x in tied_results(a, backend, read).items():
-        torch.testing.assert_close(x, expected[name].float(), rtol=1e-5, atol=2e-6)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(4, 1000, 1024), (1, 3, 100)])
-def test_gates_tied_to_decays_on_device(shape: tuple[int, ...]):
-    a = {name: x.cuda() for name, x in inputs(*shape).items()}
-    expected = tied_results({name: x.double() for name, x in a.items()}, "torch")
-    assert_near(tied_results(a, "triton"), expected, 1e-5)
+    assert actual["dx"].dtype == torch.bfloat16
+    assert torch.equal(actual["dx"], expected["dx"].bfloat16())
+    assert torch.equal(actual["dodds"], expected["dodds"])
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 def test_input_gates_keep_their_digits(backend: str):
-    x = torch.linspace(-3, 80, 300, device="cuda" if torch.cuda.is_available() else "cpu")
+    x = torch.linspace(-3, 80, 300, device=DEVICE)
     with kernels.backend(backend):
         _, written = kernels.tied_gates(x, scale=0.125, dtype=torch.float32)
         assert kernels.tied_gates(x, dtype=torch.bfloat16)[1].dtype == torch.bfloat16
     expected = -torch.expm1(0.125 * torch.nn.functional.logsigmoid(x.double()))  # 1 − exp would often be 0
     torch.testing.assert_close(written, expected.float(), rtol=1e-5, atol=0)
-
-
-@pytest.mark.parametrize("backend", ["torch", pytest.param("triton", marks=interpreted)])
-def test_the_results_are_computed_again_instead_of_saved(backend: str):
-    a = {name: x.requires_grad_() for name, x in inputs(2, 5, 6).items()}
-
-    def run() -> tuple[Tensor, Tensor, Tensor]:
-        with kernels.backend(backend):
-            log_decay, k = kernels.tied_gates(**a, dtype=torch.float32)
-        return log_decay, k, log_decay.sin() + k.sin()
-
-    expected = torch.autograd.grad(run()[2].sum(), list(a.values()))
-    with kernels.recomputing():
-        log_decay, k, y = run()
-    sines = [node for node, _ in y.grad_fn.next_functions]
-    for x, sine in zip((log_decay, k), sines, strict=True):
-        assert sine._saved_self.data_ptr() != x.data_ptr()  # made anew for whoever reads it
-    actual = torch.autograd.grad(y.sum(), list(a.values()))
-    assert all(torch.equal(x, z) for x, z in zip(actual, expected, strict=True))
-
-
-@pytest.mark.parametrize("wrong", [{"bias": torch.zeros(3)}, {"odds": torch.zeros(2, 4)}])
-def test_what_does_not_fit(wrong: dict[str, Any]):
-    for gates in (kernels.forget_gate, partial(kernels.tied_gates, dtype=torch.float32)):
-        with pytest.raises(ValueError, match=rf"^{next(iter(wrong))}: expected \[4\]"):
-            gates(torch.zeros(2, 4), **wrong)
 
 
 def test_gradients_of_a_single_vector():

@@ -18,7 +18,8 @@ from kernels.gated_linear.gpu import select
 from kernels.gpu.device import Gpu, assumed
 from kernels.gpu.paths import dry_run
 
-from .comparisons import assert_near
+from .comparisons import DEVICE, assert_near
+from .comparisons import interpreted as without_a_gpu
 from .gluon_interpreter import interpreted
 from .hopper import MOST, shared_memory
 
@@ -26,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("poison")
 
 HOPPER = "kernels.gated_linear.gpu.hopper"
 MLP = ("x", "gate_up", "down")
-without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
 @pytest.fixture
@@ -56,9 +56,8 @@ def opened(gate_up: Tensor, activation: str) -> Tensor:
 
 
 def inputs(*rows: int, D: int, I: int, O: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes = {"x": (*rows, D), "gate_up": (2 * I, D), "down": (O, I)}
-    tensors = {name: torch.randn(size, device=device) for name, size in sizes.items()}
+    tensors = {name: torch.randn(size, device=DEVICE) for name, size in sizes.items()}
     return {name: (x if name == "x" else x / x.shape[1] ** 0.5).to(dtype) for name, x in tensors.items()}
 
 

@@ -8,12 +8,13 @@ from torch import Tensor
 
 import kernels
 
+from .comparisons import DEVICE
+
 pytest.importorskip("triton")
 from kernels.features.gpu import joint, token
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-device = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, SIZE = 2, 8  # of each stream
 WIDTHS = [16, 16, 16, 16, 2, 2]  # of queries, keys, values, the output gate, decays and β
 NAMES = ["q", "k", "v", "gate", "a", "b"]
@@ -25,7 +26,7 @@ def parameters(dtype: torch.dtype, before: bool = False) -> dict[str, Tensor]:
     sizes |= {"A_log": (2,), "dt_bias": (2,)}
     if before:
         sizes |= {"product_q": (2, 8, 16), "product_k": (2, 8, 16)}
-    return {name: torch.randn(size).to(device, dtype).requires_grad_() for name, size in sizes.items()}
+    return {name: torch.randn(size).to(DEVICE, dtype).requires_grad_() for name, size in sizes.items()}
 
 
 def layer(
@@ -91,32 +92,43 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counted
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"with_gates": False},
-        {"unused": ("k",)},
-        {"unused": ("gate", "b")},
-        {"unused": ("a", "b")},
-        {"unused": ("q", "k", "v")},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("T", [1, 21])
-def test_gradients_are_written_where_the_columns_lie(T: int, options: dict[str, Any], copies: list[int]):
-    p = parameters(torch.float32)
-    y = torch.randn(2, T, sum(WIDTHS), device=device)
+UNUSED = [("k",), ("gate", "b"), ("a", "b"), ("q", "k", "v")]
+CASES: list[dict[str, Any]] = [
+    *(
+        {"T": T, **options}
+        for T in (1, 21)
+        for options in ({}, {"with_gates": False}, *({"unused": names} for names in UNUSED))
+    ),
+    # activations in front of products
+    *(
+        {"T": 13, "before": True, "dtype": dtype, "recompute": recompute}
+        for dtype in (torch.float32, torch.bfloat16)
+        for recompute in (False, True)
+    ),
+    {"T": 19, "documents": [0, 3, 3, 10, 19]},
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gradients_are_written_where_the_columns_lie(case: dict[str, Any], copies: list[int]):
+    options = dict(case)
+    T, before, dtype = options.pop("T"), options.pop("before", False), options.pop("dtype", torch.float32)
+    recompute, bounds = options.pop("recompute", False), options.pop("documents", None)
+    if bounds is not None:
+        options["cu_seqlens"] = torch.tensor(bounds, device=DEVICE)
+    p = parameters(torch.float32, before)
+    y = torch.randn(1 if bounds else 2, T, sum(WIDTHS), device=DEVICE)
     expected = differentiated("reference", y, p, **options)
     copies.clear()
-    actual = differentiated("triton", y, p, **options)
+    p = {name: x.detach().to(dtype).requires_grad_() for name, x in p.items()}
+    actual = differentiated("triton", y.to(dtype), p, recompute, **options)
     assert not copies
-    agree(actual, expected, 1e-5)
+    agree(actual, expected, 1e-5 if dtype == torch.float32 else 0.05)
 
 
 def test_one_stream_and_another_column(copies: list[int]):
     """As in Mamba1: the convolved input, and the output gate."""
-    taps, wide, actual = torch.randn(16, 1, 4, device=device), torch.randn(2, 9, 32, device=device), []
+    taps, wide, actual = torch.randn(16, 1, 4, device=DEVICE), torch.randn(2, 9, 32, device=DEVICE), []
     for backend in ("triton", "reference"):
         y = wide.clone().requires_grad_()
         with kernels.backend(backend):
@@ -130,21 +142,8 @@ def test_one_stream_and_another_column(copies: list[int]):
     torch.testing.assert_close(*actual, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_activations_in_front_of_products(dtype: torch.dtype, recompute: bool, copies: list[int]):
-    p = parameters(torch.float32, before=True)
-    y = torch.randn(2, 13, sum(WIDTHS), device=device)
-    expected = differentiated("reference", y, p)
-    copies.clear()
-    p = {name: x.detach().to(dtype).requires_grad_() for name, x in p.items()}
-    actual = differentiated("triton", y.to(dtype), p, recompute)
-    assert not copies
-    agree(actual, expected, 1e-5 if dtype == torch.float32 else 0.05)
-
-
 def test_an_empty_batch():
-    p, y = parameters(torch.float32), torch.randn(0, 5, sum(WIDTHS), device=device)
+    p, y = parameters(torch.float32), torch.randn(0, 5, sum(WIDTHS), device=DEVICE)
     results, gradients = differentiated("triton", y, p)
     assert [*results[0].shape] == [0, 5, HEADS, SIZE]
     for name, x in {"y": y, **p}.items():
@@ -154,19 +153,9 @@ def test_an_empty_batch():
         assert not gradient.any(), name
 
 
-def test_documents_packed_into_one_row(copies: list[int]):
-    p, cu_seqlens = parameters(torch.float32), torch.tensor([0, 3, 3, 10, 19], device=device)
-    y = torch.randn(1, 19, sum(WIDTHS), device=device)
-    expected = differentiated("reference", y, p, cu_seqlens=cu_seqlens)
-    copies.clear()
-    actual = differentiated("triton", y, p, cu_seqlens=cu_seqlens)
-    assert not copies
-    agree(actual, expected, 1e-5)
-
-
 def test_columns_that_nothing_reads_are_concatenated(copies: list[int]):
     """Without the output gate, the gradients are not all columns."""
-    p, y = parameters(torch.float32), torch.randn(2, 9, sum(WIDTHS), device=device)
+    p, y = parameters(torch.float32), torch.randn(2, 9, sum(WIDTHS), device=DEVICE)
 
     def some(y: Tensor, backend: str) -> tuple[Tensor, ...]:
         y = y.detach().requires_grad_()
@@ -183,7 +172,7 @@ def test_columns_that_nothing_reads_are_concatenated(copies: list[int]):
 
 
 def test_one_node(monkeypatch: pytest.MonkeyPatch):
-    p, y = parameters(torch.float32), torch.randn(1, 5, sum(WIDTHS), device=device).requires_grad_()
+    p, y = parameters(torch.float32), torch.randn(1, 5, sum(WIDTHS), device=DEVICE).requires_grad_()
     with kernels.backend("triton"):
         results = layer(y * 1, p)
     assert len({x.grad_fn for x in results if x is not results[3]}) == 1
@@ -270,7 +259,7 @@ def expanded(y: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("parts", [alone, rows, stacked, times, overlapping, expanded])
 def test_inputs_that_share_memory_have_gradients_of_their_own(parts: Any):
-    p, y = parameters(torch.float32), torch.randn(2, 6, 32, device=device)
+    p, y = parameters(torch.float32), torch.randn(2, 6, 32, device=DEVICE)
 
     def gradients(backend: str) -> tuple[Tensor, ...]:
         x = y.detach().requires_grad_()
@@ -287,7 +276,7 @@ def test_inputs_that_share_memory_have_gradients_of_their_own(parts: Any):
 @pytest.mark.parametrize("several", [True, False])
 def test_the_same_columns_for_several_uses(several: bool):
     """Several: as the inputs of both gates, and twice among the others. Otherwise once, as a tensor [B,T]."""
-    p, y = parameters(torch.float32), torch.randn(2, 6, 35, device=device)
+    p, y = parameters(torch.float32), torch.randn(2, 6, 35, device=DEVICE)
 
     def gradients(backend: str) -> tuple[Tensor, ...]:
         x = y.detach().requires_grad_()
@@ -304,7 +293,7 @@ def test_the_same_columns_for_several_uses(several: bool):
 
 
 def test_the_backward_pass_is_in_the_mode_of_the_call(monkeypatch: pytest.MonkeyPatch):
-    p, y = parameters(torch.float32), torch.randn(1, 5, sum(WIDTHS), device=device).requires_grad_()
+    p, y = parameters(torch.float32), torch.randn(1, 5, sum(WIDTHS), device=DEVICE).requires_grad_()
     step, seen = joint.FEATURES, list[bool]()
 
     def differentiate(*args: Any) -> Any:
@@ -319,7 +308,7 @@ def test_the_backward_pass_is_in_the_mode_of_the_call(monkeypatch: pytest.Monkey
 
 
 def test_results_that_are_to_be_recomputed_are_not_saved():
-    y = torch.randn(1, 5, 16, device=device).requires_grad_()
+    y = torch.randn(1, 5, 16, device=DEVICE).requires_grad_()
     with kernels.backend("triton"), kernels.recomputing():
         q = (y * 1).unflatten(-1, (HEADS, SIZE))
         streams = [kernels.FeatureStream(q, activation="silu", kept=kept) for kept in (False, True)]
@@ -330,7 +319,7 @@ def test_results_that_are_to_be_recomputed_are_not_saved():
 
 
 def test_a_token_behind_an_activation_takes_one_launch(monkeypatch: pytest.MonkeyPatch):
-    p, y = parameters(torch.float32, before=True), torch.randn(2, 1, 50, device=device)
+    p, y = parameters(torch.float32, before=True), torch.randn(2, 1, 50, device=DEVICE)
     launch, launched = token.forward, list[int]()
     monkeypatch.setattr(
         token, "forward", lambda streams, gates: (launched.append(len(streams)), launch(streams, gates))[1]

@@ -11,9 +11,10 @@ import torch
 import kernels
 
 from .comparisons import assert_repeats
+from .comparisons import interpreted as without_a_gpu
 from .gluon_interpreter import Language, interpreted
 from .hopper import MOST, shared_memory
-from .recurrences import inputs, results
+from .recurrences import inputs, results, rounded, rows
 
 pytest.importorskip("triton")
 from kernels.core.recurrence import Recurrences
@@ -28,14 +29,13 @@ from kernels.linear_recurrence.gpu.call import Arguments
 from kernels.linear_recurrence.gpu.select import Case
 from kernels.value_decay_recurrence.gpu import op as exchanged
 
-from .test_linear_recurrence_triton import compare, short_segments
+from .test_linear_recurrence_triton import compare, compare_row, short_segments
 from .test_value_decay_recurrence import inputs as inputs_of_exchanged
 
 __all__ = ["short_segments"]  # a fixture
 pytestmark = pytest.mark.usefixtures("poison")
 run = partial(results, kernels.linear_recurrence)
 GLUON, HEAD = "kernels.linear_recurrence.gpu.hopper_vector_decay", "kernels.linear_recurrence.gpu.hopper_scalar_decay"
-without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there they run as they are")
 
 
 def small(T: int, gate: str = "channel", **options: Any) -> dict[str, torch.Tensor]:
@@ -53,6 +53,13 @@ def half_keys(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.fixture
+def few_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that few sequences fill."""
+    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
+    plan.of_rows.cache_clear()
+
+
+@pytest.fixture
 def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The kernels for Hopper, step by step on the CPU."""
     monkeypatch.setitem(sys.modules, GLUON, interpreted(GLUON, "outputs", "states", "gradients"))
@@ -61,43 +68,6 @@ def gluon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plan.of_rows.cache_clear()
     yield
     plan.of_rows.cache_clear()
-
-
-@pytest.mark.slow
-@without_a_gpu
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"T": 1},
-        {"T": 64, "state": False},
-        {"T": 130, "decay": "mixed"},
-        {"T": 70, "decay": "strong"},
-        {"T": 70, "decay": "zero"},
-        {"T": 70, "B": 2, "R": 2, "E": 2},
-        {"T": 600, "documents": [0, 0, 5, 560, 600]},
-        {"T": 130, "K": 64, "decay": "mixed"},
-        {"T": 70, "K": 64, "decay": "strong"},
-        {"T": 70, "B": 2, "R": 2, "E": 2, "K": 64},
-        {"T": 200, "K": 64, "documents": [0, 0, 5, 160, 200]},
-        {"T": 70, "B": 2, "R": 2, "E": 2, "V": 256},  # in two parts
-        {"T": 130, "documents": [0, 0, 5, 130], "K": 64, "V": 256},
-        {"T": 70, "B": 2, "R": 2, "E": 2, "K": 256, "V": 64},  # keys in two parts, values with as many zeros
-        {"T": 130, "documents": [0, 0, 5, 130], "K": 256, "V": 192, "decay": "mixed"},
-    ],
-)
-@pytest.mark.parametrize("rounded", [False, True])
-def test_step_by_step(options: dict[str, Any], rounded: bool, gluon: None):
-    a = small(**options)
-    if rounded:
-        a["log_decay"] = a["log_decay"].bfloat16()
-    compare(a, tolerance=3e-3 if rounded else 1e-5, subheads=options.get("E", 1))
-
-
-@without_a_gpu
-@pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("documents", [None, [0, 0, 5, 300, 320, 320]])
-def test_segments(documents: list[int] | None, K: int, gluon: None, short_segments: None):
-    compare(small(320, documents=documents, K=K))
 
 
 @pytest.mark.slow
@@ -194,12 +164,6 @@ def test_rows_at_a_time(B: int, H: int, E: int, rows: int):
 
 
 @without_a_gpu
-@pytest.mark.parametrize("through", ["o", "state"])
-def test_a_gradient_of_one_result_alone(through: str, gluon: None):
-    compare(small(70, state=False), through=(through,))
-
-
-@without_a_gpu
 def test_inputs_with_gaps_that_are_not_aligned(gluon: None):
     a = small(70, G=2)
     for name in "qkv":
@@ -224,12 +188,6 @@ def test_what_kernels_copy_is_aligned(offset: int, gap: int, rounded: bool, gluo
     call = gpu_op.call_of(Arguments(q, k, v, log_decay, None, None, None, 1.0, 1, False), torch.zeros_like(v))
     assert all(x is not None and x.data_ptr() % 16 == 0 for x in (call.q, call.k, call.v, call.grad, call.log_decay))
     assert all(x.stride(2) % 16 == 0 for x in (call.q, call.k, call.v))
-
-
-@without_a_gpu
-def test_decays_without_gradients(gluon: None):
-    a = small(130)
-    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
 
 
 @pytest.mark.slow
@@ -268,7 +226,7 @@ def test_later_tokens_change_no_bit(decay: float, K: int, gluon: None, monkeypat
     """With the roundings of a device, although decays of later tokens decide how the scores of a chunk are computed."""
     for name in ("float16", "bfloat16", "float32"):
         monkeypatch.setattr(Language, name, getattr(torch, name))
-    a = {name: x.bfloat16() if name in "qkv" else x for name, x in small(130, K=K).items()}
+    a = rounded(small(130, K=K), torch.bfloat16)
     a["log_decay"] = decay * (1 + 0.3 * torch.randn_like(a["log_decay"]).tanh())
     compare(a, tolerance=2e-2)
     with kernels.backend("triton"), torch.no_grad():
@@ -280,30 +238,6 @@ def test_later_tokens_change_no_bit(decay: float, K: int, gluon: None, monkeypat
                 for name in "qkv":
                     b[name][:, token:] *= 3
                 assert torch.equal(kernels.linear_recurrence(**b)[0][:, :token], o[:, :token])
-
-
-RESET = [0, 31, 63, 64, 65, 100, 101]  # first, last and other tokens of chunks, and neighbours
-
-
-def with_resets(a: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Decays of −inf, per channel in some channels alone as well."""
-    a["log_decay"][:, RESET] = -torch.inf
-    if a["log_decay"].dim() == 4:
-        a["log_decay"][:, 20:120:7, :, ::3] = -torch.inf
-    return a
-
-
-@pytest.mark.slow
-@without_a_gpu
-@pytest.mark.parametrize("documents", [None, [0, 0, 5, 90, 130]])
-@pytest.mark.parametrize("rounded", [False, True])
-def test_resets(rounded: bool, documents: list[int] | None, gluon: None):
-    a = with_resets(small(130, documents=documents))
-    if rounded:
-        a["log_decay"] = a["log_decay"].bfloat16()
-    # sums of decays are in fp32, as only calls in bf16 come here on a GPU
-    compare(a, tolerance=5e-3 if rounded else 2e-5)
-    assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
 
 
 @pytest.mark.slow
@@ -331,76 +265,79 @@ def head(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 OTHERS = ("none", "constant", "head")
-
-
-ALL = [
-    {"T": 1},
-    {"T": 64, "state": False},
-    {"T": 130, "decay": "mixed"},
-    {"T": 70, "decay": "strong"},
-    {"T": 70, "B": 2, "R": 2, "E": 2},
-    {"T": 140, "documents": [0, 0, 5, 138, 140]},
+MIXED = {"T": 130, "decay": "mixed"}
+SHARED = {"T": 70, "B": 2, "R": 2, "E": 2}
+DOCUMENTS = {"T": 130, "documents": [0, 0, 5, 130]}
+LONG_DOCUMENTS = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # one of more than one block
+SEGMENTS = {"T": 320, "documents": [0, 0, 5, 300, 320, 320]}
+CHANNEL = [
+    *(
+        row
+        for low, tolerance in (([], 1e-5), (["log_decay"], 3e-3))
+        for row in rows(
+            "step_by_step",
+            *({"T": 1}, {"T": 64, "state": False}, MIXED, {"T": 70, "decay": "strong"}, {"T": 70, "decay": "zero"}),
+            *(SHARED, LONG_DOCUMENTS, {**MIXED, "K": 64}, {"T": 70, "K": 64, "decay": "strong"}, {**SHARED, "K": 64}),
+            {"T": 200, "K": 64, "documents": [0, 0, 5, 160, 200]},
+            {**SHARED, "V": 256},  # in two parts
+            {**DOCUMENTS, "K": 64, "V": 256},
+            {**SHARED, "K": 256, "V": 64},  # keys in two parts, values with as many zeros
+            {**DOCUMENTS, "K": 256, "V": 192, "decay": "mixed"},
+            **{"low": low, "tolerance": tolerance, "marks": pytest.mark.slow},
+        )
+    ),
+    *rows("segments", {"T": 320}, SEGMENTS, K=(64, 128), fixtures=["gluon", "short_segments"]),
+    *rows("one_result", T=70, state=False, through=(("o",), ("state",))),
+    *rows("decays_without_gradients", T=130, hold=True),
+    # sums of decays are in fp32, as only calls in bf16 come here on a GPU
+    *(
+        row
+        for low, tolerance in (([], 2e-5), (["log_decay"], 5e-3))
+        for row in rows(
+            "resets",
+            *({"T": 130}, {"T": 130, "documents": [0, 0, 5, 90, 130]}),
+            **{"resets": True, "low": low, "tolerance": tolerance, "marks": pytest.mark.slow},
+        )
+    ),
 ]
-LONG = {"T": 600, "documents": [0, 0, 5, 560, 600]}  # a document of more than one block
-NARROW = [
-    {"T": 130, "V": 64, "decay": "mixed"},
+ALL = [{"T": 1}, {"T": 64, "state": False}, MIXED, {"T": 70, "decay": "strong"}, SHARED]
+ALL += [{"T": 140, "documents": [0, 0, 5, 138, 140]}]
+NARROW: list[dict[str, Any]] = [
+    {**MIXED, "V": 64},
     {"T": 70, "V": 64, "beta": "random", "decay": "strong"},  # Mamba-2's sizes
     {"T": 140, "V": 64, "beta": "random", "B": 2, "R": 2, "E": 2},
     {"T": 140, "V": 64, "beta": "random", "documents": [0, 0, 5, 138, 140]},
     {"T": 130, "beta": "random"},
 ]
-
-
-@pytest.mark.slow
-@without_a_gpu
-@pytest.mark.parametrize(
-    ("gate", "options"),
-    [
-        *((gate, options) for gate in OTHERS for options in ALL),
-        *(("head", options) for options in NARROW),
-        ("none", NARROW[1]),
-        ("constant", NARROW[2]),
-        ("head", LONG),
-        *(pytest.param(gate, LONG, marks=pytest.mark.nightly) for gate in ("none", "constant")),
-    ],
-)
-def test_other_decays_step_by_step(options: dict[str, Any], gate: str, head: None):
+SLOW, NIGHTLY = pytest.mark.slow, (pytest.mark.slow, pytest.mark.nightly)
+HEADS = [
     # decays are summed in fp32, since only calls in bf16 come here on a GPU
-    compare(small(**options, gate=gate), tolerance=2e-5, subheads=options.get("E", 1))
-
-
-@pytest.mark.slow
-@without_a_gpu
-def test_resets_of_heads(head: None):
-    a = with_resets(small(130, "head", G=2))
-    compare(a, tolerance=2e-5)
-    assert not run(a, backend="triton")["gradient of log_decay"][a["log_decay"] == -torch.inf].any()
-
-
-@pytest.mark.slow
-@without_a_gpu
-@pytest.mark.parametrize(
-    ("gate", "documents"),
-    [
-        ("head", None),
-        *((gate, [0, 0, 5, 300, 320, 320]) for gate in OTHERS),
-        *(pytest.param(gate, None, marks=pytest.mark.nightly) for gate in ("none", "constant")),
-    ],
-)
-def test_segments_of_other_decays(documents: list[int] | None, gate: str, head: None, short_segments: None):
-    compare(small(320, gate, documents=documents))
+    *rows("step_by_step", *ALL, gate=OTHERS, tolerance=2e-5, marks=SLOW),
+    *rows("step_by_step", *NARROW, gate="head", tolerance=2e-5, marks=SLOW),
+    *rows("step_by_step", NARROW[1], gate="none", tolerance=2e-5, marks=SLOW),
+    *rows("step_by_step", NARROW[2], gate="constant", tolerance=2e-5, marks=SLOW),
+    *rows("step_by_step", LONG_DOCUMENTS, gate="head", tolerance=2e-5, marks=SLOW),
+    *rows("step_by_step", LONG_DOCUMENTS, gate=("none", "constant"), tolerance=2e-5, marks=NIGHTLY),
+    *rows("resets", T=130, gate="head", G=2, resets=True, tolerance=2e-5, marks=SLOW),
+    *rows("segments", SEGMENTS, gate=OTHERS, fixtures=["head", "short_segments"], marks=SLOW),
+    *rows("segments", T=320, gate="head", fixtures=["head", "short_segments"], marks=SLOW),
+    *rows("segments", T=320, gate=("none", "constant"), fixtures=["head", "short_segments"], marks=NIGHTLY),
+    *rows("one_result", T=70, gate="head", state=False, through=(("o",), ("state",))),
+    *rows("decays_without_gradients", T=130, gate="head", hold=True),
+]
+OF_ONE_PASS = {"K": 128, "V": 128, "beta": None}
 
 
 @without_a_gpu
-@pytest.mark.parametrize("through", ["o", "state"])
-def test_a_gradient_of_one_result_alone_with_a_decay_per_head(through: str, head: None):
-    compare(small(70, "head", state=False), through=(through,))
+@pytest.mark.parametrize("row", CHANNEL)
+def test_decays_per_channel(row: dict[str, Any], request: pytest.FixtureRequest):
+    compare_row({**OF_ONE_PASS, "gate": "channel", "fixtures": ["gluon"], **row}, request)
 
 
 @without_a_gpu
-def test_other_decays_without_gradients(head: None):
-    a = small(130, "head")
-    compare({name: x for name, x in a.items() if name != "log_decay"}, log_decay=a["log_decay"])
+@pytest.mark.parametrize("row", HEADS)
+def test_other_decays(row: dict[str, Any], request: pytest.FixtureRequest):
+    compare_row({**OF_ONE_PASS, "fixtures": ["head"], **row}, request)
 
 
 @pytest.mark.parametrize(
@@ -495,6 +432,7 @@ def compiles(module: str, kernel: str, tokens: tuple[str, ...], fixed: dict[str,
     assert shared_memory(module, kernel, arguments, types) <= MOST
 
 
+BF16 = ["q", "k", "v"]
 ON_DEVICE: list[dict[str, Any]] = [
     *({"T": T, "G": 2} for T in (1, 63, 64, 65, 2500)),
     {"T": 2500, "B": 2, "G": 2, "state": False},
@@ -502,8 +440,6 @@ ON_DEVICE: list[dict[str, Any]] = [
     {"T": 1000, "G": 2, "documents": [0, 0, 5, 650, 650, 1000], "decay": "mixed"},
     *({"T": 1100, "G": 2, "decay": decay} for decay in ("zero", "mixed")),
 ]
-# which inputs are in bf16, and the size of keys
-ROUNDED = [("head", "qkv", 128), *(("channel", names, K) for names in ("qkv", "qkvlog_decay") for K in (64, 128))]
 HALF_KEYS: list[dict[str, Any]] = [
     *({"T": T, "G": 2, "K": 64} for T in (1, 65, 2500)),
     {"T": 700, "B": 2, "G": 2, "R": 2, "E": 2, "K": 64},
@@ -518,20 +454,17 @@ HALF_KEYS: list[dict[str, Any]] = [
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("gate", "rounded", "options"),
+    ("gate", "low", "options"),
     [
-        *((gate, False, options) for gate in OTHERS for options in ON_DEVICE),
-        *(("head", False, {**options, "V": 64, "beta": "random"}) for options in ON_DEVICE),
-        ("none", False, {"T": 1100, "V": 64}),
-        ("constant", False, {"T": 1100, "beta": "random", "G": 2}),
-        *(("channel", rounded, options) for rounded in (False, True) for options in [*ON_DEVICE, *HALF_KEYS]),
+        *((gate, BF16, options) for gate in OTHERS for options in ON_DEVICE),
+        *(("head", BF16, {**options, "V": 64, "beta": "random"}) for options in ON_DEVICE),
+        ("none", BF16, {"T": 1100, "V": 64}),
+        ("constant", BF16, {"T": 1100, "beta": "random", "G": 2}),
+        *(("channel", low, options) for low in (BF16, [*BF16, "log_decay"]) for options in [*ON_DEVICE, *HALF_KEYS]),
     ],
 )
-def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
-    a = small(**options, gate=gate)
-    a = {name: x.bfloat16() if name in "qkv" or (name == "log_decay" and rounded) else x for name, x in a.items()}
+def test_device(options: dict[str, Any], gate: str, low: list[str], few_programs: None):
+    a = rounded(small(**options, gate=gate), torch.bfloat16, low)
     E = options.get("E", 1)
     compare(a, tolerance=1e-2, reference="torch", subheads=E)
     a = {name: x.cuda() for name, x in a.items()}
@@ -539,43 +472,28 @@ def test_device(options: dict[str, Any], gate: str, rounded: bool, monkeypatch: 
     assert_repeats(partial(run, a, backend="triton", subheads=E))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("V", [64, 128])
-@pytest.mark.parametrize("decay", ["strong", "resets"])
-def test_device_input_gates(V: int, decay: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
-    a = small(1100, "head", G=2, V=V, beta="random", decay="mixed" if decay == "resets" else decay)
-    a = with_resets(a) if decay == "resets" else a
-    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
+# decays, inputs in bf16, and the size of keys
+ROUNDED = [
+    {"gate": "head", "low": BF16},
+    *({"gate": "channel", "low": low, "K": K} for low in (BF16, [*BF16, "log_decay"]) for K in (64, 128)),
+]
+STEEP_ON_DEVICE = [
+    *rows("input_gates", decay="strong", V=(64, 128), beta="random", gate="head", low=BF16, tolerance=2e-2),
+    *rows("input_gates", decay="mixed", V=(64, 128), beta="random", gate="head", low=BF16, tolerance=2e-2, resets=True),
+    *rows("resets", *ROUNDED, resets=True, tolerance=1e-2),
+    *rows("strong_decays", *ROUNDED, decay="strong", tolerance=2e-2),
+]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded", "K"), ROUNDED)
-def test_device_resets(gate: str, rounded: str, K: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
-    a = with_resets(small(1100, gate, G=2, K=K))
-    a = {n: x.bfloat16() if n in rounded else x for n, x in a.items()}
-    compare(a, tolerance=1e-2, reference="torch")
-    actual = run({n: x.cuda() for n, x in a.items()}, backend="triton")["gradient of log_decay"]
-    assert not actual[a["log_decay"].cuda() == -torch.inf].any()
+@pytest.mark.parametrize("row", STEEP_ON_DEVICE)
+def test_device_steep_decays(row: dict[str, Any], request: pytest.FixtureRequest, few_programs: None):
+    compare_row({**OF_ONE_PASS, "T": 1100, "G": 2, **row}, request, reference="torch")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("gate", "rounded", "K"), ROUNDED)
-def test_device_strong_decays(gate: str, rounded: str, K: int, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
-    a = small(1100, gate, decay="strong", G=2, K=K)
-    compare({n: x.bfloat16() if n in rounded else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
-
-
-@pytest.mark.gpu
-def test_device_few_strong_steps(monkeypatch: pytest.MonkeyPatch):
+def test_device_few_strong_steps(few_programs: None):
     """Factors of a state are small on both sides of the start of a chunk; their product would be 0 in fp32."""
-    monkeypatch.setattr(gpu_select, "multiprocessors", lambda device: 2)
-    plan.of_rows.cache_clear()
     a = small(200, G=2)
     a["log_decay"][:, [40, 80], :, ::4] = -60.0
-    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=1e-2, reference="torch")
+    compare(rounded(a, torch.bfloat16), tolerance=1e-2, reference="torch")

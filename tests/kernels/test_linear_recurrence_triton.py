@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import kernels
 
 from .comparisons import DEVICE, assert_repeats
-from .recurrences import PACKED, inputs, results
+from .recurrences import PACKED, assert_left_alone, inputs, results, rounded, rows
 
 pytest.importorskip("triton")
 from kernels.gpu import plan
@@ -57,49 +58,7 @@ def compare(
             # a difference of terms like <S, dS>, a constant one over all tokens; where it is far smaller, it is zero
             scale = max(norm, float(expected["state"].norm()) * (x.dim() > 1 or len(a["v"][0])))
         assert error <= tolerance * scale, f"{name}: error {error:.2g} at norm {norm:.2g}"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize(("length", "E"), [(1, 2), (63, 2), (65, 1), pytest.param(130, 1, marks=pytest.mark.nightly)])
-def test_subheads_and_shared_keys(length: int, E: int, gate: str):
-    # V ≠ K, neither a power of two; gates from nothing to e^-50 a step
-    a = inputs(length, gate=gate, decay="mixed", B=1, G=1, R=2, E=E, K=24, V=17, dtype=torch.float32)
-    compare(a, subheads=E)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("decay", ["mild", "zero", "strong"])
-@pytest.mark.parametrize("gate", GATES[1:])
-def test_any_decay(gate: str, decay: str):
-    compare(inputs(70, gate=gate, decay=decay, B=1, G=1, K=48, V=16, dtype=torch.float32))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gate", GATES)
-def test_packed_documents(gate: str):
-    a = inputs(200, gate=gate, decay="mixed", G=1, K=16, V=16, documents=PACKED, dtype=torch.float32)
-    compare(a)
-
-
-def test_what_was_forgotten_is_made_again():
-    for length in (3, 66, 3):
-        compare(inputs(length, gate="head", B=1, G=1, K=16, V=16, dtype=torch.float32))
-        plan.of_rows.cache_clear()
-
-
-@pytest.mark.parametrize("gate", ["head", "channel"])
-def test_packed_documents_without_states(gate: str):
-    a = inputs(9, gate=gate, G=1, K=16, V=16, state=False, beta=None, documents=[0, 4, 4, 9], dtype=torch.float32)
-    compare(a)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("gate", GATES)
-def test_segments(gate: str, packed: bool, short_segments: None):
-    documents = [0, 0, 5, 300, 320, 320] if packed else None
-    compare(inputs(320, gate=gate, B=1, G=1, K=16, V=16, documents=documents, dtype=torch.float32))
+    assert_left_alone(a, actual)
 
 
 def held(a: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -108,36 +67,74 @@ def held(a: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     return {name: x for name, x in a.items() if name not in gates}, gates
 
 
+def compare_row(row: dict[str, Any], request: pytest.FixtureRequest, **more: Any) -> None:
+    """Compare all results of a row, with the fixtures that it names; gates that it holds have no gradients."""
+    sizes = {"B": 1, "G": 1, "K": 16, "V": 16, "dtype": torch.float32, **row}
+    for fixture in sizes.pop("fixtures", ()):
+        request.getfixturevalue(fixture)
+    options = {name: sizes.pop(name) for name in ("through", "tolerance") if name in sizes} | {
+        "subheads": row.get("E", 1)
+    }
+    hold, low = sizes.pop("hold", False), sizes.pop("low", ())
+    a = with_resets(inputs(**sizes)) if sizes.pop("resets", False) else inputs(**sizes)
+    a, gates = held(a) if hold else (a, {})
+    compare({name: x.bfloat16() if name in low else x for name, x in a.items()}, **options | gates | more)
+
+
+RESET = [0, 31, 63, 64, 65, 100, 101]  # first, last and other tokens of chunks, and neighbours
+
+
+def with_resets(a: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Decays of −inf, per channel in some channels alone as well."""
+    a["log_decay"][:, RESET] = -torch.inf
+    if a["log_decay"].dim() == 4:
+        a["log_decay"][:, 20:120:7, :, ::3] = -torch.inf
+    return a
+
+
+SLOW, NIGHTLY = pytest.mark.slow, (pytest.mark.slow, pytest.mark.nightly)
+IN_SEGMENTS = {"T": 320, "documents": [0, 0, 5, 300, 320, 320]}
+SMALL = [
+    # V ≠ K, neither a power of two; gates from nothing to e^-50 a step
+    *(
+        row
+        for marks, options in ((SLOW, ({"T": 1, "E": 2}, {"T": 63, "E": 2}, {"T": 65})), (NIGHTLY, ({"T": 130},)))
+        for row in rows("subheads_and_shared_keys", *options, gate=GATES, decay="mixed", R=2, K=24, V=17, marks=marks)
+    ),
+    *rows("any_decay", T=70, K=48, gate=GATES[1:], decay=("mild", "zero", "strong"), marks=SLOW),
+    *rows("packed_documents", T=200, gate=GATES, decay="mixed", documents=PACKED, marks=SLOW),
+    *rows("without_states", T=9, gate=("head", "channel"), state=False, beta=None, documents=[0, 4, 4, 9]),
+    *rows("segments", {"T": 320}, IN_SEGMENTS, gate=GATES, fixtures=["short_segments"], marks=SLOW),
+    *rows(
+        "segments_without_gradients_of_gates",
+        *({"T": 320}, IN_SEGMENTS),
+        **{"gate": GATES[:3], "E": 2, "hold": True, "fixtures": ["short_segments"], "marks": SLOW},
+    ),
+    *rows("beta_at_its_ends", T=20, gate=GATES, beta=(None, 0), state=False),
+    *rows("one_result", T=20, gate=GATES, through=(("o",), ("state",))),
+]
+
+
+@pytest.mark.parametrize("row", SMALL)
+def test_small(row: dict[str, Any], request: pytest.FixtureRequest):
+    compare_row(row, request)
+
+
+def test_what_was_forgotten_is_made_again():
+    for length in (3, 66, 3):
+        compare(inputs(length, gate="head", B=1, G=1, K=16, V=16, dtype=torch.float32))
+        plan.of_rows.cache_clear()
+
+
 @pytest.mark.slow
 @pytest.mark.pairwise
 @pytest.mark.parametrize("beta", [None, "random"])
 @pytest.mark.parametrize(("K", "V"), [(16, 16), (24, 17), (48, 16)])
 @pytest.mark.parametrize("gate", GATES[:3])
-def test_gates_without_gradients(gate: str, K: int, V: int, beta: str | None):
+def test_gates_without_gradients(gate: str, K: int, V: int, beta: str | None, request: pytest.FixtureRequest):
     # of so few slices that the passes make the scores themselves, and of more
-    a, gates = held(inputs(130, gate=gate, decay="mixed", beta=beta, B=1, G=1, R=2, K=K, V=V, dtype=torch.float32))
-    compare(a, **gates)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("gate", GATES[:3])
-def test_segments_without_gradients_of_gates(gate: str, packed: bool, short_segments: None):
-    documents = [0, 0, 5, 300, 320, 320] if packed else None
-    a, gates = held(inputs(320, gate=gate, B=1, G=1, E=2, K=16, V=16, documents=documents, dtype=torch.float32))
-    compare(a, subheads=2, **gates)
-
-
-@pytest.mark.parametrize("beta", [None, 0])
-@pytest.mark.parametrize("gate", GATES)
-def test_beta_at_its_ends(gate: str, beta: float | None):
-    compare(inputs(20, gate=gate, beta=beta, state=False, B=1, G=1, K=16, V=16, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("through", ["o", "state"])
-def test_a_gradient_of_one_result_alone(gate: str, through: str):
-    compare(inputs(20, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32), through=(through,))
+    row = {"T": 130, "gate": gate, "decay": "mixed", "beta": beta, "R": 2, "K": K, "V": V}
+    compare_row(row | {"hold": True}, request)
 
 
 @pytest.mark.slow
@@ -216,22 +213,19 @@ def test_token_by_token(gate: str, E: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("gate", GATES)
-def test_registered_as_it_should_be(gate: str):
-    a = inputs(3, gate=gate, B=1, G=1, K=16, V=16, dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("gate", "B", "length", "segments"),
+    [*((gate, 1, 3, 0) for gate in GATES), ("head", 2, 128, 0), ("head", 2, 130, 4)],
+)
+def test_registered_as_it_should_be(gate: str, B: int, length: int, segments: int, request: pytest.FixtureRequest):
+    if length > 3:
+        request.getfixturevalue("short_segments")
+    a = inputs(length, gate=gate, B=B, G=1, K=16, V=16, dtype=torch.float32)
     tensors = [a.get(name) for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
     tensors = [x if x is None else x.to(DEVICE).requires_grad_() for x in tensors]
-    torch.library.opcheck(torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("length", "segments"), [(128, 0), (130, 4)])
-def test_segments_registered_as_they_should_be(length: int, segments: int, short_segments: None):
-    a = inputs(length, gate="head", B=2, G=1, K=16, V=16, dtype=torch.float32)
-    tensors = [a[name].to(DEVICE).requires_grad_() for name in ("q", "k", "v", "log_decay", "beta", "initial_state")]
     op, arguments = torch.ops.token_mixer_zoo.linear_recurrence.default, (*tensors, None, 0.25, 1, True, False)
     torch.library.opcheck(op, arguments)
-    assert len(op(*arguments)[2]) == segments  # the states that are kept
+    assert length == 3 or len(op(*arguments)[2]) == segments  # the states that are kept
 
 
 def test_fp64_names_another_backend():
@@ -257,8 +251,7 @@ for _gate in ("head", "channel"):
 
 
 def realistic(T: int, gate: str, dtype: torch.dtype, **sizes: int) -> dict[str, Tensor]:
-    a = inputs(T, gate=gate, decay="mild", dtype=torch.float32, **sizes)
-    return {name: x.to(dtype) if name in "qkv" else x for name, x in a.items()}
+    return rounded(inputs(T, gate=gate, decay="mild", dtype=torch.float32, **sizes), dtype)
 
 
 @pytest.mark.gpu
@@ -283,7 +276,7 @@ def test_device_one_wide_head(dtype: torch.dtype):
 @pytest.mark.parametrize("gate", GATES[:3])
 def test_device_gates_without_gradients(gate: str, K: int, V: int, beta: str | None, decay: str):
     a, gates = held(inputs(1100, gate=gate, decay=decay, beta=beta, B=2, G=2, K=K, V=V, dtype=torch.float32))
-    a = {name: x.bfloat16() if name in "qkv" else x for name, x in a.items()}
+    a = rounded(a, torch.bfloat16)
     compare(a, tolerance=1e-2, reference="torch", **gates)
     assert_repeats(partial(run, {name: x.to(DEVICE) for name, x in a.items()}, backend="triton", **gates))
 
@@ -305,7 +298,7 @@ def test_device_outputs_are_closer_than_gradients(gate: str):
 @pytest.mark.parametrize("gate", GATES[1:])
 def test_device_extreme_decays(gate: str, decay: str):
     a = inputs(1100, gate=gate, decay=decay, B=1, G=2, K=128, V=128, dtype=torch.float32)
-    compare({n: x.bfloat16() if n in "qkv" else x for n, x in a.items()}, tolerance=2e-2, reference="torch")
+    compare(rounded(a, torch.bfloat16), tolerance=2e-2, reference="torch")
 
 
 @pytest.mark.gpu

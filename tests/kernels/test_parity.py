@@ -14,11 +14,7 @@ from .recurrences import inputs
 pytestmark = pytest.mark.parity
 TOLERANCE = 2e-6  # relative to the norm of the result: fp32 rounding of both sides
 Oracle = Callable[[str], ModuleType]
-
-
-@pytest.fixture(scope="module")
-def fla(oracle: Oracle) -> Callable[[str, str], Callable]:
-    return lambda family, function: getattr(oracle(f"fla.ops.{family}.naive"), function)
+Op = Callable[..., tuple[Tensor, Tensor]]
 
 
 def compare(
@@ -40,73 +36,52 @@ def compare(
         assert error < TOLERANCE, f"{name}: relative error {error:.2g}"
 
 
+HEADS_FIRST = "delta_rule_recurrence"
+LINEAR, DELTA = kernels.linear_recurrence, kernels.delta_rule
+# our op, family and function of theirs, its name of the decay, its scales (if it takes any), and options of `inputs`
+FUNCTIONS: list[tuple[Op, str, str, str | None, tuple[float | None, ...], dict[str, str]]] = [
+    (DELTA, "gated_delta_rule", "naive_recurrent_gated_delta_rule", "g", (None, 0.5), {}),
+    (DELTA, "gated_delta_rule", "naive_chunk_gated_delta_rule", "g", (None, 0.5), {}),
+    (DELTA, "delta_rule", HEADS_FIRST, None, (), {"gate": "none"}),
+    *((LINEAR, "simple_gla", f"naive_{how}_simple_gla", "g", (None, 0.5), {}) for how in ("recurrent", "chunk")),
+    # both ways of taking scores apart
+    *((LINEAR, "gla", "naive_recurrent_gla", "gk", (), {"gate": "channel", "decay": d}) for d in ("mild", "mixed")),
+    (LINEAR, "linear_attn", "naive_recurrent_linear_attn", None, (None, 1.0), {"gate": "none"}),
+]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("scale", [None, 0.5])
-@pytest.mark.parametrize("form", ["naive_recurrent_gated_delta_rule", "naive_chunk_gated_delta_rule"])
+@pytest.mark.parametrize(
+    ("op", "family", "function", "decay", "scales", "options"), FUNCTIONS, ids=[name for _, _, name, *_ in FUNCTIONS]
+)
 @pytest.mark.parametrize("length", [15, 130])
-def test_gated_delta_rule(fla, length: int, form: str, scale: float | None, backend: str):
-    theirs = fla("gated_delta_rule", form)
+def test_naive_functions(
+    oracle: Oracle,
+    length: int,
+    op: Op,
+    family: str,
+    function: str,
+    decay: str | None,
+    scales: tuple[float | None, ...],
+    options: dict[str, str],
+    backend: str,
+):
+    theirs = getattr(oracle(f"fla.ops.{family}.naive"), function)
+    for scaled in [{"scale": scale} for scale in scales] or [{}]:
 
-    def ours(**a: Tensor):
-        with kernels.backend(backend):
-            return kernels.delta_rule(**a, scale=scale, return_state=True)
+        def ours(scaled: dict[str, float | None] = scaled, **a: Tensor):
+            with kernels.backend(backend):
+                return op(**a, **scaled, return_state=True)
 
-    def as_theirs(log_decay: Tensor, **a: Tensor):
-        return theirs(**a, g=log_decay, scale=scale, output_final_state=True)
+        def as_theirs(scaled: dict[str, float | None] = scaled, **a: Tensor):
+            if op is LINEAR:
+                a["v"] = a["v"] * a.pop("beta")[..., None]
+            if function == HEADS_FIRST:
+                turned = {name: x if name == "initial_state" else x.transpose(1, 2) for name, x in a.items()}
+                o, state = theirs(**turned)
+                return o.transpose(1, 2), state
+            decays = {decay: a.pop("log_decay")} if decay else {}
+            return theirs(**a, **decays, **scaled, output_final_state=True)
 
-    compare(ours, as_theirs, inputs(length, correlated=True, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("length", [15, 130])
-def test_delta_rule(fla, length: int):
-    theirs = fla("delta_rule", "delta_rule_recurrence")
-
-    def as_theirs(**a: Tensor):  # heads before time
-        turned = {name: x if name == "initial_state" else x.transpose(1, 2) for name, x in a.items()}
-        o, state = theirs(**turned)
-        return o.transpose(1, 2), state
-
-    arguments = inputs(length, gate="none", correlated=True, dtype=torch.float32)
-    compare(lambda **a: kernels.delta_rule(**a, return_state=True), as_theirs, arguments)
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-@pytest.mark.parametrize("scale", [None, 0.5])
-@pytest.mark.parametrize("form", ["naive_recurrent_simple_gla", "naive_chunk_simple_gla"])
-@pytest.mark.parametrize("length", [15, 130])
-def test_a_decay_per_head(fla, length: int, form: str, scale: float | None, backend: str):
-    theirs = fla("simple_gla", form)
-
-    def ours(**a: Tensor):
-        with kernels.backend(backend):
-            return kernels.linear_recurrence(**a, scale=scale, return_state=True)
-
-    def as_theirs(v: Tensor, log_decay: Tensor, beta: Tensor, **a: Tensor):
-        return theirs(**a, v=v * beta[..., None], g=log_decay, scale=scale, output_final_state=True)
-
-    compare(ours, as_theirs, inputs(length, dtype=torch.float32))
-
-
-@pytest.mark.parametrize("decay", ["mild", "mixed"])  # both ways of taking scores apart
-@pytest.mark.parametrize("length", [15, 130])
-def test_a_decay_per_channel(fla, length: int, decay: str):
-    theirs = fla("gla", "naive_recurrent_gla")
-
-    def as_theirs(v: Tensor, log_decay: Tensor, beta: Tensor, **a: Tensor):
-        return theirs(**a, v=v * beta[..., None], gk=log_decay, output_final_state=True)
-
-    arguments = inputs(length, gate="channel", decay=decay, dtype=torch.float32)
-    compare(lambda **a: kernels.linear_recurrence(**a, return_state=True), as_theirs, arguments)
-
-
-@pytest.mark.parametrize("scale", [None, 1.0])
-@pytest.mark.parametrize("length", [15, 130])
-def test_no_decay(fla, length: int, scale: float | None):
-    theirs = fla("linear_attn", "naive_recurrent_linear_attn")
-
-    def as_theirs(v: Tensor, beta: Tensor, **a: Tensor):
-        return theirs(**a, v=v * beta[..., None], scale=scale, output_final_state=True)
-
-    arguments = inputs(length, gate="none", dtype=torch.float32)
-    compare(lambda **a: kernels.linear_recurrence(**a, scale=scale, return_state=True), as_theirs, arguments)
+        compare(ours, as_theirs, inputs(length, correlated=op is DELTA, dtype=torch.float32, **options))

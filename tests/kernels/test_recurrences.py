@@ -12,7 +12,18 @@ from torch import Tensor
 
 import kernels
 
-from .recurrences import BAD_BOUNDARIES, DECAYS, LENGTHS, MISFITS, PACKED, TOLERANCE, assert_same, inputs, results
+from .recurrences import (
+    BAD_BOUNDARIES,
+    DECAYS,
+    LENGTHS,
+    MISFITS,
+    PACKED,
+    TOLERANCE,
+    assert_same,
+    erasing,
+    inputs,
+    results,
+)
 from .test_selective_scan import READ_OUTS
 from .test_selective_scan import inputs as scan_inputs
 from .test_value_decay_recurrence import inputs as value_inputs
@@ -37,7 +48,7 @@ class Case(NamedTuple):
     op: Op
     kind: str
     make: Callable[..., dict[str, Tensor]]
-    options: dict[str, int]
+    options: dict[str, Any]
 
     def __str__(self) -> str:
         return f"{self.op.__name__}-{self.kind}"
@@ -52,10 +63,11 @@ class Case(NamedTuple):
 
 
 def cut(a: dict[str, Tensor], i: int, j: int) -> dict[str, Tensor]:
-    """The arguments of some tokens, without a state."""
+    """The arguments of some tokens, each of one row or several, without a state."""
     tokens = next(iter(a.values())).shape[1]
     kept = {name: x for name, x in a.items() if name not in ("initial_state", "cu_seqlens")}
-    return {name: x[:, i:j] if x.dim() > 2 and x.shape[1] == tokens else x for name, x in kept.items()}
+    rows = {name: x.shape[1] // tokens if x.dim() > 2 and x.shape[1] % tokens == 0 else 0 for name, x in kept.items()}
+    return {name: x[:, rows[name] * i : rows[name] * j] if rows[name] else x for name, x in kept.items()}
 
 
 def matrix(op: Op, gate: str, **options: Any) -> Case:
@@ -68,6 +80,16 @@ OTHERS = [
     *(Case(kernels.selective_scan, c, partial(scan_inputs, c=c), {}) for c in READ_OUTS),
     *(Case(kernels.selective_scan, f"{c}, no rate", partial(scan_inputs, c=c, rate=False), {}) for c in READ_OUTS),
     Case(kernels.value_decay_recurrence, "value", value_inputs, {}),
+]
+GENERAL = [
+    Case(
+        kernels.delta_rule,
+        f"{gate}, {steps} steps",
+        partial(erasing, gate=gate, steps=steps),
+        {"steps": steps, "read_before": True},
+    )
+    for gate in ("head", "channel")
+    for steps in (1, 2)
 ]
 NO_BETA = [matrix(kernels.linear_recurrence, gate, beta=None) for gate in GATES[kernels.linear_recurrence]]
 each_case = pytest.mark.parametrize("case", [*MATRICES, *OTHERS], ids=str)
@@ -100,7 +122,7 @@ def test_any_decay(case: Case, decay: str, dtype: torch.dtype, request: pytest.F
 
 @pytest.mark.slow
 @pytest.mark.parametrize("state", [True, False])
-@pytest.mark.parametrize("case", [*MATRICES, *NO_BETA, *OTHERS], ids=str)
+@pytest.mark.parametrize("case", [*MATRICES, *NO_BETA, *OTHERS, *GENERAL], ids=str)
 def test_packed_documents(case: Case, state: bool):
     a = case.make(200, decay="mixed", documents=PACKED, state=state)
     actual = case.results(a)

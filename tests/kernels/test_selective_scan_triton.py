@@ -1,6 +1,7 @@
 """The Triton kernels of the selective scan: small cases in the interpreter, real sizes on a device."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 import kernels
 
 from .comparisons import DEVICE, assert_near, assert_repeats, interpreted
-from .recurrences import assert_same, results
+from .recurrences import agree, results, rounded, rows
 from .test_selective_scan import inputs
 
 pytest.importorskip("triton")
@@ -31,28 +32,72 @@ def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_op, "BLOCKS", 2)
 
 
-def agree(a: dict[str, Tensor], tolerance: float | None = None, **options: object) -> dict[str, Tensor]:
-    """The results on Triton, after they have been compared with the loop in fp32."""
-    actual = run(a, backend="triton", **options)
-    exact = {name: x.float() if x.is_floating_point() else x for name, x in a.items()}
-    expected = run(exact, backend="reference", **options)
-    assert_same(actual, {name: x.to(actual[name].dtype) for name, x in expected.items()}, tolerance)
-    return actual
+@pytest.fixture
+def chunks_in_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several chunks of 8 tokens in one block."""
+    monkeypatch.setattr(gpu_op, "CHUNK", 8)
+    monkeypatch.setattr(gpu_op, "STATES", 1)
 
 
-@pytest.mark.slow
+SLOW = pytest.mark.slow
+READ = ("each step", "constant")
+SHORT = {"fixtures": ["short_chunks"], "marks": SLOW}
+SMALL = [
+    *rows("lengths", {"T": 15, "N": 16}, {"T": 17, "N": 1, "c": "constant"}, {"T": 40, "N": 3}, B=2, **SHORT),
+    *rows("one_chunk", {"B": 2}, {"state": False, "rate": False}, T=(1, 20), marks=SLOW),
+    *rows("chunks_and_blocks_as_they_are", T=67, marks=SLOW),
+    *rows(
+        "several_chunks",
+        *({"N": 1, "D": 70, "c": "ones"}, {"N": 2, "D": 40}, {"N": 16, "D": 40, "c": "constant"}, {"N": 16, "D": 34}),
+        **{"T": 19, "B": 2, "fixtures": ["chunks_in_a_block"], "marks": SLOW},
+    ),
+    *rows("every_shape_of_a_tile", T=18, N=(2, 4, 64, 200), D=9, **SHORT),
+    *rows("blocks_of_channels", T=18, c=READ, D=70, N=17, **SHORT),
+    *(
+        row  # with one state, and with a block of states
+        for options in ({"rate": False, "state": False}, {"N": 3})
+        for row in rows(
+            "left_out",
+            *(
+                {"b": b, "c": c}
+                for b, c in ((False, "ones"), (True, "ones"), (False, "each step"), (False, "constant"))
+            ),
+            **{"T": 18, **options, **SHORT},
+        )
+    ),
+    *rows(
+        "scaled_inputs_and_a_skip",
+        {"scale_inputs": True, "skip": True},
+        {"scale_inputs": True, "c": "ones"},
+        {"scale_inputs": False, "skip": True, "c": "ones"},
+        **{"T": 18, "D": 9, **SHORT},
+    ),
+    *rows("packed_documents", {"state": True}, T=53, documents=PACKED, decay="mixed", **SHORT),
+    *rows("packed_documents", {"state": False, "c": "constant"}, T=53, documents=PACKED, decay="mixed", **SHORT),
+    # down to e^-880 a step
+    *rows("any_decay", T=40, decay=("zero", "mixed", "strong"), faster=16, **SHORT),
+    *rows("one_result", T=18, through=(("o",), ("state",)), fixtures=["short_chunks"]),
+    # decays and states stay in fp32, as mixers make them; the interpreter cuts bf16 off, where a device rounds
+    *rows("half_precision", {"low": torch.bfloat16, "tolerance": 1e-2}, T=40, **SHORT),
+    *rows("half_precision", {"low": torch.float16, "tolerance": 1e-3}, T=40, **SHORT),
+]
+
+
 @interpreted
-@pytest.mark.parametrize(("length", "c", "N"), [(15, "each step", 16), (17, "constant", 1), (40, "each step", 3)])
-def test_lengths(length: int, c: str, N: int, short_chunks: None):
-    agree(small(length, c=c, N=N, B=2))
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("length", [1, 20])
-def test_one_chunk(length: int):
-    agree(small(length, B=2))
-    agree(small(length, state=False, rate=False))
+@pytest.mark.parametrize("row", SMALL)
+def test_small(row: dict[str, Any], request: pytest.FixtureRequest):
+    sizes = dict(row)
+    for fixture in sizes.pop("fixtures", ()):
+        request.getfixturevalue(fixture)
+    options = {name: sizes.pop(name) for name in ("through", "scale_inputs") if name in sizes}
+    tolerance, faster, low = sizes.pop("tolerance", None), sizes.pop("faster", 1), sizes.pop("low", torch.float32)
+    a = rounded(small(**sizes), low, "xbc")
+    if faster > 1:
+        a["rate"] *= faster
+    actual = agree(kernels.selective_scan, a, tolerance, **options)
+    assert actual["o"].dtype == low
+    if "through" in row:
+        assert bool(actual["gradient of c"].any()) == ("o" in row["through"])
 
 
 @interpreted
@@ -62,23 +107,6 @@ def test_a_batch_without_rows(c: str):
     actual, expected = (run(a, backend=backend) for backend in ("triton", "torch"))
     assert {name: x.shape for name, x in actual.items()} == {name: x.shape for name, x in expected.items()}
     assert not any(actual[f"gradient of {name}"].any() for name in a)
-
-
-@pytest.mark.slow
-@interpreted
-def test_chunks_and_blocks_as_they_are():
-    agree(small(67))
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(
-    ("N", "D", "c"), [(1, 70, "ones"), (2, 40, "each step"), (16, 40, "constant"), (16, 34, "each step")]
-)
-def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gpu_op, "CHUNK", 8)
-    monkeypatch.setattr(gpu_op, "STATES", 1)
-    agree(small(19, B=2, N=N, D=D, c=c))
 
 
 @pytest.mark.parametrize(
@@ -95,73 +123,6 @@ def test_several_chunks_in_one_block(N: int, D: int, c: str, monkeypatch: pytest
 def test_plan_of_long_and_short_sequences(shape: tuple[int, ...], N: int, blocks: int, tokens: int):
     plan = gpu_op.SelectiveScan(torch.Size(shape), N, False, None, torch.float32, torch.device("cpu"))
     assert (plan.per_row, plan.tokens, plan.whole) == (blocks, tokens, blocks == 1)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("N", [2, 4, 64, 200])
-def test_every_shape_of_a_tile(N: int, short_chunks: None):
-    agree(small(18, N=N, D=9))
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("c", ["each step", "constant"])
-def test_several_blocks_of_channels(c: str, short_chunks: None):
-    agree(small(18, c=c, D=70, N=17))
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(("b", "c"), [(False, "ones"), (True, "ones"), (False, "each step"), (False, "constant")])
-def test_what_is_left_out_is_one(b: bool, c: str, short_chunks: None):
-    agree(small(18, rate=False, b=b, c=c, state=False))
-    agree(small(18, N=3, b=b, c=c))  # the block of states is larger
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(
-    ("scaled", "skip", "c"), [(True, True, "each step"), (True, False, "ones"), (False, True, "ones")]
-)
-def test_scaled_inputs_and_a_skip_connection(scaled: bool, skip: bool, c: str, short_chunks: None):
-    agree(small(18, skip=skip, c=c, D=9), scale_inputs=scaled)
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(("state", "c"), [(True, "each step"), (False, "constant")])
-def test_packed_documents(state: bool, c: str, short_chunks: None):
-    a = small(53, documents=PACKED, state=state, c=c, decay="mixed")
-    actual = agree(a)
-    if state:
-        assert torch.equal(actual["state"][3], a["initial_state"][3])  # an empty document changes nothing
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize("decay", ["zero", "mixed", "strong"])
-def test_any_decay(decay: str, short_chunks: None):
-    a = small(40, decay=decay)
-    a["rate"] *= 16  # down to e^-880 a step
-    agree(a)
-
-
-@interpreted
-@pytest.mark.parametrize("through", ["o", "state"])
-def test_gradient_through_one_result(through: str, short_chunks: None):
-    actual = agree(small(18), through=(through,))
-    assert bool(actual["gradient of c"].any()) == (through == "o")
-
-
-@pytest.mark.slow
-@interpreted
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 1e-3)])
-def test_half_precision(dtype: torch.dtype, tolerance: float, short_chunks: None):
-    # decays and states stay in fp32, as mixers make them; the interpreter cuts bf16 off, where a device rounds
-    a = small(40)
-    a.update({name: a[name].to(dtype) for name in "xbc"})
-    assert agree(a, tolerance)["o"].dtype == dtype
 
 
 @interpreted
@@ -192,7 +153,7 @@ def test_the_op_is_registered_properly(length: int, short_chunks: None):
 def on_device(T: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> dict[str, Tensor]:
     """As mixers make them: decays, rates and states in fp32."""
     a = {name: x.cuda() for name, x in small(T, **{"decay": "mild", **options}).items()}
-    return {name: x.to(dtype) if name in "xbc" else x for name, x in a.items()}
+    return rounded(a, dtype, "xbc")
 
 
 @pytest.mark.gpu

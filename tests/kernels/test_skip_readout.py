@@ -1,8 +1,5 @@
 """The readout of Mamba-3: by the formula, in PyTorch and in Triton."""
 
-from collections.abc import Iterable
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,15 +11,6 @@ from kernels.skip_readout import own_shares, skip_readout
 from .op_contract import BACKENDS, DEVICE, OpContract, Tensors
 
 
-def inputs(B: int, T: int, H: int, V: int, gated: bool = True) -> Tensors:
-    """Values and gates that are columns of a projection, and other tensors without gaps."""
-    tensors = {"o": 3 * torch.randn(B, T, H, V), "v": torch.randn(B, T, H * V + 3)[..., 2:-1].unflatten(-1, (H, V))}
-    tensors["own"] = torch.randn(B, T, H)
-    if gated:
-        tensors["gate"] = torch.randn(B, T, H * V + 2)[..., 1:-1].unflatten(-1, (H, V))
-    return {name: x.to(DEVICE) for name, x in tensors.items()}
-
-
 class TestSkipReadout(OpContract):
     op = "skip_readout"
     sizes = ((1, 1, 1, 1), (2, 5, 4, 8, False), (1, 17, 6, 11), (2, 35, 2, 64))
@@ -30,38 +18,36 @@ class TestSkipReadout(OpContract):
     device_sizes = ((4, 1023, 32, 64), (1, 3001, 8, 128))
     rounded_once = ("triton",)
     low = ("o", "v", "gate", "y")
+    fitting = (1, 2, 2, 4)
+    misfits = (
+        (
+            {"o": torch.zeros(1, 2, 0, 4)},
+            r"o: expected a floating \[B,T,H,V\] with at least one head, got torch.float32 \(1, 2, 0",
+        ),
+        ({"v": torch.zeros(1, 2, 1, 4)}, r"v: expected \[1, 2, 2, 4\], got shape \(1, 2, 1, 4\)"),
+        ({"own": torch.zeros(1, 2, 1)}, r"own: expected \[1, 2, 2\], got shape \(1, 2, 1\)"),
+        ({"gate": torch.zeros(1, 2, 8)}, r"gate: expected \[1, 2, 2, 4\], got shape \(1, 2, 8\)"),
+    )
+    refused = (((1, 1, 1, 4097), "which takes heads of at most 4096 channels"),)
 
-    def inputs(self, *sizes: Any) -> Tensors:
-        return inputs(*sizes)
+    def inputs(self, B: int, T: int, H: int, V: int, gated: bool = True) -> Tensors:
+        """Values and gates that are columns of a projection, and other tensors without gaps."""
+        tensors = {"o": 3 * torch.randn(B, T, H, V), "v": torch.randn(B, T, H * V + 3)[..., 2:-1].unflatten(-1, (H, V))}
+        tensors["own"] = torch.randn(B, T, H)
+        if gated:
+            tensors["gate"] = torch.randn(B, T, H * V + 2)[..., 1:-1].unflatten(-1, (H, V))
+        return {name: x.to(DEVICE) for name, x in tensors.items()}
 
     def call(self, **tensors: Tensor) -> Tensor:
         return skip_readout(**tensors)
 
-    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), False
-
-    @pytest.mark.parametrize("backend", BACKENDS)
-    def test_recomputed_results_have_the_same_gradients(self, backend: str):
-        tensors, gradients = self.inputs(*self.some_sizes), []
-        for recompute in (False, True):
-            leaves = {name: x.detach().requires_grad_() for name, x in tensors.items()}
-            with kernels.backend(backend), kernels.recomputing(recompute):
-                loss = skip_readout(**leaves).pow(2).sum()  # which saves y
-            gradients.append(torch.autograd.grad(loss, [*leaves.values()]))
-        assert all(map(torch.equal, *gradients))
-
-
-@pytest.mark.parametrize("backend", ["torch", "reference"])
-def test_by_the_formula(backend: str):
-    a = {name: x.double() for name, x in inputs(2, 3, 2, 5).items()}
-    with kernels.backend(backend):
-        y = skip_readout(**a)
-    torch.testing.assert_close(y, (a["o"] + a["own"][..., None] * a["v"]) * F.silu(a["gate"]))
+    def formula(self, o, v, own, gate) -> Tensor:
+        return (o + own[..., None] * v) * F.silu(gate)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_dtype_is_that_of_o(backend: str):
-    a = inputs(2, 3, 2, 5)
+    a = TestSkipReadout().inputs(2, 3, 2, 5)
     with kernels.backend(backend):
         assert skip_readout(**a | {"o": a["o"].bfloat16()}).dtype == torch.bfloat16
 
@@ -76,25 +62,3 @@ def test_shares_by_the_formula(G: int, H: int, E: int, deterministic: bool):
     with kernels.deterministic(deterministic):
         own = own_shares(q, k, beta, q_bias=q_bias.double(), k_bias=k_bias.double(), D=D.double())
     torch.testing.assert_close(own, (beta * scores).view(2, 3, H, E).sum(-1) + D)
-
-
-def test_heads_that_the_kernels_cannot_hold():
-    with (
-        kernels.backend("triton"),
-        pytest.raises(kernels.UserError, match="which takes heads of at most 4096 channels"),
-    ):
-        skip_readout(**inputs(1, 1, 1, 4097))
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "message"),
-    [
-        ("o", (1, 2, 0, 4), r"o: expected a floating \[B,T,H,V\] with at least one head, got torch.float32 \(1, 2, 0"),
-        ("v", (1, 2, 1, 4), r"v: expected \[1, 2, 2, 4\], got shape \(1, 2, 1, 4\)"),
-        ("own", (1, 2, 1), r"own: expected \[1, 2, 2\], got shape \(1, 2, 1\)"),
-        ("gate", (1, 2, 8), r"gate: expected \[1, 2, 2, 4\], got shape \(1, 2, 8\)"),
-    ],
-)
-def test_arguments_that_do_not_fit(name: str, shape: tuple[int, ...], message: str):
-    with pytest.raises(ValueError, match=f"^{message}"):
-        skip_readout(**inputs(1, 2, 2, 4) | {name: torch.zeros(shape)})

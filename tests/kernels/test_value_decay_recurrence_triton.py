@@ -7,9 +7,7 @@ import torch
 
 import kernels
 
-from .comparisons import DEVICE
 from .recurrences import DECAYS, PACKED
-from .test_causality import later
 from .test_linear_recurrence_triton import compare as compare_recurrence
 from .test_value_decay_recurrence import inputs
 
@@ -38,18 +36,6 @@ def test_packed_documents():
 
 def test_long_keys_and_many_values():
     compare(inputs(70, B=1, H=1, K=72, V=40, dtype=torch.float32))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("decay", ["mild", "mixed"])
-def test_causal_to_the_bit(decay: str):
-    a = {name: x.to(DEVICE) for name, x in inputs(130, decay=decay, B=1, H=1, state=False, dtype=torch.float32).items()}
-    with kernels.backend("triton"):
-        expected = kernels.value_decay_recurrence(**a)[0]
-        for cut in (20, 100):
-            for gate in (None, -30.0, 0.0):
-                changed = a | {n: later(a[n], cut, gate) for n in (a if gate is None else ["log_decay"])}
-                assert torch.equal(kernels.value_decay_recurrence(**changed)[0][:, :cut], expected[:, :cut])
 
 
 @pytest.mark.gpu

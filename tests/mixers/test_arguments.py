@@ -68,26 +68,8 @@ def test_every_registered_mixer_is_among_them():
     assert {"Expanded", "HeadWise", "LowRank", "DPFP", "LFM", "TPE", "RMSNorm", "LowerBounds", "Rotary"} <= cases
 
 
-def test_a_width_that_rounds_to_nothing():
-    with pytest.raises(kernels.UserError, match=r"^expand_v: 0\.001 of head_dim 32 leaves no values$"):
-        mixers.RetNet(SITE, expand_v=0.001)
-
-
-@pytest.mark.parametrize("values", [[-1.0, 0.5], [math.nan]])
-def test_constant_decays(values: list[float]):
-    with pytest.raises(kernels.UserError, match=r"^log_decay: \[.*\] must be numbers that are not above 0$"):
-        ConstantDecay(values)
+def test_constant_decays_at_their_ends():
     assert ConstantDecay([-math.inf, 0.0]).log_decay == (-math.inf, 0.0)
-
-
-def test_the_range_of_initial_decays():
-    with pytest.raises(kernels.UserError, match=r"^low: 3\.0 must not be above high, 2\.0$"):
-        mixers.Discretisation(4, low=3.0, high=2.0)
-
-
-def test_groups_of_a_norm_that_do_not_divide_it():
-    with pytest.raises(kernels.UserError, match=r"^groups: 3 do not divide size 8$"):
-        mixers.GatedRMSNorm(8, groups=3)
 
 
 @pytest.fixture(params=mixers.names())
@@ -160,11 +142,3 @@ def test_numbers_beyond_what_a_machine_holds(mixer: str):
         mixers.get(mixer)(SITE, **{"num_groups" if mixer == "Mamba2" else "num_heads": 10**30})
     with pytest.raises(mixers.UserError, match=r"^eps: 1000+ must be a finite number that is not below 0$"):
         mixers.RMSNorm(8, 10**400)
-
-
-@pytest.mark.parametrize("mixer", ["GLA", "TNL", "SoftmaxAttention"])
-def test_a_number_of_heads_that_does_not_fit(mixer: str):
-    with pytest.raises(mixers.UserError, match=r"^num_heads: 5 does not divide hidden_size 64; choose a divisor$"):
-        mixers.get(mixer)(SITE._replace(num_heads=5))
-    with pytest.raises(mixers.UserError, match=r"^num_heads: 0 must be at least 1$"):
-        mixers.get(mixer)(SITE._replace(num_heads=0))

@@ -62,20 +62,6 @@ def test_flops_of_what_the_mask_leaves_out(window: int | None):
     assert mixer.flops(300) - mixer.masked_flops(300) == products + 2 * 2 * 32 * pairs
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"num_heads": 5}, "num_heads"),
-        ({"num_kv_heads": 3}, "num_kv_heads"),
-        ({"window_size": 1}, "window_size"),
-        ({"window_size": 0}, "window_size"),
-    ],
-)
-def test_mistakes(arguments: dict, field: str):
-    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
-        SlidingWindowAttention(SITE, **arguments)
-
-
 def normed(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 

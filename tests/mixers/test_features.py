@@ -86,20 +86,6 @@ def test_a_history_is_continued_only_if_given():
     assert torch.equal(history, x[:, -3:].flatten(2))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        ({"conv": -1}, "conv"),
-        ({"bias": True}, "conv"),
-        ({"activation": "gelu"}, "activation"),
-        ({"norm": "l3"}, "norm"),
-    ],
-)
-def test_mistakes(arguments: dict, field: str):
-    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
-        Features(**arguments)
-
-
 def rotate(x: Tensor, position: int, **options: float) -> Tensor:
     return Rotary(1, x.shape[-1], **options)(x[None, None, None], torch.tensor([[position]]))[0, 0, 0]
 
@@ -118,13 +104,6 @@ def test_rotary_is_exact_at_far_positions_in_bf16():
     # a position of 10001 does not exist in bf16, so angles must not be made in the dtype of x
     x = torch.randn(64)
     assert (rotate(x.bfloat16(), 10001).float() - rotate(x.double(), 10001)).norm() < 0.02 * x.norm()
-
-
-def test_rotary_needs_pairs():
-    with pytest.raises(mixers.UserError, match=r"^head_dim: 7 is odd"):
-        Rotary(2, 7)
-    with pytest.raises(mixers.UserError, match=r"^head_dim: 5 is odd"):
-        mixers.SoftmaxAttention(Site(20, 4))
 
 
 def test_lrpe_knows_differences_of_positions_alone():

@@ -1,9 +1,7 @@
 import math
 
-import pytest
 import torch
 
-import mixers
 from mixers import ForgettingAttention, Site
 
 SITE = Site(hidden_size=32, num_heads=4)
@@ -14,10 +12,3 @@ def test_the_gates_of_the_cache_are_fp32():
     _, state = mixer(torch.randn(2, 5, 32).bfloat16(), mixer.init_state(2))
     assert (state.k.dtype, state.log_decay.dtype) == (torch.bfloat16, torch.float32)
     assert (mixer.state_size(5), mixer.state_size()) == (5 * (2 * 2 * 8 + 4), math.inf)
-
-
-def test_mistakes():
-    with pytest.raises(mixers.UserError, match=r"^num_kv_heads: 3 does not divide num_heads 4$"):
-        ForgettingAttention(SITE, num_kv_heads=3)
-    with pytest.raises(mixers.UserError, match=r"^mixer: ForgettingAttention has no matrix state to expand; .*$"):
-        mixers.Expanded(mixer=ForgettingAttention, factor=2)(SITE)

@@ -99,19 +99,5 @@ def test_gates_of_a_subclass_are_used(make: Callable[[Site], GatedDeltaNet]):
     torch.testing.assert_close(changed(x)[0], plain(x)[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"num_heads": 5}, "num_heads: 5 does not divide"),
-        ({"num_key_heads": 3}, "num_key_heads"),
-        ({"head_dim": 32}, "num_heads: the model's 4 heads of head_dim 32 are wider than hidden_size 64"),
-        ({"value_dim": 32}, "value_dim: 32 is given without head_dim"),
-    ],
-)
-def test_heads_that_do_not_fit(arguments: dict, said: str):
-    with pytest.raises(mixers.UserError, match=f"^{said}"):
-        GatedDeltaNet(SITE, **arguments)
-
-
 def test_any_number_of_heads_with_a_head_size():
     assert GatedDeltaNet(SITE, num_heads=5, head_dim=8).state_size() == 5 * 8 * 8

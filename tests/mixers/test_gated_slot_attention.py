@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import mixers
 from mixers import Expanded, GatedSlotAttention, Site
 
 from .test_parity import by_name
@@ -74,16 +73,3 @@ def test_sizes():
     assert Expanded(mixer=GatedSlotAttention, factor=2)(Site(64, 4)).state_size() == 2 * mixer.state_size()
     one_head = Expanded(mixer=GatedSlotAttention, factor=2, subheads=False)(Site(64, 4))
     assert one_head.state_size() == 4 * 64 * (32 + 16)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"num_slots": 0}, "num_slots: 0 must be at least 1"),
-        ({"gate_normalizer": 0.0}, "gate_normalizer: 0.0 must be a finite number above 0"),
-        ({"expand_v": 0.1}, "expand_v: a width of 3 cannot be divided into 2 heads"),
-    ],
-)
-def test_arguments_that_do_not_fit(arguments: dict, message: str):
-    with pytest.raises(mixers.UserError, match=f"^{message}"):
-        GatedSlotAttention(SITE, **arguments)

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import kernels
-import mixers
 import zoo
 from mixers import GLA, Expanded, Features, Site
 from mixers.base import Streams
@@ -64,12 +63,3 @@ def test_gates_are_made_in_fp32_and_rounded_once():
         rounded, exact = mixer.decay_up(raw), copy.deepcopy(mixer.decay_up).float()(raw.float())
     assert (rounded.dtype, exact.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(rounded, exact.bfloat16())
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [({"num_heads": 5}, "num_heads"), ({"expand_k": 0.3}, "expand_k"), ({"expand_v": 0.01}, "expand_v")],
-)
-def test_sizes_that_do_not_divide(arguments: dict, field: str):
-    with pytest.raises(mixers.UserError, match=rf"^{field}: "):
-        GLA(Site(64, 4), **arguments)

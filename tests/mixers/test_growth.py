@@ -1,4 +1,5 @@
 import math
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -93,22 +94,29 @@ def test_the_ways_of_mixers():
     assert growths(SlidingWindowAttention(SITE)) == growths(Expanded(mixer=GLA, factor=2)(SITE)) == []
 
 
+SHARED = {"num_heads": 4, "num_key_heads": 2, "head_dim": 8, "value_dim": 12}
+FAMILY = (KDA, GatedDeltaNet2, Comba, GatedDeltaProduct, PRECONDITIONED["KDA, preconditioned"])
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("name", PRESERVED)
-def test_preserved_subheads_compute_what_the_heads_did(name: str):
-    factory = PRESERVED[name]
-    before = factory(SITE)
+@pytest.mark.parametrize(
+    ("factory", "factor"),
+    [(factory, 2) for factory in PRESERVED.values()] + [(partial(factory, **SHARED), 3) for factory in FAMILY],
+    ids=[*PRESERVED, *(f"shared keys {number}" for number in range(len(FAMILY)))],
+)
+def test_preserved_subheads_compute_what_the_heads_did(factory: Callable[[Site], LinearMixer], factor: int):
+    before = factory(SITE).double()
     for parameter in before.parameters():
         parameter.add_(0.1 * torch.randn_like(parameter))
     growth = growths(before)[-1]
-    after = Expanded(mixer=factory, **growth.arguments(2, "preserve"))(SITE)
+    after = Expanded(mixer=factory, **growth.arguments(factor, "preserve"))(SITE).double()
     fresh = after.state_dict()
     for part, old in before.state_dict().items():
         same = old.shape == fresh[part].shape
         fresh[part] = old if same else growth.resized(part, old, fresh[part], "preserve")
     after.load_state_dict(fresh)
-    x = torch.randn(2, 21, SITE.hidden_size)
-    torch.testing.assert_close(after(x)[0], before(x)[0], rtol=1e-4, atol=1e-5)
+    x = torch.randn(2, 21, SITE.hidden_size, dtype=torch.float64)
+    torch.testing.assert_close(after(x)[0], before(x)[0])
 
 
 def test_new_rows_of_mamba2_follow_the_old_ones_of_their_group():

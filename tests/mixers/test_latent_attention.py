@@ -55,18 +55,3 @@ def test_the_gate_and_the_shared_channels_are_the_formula(gate: str | None, rope
     torch.testing.assert_close(y, expected)
     for actual, wanted in zip(*(torch.autograd.grad(z, leaves, dy) for z in (y, expected)), strict=True):
         torch.testing.assert_close(actual, wanted)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rope_dim": 3}, "rope_dim: 3 is odd; rotary embedding needs pairs"),
-        ({"rope_dim": 0}, "rope_dim: 0 leaves no channels for positions; set rotary to null"),
-        ({"gate": "row"}, "gate: 'row' is not one of head, channel, or null"),
-        ({"num_heads": 5}, "num_heads: 5 does not divide hidden_size 32; .*"),
-    ],
-    ids=str,
-)
-def test_mistakes(arguments: dict, message: str):
-    with pytest.raises(mixers.UserError, match=f"^{message}$"):
-        MultiheadLatentAttention(SITE, **arguments)

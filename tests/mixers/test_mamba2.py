@@ -1,8 +1,6 @@
-import pytest
 import torch
 import torch.nn.functional as F
 
-import mixers
 from mixers import Mamba2, Site
 from mixers.base import Streams
 
@@ -34,12 +32,3 @@ def test_dt_is_not_clamped():
     torch.testing.assert_close(s.beta, F.softplus(raw + mixer.decay.dt_bias))
     torch.testing.assert_close(s.log_decay, -mixer.decay.A_log.exp() * s.beta)
     assert s.beta.max() > 25
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [({"head_dim": 48}, "head_dim"), ({"head_dim": 16, "num_groups": 3}, "num_key_heads|num_groups")],
-)
-def test_sizes_that_do_not_divide(arguments: dict, field: str):
-    with pytest.raises(mixers.UserError, match=rf"^({field}): "):
-        Mamba2(SITE, **arguments)

@@ -159,17 +159,3 @@ def test_the_first_values_and_sizes():
     assert mixer.bfloat16().init_state(2).carried[0].dtype == torch.float64
     assert "z" not in Mamba3(Site(128, 3), output=mixers.NormOnly).in_proj.widths
     assert isinstance(Mamba3(Site(128, 3), output=GatedRMSNorm).output, GatedRMSNorm)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"head_dim": 48}, r"head_dim: 48 does not divide the inner width 64 "),
-        ({"rotary_fraction": 1.5}, r"rotary_fraction: 1\.5 of 12 channels must be 2 to 12"),
-        ({"rotary_fraction": 0.1}, r"rotary_fraction: 0\.1 of 12 channels must be 2 to 12"),
-        ({"num_groups": 3}, r"num_key_heads: 3 does not divide"),
-    ],
-)
-def test_sizes_that_do_not_fit(arguments: dict, message: str):
-    with pytest.raises(mixers.UserError, match=f"^{message}"):
-        SMALL(SITE, **arguments)

@@ -74,3 +74,9 @@ def test_the_heads_of_their_preconditioners(oracle: Oracle):
     layers = oracle("fla.layers")
     heads = [len(layer(**sizes).log_atk_scale) for layer in (layers.PrecondKDA, layers.PrecondGatedDeltaNet)]
     assert heads == [4, 2]
+
+
+def test_importing_transformers_and_our_kernels(oracle: Oracle):
+    # it asks any importable package called `kernels` for its version, and takes some versions for its own companion
+    assert oracle("transformers").Mamba2Config.model_type == "mamba2"
+    assert oracle("kernels") is kernels

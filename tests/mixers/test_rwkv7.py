@@ -201,19 +201,6 @@ def test_first_values_that_are_missing_or_do_not_fit(passed: dict | None, messag
         above(torch.randn(2, 5, 32), passed=passed)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"head_dim": 5}, "head_dim: 5 does not divide hidden_size 32"),
-        ({"rate_rank": 0}, "rate_rank: 0 "),
-        ({"norm_eps": -1.0}, "norm_eps: -1.0 "),
-    ],
-)
-def test_sizes_that_do_not_fit(arguments: dict, message: str):
-    with pytest.raises(mixers.UserError, match=f"^{message}"):
-        SMALL(SITE, **arguments)
-
-
 def test_a_state_has_the_last_token():
     mixer = shaken(SMALL(SITE))
     assert mixer.state_size() == 4 * 8 * 8  # the last token is bookkeeping

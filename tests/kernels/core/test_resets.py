@@ -12,6 +12,7 @@ import kernels
 from kernels.core.resets import sums
 
 from .. import test_selective_scan
+from ..comparisons import DEVICE
 from ..recurrences import inputs
 
 # the fast way for decays per channel overflows where the slow one takes over
@@ -45,7 +46,6 @@ TRITON = pytest.param(
         pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="not on every platform"),
     ],
 )
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def arguments(name: str, decay: str = "mild", *, length: int = T, dtype: torch.dtype, **sizes: object) -> dict:

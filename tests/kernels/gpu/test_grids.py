@@ -13,6 +13,8 @@ from torch.nn.functional import normalize
 
 import kernels
 
+from ..comparisons import interpreted
+
 pytest.importorskip("triton")
 from kernels.delta_rule.gpu import plan as delta_plan
 from kernels.gpu import plan
@@ -26,7 +28,6 @@ RECURRENCES = [
     *((kernels.delta_rule, gate) for gate in ("none", "constant", "head")),
 ]
 MANY = [(65_536, 1), (1, 65_536), (512, 256)]  # rows and heads
-without_a_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def recurrence(op: Callable, gate: str, T: int, B: int, H: int, beta: bool = Tru
 
 
 @pytest.mark.slow
-@without_a_gpu
+@interpreted
 @pytest.mark.parametrize(("B", "H"), MANY)
 @pytest.mark.parametrize("T", [1, 65])
 @pytest.mark.parametrize(("op", "gate"), RECURRENCES)
@@ -81,7 +82,7 @@ def test_recurrences(op: Callable, gate: str, T: int, B: int, H: int, grids: lis
         recurrence(op, gate, T, B, H)
 
 
-@without_a_gpu
+@interpreted
 @pytest.mark.parametrize("gate", ["head", "channel"])
 def test_recurrences_in_segments(gate: str, grids: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(linear_plan, "BLOCK", 64)
@@ -92,7 +93,7 @@ def test_recurrences_in_segments(gate: str, grids: list, monkeypatch: pytest.Mon
     assert "scan" in dict(grids)
 
 
-@without_a_gpu
+@interpreted
 def test_the_delta_rule_in_segments(grids: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(delta_plan, "segments", lambda *arguments: 2)
     with kernels.backend("triton"):
@@ -119,7 +120,7 @@ OTHERS: dict[str, Callable[[int, int], object]] = {
 }
 
 
-@without_a_gpu
+@interpreted
 @pytest.mark.parametrize(("B", "H"), [(65_536, 1), (1, 512)])
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_ops(name: str, B: int, H: int, grids: list):
