@@ -23,7 +23,7 @@ from .arguments import check_sizes, size_or
 from .context_parallel import ContextParallel, run_recurrence
 from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
-from .features import FeaturePath, Features, HeadProduct, together
+from .features import FeaturePath, Features, HeadProduct, alike, together
 from .fusion import Fusable
 from .heads import HeadMap, check_heads, converted
 from .precision import KeepsFp32
@@ -460,8 +460,7 @@ class LinearMixer(TokenMixer, Fusable):
             return None
         q, k, v = self._features
         turn = None if q.map is None else q.map.turn(s.q, state.position)
-        alike = q.map is k.map or (q.spec == k.spec and q.map is not None and not any(q.map.parameters()))
-        if v.map is not None or not alike or (turn is None and q.map is not None):
+        if v.map is not None or not alike(q, k) or (turn is None and q.map is not None):
             return None
         parts = zip(self._features, s[:3], state.histories, strict=True)
         streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
