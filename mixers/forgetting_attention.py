@@ -143,14 +143,16 @@ class ForgettingAttention(TokenMixer):
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v [B,T,Hkv,D], shifted and normed, and the last ones before their shift, if they are shifted."""
-        both = torch.cat([streams["k"], streams["v"]], -1)
+        k, v = streams["k"], streams["v"]
         if self.shift:
+            both = torch.cat([k, v], -1)
             before, last = shifted(both, None if last is None else last[:, 0], cu_seqlens, context_parallel)
             last = None if last is None else last[:, None]
             share = sigmoid(streams["shift"])[..., None]
             both = split_heads(both, 2 * self.num_kv_heads)
             both = (both + share * (split_heads(before, 2 * self.num_kv_heads) - both)).flatten(2)
-        k, v = (split_heads(x, self.num_kv_heads) for x in both.chunk(2, -1))
+            k, v = both.chunk(2, -1)
+        k, v = split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
         return k if self.k_norm is None else self.k_norm(k), v, last if self.shift else None
 
     def init_state(
