@@ -1,14 +1,22 @@
 """Several linear maps of one input, fused into one matrix product."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.elementwise import sigmoid, tanh
+from kernels.linear import Product, few_products
 
+# names of the activations that `few_products` computes
+FUSED: dict[Callable[[Tensor], Tensor] | None, Literal["none", "sigmoid", "tanh"]] = {
+    None: "none",
+    sigmoid: "sigmoid",
+    tanh: "tanh",
+}
 UNIT = 16  # columns: rows of whole units are what tensor cores and the compiler of our kernels can read in large pieces
 MANY = 512  # rows of a product that takes longer than a copy of its weight
 
@@ -138,6 +146,25 @@ class LowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(x)
         return self.up(y if self.activation is None else self.activation(y))
+
+
+def mapped(maps: Sequence[tuple[Linear | LowRankLinear, Tensor]]) -> list[Tensor]:
+    """Return the result of each linear map, also of low rank; for a single token, of all of them in two launches."""
+    low_rank = {i: module for i, (module, _) in enumerate(maps) if isinstance(module, LowRankLinear)}
+    linear = [*(module for module, _ in maps if isinstance(module, Linear))]
+    linear += [each for module in low_rank.values() for each in (module.down, module.up)]
+    names = [FUSED.get(low_rank[i].activation) if i in low_rank else "none" for i in range(len(maps))]
+    results = None
+    if None not in names and all(type(module).forward is Linear.forward and module.bias is None for module in linear):
+        weights = [module.down.weight if isinstance(module, LowRankLinear) else module.weight for module, _ in maps]
+        products = zip((x for _, x in maps), weights, names, strict=True)
+        results = few_products([Product(x, weight, name) for x, weight, name in products if name is not None])
+    if results is None:
+        return [module(x) for module, x in maps]
+    ups = few_products([Product(results[i], module.up.weight) for i, module in low_rank.items()]) if low_rank else []
+    for i, y in zip(low_rank, ups or (), strict=True):
+        results[i] = y
+    return results
 
 
 class ZeroOutputProjection(OutputProjection):
