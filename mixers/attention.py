@@ -122,7 +122,7 @@ class SoftmaxAttention(TokenMixer):
         seen, before = (None, (None, None)) if state is None else (state.position, state.histories)
         if context_parallel is not None:
             context_parallel.check(state, cu_seqlens)
-        where, following = positions(x, seen, cu_seqlens, context_parallel)
+        where, following = positions(x, seen, cu_seqlens, context_parallel, None if state is None else state.k)
         paths = self.q_features, self.k_features
         made, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
         (q, k), histories = zip(*made, strict=True)
@@ -131,7 +131,8 @@ class SoftmaxAttention(TokenMixer):
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v
-            o, (k, v) = attend_to_cache(run, q, (k, v), caches, state.position, self.window_size, cu_seqlens)
+            past = caches, state.position, self.window_size, cu_seqlens, following
+            o, (k, v) = attend_to_cache(run, q, (k, v), *past)
             cache = AttentionState(k, v, histories, following)
         if gate:
             o = gated(o, gate[0])

@@ -116,7 +116,8 @@ class ForgettingAttention(TokenMixer):
             context_parallel.check(state, cu_seqlens)
         parts = self.in_proj(checked_input(x, self.in_proj.in_features))
         streams = dict(zip(self.in_proj.widths, parts, strict=True))
-        _, following = positions(x, None if state is None else state.position, cu_seqlens)
+        seen, cache = (None, None) if state is None else (state.position, state.k)
+        _, following = positions(x, seen, cu_seqlens, cache=cache)
         last = None if state is None else state.last
         k, v, last = self._keys_and_values(streams, last, cu_seqlens, context_parallel)
         q = split_heads(streams["q"], self.num_heads)
@@ -127,9 +128,8 @@ class ForgettingAttention(TokenMixer):
             o = attend(self._attend, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v, state.log_decay
-            o, (k, v, decays) = attend_to_cache(
-                self._attend, q, (k, v, log_decay), caches, state.position, None, cu_seqlens
-            )
+            past = caches, state.position, None, cu_seqlens, following
+            o, (k, v, decays) = attend_to_cache(self._attend, q, (k, v, log_decay), *past)
             after = ForgettingState(k, v, decays, state.last if last is None else last, following)
         if self.o_norm is not None:
             o = self.o_norm(o, split_heads(streams["g"], self.num_heads) if "g" in streams else None)

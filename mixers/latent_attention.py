@@ -111,7 +111,8 @@ class MultiheadLatentAttention(TokenMixer):
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = split_heads(q, self.num_heads)
-        where, following = positions(x, None if state is None else state.position, cu_seqlens, context_parallel)
+        seen, cache = (None, None) if state is None else (state.position, state.latent)
+        where, following = positions(x, seen, cu_seqlens, context_parallel, cache)
         if self.rotary is not None and shared is not None:
             q, shared = self._turned(q, shared[:, :, None], where)
         if shared is not None:
@@ -119,7 +120,8 @@ class MultiheadLatentAttention(TokenMixer):
         if state is None:
             o = attend(self._attention, q, [latent], None, cu_seqlens, context_parallel)
             return self._out(o, gate), None
-        o, (latent,) = attend_to_cache(self._attention, q, [latent], [state.latent], state.position, None, cu_seqlens)
+        past = [state.latent], state.position, None, cu_seqlens, following
+        o, (latent,) = attend_to_cache(self._attention, q, [latent], *past)
         return self._out(o, gate), LatentState(latent, following)
 
     def _turned(self, q: Tensor, shared: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,7 +40,7 @@ class Recurrences:
     consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
     keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
     erase: Tensor | None = None  # [B,nT,H·E,K]; k by default
-    erase_write: Tensor | None = None  # [B,nT,H·E,K]; k by default, and where another step of the token stands for it
+    erase_write: Tensor | None = None  # [B,nT,H·E,K]; k by default
     read_before: bool = False  # whether the erase key reads the state before it decays
     steps: int = 1
     final: bool = True  # whether the final states are needed
