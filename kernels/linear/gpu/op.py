@@ -29,7 +29,7 @@ INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many 
 WIDTHS = (16, 32, 64)
 SHARED = 200 << 10  # bytes of shared memory for the tiles that are on their way: many, to hide the latency of L2
 INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
-NUMBERS = 16 << 10  # products that such a tile adds up at most, so that they fit into registers
+NUMBERS = 16 << 10  # products that such a tile adds up at most, to fit into registers
 PROGRAMS = 128  # fewest programs, if there are as many outputs: one for most multiprocessors
 
 

@@ -105,13 +105,12 @@ def update(
     scale: float,
     read_before: bool,
     product: bool,
-    steps: int,
 ) -> Tensor:
     """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place."""
     (B, _, heads, K), (H, V) = q.shape, v.shape[2:]
     o = v.new_empty(B, 1, H, V)
     tensors = (None if x is None else x.contiguous() for x in (q, k, v, beta, erase, erase_write, log_decay))
-    options = (kind_of(log_decay), read_before, product, steps)
+    options = (kind_of(log_decay), read_before, product, k.shape[1])
     constants = (subheads, K, V, next_power_of_2(K), VALUES, *options)
     enqueue(advance, B * H * cdiv(V, VALUES), *tensors, state, o, scale, H, heads // subheads, *constants)
     return o
@@ -126,4 +125,4 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     state = a.own_state()
     beta, erase, product = erasing(a)
     tensors = (a.q, a.k, a.v, beta, erase, a.erase_write, a.log_decay, state)
-    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, product, a.steps), state
+    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, product), state
