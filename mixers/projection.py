@@ -150,21 +150,26 @@ class LowRankLinear(nn.Module):
 
 def mapped(maps: Sequence[tuple[Linear | LowRankLinear, Tensor]]) -> list[Tensor]:
     """Return the result of each linear map, also of low rank; for a single token, of all of them in two launches."""
+    results = _mapped_together(maps)
+    return [module(x) for module, x in maps] if results is None else results
+
+
+def _mapped_together(maps: Sequence[tuple[Linear | LowRankLinear, Tensor]]) -> list[Tensor] | None:
+    """Return the results of two launches; None if a map is something else than a product, or there are many tokens."""
     low_rank = {i: module for i, (module, _) in enumerate(maps) if isinstance(module, LowRankLinear)}
-    linear = [*(module for module, _ in maps if isinstance(module, Linear))]
-    linear += [each for module in low_rank.values() for each in (module.down, module.up)]
+    first = [module.down if isinstance(module, LowRankLinear) else module for module, _ in maps]
     names = [FUSED.get(low_rank[i].activation) if i in low_rank else "none" for i in range(len(maps))]
-    results = None
-    if None not in names and all(type(module).forward is Linear.forward and module.bias is None for module in linear):
-        weights = [module.down.weight if isinstance(module, LowRankLinear) else module.weight for module, _ in maps]
-        products = zip((x for _, x in maps), weights, names, strict=True)
-        results = few_products([Product(x, weight, name) for x, weight, name in products if name is not None])
-    if results is None:
-        return [module(x) for module, x in maps]
-    ups = few_products([Product(results[i], module.up.weight) for i, module in low_rank.items()]) if low_rank else []
-    for i, y in zip(low_rank, ups or (), strict=True):
-        results[i] = y
-    return results
+    linear = [*first, *(module.up for module in low_rank.values())]
+    own = any(type(module).forward is not Linear.forward or module.bias is not None for module in linear)
+    if own or any(type(module).forward is not LowRankLinear.forward for module in low_rank.values()):
+        return None
+    inputs = zip((x for _, x in maps), first, names, strict=True)
+    products = [Product(x, module.weight, name) for x, module, name in inputs if name is not None]
+    results = few_products(products) if len(products) == len(maps) else None
+    if results is None or not low_rank:
+        return results
+    ups = few_products([Product(results[i], module.up.weight) for i, module in low_rank.items()])
+    return None if ups is None else [dict(zip(low_rank, ups, strict=True)).get(i, y) for i, y in enumerate(results)]
 
 
 class ZeroOutputProjection(OutputProjection):
