@@ -37,9 +37,10 @@ def gate_width(gate: Per | None, heads: int, size: int) -> dict[str, int]:
 
 
 def gated(o: Tensor, gate: Tensor) -> Tensor:
-    """Return σ(gate) · o [B,T,H,V] for the gate of each head [B,T,H] or channel [B,T,H·V]."""
-    gate = split_heads(gate, o.shape[2])
-    return activation_gate(gate, o) if gate.shape == o.shape else o * sigmoid(gate)
+    """Return σ(gate) · o [B,T,H·V] of o [B,T,H,V], for the gate of each head [B,T,H] or channel [B,T,H·V]."""
+    if gate.shape[2] == o.shape[2]:
+        return (o * sigmoid(gate)[..., None]).flatten(2)
+    return activation_gate(gate, o.flatten(2))
 
 
 class AttentionState(NamedTuple):
