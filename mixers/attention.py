@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 import kernels
+from kernels.activation_gate import activation_gate
 from kernels.core.elementwise import sigmoid
 
 from .arguments import check_numbers, size_or
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
-from .features import FeaturePath, Features, Rotary
+from .features import FeaturePath, Features, Rotary, together
 from .heads import HeadMap, attention_maps
 from .key_cache import attend, attend_to_cache
 from .norm import RMSNorm
@@ -33,6 +34,13 @@ def gate_width(gate: Per | None, heads: int, size: int) -> dict[str, int]:
     if gate not in get_args(Per):
         raise kernels.UserError(f"gate: {gate!r} is not one of {', '.join(get_args(Per))}, or null")
     return {"g": heads if gate == "head" else heads * size}
+
+
+def gated(o: Tensor, gate: Tensor) -> Tensor:
+    """Return σ(gate) · o [B,T,H·V] of o [B,T,H,V], for the gate of each head [B,T,H] or channel [B,T,H·V]."""
+    if gate.shape[2] == o.shape[2]:
+        return (o * sigmoid(gate)[..., None]).flatten(2)
+    return activation_gate(gate, o.flatten(2))
 
 
 class AttentionState(NamedTuple):
@@ -112,21 +120,23 @@ class SoftmaxAttention(TokenMixer):
         q, k, v, *gate = self.in_proj(checked_input(x, self.in_proj.in_features))
         q, k, v = split_heads(q, self.num_heads), split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
         q, k = self._normed(q, self.q_norm), self._normed(k, self.k_norm)
-        seen, histories = (None, (None, None)) if state is None else (state.position, state.histories)
+        seen, before = (None, (None, None)) if state is None else (state.position, state.histories)
         if context_parallel is not None:
             context_parallel.check(state, cu_seqlens)
-        where, following = positions(x, seen, cu_seqlens, context_parallel)
-        q, q_history = self.q_features(q, histories[0], where, cu_seqlens, context_parallel)
-        k, k_history = self.k_features(k, histories[1], where, cu_seqlens, context_parallel)
+        where, following = positions(x, seen, cu_seqlens, context_parallel, None if state is None else state.k)
+        paths = self.q_features, self.k_features
+        made, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
+        (q, k), histories = zip(*made, strict=True)
         run, cache = partial(self.attention, window_size=self.window_size, scale=self.scale), None
         if state is None:
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v
-            o, (k, v) = attend_to_cache(run, q, (k, v), caches, state.position, self.window_size, cu_seqlens)
-            cache = AttentionState(k, v, (q_history, k_history), following)
+            past = caches, state.position, self.window_size, cu_seqlens, following
+            o, (k, v) = attend_to_cache(run, q, (k, v), *past)
+            cache = AttentionState(k, v, histories, following)
         if gate:
-            o = o * sigmoid(split_heads(gate[0], self.num_heads))
+            o = gated(o, gate[0])
         return self.o_proj(o.flatten(2)), cache
 
     def _normed(self, x: Tensor, norm: RMSNorm | None) -> Tensor:

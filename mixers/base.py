@@ -23,14 +23,14 @@ from .arguments import check_sizes, size_or
 from .context_parallel import ContextParallel, run_recurrence
 from .counting import counted_flops, on_meta
 from .expansion import Expand, Expansion
-from .features import FeaturePath, Features, HeadProduct, together
+from .features import FeaturePath, Features, HeadProduct, alike, together
 from .fusion import Fusable
 from .heads import HeadMap, check_heads, converted
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
 from .replay import Chunk
 from .shift import check_sequences
-from .state import History, Position, remembered
+from .state import History, Position, Slots, remembered
 
 TUTORIAL = "tutorials/02_your_own_mixer.md"
 SITE = "mixers.Site(hidden_size=512, num_heads=8)"  # in messages
@@ -460,8 +460,7 @@ class LinearMixer(TokenMixer, Fusable):
             return None
         q, k, v = self._features
         turn = None if q.map is None else q.map.turn(s.q, state.position)
-        alike = q.map is k.map or (q.spec == k.spec and q.map is not None and not any(q.map.parameters()))
-        if v.map is not None or not alike or (turn is None and q.map is not None):
+        if v.map is not None or not alike(q, k) or (turn is None and q.map is not None):
             return None
         parts = zip(self._features, s[:3], state.histories, strict=True)
         streams = [path.stream(part, None, history, None, True) for path, part, history in parts]
@@ -712,7 +711,11 @@ def dense_flops(module: nn.Module, length: int) -> int:
 
 
 def positions(
-    x: Tensor, offset: Tensor | None, cu_seqlens: Tensor | None, context_parallel: ContextParallel | None = None
+    x: Tensor,
+    offset: Tensor | None,
+    cu_seqlens: Tensor | None,
+    context_parallel: ContextParallel | None = None,
+    cache: Tensor | Slots | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The position of each token of x [B,T,…] in its sequence or document, and that of the token after the last.
 
@@ -721,6 +724,7 @@ def positions(
         offset: Number of tokens already seen [N] (N = B without `cu_seqlens`); None for 0.
         cu_seqlens: Boundaries [N+1] of packed documents, or None.
         context_parallel: Which part of each sequence x is; None if x holds whole sequences.
+        cache: A cache that `attend_to_cache` is called with. If it is `Slots`, that writes the next position.
 
     Returns:
         Positions [B,T] (or [1,T] where all rows agree), and the next position [N]; an empty tensor instead with
@@ -740,7 +744,7 @@ def positions(
         start = torch.zeros_like(counts) if offset is None else offset
         return (place + start[owner])[None], start + counts
     if offset is not None and length == 1:
-        return offset[:, None], offset + 1
+        return offset[:, None], torch.empty_like(offset) if isinstance(cache, Slots) else offset + 1
     time = torch.arange(length, device=x.device)
     if offset is None:
         return time[None], torch.full((x.shape[0],), length, device=x.device)

@@ -30,6 +30,10 @@ class FeatureMap(KeepsFp32):
         """Map x, whose tokens are at `positions` [B or 1,T] in their documents."""
         raise NotImplementedError
 
+    def pair(self, q: Tensor, k: Tensor, positions: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Map queries and keys, which may have other heads, in one launch; None if that is not possible."""
+        return None
+
     def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
         """Return the map of x [B,1,heads,size] at `positions` [B] as an argument of a kernel; None if it cannot be."""
         return None
@@ -154,8 +158,8 @@ def together(
 ) -> tuple[list[tuple[Tensor, Tensor | None]], tuple[Tensor, Tensor] | None, list[Tensor]]:
     """Compute the features of each path's stream, and the gates if there are any, in fewer launches where possible.
 
-    A stream with a product is multiplied first. `others` are further columns of
-    the projection; the returned tensors are to be used in their place (`kernels.features_of_columns`).
+    The first two paths are those of queries and keys. A stream with a product is multiplied first. `others` are further
+    columns of the projection; the returned tensors are to be used in their place (`kernels.features_of_columns`).
     """
     streams, histories, products = list(streams), list(histories), list(products or [None] * len(paths))
     returned = [history is not None for history in histories]
@@ -164,11 +168,26 @@ def together(
     arguments = zip(paths, streams, products, histories, returned, strict=True)
     inputs = [path.stream(x, product, history, cu_seqlens, back) for path, x, product, history, back in arguments]
     made, done, others = kernels.features_of_columns(inputs, gates, others)
-    mapped = [
-        (y if path.map is None else path.map(y, positions).to(y.dtype), history)
-        for path, (y, history) in zip(paths, made, strict=True)
-    ]
-    return mapped, done, others
+    features = _mapped(paths, [y for y, _ in made], positions)
+    return list(zip(features, (history for _, history in made), strict=True)), done, others
+
+
+def _mapped(paths: Sequence[FeaturePath], streams: Sequence[Tensor], positions: Tensor) -> list[Tensor]:
+    """The maps of all streams, that of queries and keys, the first two, in one launch where possible."""
+    maps, pair = [path.map for path in paths], None
+    if maps[0] is not None and len(maps) > 1 and alike(paths[0], paths[1]):
+        pair = maps[0].pair(streams[0], streams[1], positions)
+    done = () if pair is None else pair
+    others = zip(maps[len(done) :], streams[len(done) :], strict=True)
+    results = *done, *(x if map is None else map(x, positions) for map, x in others)
+    return [y.to(x.dtype) for y, x in zip(results, streams, strict=True)]
+
+
+def alike(q: FeaturePath, k: FeaturePath) -> bool:
+    """Return whether the maps of two paths compute the same function of a head."""
+    if q.map is None or k.map is None or q.map is k.map:
+        return q.map is k.map
+    return q.spec == k.spec and q.map.size == k.map.size and next(q.map.parameters(), None) is None
 
 
 def _continue_parts(
@@ -222,6 +241,12 @@ class Rotary(FeatureMap, Fusable):
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return kernels.rotary(x, positions, self.rates(x), amplitude=self.amplitude)
+
+    def pair(self, q: Tensor, k: Tensor, positions: Tensor, *, last: bool = False) -> tuple[Tensor, Tensor] | None:
+        """As for a FeatureMap; with `last`, `size` is that of the last channels of heads, those that turn."""
+        if not self.fused or (last and self.turning < self.size):
+            return None
+        return kernels.rotary(q, positions, self.rates(q), amplitude=self.amplitude, last=last, other=k)
 
     def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
         return kernels.Turn(positions, self.rates(x), self.amplitude) if self.fused else None

@@ -116,7 +116,8 @@ class ForgettingAttention(TokenMixer):
             context_parallel.check(state, cu_seqlens)
         parts = self.in_proj(checked_input(x, self.in_proj.in_features))
         streams = dict(zip(self.in_proj.widths, parts, strict=True))
-        _, following = positions(x, None if state is None else state.position, cu_seqlens)
+        seen, cache = (None, None) if state is None else (state.position, state.k)
+        _, following = positions(x, seen, cu_seqlens, cache=cache)
         last = None if state is None else state.last
         k, v, last = self._keys_and_values(streams, last, cu_seqlens, context_parallel)
         q = split_heads(streams["q"], self.num_heads)
@@ -127,9 +128,8 @@ class ForgettingAttention(TokenMixer):
             o = attend(self._attend, q, (k, v, log_decay), None, cu_seqlens, context_parallel)
         else:
             caches = state.k, state.v, state.log_decay
-            o, (k, v, decays) = attend_to_cache(
-                self._attend, q, (k, v, log_decay), caches, state.position, None, cu_seqlens
-            )
+            past = caches, state.position, None, cu_seqlens, following
+            o, (k, v, decays) = attend_to_cache(self._attend, q, (k, v, log_decay), *past)
             after = ForgettingState(k, v, decays, state.last if last is None else last, following)
         if self.o_norm is not None:
             o = self.o_norm(o, split_heads(streams["g"], self.num_heads) if "g" in streams else None)
@@ -143,14 +143,16 @@ class ForgettingAttention(TokenMixer):
         context_parallel: ContextParallel | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """k and v [B,T,Hkv,D], shifted and normed, and the last ones before their shift, if they are shifted."""
-        both = torch.cat([streams["k"], streams["v"]], -1)
+        k, v = streams["k"], streams["v"]
         if self.shift:
+            both = torch.cat([k, v], -1)
             before, last = shifted(both, None if last is None else last[:, 0], cu_seqlens, context_parallel)
             last = None if last is None else last[:, None]
             share = sigmoid(streams["shift"])[..., None]
             both = split_heads(both, 2 * self.num_kv_heads)
             both = (both + share * (split_heads(before, 2 * self.num_kv_heads) - both)).flatten(2)
-        k, v = (split_heads(x, self.num_kv_heads) for x in both.chunk(2, -1))
+            k, v = both.chunk(2, -1)
+        k, v = split_heads(k, self.num_kv_heads), split_heads(v, self.num_kv_heads)
         return k if self.k_norm is None else self.k_norm(k), v, last if self.shift else None
 
     def init_state(

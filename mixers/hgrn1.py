@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
-from kernels.core.elementwise import silu
+from kernels.activation_gate import activation_gate
 
 from .arguments import check_numbers
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops
@@ -64,11 +63,9 @@ class HGRN1(TokenMixer):
         context_parallel: ContextParallel | None = None,
     ) -> tuple[Tensor, VectorState | None]:
         i, f, g = self.in_proj(checked_input(x, self.in_proj.in_features))
-        if self.lower_bounds is None:
-            log_decay = F.logsigmoid(kernels.at_least_fp32(f))
-        else:
-            log_decay = self.lower_bounds.log_forget(f, self.site.layer)
-        added = -torch.expm1(log_decay) * silu(i)
+        odds = None if self.lower_bounds is None else self.lower_bounds.odds(self.site.layer)
+        log_decay, written = kernels.tied_gates(f, odds=odds, dtype=torch.promote_types(f.dtype, torch.float32))
+        added = activation_gate(i, written, activation="silu")
         h, last = run_selective_scan(
             added,
             log_decay,

@@ -52,6 +52,7 @@ def attend_to_cache(
     seen: Tensor,
     window_size: int | None,
     cu_seqlens: Tensor | None,
+    following: Tensor | None = None,
 ) -> tuple[Tensor, Sequence[Any]]:
     """Attend to the caches and the new tokens.
 
@@ -63,13 +64,14 @@ def attend_to_cache(
         seen: Number of earlier tokens of each sequence [N].
         window_size: How many tokens a query sees, including the last one; None for all.
         cu_seqlens: Boundaries [N+1] of packed documents; None if each row is a sequence.
+        following: With `Slots`, where to write seen + 1, in the launch that attends; None if that is not needed.
 
     Returns:
         o [B,T,H,V], and the next caches: window_size − 1 tokens, or all; or the same `Slots`.
     """
     entries = tuple(x.entries if isinstance(x, Slots) else x for x in caches)
     if isinstance(caches[0], Slots):
-        return run(q, *streams, cu_seqlens=cu_seqlens, cache=kernels.KeyCache(entries, seen)), caches
+        return run(q, *streams, cu_seqlens=cu_seqlens, cache=kernels.KeyCache(entries, seen, following)), caches
     return _attend_to_cache(run, q, streams, entries, seen, window_size, cu_seqlens)
 
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.core.elementwise import sigmoid
 
 from .arguments import check_sizes, size_or
-from .attention import Per, gate_width
+from .attention import Per, gate_width, gated
 from .base import Site, TokenMixer, checked_input, checked_site, dense_flops, positions
 from .context_parallel import ContextParallel
 from .features import Rotary
@@ -112,22 +111,32 @@ class MultiheadLatentAttention(TokenMixer):
         if self.q_up is not None and self.q_norm is not None:
             q = self.q_up(self.q_norm(q))
         q = split_heads(q, self.num_heads)
-        where, following = positions(x, None if state is None else state.position, cu_seqlens, context_parallel)
+        seen, cache = (None, None) if state is None else (state.position, state.latent)
+        where, following = positions(x, seen, cu_seqlens, context_parallel, cache)
         if self.rotary is not None and shared is not None:
-            still, turning = q.split([self.head_dim, self.rope_dim], -1)
-            q = torch.cat([still, self.rotary(turning, where).to(q.dtype)], -1)
-            shared = self.rotary(shared[:, :, None], where)[:, :, 0].to(shared.dtype)
+            q, shared = self._turned(q, shared[:, :, None], where)
         if shared is not None:
-            latent = torch.cat([latent, shared], -1)
+            latent = torch.cat([latent, shared.flatten(2)], -1)
         if state is None:
             o = attend(self._attention, q, [latent], None, cu_seqlens, context_parallel)
             return self._out(o, gate), None
-        o, (latent,) = attend_to_cache(self._attention, q, [latent], [state.latent], state.position, None, cu_seqlens)
+        past = [state.latent], state.position, None, cu_seqlens, following
+        o, (latent,) = attend_to_cache(self._attention, q, [latent], *past)
         return self._out(o, gate), LatentState(latent, following)
+
+    def _turned(self, q: Tensor, shared: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
+        """Turn the last channels of q [B,T,H,head_dim+rope_dim], and what all keys share [B,T,1,rope_dim]."""
+        assert self.rotary is not None
+        pair = self.rotary.pair(q, shared, where, last=True)
+        if pair is None:
+            still, turning = q.split([self.head_dim, self.rope_dim], -1)
+            turning, shared_turned = (self.rotary(x, where) for x in (turning, shared))
+            pair = torch.cat([still, turning.to(q.dtype)], -1), shared_turned
+        return pair[0].to(q.dtype), pair[1].to(shared.dtype)
 
     def _out(self, o: Tensor, gate: Tensor | None) -> Tensor:
         if gate is not None:
-            o = o * sigmoid(split_heads(gate, self.num_heads))
+            o = gated(o, gate)
         return self.o_proj(o.flatten(2))
 
     def _attention(

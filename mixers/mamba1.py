@@ -39,7 +39,7 @@ class StepProjection(nn.Linear):
         nn.init.uniform_(self.weight, -bound, bound)
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:  # type: ignore[override]
-        return kernels.low_rank_forget_gate(-x, self.weight, -bias)  # log σ(−a) = −softplus(a)
+        return kernels.low_rank_forget_gate(x, self.weight, bias, negated=True)  # −softplus(W x + bias)
 
 
 @register(

@@ -1,14 +1,22 @@
 """Several linear maps of one input, fused into one matrix product."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import kernels
+from kernels.core.elementwise import sigmoid, tanh
+from kernels.linear import Product, few_products
 
+# names of the activations that `few_products` computes
+FUSED: dict[Callable[[Tensor], Tensor] | None, Literal["none", "sigmoid", "tanh"]] = {
+    None: "none",
+    sigmoid: "sigmoid",
+    tanh: "tanh",
+}
 UNIT = 16  # columns: rows of whole units are what tensor cores and the compiler of our kernels can read in large pieces
 MANY = 512  # rows of a product that takes longer than a copy of its weight
 
@@ -138,6 +146,30 @@ class LowRankLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.down(x)
         return self.up(y if self.activation is None else self.activation(y))
+
+
+def mapped(maps: Sequence[tuple[Linear | LowRankLinear, Tensor]]) -> list[Tensor]:
+    """Return the result of each linear map, also of low rank; for a single token, of all of them in two launches."""
+    results = _mapped_together(maps)
+    return [module(x) for module, x in maps] if results is None else results
+
+
+def _mapped_together(maps: Sequence[tuple[Linear | LowRankLinear, Tensor]]) -> list[Tensor] | None:
+    """Return the results of two launches; None if a map is something else than a product, or there are many tokens."""
+    low_rank = {i: module for i, (module, _) in enumerate(maps) if isinstance(module, LowRankLinear)}
+    first = [module.down if isinstance(module, LowRankLinear) else module for module, _ in maps]
+    names = [FUSED.get(low_rank[i].activation) if i in low_rank else "none" for i in range(len(maps))]
+    linear = [*first, *(module.up for module in low_rank.values())]
+    own = any(type(module).forward is not Linear.forward or module.bias is not None for module in linear)
+    if own or any(type(module).forward is not LowRankLinear.forward for module in low_rank.values()):
+        return None
+    inputs = zip((x for _, x in maps), first, names, strict=True)
+    products = [Product(x, module.weight, name) for x, module, name in inputs if name is not None]
+    results = few_products(products) if len(products) == len(maps) else None
+    if results is None or not low_rank:
+        return results
+    ups = few_products([Product(results[i], module.up.weight) for i, module in low_rank.items()])
+    return None if ups is None else [dict(zip(low_rank, ups, strict=True)).get(i, y) for i, y in enumerate(results)]
 
 
 class ZeroOutputProjection(OutputProjection):

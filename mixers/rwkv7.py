@@ -13,7 +13,7 @@ from .arguments import check_numbers, check_sizes, size_or
 from .base import LinearMixer, LinearState, Site, Streams, checked_input, checked_site
 from .context_parallel import ContextParallel
 from .norm import HeadNorm
-from .projection import LowRankLinear, OrthogonalLinear, ZeroOutputProjection, split_heads
+from .projection import LowRankLinear, OrthogonalLinear, ZeroOutputProjection, mapped, split_heads
 from .registry import register
 from .shift import mixed_with_previous
 
@@ -131,12 +131,15 @@ class RWKV7(LinearMixer):
     def _project(self, mixtures: tuple[Tensor, ...], passed: Mapping[str, Tensor] | None) -> tuple[Streams, Tensor]:
         """The streams, and the values of the lowest layer [B,T,hidden]."""
         r, w, k, v, a, g = mixtures
-        values = first = self.v_proj(v)
-        if self.value is not None and self.value_bias is not None:
+        low_rank = [(self.decay, w), (self.rate, a), (self.g, g), *([] if self.value is None else [(self.value, v)])]
+        streams = mapped([(self.r_proj, r), (self.k_proj, k), (self.v_proj, v), *low_rank])
+        q, k, values, decay, rate, gate, *share = streams
+        first = values
+        if self.value_bias is not None:
             first = self._first(passed, values)
-            values = kernels.sigmoid_mix(values, first, self.value(v), self.value_bias)
-        q, k, v = (split_heads(y, self.num_heads) for y in (self.r_proj(r), self.k_proj(k), values))
-        return Streams(q, k, v, self.decay(w), gate=self.g(g), erase=self.rate(a)), first
+            values = kernels.sigmoid_mix(values, first, share[0], self.value_bias)
+        q, k, v = (split_heads(y, self.num_heads) for y in (q, k, values))
+        return Streams(q, k, v, decay, gate=gate, erase=rate), first
 
     def _first(self, passed: Mapping[str, Tensor] | None, values: Tensor) -> Tensor:
         """The values of the lowest layer.

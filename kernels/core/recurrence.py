@@ -40,13 +40,14 @@ class Recurrences:
     consume_state: bool = False  # whether `first_state()` may be overwritten; never if autograd may need it
     keep_states: bool = False  # whether kernels keep the states before all chunks, if there is to be a backward pass
     erase: Tensor | None = None  # [B,nT,H·E,K]; k by default
+    erase_write: Tensor | None = None  # [B,nT,H·E,K]; k by default
     read_before: bool = False  # whether the erase key reads the state before it decays
     steps: int = 1
     final: bool = True  # whether the final states are needed
 
     @property
     def differentiated(self) -> bool:
-        tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state, self.erase)
+        tensors = (self.q, self.k, self.v, self.log_decay, self.beta, self.initial_state, self.erase, self.erase_write)
         return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
     @property

@@ -1,5 +1,9 @@
 """S_t = D_t S_{t−1} + k_t (v_t − X_tᵀ a_t)ᵀ, o_t = scale · S_tᵀ q_t."""
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -133,28 +137,30 @@ def delta_rule(
         raise ValueError("beta: the delta rule needs beta or erase")
     if beta is not None and beta.dim() == 4 and erase is not None:
         raise ValueError("beta: one per channel makes erase keys of k, so that erase cannot be given as well")
+    erasing = Erasing(erase, read_before, steps)
+    options: dict[str, Any] = dict(subheads=subheads, scale=scale, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    options |= dict(consume_state=consume_state, keep_states=keep_states)
+    checked: Callable[..., Recurrences] = partial(check, **options)
+    a = checked(q, k, v, log_decay, beta, erasing=erasing)
     if erase_write is not None:
         if erase is None:
             raise ValueError("erase_write: needs erase, which it goes with")
-        # the streams and β as the caller knows them; the rest does not change
-        check(q, k, v, None, beta, subheads, scale, None, None, erasing=Erasing(erase, read_before, steps))
-        q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
-        beta = None if beta is None else beta.repeat_interleave(2, 1)
-    args = (q, k, v, log_decay, beta, subheads, scale, initial_state, cu_seqlens)
-    erasing = Erasing(erase, read_before, steps)
-    a = check(*args, consume_state=consume_state, keep_states=keep_states, erasing=erasing)
+        check_erase_write(k, erase, erase_write)
+        a.erase_write = erase_write
+        if not one_token(a) or a.differentiated or GENERAL.backend(q, a) != "triton":
+            q, k, v, erase, steps = two_steps(q, k, v, erase, erase_write, steps, subheads)
+            beta = None if beta is None else beta.repeat_interleave(2, 1)
+            a = checked(q, k, v, log_decay, beta, erasing=Erasing(erase, read_before, steps))
     a.final = return_state
     o, state = op_of(a)(q, a)
     return o, state if return_state else None
 
 
-def two_steps(
-    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, erase_write: Tensor, steps: int, subheads: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
-    """q, k, v, erase and the steps per token of a recurrence that erases in one step and writes in the next.
+def check_erase_write(k: Tensor, erase: Tensor, erase_write: Tensor) -> None:
+    """Check the keys that erased values are written with against the others.
 
     Raises:
-        ValueError: The shapes do not fit each other.
+        ValueError: They do not fit each other.
     """
     if erase_write.shape != erase.shape:
         raise ValueError(
@@ -163,14 +169,18 @@ def two_steps(
     for name, x in ("erase", erase), ("erase_write", erase_write):
         if x.dtype != k.dtype:
             raise ValueError(f"{name}: is {x.dtype}, but k is {k.dtype}; with erase_write, both have one dtype")
+
+
+def two_steps(
+    q: Tensor, k: Tensor, v: Tensor, erase: Tensor, erase_write: Tensor, steps: int, subheads: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int]:
+    """q, k, v, erase and the steps per token of a recurrence that erases in one step and writes in the next."""
     heads, groups = v.shape[2], k.shape[2] // subheads
     if heads != groups:  # the keys of the first step are those of value heads
         q, k = (
             x.unflatten(2, (groups, 1, subheads)).expand(-1, -1, -1, heads // groups, -1, -1).flatten(2, 4)
             for x in (q, k)
         )
-    if erase_write.shape != k.shape:
-        raise ValueError(f"erase: expected {tuple(k.shape)}, got {tuple(erase.shape)}")
     k, v, erase = (
         torch.stack(pair, 2).flatten(1, 2)
         for pair in ((erase_write, k), (torch.zeros_like(v), v), (erase, torch.zeros_like(erase)))

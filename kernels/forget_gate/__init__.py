@@ -3,7 +3,9 @@
 import torch
 from torch import Tensor
 
+from ..core.autograd import plain
 from ..core.backend import Op, loaded
+from ..core.deterministic import is_deterministic
 from ..core.recompute import remake
 from ..core.recurrence import at_least_fp32
 from . import composition
@@ -73,6 +75,10 @@ def lower_bound_odds(bounds: Tensor, layer: int) -> Tensor:
     Returns:
         Log odds [C] in at least fp32.
     """
+    differentiated = bounds.requires_grad and torch.is_grad_enabled()
+    if not differentiated and plain((bounds,)) and not is_deterministic() and OP.backend(bounds) == "triton":
+        odds: Tensor = loaded("kernels.forget_gate.gpu.op:odds_at")(bounds, layer)
+        return odds
     rows = at_least_fp32(bounds)
     return rows[1 : layer + 1].logsumexp(0) - torch.cat([rows[:1], rows[layer + 1 :]]).logsumexp(0)
 

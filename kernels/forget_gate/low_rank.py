@@ -10,15 +10,19 @@ from ..head_linear import head_linear
 from . import composition, forget_gate
 
 
-def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def composed(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, negated: bool) -> Tensor:
     """The decays of a separate matrix product."""
+    if negated:
+        x, bias = -x, None if bias is None else -bias
     raw = head_linear(x.unflatten(-1, (1, -1)), weight.mT[None])  # as of a single head
     # by views, since the gradient of an index is a copy into zeros
     return forget_gate(raw.flatten(2), bias, scale=scale).to(dtype_of(x))
 
 
-def _by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    return composition.reference(at_least_fp32(x) @ at_least_fp32(weight).mT, bias, None, scale).to(dtype_of(x))
+def _by_formula(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, negated: bool) -> Tensor:
+    raw = at_least_fp32(x) @ at_least_fp32(weight).mT
+    raw = raw if bias is None else raw + bias
+    return composition.reference(-raw if negated else raw, None, None, scale).to(dtype_of(x))
 
 
 def dtype_of(x: Tensor) -> torch.dtype:
@@ -34,7 +38,9 @@ OP = Op(
 )
 
 
-def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0) -> Tensor:
+def low_rank_forget_gate(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scale: float = 1.0, negated: bool = False
+) -> Tensor:
     """log_decay = scale · log σ(W x + bias) (GLA, arXiv 2312.06635, section 4.4).
 
     It is computed in at least fp32, and rounded to bf16 if x is in bf16: an error of at most 0.2 % of each logarithm,
@@ -45,6 +51,7 @@ def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         weight: W [C,R].
         bias: Added to W x [C]; None for none.
         scale: Factor on the result.
+        negated: Whether to return scale · log σ(−(W x + bias)) = −scale · softplus(W x + bias) (Mamba).
 
     Returns:
         log_decay [B,T,C], in bf16 if x is (autocast counts), else in at least fp32.
@@ -60,5 +67,5 @@ def low_rank_forget_gate(x: Tensor, weight: Tensor, bias: Tensor | None = None, 
         raise ValueError(f"bias: expected [{weight.shape[0]}], got shape {tuple(bias.shape)}")
     if (dtype := autocast_dtype(x.device)) is not None:
         x = x.to(dtype)
-    log_decay: Tensor = OP(x, x, weight, bias, scale)
+    log_decay: Tensor = OP(x, x, weight, bias, scale, negated)
     return log_decay

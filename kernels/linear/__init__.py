@@ -1,17 +1,22 @@
 """A linear map; for few rows, as in decoding, kernels that read the weight once."""
 
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..core.autocast import autocast_dtype
-from ..core.backend import Op
+from ..core.autograd import plain
+from ..core.backend import Op, loaded
 from ..core.deterministic import is_deterministic
 from ..core.recurrence import at_least_fp32
 from . import tiles
 
 MOST_INPUTS = 16384  # of the Triton kernels
 FEW_ROWS = 2  # for which they serve any weight
+MOST_PRODUCTS = 8  # of a launch
 MOST_ROWS, MOST_OUTPUTS = 64, 8192  # up to which they serve half precision; the others take cuBLAS
 
 
@@ -71,3 +76,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return tiles.linear(x, weight, bias)
     y: Tensor = OP(x, x, weight, bias)
     return y
+
+
+class Product(NamedTuple):
+    """activation(x Wᵀ)."""
+
+    x: Tensor  # […,I]
+    weight: Tensor  # [O,I]
+    activation: Literal["none", "sigmoid", "tanh"] = "none"
+
+
+def few_products(products: Sequence[Product]) -> list[Tensor] | None:
+    """Compute products of one or two rows each, without gradients, in one launch.
+
+    Args:
+        products: The products. They all have the same number of rows.
+
+    Returns:
+        The result […,O] of each product; None if they need another way: `linear`, and the activation.
+    """
+    x, *others = (product.x for product in products)
+    alike = all(other.shape[:-1] == x.shape[:-1] and other.dtype == x.dtype for other in others)
+    if not alike or not 0 < x.numel() <= FEW_ROWS * x.shape[-1] or len(products) > MOST_PRODUCTS or is_deterministic():
+        return None
+    tensors = [tensor for product in products for tensor in product[:2]]
+    # the weights of shards have no two axes
+    if (
+        not plain(tensors)
+        or any(w.dim() != 2 or not few_rows(x, w) for x, w, _ in products)
+        or OP.backend(x) != "triton"
+    ):
+        return None
+    results: list[Tensor] = loaded("kernels.linear.gpu.op:several")(products)
+    return results

@@ -1,6 +1,6 @@
 """Rotary positions: pairs of channels, a half of a head apart, turn by angles that grow with the position."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -13,9 +13,21 @@ from ..core.recurrence import at_least_fp32
 
 class Arguments(NamedTuple):
     x: Tensor  # [B,T,H,D]
+    other: Tensor | None  # [B,T,H',D']
     positions: Tensor  # [B or 1,T]
     rates: Tensor  # [P]
     amplitude: float
+    last: bool  # whether the last 2P channels of a head turn; otherwise the first
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that turn."""
+        return (self.x,) if self.other is None else (self.x, self.other)
+
+
+class Turned(NamedTuple):
+    x: Tensor
+    other: Tensor | None  # None without another tensor
 
 
 def angles(args: Arguments) -> Tensor:
@@ -23,69 +35,129 @@ def angles(args: Arguments) -> Tensor:
     return args.positions[..., None, None] * args.rates
 
 
-def reference(x: Tensor, positions: Tensor, rates: Tensor, amplitude: float) -> Tensor:
+def _parts(x: Tensor, pairs: int, last: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The channels [..., before], [..., 2·pairs] and [..., behind] of x, of which those in the middle turn."""
+    rest = x.shape[3] - 2 * pairs
+    before, middle, behind = x.split([rest * last, 2 * pairs, rest * (not last)], -1)
+    return before, middle, behind
+
+
+def reference(
+    x: Tensor, other: Tensor | None, positions: Tensor, rates: Tensor, amplitude: float, last: bool
+) -> Turned:
     """The formula, with pairs as complex numbers."""
-    angle = angles(Arguments(x, positions, rates, amplitude))
-    first, second, rest = at_least_fp32(x).split([len(rates), len(rates), x.shape[3] - 2 * len(rates)], -1)
-    turned = torch.complex(first, second) * torch.polar(torch.full_like(angle, amplitude), angle)
-    return torch.cat([turned.real, turned.imag, rest], -1).to(x.dtype)
+    args = Arguments(x, other, positions, rates, amplitude, last)
+    angle = angles(args)
+
+    def turned(x: Tensor) -> Tensor:
+        before, middle, behind = _parts(at_least_fp32(x), len(rates), last)
+        y = torch.complex(*middle.chunk(2, -1)) * torch.polar(torch.full_like(angle, amplitude), angle)
+        return torch.cat([before, y.real, y.imag, behind], -1).to(x.dtype)
+
+    return Turned(turned(x), None if other is None else turned(other))
 
 
-def empty(args: Arguments) -> tuple[Tensor]:
+def empty(args: Arguments) -> Turned:
     """Uninitialised results."""
-    return (new(args.x, *args.x.shape),)
+    x, other = args[:2]
+    return Turned(new(x, *x.shape), None if other is None else new(other, *other.shape))
 
 
-def _turned(args: Arguments, sign: int) -> tuple[Tensor]:
+def gradients(turn: Any, args: Arguments, dx: Tensor | None, dother: Tensor | None) -> Gradients:
+    """The gradients of the tensors: those of the results, turned the other way by `turn(args, -1)`."""
+    if args.other is None or dother is None:
+        return {} if dx is None else {"x": turn(args._replace(x=dx, other=None), -1).x}
+    if dx is None:
+        return {"other": turn(args._replace(x=dother, other=None), -1).x}
+    dx, dother = turn(args._replace(x=dx, other=dother), -1)
+    return {"x": dx, "other": dother}
+
+
+def read_by_no_gradient(args: Arguments) -> list[str]:
+    """The names of the tensors whose values the backward pass does not read."""
+    return ["x", "other"][: len(args.tensors)]
+
+
+def _turned(args: Arguments, sign: int) -> Turned:
     """Turn whole rows of heads: half a head is too short for a CPU's vector loops."""
-    x, angle = args.x, angles(args)
-    cos, sin = ((args.amplitude * part).to(x.dtype) for part in (angle.cos(), sign * angle.sin()))
-    x, rest = x.split([2 * len(args.rates), x.shape[3] - 2 * len(args.rates)], -1)
-    heads, rows = x.shape[2], (*x.shape[:2], x.shape[2] * x.shape[3])
-    cos, sin = (torch.cat(both, -1).expand(-1, -1, heads, -1).flatten(2) for both in ((cos, cos), (-sin, sin)))
-    other = torch.cat(x.chunk(2, -1)[::-1], -1)
-    turned = (x.reshape(rows) * cos).addcmul_(other.view(rows), sin).view(x.shape)
-    return (torch.cat([turned, rest], -1) if rest.shape[-1] else turned,)
+    angle, pairs = angles(args), len(args.rates)
+
+    def turned(x: Tensor) -> Tensor:
+        cos, sin = ((args.amplitude * part).to(x.dtype) for part in (angle.cos(), sign * angle.sin()))
+        before, middle, behind = _parts(x, pairs, args.last)
+        heads, rows = x.shape[2], (*x.shape[:2], x.shape[2] * 2 * pairs)
+        cos, sin = (torch.cat(both, -1).expand(-1, -1, heads, -1).flatten(2) for both in ((cos, cos), (-sin, sin)))
+        swapped = torch.cat(middle.chunk(2, -1)[::-1], -1)
+        y = (middle.reshape(rows) * cos).addcmul_(swapped.view(rows), sin).view(middle.shape)
+        return torch.cat([before, y, behind], -1) if x.shape[3] > 2 * pairs else y
+
+    return Turned(turned(args.x), None if args.other is None else turned(args.other))
 
 
-def _compute(args: Arguments) -> tuple[Tensor]:
+def _compute(args: Arguments) -> Turned:
     return _turned(args, 1)
 
 
-def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    return {"x": _turned(args._replace(x=dy), -1)[0]}
+def _differentiate(args: Arguments, needed: Any, dx: Tensor | None, dother: Tensor | None) -> Gradients:
+    return gradients(_turned, args, dx, dother)
 
 
-composed = register("rotary", _compute, _differentiate, empty, unread=lambda args: ("x",))
+composed = register("rotary", _compute, _differentiate, empty, results=2, unread=read_by_no_gradient)
 OP = Op("rotary", reference=reference, torch=composed, gpu="kernels.rotary.gpu.op:forward")
 
 
-def rotary(x: Tensor, positions: Tensor, rates: Tensor, *, amplitude: float = 1.0) -> Tensor:
+@overload
+def rotary(
+    x: Tensor, positions: Tensor, rates: Tensor, *, amplitude: float = 1.0, last: bool = False, other: None = None
+) -> Tensor: ...
+
+
+@overload
+def rotary(
+    x: Tensor, positions: Tensor, rates: Tensor, *, amplitude: float = 1.0, last: bool = False, other: Tensor
+) -> tuple[Tensor, Tensor]: ...
+
+
+def rotary(
+    x: Tensor,
+    positions: Tensor,
+    rates: Tensor,
+    *,
+    amplitude: float = 1.0,
+    last: bool = False,
+    other: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Turn each pair of channels (p, p + P) of a head by position · rate_p, and scale it (arXiv 2104.09864).
 
-    The channels from 2P on do not change. Only `x` has a gradient.
+    The channels from 2P on do not change. Only `x` and `other` have gradients.
 
     Args:
         x: Queries or keys [B,T,H,D].
         positions: Position of each token [B or 1,T], integers.
         rates: Angle by which each of P ≤ D/2 pairs turns per token [P], in radians, in at least fp32.
         amplitude: Factor of the channels that turn.
+        last: Whether the last 2P channels turn, and the ones before them do not change.
+        other: Another tensor [B,T,H',D'], which turns in the same launch; None for none.
 
     Returns:
-        y [B,T,H,D] in the dtype of x.
+        y [B,T,H,D] in the dtype of x; with `other`, its result as well.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
     """
-    if x.dim() != 4 or not x.is_floating_point():
-        raise ValueError(f"x: expected a floating [B,T,H,D], got {x.dtype} {tuple(x.shape)}")
+    for name, z in (("x", x), *([] if other is None else [("other", other)])):
+        if z.dim() != 4 or z.shape[:2] != x.shape[:2] or not z.is_floating_point():
+            rows = "[B,T,H,D]" if z is x else f"[{x.shape[0]},{x.shape[1]},H,D]"
+            raise ValueError(f"{name}: expected a floating {rows}, got {z.dtype} {tuple(z.shape)}")
     if positions.is_floating_point() or positions.shape not in [x.shape[:2], (1, x.shape[1])]:
         expected = f"integers [{x.shape[0]},{x.shape[1]}] or [1,{x.shape[1]}]"
         raise ValueError(f"positions: expected {expected}, got {positions.dtype} {tuple(positions.shape)}")
-    if rates.dim() != 1 or not 0 < 2 * len(rates) <= x.shape[3] or at_least_fp32(rates) is not rates:
+    size = min(x.shape[3], x.shape[3] if other is None else other.shape[3])
+    if rates.dim() != 1 or not 0 < 2 * len(rates) <= size or at_least_fp32(rates) is not rates:
         raise ValueError(
-            f"rates: expected [at most {x.shape[3] // 2}] in at least fp32, got {rates.dtype} {tuple(rates.shape)}"
+            f"rates: expected [at most {size // 2}] in at least fp32, got {rates.dtype} {tuple(rates.shape)}"
         )
-    args = Arguments(x, positions, rates, float(amplitude))
-    y: Tensor = OP(x, *args) if plain(args[:3]) else _compute(args)[0]  # compilers fuse the formula
-    return y
+    args = Arguments(x, other, positions, rates, float(amplitude), last)
+    # compilers fuse the formula
+    turned: Turned = OP(x, *args) if plain(args[:4]) else _compute(args)
+    return turned[0] if turned[1] is None else (turned[0], turned[1])

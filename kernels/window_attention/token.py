@@ -26,6 +26,7 @@ class KeyCache(NamedTuple):
 
     entries: tuple[Tensor, ...]  # keys [B,R,Hkv,D], values [B,R,Hkv,V], and log decays [B,R,H] if scores decay
     seen: Tensor  # [B] int64: number of earlier tokens of each row
+    following: Tensor | None = None  # [B] int64, in other memory: becomes seen + 1; None if that is not needed
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,10 @@ def check_cache(a: Attention, window_size: int | None, cache: KeyCache) -> Token
     if cache.seen.shape != (B,) or cache.seen.dtype != torch.int64 or cache.seen.device != a.q.device:
         actual = f"{cache.seen.dtype} {tuple(cache.seen.shape)} on {cache.seen.device}"
         raise ValueError(f"cache.seen: expected an int64 [{B}] on {a.q.device}, got {actual}")
+    after = cache.following
+    if after is not None and (after.shape, after.dtype, after.device) != (cache.seen.shape, torch.int64, a.q.device):
+        actual = f"{after.dtype} {tuple(after.shape)} on {after.device}"
+        raise ValueError(f"cache.following: expected an int64 [{B}] on {a.q.device}, got {actual}")
     size = cache.entries[0].shape[1] if cache.entries[0].dim() > 1 else 0
     for number, (x, y) in enumerate(zip(cache.entries, new, strict=True)):
         expected = (B, max(size, 1), *y.shape[2:])
@@ -75,6 +80,8 @@ def composed(run: Callable[[Attention], Tensor], a: TokenAttention) -> Tensor:
     rows, size = torch.arange(len(a.q), device=seen.device), a.cache.entries[0].shape[1]
     for x, new in zip(a.cache.entries, a.new, strict=True):
         x[rows, seen % size] = new[:, 0]
+    if a.cache.following is not None:
+        torch.add(seen, 1, out=a.cache.following)
     token = seen[:, None] + torch.arange(1 - a.window, 1, device=seen.device)
     k, v, *decays = (x[rows[:, None], token % size] for x in a.cache.entries)
     first = (a.window - 1 - seen).clamp(min=0)

@@ -15,7 +15,9 @@ from .recurrences import rounded, rows
 from .test_features import PACKED, STAGES, Arguments, agree, assert_same, inputs, results
 
 pytest.importorskip("triton")
+from kernels.features import FeatureStream
 from kernels.features.gpu import op as gpu_op
+from kernels.gpu.paths import dry_run
 
 pytestmark = pytest.mark.usefixtures("poison")
 
@@ -387,6 +389,26 @@ def test_whole_is_pieces():
             pieces.append(y)
     assert torch.equal(torch.cat(pieces, 1), whole)
     assert torch.equal(history, last)
+
+
+@interpreted
+@torch.no_grad()
+def test_tokens_without_a_convolution_take_one_launch():
+    x, y = torch.randn(2, 1, 3, 20), torch.randn(2, 1, 6, 10)
+    history, none = torch.randn(2, 3, 60), torch.randn(2, 0, 60)
+    options = {"return_history": True, "activation": "silu"}
+    streams = [
+        FeatureStream(x, history=none, **options),
+        FeatureStream(y, history=none, norm="l2", **options),
+        FeatureStream(x, torch.randn(60, 1, 4), history=history, **options),
+    ]
+    expected = [kernels.features_together([stream])[0] for stream in streams]
+    with kernels.backend("triton"):
+        with dry_run() as record:
+            kernels.features_together(streams)
+        actual = kernels.features_together(streams)
+    assert [launch.name for launch in record.launches] == ["features.token.tokens"]
+    torch.testing.assert_close(actual, expected)
 
 
 @interpreted

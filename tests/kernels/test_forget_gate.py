@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.forget_gate import lower_bound_odds
 
 from .op_contract import BACKENDS, DEVICE, OpContract, SeveralResults, Tensors, interpreted
 
@@ -257,3 +258,25 @@ def test_strong_decays_are_not_resets(backend: str):
     with kernels.backend(backend):
         torch.testing.assert_close(kernels.forget_gate(x), x)
         torch.testing.assert_close(kernels.forget_gate(x, None, x), x + math.log(2))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+def test_negated_low_rank_gates_are_those_of_negated_inputs(backend: str):
+    a = {name: x.requires_grad_() for name, x in low_rank(3, 10, (2, 7)).items()}
+    with kernels.backend(backend):
+        actual = kernels.low_rank_forget_gate(**a, scale=0.5, negated=True)
+        expected = kernels.low_rank_forget_gate(-a["x"], a["weight"], -a["bias"], scale=0.5)
+    torch.testing.assert_close(actual, expected)
+    gradients = (torch.autograd.grad(y.sin().sum(), [*a.values()]) for y in (actual, expected))
+    for actual_gradient, expected_gradient in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual_gradient, expected_gradient)
+
+
+@pytest.mark.parametrize("layer", [1, 3, 5])
+def test_log_odds_without_gradients_are_those_with_them(layer: int):
+    bounds = 3 * torch.randn(6, 700)
+    expected = lower_bound_odds(bounds.requires_grad_(), layer)
+    with torch.no_grad(), kernels.backend("triton"):
+        actual = lower_bound_odds(bounds, layer)
+        assert lower_bound_odds(bounds[:, ::7], layer).equal(actual[::7])
+    torch.testing.assert_close(actual, expected)

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import kernels
+from kernels.linear import Product, few_products
 
 from .places import PLACES
 
@@ -224,3 +225,43 @@ def test_a_gated_mlp_on_device(rows: int, I: int, inner: int, activation: str):
     with kernels.backend("reference"):
         expected = kernels.gated_mlp(x.float(), gate_up.float(), down.float(), activation=activation)
     assert error(actual, expected) <= 6e-3
+
+
+@pytest.mark.parametrize("device", PLACES)
+@pytest.mark.parametrize("rows", [1, 2])
+@torch.no_grad()
+def test_several_products_are_each_alone(rows: int, device: str):
+    """Bitwise where there is no activation; with one, it is that of the rounded product."""
+    activations = {"none": lambda y: y, "sigmoid": torch.sigmoid, "tanh": torch.tanh}
+    sizes = ((1100, 300, "none"), (20, 7, "sigmoid"), (300, 1025, "tanh"), (2050, 33, "none"))
+    parts = [inputs(rows, I, O, device=device)[:2] for I, O, _ in sizes]
+    parts[2][0].mul_(1e-3)
+    products = [Product(x, w, name) for (x, w), (*_, name) in zip(parts, sizes, strict=True)]
+    with kernels.backend("triton"):
+        with dry_run() as record:
+            few_products(products)
+        actual = few_products(products)
+        alone = [kernels.linear(x, w) for x, w, _ in products]
+    assert [launch.name for launch in record.launches] == ["linear.op.linear_several"]
+    for y, z, (*_, name) in zip(actual, alone, sizes, strict=True):
+        expected = activations[name](z)
+        if name == "none":
+            assert torch.equal(y, z)
+        torch.testing.assert_close(y, expected, rtol=1e-5, atol=0)
+
+
+def test_products_that_need_another_way():
+    x, weight, _ = inputs(1, 20, 7)
+    product = Product(x, weight)
+    with kernels.backend("torch"), torch.no_grad():
+        assert few_products([product]) is None
+    with kernels.backend("triton"):
+        assert few_products([product._replace(weight=weight.clone().requires_grad_())]) is None
+        with torch.no_grad():
+            assert few_products([product]) is not None
+            assert few_products([product] * 9) is None
+            assert few_products([product, product._replace(x=torch.cat([x, x]))]) is None
+            assert few_products([product, product._replace(weight=weight.half())]) is None
+            assert few_products([product._replace(weight=weight[0, :0])]) is None
+            with kernels.deterministic():
+                assert few_products([product]) is None

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import kernels
 
-from .op_contract import DEVICE, OpContract, Tensors
+from .op_contract import DEVICE, OpContract, SeveralResults, Tensors
 
 
 class TestRotary(OpContract):
@@ -41,11 +41,54 @@ class TestRotary(OpContract):
         return kernels.rotary(**tensors, positions=self.positions, rates=rates, amplitude=1.2)
 
     def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
-        yield *tensors.values(), self.positions, self.rates, 1.2, False
+        yield *tensors.values(), None, self.positions, self.rates, 1.2, False, False
 
     def test_gradients_are_those_of_finite_differences(self):
         inputs = [x.double().requires_grad_() for x in self.inputs(2, 3, 2, 7, 3, 2).values()]
         assert torch.autograd.gradcheck(lambda x: self.call(x=x), inputs)
+
+
+class TestRotaryOfTwo(SeveralResults):
+    op = "rotary"
+    outputs = ("y", "z")
+    # B, T, H, D, H', D', P, rows of positions, and whether the last channels turn
+    sizes = (
+        (1, 5, 4, 8, 2, 8, 4, 1, False),
+        (2, 17, 3, 7, 5, 4, 2, 2, True),
+        (3, 1, 9, 12, 1, 8, 4, 3, True),
+        (1, 3, 40, 128, 2, 128, 64, 1, False),
+    )
+    some_sizes = sizes[1]
+    device_sizes = ((4, 1023, 8, 192, 1, 64, 32, 1, True), (64, 1, 16, 64, 4, 64, 32, 64, False))
+    rounded_once = ("triton",)
+    low = ("x", "other", "y", "z")
+    device_tolerance = 1e-5
+    positions: Tensor
+    rates: Tensor
+    last: bool
+
+    def inputs(self, *sizes: int) -> Tensors:
+        B, T, H, D, heads, size, P, rows, self.last = sizes
+        self.positions = torch.randint(0, 3000, (rows, T), device=DEVICE)
+        self.rates = 10000.0 ** -torch.linspace(0, 1, P, device=DEVICE)
+        x, other = torch.randn(B, T, H * D + heads * size, device=DEVICE).split([H * D, heads * size], -1)
+        return {"x": x.unflatten(-1, (H, D)), "other": other.unflatten(-1, (heads, size))}
+
+    def call(self, **tensors: Tensor) -> Any:
+        rates = self.rates.double() if tensors["x"].dtype == torch.float64 else self.rates
+        return kernels.rotary(**tensors, positions=self.positions, rates=rates, amplitude=1.2, last=self.last)
+
+    def registered(self, tensors: Tensors) -> Iterable[tuple[Any, ...]]:
+        yield *tensors.values(), self.positions, self.rates, 1.2, self.last, False
+
+    @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+    def test_each_turns_as_alone(self, sizes: tuple[Any, ...], backend: str):
+        inputs = self.inputs(*sizes)
+        with kernels.backend(backend):
+            assert all(
+                torch.equal(together, self.call(x=alone))
+                for together, alone in zip(self.call(**inputs), inputs.values(), strict=True)
+            )
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
@@ -53,7 +96,9 @@ def test_a_quarter_turn(backend: str):
     x = torch.arange(1.0, 6.0).view(1, 1, 1, 5)
     with kernels.backend(backend):
         y = kernels.rotary(x, torch.tensor([[3]]), torch.tensor([torch.pi / 6, torch.pi / 3]))
+        last = kernels.rotary(x, torch.tensor([[3]]), torch.tensor([torch.pi / 6, torch.pi / 3]), last=True)
     torch.testing.assert_close(y.flatten(), torch.tensor([-3.0, -2.0, 1.0, -4.0, 5.0]))
+    torch.testing.assert_close(last.flatten(), torch.tensor([1.0, -4.0, -3.0, 2.0, -5.0]))
 
 
 @pytest.mark.parametrize(
@@ -61,6 +106,14 @@ def test_a_quarter_turn(backend: str):
     [
         ({"x": torch.zeros(1, 5, 4)}, r"x: expected a floating \[B,T,H,D\], got torch.float32 \(1, 5, 4\)"),
         ({"x": torch.zeros(1, 5, 2, 4).long()}, r"x: expected a floating \[B,T,H,D\], got torch.int64"),
+        (
+            {"other": torch.zeros(1, 4, 2, 4)},
+            r"other: expected a floating \[1,5,H,D\], got torch.float32 \(1, 4, 2, 4\)",
+        ),
+        (
+            {"other": torch.zeros(1, 5, 1, 3)},
+            r"rates: expected \[at most 1\] in at least fp32, got torch.float32 \(2,\)",
+        ),
         ({"positions": torch.zeros(2, 5).long()}, r"positions: expected integers \[1,5\] or \[1,5\], got torch.int64"),
         ({"positions": torch.zeros(1, 5)}, r"positions: expected integers \[1,5\] or \[1,5\], got torch.float32"),
         ({"rates": torch.zeros(3)}, r"rates: expected \[at most 2\] in at least fp32, got torch.float32 \(3,\)"),

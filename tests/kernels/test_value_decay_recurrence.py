@@ -100,17 +100,36 @@ def test_outputs_in_bf16_are_scores_in_fp32():
     assert_same({n: actual[n] for n in ("o", "state")}, {n: run(a, backend="reference")[n] for n in ("o", "state")})
 
 
-def test_a_step_may_overwrite_the_state():
-    a = inputs(1)
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_step_may_overwrite_the_state(backend: str):
+    a = inputs(1, dtype=torch.float32 if backend == "triton" else torch.float64)
     expected = kernels.value_decay_recurrence(**a, return_state=True)
     state = a["initial_state"]
-    actual = kernels.value_decay_recurrence(**a, return_state=True, consume_state=True)
-    assert actual[1].data_ptr() == state.data_ptr()
-    torch.testing.assert_close(actual, expected)
-    a["initial_state"], q = torch.randn_like(state), a.pop("q").requires_grad_()
-    kept = a["initial_state"].clone()
-    kernels.value_decay_recurrence(q, **a, return_state=True, consume_state=True)
+    with kernels.backend(backend):
+        kept = state.clone()
+        torch.testing.assert_close(kernels.value_decay_recurrence(**a, return_state=True), expected)
+        assert torch.equal(state, kept)
+        actual = kernels.value_decay_recurrence(**a, return_state=True, consume_state=True)
+        assert actual[1].data_ptr() == state.data_ptr()
+        torch.testing.assert_close(actual, expected)
+        a["initial_state"], q = torch.randn_like(state), a.pop("q").requires_grad_()
+        kept = a["initial_state"].clone()
+        kernels.value_decay_recurrence(q, **a, return_state=True, consume_state=True)
     assert torch.equal(a["initial_state"], kept)
+
+
+@pytest.mark.parametrize(("K", "V"), [(8, 6), (33, 70), (130, 16)])
+@torch.no_grad()
+def test_a_step_in_one_launch(K: int, V: int):
+    a = inputs(1, K=K, V=V, dtype=torch.float32)
+    a["log_decay"][0, 0, 0, 0] = -torch.inf
+    wide = torch.cat([a["v"], a["v"]], -1)[..., V // 2 : V // 2 + V]  # with gaps between heads
+    a["v"] = wide
+    results = []
+    for backend in ("triton", "reference"):
+        with kernels.backend(backend):
+            results.append(kernels.value_decay_recurrence(**a, return_state=True))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(

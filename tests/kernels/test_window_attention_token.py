@@ -82,17 +82,18 @@ def arguments(case: Case, device: str = "cpu", resets: float = 0.05) -> dict[str
     log_decay[0, 0, 0] = -math.inf if case.decay and resets else log_decay[0, 0, 0]
     decays = decays.masked_fill(draw(B, R, H).sigmoid() < resets, -math.inf)
     entries = (keys, keys[..., :V] if case.same else values, decays)
-    cache = KeyCache(entries if case.decay else entries[:2], seen)
+    cache = KeyCache(entries if case.decay else entries[:2], seen, torch.full_like(seen, -1))
     others = {"window_size": case.window, "scale": case.scale, "log_decay": log_decay if case.decay else None}
     return {"q": q, "k": k, "v": v, "cache": cache, **others}
 
 
 @torch.no_grad()
 def run(a: dict[str, Any], backend: str, device: str = "cpu") -> tuple[Tensor, ...]:
-    """The output, and the entries after the token; without a GPU, with as many programs as an H200 has."""
+    """The output, the entries after the token and the next counts; without a GPU, with as many programs as an H200."""
     with kernels.backend(backend), assumed(GPUS["H200"]) if device == "cpu" else nullcontext():
         o = kernels.window_attention(**a)
-    return o, *a["cache"].entries
+    cache = a["cache"]
+    return o, *cache.entries, *([] if cache.following is None else [cache.following])
 
 
 def assert_close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: float):
@@ -134,6 +135,7 @@ def test_attention_to_the_tokens_in_order(case: Case, device: str):
             old[row, seen % case.R] = a[name][row, 0]
         assert torch.equal(x, old)
     assert a["cache"].seen.tolist() == list(case.seen)
+    assert reference[-1].tolist() == [count + 1 for count in case.seen]
     for name in ("torch", "triton"):
         with kernels.implementations() as ran:
             actual = run(arguments(case, device), name, device)
@@ -259,6 +261,9 @@ MISFITS: dict[str, Callable[[dict[str, Any]], object]] = {
     "cache: expected 3 entries, as there are new ones, got 2": lambda a: a.update(log_decay=torch.zeros(3, 1, 2)),
     r"cache.seen: expected an int64 \[3\] on cpu, got torch.int32": lambda a: a.update(
         cache=a["cache"]._replace(seen=a["cache"].seen.int())
+    ),
+    r"cache.following: expected an int64 \[3\] on cpu, got torch.int64 \(2,\)": lambda a: a.update(
+        cache=a["cache"]._replace(following=a["cache"].seen[:2])
     ),
     "cache.seen: must be a tensor, got a list": lambda a: a.update(cache=a["cache"]._replace(seen=[0, 1, 2])),
     r"cache.entries\[1\]: expected floats \[3, 20, 2, 8\] on cpu, got": lambda a: a.update(cache=shorter(a, 1)),

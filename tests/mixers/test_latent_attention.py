@@ -1,8 +1,11 @@
 import math
+from functools import partial
 
 import pytest
 import torch
+from torch import Tensor
 
+import kernels
 import mixers
 from mixers import MultiheadLatentAttention, Site
 
@@ -29,6 +32,28 @@ def test_default_sizes():
     mixer = MultiheadLatentAttention(Site(hidden_size=4096, num_heads=32))
     sizes = mixer.head_dim, mixer.rope_dim, mixer.value_dim, mixer.kv_rank
     assert sizes == (128, 64, 128, 512)  # those of DeepSeek-V2
+
+
+class Unfused(mixers.Rotary):
+    """Computes what its base class does."""
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return super().forward(x, positions)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_queries_and_keys_turn_together_as_each_alone(backend: str, fraction: float):
+    fused, unfused = (
+        MultiheadLatentAttention(SITE, rotary=partial(rotary, fraction=fraction)) for rotary in (mixers.Rotary, Unfused)
+    )
+    streams = [torch.randn(2, 5, *shape, requires_grad=True) for shape in ((4, 12), (1, 4))]
+    with kernels.backend(backend):
+        turned = [mixer._turned(*streams, torch.arange(5)[None]) for mixer in (fused, unfused)]
+    assert all(torch.equal(*both) for both in zip(*turned, strict=True))
+    gradients = [torch.autograd.grad([y.square().sum() for y in each], streams) for each in turned]
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("rope_dim", [0, 2])

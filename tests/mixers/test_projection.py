@@ -1,9 +1,14 @@
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import kernels
+from kernels.core.elementwise import sigmoid, tanh
 from mixers import Projection, projection
+from mixers.projection import Linear, LowRankLinear, OrthogonalLinear, mapped
 
 WIDTHS = {"q": 4, "k": 4, "v": 10}
 
@@ -77,3 +82,27 @@ def test_a_missing_part_is_an_error():
     del state["k.weight"]
     with pytest.raises(RuntimeError, match=r"Missing key"):
         Projection(6, WIDTHS).load_state_dict(state)
+
+
+@pytest.mark.parametrize("activations", [(None, torch.sigmoid), (sigmoid, tanh)])
+def test_maps_of_a_token_are_those_of_many_tokens(activations: tuple[Any, Any]):
+    """In two launches, if the kernels have the activations."""
+    dry_run = pytest.importorskip("kernels.gpu.paths").dry_run
+    low_rank = [LowRankLinear(32, 8, 20, activation) for activation in activations]
+    maps = [OrthogonalLinear(32, 24), *low_rank, Linear(32, 5, bias=False)]
+    for parameter in torch.nn.ModuleList(maps).parameters():
+        torch.nn.init.normal_(parameter)
+    xs = torch.randn(4, 2, 3, 32).unbind(0)
+    expected = mapped(list(zip(maps, xs, strict=True)))
+    torch.testing.assert_close(expected, [module(x) for module, x in zip(maps, xs, strict=True)])
+    with torch.no_grad(), kernels.backend("triton"):
+        for t in range(3):
+            token = [(module, x[:, t : t + 1]) for module, x in zip(maps, xs, strict=True)]
+            torch.testing.assert_close(mapped(token), [y[:, t : t + 1] for y in expected], rtol=1e-4, atol=1e-5)
+        with dry_run() as record:
+            mapped(token)
+    several = [launch.name for launch in record.launches] == ["linear.op.linear_several"] * 2
+    assert several == (tanh in activations)
+    biased, x = Linear(32, 5), xs[0][:1, :1]
+    with torch.no_grad(), kernels.backend("triton"):
+        torch.testing.assert_close(mapped([(biased, x)]), [biased(x)])

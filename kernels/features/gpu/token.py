@@ -36,7 +36,7 @@ WEIGHT_TILE = 2048  # numbers of the gates' weight that a program reads, and the
 @triton.jit
 def token(
     x,  # [B,C], with any stride of rows
-    weight,  # [C,1,W]
+    weight,  # [C,1,W], or None
     bias,  # [C]
     history,  # [B,W−1,C], which becomes that of the next token
     y,  # [B,C]
@@ -55,13 +55,15 @@ def token(
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     c, inside = channels(program % BLOCKS, C, HEADS, SIZE, BLOCK)
     row = (program // BLOCKS).to(tl.int64)
-    taps = taps_of(weight, c, inside, W)
     window = ()
     for j in tl.static_range(W - 1):
         past = tl.load(history + (row * (W - 1) + j) * C + c, mask=inside, other=0.0)
         window = window + (past.to(tl.float32),)
     window = window + (tl.load(x + row * x_batch + c, mask=inside, other=0.0).to(tl.float32),)
-    z = convolve(window, taps, bias_of(bias, c, inside, HEADS, BLOCK), W)
+    if weight is not None:
+        z = convolve(window, taps_of(weight, c, inside, W), bias_of(bias, c, inside, HEADS, BLOCK), W)
+    else:
+        z = window[W - 1]
     a = activate(z, inside, ACTIVATION, NORM)
     tl.store(y + row * C + c, normalise(a, NORM, EPS).to(y.dtype.element_ty), mask=inside)
     tl.debug_barrier()  # other threads may still have to read what is written next
@@ -233,12 +235,12 @@ def compute(
     for i, (part, (x, weight, bias, activation, norm)) in enumerate(zip(each(y, tensors), streams, strict=True)):
         assert x is not None
         weight, bias, _ = parameters(weight, bias, None)
-        assert weight is not None
         x, batch, _ = strided(x)
         piece = cut(*x.shape, norm, LOAD // x.element_size(), warps=1, tokens=1)
         kernel_args += [x, weight, bias, histories[i], part]
         pieces.append(piece)
-        about.append((weight.shape[0], weight.shape[2], piece.heads, piece.size, piece.block, activation, norm))
+        taps = 1 if weight is None else weight.shape[2]
+        about.append((x.shape[2] * x.shape[3], taps, piece.heads, piece.size, piece.block, activation, norm))
         strides.append(batch)
     kernel_args += [None] * (5 * MOST - len(kernel_args))
     if gates:
@@ -306,7 +308,7 @@ def fits(streams: Sequence[FeatureStream], gates: GateInputs | None = None) -> b
         return False
     return 1 < len(streams) <= MOST and all(
         stream.x.shape[1] == 1
-        and stream.weight is not None
+        and not stream.is_identity
         and stream.return_history
         and stream.cu_seqlens is None
         and not stream.differentiated

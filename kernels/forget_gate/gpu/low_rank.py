@@ -103,6 +103,7 @@ def low_rank_forward(
     BR: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NEGATED: tl.constexpr,
     PRECISION: tl.constexpr,
     DTYPE: tl.constexpr,  # of factors of products
 ):
@@ -118,6 +119,8 @@ def low_rank_forward(
         wide = tl.dot(X, tl.trans(W), input_precision=PRECISION)
         if bias is not None:
             wide += shift
+        if NEGATED:
+            wide = -wide
         y = (log_sigmoid_for_bf16(wide) if BF16 else log_sigmoid(wide)) * scale
         inside = row < rows - first
         if C % COLUMNS != 0:
@@ -143,12 +146,15 @@ def add_tile(
     from_bias,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    NEGATED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """Add a tile's unscaled gradients to those of x [ROWS,BR], W [BR,COLUMNS] and the bias [ROWS/16,8,COLUMNS]."""
     raw = tl.dot(X, tl.trans(W), input_precision=PRECISION) * LOG2E
     if shift is not None:
         raw += shift
+    if NEGATED:  # of −x and of the bias negated: the sign of the gradients is in their scale
+        raw = -raw
     d = tl.load(dy, mask=inside, other=0.0).to(tl.float32) * one_over_one_plus(
         exp2(tl.minimum(raw, LARGEST, propagate_nan=tl.PropagateNan.ALL))
     )
@@ -177,6 +183,7 @@ def low_rank_backward(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILES: tl.constexpr,
+    NEGATED: tl.constexpr,
     PRECISION: tl.constexpr,
     DTYPE: tl.constexpr,  # of factors of products
 ):
@@ -213,6 +220,7 @@ def low_rank_backward(
                 sums[i][1],
                 ROWS,
                 COLUMNS,
+                NEGATED,
                 PRECISION,
             )
             new_sums = appended(new_sums, (from_weight, from_bias))
@@ -239,6 +247,7 @@ class Arguments(NamedTuple):
     weight: Tensor  # [C,R]
     bias: Tensor | None  # [C]
     scale: float
+    negated: bool
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:
@@ -246,9 +255,9 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 
 
 def _compute(args: Arguments) -> tuple[Tensor]:
-    (x, weight, bias, scale), (y,) = args, _empty(args)
+    (x, weight, bias, scale, negated), (y,) = args, _empty(args)
     x, rows, x_row = rows_of(x)
-    constants = _constants(x, weight) | {"ROWS": FORWARD.rows, "COLUMNS": FORWARD.columns}
+    constants = _constants(x, weight) | {"ROWS": FORWARD.rows, "COLUMNS": FORWARD.columns, "NEGATED": negated}
     blocks = cdiv(constants["C"], FORWARD.columns)
     programs = walkers(rows, FORWARD.rows, x.device, FORWARD.resident, blocks) * blocks
     enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **constants, warps=4)
@@ -256,7 +265,7 @@ def _compute(args: Arguments) -> tuple[Tensor]:
 
 
 def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
-    x, weight, bias, scale = args
+    x, weight, bias, scale, negated = args
     shape, (C, R) = x.shape, weight.shape
     x, rows, x_row = rows_of(x)
     constants, walk = _constants(x, weight), BACKWARD_OF_HALF if x.element_size() == 2 else BACKWARD_OF_FP32
@@ -265,7 +274,8 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
     of_x, of_weight = (new(x, *sizes, dtype=torch.float32) for sizes in ((blocks, rows, R), (programs, R, C)))
     of_bias = None if bias is None else new(x, programs, 1, C, dtype=torch.float32)
     tensors = (x, weight, bias, dy.contiguous(), of_x, of_weight, of_bias)
-    tile = {"ROWS": walk.rows, "COLUMNS": walk.columns, "TILES": walk.tiles}
+    tile = {"ROWS": walk.rows, "COLUMNS": walk.columns, "TILES": walk.tiles, "NEGATED": negated}
+    scale = -scale if negated else scale
     enqueue(low_rank_backward, programs * blocks, *tensors, rows, x_row, scale, **constants, **tile, warps=4)
     dbias = None if of_bias is None or bias is None else add_parts(of_bias, bias.dtype).view(C)
     dx = add_outer(of_x, x.dtype).view(shape)
@@ -275,9 +285,9 @@ def _differentiate(args: Arguments, needed: Any, dy: Tensor) -> Gradients:
 low_rank = register("low_rank_forget_gate", _compute, _differentiate, _empty)
 
 
-def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def forward(x: Tensor, weight: Tensor, bias: Tensor | None, scale: float, negated: bool) -> Tensor:
     """log_decay [B,T,C] of x [B,T,R]."""
     if x.shape[2] > WIDEST:
-        return composed(x, weight, bias, scale)
+        return composed(x, weight, bias, scale, negated)
     bias = None if bias is None else bias.contiguous()
-    return low_rank(x, weight.contiguous(), bias, scale)
+    return low_rank(x, weight.contiguous(), bias, scale, negated)

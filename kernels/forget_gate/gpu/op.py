@@ -38,6 +38,24 @@ def log_forget_of(log_gate, odds):
 
 
 @triton.jit
+def odds_of(bounds, at, inside, layer, ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
+    """The log odds of the lower bounds of some channels, as `lower_bound_odds` computes them."""
+    rows = tl.arange(0, BLOCK)[None, :]
+    x = tl.load(bounds + rows * C + at[:, None], mask=inside[:, None] & (rows < ROWS), other=float("-inf"))
+    x = tl.where(inside[:, None] | (rows > 0), x.to(tl.float32), 0.0)
+    most = tl.max(x, 1)
+    e = tl.exp(x - most[:, None])
+    below = (rows > 0) & (rows <= layer)
+    return tl.log(tl.sum(tl.where(below, e, 0.0), 1)) - tl.log(tl.sum(tl.where(below, 0.0, e), 1))
+
+
+@triton.jit(do_not_specialize=["layer"])
+def store_odds(bounds, odds, layer, ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr):
+    c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(odds + c, odds_of(bounds, c, c < C, layer, ROWS, BLOCK, C), mask=c < C)
+
+
+@triton.jit
 def log_forget(x, odds, c, C: tl.constexpr):
     """log(σ(odds) + σ(−odds) σ(x))."""
     log_gate = log_sigmoid(x)
@@ -201,6 +219,15 @@ def _written(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, 
     written = new(x, dtype=dtype)
     _launch(x, bias, odds, scale, None, written)
     return written
+
+
+def odds_at(bounds: Tensor, layer: int) -> Tensor:
+    """The result of `lower_bound_odds` in one launch, without a gradient."""
+    (L, C), odds = bounds.shape, new(bounds, bounds.shape[1], dtype=torch.float32)
+    columns = max(1, min(next_power_of_2(C), ELEMENTS // next_power_of_2(L)))
+    sizes = {"ROWS": L, "BLOCK": next_power_of_2(L), "C": C, "COLUMNS": columns}
+    enqueue(store_odds, cdiv(C, columns), bounds.contiguous(), odds, layer, **sizes)
+    return odds
 
 
 def forward(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float) -> Tensor:

@@ -7,6 +7,7 @@ deterministic mode, one or two rows take tensor cores, too, which on Hopper add 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment, misc"
 # ruff: noqa: RUF005
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import triton
@@ -19,8 +20,8 @@ from ...core.deterministic import is_deterministic
 from ...gpu.device import HOPPER, capability, multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
-from ...gpu.tiles import factor_dtype
-from .. import MOST_ROWS, tiles
+from ...gpu.tiles import factor_dtype, sigmoid
+from .. import MOST_PRODUCTS, MOST_ROWS, Product, tiles
 
 ROWS = 2  # most rows without tensor cores
 INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many of these are on their way at most
@@ -28,7 +29,7 @@ INNER, MOST_STAGES = 128, 8  # inputs of a tile with tensor cores, and how many 
 WIDTHS = (16, 32, 64)
 SHARED = 200 << 10  # bytes of shared memory for the tiles that are on their way: many, to hide the latency of L2
 INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
-NUMBERS = 16 << 10  # products that such a tile adds up at most, so that they fit into registers
+NUMBERS = 16 << 10  # products that such a tile adds up at most, to fit into registers
 PROGRAMS = 128  # fewest programs, if there are as many outputs: one for most multiprocessors
 
 
@@ -42,6 +43,12 @@ def gated(gate, up, dtype: tl.constexpr, GATE: tl.constexpr):
 
 
 @triton.jit
+def tanh(x):
+    """tanh(x); near 0, where 2σ(2x) − 1 has few digits, by its series."""
+    return tl.where(tl.abs(x) < 0.03, x - x * x * x / 3, 2 * sigmoid(2 * x) - 1)
+
+
+@triton.jit
 def prefetch_rows(weight, first, O, I: tl.constexpr, OUTPUTS: tl.constexpr, PARTS: tl.constexpr, OVERLAP: tl.constexpr):
     """Start to load the rows of a tile, in each part of the weight."""
     for part in tl.static_range(PARTS):
@@ -49,30 +56,19 @@ def prefetch_rows(weight, first, O, I: tl.constexpr, OUTPUTS: tl.constexpr, PART
         prefetch(weight, (first + part * O).to(tl.int64) * I, size, OUTPUTS * I, OVERLAP)
 
 
-@triton.jit(do_not_specialize=["O"])
-def linear_rows(
-    x,  # [ROWS,I]
-    weight,  # [O,I], or [2·O,I] with a gate
-    bias,  # [O]; None with a gate
-    y,  # [ROWS,O]
-    O,
-    I: tl.constexpr,
-    ROWS: tl.constexpr,
-    GATE: tl.constexpr,
-    OUTPUTS: tl.constexpr,
-    INPUTS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    PARTS: tl.constexpr = 1 if GATE == "none" else 2
-    first_output = tl.program_id(0) * OUTPUTS
-    n = first_output + tl.arange(0, OUTPUTS)
-    prefetch_rows(weight, first_output, O, I, OUTPUTS, PARTS, OVERLAP)
-    wait(OVERLAP)
+@triton.jit
+def multiply_rows(
+    x, weight, bias, y, first, O,
+    I: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs from `first` on, for all rows of x; the arguments are those of `linear_rows`."""
+    PARTS: tl.constexpr = 2 if GATE == "silu" or GATE == "identity" else 1
+    n = first + tl.arange(0, OUTPUTS)
     sums = ()
     for _ in tl.static_range(ROWS * PARTS):
         sums = sums + (tl.zeros([OUTPUTS, INPUTS], tl.float32),)
-    for first in tl.static_range(0, I, INPUTS):
-        k = first + tl.arange(0, INPUTS)
+    for start in tl.static_range(0, I, INPUTS):
+        k = start + tl.arange(0, INPUTS)
         inside = (n < O)[:, None] & (k < I)[None, :]
         longer = ()
         for part in tl.static_range(PARTS):
@@ -89,7 +85,69 @@ def linear_rows(
         total = tl.sum(sums[m], 1) + added
         if PARTS == 2:
             total = gated(total, tl.sum(sums[ROWS + m], 1), y.dtype.element_ty, GATE)
+        elif GATE != "none":
+            total = total.to(y.dtype.element_ty).to(tl.float32)  # rounded as in memory
+            total = sigmoid(total) if GATE == "sigmoid" else tanh(total)
         tl.store(y + m * O + n, total.to(y.dtype.element_ty), mask=n < O)
+
+
+@triton.jit(do_not_specialize=["O"])
+def linear_rows(
+    x,  # [ROWS,I]
+    weight,  # [O,I], or [2·O,I] with a gate
+    bias,  # [O]; None with a gate
+    y,  # [ROWS,O]
+    O,
+    I: tl.constexpr,
+    ROWS: tl.constexpr,
+    GATE: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    INPUTS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    first = tl.program_id(0) * OUTPUTS
+    prefetch_rows(weight, first, O, I, OUTPUTS, 1 if GATE == "none" else 2, OVERLAP)
+    wait(OVERLAP)
+    multiply_rows(x, weight, bias, y, first, O, I, ROWS, GATE, OUTPUTS, INPUTS)
+
+
+@triton.jit
+def product(
+    x, weight, y, program, PRODUCTS: tl.constexpr, AT: tl.constexpr, ROWS: tl.constexpr, READY: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the weight of the product AT if it is that of the program; with READY, multiply."""
+    O: tl.constexpr = PRODUCTS[AT]
+    I: tl.constexpr = PRODUCTS[AT + 1]
+    ACTIVATION: tl.constexpr = PRODUCTS[AT + 2]
+    OUTPUTS: tl.constexpr = PRODUCTS[AT + 3]
+    INPUTS: tl.constexpr = PRODUCTS[AT + 4]
+    FIRST: tl.constexpr = PRODUCTS[AT + 5]
+    if (program >= FIRST) & (program < FIRST + (O + OUTPUTS - 1) // OUTPUTS):
+        first = (program - FIRST) * OUTPUTS
+        if READY:
+            multiply_rows(x, weight, None, y, first, O, I, ROWS, ACTIVATION, OUTPUTS, INPUTS)
+        else:
+            prefetch_rows(weight, first, O, I, OUTPUTS, 1, OVERLAP)
+
+
+@triton.jit
+def linear_several(
+    x0, x1, x2, x3, x4, x5, x6, x7,  # [ROWS,I] of each product, None behind the last
+    weight0, weight1, weight2, weight3, weight4, weight5, weight6, weight7,  # [O,I]
+    y0, y1, y2, y3, y4, y5, y6, y7,  # [ROWS,O]
+    PRODUCTS: tl.constexpr,  # of each: O, I, the activation, OUTPUTS and INPUTS as above, and the first program
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    xs, ys = (x0, x1, x2, x3, x4, x5, x6, x7), (y0, y1, y2, y3, y4, y5, y6, y7)
+    weights = (weight0, weight1, weight2, weight3, weight4, weight5, weight6, weight7)
+    for i in tl.static_range(COUNT):
+        product(xs[i], weights[i], ys[i], tl.program_id(0), PRODUCTS, 6 * i, ROWS, False, OVERLAP)
+    wait(OVERLAP)
+    for i in tl.static_range(COUNT):
+        product(xs[i], weights[i], ys[i], tl.program_id(0), PRODUCTS, 6 * i, ROWS, True, OVERLAP)
 
 
 @triton.jit(do_not_specialize=["M", "O"])
@@ -159,11 +217,32 @@ def _compute(args: Arguments) -> tuple[Tensor]:
         constants |= {"DTYPE": factor_dtype(x.dtype), "stages": stages}
         enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants)
         return (y,)
-    outputs = min(MOST_OUTPUTS, both // PROGRAMS, NUMBERS // (max(rows, 1) * max(I, INPUTS)))
-    outputs = 1 << max(outputs // parts, 1).bit_length() - 1
-    constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": min(INPUTS, next_power_of_2(I)), "warps": WARPS}
+    outputs, inputs = _tile(rows, both, I, parts)
+    constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs, "warps": WARPS}
     enqueue(linear_rows, cdiv(O, outputs), *tensors, O, **constants)
     return (y,)
+
+
+def _tile(rows: int, O: int, I: int, parts: int = 1) -> tuple[int, int]:
+    """Outputs and inputs of a tile without tensor cores."""
+    outputs = min(MOST_OUTPUTS, O // PROGRAMS, NUMBERS // (max(rows, 1) * max(I, INPUTS)))
+    return 1 << max(outputs // parts, 1).bit_length() - 1, min(INPUTS, next_power_of_2(I))
+
+
+def several(products: Sequence[Product]) -> list[Tensor]:
+    """activation(x Wᵀ) of each of at most `MOST_PRODUCTS` products of the same one or two rows."""
+    rows, programs, sizes = products[0].x.numel() // products[0].x.shape[-1], 0, list[int | str]()
+    for _, weight, activation in products:
+        tile = _tile(rows, *weight.shape)
+        sizes += [*weight.shape, activation, *tile, programs]
+        programs += cdiv(len(weight), tile[0])
+    ys = [new(x, *x.shape[:-1], len(weight)) for x, weight, _ in products]
+    tensors: list[Tensor | None] = []
+    for each in ([x.contiguous() for x, _, _ in products], [weight.contiguous() for _, weight, _ in products], ys):
+        tensors += [*each, *[None] * (MOST_PRODUCTS - len(each))]
+    constants: dict[str, Any] = {"PRODUCTS": tuple(sizes), "COUNT": len(products), "ROWS": rows}
+    enqueue(linear_several, programs, *tensors, **constants, warps=WARPS, overlap=True)
+    return ys
 
 
 linear_few = register("linear_few", _compute, None, _empty)

@@ -21,7 +21,7 @@ from ...features.gpu.kernels import activate, normalise
 from ...features.gpu.op import strided
 from ...features.gpu.token import own_history
 from ...features.stages import EPS
-from ...forget_gate.gpu.op import complement, log_forget_of, log_sigmoid
+from ...forget_gate.gpu.op import complement, log_forget_of, log_sigmoid, odds_of
 from ...gpu.launch import LaunchSpec, next_power_of_2
 from ...gpu.overlap import prefetch, wait
 from ...gpu.paths import KernelPath, always, note
@@ -141,18 +141,6 @@ def positioned(y, position, rates, amplitude, h, TURN: tl.constexpr, STREAM: tl.
         angle = position * load(rates, h * SIZE + c, c < SIZE)
         y = once(rows_joined(y * tl.cos(angle), y * tl.sin(angle))).to(DTYPE).to(tl.float32)
     return y
-
-
-@triton.jit
-def odds_of(bounds, at, inside, layer, ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr):
-    """The log odds of the lower bounds of some channels, as `lower_bound_odds` computes them."""
-    rows = tl.arange(0, BLOCK)[None, :]
-    x = tl.load(bounds + rows * C + at[:, None], mask=inside[:, None] & (rows < ROWS), other=float("-inf"))
-    x = tl.where(inside[:, None] | (rows > 0), x.to(tl.float32), 0.0)
-    most = tl.max(x, 1)
-    e = tl.exp(x - most[:, None])
-    below = (rows > 0) & (rows <= layer)
-    return tl.log(tl.sum(tl.where(below, e, 0.0), 1)) - tl.log(tl.sum(tl.where(below, 0.0, e), 1))
 
 
 @triton.jit(do_not_specialize=["a_row", "b_row", "w_row", "layer"])

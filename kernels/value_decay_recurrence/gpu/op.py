@@ -5,19 +5,25 @@ For gradients d of its outputs, the loss Σ_{j ≤ i} (q_i·k_j) Σ_c d_ic v_jc 
 recurrence is the gradient of q, and its backward pass from the output gradient q computes the others.
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from ...core.allocation import new
-from ...core.autograd import Gradients, register
+from ...core.autograd import Gradients, plain, register
 from ...core.recurrence import Recurrences, one_token
 from ...gpu.launch import enqueue, next_power_of_2
 from ...gpu.launch_table import largest
+from ...gpu.overlap import wait
 from ...gpu.paths import first_match
+from ...gpu.rows import load
 from ...linear_recurrence.gpu import op as exchanged
 from ...linear_recurrence.gpu.select import GLUON_SIZE, PATHS, Case
 from .. import step
@@ -25,6 +31,45 @@ from .outputs import outputs
 
 SLICE = 32  # rows of the state per program; half as many if keys have more than LONG channels
 LONG = 128
+TOKEN_TILE = 2048  # numbers of a state that a program of one token has
+
+
+@triton.jit
+def advance(
+    q, k, v,  # [B,1,H,K], [B,1,H,K] and [B,1,H,V], with any strides of rows and heads
+    log_decay,  # [B,1,H,V]
+    state,  # [B,H,V,K], which becomes the next one
+    o,  # [B,1,H,V]
+    scale, q_row, q_head, k_row, k_head, v_row, v_head, H,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One token, for ROWS rows of a state."""
+    BLOCKS: tl.constexpr = (V + ROWS - 1) // ROWS
+    n = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    b, h = n // H, n % H
+    r, c = tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS), tl.arange(0, BK)
+    at, inside = (n * V + r[:, None]) * K + c[None, :], (r < V)[:, None] & (c < K)[None, :]
+    wait(OVERLAP)
+    key, query = load(k, b * k_row + h * k_head + c, c < K), load(q, b * q_row + h * q_head + c, c < K)
+    value, decay = load(v, b * v_row + h * v_head + r, r < V), tl.exp(load(log_decay, n * V + r, r < V))
+    S = load(state, at, inside) * decay[:, None] + value[:, None] * key[None, :]
+    tl.store(state + at, S, mask=inside)
+    tl.store(o + n * V + r, tl.sum(S * query[None, :], 1) * scale, mask=r < V)
+
+
+def one_step(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return o [B,1,H,V] and the next states [B,H,V,K] of one token without gradients."""
+    assert a.log_decay is not None
+    state, o = a.own_state(), new(a.k, dtype=torch.float32)
+    (B, _, H, K), V = q.shape, o.shape[3]
+    columns = next_power_of_2(K)
+    rows = max(1, min(next_power_of_2(V), TOKEN_TILE // columns))
+    streams = [x if x.stride(3) == 1 else x.contiguous() for x in (q, a.v, a.k)]
+    strides = [x.stride(axis) for x in streams for axis in (0, 2)]
+    tensors = (*streams, a.log_decay.contiguous(), state, o)
+    sizes = {"K": K, "V": V, "BK": columns, "ROWS": rows}
+    enqueue(advance, B * H * -(-V // rows), *tensors, a.scale, *strides, H, **sizes, overlap=True)
+    return o, state
 
 
 class Arguments(NamedTuple):
@@ -109,7 +154,8 @@ recurrence = register("value_decay_recurrence", compute, differentiate, empty, r
 def forward(a: Recurrences, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return o [B,T,H,V] and the final states [N,H,V,K]; `a.k` holds the values, and `a.v` the keys."""
     if one_token(a):
-        return step.forward(a, q)
+        differentiated = a.differentiated or (q.requires_grad and torch.is_grad_enabled())
+        return (one_step if plain((q, a.k)) and not differentiated else step.forward)(a, q)
     k, v, g, state = a.v, a.k, a.log_decay, a.initial_state
     assert g is not None
     if q.is_cpu:  # Triton's interpreter gets bf16 arithmetic wrong

@@ -158,6 +158,7 @@ def attend_to_part(
 def add_newest(
     q, k_new, v_new, g_new,  # [B,1,H,D], [B,1,Hkv,D], [B,1,Hkv,V], [B,1,H]
     k, v, log_decay, seen, sums, about,  # as above
+    following,  # [B]: becomes seen + 1; or None
     o,  # [B,1,H,V]
     R, scale, q_row, k_new_row, v_new_row, g_new_row, k_row, v_row, g_row,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, V: tl.constexpr,
@@ -170,7 +171,10 @@ def add_newest(
     kv = head // G
     c, cv, split = tl.arange(0, BD), block * BV + tl.arange(0, BV), tl.arange(0, SPLITS)
     wait(OVERLAP)
-    at = b * R + tl.load(seen + b) % R
+    tokens = tl.load(seen + b)
+    at = b * R + tokens % R
+    if following is not None:
+        tl.store(following + b, tokens + 1, mask=(head == 0) & (block == 0))
     key = tl.load(k_new + b * k_new_row + kv * D + c, mask=c < D, other=0.0)
     value = tl.load(v_new + b * v_new_row + kv * V + cv, mask=cv < V, other=0.0)
     score = tl.sum(key.to(tl.float32) * load(q, b * q_row + head * D + c, c < D), 0) * scale
@@ -254,7 +258,7 @@ def forward(a: TokenAttention) -> Tensor:
     enqueue(
         add_newest,
         B * H * cdiv(V, narrow),
-        *(q, k_new, v_new, g_new, k, v, log_decay, a.cache.seen, sums, about, o),
+        *(q, k_new, v_new, g_new, k, v, log_decay, a.cache.seen, sums, about, a.cache.following, o),
         *(R, scale, q_row, k_new_row, v_new_row, g_new_row, *strides),
         **sizes,
         **{"BD": next_power_of_2(D), "BV": narrow},

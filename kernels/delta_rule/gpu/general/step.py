@@ -22,6 +22,7 @@ def advance(
     v,  # [B,n,H,V]
     beta,  # [B,n,H·E], or None
     erase,  # [B,n,H·E,K], or with PRODUCT factors on the keys; None if they are the keys
+    erase_write,  # [B,n,H·E,K]; None if they are the keys
     log_decay,
     state,
     o,
@@ -80,7 +81,11 @@ def advance(
                     seen = tl.sum(erased[:, None] * S, 0)
             else:
                 seen = tl.sum(erased[:, None] * S, 0)
-            S += key[:, None] * (values - seen)[None, :]
+            if erase_write is None:
+                S += key[:, None] * (values - seen)[None, :]
+            else:
+                written = tl.load(erase_write + (row * H * E + m) * K + r, mask=r < K, other=0.0).to(tl.float32)
+                S += key[:, None] * values[None, :] - written[:, None] * seen[None, :]
         tl.store(state + at, S, mask=inside)
         query = tl.load(q + (sequence * G * E + head) * K + r, mask=r < K, other=0.0).to(tl.float32)
         out += tl.sum(query[:, None] * S, 0)
@@ -93,19 +98,19 @@ def update(
     v: Tensor,
     beta: Tensor | None,
     erase: Tensor | None,
+    erase_write: Tensor | None,
     log_decay: Tensor | None,
     state: Tensor,
     subheads: int,
     scale: float,
     read_before: bool,
     product: bool,
-    steps: int,
 ) -> Tensor:
     """o [B,1,H,V]; `state` [B,H·E,K,V], fp32 and contiguous, is updated in place."""
     (B, _, heads, K), (H, V) = q.shape, v.shape[2:]
     o = v.new_empty(B, 1, H, V)
-    tensors = (None if x is None else x.contiguous() for x in (q, k, v, beta, erase, log_decay))
-    options = (kind_of(log_decay), read_before, product, steps)
+    tensors = (None if x is None else x.contiguous() for x in (q, k, v, beta, erase, erase_write, log_decay))
+    options = (kind_of(log_decay), read_before, product, k.shape[1])
     constants = (subheads, K, V, next_power_of_2(K), VALUES, *options)
     enqueue(advance, B * H * cdiv(V, VALUES), *tensors, state, o, scale, H, heads // subheads, *constants)
     return o
@@ -119,5 +124,5 @@ def forward(a: Recurrences) -> tuple[Tensor, Tensor]:
     """o [B,1,H,V] and the next states [B,H·E,K,V], for T = 1 without packed documents."""
     state = a.own_state()
     beta, erase, product = erasing(a)
-    tensors = (a.q, a.k, a.v, beta, erase, a.log_decay, state)
-    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, product, a.steps), state
+    tensors = (a.q, a.k, a.v, beta, erase, a.erase_write, a.log_decay, state)
+    return (update if plain(tensors) else _op)(*tensors, a.subheads, a.scale, a.read_before, product), state
