@@ -39,7 +39,16 @@ from .linear_kl import linear_kl
 from .linear_recurrence import linear_recurrence
 from .norm import GatedNorm, add_rms_norm, gated_rms_norm, rms_norm
 from .precondition import precondition
-from .recurrence_token import ChannelStrength, Feedback, Strength, TiedGates, TokenOps, Turn, recurrence_token
+from .recurrence_token import (
+    ChannelStrength,
+    Feedback,
+    Strength,
+    TiedGates,
+    TokenOps,
+    TokenResult,
+    Turn,
+    recurrence_token,
+)
 from .rotary import rotary
 from .selective_scan import selective_scan
 from .short_conv import short_conv
@@ -65,6 +74,7 @@ __all__ = [
     "Strength",
     "TiedGates",
     "TokenOps",
+    "TokenResult",
     "Turn",
     "UserError",
     "add_rms_norm",

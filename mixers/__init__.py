@@ -41,7 +41,7 @@ from .projection import OutputProjection, Projection, split_heads
 from .registry import did_you_mean, entry, get, import_mixers, names, register, similar
 from .replay import Chunk
 from .rotary import LinearRotary, Llama3Rotary, YarnRotary
-from .state import Cache, History, Position, remembered
+from .state import Cache, History, Position, Slots, SlottedCache, remembered
 from .tnl import LayerwiseAlibi, LayerwiseLinear
 from .tpe import TPE
 from .wrapped import Wrapped, wrap
@@ -124,6 +124,8 @@ __all__ = [
     "SigmoidGatedRMSNorm",
     "SimpleRMSNorm",
     "Site",
+    "Slots",
+    "SlottedCache",
     "Streams",
     "TokenMixer",
     "UserError",

@@ -85,32 +85,23 @@ Beta = Strength | ChannelStrength | None
 
 
 class TokenOps(NamedTuple):
-    """Gates, recurrence and output of each head, which `recurrence_token` computes after the features.
+    """Gates, recurrence and output of each head, which `recurrence_token` computes after the features."""
 
-    Attributes:
-        delta: Whether the recurrence is `delta_rule` rather than `linear_recurrence`.
-        decay: The arguments of `delta_gates`, of H recurrences, with a decay per head or per channel, `TiedGates`, log
-            decays as `linear_recurrence` takes them, or None.
-        beta: β, if `decay` does not contain it. Without either, β is dt of `discretise` in a linear recurrence whose
-            `decay` has its arguments, and 1 in others.
-        norm: The arguments of `gated_rms_norm` besides the output of the recurrence, of each head; without a gate those
-            of `rms_norm`, without eps the gate alone; None for neither.
-        turn: Positions of queries and keys.
-        feedback: Of the delta rule.
-        skip: Factor of the value that is added to the output of each head [H].
-        steps: Steps n of the delta rule.
-        scale: Factor on the output of the recurrence; by default (key size of the state)^-½.
-    """
-
-    delta: bool = False
+    delta: bool = False  # whether the recurrence is `delta_rule` rather than `linear_recurrence`
+    # the arguments of `delta_gates`, of H recurrences, with a decay per head or per channel; or `TiedGates`, or log
+    # decays as `linear_recurrence` takes them
     decay: Decay = None
+    # β, if `decay` does not contain it. Without either, β is dt of `discretise` in a linear recurrence whose `decay`
+    # has its arguments, and 1 in others.
     beta: Beta = None
+    # the arguments of `gated_rms_norm` besides the output of the recurrence, of each head; without a gate those of
+    # `rms_norm`, without eps the gate alone
     norm: GatedNorm | None = None
-    turn: Turn | None = None
-    feedback: Feedback | None = None
-    skip: Tensor | None = None
-    steps: int = 1
-    scale: float | None = None
+    turn: Turn | None = None  # positions of queries and keys
+    feedback: Feedback | None = None  # of the delta rule
+    skip: Tensor | None = None  # factor of the value that is added to the output of each head [H]
+    steps: int = 1  # n, of the delta rule
+    scale: float | None = None  # factor on the output of the recurrence; by default (key size of the state)^-½
 
     def tensors(self) -> list[Tensor]:
         """All tensors."""
@@ -134,7 +125,7 @@ class TokenOps(NamedTuple):
         return [x for x in (*gates, None if self.norm is None else self.norm.gate) if x is not None]
 
 
-class Token(NamedTuple):
+class TokenResult(NamedTuple):
     """The results of `recurrence_token`."""
 
     y: Tensor  # [B,1,H,V]
@@ -237,7 +228,7 @@ def _shapes(ops: TokenOps, sizes: tuple[int, ...], size: int, k: Tensor, state: 
 
 def recurrence_token(
     streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, *, consume_state: bool = False
-) -> Token:
+) -> TokenResult:
     """Compute one token from the projections to the norm and gate of the output, in one launch where possible.
 
     A GPU reads and writes the state of each head once. Other calls run the ops one after another.
@@ -256,11 +247,13 @@ def recurrence_token(
     """
     check(streams, ops, initial_state)
     run = OP.choose(streams[2].x) if in_one_launch(streams, ops, initial_state) else composed
-    token: Token = run(streams, ops, initial_state, consume_state)
+    token: TokenResult = run(streams, ops, initial_state, consume_state)
     return token
 
 
-def composed(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, consume_state: bool) -> Token:
+def composed(
+    streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, consume_state: bool
+) -> TokenResult:
     """The ops one after another; the arguments are those of `recurrence_token`."""
     decay, gates, n = ops.decay, None, ops.steps
     if isinstance(decay, GateInputs) and decay.b is not None:
@@ -305,7 +298,7 @@ def composed(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Ten
     assert state is not None
     o = o if ops.skip is None else skip_readout(o, v, ops.skip.expand(o.shape[:3]))
     kept = [s.x.new_zeros(len(o), 0, s.channels) if h is None else h for s, h in zip(streams, histories, strict=True)]
-    return Token(_normed(o, ops.norm), kept, state, None if ops.turn is None else ops.turn.positions + 1)
+    return TokenResult(_normed(o, ops.norm), kept, state, None if ops.turn is None else ops.turn.positions + 1)
 
 
 def _fed_back(q: Tensor, k: Tensor, feedback: Feedback, heads: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -165,6 +165,13 @@ def _streams(draw: Draw, size: int) -> Iterator[OpCall]:
     inputs = {"x": draw(ROWS, LENGTH, channels), "bias": draw(channels), "odds": draw(channels)}
     yield OpCall("forget_gate", "", size, inputs, kept=("bias", "odds"))
     yield OpCall("tied_gates", "", size, inputs, {"dtype": torch.float32}, kept=("bias", "odds"))
+    yield OpCall("rotary", "", size, {"x": draw(*HEADED, size)}, call=_turned)
+    columns = {name: draw(ROWS, 1, HEADS, size) for name in ("q", "k", "v", "gate")}
+    columns |= {name: x[:, :1] for name, x in both.items() if name in ("a", "b")}
+    columns |= {"weight": draw(channels, 1, 4) / 2, "A_log": draw(HEADS), "dt_bias": draw(HEADS)}
+    state = {"initial_state": draw(ROWS, HEADS, size, size) / size}
+    in_fp32 = ("A_log", "dt_bias", "initial_state")
+    yield OpCall("recurrence_token", "", size, columns | state, kept=in_fp32, call=torch.no_grad()(_one_token))
     inputs = {"x": draw(ROWS, LENGTH, 16), "weight": draw(channels, 16) / 4, "bias": draw(channels)}
     yield OpCall("low_rank_forget_gate", "", size, inputs, kept=("bias",))
     inputs = {"k": draw(*HEADED, size), "curvature": draw(*HEADED, size).square()}
@@ -257,6 +264,31 @@ def _products(draw: Draw, size: int) -> Iterator[OpCall]:
 def _from_another_order(x: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """`linear_kl` from a teacher with the student's numbers in another order."""
     return kernels.linear_kl(x, weight, x.flip(0), weight.flip(0), labels)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """`rotary` at the positions of a sequence."""
+    rates = 10000 ** -torch.linspace(0, 1, x.shape[3] // 2, device=x.device, dtype=kernels.at_least_fp32(x).dtype)
+    return kernels.rotary(x, torch.arange(x.shape[1], device=x.device)[None], rates)
+
+
+def _one_token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gate: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    A_log: Tensor,
+    dt_bias: Tensor,
+    initial_state: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """The output and the state of a token of Gated DeltaNet."""
+    streams = [kernels.FeatureStream(x, weight, activation="silu", norm="l2", return_history=True) for x in (q, k, v)]
+    decay, norm = kernels.GateInputs(a, A_log, dt_bias, b), kernels.GatedNorm(gate, None, 1e-5)
+    token = kernels.recurrence_token(streams, kernels.TokenOps(delta=True, decay=decay, norm=norm), initial_state)
+    return token.y, token.state
 
 
 MAKERS = (_recurrences, _scan, _attention, _streams, _norms, _products, _value_decay, _rwkv7)

@@ -29,7 +29,7 @@ from ...gpu.rows import load, rows_of
 from ...gpu.tiles import sigmoid
 from ...norm import GatedNorm
 from ...norm.gpu.op import strided as heads_of_rows
-from .. import Decay, Strength, TiedGates, Token, TokenOps
+from .. import Decay, Strength, TiedGates, TokenOps, TokenResult
 
 WHOLE_TOKEN = KernelPath(
     "whole_token",
@@ -405,7 +405,7 @@ def strengths_of(ops: TokenOps) -> tuple[str, list[Tensor | None], tuple[int, in
     return "step" if ops.step_writes else "none", [None] * 3, (0, 0), 1.0
 
 
-def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, consume_state: bool) -> Token:
+def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tensor, consume_state: bool) -> TokenResult:
     """The results of `recurrence_token`, whose arguments these are."""
     note(WHOLE_TOKEN)
     q, _, v = streams
@@ -446,4 +446,4 @@ def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tens
     how += ["none" if gate is None else norm.activation, norm.gate_first, norm.eps is not None, decays.layers]
     elements = next_power_of_2(state.shape[2]) * about[2][3]
     launch(tuple(about), B * H, elements, tuple(how), *numbers)(*tensors, after, state, y)
-    return Token(y, following, state, after)
+    return TokenResult(y, following, state, after)
