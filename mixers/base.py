@@ -282,7 +282,7 @@ class LinearMixer(TokenMixer, Fusable):
     """
 
     fused_token = False  # whether `one_token` computes what these methods do; a class with `one_token` sets it
-    token_methods = ("gates", "gained", "carry", "recurrence", "readout")
+    token_methods = ("project", "gates", "gained", "carry", "recurrence", "read_before", "readout")
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
     decay_per_channel: ClassVar[bool] = False

@@ -124,7 +124,7 @@ class Comba(LinearMixer):
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
         assert s.log_decay is not None
         norm = self.o_norm.gated_norm(s.gate)
-        if norm is None or not self.decay.fused:
+        if norm is None or not (self.decay.fused and self.beta.fused):
             return None
         decay = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, s.beta, largest=self.beta.most)
         feedback = kernels.Feedback(self.feedback, self.D, self.unit_feedback)

@@ -146,7 +146,7 @@ class LowRankDecay(nn.Linear):
         return kernels.low_rank_forget_gate(x, self.weight, self.bias, scale=1 / normalizer)
 
 
-class Strength(KeepsFp32):
+class Strength(KeepsFp32, Fusable):
     """β = σ(b + bias): how much of the old value the delta rule replaces.
 
     The optional bias is initially 0. With `allow_neg_eigval`, β may reach 2, so that a transition can also reflect

@@ -68,6 +68,8 @@ class DeltaNet(LinearMixer):
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
         assert s.beta is not None
+        if not self.beta.fused or type(self.o_norm) is not RMSNorm:
+            return None
         norm = kernels.GatedNorm(None, self.o_norm.scale, self.o_norm.eps)
         beta = kernels.Strength(s.beta, self.beta.bias, self.beta.most)
         done = self.recurrence_token(s, state, kernels.TokenOps(beta=beta, norm=norm))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -187,7 +188,12 @@ def alike(q: FeaturePath, k: FeaturePath) -> bool:
     """Return whether the maps of two paths compute the same function of a head."""
     if q.map is None or k.map is None or q.map is k.map:
         return q.map is k.map
-    return q.spec == k.spec and q.map.size == k.map.size and next(q.map.parameters(), None) is None
+    return q.spec == k.spec and q.map.size == k.map.size and not _has_tensors(q.map)
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    """Return whether a module has parameters or buffers, by which it may differ from others and change."""
+    return next(chain(module.parameters(), module.buffers()), None) is not None
 
 
 def _continue_parts(
@@ -252,15 +258,20 @@ class Rotary(FeatureMap, Fusable):
         return kernels.Turn(positions, self.rates(x), self.amplitude) if self.fused else None
 
     def rates(self, like: Tensor) -> Tensor:
-        """The frequencies of all pairs in at least fp32 on the device of `like`, where they are computed once."""
+        """The frequencies of all pairs in at least fp32 on the device of `like`.
+
+        They are computed once for each device and for all numbers that the module has as attributes.
+        """
         numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32  # bf16 cannot represent position 10001
         key = like.device, dtype, *(numbers | {"training": None}).values()
-        if key not in self._rates:
-            with torch.inference_mode(False):  # they may serve the next training step
-                pair = torch.arange(self.turning // 2, device=like.device, dtype=dtype)
-                self._rates[key] = self.frequencies(pair)
-        return self._rates[key]
+        if key in self._rates:
+            return self._rates[key]
+        with torch.inference_mode(False):  # they may serve the next training step
+            rates = self.frequencies(torch.arange(self.turning // 2, device=like.device, dtype=dtype))
+        if not _has_tensors(self) and not torch.compiler.is_compiling():
+            self._rates[key] = rates
+        return rates
 
     def frequencies(self, pair: Tensor) -> Tensor:
         """The angles by which pairs turn per token, in radians, for their numbers [turning/2]."""

@@ -99,7 +99,7 @@ class GatedDeltaNet(LinearMixer, Fusable):
         return Streams(q, k, v, parts.get("a"), parts["b"], gate, curvature=curvature_gates(parts))
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
-        if not self.fused or self.decay is None or not self.decay.fused:
+        if not self.fused or self.decay is None or not (self.decay.fused and self.beta.fused):
             return None
         assert s.log_decay is not None
         assert s.beta is not None

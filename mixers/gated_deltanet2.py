@@ -112,7 +112,7 @@ class GatedDeltaNet2(LinearMixer):
         assert s.beta is not None
         assert s.erase is not None
         norm = self.o_norm.gated_norm(s.gate)
-        if norm is None or not self.decay.fused or self.num_key_heads < self.num_heads:
+        if norm is None or not (self.decay.fused and self.erase.fused) or self.num_key_heads < self.num_heads:
             return None
         raw, bound = split_heads(s.log_decay, self.gate_heads), self.decay.lower_bound
         decay = kernels.GateInputs(raw, self.decay.A_log, self.decay.biases, None, lower_bound=bound)

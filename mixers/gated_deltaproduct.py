@@ -109,7 +109,7 @@ class GatedDeltaProduct(LinearMixer):
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
         assert s.beta is not None
         norm, decay = self.o_norm.gated_norm(s.gate), None
-        if norm is None or (self.decay is not None and not self.decay.fused):
+        if norm is None or not self.beta.fused or (self.decay is not None and not self.decay.fused):
             return None
         if self.decay is not None and s.log_decay is not None:
             decay = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, None)

@@ -117,7 +117,7 @@ class KDA(LinearMixer, Fusable):
         return Streams(q, k, v, parts["f"], parts["b"], gate, curvature=curvature_gates(parts))
 
     def gate_inputs(self, s: Streams) -> kernels.GateInputs | None:
-        if not self.fused or not self.decay.fused:
+        if not (self.fused and self.decay.fused and self.beta.fused):
             return None
         assert s.log_decay is not None
         assert s.beta is not None

@@ -150,7 +150,7 @@ class MultiheadLatentAttention(TokenMixer):
         """o [B,T,H,V] of q [B,T,H,head_dim+rope_dim] and latent [B,S,kv_rank+rope_dim]."""
         attention = partial(self.attention, scale=q.shape[3] ** -0.5, first_key=first_key, cu_seqlens=cu_seqlens)
         # in deterministic mode a token takes the products of longer sequences
-        if q.shape[1] == 1 and not kernels.is_deterministic():
+        if cache is not None or (q.shape[1] == 1 and not kernels.is_deterministic()):
             return self._one_query(q, latent, attention, cache)
         latent, shared = latent.split([self.kv_rank, self.rope_dim], -1)
         k, v = split_heads(self.kv_up(latent), self.num_heads).split([self.head_dim, self.value_dim], -1)

@@ -47,6 +47,8 @@ class LinearAttention(LinearMixer):
         return Streams(q, k, v)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+        if type(self.o_norm) is not RMSNorm:
+            return None
         norm = kernels.GatedNorm(None, self.o_norm.scale, self.o_norm.eps)
         done = self.recurrence_token(s, state, kernels.TokenOps(norm=norm))
         return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])

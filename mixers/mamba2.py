@@ -102,14 +102,11 @@ class Mamba2(LinearMixer):
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
         assert s.log_decay is not None
-        if self.norm.groups > 1 or not self.norm.fused or not self.decay.fused:
+        if not self.decay.fused:
             return None
-        gates = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, None)
-        gate = kernels.GatedNorm(split_heads(s.gate, self.num_heads), None, None, gate_first=True)
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=gates, norm=gate, skip=self.D))
-        if done is None:
-            return None
-        return self.out_proj(kernels.rms_norm(done[0].flatten(2), self.norm.weight, self.norm.eps)), done[1]
+        decay = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, None)
+        done = self.recurrence_token(s, state, kernels.TokenOps(decay=decay, skip=self.D))
+        return None if done is None else (self.out_proj(self.norm(done[0].flatten(2), s.gate)), done[1])
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         skipped = skip_readout(o, s.v, self.D.expand(o.shape[:3]))

@@ -103,7 +103,7 @@ def few_products(products: Sequence[Product]) -> list[Tensor] | None:
     # the weights of shards have no two axes
     if (
         not plain(tensors)
-        or any(w.dim() != 2 or not few_rows(x, w) for x, w, _ in products)
+        or any(w.dim() != 2 or w.shape[1] != y.shape[-1] or not few_rows(y, w) for y, w, _ in products)
         or OP.backend(x) != "triton"
     ):
         return None

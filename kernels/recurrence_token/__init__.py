@@ -114,8 +114,9 @@ class TokenOps(NamedTuple):
     def step_writes(self) -> bool:
         """Return whether β is dt."""
         decay = self.decay
-        alone = isinstance(decay, GateInputs) and decay.b is None and decay.dt_bias.dim() == 1
-        return alone and not self.delta and self.beta is None
+        if not isinstance(decay, GateInputs) or decay.b is not None or decay.dt_bias.dim() > 1:
+            return False
+        return decay.lower_bound is None and not self.delta and self.beta is None
 
     def raw(self) -> list[Tensor]:
         """The tensors that are columns of the projection."""
@@ -145,7 +146,7 @@ def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor
     Deterministic mode uses the kernels of longer sequences.
     """
     q, k, v = streams
-    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.history))]
+    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.bias, s.history))]
     kinds = {x.dtype for x in (*ops.raw(), *(stream.x for stream in streams))}
     pairs = None if ops.turn is None or ops.turn.doubles else len(ops.turn.rates)
     return (
@@ -156,13 +157,13 @@ def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor
         and torch.float64 not in {state.dtype, *kinds}
         and autocast_dtype(q.x.device) is None
         and (pairs is None or 2 * pairs == q.size == padded(q.size))
-        and padded(state.shape[2] * q.size // k.size) * padded(v.size) <= LARGEST
+        and padded(q.size) * (state.shape[2] // q.size) * padded(v.size) <= LARGEST
         and all(s.product is None and s.taps <= MOST_TAPS for s in streams)
     )
 
 
 def check(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> None:
-    """Check the arguments of `recurrence_token` as far as they do not check themselves.
+    """Check the arguments of `recurrence_token`; streams and `GateInputs` have checked theirs.
 
     Raises:
         ValueError: An argument does not fit the others; the message starts with its name.
@@ -183,6 +184,13 @@ def check(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> Non
         raise ValueError(f"streams: expected {wanted}, got {shapes}")
     if not ops.delta and (n > 1 or ops.feedback is not None or isinstance(ops.beta, ChannelStrength)):
         raise ValueError("delta: steps, feedback and strengths of channels are those of a delta rule")
+    strong = isinstance(ops.decay, GateInputs) and ops.decay.b is not None
+    if strong and (n > 1 or ops.beta is not None):
+        raise ValueError("beta: with several steps, or a separate β, `decay` must not have b")
+    if n > 1 and ops.feedback is not None:
+        raise ValueError(f"steps: a feedback takes one step, got {n}")
+    if ops.norm is not None and ops.norm.eps is None and ops.norm.weight is not None:
+        raise ValueError("norm.weight: a gate without a norm (eps is None) has none")
     doubled = ops.turn is not None and ops.turn.doubles
     for name, x, wanted_shape in _shapes(ops, (B, G, H, 2 * K if doubled else K, V), K, k.x, state):
         if x is not None and tuple(x.shape) != wanted_shape:
@@ -275,8 +283,6 @@ def composed(
         a, A_log, dt_bias, *_ = decay.multiplied().tensors
         if ops.step_writes:
             log_decay, beta = discretise(a, A_log, dt_bias)
-        elif dt_bias.dim() == 1:
-            log_decay, _ = discretise(a, A_log, dt_bias)
         else:
             log_decay = channel_decay(a, A_log, dt_bias, decay.lower_bound)
     if isinstance(ops.beta, Strength):

@@ -129,7 +129,7 @@ def rotary(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Turn each pair of channels (p, p + P) of a head by position · rate_p, and scale it (arXiv 2104.09864).
 
-    The channels from 2P on do not change. Only `x` and `other` have gradients.
+    The channels from 2P on do not change. `rates` have a gradient, too, if they require one.
 
     Args:
         x: Queries or keys [B,T,H,D].
@@ -158,6 +158,7 @@ def rotary(
             f"rates: expected [at most {size // 2}] in at least fp32, got {rates.dtype} {tuple(rates.shape)}"
         )
     args = Arguments(x, other, positions, rates, float(amplitude), last)
-    # compilers fuse the formula
-    turned: Turned = OP(x, *args) if plain(args[:4]) else _compute(args)
+    # compilers fuse the formula, and rates that are learned get their gradient from it
+    learned = torch.is_grad_enabled() and rates.requires_grad
+    turned: Turned = OP(x, *args) if plain(args[:4]) and not learned else _compute(args)
     return turned[0] if turned[1] is None else (turned[0], turned[1])

@@ -273,7 +273,7 @@ HEADS = torch.zeros(2, 1, 2)
         ({"decay": kernels.TiedGates(torch.zeros(3, 16), 3)}, "decay.layer: must be from 1 to 2, got 3"),
         ({"decay": None, "beta": kernels.Strength(torch.zeros(2, 1, 3))}, r"beta.b: expected \[2, 1, 2\], got shape"),
         (
-            {"beta": kernels.ChannelStrength(torch.zeros(2, 1, 16), torch.zeros(2, 1, 31))},
+            {"decay": None, "beta": kernels.ChannelStrength(torch.zeros(2, 1, 16), torch.zeros(2, 1, 31))},
             r"beta.w: expected \[2, 1, 32\], got shape \(2, 1, 31\)",
         ),
         (
@@ -289,6 +289,8 @@ HEADS = torch.zeros(2, 1, 2)
         ({"skip": torch.zeros(3)}, r"skip: expected \[2\], got shape \(3,\)"),
         ({"steps": 2}, r"streams: expected q \[B,1,G,K\], k \[B,1,2·G,K\] and v \[B,1,2·H,V\], H a multiple of G, got"),
         ({"scale": float("nan")}, "scale: must be a finite number, got nan"),
+        ({"beta": kernels.Strength(HEADS)}, "beta: with several steps, or a separate β, `decay` must not have b"),
+        ({"norm": kernels.GatedNorm(None, torch.ones(16), None)}, "norm.weight: a gate without a norm"),
     ],
 )
 def test_ops_that_do_not_fit(change: dict[str, Any], said: str):

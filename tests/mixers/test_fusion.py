@@ -1,5 +1,6 @@
 """Fused kernels stand in for a method only where a class says so."""
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -11,6 +12,7 @@ import kernels
 from mixers import (
     HGRN2,
     KDA,
+    DeltaNet,
     Discretisation,
     Features,
     GatedDeltaNet,
@@ -27,7 +29,7 @@ from mixers import (
     YarnRotary,
 )
 from mixers.base import Streams
-from mixers.decay import BoundedChannelDecay, ChannelDecay
+from mixers.decay import BoundedChannelDecay, ChannelDecay, Strength
 from mixers.fusion import Fusable
 from mixers.hgrn2 import LowerBounds
 from mixers.norm import Output, SigmoidGatedRMSNorm
@@ -164,6 +166,10 @@ class OwnCarry(KDA):
         return super().carry(s, *args)
 
 
+class ReadsBefore(GatedDeltaProduct):
+    read_before = True
+
+
 class WithoutErasing(KDA):
     recurrence = staticmethod(kernels.linear_recurrence)  # type: ignore[assignment]
 
@@ -172,6 +178,22 @@ class OwnBounds(LowerBounds):
     def odds(self, layer: int) -> Tensor | None:
         odds = super().odds(layer)
         return None if odds is None else odds + 1
+
+
+class LearnedRotary(Rotary):
+    """Turns by a learned base, so that its rates must not be kept."""
+
+    def __init__(self, heads: int, size: int):
+        super().__init__(heads, size)
+        self.log_base = torch.nn.Parameter(torch.tensor(2.0))
+
+    def frequencies(self, pair: Tensor) -> Tensor:
+        return self.log_base.exp() ** (-2 * pair / self.turning)
+
+
+class OtherStrength(Strength):
+    def forward(self, b: Tensor) -> Tensor:
+        return super().forward(b) / 2
 
 
 class OwnRotary(Rotary):
@@ -210,11 +232,19 @@ def test_a_token_is_fused(name: str):
 
 @pytest.mark.parametrize(
     "mixer",
-    [partial(HGRN2, head_dim=16, lower_bounds=OwnBounds), partial(RetNet, qk=Features(map=OwnRotary))],
+    [
+        partial(HGRN2, head_dim=16, lower_bounds=OwnBounds),
+        partial(RetNet, qk=Features(map=OwnRotary)),
+        partial(RetNet, qk=Features(map=LearnedRotary)),
+        DeltaNet,
+        GatedDeltaProduct,
+    ],
 )
 @torch.no_grad()
 def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
     layer, x = mixer(Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)), torch.randn(2, 3, 32)
+    if isinstance(layer, DeltaNet | GatedDeltaProduct):
+        layer.beta = OtherStrength(layer.steps * layer.gate_heads)
     state, outputs = layer.init_state(2), []
     for t in range(3):
         y, state = layer(x[:, t : t + 1], state)
@@ -223,7 +253,18 @@ def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
 
 
 @pytest.mark.parametrize(
-    "cls", [OwnReadout, OwnGates, OwnKDAGates, DoubledReadout, DoubledByMixIn, DoubledQueries, OwnCarry, WithoutErasing]
+    "cls",
+    [
+        OwnReadout,
+        OwnGates,
+        OwnKDAGates,
+        DoubledReadout,
+        DoubledByMixIn,
+        DoubledQueries,
+        OwnCarry,
+        WithoutErasing,
+        ReadsBefore,
+    ],
 )
 @torch.no_grad()
 def test_a_token_is_not_fused_where_a_class_overrides_a_part(cls: type[LinearMixer]):
@@ -250,3 +291,13 @@ def test_own_readouts_and_norms_are_called_for_a_token(base: Any, cls: Any, outp
     plain, own = base(site), cls(site, output=output)
     own.load_state_dict(plain.state_dict())
     torch.testing.assert_close(own(x, own.init_state(2))[0], 2 * plain(x, plain.init_state(2))[0])
+
+
+def test_rates_that_are_learned_get_gradients():
+    layer = RetNet(Site(hidden_size=32, num_heads=2), qk=Features(map=LearnedRotary))
+    layer(torch.randn(1, 5, 32))[0].sum().backward()
+    rotary = layer.q_features.map
+    assert isinstance(rotary, LearnedRotary)
+    assert rotary.log_base.grad is not None
+    assert float(rotary.log_base.grad.abs()) > 0
+    copy.deepcopy(layer)

@@ -98,7 +98,7 @@ class Decoder:
                 return "the state grows, and its mixer adds no token in place"
             pairs = zip(tree_leaves(self._state), growing(self.model, self._state), strict=True)
             length = max((leaf.shape[1] for leaf, more in pairs if more), default=0)
-        room = min(self._room, max(16 * ROOM, length))  # most generations end long before their limit
+        room = max(1, min(self._room, max(16 * ROOM, length)))  # most generations end long before their limit
         size = -(-(length + room) // ROOM) * ROOM
         try:
             with torch.inference_mode(False), torch.no_grad():  # a kept graph may serve calls in another mode
