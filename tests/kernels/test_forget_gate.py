@@ -114,7 +114,7 @@ class TestLowRankForgetGate(OpContract):
     some_sizes = (3, 5, True, (1, 7))
     interpreted_only = True
     device_sizes = tuple((*sizes, True, (3, 777)) for sizes in ((16, 8192), (16, 1000), (24, 512), (64, 1024)))
-    settings = (0.25,)
+    settings = (0.25, False)
     low = ("x", "weight", "y")
     exact = torch.float64
     tolerances = (1e-4, 1e-4)
