@@ -125,8 +125,8 @@ class SoftmaxAttention(TokenMixer):
             context_parallel.check(state, cu_seqlens)
         where, following = positions(x, seen, cu_seqlens, context_parallel, None if state is None else state.k)
         paths = self.q_features, self.k_features
-        made, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
-        (q, k), histories = zip(*made, strict=True)
+        results, _, _ = together(paths, [q, k], before, where, cu_seqlens, context_parallel)
+        (q, k), histories = zip(*results, strict=True)
         run, cache = partial(self.attention, window_size=self.window_size, scale=self.scale), None
         if state is None:
             o = attend(run, q, (k, v), self.window_size, cu_seqlens, context_parallel)

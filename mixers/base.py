@@ -28,6 +28,7 @@ from .fusion import Fusable
 from .heads import HeadMap, check_heads, converted
 from .precision import KeepsFp32
 from .preconditioner import Preconditioner
+from .projection import OutputProjection
 from .replay import Chunk
 from .shift import check_sequences
 from .state import History, Position, Slots, remembered
@@ -281,7 +282,7 @@ class LinearMixer(TokenMixer, Fusable):
         preconditioner: The module that preconditions the keys of a delta rule with one step per token; None for none.
     """
 
-    fused_token = False  # whether `one_token` computes what these methods do; a class with `one_token` sets it
+    fused_token = False  # whether `token_ops` stands for these methods; a class that defines it sets this
     token_methods = ("project", "gates", "gained", "carry", "recurrence", "read_before", "readout")
     recurrence: ClassVar[Callable[..., tuple[Tensor, Tensor | None]]] = staticmethod(kernels.linear_recurrence)
     scale: ClassVar[float | None] = None  # None: (size of the key that reaches the recurrence)^-½
@@ -289,6 +290,7 @@ class LinearMixer(TokenMixer, Fusable):
     erase_keys: ClassVar[bool] = False  # whether `gates` returns erase keys
     erase_writes: ClassVar[bool] = False  # whether `gates` returns `erase_write`
     read_before: ClassVar[bool] = False  # whether the erase key reads the state before it decays
+    o_proj: OutputProjection  # unless a class has its own `token_readout`
     # weights that make queries, keys, values and outputs; None for what has no counterpart in attention
     head_weights: ClassVar[tuple[str | None, ...]] = (
         *("in_proj.q.weight", "in_proj.k.weight", "in_proj.v.weight"),
@@ -445,18 +447,12 @@ class LinearMixer(TokenMixer, Fusable):
         return self.readout(o, s), None if after is None else after._replace(histories=histories, position=position)
 
     def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        """y and the next state of a single token per sequence in fewer launches; None if there is no such way."""
-        return None
+        """Compute y and the next state of one token of each sequence by `kernels.recurrence_token`.
 
-    def recurrence_token(
-        self, s: Streams, state: LinearState, ops: kernels.TokenOps
-    ) -> tuple[Tensor, LinearState] | None:
-        """`kernels.recurrence_token` of a single token per sequence: the output [B,1,H,V] and the next state.
-
-        `ops` leaves out what the mixer says elsewhere: recurrence, positions, steps and scale. None if the mixer has an
-        expansion, a preconditioner or a map of queries and keys that the op does not compute.
+        None if the mixer has no `token_ops`, or has an expansion, a preconditioner or a map of queries and keys that
+        the op does not compute.
         """
-        if self.q_expand is not None or self.preconditioner is not None:
+        if self.q_expand is not None or self.preconditioner is not None or (ops := self.token_ops(s)) is None:
             return None
         q, k, v = self._features
         turn = None if q.map is None else q.map.turn(s.q, state.position)
@@ -468,7 +464,18 @@ class LinearMixer(TokenMixer, Fusable):
         ops = ops._replace(delta=delta, turn=turn, steps=self.steps, scale=self.scale)
         token = kernels.recurrence_token(streams, ops, state.matrix, consume_state=True)
         position = state.position if token.position is None else token.position
-        return token.y, LinearState(token.state, tuple(token.histories), position)
+        return self.token_readout(token.y, s), LinearState(token.state, tuple(token.histories), position)
+
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
+        """Return the gates, norm and skip of a token's raw streams; None if `kernels.recurrence_token` lacks one.
+
+        The base class adds what is declared elsewhere: the recurrence, its steps and scale, and positions.
+        """
+        return None
+
+    def token_readout(self, y: Tensor, s: Streams) -> Tensor:
+        """y [B,1,H,V] of `kernels.recurrence_token` → [B,1,hidden]: what `readout` does after the norm and gate."""
+        return self.o_proj(y.flatten(2))
 
     def _recurred(
         self,

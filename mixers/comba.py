@@ -9,7 +9,7 @@ import kernels
 from kernels.core.elementwise import sigmoid
 
 from .arguments import check_numbers
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
 from .growth import MergedSizes
@@ -121,16 +121,14 @@ class Comba(LinearMixer):
             return kernels.delta_gates(a, self.decay.A_log, self.decay.dt_bias, b, largest=self.beta.most)
         return self.decay(a)[0], self.beta(b)
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         assert s.log_decay is not None
         norm = self.o_norm.gated_norm(s.gate)
         if norm is None or not (self.decay.fused and self.beta.fused):
             return None
         decay = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, s.beta, largest=self.beta.most)
         feedback = kernels.Feedback(self.feedback, self.D, self.unit_feedback)
-        ops = kernels.TokenOps(decay=decay, norm=norm, feedback=feedback)
-        done = self.recurrence_token(s, state, ops)
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(decay=decay, norm=norm, feedback=feedback)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -5,7 +5,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Strength
 from .features import Features
 from .norm import RMSNorm
@@ -66,14 +66,13 @@ class DeltaNet(LinearMixer):
         assert s.beta is not None
         return s.replace(beta=self.beta(s.beta))
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         assert s.beta is not None
         if not self.beta.fused or type(self.o_norm) is not RMSNorm:
             return None
         norm = kernels.GatedNorm(None, self.o_norm.scale, self.o_norm.eps)
         beta = kernels.Strength(s.beta, self.beta.bias, self.beta.most)
-        done = self.recurrence_token(s, state, kernels.TokenOps(beta=beta, norm=norm))
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(beta=beta, norm=norm)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o).flatten(2))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import kernels
 from kernels import ACTIVATIONS, NORMS
+from kernels.rotary import doubled
 
 from .arguments import check_numbers, check_sizes
 from .context_parallel import ContextParallel
@@ -262,9 +263,9 @@ class Rotary(FeatureMap, Fusable):
 
         They are computed once for each device and for all numbers that the module has as attributes.
         """
-        numbers = {name: value for name, value in vars(self).items() if isinstance(value, int | float)}
+        numbers = (x for name, x in vars(self).items() if isinstance(x, int | float) and name != "training")
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32  # bf16 cannot represent position 10001
-        key = like.device, dtype, *(numbers | {"training": None}).values()
+        key = like.device, dtype, *numbers
         if key in self._rates:
             return self._rates[key]
         with torch.inference_mode(False):  # they may serve the next training step
@@ -305,8 +306,7 @@ class LRPE(FeatureMap, Fusable):
         self.theta.copy_((self.base ** (-2 * channel / self.theta.numel())).view_as(self.theta))
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        angle = positions[..., None, None] * kernels.at_least_fp32(self.theta)
-        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+        return doubled(x, positions, kernels.at_least_fp32(self.theta))
 
     def turn(self, x: Tensor, positions: Tensor) -> kernels.Turn | None:
         return kernels.Turn(positions, kernels.at_least_fp32(self.theta)) if self.fused else None

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import kernels
 
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
 from .fusion import Fusable
@@ -106,12 +106,11 @@ class GatedDeltaNet(LinearMixer, Fusable):
         decay, beta = self.decay, self.beta
         return kernels.GateInputs(s.log_decay, decay.A_log, decay.dt_bias, s.beta, beta.bias, beta.most)
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         gates, norm = self.gate_inputs(s), self.o_norm.gated_norm(s.gate)
         if gates is None or norm is None:
             return None
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=gates, norm=norm))
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(decay=gates, norm=norm)
 
     def gates(self, s: Streams) -> Streams:
         assert s.beta is not None

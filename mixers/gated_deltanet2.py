@@ -8,7 +8,7 @@ import kernels
 from kernels.activation_gate import activation_gate
 
 from .arguments import size_or
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .growth import MergedLowRank
@@ -107,7 +107,7 @@ class GatedDeltaNet2(LinearMixer):
         v = activation_gate(s.beta, s.v.flatten(2)).view(s.v.shape)
         return s.replace(v=v, log_decay=log_decay, beta=self.to_value_heads(erase), erase=None)
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         assert s.log_decay is not None
         assert s.beta is not None
         assert s.erase is not None
@@ -116,9 +116,7 @@ class GatedDeltaNet2(LinearMixer):
             return None
         raw, bound = split_heads(s.log_decay, self.gate_heads), self.decay.lower_bound
         decay = kernels.GateInputs(raw, self.decay.A_log, self.decay.biases, None, lower_bound=bound)
-        ops = kernels.TokenOps(decay=decay, beta=kernels.ChannelStrength(s.erase, s.beta, self.erase.most), norm=norm)
-        done = self.recurrence_token(s, state, ops)
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(decay=decay, beta=kernels.ChannelStrength(s.erase, s.beta, self.erase.most), norm=norm)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_sizes
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Strength
 from .features import Features
 from .growth import MergedSizes
@@ -106,16 +106,14 @@ class GatedDeltaProduct(LinearMixer):
         log_decay = None if self.decay is None or s.log_decay is None else self.decay(s.log_decay)[0]
         return s.replace(log_decay=log_decay, beta=self.steps_of(self.beta(s.beta)))
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         assert s.beta is not None
         norm, decay = self.o_norm.gated_norm(s.gate), None
         if norm is None or not self.beta.fused or (self.decay is not None and not self.decay.fused):
             return None
         if self.decay is not None and s.log_decay is not None:
             decay = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, None)
-        ops = kernels.TokenOps(decay=decay, beta=kernels.Strength(s.beta, self.beta.bias, self.beta.most), norm=norm)
-        done = self.recurrence_token(s, state, ops)
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(decay=decay, beta=kernels.Strength(s.beta, self.beta.bias, self.beta.most), norm=norm)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

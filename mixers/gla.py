@@ -5,7 +5,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import LowRankDecay
 from .features import Features
 from .growth import MergedHeads
@@ -89,12 +89,10 @@ class GLA(LinearMixer):
         log_decay = self.decay_up(s.log_decay, self.gate_normalizer)
         return s.replace(log_decay=split_heads(log_decay, self.gate_heads))
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         if (norm := self.o_norm.gated_norm(s.gate)) is None:
             return None
-        ops = kernels.TokenOps(decay=self.gates(s).log_decay, norm=norm)
-        done = self.recurrence_token(s, state, ops)
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(decay=self.gates(s).log_decay, norm=norm)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

@@ -11,7 +11,7 @@ import kernels
 from kernels.forget_gate import lower_bound_odds
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, LinearState, Site, Streams, TokenMixer, checked_site
+from .base import LinearMixer, Site, Streams, TokenMixer, checked_site
 from .features import Features
 from .fusion import Fusable
 from .growth import MergedHeads
@@ -154,13 +154,15 @@ class HGRN2(LinearMixer):
         log_decay, written = kernels.tied_gates(s.k.flatten(2), odds=odds, dtype=s.q.dtype)
         return s.replace(k=split_heads(written, self.gate_heads), log_decay=split_heads(log_decay, self.gate_heads))
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         bounds = self.lower_bounds
         if bounds is not None and not bounds.fused:
             return None
         decay = kernels.TiedGates() if bounds is None else kernels.TiedGates(bounds.weight, self.site.layer)
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=decay))
-        return None if done is None else (self.readout(done[0], s), done[1])
+        return kernels.TokenOps(decay=decay)
+
+    def token_readout(self, y: Tensor, s: Streams) -> Tensor:
+        return self.readout(y, s)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.g_norm(o.flatten(2)))

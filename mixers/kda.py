@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import size_or
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ChannelDecay, Strength
 from .features import Features
 from .fusion import Fusable
@@ -129,12 +129,11 @@ class KDA(LinearMixer, Fusable):
         inputs = (raw, decay.A_log, decay.biases, s.beta)
         return kernels.GateInputs(*inputs, largest=self.beta.most, up=up, lower_bound=decay.lower_bound)
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         gates, norm = self.gate_inputs(s), self.o_norm.gated_norm(s.gate)
         if gates is None or norm is None:
             return None
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=gates, norm=norm))
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(decay=gates, norm=norm)
 
     def gates(self, s: Streams) -> Streams:
         assert s.log_decay is not None

@@ -120,19 +120,19 @@ def _last(cache: Tensor, size: int, window_size: int | None) -> Tensor:
 
 
 def in_slots(cache: Tensor, seen: Tensor, size: int) -> Slots:
-    """The last entries of a cache [N,S,…], flush right, in one of another form [N,size,…] with room for more."""
+    """Copy the last entries of a cache [N,S,…], flush right, into slots [N,size,…] with room for more."""
     age = (seen[:, None] - 1 - torch.arange(size, device=seen.device)) % size
     return Slots(_at(cache, cache.shape[1] - 1 - age, age, seen))
 
 
 def out_of_slots(slots: Slots, seen: Tensor, size: int) -> Tensor:
-    """The last entries of a cache with room, as a cache [N,size,…], flush right."""
+    """Copy the last entries of a cache with room into a cache [N,size,…], flush right."""
     age = torch.arange(size - 1, -1, -1, device=seen.device).expand(len(seen), -1)
     return _at(slots.entries, (seen[:, None] - 1 - age) % slots.entries.shape[1], age, seen)
 
 
 def _at(cache: Tensor, index: Tensor, age: Tensor, seen: Tensor) -> Tensor:
-    """The entries [N,R,…] at an index [N,R] for each age of a token (0 for the newest); 0 for tokens that are not."""
+    """The entries [N,R,…] at `index` [N,R], for tokens of these ages (0: newest); zeros before the first token."""
     exists = age < seen.clamp(max=cache.shape[1])[:, None]
     if not cache.shape[1]:
         return cache.new_zeros(*index.shape, *cache.shape[2:])

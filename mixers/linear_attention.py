@@ -5,7 +5,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .features import Features
 from .norm import RMSNorm
 from .projection import OutputProjection, Projection, split_heads
@@ -46,12 +46,11 @@ class LinearAttention(LinearMixer):
         q, k, v = (split_heads(stream, self.num_heads) for stream in self.in_proj(x))
         return Streams(q, k, v)
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         if type(self.o_norm) is not RMSNorm:
             return None
         norm = kernels.GatedNorm(None, self.o_norm.scale, self.o_norm.eps)
-        done = self.recurrence_token(s, state, kernels.TokenOps(norm=norm))
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return kernels.TokenOps(norm=norm)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o).flatten(2))

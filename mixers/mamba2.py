@@ -9,7 +9,7 @@ import kernels
 from kernels.skip_readout import skip_readout
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import Discretisation, Mamba2Discretisation
 from .features import Features
 from .growth import Growth, Init
@@ -100,13 +100,15 @@ class Mamba2(LinearMixer):
         log_decay, dt = self.decay(s.log_decay)
         return s.replace(log_decay=log_decay, beta=dt)
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
         assert s.log_decay is not None
         if not self.decay.fused:
             return None
         decay = kernels.GateInputs(s.log_decay, self.decay.A_log, self.decay.dt_bias, None)
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=decay, skip=self.D))
-        return None if done is None else (self.out_proj(self.norm(done[0].flatten(2), s.gate)), done[1])
+        return kernels.TokenOps(decay=decay, skip=self.D)
+
+    def token_readout(self, y: Tensor, s: Streams) -> Tensor:
+        return self.out_proj(self.norm(y.flatten(2), s.gate))
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         skipped = skip_readout(o, s.v, self.D.expand(o.shape[:3]))

@@ -7,7 +7,7 @@ from torch import Tensor
 from kernels import TokenOps, UserError
 
 from .arguments import check_numbers
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ConstantDecay
 from .features import Features, Rotary
 from .norm import GatedRMSNorm, NormOnly, Output
@@ -71,11 +71,10 @@ class RetNet(LinearMixer):
     def gates(self, s: Streams) -> Streams:
         return s.replace(log_decay=self.decay(s.v))
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
+    def token_ops(self, s: Streams) -> TokenOps | None:
         if (norm := self.o_norm.gated_norm(s.gate)) is None:
             return None
-        done = self.recurrence_token(s, state, TokenOps(decay=self.decay(s.v), norm=norm))
-        return None if done is None else (self.o_proj(done[0].flatten(2)), done[1])
+        return TokenOps(decay=self.decay(s.v), norm=norm)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(self.o_norm(o, s.gate).flatten(2))

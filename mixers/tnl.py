@@ -7,7 +7,7 @@ from torch import Tensor
 import kernels
 
 from .arguments import check_numbers, check_sizes
-from .base import LinearMixer, LinearState, Site, Streams, checked_site
+from .base import LinearMixer, Site, Streams, checked_site
 from .decay import ConstantDecay, alibi_slopes
 from .features import Features
 from .projection import Linear, OutputProjection, Projection, split_heads
@@ -36,9 +36,11 @@ class LowRankGated(LinearMixer):
         H = self.num_heads
         return Streams(split_heads(q, H), split_heads(k, H), split_heads(v, H), gate=self.g_up(g))
 
-    def one_token(self, s: Streams, state: LinearState) -> tuple[Tensor, LinearState] | None:
-        done = self.recurrence_token(s, state, kernels.TokenOps(decay=self.gates(s).log_decay))
-        return None if done is None else (self.readout(done[0], s), done[1])
+    def token_ops(self, s: Streams) -> kernels.TokenOps | None:
+        return kernels.TokenOps(decay=self.gates(s).log_decay)
+
+    def token_readout(self, y: Tensor, s: Streams) -> Tensor:
+        return self.readout(y, s)
 
     def readout(self, o: Tensor, s: Streams) -> Tensor:
         return self.o_proj(kernels.gated_rms_norm(o.flatten(2), s.gate, None, self.norm_eps, activation="sigmoid"))

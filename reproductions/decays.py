@@ -4,7 +4,7 @@
     python reproductions/decays.py training --models=[kda_hybrid,gla,hgrn2,gated_deltanet2] --sizes=[400m,1.5b]
 
 `record` trains each model of 400M parameters on the text of installed packages, and writes the quantiles of the log
-decays of each layer to `reproductions/recorded_decays.json`, from which `beside.py kernels --decays=recorded` draws.
+decays of each layer to `reproductions/recorded_decays.json`. `beside.py kernels --decays=recorded` reads that file.
 `training` times steps of each model whose layers get recorded log decays, and gentle ones, in place of their own.
 """
 

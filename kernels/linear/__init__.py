@@ -93,7 +93,7 @@ def few_products(products: Sequence[Product]) -> list[Tensor] | None:
         products: The products. They all have the same number of rows.
 
     Returns:
-        The result […,O] of each product; None if they need another way: `linear`, and the activation.
+        The result […,O] of each product; None if the kernel cannot compute them: call `linear` and the activation.
     """
     x, *others = (product.x for product in products)
     alike = all(other.shape[:-1] == x.shape[:-1] and other.dtype == x.dtype for other in others)

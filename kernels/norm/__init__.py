@@ -33,12 +33,12 @@ ADDED = Op("add_rms_norm", reference=_separately, torch=_separately, gpu="kernel
 class GatedNorm(NamedTuple):
     """The arguments of `gated_rms_norm` besides x, where they are explained.
 
-    `recurrence_token` also takes them without a gate, or without eps for a gate without a norm.
+    `recurrence_token` also takes them without a gate, as those of `rms_norm`.
     """
 
     gate: Tensor | None
     weight: Tensor | None
-    eps: float | None
+    eps: float
     gate_first: bool = False
     activation: Literal["silu", "sigmoid"] = "silu"
 

@@ -19,7 +19,7 @@ from ..features import MOST_TAPS, FeatureStream, features, features_and_gates, f
 from ..forget_gate import lower_bound_odds, tied_gates
 from ..linear_recurrence import linear_recurrence
 from ..norm import ACTIVATIONS, GatedNorm, gated_rms_norm, rms_norm
-from ..rotary import rotary
+from ..rotary import doubled, rotary
 from ..skip_readout import skip_readout
 
 LARGEST = 128 * 256  # elements of a head's state, with both sizes rounded up to powers of two
@@ -42,8 +42,7 @@ class Turn(NamedTuple):
         """Turn the heads of x [B,1,G,K]."""
         if not self.doubles:
             return rotary(x, self.positions[:, None], self.rates, amplitude=self.amplitude)
-        angle = self.positions[:, None, None, None] * self.rates
-        return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+        return doubled(x, self.positions[:, None], self.rates)
 
 
 class Strength(NamedTuple):
@@ -95,7 +94,7 @@ class TokenOps(NamedTuple):
     # has its arguments, and 1 in others.
     beta: Beta = None
     # the arguments of `gated_rms_norm` besides the output of the recurrence, of each head; without a gate those of
-    # `rms_norm`, without eps the gate alone
+    # `rms_norm`
     norm: GatedNorm | None = None
     turn: Turn | None = None  # positions of queries and keys
     feedback: Feedback | None = None  # of the delta rule
@@ -189,8 +188,6 @@ def check(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> Non
         raise ValueError("beta: with several steps, or a separate β, `decay` must not have b")
     if n > 1 and ops.feedback is not None:
         raise ValueError(f"steps: a feedback takes one step, got {n}")
-    if ops.norm is not None and ops.norm.eps is None and ops.norm.weight is not None:
-        raise ValueError("norm.weight: a gate without a norm (eps is None) has none")
     doubled = ops.turn is not None and ops.turn.doubles
     for name, x, wanted_shape in _shapes(ops, (B, G, H, 2 * K if doubled else K, V), K, k.x, state):
         if x is not None and tuple(x.shape) != wanted_shape:
@@ -265,10 +262,10 @@ def composed(
     """The ops one after another; the arguments are those of `recurrence_token`."""
     decay, gates, n = ops.decay, None, ops.steps
     if isinstance(decay, GateInputs) and decay.b is not None:
-        made, gates = features_and_gates(streams, decay)
+        results, gates = features_and_gates(streams, decay)
     else:
-        made = features_together(streams)
-    (q, k, v), histories = zip(*made, strict=True)
+        results = features_together(streams)
+    (q, k, v), histories = zip(*results, strict=True)
     if ops.turn is not None:
         q, k = ops.turn(q), ops.turn(k)
     k, v = (x.unflatten(2, (n, -1)).flatten(1, 2) for x in (k, v))
@@ -303,8 +300,10 @@ def composed(
         o, state = linear_recurrence(q, k, v, log_decay, beta, **options)
     assert state is not None
     o = o if ops.skip is None else skip_readout(o, v, ops.skip.expand(o.shape[:3]))
-    kept = [s.x.new_zeros(len(o), 0, s.channels) if h is None else h for s, h in zip(streams, histories, strict=True)]
-    return TokenResult(_normed(o, ops.norm), kept, state, None if ops.turn is None else ops.turn.positions + 1)
+    following = [
+        s.x.new_zeros(len(o), 0, s.channels) if x is None else x for s, x in zip(streams, histories, strict=True)
+    ]
+    return TokenResult(_normed(o, ops.norm), following, state, None if ops.turn is None else ops.turn.positions + 1)
 
 
 def _fed_back(q: Tensor, k: Tensor, feedback: Feedback, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -322,9 +321,7 @@ def _normed(o: Tensor, norm: GatedNorm | None) -> Tensor:
         return o
     gate, weight, eps, gate_first, activation = norm
     if gate is None:
-        return o if eps is None else rms_norm(o, weight, eps)
-    if eps is None:
-        return o * (gate.sigmoid() if activation == "sigmoid" else gate * gate.sigmoid())
+        return rms_norm(o, weight, eps)
     return gated_rms_norm(o, gate, weight, eps, gate_first=gate_first, activation=activation)
 
 

@@ -106,6 +106,21 @@ composed = register("rotary", _compute, _differentiate, empty, results=2, unread
 OP = Op("rotary", reference=reference, torch=composed, gpu="kernels.rotary.gpu.op:forward")
 
 
+def doubled(x: Tensor, positions: Tensor, rates: Tensor) -> Tensor:
+    """[cos(rate · position) · x, sin(rate · position) · x] of each channel (LRPE, arXiv 2307.09270), in PyTorch.
+
+    Args:
+        x: Queries or keys [B,T,H,D].
+        positions: Position of each token [B or 1,T].
+        rates: Angle per token of each channel of each head [H,D], in at least fp32.
+
+    Returns:
+        y [B,T,H,2·D] in the dtype of x.
+    """
+    angle = positions[..., None, None] * rates
+    return torch.cat([x * angle.cos().to(x.dtype), x * angle.sin().to(x.dtype)], -1)
+
+
 @overload
 def rotary(
     x: Tensor, positions: Tensor, rates: Tensor, *, amplitude: float = 1.0, last: bool = False, other: None = None

@@ -85,8 +85,8 @@ class TestTiedGates(SeveralResults):
 
     def formula(self, x, bias=0, odds=None) -> tuple[Tensor, Tensor]:
         share = torch.sigmoid(x + bias)
-        kept = (share if odds is None else odds.sigmoid() + (1 - odds.sigmoid()) * share) ** 0.125
-        return kept.log(), 1 - kept
+        forget = (share if odds is None else odds.sigmoid() + (1 - odds.sigmoid()) * share) ** 0.125
+        return forget.log(), 1 - forget
 
     @pytest.mark.parametrize("backend", BACKENDS)
     def test_the_results_are_computed_again_instead_of_saved(self, backend: str):

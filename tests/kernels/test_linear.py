@@ -231,7 +231,7 @@ def test_a_gated_mlp_on_device(rows: int, I: int, inner: int, activation: str):
 @pytest.mark.parametrize("rows", [1, 2])
 @torch.no_grad()
 def test_several_products_are_each_alone(rows: int, device: str):
-    """Bitwise where there is no activation; with one, it is that of the rounded product."""
+    """Products without an activation are bitwise equal to `linear`; an activation is applied to the rounded product."""
     activations = {"none": lambda y: y, "sigmoid": torch.sigmoid, "tanh": torch.tanh}
     sizes = ((1100, 300, "none"), (20, 7, "sigmoid"), (300, 1025, "tanh"), (2050, 33, "none"))
     parts = [inputs(rows, I, O, device=device)[:2] for I, O, _ in sizes]

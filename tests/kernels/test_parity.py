@@ -38,7 +38,7 @@ def compare(
 
 HEADS_FIRST = "delta_rule_recurrence"
 LINEAR, DELTA = kernels.linear_recurrence, kernels.delta_rule
-# our op, family and function of theirs, its name of the decay, its scales (if it takes any), and options of `inputs`
+# our op; the package and function of flash-linear-attention, its argument of decays, its scales; options of `inputs`
 FUNCTIONS: list[tuple[Op, str, str, str | None, tuple[float | None, ...], dict[str, str]]] = [
     (DELTA, "gated_delta_rule", "naive_recurrent_gated_delta_rule", "g", (None, 0.5), {}),
     (DELTA, "gated_delta_rule", "naive_chunk_gated_delta_rule", "g", (None, 0.5), {}),

@@ -40,7 +40,7 @@ class Case(NamedTuple):
     gates: str = "delta"  # or none, strength, channels, product, constant, head, channel, steps, or tied and layers
     turn: str = "none"  # pairs, doubled
     skip: bool = False
-    norm: str = "gated"  # norm, gate or none
+    norm: str = "gated"  # norm or none
     steps: int = 1
     feedback: str = "none"  # rate, correction or unit
 
@@ -74,14 +74,14 @@ CASES = [
     Case(feedback="unit", qk=("silu", "none"), sigmoid=True, dtype=torch.bfloat16),
     Case(gates="strength", bias=True, norm="norm", largest=2.0),
     Case(gates="none", norm="none", K=5, V=3),
-    Case(delta=False, gates="constant", turn="pairs", taps=1, norm="gate"),
+    Case(delta=False, gates="constant", turn="pairs", taps=1),
     Case(delta=False, gates="none", turn="pairs", taps=0, qk=("relu", "none"), v=("identity", "none"), norm="norm"),
     Case(delta=False, gates="none", turn="doubled", taps=0, K=12, norm="none"),
     Case(delta=False, gates="constant", turn="doubled", B=3, H=6, G=2, V=20, norm="none"),
     Case(delta=False, gates="channel", taps=0, K=12, V=5, qk=("identity", "none")),
     Case(delta=False, gates="head", taps=0, turn="doubled", gate_first=True),
-    Case(delta=False, gates="steps", H=6, G=2, bias=True, skip=True, norm="gate", gate_first=True, scale=1.0),
-    Case(delta=False, gates="steps", H=3, G=1, K=12, V=20, skip=True, norm="gate", scale=1.0),
+    Case(delta=False, gates="steps", H=6, G=2, bias=True, skip=True, gate_first=True, scale=1.0),
+    Case(delta=False, gates="steps", H=3, G=1, K=12, V=20, skip=True, norm="none", scale=1.0),
     Case(delta=False, gates="tied", taps=0, qk=("identity", "none"), v=("identity", "none"), norm="none"),
     Case(delta=False, gates="tied 5", taps=0, K=12, qk=("identity", "none"), norm="none"),
     Case(delta=False, gates="tied 2", B=1, H=1, G=1, K=1, V=1, qk=("identity", "none"), norm="norm"),
@@ -144,7 +144,6 @@ def arguments(case: Case, device: str = "cpu") -> dict[str, Any]:
     norm = {
         "gated": kernels.GatedNorm(gate, weight, 1e-5, case.gate_first, activation),
         "norm": kernels.GatedNorm(None, weight, 1e-5),
-        "gate": kernels.GatedNorm(gate, None, None, case.gate_first, activation),
         "none": None,
     }[case.norm]
     state = draw(B, H, width, V, dtype=torch.float32)
@@ -290,7 +289,6 @@ HEADS = torch.zeros(2, 1, 2)
         ({"steps": 2}, r"streams: expected q \[B,1,G,K\], k \[B,1,2·G,K\] and v \[B,1,2·H,V\], H a multiple of G, got"),
         ({"scale": float("nan")}, "scale: must be a finite number, got nan"),
         ({"beta": kernels.Strength(HEADS)}, "beta: with several steps, or a separate β, `decay` must not have b"),
-        ({"norm": kernels.GatedNorm(None, torch.ones(16), None)}, "norm.weight: a gate without a norm"),
     ],
 )
 def test_ops_that_do_not_fit(change: dict[str, Any], said: str):
@@ -347,7 +345,7 @@ def test_streams_that_are_no_token():
         Case(B=3, H=8, G=8, K=128, V=128, delta=False, gates="none", taps=0, turn="pairs", norm="norm"),
         Case(B=3, H=8, G=8, K=128, V=128, dtype=torch.bfloat16, delta=False, gates="none", taps=0, turn="doubled"),
         Case(B=3, H=6, G=6, K=96, V=96, delta=False, gates="constant", taps=0, turn="doubled", norm="none"),
-        Case(B=3, H=32, G=1, K=128, V=64, dtype=torch.bfloat16, delta=False, gates="steps", norm="gate", skip=True),
+        Case(B=3, H=32, G=1, K=128, V=64, dtype=torch.bfloat16, delta=False, gates="steps", norm="none", skip=True),
         Case(B=3, H=8, G=8, K=128, V=128, dtype=torch.bfloat16, delta=False, gates="tied", taps=0, norm="none"),
         Case(B=3, H=6, G=6, K=96, V=96, delta=False, gates="tied 24", taps=4, norm="none"),
     ],

@@ -112,13 +112,13 @@ def plain(a: dict[str, Any], row: int) -> Tensor:
     size = cache.entries[0].shape[1]
     tokens = [t % size for t in range(max(0, seen - size + 1), seen)]
     names = ("k", "v", "log_decay")[: len(cache.entries)]
-    whole = {
+    streams = {
         name: torch.cat([x[row : row + 1, tokens], a[name][row : row + 1].to(x.dtype)], 1)
         for name, x in zip(names, cache.entries, strict=True)
     }
     with kernels.backend("reference"):
         options = {"window_size": a["window_size"], "scale": a["scale"]}
-        return kernels.window_attention(a["q"][row : row + 1], **whole, **options)
+        return kernels.window_attention(a["q"][row : row + 1], **streams, **options)
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def agree(
 
 
 def named(layer: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Weights of a layer by the names of ours, for modules named as there."""
+    """Return weights of another library's layer under our names; `names` maps our names to its modules."""
     return {f"{our}.weight": layer.get_submodule(name).weight for name, our in names.items()}
 
 
@@ -105,14 +105,14 @@ def compare(
     call_theirs: Callable[[Tensor], Tensor] | None = None,
     tolerance: float = TOLERANCE,
 ) -> None:
-    """Outputs, and gradients of the input and of the parameters of theirs.
+    """Compare outputs, and gradients of the input and of the other library's parameters.
 
     Args:
         ours: The layer of this project.
         theirs: The layer it is compared with.
-        weights: The weights of ours, made of the parameters of theirs.
+        weights: Weights of `ours`, computed from the parameters of `theirs`.
         x: The input.
-        call_theirs: Runs theirs, if x is not all that it takes.
+        call_theirs: Calls `theirs`, if it takes more than x.
         tolerance: Largest error relative to the norm of a result.
     """
     names, arriving, results = [name for name, _ in theirs.named_parameters()], torch.randn_like(x), []

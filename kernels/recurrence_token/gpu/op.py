@@ -127,7 +127,7 @@ def rows_joined(a, b):
 
 @triton.jit
 def positioned(y, position, rates, amplitude, h, TURN: tl.constexpr, STREAM: tl.constexpr, DTYPE: tl.constexpr):
-    """The features of a head at a position, rounded: as many, or twice as many of them."""
+    """The features of a head with its position, rounded; with TURN = doubled, twice as many."""
     SIZE: tl.constexpr = STREAM[2]
     BLOCK: tl.constexpr = STREAM[3]
     if TURN == "pairs":
@@ -428,7 +428,7 @@ def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tens
         tensors += [x, *parameters, *((history, later) if stream.taps > 1 else (None, None))]
         strides.append(row)
     decays, (beta, gates, rows, largest) = decays_of(ops.decay), strengths_of(ops)
-    norm = GatedNorm(None, None, None) if ops.norm is None else ops.norm
+    norm = GatedNorm(None, None, 0.0) if ops.norm is None else ops.norm
     gate, gate_row = (None, 0) if norm.gate is None else heads_of_rows(norm.gate)
     feedback = [None, None] if ops.feedback is None else [ops.feedback.rate, ops.feedback.correction]
     positions, rates, kind, amplitude, after = None, None, "none", 1.0, None
@@ -439,11 +439,11 @@ def forward(streams: Sequence[FeatureStream], ops: TokenOps, initial_state: Tens
     others = (None if x is None else x.contiguous() for x in (norm.weight, ops.skip, positions, rates))
     tensors += [*decays.tensors, *gates, *(None if x is None else x.contiguous() for x in feedback), gate, *others]
     scale = state.shape[2] ** -0.5 if ops.scale is None else ops.scale
-    numbers = [*strides, decays.row, *rows, gate_row, float(largest), float(scale), float(norm.eps or 0.0)]
+    numbers = [*strides, decays.row, *rows, gate_row, float(largest), float(scale), float(norm.eps)]
     numbers += [decays.lower, amplitude, decays.layer]
     unit = ops.feedback is not None and ops.feedback.unit
     how: list[Any] = [H, repeats, decays.kind, decays.channels, beta, ops.delta, ops.steps, unit, kind]
-    how += ["none" if gate is None else norm.activation, norm.gate_first, norm.eps is not None, decays.layers]
+    how += ["none" if gate is None else norm.activation, norm.gate_first, ops.norm is not None, decays.layers]
     elements = next_power_of_2(state.shape[2]) * about[2][3]
     launch(tuple(about), B * H, elements, tuple(how), *numbers)(*tensors, after, state, y)
     return TokenResult(y, following, state, after)

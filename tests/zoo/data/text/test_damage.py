@@ -92,8 +92,8 @@ def test_an_old_manifest_without_a_seal(text_folder: str, tokenizer: Tokenizer):
     folder, draw = Path(prepare(Corpus(text_folder), tokenizer, 0.2, 1)), random.Random(2)
     file, right = folder / "manifest.json", Shards(folder, "train").read(0, 2000).tolist()
     sealed = json.loads(file.read_text())
-    whole = json.dumps({**{k: v for k, v in sealed.items() if k != "blake2b"}, "format": 1}).encode()
-    for damaged in damages(whole, draw):
+    manifest = json.dumps({**{k: v for k, v in sealed.items() if k != "blake2b"}, "format": 1}).encode()
+    for damaged in damages(manifest, draw):
         file.write_bytes(damaged)
         try:
             shards = Shards(folder, "train")
