@@ -52,10 +52,6 @@ class LowerBounds(KeepsFp32, Fusable):
         if self.high is not None:  # softmax(γ)_0 = 1 − high, and the other rows share the rest
             self.weight[1:] += math.log(self.high / (1 - self.high) / max(len(self.weight) - 1, 1))
 
-    def log_forget(self, f: Tensor, layer: int) -> Tensor:
-        """log(lb + (1 − lb) σ(f)) of raw forget gates f [...,size] at a layer, at least fp32."""
-        return kernels.forget_gate(f, odds=self.odds(layer))
-
     def odds(self, layer: int) -> Tensor | None:
         """The log odds of lb at a layer [size]; None where lb is 0, whose log odds are not finite."""
         if layer == 0:

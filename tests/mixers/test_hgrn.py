@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import kernels
 import mixers
 import zoo
 from mixers import HGRN1, HGRN2, Expanded, Site
@@ -83,7 +84,7 @@ def test_they_stay_shared_through_a_state_dict(name: str, assign: bool):
 
 def lowest(bounds: LowerBounds, layer: int) -> torch.Tensor:
     """What is remembered at least: with a forget gate that wants to forget everything."""
-    return bounds.log_forget(torch.full((bounds.weight.shape[1],), -60.0), layer).exp()
+    return kernels.forget_gate(torch.full((bounds.weight.shape[1],), -60.0), odds=bounds.odds(layer)).exp()
 
 
 def test_bounds_rise_with_the_layer():
@@ -114,7 +115,7 @@ def test_gradients_are_finite_wherever_the_bounds_go(row: int, size: float, laye
     actual, f = LowerBounds(4, 1), torch.tensor([[-200.0], [-3.0], [0.0], [3.0], [200.0]], requires_grad=True)
     with torch.no_grad():
         actual.weight[row] = size
-    log_forget = actual.log_forget(f, layer)
+    log_forget = kernels.forget_gate(f, odds=actual.odds(layer))
     assert log_forget.max() < 1e-6
     log_forget.sum().backward()
     assert f.grad.isfinite().all()

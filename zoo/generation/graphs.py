@@ -42,8 +42,8 @@ class DecodingGraphs:
 
     A graph serves calls of one model whose inputs have the same shapes and dtypes, in the same precision and mode.
     Weights may change in place, which a replay sees. The step is captured again if they move, or if an attribute of a
-    module that is a number, a string or a function changes. A batch of another size is captured, too: to pad it would
-    change the shapes of matrix products, and thereby the rounding of its results.
+    module that is a number, a tuple of numbers, a string or a function changes. A batch of another size is captured,
+    too: to pad it would change the shapes of matrix products, and thereby the rounding of its results.
 
     Args:
         enabled: Whether to capture; without it, the same steps run eagerly.
@@ -156,7 +156,10 @@ def _key(model: nn.Module, inputs: Any) -> Hashable:
 
 
 def _is_setting(attribute: tuple[str, object]) -> bool:
-    return isinstance(attribute[1], int | float | str | torch.dtype | FunctionType)
+    value = attribute[1]
+    if isinstance(value, tuple):  # such as the log decays of `ConstantDecay`
+        return all(isinstance(item, int | float) for item in value)
+    return isinstance(value, int | float | str | torch.dtype | FunctionType)
 
 
 def fits(state: Any, following: Any) -> bool:

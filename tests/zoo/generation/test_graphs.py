@@ -97,6 +97,16 @@ def test_a_model_may_change_between_calls(
     assert len(captures) == expected_captures
 
 
+def test_constant_decays_that_change_are_captured_again(captures: list[torch.device]):
+    """A kept graph would read the tensor of the old decays, whose memory is free."""
+    model, graphs = build("RetNet"), DecodingGraphs()
+    greedy(model, graphs)
+    decay: Any = model.layers[0].mixer.decay
+    decay.log_decay = tuple(8 * x for x in decay.log_decay)
+    assert torch.equal(greedy(model, graphs), greedy(model, DecodingGraphs(False)))
+    assert len(captures) == 2
+
+
 def test_a_failed_capture_is_not_repeated_unless_memory_lacked(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(owners, "no_graphs", lambda device: None)
     for error, expected_attempts in ((RuntimeError("it waits"), 1), (torch.OutOfMemoryError("full"), 2)):
