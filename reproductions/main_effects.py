@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--gate", metavar="COLUMN=LEAST", help="leave out rows below this number")
     parser.add_argument("--across", metavar="COLUMN", help="such as length")
     parser.add_argument("--picture", type=Path, help="file for curves over the column of --across")
+    parser.add_argument("--title", help="of the picture (default: the name of the table)")
     args = parser.parse_args()
     if args.picture and not args.across:
         sys.exit("--picture: --across must name the horizontal axis, such as length")
@@ -143,7 +144,7 @@ def main() -> None:
             | {args.across: float(row[args.across])}
             for row in rows
         ]
-        write_figure(curves(points, args.across, args.table.stem), args.picture)
+        write_figure(curves(points, args.across, args.title or args.table.stem), args.picture)
     parts = dict.fromkeys(row[args.across] if args.across else "" for row in rows)
     for part in parts or [""]:
         of_part = [row for row in rows if not part or row[args.across] == part]
