@@ -10,6 +10,7 @@ from .bonus_readout import bonus_readout
 from .core.backend import BACKENDS, backend, implementations, same_backend
 from .core.deterministic import deterministic, is_deterministic
 from .core.documents import documents
+from .core.read_only import read_only
 from .core.recompute import recomputing
 from .core.recurrence import at_least_fp32
 from .delta_gates import GateInputs, delta_gates
@@ -106,6 +107,7 @@ __all__ = [
     "linear_token_losses",
     "low_rank_forget_gate",
     "precondition",
+    "read_only",
     "recomputing",
     "recurrence_flops",
     "recurrence_token",

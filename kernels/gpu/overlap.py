@@ -1,9 +1,9 @@
 """Kernels that start while the one in front of them still runs: programmatic dependent launch, on Hopper.
 
 In decoding, kernels take a few microseconds, of which the start takes about one. A kernel launched with `overlap=True`
-starts early, and calls `wait` before it reads what an earlier kernel wrote, or writes anything. Until then it may only
-`prefetch`, which moves memory into L2, where it is never out of date. Every program has to call `wait`: a kernel that
-waits for this one then also waits for all kernels before it.
+starts early, and calls `wait` before it reads what an earlier kernel wrote, or writes anything. Until then it may read
+tensors of `kernels.read_only`, and `prefetch` others, which moves memory into L2, where it is never out of date. Every
+program has to call `wait`: a kernel that waits for this one then also waits for all kernels before it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,6 +13,8 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LINE = tl.constexpr(128)  # bytes that one prefetch moves
+# Programs that may start early where launches can be large: while they wait, they take room from the kernel in front.
+MOST_EARLY = 128
 
 
 @triton.jit

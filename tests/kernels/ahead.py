@@ -125,10 +125,14 @@ def layer(name: str) -> None:
 def few_rows(rows: int) -> None:
     """Products of few rows without gradients, with narrow and wide tiles, and that of a gated MLP."""
     x = torch.randn(rows, 1, 1024, dtype=torch.bfloat16)
-    for outputs in (1024, 5632):
-        kernels.linear(x, torch.randn(outputs, 1024, dtype=torch.bfloat16))
-    inner = torch.randn(1024, 2816, dtype=torch.bfloat16)
-    kernels.gated_mlp(x, torch.randn(5632, 1024, dtype=torch.bfloat16), inner)
+    narrow, wide, inner = (
+        torch.randn(shape, dtype=torch.bfloat16) for shape in ((1024, 1024), (5632, 1024), (1024, 2816))
+    )
+    for constant in ([], [narrow, wide, inner]):
+        with kernels.read_only(constant):
+            kernels.linear(x, narrow)
+            kernels.linear(x, wide)
+            kernels.gated_mlp(x, wide, inner)
 
 
 def losses(dtype: torch.dtype) -> None:

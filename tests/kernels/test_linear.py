@@ -16,7 +16,8 @@ from kernels.gpu.paths import dry_run
 
 pytestmark = pytest.mark.usefixtures("poison")
 
-SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 300), (1, 40, 2100)]  # rows, inputs, outputs
+# rows, inputs, outputs
+SHAPES = [(1, 1, 1), (1, 70, 33), (2, 64, 100), (2, 1025, 5), (1, 2300, 300), (1, 40, 2100), (1, 1050, 1025)]
 
 
 def inputs(rows: int, I: int, O: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[Tensor]:
@@ -38,8 +39,8 @@ def error(actual: Tensor, expected: Tensor) -> float:
 def test_triton_and_the_loop(shape: tuple[int, int, int], bias: bool, dtype: torch.dtype, device: str):
     x, weight, added = inputs(*shape, dtype, device)
     expected = F.linear(x.double(), weight.double(), added.double() if bias else None)
-    for backend in ("triton", "reference"):
-        with kernels.backend(backend), kernels.implementations() as ran:
+    for backend, constant in (("triton", []), ("triton", [weight]), ("reference", [])):
+        with kernels.backend(backend), kernels.read_only(constant), kernels.implementations() as ran:
             y = kernels.linear(x, weight, added if bias else None)
         assert ran == {"linear": {backend}}
         assert (y.shape, y.dtype) == (expected.shape, dtype)
@@ -69,8 +70,8 @@ def test_a_gated_mlp_of_few_rows(shape: tuple[int, int, int], activation: str, d
     assert [launch.name for launch in record.launches] == [kernel] * 2
     gate, up = F.linear(x.double(), gate_up.double()).chunk(2, -1)
     expected = F.linear((F.silu(gate) if activation == "silu" else gate) * up, down.double())
-    for backend in ("triton", "torch", "reference"):
-        with kernels.backend(backend), kernels.implementations() as ran:
+    for backend, constant in (("triton", []), ("triton", [gate_up, down]), ("torch", []), ("reference", [])):
+        with kernels.backend(backend), kernels.read_only(constant), kernels.implementations() as ran:
             y = kernels.gated_mlp(x, gate_up, down, activation=activation)
         assert ran == {"gated_product": {backend}, "linear": {backend}}
         assert (y.shape, y.dtype) == (expected.shape, x.dtype)
@@ -107,6 +108,57 @@ def test_tiles_of_a_gated_mlp_are_for_hopper(gpu: str, launches: int):
     assert len(record.launches) == launches
     if not launches:
         assert error(y, kernels.gated_mlp(x.double(), gate_up.double(), down.double())) <= 1e-2
+
+
+@pytest.mark.parametrize(
+    ("rows", "I", "O", "dtype", "early"),
+    [
+        (1, 1024, 4096, torch.bfloat16, 1),
+        (1, 2816, 1024, torch.bfloat16, 3),
+        (1, 6000, 1024, torch.bfloat16, 6),
+        (2, 2816, 1024, torch.bfloat16, 3),
+        (1, 2048, 1024, torch.float32, 1),  # of two tiles
+        (1, 70, 33, torch.float32, 1),
+    ],
+)
+@torch.no_grad()
+def test_read_only_weights_are_loaded_early(rows: int, I: int, O: int, dtype: torch.dtype, early: int):
+    """What the promise is not about waits: other tensors, copies, and calls after the block."""
+    x, weight, _ = inputs(rows, I, 2 * O, dtype)
+    with dry_run() as record, kernels.backend("triton"):
+        with kernels.read_only([weight]):
+            for each in (weight[:O], weight[O:], weight[:O].clone()):
+                kernels.linear(x, each)
+            with kernels.read_only([x]):
+                kernels.linear(x, weight[:O])
+        kernels.linear(x, weight[:O])
+    assert [launch.constants["EARLY"] for launch in record.launches] == [early, early, 0, 0, 0]
+
+
+@pytest.mark.gpu
+@torch.no_grad()
+def test_read_only_weights_that_change_between_replays():
+    """A replay sees what was written just before it, and products in front of the one that reads early."""
+    x, first, _ = inputs(1, 1024, 2816, torch.bfloat16, "cuda")
+    second = inputs(1, 2816, 1024, torch.bfloat16, "cuda")[1]
+    first, second = first / 32, second / 32
+
+    def step() -> Tensor:
+        y = x
+        for _ in range(8):
+            y = kernels.linear(kernels.linear(y, first), second)
+        return y
+
+    with kernels.backend("triton"):
+        step()
+        graph = torch.cuda.CUDAGraph()
+        with kernels.read_only([first, second]), torch.cuda.graph(graph):
+            y = step()
+        for i in range(50):
+            first.mul_(1 - 2 * (i % 2)).add_(1e-3)
+            second.neg_()
+            graph.replay()
+            assert torch.equal(y, step())
 
 
 @pytest.mark.parametrize("device", PLACES)

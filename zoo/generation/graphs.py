@@ -88,7 +88,8 @@ class DecodingGraphs:
         reason = self._failures.get(key)
         if reason is None:
             try:
-                return self._captured(key, inputs, steps, device)
+                with kernels.read_only(model.parameters()):
+                    return self._captured(key, inputs, steps, device)
             except RuntimeError as error:
                 reason = str(error)
                 if not isinstance(error, torch.OutOfMemoryError):  # memory may be free next time

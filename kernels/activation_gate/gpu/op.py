@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.rows import load, row_stride, rows_of
 from ...gpu.tiles import activated
 
@@ -27,7 +28,11 @@ def places(x_row, gate_row, C: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def multiply(gate, x, y, x_row, gate_row, largest, C: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+def multiply(
+    gate, x, y, x_row, gate_row, largest,
+    C: tl.constexpr, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait(OVERLAP)
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
     factor, _ = activated(load(gate, at_gate, inside), ACTIVATION)
     factor *= largest
@@ -52,7 +57,9 @@ def differentiate(
     C: tl.constexpr,
     BLOCK: tl.constexpr,
     ACTIVATION: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     at, at_gate, dense, inside = places(x_row, gate_row, C, BLOCK)
     to_x, to_gate, _, _ = places(dx_row, dgate_row, C, BLOCK)
     factor, slope = activated(load(gate, at_gate, inside), ACTIVATION)
@@ -79,7 +86,8 @@ def _launch(kernel: Any, args: Arguments, *written: Tensor | None, strides: Sequ
     block = min(BLOCK, next_power_of_2(C))
     numbers = (x_row, gate_row, args.largest, *strides)
     constants: dict[str, Any] = {"C": C, "BLOCK": block, "ACTIVATION": args.activation, "warps": WARPS}
-    enqueue(kernel, rows * cdiv(C, block), gate, x, *written, *numbers, **constants)
+    programs = rows * cdiv(C, block)
+    enqueue(kernel, programs, gate, x, *written, *numbers, **constants, overlap=programs <= MOST_EARLY)
 
 
 def compute(args: Arguments, y: Tensor) -> None:

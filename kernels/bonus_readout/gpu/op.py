@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.reductions import add_parts
 from ...gpu.rows import head_tile_of, load, rows_of, walkers
 from .. import Arguments
@@ -55,7 +56,9 @@ def read(
     ROWS: tl.constexpr,
     V_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     h, first = tl.program_id(0) % H, tl.program_id(0) // H * ROWS
     c, j = tl.arange(0, V_BLOCK), tl.arange(0, K_BLOCK)
     at, inside = head_tile_of(first, rows, o_row, h, c, V, ROWS)
@@ -164,7 +167,8 @@ def _empty(args: Arguments) -> tuple[Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor]:
     (y,), sizes, (tensors, rows, numbers) = _empty(args), constants(args), strided(args)
-    enqueue(read, sizes["H"] * cdiv(rows, sizes["ROWS"]), *tensors, y, *numbers, **sizes)
+    programs = sizes["H"] * cdiv(rows, sizes["ROWS"])
+    enqueue(read, programs, *tensors, y, *numbers, **sizes, overlap=programs <= MOST_EARLY)
     return (y,)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.reductions import add_parts
 from ...gpu.rows import head_tile_of, load, rows_of, walkers
 from ...gpu.tiles import sigmoid
@@ -62,7 +63,9 @@ def erase_gates_forward(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     m, first, c = tl.program_id(0) % M, tl.program_id(0) // M * ROWS, tl.arange(0, BLOCK)
     at, inside = head_tile_of(first, rows, k_row, m, c, K, ROWS)
     dense, _ = head_tile_of(first, rows, M * K, m, c, K, ROWS)
@@ -176,7 +179,9 @@ def _empty(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _compute(args: Arguments) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     results, sizes, (tensors, rows, numbers) = _empty(args), constants(args.k), strided(args)
-    enqueue(erase_gates_forward, sizes["M"] * cdiv(rows, sizes["ROWS"]), *tensors, *results, *numbers, **sizes)
+    programs = sizes["M"] * cdiv(rows, sizes["ROWS"])
+    overlap = programs <= MOST_EARLY
+    enqueue(erase_gates_forward, programs, *tensors, *results, *numbers, **sizes, overlap=overlap)
     return results
 
 

@@ -13,6 +13,7 @@ run begins with its history.
 import triton
 import triton.language as tl
 
+from ...gpu.overlap import wait
 from ...gpu.tiles import sigmoid
 
 
@@ -168,7 +169,9 @@ def forward(
     ACTIVATION: tl.constexpr,
     NORM: tl.constexpr,
     EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     BLOCKS: tl.constexpr = (C + HEADS * SIZE - 1) // (HEADS * SIZE)
     block, run, runs = tl.program_id(0) % BLOCKS, tl.program_id(0) // BLOCKS, tl.cdiv(T, length)
     row, first = run // runs, run % runs * length

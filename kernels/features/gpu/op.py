@@ -94,7 +94,8 @@ def launch(
     tile: dict[str, Any] = {"HEADS": cut.heads, "SIZE": cut.size, "BLOCK": cut.block, "TOKENS": cut.tokens}
     options: dict[str, Any] = {"warps": cut.warps, "registers": REGISTERS_BACKWARD if backward else None}
     kernel = triton_kernels.backward if backward else triton_kernels.forward
-    return LaunchSpec(kernel, cut.programs, *numbers, **options, **constants, **tile)
+    early = None if backward else shape[1] == 1  # decoding, whose launches are small
+    return LaunchSpec(kernel, cut.programs, *numbers, **options, **constants, **tile, overlap=early)
 
 
 def parameters(

@@ -16,6 +16,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.reductions import add_outer, add_parts
 from ...gpu.rows import per_channel, rows_of, tile_of, walkers
 from ...gpu.tiles import LOG2E, PTX, exp2, factor_dtype
@@ -106,7 +107,9 @@ def low_rank_forward(
     NEGATED: tl.constexpr,
     PRECISION: tl.constexpr,
     DTYPE: tl.constexpr,  # of factors of products
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     BLOCKS: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     BF16: tl.constexpr = log_decay.dtype.element_ty == tl.bfloat16
     column = tl.program_id(0) % BLOCKS * COLUMNS
@@ -260,7 +263,8 @@ def _compute(args: Arguments) -> tuple[Tensor]:
     constants = _constants(x, weight) | {"ROWS": FORWARD.rows, "COLUMNS": FORWARD.columns, "NEGATED": negated}
     blocks = cdiv(constants["C"], FORWARD.columns)
     programs = walkers(rows, FORWARD.rows, x.device, FORWARD.resident, blocks) * blocks
-    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **constants, warps=4)
+    constants |= {"warps": 4, "overlap": programs <= MOST_EARLY}
+    enqueue(low_rank_forward, programs, x, weight, bias, y, rows, x_row, scale, **constants)
     return (y,)
 
 

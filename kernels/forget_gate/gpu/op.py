@@ -16,6 +16,7 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...core.recompute import remake
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.reductions import add_parts
 from ...gpu.rows import per_channel, rows_of, shifted, tile_of, walkers
 from ...gpu.tiles import log1p_exp
@@ -50,7 +51,11 @@ def odds_of(bounds, at, inside, layer, ROWS: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit(do_not_specialize=["layer"])
-def store_odds(bounds, odds, layer, ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr):
+def store_odds(
+    bounds, odds, layer,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, C: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    wait(OVERLAP)
     c = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     tl.store(odds + c, odds_of(bounds, c, c < C, layer, ROWS, BLOCK, C), mask=c < C)
 
@@ -86,7 +91,9 @@ def forget_forward(
     C: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     BLOCKS: tl.constexpr = (C + BLOCK - 1) // BLOCK
     c = tl.program_id(0) % BLOCKS * BLOCK + tl.arange(0, BLOCK)
     at, dense, inside = tile_of(tl.program_id(0) // BLOCKS * ROWS, rows, x_row, c, C, ROWS)
@@ -152,7 +159,8 @@ def _launch(x: Tensor, bias: Tensor | None, odds: Tensor | None, scale: float, *
     sizes = _tile(x.shape[-1])
     x, rows, x_row = rows_of(x)
     programs = cdiv(rows, sizes["ROWS"]) * cdiv(sizes["C"], sizes["BLOCK"])
-    enqueue(forget_forward, programs, x, bias, odds, *results, rows, x_row, scale, **sizes)
+    overlap = programs <= MOST_EARLY
+    enqueue(forget_forward, programs, x, bias, odds, *results, rows, x_row, scale, **sizes, overlap=overlap)
 
 
 def _gradients(
@@ -226,7 +234,8 @@ def odds_at(bounds: Tensor, layer: int) -> Tensor:
     (L, C), odds = bounds.shape, new(bounds, bounds.shape[1], dtype=torch.float32)
     columns = max(1, min(next_power_of_2(C), ELEMENTS // next_power_of_2(L)))
     sizes = {"ROWS": L, "BLOCK": next_power_of_2(L), "C": C, "COLUMNS": columns}
-    enqueue(store_odds, cdiv(C, columns), bounds.contiguous(), odds, layer, **sizes)
+    programs = cdiv(C, columns)
+    enqueue(store_odds, programs, bounds.contiguous(), odds, layer, **sizes, overlap=programs <= MOST_EARLY)
     return odds
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import register
 from ...core.deterministic import is_deterministic
+from ...core.read_only import is_read_only
 from ...gpu.device import HOPPER, capability, multiprocessors
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.overlap import prefetch, wait
@@ -30,6 +31,7 @@ WIDTHS = (16, 32, 64)
 SHARED = 200 << 10  # bytes of shared memory for the tiles that are on their way: many, to hide the latency of L2
 INPUTS, MOST_OUTPUTS, WARPS = 1024, 8, 4  # of a tile without tensor cores
 NUMBERS = 16 << 10  # products that such a tile adds up at most, to fit into registers
+EARLY_BYTES = 48 << 10  # of weights that a program loads into registers while it waits for x, if they are `read_only`
 PROGRAMS = 128  # fewest programs, if there are as many outputs: one for most multiprocessors
 
 
@@ -57,11 +59,36 @@ def prefetch_rows(weight, first, O, I: tl.constexpr, OUTPUTS: tl.constexpr, PART
 
 
 @triton.jit
-def multiply_rows(
-    x, weight, bias, y, first, O,
-    I: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+def load_tile(weight, part, first, start, O, I: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr):
+    """Load a part's rows from `first` on and its columns from `start` on; not into L1, as nothing reads them again."""
+    n, k = first + tl.arange(0, OUTPUTS), start + tl.arange(0, INPUTS)
+    at = (n + part * O)[:, None].to(tl.int64) * I + k[None, :]
+    return tl.load(weight + at, mask=(n < O)[:, None] & (k < I)[None, :], other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def load_early(
+    weight, first, O, I: tl.constexpr, PARTS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs from `first` on, for all rows of x; the arguments are those of `linear_rows`."""
+    """Load the first EARLY tiles of each part."""
+    tiles = ()
+    for tile in tl.static_range(EARLY):
+        for part in tl.static_range(PARTS):
+            tiles = tiles + (load_tile(weight, part, first, tile * INPUTS, O, I, OUTPUTS, INPUTS),)
+    return tiles
+
+
+@triton.jit
+def multiply_rows(
+    x, weight, bias, y, early, first, O,
+    I: tl.constexpr, ROWS: tl.constexpr, GATE: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs from `first` on, for all rows of x; the arguments are those of `linear_rows`.
+
+    `early` are the tiles of `load_early`.
+    """
     PARTS: tl.constexpr = 2 if GATE == "silu" or GATE == "identity" else 1
     n = first + tl.arange(0, OUTPUTS)
     sums = ()
@@ -69,11 +96,12 @@ def multiply_rows(
         sums = sums + (tl.zeros([OUTPUTS, INPUTS], tl.float32),)
     for start in tl.static_range(0, I, INPUTS):
         k = start + tl.arange(0, INPUTS)
-        inside = (n < O)[:, None] & (k < I)[None, :]
         longer = ()
         for part in tl.static_range(PARTS):
-            at = (n + part * O)[:, None].to(tl.int64) * I + k[None, :]
-            w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+            if start < EARLY * INPUTS:
+                w = early[start // INPUTS * PARTS + part].to(tl.float32)
+            else:
+                w = load_tile(weight, part, first, start, O, I, OUTPUTS, INPUTS).to(tl.float32)
             for m in tl.static_range(ROWS):
                 u = tl.load(x + m * I + k, mask=k < I, other=0.0).to(tl.float32)
                 longer = longer + (sums[part * ROWS + m] + w * u[None, :],)
@@ -103,12 +131,16 @@ def linear_rows(
     GATE: tl.constexpr,
     OUTPUTS: tl.constexpr,
     INPUTS: tl.constexpr,
+    EARLY: tl.constexpr,  # tiles of each part that are loaded before x is there
     OVERLAP: tl.constexpr,
 ):
+    PARTS: tl.constexpr = 1 if GATE == "none" else 2
     first = tl.program_id(0) * OUTPUTS
-    prefetch_rows(weight, first, O, I, OUTPUTS, 1 if GATE == "none" else 2, OVERLAP)
+    early = load_early(weight, first, O, I, PARTS, OUTPUTS, INPUTS, EARLY)
+    if EARLY * INPUTS < I:
+        prefetch_rows(weight, first, O, I, OUTPUTS, PARTS, OVERLAP)
     wait(OVERLAP)
-    multiply_rows(x, weight, bias, y, first, O, I, ROWS, GATE, OUTPUTS, INPUTS)
+    multiply_rows(x, weight, bias, y, early, first, O, I, ROWS, GATE, OUTPUTS, INPUTS, EARLY)
 
 
 @triton.jit
@@ -126,7 +158,7 @@ def product(
     if (program >= FIRST) & (program < FIRST + (O + OUTPUTS - 1) // OUTPUTS):
         first = (program - FIRST) * OUTPUTS
         if READY:
-            multiply_rows(x, weight, None, y, first, O, I, ROWS, ACTIVATION, OUTPUTS, INPUTS)
+            multiply_rows(x, weight, None, y, (), first, O, I, ROWS, ACTIVATION, OUTPUTS, INPUTS, 0)
         else:
             prefetch_rows(weight, first, O, I, OUTPUTS, 1, OVERLAP)
 
@@ -218,7 +250,9 @@ def _compute(args: Arguments) -> tuple[Tensor]:
         enqueue(linear_tile, cdiv(O, columns), *tensors, rows, O, **constants)
         return (y,)
     outputs, inputs = _tile(rows, both, I, parts)
-    constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs, "warps": WARPS}
+    tiles = EARLY_BYTES // (parts * outputs * inputs * weight.element_size()) if is_read_only(weight) else 0
+    constants |= {"ROWS": rows, "OUTPUTS": outputs, "INPUTS": inputs, "EARLY": min(tiles, cdiv(I, inputs))}
+    constants["warps"] = WARPS
     enqueue(linear_rows, cdiv(O, outputs), *tensors, O, **constants)
     return (y,)
 

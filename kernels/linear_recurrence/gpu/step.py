@@ -12,6 +12,7 @@ from ...core.autograd import NAMESPACE, plain
 from ...core.recurrence import Recurrences
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
 from ...gpu.launch_table import launch
+from ...gpu.overlap import wait
 from ...gpu.tiles import pair_of
 
 
@@ -40,7 +41,9 @@ def advance(
     BV: tl.constexpr,
     GATE: tl.constexpr,
     BETA: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     block, head = pair_of((V + BV - 1) // BV)
     b, h = head // H, head % H
     cv = block * BV + tl.arange(0, BV)
@@ -120,6 +123,7 @@ def update(
         BETA=beta is not None,
         warps=entry.warps,
         stages=entry.stages,
+        overlap=True,
     )
     return o
 

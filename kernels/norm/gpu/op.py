@@ -10,6 +10,7 @@ from ...core.allocation import new
 from ...core.autograd import Gradients, once, register
 from ...core.recompute import remake
 from ...gpu.launch import LaunchSpec, cdiv, next_power_of_2
+from ...gpu.overlap import MOST_EARLY
 from ...gpu.reductions import add_parts
 from ...gpu.rows import walkers
 from .. import dtype_of
@@ -18,7 +19,6 @@ from . import kernels
 
 ELEMENTS = 1024  # per tile of short rows
 PER_WARP, MOST_WARPS = 512, 16
-MOST_EARLY = 128  # programs that may start early: while they wait, they take room from the kernel in front of them
 
 
 class Walk(NamedTuple):

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
-from ...gpu.overlap import wait
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.rows import load
-from ...norm.gpu.op import MOST_EARLY
 from .. import Arguments, Turned, empty, gradients, read_by_no_gradient
 
 TILE = 1024  # pairs of a program

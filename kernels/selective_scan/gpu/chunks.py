@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from ...core import resets
+from ...gpu.overlap import wait
 from ...gpu.tiles import LOG2E, exp2, segment_at
 
 LEAST = tl.constexpr(resets.LEAST_ALONE)
@@ -163,6 +164,7 @@ def walk(
     TOKENS: tl.constexpr,
     REVERSE: tl.constexpr,
     SCALED: tl.constexpr,  # whether inputs are scaled by the steps; not in reverse, where they are gradients
+    OVERLAP: tl.constexpr,
 ):
     """Walk through each block from the states `before` it, or zeros, with the next TOKENS tokens loaded ahead.
 
@@ -172,6 +174,7 @@ def walk(
     `read` is c if it is constant. REVERSE: x is the gradient of the output, b what it is read with unless that is
     constant, and `after` the block's part of the gradient of the state before it.
     """
+    wait(OVERLAP)
     block, _, d, n = places(tl.program_id(0), D, DP, NJ, LN, LD)
     start, size, chunk = block_at(blocks, block)
     rates = load_states(rate, block * 0, d, n, D, N)

@@ -96,7 +96,8 @@ class SelectiveScan(Plan):
     @prepared
     def walk(self, reverse: bool) -> LaunchSpec:
         """Through each block from the state before it, or in reverse from the gradient after it."""
-        return self._prepared(walk, self.blocks, CHUNK=CHUNK, TOKENS=self.tokens, REVERSE=reverse, SCALED=self.scaled)
+        constants = {"CHUNK": CHUNK, "TOKENS": self.tokens, "REVERSE": reverse, "SCALED": self.scaled}
+        return self._prepared(walk, self.blocks, **constants, overlap=self.T == 1)
 
     @prepared
     def combine(self, reverse: bool) -> LaunchSpec:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...core.allocation import new
 from ...core.autograd import Gradients, register
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.rows import head_tile_of, load, rows_of
 from .. import Arguments
 
@@ -37,8 +38,10 @@ def read(
     V: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
     """Write y, or the gradients if dy is given, of some tokens of a head."""
+    wait(OVERLAP)
     h, first, c = tl.program_id(0) % H, tl.program_id(0) // H * ROWS, tl.arange(0, BLOCK)
     dense, inside = head_tile_of(first, rows, H * V, h, c, V, ROWS)
     in_o, _ = head_tile_of(first, rows, o_row, h, c, V, ROWS)
@@ -73,7 +76,8 @@ def _launch(args: Arguments, *results: Tensor | None) -> None:
     gate, _, gate_row = (None, 0, 0) if args.gate is None else rows_of(args.gate.flatten(2))
     tile = {"H": H, "V": V, "ROWS": max(1, TILE // block), "BLOCK": block}
     inputs, strides = (o, v, args.own.contiguous(), gate), (o_row, v_row, gate_row)
-    enqueue(read, H * cdiv(rows, tile["ROWS"]), *inputs, *results, rows, *strides, **tile)
+    programs = H * cdiv(rows, tile["ROWS"])
+    enqueue(read, programs, *inputs, *results, rows, *strides, **tile, overlap=programs <= MOST_EARLY)
 
 
 def _empty(args: Arguments) -> tuple[Tensor]:

@@ -17,6 +17,7 @@ from ...core.allocation import new
 from ...core.autograd import once
 from ...core.documents import places
 from ...gpu.launch import cdiv, enqueue, next_power_of_2
+from ...gpu.overlap import MOST_EARLY, wait
 from ...gpu.reductions import add_parts
 from ...gpu.rows import load, per_channel, walkers
 from .. import MOST
@@ -63,7 +64,9 @@ def mix(
     D: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     BLOCKS: tl.constexpr = (D + COLUMNS - 1) // COLUMNS
     r = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(0) % BLOCKS * COLUMNS + tl.arange(0, COLUMNS)
@@ -162,7 +165,7 @@ class TokenShift(torch.autograd.Function):
         mixtures = tuple(new(x, dtype=dtype) for _ in range(sizes["N"]))
         programs = cdiv(rows, ROWS) * cdiv(sizes["D"], sizes["COLUMNS"])
         tensors = (x, shares, before, *tables(x, cu_seqlens), *six(mixtures))
-        enqueue(mix, programs, *tensors, rows, x.shape[1], **sizes)
+        enqueue(mix, programs, *tensors, rows, x.shape[1], **sizes, overlap=programs <= MOST_EARLY)
         ctx.save_for_backward(x, shares, before, cu_seqlens)
         return mixtures
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from ....core.autograd import NAMESPACE, plain
 from ....core.recurrence import Recurrences
 from ....gpu.launch import cdiv, enqueue, next_power_of_2
+from ....gpu.overlap import wait
 from .kinds import erasing, kind_of
 
 VALUES = 32  # columns of the blocks in which the state streams through registers
@@ -38,7 +39,9 @@ def advance(
     BEFORE: tl.constexpr,
     PRODUCT: tl.constexpr,
     STEPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):
+    wait(OVERLAP)
     BLOCKS: tl.constexpr = (V + BV - 1) // BV
     c = (tl.program_id(0) % BLOCKS) * BV + tl.arange(0, BV)
     sequence, h = (tl.program_id(0) // BLOCKS // H).to(tl.int64), tl.program_id(0) // BLOCKS % H
@@ -112,7 +115,8 @@ def update(
     tensors = (None if x is None else x.contiguous() for x in (q, k, v, beta, erase, erase_write, log_decay))
     options = (kind_of(log_decay), read_before, product, k.shape[1])
     constants = (subheads, K, V, next_power_of_2(K), VALUES, *options)
-    enqueue(advance, B * H * cdiv(V, VALUES), *tensors, state, o, scale, H, heads // subheads, *constants)
+    programs = B * H * cdiv(V, VALUES)
+    enqueue(advance, programs, *tensors, state, o, scale, H, heads // subheads, *constants, overlap=True)
     return o
 
 
