@@ -18,9 +18,11 @@ _addresses: ContextVar[frozenset[int]] = ContextVar("read_only", default=frozens
 
 @contextmanager
 def read_only(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Promise that no kernel launched inside the ``with`` block writes to these tensors or to views of them.
+    """Promise that nothing writes to these tensors, or to views of them, while kernels launched inside the block run.
 
-    If a CUDA graph is captured inside the block, the promise is about its kernels: between replays anything may write.
+    Kernels launched before the block may still be running, so what they wrote is only complete after a synchronisation.
+    If a CUDA graph is captured inside the block, the promise is about the kernels of a replay, which waits for all
+    earlier ones: between replays anything may write.
 
     >>> with kernels.read_only(model.parameters()):
     ...     graph = capture(step)

@@ -88,6 +88,7 @@ class DecodingGraphs:
         reason = self._failures.get(key)
         if reason is None:
             try:
+                # a rehearsal may read weights that are still being written, but its results are dropped
                 with kernels.read_only(model.parameters()):
                     return self._captured(key, inputs, steps, device)
             except RuntimeError as error:
