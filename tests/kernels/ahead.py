@@ -70,6 +70,7 @@ class Compiler:
             if getattr(about, "launch_pdl", False):
                 before, *after = compiled.asm["ptx"].split("griddepcontrol.wait")
                 row["overlaps"], row["touched"] = len(after), MEMORY.findall(before)
+                row["early"] = constants.get("EARLY", 0) > 0
             self.launches[row["kernel"], compiled.hash] = row
 
 
