@@ -12,6 +12,7 @@ import kernels
 from mixers import (
     HGRN2,
     KDA,
+    MLSTM,
     DeltaNet,
     Discretisation,
     Features,
@@ -32,6 +33,7 @@ from mixers.base import Streams
 from mixers.decay import BoundedChannelDecay, ChannelDecay, Strength
 from mixers.fusion import Fusable
 from mixers.hgrn2 import LowerBounds
+from mixers.mlstm import CappedGates, HeadLayerNorm
 from mixers.norm import Output, SigmoidGatedRMSNorm
 
 from .variants import CAUSAL, Factory
@@ -39,7 +41,7 @@ from .variants import CAUSAL, Factory
 # mixers with a token in one launch
 FUSED_TOKENS = (
     *("Comba", "CosFormer2", "DeltaNet", "GLA", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "HGRN2", "KDA"),
-    *("LinearAttention", "Mamba2", "RetNet", "TNL"),
+    *("LinearAttention", "Mamba2", "MLSTM", "RetNet", "TNL"),
 )
 
 
@@ -196,6 +198,16 @@ class OtherStrength(Strength):
         return super().forward(b) / 2
 
 
+class HalvedGates(CappedGates):
+    def forward(self, i: Tensor, f: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(i / 2, f / 2)
+
+
+class DoubledLayerNorm(HeadLayerNorm):
+    def forward(self, o: Tensor, gate: Tensor | None) -> Tensor:
+        return 2 * super().forward(o, gate)
+
+
 class OwnRotary(Rotary):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return 2 * super().forward(x, positions)
@@ -207,6 +219,8 @@ FUSED: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() i
     "GatedDeltaProduct without gate": partial(GatedDeltaProduct, output=NormOnly, num_steps=3),
     "RetNet with longer context": partial(RetNet, qk=Features(map=partial(YarnRotary, factor=4.0, original_length=8))),
     "Mamba2 with groups of heads": partial(Mamba2, state_dim=16, head_dim=16),
+    "MLSTM without a normaliser": partial(MLSTM, input_gate="sigmoid", normaliser=False, gate_cap=None),
+    "MLSTM with sigmoid and convolutions": partial(MLSTM, input_gate="sigmoid", qk=Features(4, activation="silu")),
 }
 
 
@@ -238,6 +252,8 @@ def test_a_token_is_fused(name: str):
         partial(RetNet, qk=Features(map=LearnedRotary)),
         DeltaNet,
         GatedDeltaProduct,
+        MLSTM,
+        partial(MLSTM, norm_eps=1e-3),
     ],
 )
 @torch.no_grad()
@@ -245,6 +261,10 @@ def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
     layer, x = mixer(Site(hidden_size=32, num_heads=2, layer=1, num_layers=3)), torch.randn(2, 3, 32)
     if isinstance(layer, DeltaNet | GatedDeltaProduct):
         layer.beta = OtherStrength(layer.steps * layer.gate_heads)
+    if isinstance(layer, MLSTM) and layer.o_norm.eps == 1e-3:
+        layer.o_norm = DoubledLayerNorm(2, 16, 1e-3)
+    elif isinstance(layer, MLSTM):
+        layer.gate = HalvedGates(2, None, 1.0)
     state, outputs = layer.init_state(2), []
     for t in range(3):
         y, state = layer(x[:, t : t + 1], state)
