@@ -180,22 +180,34 @@ def padded(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> bool:
-    """Return whether one kernel computes a token: neither gradients nor casts, and sizes for which there is a kernel.
+def without_casts(tensors: Sequence[Tensor | None], raw: Sequence[Tensor], state: Tensor) -> bool:
+    """Return whether a kernel for one token may run: neither gradients nor casts, nor deterministic mode.
 
-    Deterministic mode uses the kernels of longer sequences.
+    That mode uses the kernels of longer sequences.
+
+    Args:
+        tensors: All tensors of the call.
+        raw: Those that are columns of the projection.
+        state: The state.
     """
-    q, k, v = streams
-    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.bias, s.history))]
-    kinds = {x.dtype for x in (*ops.raw(), *(stream.x for stream in streams))}
-    pairs = None if ops.turn is None or ops.turn.doubles else len(ops.turn.rates)
+    kinds = {x.dtype for x in raw}
     return (
         not is_deterministic()
         and plain(tensors)
         and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
         and len(kinds) == 1
         and torch.float64 not in {state.dtype, *kinds}
-        and autocast_dtype(q.x.device) is None
+        and autocast_dtype(raw[0].device) is None
+    )
+
+
+def in_one_launch(streams: Sequence[FeatureStream], ops: TokenOps, state: Tensor) -> bool:
+    """Return whether one kernel computes a token: it may run, and there is one for these sizes."""
+    q, k, v = streams
+    tensors = [*ops.tensors(), state, *(x for s in streams for x in (s.x, s.weight, s.bias, s.history))]
+    pairs = None if ops.turn is None or ops.turn.doubles else len(ops.turn.rates)
+    return (
+        without_casts(tensors, [*(stream.x for stream in streams), *ops.raw()], state)
         and (pairs is None or 2 * pairs == q.size == padded(q.size))
         and padded(q.size) * (state.shape[2] // q.size) * padded(v.size) <= LARGEST
         and all(s.product is None and s.taps <= MOST_TAPS for s in streams)

@@ -23,6 +23,7 @@ from mixers import (
     LinearMixer,
     Mamba2,
     Mamba2Discretisation,
+    Mamba3,
     NormOnly,
     RetNet,
     Rotary,
@@ -33,15 +34,16 @@ from mixers.base import Streams
 from mixers.decay import BoundedChannelDecay, ChannelDecay, Strength
 from mixers.fusion import Fusable
 from mixers.hgrn2 import LowerBounds
+from mixers.mamba3 import Trapezoid
 from mixers.mlstm import CappedGates, HeadLayerNorm
-from mixers.norm import Output, SigmoidGatedRMSNorm
+from mixers.norm import Output, SigmoidGatedRMSNorm, ZeroCentredRMSNorm
 
 from .variants import CAUSAL, Factory
 
 # mixers with a token in one launch
 FUSED_TOKENS = (
     *("Comba", "CosFormer2", "DeltaNet", "GLA", "GatedDeltaNet", "GatedDeltaNet2", "GatedDeltaProduct", "HGRN2", "KDA"),
-    *("LinearAttention", "Mamba2", "MLSTM", "RetNet", "TNL"),
+    *("LinearAttention", "Mamba2", "MLSTM", "Mamba3", "RetNet", "TNL"),
 )
 
 
@@ -208,6 +210,11 @@ class DoubledLayerNorm(HeadLayerNorm):
         return 2 * super().forward(o, gate)
 
 
+class HalvedTrapezoid(Trapezoid):
+    def forward(self, a: Tensor, r: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return super().forward(a / 2, r, w)
+
+
 class OwnRotary(Rotary):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         return 2 * super().forward(x, positions)
@@ -219,6 +226,7 @@ FUSED: dict[str, Factory] = {name: factory for name, factory in CAUSAL.items() i
     "GatedDeltaProduct without gate": partial(GatedDeltaProduct, output=NormOnly, num_steps=3),
     "RetNet with longer context": partial(RetNet, qk=Features(map=partial(YarnRotary, factor=4.0, original_length=8))),
     "Mamba2 with groups of heads": partial(Mamba2, state_dim=16, head_dim=16),
+    "Mamba3 with a norm": partial(Mamba3, head_dim=16, state_dim=12, num_groups=2, output=GatedRMSNorm),
     "MLSTM without a normaliser": partial(MLSTM, input_gate="sigmoid", normaliser=False, gate_cap=None),
     "MLSTM with sigmoid and convolutions": partial(MLSTM, input_gate="sigmoid", qk=Features(4, activation="silu")),
 }
@@ -236,7 +244,7 @@ def test_a_token_is_fused(name: str):
         for t in range(2):
             y, state = mixer(x[:, t : t + 1], state)
             outputs.append(y)
-    assert "recurrence_token" in ran
+    assert {"recurrence_token", "trapezoid_token"} & set(ran)
     assert not {"delta_rule", "linear_recurrence", "features"} & set(ran)
     with kernels.backend("torch"):
         expected, after = mixer(x, mixer.init_state(2))
@@ -254,6 +262,8 @@ def test_a_token_is_fused(name: str):
         GatedDeltaProduct,
         MLSTM,
         partial(MLSTM, norm_eps=1e-3),
+        partial(Mamba3, head_dim=16, decay=HalvedTrapezoid),
+        partial(Mamba3, head_dim=16, state_dim=12),
     ],
 )
 @torch.no_grad()
@@ -263,6 +273,8 @@ def test_parts_of_a_subclass_are_called_for_a_token(mixer: Factory):
         layer.beta = OtherStrength(layer.steps * layer.gate_heads)
     if isinstance(layer, MLSTM) and layer.o_norm.eps == 1e-3:
         layer.o_norm = DoubledLayerNorm(2, 16, 1e-3)
+    elif isinstance(layer, Mamba3) and layer.key_size == 12:
+        layer.k_norm = ZeroCentredRMSNorm(12)
     elif isinstance(layer, MLSTM):
         layer.gate = HalvedGates(2, None, 1.0)
     state, outputs = layer.init_state(2), []
