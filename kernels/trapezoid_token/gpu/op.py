@@ -28,11 +28,9 @@ LEAST_RATE = tl.constexpr(SLOWEST)
 
 
 @triton.jit
-def normed(x, weight, r, K: tl.constexpr, eps):
-    """The norm of x [K], rounded as in memory."""
-    y = load(x, r, r < K)
-    y *= tl.rsqrt(tl.sum(y * y, 0) / K + eps) * load(weight, r, r < K)
-    return y.to(x.dtype.element_ty).to(tl.float32)
+def normed(y, factor, eps, K: tl.constexpr, DTYPE: tl.constexpr):
+    """The norm of y, of which K numbers are not padding, rounded as in memory."""
+    return (y * tl.rsqrt(tl.sum(y * y, 0) / K + eps) * factor).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -88,23 +86,32 @@ def advance_token(
     at, inside = i[:, None] * V + c[None, :], (i < K)[:, None] & (c < V)[None, :]
     state += head * (K * V)
     S = tl.load(state + at, mask=inside, other=0.0)
-    before = tl.load(angles + head * P + p, mask=p < P, other=0.0)
-    previous = load(past_v, head * V + c, c < V)
+    # all loads begin before any result
+    query = load(q, row * STRIDES[0] + g * K + i, i < K)
+    key = load(k, row * STRIDES[1] + g * K + i, i < K)
     value = load(v, row * STRIDES[2] + h * V + c, c < V)
-    query = normed(q + row * STRIDES[0] + g * K, q_norm, i, K, eps)
-    key = normed(k + row * STRIDES[1] + g * K, k_norm, i, K, eps)
-    of_query, of_key = load(q_bias, h * K + i, i < K), load(k_bias, h * K + i, i < K)
-    past = load(past_k, (row * G + g) * K + i, i < K)
-    dt = softplus(load(a, row * STRIDES[3] + h, True) + load(dt_bias, h, True))
+    dt = load(a, row * STRIDES[3] + h, True) + load(dt_bias, h, True)
     rate = load(r, row * STRIDES[4] + h, True)
+    share = load(w, row * STRIDES[5] + h, True)
+    turn = load(rates, row * STRIDES[6] + p, p < P)
+    of_q_norm, of_k_norm = load(q_norm, i, i < K), load(k_norm, i, i < K)
+    of_query, of_key = load(q_bias, h * K + i, i < K), load(k_bias, h * K + i, i < K)
+    before = tl.load(angles + head * P + p, mask=p < P, other=0.0)
+    past = load(past_k, (row * G + g) * K + i, i < K)
+    previous = load(past_v, head * V + c, c < V)
+    rest, own = load(written, head, True), load(D, h, True)
+    if gate is not None:
+        z = load(gate, row * STRIDES[7] + h * V + c, c < V)
+    query = normed(query, of_q_norm, eps, K, q.dtype.element_ty)
+    key = normed(key, of_k_norm, eps, K, q.dtype.element_ty)
+    dt = softplus(dt)
     rate = tl.where(rate >= 0, 1 + rate, 1 / (1 - tl.minimum(rate, 0.0)))
-    share = tl.sigmoid(load(w, row * STRIDES[5] + h, True))
+    share = tl.sigmoid(share)
     decay = tl.exp(-tl.maximum(rate, LEAST_RATE) * dt)
-    beta = decay * (load(written, head, True) + (1 - share) * dt)
-    turn = tanh(load(rates, row * STRIDES[6] + p, p < P)) * dt * 0.5
-    after = before + (turn.to(tl.float64) * UNIT + WHOLE - WHOLE) / UNIT
+    beta = decay * (rest + (1 - share) * dt)
+    after = before + ((tanh(turn) * dt * 0.5).to(tl.float64) * UNIT + WHOLE - WHOLE) / UNIT
     after -= tl.floor(after)
-    own = share * dt * tl.sum((query + of_query) * (key + of_key), 0) + load(D, h, True)
+    own += share * dt * tl.sum((query + of_query) * (key + of_key), 0)
     tl.debug_barrier()  # other threads may still have to read what is written next
     tl.store(angles + head * P + p, after, mask=p < P)
     tl.store(past_v + head * V + c, value.to(past_v.dtype.element_ty), mask=c < V)
@@ -115,7 +122,6 @@ def advance_token(
     tl.store(state + at, S, mask=inside)
     o = tl.sum(rotated(query + of_query, after)[:, None] * S, 0) + own * value
     if gate is not None:
-        z = load(gate, row * STRIDES[7] + h * V + c, c < V)
         o *= z * sigmoid(z)
     tl.store(y + head * V + c, o.to(y.dtype.element_ty), mask=c < V)
 
